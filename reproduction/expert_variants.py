@@ -13,21 +13,14 @@ STEPS = {"experts": 1000, "routers": 300, "recipes": 600}
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of the comparison.
+    """One model of the comparison."""
 
-    Attributes:
-        group: 'experts' (more and more of them), 'routers' (at 16 experts) or 'recipes', or several, space-separated.
-        experts: E; 1 for the dense model.
-        says: a short description.
-        override: as --model_params_override.
-        model: the experiment that it is a variant of.
-    """
-
+    # 'experts' (more and more of them), 'routers' (at 16 experts) or 'recipes', or several, space-separated.
     group: str
-    experts: int
-    says: str
-    override: str = ""
-    model: str = "mt.M4Experts"
+    experts: int  # E; 1 for the dense model
+    says: str  # a short description
+    override: str = ""  # as --model_params_override
+    model: str = "mt.M4Experts"  # the experiment that it is a variant of
 
     @property
     def steps(self) -> int:

@@ -11,22 +11,14 @@ LINK = "https://arxiv.org/abs/2006.16668"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of tables 1 and 3. None: the paper gives none.
+    """A row of tables 1 and 3. None: the paper gives none."""
 
-    Attributes:
-        label: as the paper writes the model.
-        parameters: as it rounds them.
-        cores: TPU v3 cores.
-        steps_per_second: measured.
-        batch_tokens: tokens a step, in millions.
-        core_years, days: of training on 1T tokens.
-    """
-
-    label: str
-    parameters: float
-    cores: int
-    steps_per_second: float | None
-    batch_tokens: int
+    label: str  # as the paper writes the model
+    parameters: float  # as it rounds them
+    cores: int  # TPU v3 cores
+    steps_per_second: float | None  # measured
+    batch_tokens: int  # tokens a step, in millions
+    # `core_years`, `days`: of training on 1T tokens.
     core_years: float | None
     days: float | None
 
@@ -46,17 +38,11 @@ DENSE = Row("T(96L)", 2.3e9, 2048, None, 4, 235.5, 42.0)
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the text.
+    """A statement of the text."""
 
-    Attributes:
-        says: in our words.
-        where: table, figure or section.
-        value: its number, where it has one.
-    """
-
-    says: str
-    where: str
-    value: float = 0.0
+    says: str  # in our words
+    where: str  # table, figure or section
+    value: float = 0.0  # its number, where it has one
 
 
 COMPILE_TIME = Claim(

@@ -107,15 +107,10 @@ def finding_of_memory(plans: Plans) -> Finding:
 
 @dataclass(frozen=True)
 class Forward:
-    """Figure 8's plans that have times, by experts.
+    """Figure 8's plans that have times, by experts."""
 
-    Attributes:
-        plans: the plans.
-        parts: seconds of the forward pass by part.
-    """
-
-    plans: dict[int, Plan]
-    parts: dict[int, dict[str, float]]
+    plans: dict[int, Plan]  # the plans
+    parts: dict[int, dict[str, float]]  # seconds of the forward pass by part
 
     @property
     def totals(self) -> dict[int, float]:

@@ -13,18 +13,13 @@ DASH = "–"
 
 @dataclass
 class Finding:
-    """A row of the page's summary.
+    """A row of the page's summary."""
 
-    Attributes:
-        claim: in words, with its place in the paper.
-        paper, ours: the figures.
-        kind: 'exact', 'estimated', 'model' or 'timed': the source of our figure.
-    """
-
-    claim: str
+    claim: str  # in words, with its place in the paper
+    # `paper`, `ours`: the figures.
     paper: str
     ours: str
-    kind: str
+    kind: str  # 'exact', 'estimated', 'model' or 'timed': the source of our figure
 
 
 def fill(page: str, width: int = 110) -> str:

@@ -14,17 +14,12 @@ _METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian", "geo_mean_x
 
 @dataclass(frozen=True)
 class WeightInit:
-    """The distribution of a variable's initial values.
+    """The distribution of a variable's initial values."""
 
-    Attributes:
-        method: one of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian
-            (standard deviation `scale`), geo_mean_xavier (uniform, limit `scale * sqrt(3 /
-            sqrt(fan_in * fan_out))`).
-        scale: see `method`.
-    """
-
+    # One of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian (standard deviation `scale`),
+    # geo_mean_xavier (uniform, limit `scale * sqrt(3 / sqrt(fan_in * fan_out))`).
     method: str
-    scale: float
+    scale: float  # see `method`
 
     def __post_init__(self) -> None:
         checks.check_one_of("WeightInit: method", self.method, _METHODS)

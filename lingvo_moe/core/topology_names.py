@@ -17,17 +17,13 @@ _TPU = re.compile(r"(?:v\d{1,2}[a-z]?)?")
 
 @dataclass(frozen=True)
 class TopologyName:
-    """The parts of a machine's name. The machine need not exist.
+    """The parts of a machine's name. The machine need not exist."""
 
-    Attributes:
-        kind: what precedes the colon, a TPU generation or a GPU card, e.g. 'v3' or 'h100'.
-        sizes: of a slice, its chips in each dimension; of a cluster, its nodes and the GPUs of a node. Empty where they
-            are missing or unreadable.
-        slices: the number of equal TPU slices, after the '*'; 1 without it; 0 where it is unreadable.
-    """
-
-    kind: str
+    kind: str  # what precedes the colon, a TPU generation or a GPU card, e.g. 'v3' or 'h100'
+    # Of a slice, its chips in each dimension; of a cluster, its nodes and the GPUs of a node. Empty where they are
+    # missing or unreadable.
     sizes: tuple[int, ...]
+    # The number of equal TPU slices, after the '*'; 1 without it; 0 where it is unreadable.
     slices: int = 1
 
     @classmethod

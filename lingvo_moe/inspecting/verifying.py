@@ -51,20 +51,14 @@ class VerifyError(ValueError):
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs.
+    """A tensor that differs."""
 
-    Attributes:
-        name: its path in the results, e.g. 'gradient of theta.encoder.w'.
-        error: the largest difference of finite values, relative to the largest finite magnitude on one device;
-            infinite where a value that is not finite is another one over the mesh.
-        shape: of the tensor.
-        letters: the einsum letters of its dimensions; '' where they are not known.
-    """
-
-    name: str
+    name: str  # its path in the results, e.g. 'gradient of theta.encoder.w'
+    # The largest difference of finite values, relative to the largest finite magnitude on one device; infinite where a
+    # value that is not finite is another one over the mesh.
     error: float
-    shape: tuple[int, ...]
-    letters: str = ""
+    shape: tuple[int, ...]  # of the tensor
+    letters: str = ""  # the einsum letters of its dimensions; '' where they are not known
 
     def __str__(self) -> str:
         letters = f" ({self.letters})" if self.letters else ""

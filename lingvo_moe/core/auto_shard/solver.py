@@ -30,20 +30,14 @@ class NoSolution(Exception):
 
 @dataclass(frozen=True)
 class Solution:
-    """The choices.
+    """The choices."""
 
-    Attributes:
-        chosen: for each operator the number of its choice.
-        seconds: the sum of all costs.
-        kept, working: bytes on a device: what stays, and the most that one operator has at work beside.
-        optimal: False where the solver ran out of time.
-    """
-
-    chosen: tuple[int, ...]
-    seconds: float
+    chosen: tuple[int, ...]  # for each operator the number of its choice
+    seconds: float  # the sum of all costs
+    # `kept`, `working`: bytes on a device: what stays, and the most that one operator has at work beside.
     kept: float
     working: float
-    optimal: bool
+    optimal: bool  # False where the solver ran out of time
 
 
 def solve(

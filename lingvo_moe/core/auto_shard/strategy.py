@@ -18,76 +18,49 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Annotation:
-    """The sharding of a tensor as one operation reads it.
+    """The sharding of a tensor as one operation reads it."""
 
-    Attributes:
-        op: the number of the operation; -1 for a result of the function, which is wanted in this sharding.
-        name: its name; of an argument or a result its path.
-        type: of the operation.
-        operand: which of its operands.
-        shape: of the tensor.
-        mapping: a mesh axis, axes or None for each dimension.
-        made: the mapping in which the tensor was made.
-        collectives: what brings the one to the other, forward.
-        backward: the same for its gradient.
-    """
-
+    # The number of the operation; -1 for a result of the function, which is wanted in this sharding.
     op: int
-    name: str
-    type: str
-    operand: int
-    shape: tuple[int, ...]
-    mapping: DimsMapping
-    made: DimsMapping = ()
-    collectives: tuple[str, ...] = ()
-    backward: tuple[str, ...] = ()
+    name: str  # its name; of an argument or a result its path
+    type: str  # of the operation
+    operand: int  # which of its operands
+    shape: tuple[int, ...]  # of the tensor
+    mapping: DimsMapping  # a mesh axis, axes or None for each dimension
+    made: DimsMapping = ()  # the mapping in which the tensor was made
+    collectives: tuple[str, ...] = ()  # what brings the one to the other, forward
+    backward: tuple[str, ...] = ()  # the same for its gradient
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An argument, a result, or an operation's result: its sharding.
+    """An argument, a result, or an operation's result: its sharding."""
 
-    Attributes:
-        name: path of an argument or a result, else the operation's name.
-        shape: global.
-        mapping: a mesh axis, axes or None for each dimension.
-        op, index: the operation that makes it and which of its results; -1 for arguments and results of the function.
-        type: of that operation.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    mapping: DimsMapping
+    name: str  # path of an argument or a result, else the operation's name
+    shape: tuple[int, ...]  # global
+    mapping: DimsMapping  # a mesh axis, axes or None for each dimension
+    # `op`, `index`: the operation that makes it and which of its results; -1 for arguments and results of the
+    # function.
     op: int = -1
     index: int = 0
-    type: str = ""
+    type: str = ""  # of that operation
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A found strategy.
+    """A found strategy."""
 
-    Attributes:
-        mesh: which it is for.
-        machine: on which the seconds are estimated.
-        seconds: estimated, of the function, and of its gradient if it was wanted.
-        num_bytes: estimated, on a device.
-        arguments, results: of the function.
-        operators: the result of each operator.
-        reads: tensors that an operation reads otherwise than they were made.
-        notes: what is not as one might expect, e.g. operations without a rule.
-        search: how large the search was and how long it took; no part of the text.
-    """
-
-    mesh: Mesh
-    machine: str
-    seconds: float
-    num_bytes: int
+    mesh: Mesh  # which it is for
+    machine: str  # on which the seconds are estimated
+    seconds: float  # estimated, of the function, and of its gradient if it was wanted
+    num_bytes: int  # estimated, on a device
+    # `arguments`, `results`: of the function.
     arguments: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
-    operators: tuple[Tensor, ...]
-    reads: tuple[Annotation, ...]
-    notes: tuple[str, ...] = ()
+    operators: tuple[Tensor, ...]  # the result of each operator
+    reads: tuple[Annotation, ...]  # tensors that an operation reads otherwise than they were made
+    notes: tuple[str, ...] = ()  # what is not as one might expect, e.g. operations without a rule
+    # How large the search was and how long it took; no part of the text.
     search: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:

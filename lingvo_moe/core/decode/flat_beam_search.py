@@ -38,23 +38,14 @@ StepFn = Callable[[tf.Tensor, Any, tf.Tensor, tf.Tensor], tuple[tf.Tensor, Any]]
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of a beam search.
+    """The options of a beam search."""
 
-    Attributes:
-        beam_size: J, live hypotheses a row; 1 is greedy search.
-        top_k: results a row, at most J.
-        length_alpha: the exponent of the length normalisation, 0 for none.
-        bos_id: what the search feeds first; never emitted.
-        eos_id: what ends a hypothesis.
-        pad_id: what fills the results after EOS; never emitted.
-    """
-
-    beam_size: int = 4
-    top_k: int = 1
-    length_alpha: float = 0.6
-    bos_id: int = 1
-    eos_id: int = 2
-    pad_id: int = 0
+    beam_size: int = 4  # J, live hypotheses a row; 1 is greedy search
+    top_k: int = 1  # results a row, at most J
+    length_alpha: float = 0.6  # the exponent of the length normalisation, 0 for none
+    bos_id: int = 1  # what the search feeds first; never emitted
+    eos_id: int = 2  # what ends a hypothesis
+    pad_id: int = 0  # what fills the results after EOS; never emitted
 
     def __post_init__(self) -> None:
         # Alpha is not negative: the stopping rule holds because a longer hypothesis is never normalised by less.

@@ -37,15 +37,10 @@ class Work(NamedTuple):
 
 
 class PipelineLoop(NamedTuple):
-    """The name of a pipeline's loop.
+    """The name of a pipeline's loop."""
 
-    Attributes:
-        pipeline: the scope of the pipeline, e.g. 'm4/encoder'; '' without one.
-        phase: what its scope says of its ticks, e.g. 'forward_backward'.
-    """
-
-    pipeline: str
-    phase: str
+    pipeline: str  # the scope of the pipeline, e.g. 'm4/encoder'; '' without one
+    phase: str  # what its scope says of its ticks, e.g. 'forward_backward'
 
     @property
     def works(self) -> tuple[Work, ...]:

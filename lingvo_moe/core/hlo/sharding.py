@@ -31,22 +31,18 @@ _MOST_DEVICES_SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class TensorSharding:
-    """The sharding of one tensor.
+    """The sharding of one tensor."""
 
-    Attributes:
-        kind: 'replicated' (full on every device), 'maximal' (full on one device), 'manual' (decided
-            by the program), or 'tiled' (split into parts).
-        tiles: if tiled, the number of parts of each dimension.
-        devices: logical device numbers. If tiled, they are in row-major order of the parts; the
-            devices that hold the same part are adjacent, in the order of the subgroups. Empty if the
-            tensor is replicated or manual and the number of devices is unknown.
-        subgroups: (kind, number of devices) of each further tile dimension. The devices of a
-            'replicated' subgroup hold copies of the part; for a 'manual' one the program decides.
-    """
-
+    # 'replicated' (full on every device), 'maximal' (full on one device), 'manual' (decided by the program), or
+    # 'tiled' (split into parts).
     kind: str
-    tiles: tuple[int, ...] = ()
+    tiles: tuple[int, ...] = ()  # if tiled, the number of parts of each dimension
+    # Logical device numbers. If tiled, they are in row-major order of the parts; the devices that hold the same part
+    # are adjacent, in the order of the subgroups. Empty if the tensor is replicated or manual and the number of
+    # devices is unknown.
     devices: tuple[int, ...] = ()
+    # (kind, number of devices) of each further tile dimension. The devices of a 'replicated' subgroup hold copies of
+    # the part; for a 'manual' one the program decides.
     subgroups: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:

@@ -21,15 +21,13 @@ class Dispatcher(BaseLayer):
     `Dispatch` gives each expert its tokens, sharded over devices along E; `Combine` brings the experts'
     outputs back to the tokens, sharded along G, weighted by their gates. A token without an expert gets
     zeros, so that its residual connection alone carries it on.
-
-    Attributes:
-        LIMITED: whether experts have C slots a group. Where they have none, the router is given no
-            capacity, in training too, and drops nothing.
-        GIVES_ROWS: whether `Dispatch` gives `Rows`, for `GroupedFProp`, and not slots, for `FProp`.
     """
 
     PART: ClassVar[str] = "dispatch_combine"
+    # Whether experts have C slots a group. Where they have none, the router is given no capacity, in training too, and
+    # drops nothing.
     LIMITED: ClassVar[bool] = True
+    # Whether `Dispatch` gives `Rows`, for `GroupedFProp`, and not slots, for `FProp`.
     GIVES_ROWS: ClassVar[bool] = False
 
     def OwnLimit(self) -> str:

@@ -26,8 +26,8 @@ from lingvo_moe.core.tensors import keeps
 ROWS = "GSM"
 
 
-# Multiplies rows [D,N,M], in groups of int32 [D,e] rows, by the matrices [E,M,H] of their experts; the last argument has
-# the mesh axes of the matrices' dimensions.
+# Multiplies rows [D,N,M], in groups of int32 [D,e] rows, by the matrices [E,M,H] of their experts; the last argument
+# has the mesh axes of the matrices' dimensions.
 Product = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, DimsMapping], tf.Tensor]
 
 

@@ -20,55 +20,39 @@ _TINY = 1e-20  # the least squared mean, so that the variation of zeros is 0
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """One term of a router's auxiliary loss.
+    """One term of a router's auxiliary loss."""
 
-    Attributes:
-        name: in metrics, `loss_<name>`.
-        value: float32 scalar, unweighted.
-        weight: its factor in the auxiliary loss.
-        over: what the value is a mean over, 'groups' (those with a token) or 'tokens'; see micro_batch_terms.
-    """
-
-    name: str
-    value: tf.Tensor
-    weight: float
+    name: str  # in metrics, `loss_<name>`
+    value: tf.Tensor  # float32 scalar, unweighted
+    weight: float  # its factor in the auxiliary loss
+    # What the value is a mean over, 'groups' (those with a token) or 'tokens'; see micro_batch_terms.
     over: str
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The experts of each token as a router chooses them, before any is full. Decoding needs no more than this.
+    """The experts of each token as a router chooses them, before any is full. Decoding needs no more than this."""
 
-    Attributes:
-        expert_index: int32 [G,S,k], the experts of each token, best first, all different.
-        gate: float32 [G,S,k], the weight of that expert's output, before drops.
-        wanted: float32 [G,S,k], 1 where the token asks for a slot: not at padding, nor where chance decided against it.
-        real: float32 [G,S], 1 for tokens and 0 for padding.
-        probabilities: float32 [G,S,E], for the metrics of a gating network; they sum to 1. None without such a network.
-        position: int32 [G,S,k], the slots, where the router assigns them itself. None: they are assigned in the order
-            of `slots.assign_slots`.
-        counted: float32 [G,S,k], 1 where a choice takes a position, wanted or not; None: as `wanted`.
-        losses: gives the terms of the auxiliary loss.
-        updates: as in `Routing`.
-        ranked: False where k = E and expert_index[..., e] = e: then the choices of a token have no order.
-        limited: False where there is a slot for each choice, whatever the layer's capacity is.
-        normalized_after_drops: whether the gates that are kept are divided by their sum.
-        scale: a factor of all gates.
-    """
-
-    expert_index: tf.Tensor
-    gate: tf.Tensor
+    expert_index: tf.Tensor  # int32 [G,S,k], the experts of each token, best first, all different
+    gate: tf.Tensor  # float32 [G,S,k], the weight of that expert's output, before drops
+    # float32 [G,S,k], 1 where the token asks for a slot: not at padding, nor where chance decided against it.
     wanted: tf.Tensor
-    real: tf.Tensor
+    real: tf.Tensor  # float32 [G,S], 1 for tokens and 0 for padding
+    # float32 [G,S,E], for the metrics of a gating network; they sum to 1. None without such a network.
     probabilities: tf.Tensor | None = None
+    # int32 [G,S,k], the slots, where the router assigns them itself. None: they are assigned in the order of
+    # `slots.assign_slots`.
     position: tf.Tensor | None = None
+    # float32 [G,S,k], 1 where a choice takes a position, wanted or not; None: as `wanted`.
     counted: tf.Tensor | None = None
-    losses: Callable[[], Sequence[AuxLoss]] = tuple
-    updates: NestedMap = field(default_factory=NestedMap)
+    losses: Callable[[], Sequence[AuxLoss]] = tuple  # gives the terms of the auxiliary loss
+    updates: NestedMap = field(default_factory=NestedMap)  # as in `Routing`
+    # False where k = E and expert_index[..., e] = e: then the choices of a token have no order.
     ranked: bool = True
+    # False where there is a slot for each choice, whatever the layer's capacity is.
     limited: bool = True
-    normalized_after_drops: bool = False
-    scale: float = 1.0
+    normalized_after_drops: bool = False  # whether the gates that are kept are divided by their sum
+    scale: float = 1.0  # a factor of all gates
 
     def Gate(self, kept: tf.Tensor) -> tf.Tensor:
         """The weights of the choices that are kept (`kept` is 1 for these, else 0), zeros for the others: [G,S,k]."""

@@ -19,15 +19,10 @@ _MOST_UNROLLED = 4  # choices of a token that are gathered one after another
 
 @dataclass(frozen=True)
 class Places:
-    """The slot of each choice, and the choice in each slot, on one device.
+    """The slot of each choice, and the choice in each slot, on one device."""
 
-    Attributes:
-        slot_gSk: int32 in 0..X-1, the slot of each choice, or -1.
-        source_gX: int32 in 0..S k-1, the choice s k + rank in each slot, or -1.
-    """
-
-    slot_gSk: tf.Tensor
-    source_gX: tf.Tensor
+    slot_gSk: tf.Tensor  # int32 in 0..X-1, the slot of each choice, or -1
+    source_gX: tf.Tensor  # int32 in 0..S k-1, the choice s k + rank in each slot, or -1
 
     @property
     def ranks(self) -> int:

@@ -21,19 +21,14 @@ LogPartition = Callable[[], tf.Tensor]
 
 @dataclass(frozen=True)
 class Gate:
-    """An increasing function of a token's logits.
+    """An increasing function of a token's logits."""
 
-    Attributes:
-        scores: of float32 logits [G,S,n], from 0 to 1. In training its second argument may be the log partition of all
-            logits; the function is then elementwise, so that it can be computed of some experts alone. In inference it
-            is None, and a token's scores are rounded alike beside any number of others.
-        log_scores: their logarithms, up to a number for each token.
-        sums_to_1: whether the scores of all experts do.
-    """
-
+    # Of float32 logits [G,S,n], from 0 to 1. In training its second argument may be the log partition of all logits;
+    # the function is then elementwise, so that it can be computed of some experts alone. In inference it is None, and
+    # a token's scores are rounded alike beside any number of others.
     scores: Callable[[tf.Tensor, LogPartition | None], tf.Tensor]
-    log_scores: Callable[[tf.Tensor], tf.Tensor]
-    sums_to_1: bool
+    log_scores: Callable[[tf.Tensor], tf.Tensor]  # their logarithms, up to a number for each token
+    sums_to_1: bool  # whether the scores of all experts do
 
     def Probabilities(self, scores_GSE: tf.Tensor) -> tf.Tensor:
         """The scores over their sum, for losses and metrics."""

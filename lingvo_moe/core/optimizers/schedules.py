@@ -13,17 +13,13 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams
 
 
 class Mismatch(NamedTuple):
-    """A parameter of a schedule that does not suit the length of a run.
+    """A parameter of a schedule that does not suit the length of a run."""
 
-    Attributes:
-        name, value: the parameter's.
-        why: what is wrong, as a phrase.
-        better: a value with which the schedule and the run end together; None where there is none.
-    """
-
+    # `name`, `value`: the parameter's.
     name: str
     value: int
-    why: str
+    why: str  # what is wrong, as a phrase
+    # A value with which the schedule and the run end together; None where there is none.
     better: int | None
 
 

@@ -139,15 +139,10 @@ def _matched(name: str, patterns: Sequence[str], specs: Sequence[VariableSpec]) 
 
 @dataclass(frozen=True)
 class DecayedDelta:
-    """A `kernels.Delta` after which the weight shrinks too: w - update - amount * w.
+    """A `kernels.Delta` after which the weight shrinks too: w - update - amount * w."""
 
-    Attributes:
-        update: the optimizer's.
-        amount: learning rate times weight decay, float32 scalar.
-    """
-
-    update: kernels.Delta
-    amount: tf.Tensor
+    update: kernels.Delta  # the optimizer's
+    amount: tf.Tensor  # learning rate times weight decay, float32 scalar
 
     @property
     def grad_square(self) -> tf.Tensor | None:

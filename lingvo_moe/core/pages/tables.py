@@ -12,19 +12,12 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-        heading: above it.
-        numeric: its cells stand at the right.
-        estimated: its heading is in italics.
-        wide: a narrow terminal leaves it out.
-    """
-
-    heading: str
-    numeric: bool = True
-    estimated: bool = False
-    wide: bool = False
+    heading: str  # above it
+    numeric: bool = True  # its cells stand at the right
+    estimated: bool = False  # its heading is in italics
+    wide: bool = False  # a narrow terminal leaves it out
 
 
 def words(*headings: str) -> list[Column]:

@@ -27,29 +27,17 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTensor:
-    """A tensor of the program after sharding propagation.
+    """A tensor of the program after sharding propagation."""
 
-    Attributes:
-        name: the TensorFlow operation that produces it, or the path of an argument.
-        dtype: HLO's element type, e.g. 'f32'.
-        shape: the global shape.
-        sharding: which part each device holds.
-        mesh: the program's mesh.
-        phase: forward, recompute, backward or optimizer.
-        in_loop: whether it is computed in the body of a loop.
-        annotates: for an annotation, the operation or argument that it annotates.
-        line: the source line that created it, if known.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    sharding: TensorSharding
-    mesh: Mesh
-    phase: str = "forward"
-    in_loop: bool = False
-    annotates: str = ""
-    line: Line | None = None
+    name: str  # the TensorFlow operation that produces it, or the path of an argument
+    dtype: str  # HLO's element type, e.g. 'f32'
+    shape: tuple[int, ...]  # the global shape
+    sharding: TensorSharding  # which part each device holds
+    mesh: Mesh  # the program's mesh
+    phase: str = "forward"  # forward, recompute, backward or optimizer
+    in_loop: bool = False  # whether it is computed in the body of a loop
+    annotates: str = ""  # for an annotation, the operation or argument that it annotates
+    line: Line | None = None  # the source line that created it, if known
 
     @property
     def mapping(self) -> DimsMapping | None:
@@ -96,20 +84,14 @@ class ShardedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A collective that the partitioner inserted, and the source lines that caused it.
+    """A collective that the partitioner inserted, and the source lines that caused it."""
 
-    Attributes:
-        what: the collective.
-        tensor: the name of the moved tensor.
-        line: the line that caused it: the annotation that requests the new sharding, else the
-            annotation that set the old one, else the operation itself.
-        op_line: the line of the operation that it was inserted for.
-    """
-
-    what: spmd.Communication
-    tensor: str = ""
+    what: spmd.Communication  # the collective
+    tensor: str = ""  # the name of the moved tensor
+    # The line that caused it: the annotation that requests the new sharding, else the annotation that set the old one,
+    # else the operation itself.
     line: Line | None = None
-    op_line: Line | None = None
+    op_line: Line | None = None  # the line of the operation that it was inserted for
 
     @property
     def total_bytes(self) -> int:
@@ -131,14 +113,10 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class WrongNumbers:
-    """An operation for which XLA's partitioner computes wrong numbers.
+    """An operation for which XLA's partitioner computes wrong numbers."""
 
-    Attributes:
-        fault: what goes wrong, and the remedy.
-        line: the operation's source line; for a gradient, the line of the forward operation.
-    """
-
-    fault: known_faults.Fault
+    fault: known_faults.Fault  # what goes wrong, and the remedy
+    # The operation's source line; for a gradient, the line of the forward operation.
     line: Line | None = None
 
     def ToJson(self) -> dict[str, Any]:
@@ -151,26 +129,19 @@ class WrongNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """The shardings and the communication of one program.
+    """The shardings and the communication of one program."""
 
-    Attributes:
-        name: the program's name.
-        mesh: its mesh.
-        tensors: the annotated tensors, in program order.
-        exchanges: the collectives that the partitioner inserted, in program order.
-        compiled: kind -> number of collectives in the compiled program, where XLA has joined, moved or
-            removed some after partitioning.
-        wrong: operations for which the partitioner is known to compute other values than one device;
-            known_faults.py describes what it detects.
-        find: the function behind `Sharding`.
-    """
-
-    name: str
-    mesh: Mesh
-    tensors: Sequence[ShardedTensor]
-    exchanges: Sequence[Exchange]
+    name: str  # the program's name
+    mesh: Mesh  # its mesh
+    tensors: Sequence[ShardedTensor]  # the annotated tensors, in program order
+    exchanges: Sequence[Exchange]  # the collectives that the partitioner inserted, in program order
+    # Kind -> number of collectives in the compiled program, where XLA has joined, moved or removed some after
+    # partitioning.
     compiled: dict[str, int]
+    # Operations for which the partitioner is known to compute other values than one device; known_faults.py describes
+    # what it detects.
     wrong: Sequence[WrongNumbers]
+    # The function behind `Sharding`.
     find: Callable[[str], list[ShardedTensor]] = dataclasses.field(repr=False, compare=False)
 
     @property

@@ -20,16 +20,12 @@ from lingvo_moe.core.partitioner.faults_of_products import Dot, part_bytes, part
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """The sum over devices of a product.
+    """The sum over devices of a product."""
 
-    Attributes:
-        dot: the product.
-        groups: for each part of the sum, its devices in the order of the larger operand.
-        is_agreed: whether both operands have the same devices for each part. Otherwise XLA reshards the smaller one.
-    """
-
-    dot: Dot
+    dot: Dot  # the product
+    # For each part of the sum, its devices in the order of the larger operand.
     groups: tuple[tuple[int, ...], ...]
+    # Whether both operands have the same devices for each part. Otherwise XLA reshards the smaller one.
     is_agreed: bool
 
     @functools.cached_property

@@ -139,21 +139,14 @@ _MOST_NAMED = 5
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A wrongly partitioned operation of a program.
+    """A wrongly partitioned operation of a program."""
 
-    Attributes:
-        kind: one of the constants of this module.
-        op: TensorFlow's operation, e.g. 'gradient_tape/conv/Conv2DBackpropFilter'; '' if it has none.
-        instruction: the name of the HLO instruction.
-        message: what goes wrong.
-        remedy: what to do instead.
-    """
-
-    kind: str
+    kind: str  # one of the constants of this module
+    # TensorFlow's operation, e.g. 'gradient_tape/conv/Conv2DBackpropFilter'; '' if it has none.
     op: str
-    instruction: str
-    message: str
-    remedy: str
+    instruction: str  # the name of the HLO instruction
+    message: str  # what goes wrong
+    remedy: str  # what to do instead
 
     def __str__(self) -> str:
         return f"{self.op or self.instruction}: {self.message}. Instead: {self.remedy}."

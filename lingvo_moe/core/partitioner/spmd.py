@@ -59,26 +59,17 @@ _SEARCH_LIMIT = 24  # How many instructions a search follows.
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of the program after sharding propagation.
+    """A tensor of the program after sharding propagation."""
 
-    Attributes:
-        op: the TensorFlow operation that produces it; 'args[0]' for an argument; '' for tensors of
-            loops and of the program itself.
-        instruction: HLO's name of it.
-        dtype: HLO's element type, e.g. 'f32'.
-        shape: the global shape.
-        sharding: the sharding that propagation chose.
-        phase: one of parts.PHASES.
-        loop: the computation of the loop body that contains it; '' outside loops.
-    """
-
+    # The TensorFlow operation that produces it; 'args[0]' for an argument; '' for tensors of loops and of the program
+    # itself.
     op: str
-    instruction: str
-    dtype: str
-    shape: tuple[int, ...]
-    sharding: TensorSharding
-    phase: str
-    loop: str = ""
+    instruction: str  # HLO's name of it
+    dtype: str  # HLO's element type, e.g. 'f32'
+    shape: tuple[int, ...]  # the global shape
+    sharding: TensorSharding  # the sharding that propagation chose
+    phase: str  # one of parts.PHASES
+    loop: str = ""  # the computation of the loop body that contains it; '' outside loops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,38 +82,26 @@ class Annotation:
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """A collective that the partitioner inserted.
+    """A collective that the partitioner inserted."""
 
-    Attributes:
-        kind: all-to-all, all-gather, ...
-        reason: one of REASONS.
-        op: the operation that it was inserted for.
-        moved: the operation whose value is sent.
-        asked_by: for a reshard, the annotation that requests the new sharding; '' if none is near.
-        annotated_by: for a reshard, the annotation that set the old sharding; '' if none is near.
-        num_bytes: bytes on one device in one execution, of its operands or its results, whichever are
-            larger.
-        participants: devices in one replica group.
-        groups: number of replica groups.
-        times: executions in one run of the program; None if a loop's trip count is unknown.
-        phase: one of parts.PHASES.
-        source, target: the moved tensor's sharding before and after, if known.
-        shape, dtype: the moved tensor's global shape and element type, if known.
-    """
-
-    kind: str
-    reason: str
-    op: str
-    moved: str
+    kind: str  # all-to-all, all-gather, ...
+    reason: str  # one of REASONS
+    op: str  # the operation that it was inserted for
+    moved: str  # the operation whose value is sent
+    # For a reshard, the annotation that requests the new sharding; '' if none is near.
     asked_by: str
-    annotated_by: str
+    annotated_by: str  # for a reshard, the annotation that set the old sharding; '' if none is near
+    # Bytes on one device in one execution, of its operands or its results, whichever are larger.
     num_bytes: int
-    participants: int
-    groups: int
+    participants: int  # devices in one replica group
+    groups: int  # number of replica groups
+    # Executions in one run of the program; None if a loop's trip count is unknown.
     times: int | None
-    phase: str
+    phase: str  # one of parts.PHASES
+    # `source`, `target`: the moved tensor's sharding before and after, if known.
     source: TensorSharding | None = None
     target: TensorSharding | None = None
+    # `shape`, `dtype`: the moved tensor's global shape and element type, if known.
     shape: tuple[int, ...] = ()
     dtype: str = ""
 

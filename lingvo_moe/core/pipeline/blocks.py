@@ -14,18 +14,13 @@ class Blocks:
     """L blocks in P parts of consecutive blocks.
 
     All stages compute n blocks in a tick. A smaller part is padded, which changes nothing.
-
-    Attributes:
-        num: L, at least P.
-        stages: K.
-        repeats: V; part p is on stage p % K.
-        ends: where the parts end, e.g. (2, 5) for 2 blocks and then 3. (): the sizes of parts differ by at most one,
-            and the first ones are larger.
     """
 
-    num: int
-    stages: int
-    repeats: int = 1
+    num: int  # L, at least P
+    stages: int  # K
+    repeats: int = 1  # V; part p is on stage p % K
+    # Where the parts end, e.g. (2, 5) for 2 blocks and then 3. (): the sizes of parts differ by at most one, and the
+    # first ones are larger.
     ends: tuple[int, ...] = ()
 
     @property

@@ -19,41 +19,27 @@ EXTRAS = "extras"  # the vector of a cell's extras, beside those of its updates
 
 @dataclass(frozen=True)
 class Cell:
-    """A stage's layers.
+    """A stage's layers."""
 
-    Attributes:
-        specs: the VariableSpecs of theta.
-        run: (theta, args, seed or None) -> (outputs, extras), as HasExtras.FPropWithExtras.
-    """
-
-    specs: NestedMap
+    specs: NestedMap  # the VariableSpecs of theta
+    # (theta, args, seed or None) -> (outputs, extras), as HasExtras.FPropWithExtras.
     run: Callable[[NestedMap, Args, tf.Tensor | None], tuple[Args, NestedMap]]
 
 
 @dataclass
 class CellProgram:
-    """A cell that was traced for arguments of known shapes.
+    """A cell that was traced for arguments of known shapes."""
 
-    Attributes:
-        number: k, of the cell.
-        cell: what it computes.
-        weights: the specs of the packed variables, whose rows k have the cell's weights.
-        inputs: the boundary before the cell.
-        seeded: whether it gets a seed.
-        context: opens what is in force where the cell runs, e.g. a mesh of one device inside a manual region.
-        outputs: the boundary after it.
-        extras: the specs of its extras, without updates.
-        updated: the paths of the variables whose next values it returns.
-    """
-
-    number: int
-    cell: Cell
-    weights: NestedMap
-    inputs: Boundary
-    seeded: bool
+    number: int  # k, of the cell
+    cell: Cell  # what it computes
+    weights: NestedMap  # the specs of the packed variables, whose rows k have the cell's weights
+    inputs: Boundary  # the boundary before the cell
+    seeded: bool  # whether it gets a seed
+    # Opens what is in force where the cell runs, e.g. a mesh of one device inside a manual region.
     context: Callable[[], contextlib.AbstractContextManager]
-    outputs: Boundary = field(init=False)
-    extras: NestedMap = field(init=False)
+    outputs: Boundary = field(init=False)  # the boundary after it
+    extras: NestedMap = field(init=False)  # the specs of its extras, without updates
+    # The paths of the variables whose next values it returns.
     updated: list[str] = field(init=False)
 
     def __post_init__(self) -> None:

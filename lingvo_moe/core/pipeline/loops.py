@@ -25,17 +25,12 @@ from lingvo_moe.core.tensors import runtime_zeros, sum_type, term_if
 class Unit:
     """The micro-batches and chunks that the stages work on in a tick, int32 or bool [K] each.
 
-    Attributes:
-        number: of the set of micro-batches, in 0..M-1.
-        chunk: which of the stage's V parts.
-        valid: false in the bubble.
-
     Or scalars, of one stage.
     """
 
-    number: tf.Tensor
-    chunk: tf.Tensor
-    valid: tf.Tensor
+    number: tf.Tensor  # of the set of micro-batches, in 0..M-1
+    chunk: tf.Tensor  # which of the stage's V parts
+    valid: tf.Tensor  # false in the bubble
 
 
 class Loops:

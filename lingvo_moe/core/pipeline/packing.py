@@ -177,15 +177,11 @@ class Boundary:
 
     They are packed in D blocks of rows, one for each device that has other rows. Rows come first in a block, whatever
     their dimension is.
-
-    Attributes:
-        tree: their structure: tf.TensorSpecs, and None where an argument is None.
-        batch_dim: the dimension of every tensor that counts rows.
-        blocks: D of these specs: 1 inside a manual region, where the specs are those of a device.
     """
 
-    tree: Any
-    batch_dim: int
+    tree: Any  # their structure: tf.TensorSpecs, and None where an argument is None
+    batch_dim: int  # the dimension of every tensor that counts rows
+    # D of these specs: 1 inside a manual region, where the specs are those of a device.
     blocks: int = 1
 
     def Specs(self) -> list[tf.TensorSpec]:

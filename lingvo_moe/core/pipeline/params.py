@@ -84,24 +84,16 @@ def with_stage_axes(task: InstantiableParams, **sizes: Sequence[int]) -> Instant
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a pipeline, as the Params of a task have them.
+    """The settings of a pipeline, as the Params of a task have them."""
 
-    Attributes:
-        stages: K.
-        micro_batches: of a batch.
-        schedule: one of SCHEDULES.
-        repeats: V.
-        splits: the blocks at which stages end; () for stages as equal as can be.
-        by_replica: whether each device along axis `data` works on micro-batches of its own, as equal stages do (core/
-            pipelined_step.py). Cells of different shapes (gpipe.py) spread the rows of each micro-batch instead.
-    """
-
-    stages: int
-    micro_batches: int
-    schedule: str
-    repeats: int
+    stages: int  # K
+    micro_batches: int  # of a batch
+    schedule: str  # one of SCHEDULES
+    repeats: int  # V
+    # Whether each device along axis `data` works on micro-batches of its own, as equal stages do (core/
+    # pipelined_step.py). Cells of different shapes (gpipe.py) spread the rows of each micro-batch instead.
     by_replica: bool
-    splits: tuple[int, ...] = ()
+    splits: tuple[int, ...] = ()  # the blocks at which stages end; () for stages as equal as can be
 
     def Replicas(self, activation_split: SplitMap, mesh: Mesh) -> int:
         """D, how many micro-batches are worked on at the same time."""

@@ -18,15 +18,11 @@ class PartitionError(ValueError):
 
 @dataclass(frozen=True)
 class Partition:
-    """A sequence of costs, divided into contiguous parts.
+    """A sequence of costs, divided into contiguous parts."""
 
-    Attributes:
-        bounds: part j has the elements from bounds[j] up to bounds[j + 1], which is not in it.
-        costs: of each part, e.g. in FLOPs.
-    """
-
+    # Part j has the elements from bounds[j] up to bounds[j + 1], which is not in it.
     bounds: tuple[int, ...]
-    costs: tuple[int, ...]
+    costs: tuple[int, ...]  # of each part, e.g. in FLOPs
 
     @property
     def imbalance(self) -> float:

@@ -19,63 +19,45 @@ Rest = NestedMap
 
 @dataclass(frozen=True)
 class Context:
-    """The arguments that a function of a micro-batch gets beside weights and activations.
+    """The arguments that a function of a micro-batch gets beside weights and activations."""
 
-    Attributes:
-        batch: the micro-batch.
-        seed: int32 [2], of the micro-batch; None: nothing is random.
-        shares: its Units divided by those of the whole batch (see BaseTask.MicroBatchTerms); None: it is all
-            of it.
-    """
-
-    batch: NestedMap
-    seed: tf.Tensor | None = None
+    batch: NestedMap  # the micro-batch
+    seed: tf.Tensor | None = None  # int32 [2], of the micro-batch; None: nothing is random
+    # Its Units divided by those of the whole batch (see BaseTask.MicroBatchTerms); None: it is all of it.
     shares: NestedMap | None = None
 
 
 @dataclass(frozen=True)
 class Stack:
-    """L equal blocks, of which each stage has consecutive ones.
+    """L equal blocks, of which each stage has consecutive ones."""
 
-    Attributes:
-        name: e.g. 'encoder'; operations carry it.
-        weights: the path in theta of the stacked weights [L, ...], e.g. 'encoder.blocks'.
-        num_blocks: L.
-        carry: the letters of the tensors that pass from stage to stage, by name, e.g. {'x': 'BTM'}.
-        enter: (rest, context) -> what enters the first stage: the entries of `carry` except those in `takes`.
-        takes: entries of `carry` that the stack before it gives, by their names there, e.g. {'memory': 'x'}.
-        run: (weights [n, ...], rest, carry, context, which blocks they are) -> the carry after these blocks; the loss
-            that they add, a float32 scalar; what else they return, float32, [n, ...] each, which micro-batches add
-            up.
-    """
-
-    name: str
-    weights: str
-    num_blocks: int
+    name: str  # e.g. 'encoder'; operations carry it
+    weights: str  # the path in theta of the stacked weights [L, ...], e.g. 'encoder.blocks'
+    num_blocks: int  # L
+    # The letters of the tensors that pass from stage to stage, by name, e.g. {'x': 'BTM'}.
     carry: Mapping[str, str]
+    # (rest, context) -> what enters the first stage: the entries of `carry` except those in `takes`.
     enter: Callable[[Rest, Context], NestedMap]
+    # (weights [n, ...], rest, carry, context, which blocks they are) -> the carry after these blocks; the loss that
+    # they add, a float32 scalar; what else they return, float32, [n, ...] each, which micro-batches add up.
     run: Callable[
         [NestedMap, Rest, NestedMap, Context, Chunk], tuple[NestedMap, tf.Tensor, NestedMap]
     ]
+    # Entries of `carry` that the stack before it gives, by their names there, e.g. {'memory': 'x'}.
     takes: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A task, as its stacks, its loss and its metrics.
+    """A task, as its stacks, its loss and its metrics."""
 
-    Attributes:
-        stacks: in order; the first takes nothing.
-        takes: the entries of the last stack's carry that the loss depends on.
-        loss: (rest, these entries, context) -> the loss of a micro-batch, a float32 scalar, and metrics, both
-            terms that micro-batches add up.
-        metrics: (sums of the metrics of `loss`, the sum of all losses, what stacks return by their names, [L, ...]) ->
-            metrics of the step, with `updates` if there are any.
-    """
-
-    stacks: tuple[Stack, ...]
-    takes: tuple[str, ...]
+    stacks: tuple[Stack, ...]  # in order; the first takes nothing
+    takes: tuple[str, ...]  # the entries of the last stack's carry that the loss depends on
+    # (rest, these entries, context) -> the loss of a micro-batch, a float32 scalar, and metrics, both terms that
+    # micro-batches add up.
     loss: Callable[[Rest, NestedMap, Context], tuple[tf.Tensor, NestedMap]]
+    # (sums of the metrics of `loss`, the sum of all losses, what stacks return by their names, [L, ...]) -> metrics of
+    # the step, with `updates` if there are any.
     metrics: Callable[[NestedMap, tf.Tensor, NestedMap], NestedMap]
 
     def Run(

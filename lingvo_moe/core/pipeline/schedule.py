@@ -33,21 +33,13 @@ class Order(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work.
+    """One kind of work."""
 
-    Attributes:
-        kind: FORWARD, BACKWARD, WEIGHTS or LOSS.
-        stack: the number of the stack of layers.
-        start: the first tick, in which the first stage in order gets to the first micro-batch.
-        ticks: in how many ticks it exists.
-        order: of the stages.
-    """
-
-    kind: str
-    stack: int
-    start: int
-    ticks: int
-    order: Order
+    kind: str  # FORWARD, BACKWARD, WEIGHTS or LOSS
+    stack: int  # the number of the stack of layers
+    start: int  # the first tick, in which the first stage in order gets to the first micro-batch
+    ticks: int  # in how many ticks it exists
+    order: Order  # of the stages
 
     @property
     def stop(self) -> int:
@@ -66,21 +58,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The work of a step.
+    """The work of a step."""
 
-    Attributes:
-        stages: K.
-        micro_batches: M.
-        repeats: V.
-        works: every kind of work, in the order in which a tick does them.
-        stacks: how many stacks of layers follow each other.
-    """
-
-    stages: int
-    micro_batches: int
-    repeats: int
-    works: tuple[Work, ...]
-    stacks: int
+    stages: int  # K
+    micro_batches: int  # M
+    repeats: int  # V
+    works: tuple[Work, ...]  # every kind of work, in the order in which a tick does them
+    stacks: int  # how many stacks of layers follow each other
 
     def WorkOf(self, kind: str, stack: int) -> Work:
         """The work of a kind for a stack."""

@@ -32,29 +32,18 @@ STACKED = {name: name for name in (*PHASES, "network")}
 
 @dataclass
 class PartTime:
-    """The time that one part of the model takes in a step, in seconds.
+    """The time that one part of the model takes in a step, in seconds."""
 
-    Attributes:
-        part: the part's name, e.g. 'experts'.
-        flops: FLOPs of its matrix products.
-        num_bytes: its memory traffic.
-        phases: seconds on the chip by phase, without collectives.
-        compute: seconds for its arithmetic alone.
-        memory: seconds for its memory traffic alone.
-        roofline: the sum over instructions of the longer of compute and memory.
-        compiler: the compiler's own estimate of the seconds on the chip.
-        network: seconds of its collectives.
-    """
-
-    part: str
-    flops: int = 0
-    num_bytes: int = 0
+    part: str  # the part's name, e.g. 'experts'
+    flops: int = 0  # FLOPs of its matrix products
+    num_bytes: int = 0  # its memory traffic
+    # Seconds on the chip by phase, without collectives.
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    compute: float = 0.0
-    memory: float = 0.0
-    roofline: float = 0.0
-    compiler: float = 0.0
-    network: float = 0.0
+    compute: float = 0.0  # seconds for its arithmetic alone
+    memory: float = 0.0  # seconds for its memory traffic alone
+    roofline: float = 0.0  # the sum over instructions of the longer of compute and memory
+    compiler: float = 0.0  # the compiler's own estimate of the seconds on the chip
+    network: float = 0.0  # seconds of its collectives
 
     @property
     def total(self) -> float:

@@ -39,42 +39,28 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of a model's pipelines, as its parameters have it.
+    """The schedule of a model's pipelines, as its parameters have it."""
 
-    Attributes:
-        name: e.g. '1f1b'.
-        stages: K.
-        micro_batches: M.
-        repeats: V, chunks of layers that each stage has.
-        stacks: the name of each stack of equal blocks and its number of blocks.
-        splits: the blocks at which stages end; () for stages as equal as can be.
-    """
-
-    name: str
-    stages: int
-    micro_batches: int
-    repeats: int = 1
+    name: str  # e.g. '1f1b'
+    stages: int  # K
+    micro_batches: int  # M
+    repeats: int = 1  # V, chunks of layers that each stage has
+    # The name of each stack of equal blocks and its number of blocks.
     stacks: tuple[tuple[str, int], ...] = ()
-    splits: tuple[int, ...] = ()
+    splits: tuple[int, ...] = ()  # the blocks at which stages end; () for stages as equal as can be
 
 
 @dataclass
 class Loop:
-    """A loop over ticks.
+    """A loop over ticks."""
 
-    Attributes:
-        name: of the pipeline and of what its ticks do.
-        ticks: its trip count.
-        runs: how often a run of the program enters it.
-        seconds: of one tick, estimated: work and collectives, which are taken not to overlap. None for a single tick
-            whose loop the compiler removed.
-        permutes: what a tick sends from stage to stage.
-    """
-
-    name: PipelineLoop
-    ticks: int
-    runs: int
+    name: PipelineLoop  # of the pipeline and of what its ticks do
+    ticks: int  # its trip count
+    runs: int  # how often a run of the program enters it
+    # Of one tick, estimated: work and collectives, which are taken not to overlap. None for a single tick whose loop
+    # the compiler removed.
     seconds: float | None
+    # What a tick sends from stage to stage.
     permutes: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -21,17 +21,11 @@ class ShardingError(ValueError):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices in a grid with named axes.
+    """Devices in a grid with named axes."""
 
-    Attributes:
-        axis_names: a name for each axis.
-        shape: the size of each axis.
-        device_ids: logical device numbers in row-major order, a permutation of 0..size-1; () means
-            in order.
-    """
-
-    axis_names: tuple[str, ...]
-    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]  # a name for each axis
+    shape: tuple[int, ...]  # the size of each axis
+    # Logical device numbers in row-major order, a permutation of 0..size-1; () means in order.
     device_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -145,17 +139,11 @@ def current_mesh() -> Mesh | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """The slices of tensors that one traced slice stands for: see core/sharding/vectorized.py.
+    """The slices of tensors that one traced slice stands for: see core/sharding/vectorized.py."""
 
-    Attributes:
-        axis: the mesh axis along which the slices lie.
-        count: how many there are.
-        call: vectorized.as_one_operation.
-    """
-
-    axis: str
-    count: int
-    call: Callable[..., Any]
+    axis: str  # the mesh axis along which the slices lie
+    count: int  # how many there are
+    call: Callable[..., Any]  # vectorized.as_one_operation
 
 
 _slices: contextvars.ContextVar[tuple[Slice, ...]] = contextvars.ContextVar("slices", default=())

@@ -38,25 +38,18 @@ _Move = tuple[str, int, int, tuple[int, ...]] | None
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a plan, for which the partitioner needs at most one collective.
+    """One step of a plan, for which the partitioner needs at most one collective."""
 
-    Attributes:
-        kind: 'slice' (devices keep a slice of their part: free), 'all-to-all' (a split moves from one
-            dimension to another), 'all-gather' (a split ends) or 'collective-permute' (the same
-            parts go to other devices).
-        tiles: the number of parts of each dimension afterwards.
-        devices: device numbers in the order of the parts; the holders of one part are adjacent.
-        num_bytes: bytes that a device receives; for a permutation, a device that does not keep its
-            part.
-        ways: how many devices exchange with each other; 1 for a slice.
-        dims: the dimension that is sliced, gathered or permuted; (from, to) of an all-to-all.
-    """
-
+    # 'slice' (devices keep a slice of their part: free), 'all-to-all' (a split moves from one dimension to another),
+    # 'all-gather' (a split ends) or 'collective-permute' (the same parts go to other devices).
     kind: str
-    tiles: tuple[int, ...]
+    tiles: tuple[int, ...]  # the number of parts of each dimension afterwards
+    # Device numbers in the order of the parts; the holders of one part are adjacent.
     devices: tuple[int, ...]
+    # Bytes that a device receives; for a permutation, a device that does not keep its part.
     num_bytes: int = 0
-    ways: int = 1
+    ways: int = 1  # how many devices exchange with each other; 1 for a slice
+    # The dimension that is sliced, gathered or permuted; (from, to) of an all-to-all.
     dims: tuple[int, ...] = ()
 
     def assignment(self) -> np.ndarray:
@@ -131,16 +124,11 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Grid:
-    """A mesh whose axes are split into atoms; a split of a dimension is a sequence of atoms.
+    """A mesh whose axes are split into atoms; a split of a dimension is a sequence of atoms."""
 
-    Attributes:
-        sizes: the sizes of the atoms.
-        digits: [atoms, devices]: each device's coordinate along each atom.
-        axes: the atoms of each named axis, major first, for each mesh that the grid represents.
-    """
-
-    sizes: tuple[int, ...]
-    digits: np.ndarray
+    sizes: tuple[int, ...]  # the sizes of the atoms
+    digits: np.ndarray  # [atoms, devices]: each device's coordinate along each atom
+    # The atoms of each named axis, major first, for each mesh that the grid represents.
     axes: tuple[dict[str, tuple[int, ...]], ...]
 
     def Parts(self, atoms: tuple[int, ...]) -> np.ndarray:

@@ -32,24 +32,16 @@ OFFLOADS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy for a model on a machine.
+    """A strategy for a model on a machine."""
 
-    Attributes:
-        layout: mesh and letters.
-        shard_state: of checks.STATE_LEVELS.
-        remat: the names of what a loop over blocks keeps.
-        fprop_dtype: of activations; '' for the experiment's own.
-        micro_batches: of a pipeline, those that pass through each device of axis `data`; else those of a step.
-        offload: what is in the memory of the hosts, () or one of OFFLOADS.
-        repeats: of a pipeline, how many parts of a stack each stage has: 1 (1F1B) or 2 (interleaved).
-    """
-
-    layout: Layout
-    shard_state: str = "none"
-    remat: tuple[str, ...] = FULL
-    fprop_dtype: str = ""
+    layout: Layout  # mesh and letters
+    shard_state: str = "none"  # of checks.STATE_LEVELS
+    remat: tuple[str, ...] = FULL  # the names of what a loop over blocks keeps
+    fprop_dtype: str = ""  # of activations; '' for the experiment's own
+    # Of a pipeline, those that pass through each device of axis `data`; else those of a step.
     micro_batches: int = 1
-    offload: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()  # what is in the memory of the hosts, () or one of OFFLOADS
+    # Of a pipeline, how many parts of a stack each stage has: 1 (1F1B) or 2 (interleaved).
     repeats: int = 1
 
     def Overrides(self) -> dict[str, str]:

@@ -29,17 +29,11 @@ _MOST_STAGES = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the axes of letters.
+    """A mesh and the axes of letters."""
 
-    Attributes:
-        mesh: of all devices.
-        activations: (letter, axis or axes) of activations.
-        weights: the same of weights.
-    """
-
-    mesh: Mesh
-    activations: tuple[tuple[str, Axis], ...]
-    weights: tuple[tuple[str, Axis], ...]
+    mesh: Mesh  # of all devices
+    activations: tuple[tuple[str, Axis], ...]  # (letter, axis or axes) of activations
+    weights: tuple[tuple[str, Axis], ...]  # the same of weights
 
     @property
     def stages(self) -> int:

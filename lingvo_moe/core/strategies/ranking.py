@@ -16,23 +16,14 @@ _CAUTION = 0.9
 
 @dataclass
 class Tried:
-    """A candidate that was compiled, or that could not be.
+    """A candidate that was compiled, or that could not be."""
 
-    Attributes:
-        candidate: the candidate.
-        name: what the report calls it.
-        overrides: the parameters that set it, by path.
-        seconds: the estimate before it was compiled.
-        plan: of its program; None if there is none.
-        refused: why there is none, or why it was not taken in spite of it; ''.
-    """
-
-    candidate: Candidate
-    name: str
-    overrides: Mapping[str, str]
-    seconds: float
-    plan: dict[str, Any] | None = None
-    refused: str = ""
+    candidate: Candidate  # the candidate
+    name: str  # what the report calls it
+    overrides: Mapping[str, str]  # the parameters that set it, by path
+    seconds: float  # the estimate before it was compiled
+    plan: dict[str, Any] | None = None  # of its program; None if there is none
+    refused: str = ""  # why there is none, or why it was not taken in spite of it; ''
 
     @property
     def step_seconds(self) -> float:
@@ -44,18 +35,12 @@ class Tried:
 
 @dataclass
 class Ranking:
-    """Candidates in the order of their corrected estimates.
+    """Candidates in the order of their corrected estimates."""
 
-    Attributes:
-        estimates: of every candidate that could fit.
-        memory: bytes that a program may use on a device.
-        tried: those that were compiled, in order.
-        learnt: the corrections by their plans.
-    """
-
-    estimates: Mapping[Candidate, Estimate]
-    memory: float
-    tried: list[Tried] = field(default_factory=list)
+    estimates: Mapping[Candidate, Estimate]  # of every candidate that could fit
+    memory: float  # bytes that a program may use on a device
+    tried: list[Tried] = field(default_factory=list)  # those that were compiled, in order
+    # The corrections by their plans.
     learnt: dict[Candidate, Correction] = field(default_factory=dict)
 
     def Correction(self, candidate: Candidate) -> Correction:

@@ -14,20 +14,13 @@ from lingvo_moe.tasks.image.model import ImageClassifier
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of one checkpoint on held-out images.
+    """The scores of one checkpoint on held-out images."""
 
-    Attributes:
-        step: of the checkpoint.
-        ema: whether the weights were their moving average.
-        images: how many images were scored.
-        nll: nats an image.
-        top1, top5: the share of images whose class is the best-scored one, or one of the five.
-    """
-
-    step: int
-    ema: bool
-    images: int
-    nll: float
+    step: int  # of the checkpoint
+    ema: bool  # whether the weights were their moving average
+    images: int  # how many images were scored
+    nll: float  # nats an image
+    # `top1`, `top5`: the share of images whose class is the best-scored one, or one of the five.
     top1: float
     top5: float
 

@@ -78,33 +78,23 @@ def grouped(path: str, context: NestedMap, groups: int, size: int) -> NestedMap:
 
 @dataclass(frozen=True)
 class Routing:
-    """A routing decision: the only argument that a dispatcher takes from a router.
+    """A routing decision: the only argument that a dispatcher takes from a router."""
 
-    Attributes:
-        expert_index: int32 [G,S,k], the experts of each token, best first, all different.
-        gate: float32 [G,S,k], the weight of that expert's output in the sum; 0 where not kept.
-        position: int32 [G,S,k], the slot within (group, expert); below C and unique where kept, of no
-            meaning elsewhere. None where there is no capacity.
-        kept: float32 [G,S,k], 1 where the token is sent, 0 where it overflowed, was not sampled, or is
-            padding.
-        num_experts: E.
-        capacity: C; None means that nothing is ever dropped, as in inference.
-        aux_loss: float32 scalar.
-        metrics: NestedMap of float32 tensors.
-        updates: the next values of the router's variables that are not trainable, by their paths.
-        aux_losses: the terms of aux_loss.
-    """
-
-    expert_index: tf.Tensor
+    expert_index: tf.Tensor  # int32 [G,S,k], the experts of each token, best first, all different
+    # float32 [G,S,k], the weight of that expert's output in the sum; 0 where not kept.
     gate: tf.Tensor
+    # int32 [G,S,k], the slot within (group, expert); below C and unique where kept, of no meaning elsewhere. None
+    # where there is no capacity.
     position: tf.Tensor | None
+    # float32 [G,S,k], 1 where the token is sent, 0 where it overflowed, was not sampled, or is padding.
     kept: tf.Tensor
-    num_experts: int
-    capacity: int | None
-    aux_loss: tf.Tensor
-    metrics: NestedMap
+    num_experts: int  # E
+    capacity: int | None  # C; None means that nothing is ever dropped, as in inference
+    aux_loss: tf.Tensor  # float32 scalar
+    metrics: NestedMap  # NestedMap of float32 tensors
+    # The next values of the router's variables that are not trainable, by their paths.
     updates: NestedMap = field(default_factory=NestedMap)
-    aux_losses: Sequence[AuxLoss] = ()
+    aux_losses: Sequence[AuxLoss] = ()  # the terms of aux_loss
 
 
 class Router(BaseLayer):

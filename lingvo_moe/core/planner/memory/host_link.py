@@ -25,15 +25,10 @@ _NESTED = ("call", "conditional")
 
 @dataclass(frozen=True)
 class Move:
-    """A transfer between a device and its host.
+    """A transfer between a device and its host."""
 
-    Attributes:
-        direction: IN or OUT.
-        bytes: of one execution, with the padding of tiles.
-    """
-
-    direction: str
-    bytes: int
+    direction: str  # IN or OUT
+    bytes: int  # of one execution, with the padding of tiles
 
 
 def host_plan(

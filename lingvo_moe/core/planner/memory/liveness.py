@@ -36,41 +36,26 @@ class Value:
 
 @dataclass
 class Buffer:
-    """Memory that one or more values share.
+    """Memory that one or more values share."""
 
-    Attributes:
-        num_bytes: its size, including the padding of tiles.
-        start: schedule position of the first instruction that writes it.
-        end: schedule position of the last instruction that reads it.
-        values: the values written to it, in schedule order; values that are only forwarded are left
-            out.
-        argument: the number of the program's argument that it holds, or None.
-        carried: whether a loop carries it.
-    """
-
-    num_bytes: int = 0
-    start: int = 1 << 60
-    end: int = -1
+    num_bytes: int = 0  # its size, including the padding of tiles
+    start: int = 1 << 60  # schedule position of the first instruction that writes it
+    end: int = -1  # schedule position of the last instruction that reads it
+    # The values written to it, in schedule order; values that are only forwarded are left out.
     values: list[Value] = field(default_factory=list)
-    argument: int | None = None
-    carried: bool = False
+    argument: int | None = None  # the number of the program's argument that it holds, or None
+    carried: bool = False  # whether a loop carries it
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """The buffers of a program.
+    """The buffers of a program."""
 
-    Attributes:
-        buffers: all buffers in main memory.
-        length: number of positions in the schedule.
-        backward: position of the first loop that computes gradients; `length` if there is none.
-        buffer_of: for each instruction's name, the index in `buffers` of each array of its result;
-            None for an array outside main memory.
-    """
-
-    buffers: list[Buffer]
-    length: int
-    backward: int
+    buffers: list[Buffer]  # all buffers in main memory
+    length: int  # number of positions in the schedule
+    backward: int  # position of the first loop that computes gradients; `length` if there is none
+    # For each instruction's name, the index in `buffers` of each array of its result; None for an array outside main
+    # memory.
     buffer_of: dict[str, list[int | None]]
 
     def Peak(self) -> tuple[int, int]:

@@ -25,13 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 class Split(abc.ABC):
-    """Images with labels. The labels are numbers of classes.
+    """Images with labels. The labels are numbers of classes."""
 
-    Attributes:
-        labels: int32 [n].
-    """
-
-    labels: np.ndarray
+    labels: np.ndarray  # int32 [n]
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -29,15 +29,12 @@ _EVENTS = 2**21  # looked at at once
 
 @dataclass(frozen=True)
 class TokenPairs:
-    """Tokenised pairs; the ids of all sources are one array, and so are those of all targets.
+    """Tokenised pairs; the ids of all sources are one array, and so are those of all targets."""
 
-    Attributes:
-        sources, targets: int32 ids; a source ends in EOS, a target does not.
-        source_starts, target_starts: int64 [pairs + 1], where each begins, and the end of the last.
-    """
-
+    # `sources`, `targets`: int32 ids; a source ends in EOS, a target does not.
     sources: np.ndarray
     targets: np.ndarray
+    # `source_starts`, `target_starts`: int64 [pairs + 1], where each begins, and the end of the last.
     source_starts: np.ndarray
     target_starts: np.ndarray
 
@@ -58,18 +55,12 @@ class TokenPairs:
 
 @dataclass(frozen=True)
 class LexicalTable:
-    """The likeliest translations of each source piece.
+    """The likeliest translations of each source piece."""
 
-    Attributes:
-        starts: int64 [source pieces + 1]; entries starts[f] to starts[f + 1] of `ids` and `probs` belong to source
-            piece f.
-        ids: int32, target pieces; of each source piece the likeliest first.
-        probs: float32, t(e|f).
-    """
-
+    # int64 [source pieces + 1]; entries starts[f] to starts[f + 1] of `ids` and `probs` belong to source piece f.
     starts: np.ndarray
-    ids: np.ndarray
-    probs: np.ndarray
+    ids: np.ndarray  # int32, target pieces; of each source piece the likeliest first
+    probs: np.ndarray  # float32, t(e|f)
 
     def Of(self, piece: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the target pieces of a source piece, the likeliest first, and their probabilities."""

@@ -14,17 +14,11 @@ WARNINGS = 10
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a stream.
+    """A line of a stream."""
 
-    Attributes:
-        text: its bytes, without the newline and a carriage return before it.
-        has_newline: False only for a last line without a newline.
-        is_cut: whether it was longer than MAX_LINE_BYTES, so that its end was left out.
-    """
-
-    text: bytes
-    has_newline: bool = True
-    is_cut: bool = False
+    text: bytes  # its bytes, without the newline and a carriage return before it
+    has_newline: bool = True  # False only for a last line without a newline
+    is_cut: bool = False  # whether it was longer than MAX_LINE_BYTES, so that its end was left out
 
 
 @dataclass

@@ -25,36 +25,23 @@ _KEPT_BETWEEN = 4
 
 @dataclass(frozen=True)
 class ShortlistOptions:
-    """The size of a shortlist, and the pairs that it is made from.
+    """The size of a shortlist, and the pairs that it is made from."""
 
-    Attributes:
-        per_piece: the largest number of target pieces for a source piece, the likeliest by model 1.
-        frequent: how many of the most frequent target pieces are in every line's list.
-        max_pairs: the largest number of pairs to draw.
-        temperature: that of the draw, as in training.
-    """
-
+    # The largest number of target pieces for a source piece, the likeliest by model 1.
     per_piece: int = 100
-    frequent: int = 200
-    max_pairs: int = 300_000
-    temperature: float = 5.0
+    frequent: int = 200  # how many of the most frequent target pieces are in every line's list
+    max_pairs: int = 300_000  # the largest number of pairs to draw
+    temperature: float = 5.0  # that of the draw, as in training
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Counts of the held-out references' tokens that the shortlists contain.
+    """Counts of the held-out references' tokens that the shortlists contain."""
 
-    Attributes:
-        lines: number of references.
-        tokens: number of their tokens.
-        inside: number of tokens that are in their line's shortlist.
-        size: mean size of a line's shortlist.
-    """
-
-    lines: int
-    tokens: int
-    inside: int
-    size: float
+    lines: int  # number of references
+    tokens: int  # number of their tokens
+    inside: int  # number of tokens that are in their line's shortlist
+    size: float  # mean size of a line's shortlist
 
 
 def make_shortlist(

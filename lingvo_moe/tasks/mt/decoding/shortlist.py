@@ -29,20 +29,15 @@ _SIDES = ("source", "target")
 
 @dataclass(frozen=True)
 class Shortlist:
-    """The target pieces that a search scores: those for each source piece, and those for every line.
+    """The target pieces that a search scores: those for each source piece, and those for every line."""
 
-    Attributes:
-        candidates: int32 [source pieces, K], the target pieces for each source piece, filled up with EOS.
-        always: int32 [n], the target pieces for every line, in ascending order. They begin with PAD, BOS, EOS and UNK,
-            of which a search emits EOS only.
-        digests: SHA-256, in hex, of the vocabularies, by side: 'source' and 'target'.
-        name: the name in error messages.
-    """
-
+    # int32 [source pieces, K], the target pieces for each source piece, filled up with EOS.
     candidates: np.ndarray
+    # int32 [n], the target pieces for every line, in ascending order. They begin with PAD, BOS, EOS and UNK, of which
+    # a search emits EOS only.
     always: np.ndarray
-    digests: dict[str, str]
-    name: str = field(default="the shortlist", compare=False)
+    digests: dict[str, str]  # SHA-256, in hex, of the vocabularies, by side: 'source' and 'target'
+    name: str = field(default="the shortlist", compare=False)  # the name in error messages
 
     def __post_init__(self) -> None:
         """Raises DataError if a part has a wrong type, shape or range."""

@@ -34,34 +34,21 @@ class Missing:
 
 @dataclass
 class RunReport:
-    """The contents of the page.
+    """The contents of the page."""
 
-    Attributes:
-        name: of the experiment.
-        settings: (name, value), to be read.
-        params: params.txt, all parameters.
-        metrics: rows of `read_metrics`.
-        scores: as EvalReport.ToDict, or why there are none.
-        samples: by kind, or why there are none.
-        routing: or why there is none.
-        parameters: how many the model has.
-        steps: the run's: of its newest checkpoint or of its last line of metrics.
-        held_out: rows of the evaluations while it trained, by step.
-        scored: rows of `--mode=eval`, by step.
-        extra: more settings, shown after the others.
-    """
-
-    name: str
-    settings: list[tuple[str, str]]
-    params: str
-    metrics: list[dict[str, Any]] | Missing
-    scores: dict[str, Any] | Missing
-    samples: dict[str, list[Sample]] | Missing
-    routing: RoutingReport | Missing
-    parameters: int
-    steps: int
+    name: str  # of the experiment
+    settings: list[tuple[str, str]]  # (name, value), to be read
+    params: str  # params.txt, all parameters
+    metrics: list[dict[str, Any]] | Missing  # rows of `read_metrics`
+    scores: dict[str, Any] | Missing  # as EvalReport.ToDict, or why there are none
+    samples: dict[str, list[Sample]] | Missing  # by kind, or why there are none
+    routing: RoutingReport | Missing  # or why there is none
+    parameters: int  # how many the model has
+    steps: int  # the run's: of its newest checkpoint or of its last line of metrics
+    # Rows of the evaluations while it trained, by step.
     held_out: list[dict[str, Any]] = field(default_factory=list)
-    scored: list[dict[str, Any]] = field(default_factory=list)
+    scored: list[dict[str, Any]] = field(default_factory=list)  # rows of `--mode=eval`, by step
+    # More settings, shown after the others.
     extra: list[tuple[str, str]] = field(default_factory=list)
 
     def ToDict(self) -> dict[str, Any]:
