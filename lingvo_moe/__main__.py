@@ -34,9 +34,6 @@ def commands() -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, or lists all of them.
 
-    Args:
-        argv: the command's name and its flags; None for those of this process.
-
     Returns:
         The exit status where no command was run: 0 for the list, 2 for an unknown name. A command ends the process.
     """

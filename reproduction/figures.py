@@ -53,11 +53,7 @@ def compile_time(entries: Sequence[Mapping[str, float]]) -> Figure:
 
 @drawing.picture
 def memory(bars: Mapping[str, Mapping[str, Plan]]) -> Figure:
-    """Bytes on a core by kind.
-
-    Args:
-        bars: by the title of a panel, by the label below a bar: its plan.
-    """
+    """Bytes on a core by kind."""
     figure, panels = _new(8.4, 3.6, len(bars))
     plans = [plan for panel in bars.values() for plan in panel.values()]
     limit = plans[0]["memory"]["hbm"] / _GIB
@@ -104,12 +100,7 @@ def forward_time(plans: Mapping[int, Plan]) -> Figure:
 
 @drawing.picture
 def collectives(devices: Sequence[int], lines: Mapping[tuple[str, int], Sequence[float]]) -> Figure:
-    """Microseconds of a collective by devices, both axes logarithmic.
-
-    Args:
-        devices: of each slice.
-        lines: seconds on each, by (kind, bytes on each device).
-    """
+    """Microseconds of a collective by devices, both axes logarithmic."""
     figure, (axes,) = _new(6.2, 3.4)
     colours = {"all-reduce": FIRST, "all-to-all": SECOND}
     sizes = sorted({size for _, size in lines})
@@ -146,11 +137,7 @@ def speed(labels: Sequence[str], measured: Sequence[float], ours: Sequence[float
 
 @drawing.picture
 def loss_by_experts(points: Sequence[tuple[int, float, int]]) -> Figure:
-    """Held-out loss by the number of experts.
-
-    Args:
-        points: (experts, nats a token, parameters), fewest experts first.
-    """
+    """Held-out loss by the number of experts."""
     figure, (axes,) = _new(5.4, 3.2)
     experts = [number for number, _, _ in points]
     axes.plot(experts, [nll for _, nll, _ in points], marker="o", color=FIRST)

@@ -21,8 +21,7 @@ class MakingFailed(ValueError):
 def in_own_process(name: str, make: Callable[..., Any], *args: Any) -> Any:
     """Calls `make(path, *args)` in a fresh process and returns the JSON that it writes to `path`.
 
-    Raises:
-        MakingFailed: it ended with an error, which is on standard error.
+    Raises MakingFailed: it ended with an error, which is on standard error.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "out.json"
@@ -55,8 +54,7 @@ def make_plan(wanted: Wanted, cache_dir: Path | None, say: Say) -> dict[str, Any
     """Makes a plan. If no slice of the requested generation holds the model, returns a record with `fits_none`,
     the slices that were tried.
 
-    Raises:
-        ValueError: as plans.make_plan.
+    Raises ValueError: as plans.make_plan.
     """
     from lingvo_moe.planning import step_plan
 

@@ -33,11 +33,6 @@ def write(
 ) -> tuple[str, Pictures]:
     """Returns the page's Markdown, and functions that draw its pictures: SVG by file name.
 
-    Args:
-        plans: recorded ones by name.
-        compiling: what benchmarks/compile_time.py recorded.
-        partial: leave out sections whose plans are missing, and say so.
-
     Raises:
         MissingGoldens: some are, and not `partial`; or all are.
     """

@@ -173,8 +173,7 @@ def pack_as(tree: Any, leaves: Sequence[Any]) -> Any:
 def map_structure(fn: Callable[..., Any], first: Any, *rest: Any) -> Any:
     """A tree of the first one's structure with `fn(leaf of each)`.
 
-    Raises:
-        ValueError: when a structure differs from the first's, naming the first path that does.
+    Raises ValueError: when a structure differs from the first's, naming the first path that does.
     """
     paths = [path for path, _ in _walk(first, "")]
     for other in rest:

@@ -121,7 +121,6 @@ def verify_model(
     the trainer's, from the experiment's Params with smaller sizes.
 
     Args:
-        model: an experiment, e.g. 'mt.M4Tiny'.
         mesh: of as many virtual CPU devices as there are at most.
         override: as --model_params_override.
         tolerance: the largest error, relative to a tensor's largest magnitude; larger for types narrower than float32.

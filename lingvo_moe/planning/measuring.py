@@ -23,11 +23,8 @@ def measured_step(
     """Runs a few steps of an experiment.
 
     Args:
-        model: the experiment.
-        override: as --model_params_override.
         mesh: of as many devices as there are at most.
         memory: bytes of a device that a program may use. A program that needs more is not run.
-        known_faults: as PjrtEngine.
 
     Returns:
         `memory` and `time` of a plan (step_plan.py), as far as they are known here; `work` is empty. The seconds of a

@@ -29,9 +29,7 @@ def cached_plan(request: step_plan.Request, cache_dir: Path | None, say: Say) ->
     """The plan of a request, from the cache if nothing that it depends on has changed. Raises as make_plan.
 
     Args:
-        request: what to plan.
         cache_dir: of results and compiled programs; None to cache nothing.
-        say: called with lines about the progress.
     """
     if cache_dir is None:
         return step_plan.make_plan(request, None, say)
@@ -52,9 +50,7 @@ def cached_verification(
 
     Experiments that differ in their numbers of layers alone have the same shrunk step.
 
-    Args:
-        model, mesh, override: as verify_model.
-        cache_dir, say: as cached_plan.
+    Arguments are those of verify_model and of cached_plan.
     """
     if cache_dir is None:
         verify_model(model, mesh, override)

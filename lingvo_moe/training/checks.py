@@ -309,9 +309,6 @@ def prepare_run_dir(
     With `restart`, renames a run that is there, so that the directory is free.
 
     Args:
-        run_dir: the directory --logdir.
-        model: the experiment's name.
-        override: the parameters' overrides.
         lock: holds the directory; locks the new one after a rename.
         restart: whether to start at step 0.
 

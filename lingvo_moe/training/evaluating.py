@@ -29,7 +29,6 @@ def evaluate_run(args: Flags, params: Params) -> int:
     trainer begins another run in the directory (--restart), it goes on with that.
 
     Args:
-        args: the trainer's flags.
         params: the experiment's parameters, which must be those of the run.
 
     Returns:
@@ -119,13 +118,7 @@ def _why_done(run_dir: RunDir, last: int, train: Params) -> str:
 
 
 class _Scorer:
-    """Computes the held-out loss of a run's checkpoints, and the task's own scores.
-
-    Args:
-        run_dir: of the run.
-        params: its parameters.
-        lines: see BaseCheckpointScorer.
-    """
+    """Computes the held-out loss of a run's checkpoints, and the task's own scores."""
 
     def __init__(self, run_dir: RunDir, params: Params, lines: int | None):
         from lingvo_moe.core.engine.engines import make_engine
@@ -148,8 +141,7 @@ class _Scorer:
     def Score(self, step: int | None) -> tuple[int, CheckpointScores]:
         """The held-out loss and further scores of a checkpoint, None for the newest; and its step.
 
-        Raises:
-            CheckpointError: it cannot be read, or was deleted.
+        Raises CheckpointError: it cannot be read, or was deleted.
         """
         from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
 

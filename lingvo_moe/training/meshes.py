@@ -8,7 +8,6 @@ def make_mesh(params: Params, text: str = "", num_devices: int = 0) -> Mesh:
     """Parses `--mesh`, or takes the experiment's `train.mesh` and resizes it to the devices.
 
     Args:
-        params: the experiment's parameters.
         text: the value of `--mesh`; '' takes `train.mesh`.
         num_devices: devices to fit `train.mesh` to; 0 keeps its own size.
 

@@ -11,10 +11,6 @@ def job_peak(engine: str, num_devices: int) -> float | None:
 
     An accelerator's peak comes from its data sheet. A CPU's is measured with matrix products of 0.2 CPU seconds;
     virtual devices of one CPU share its peak.
-
-    Args:
-        engine: the engine's name.
-        num_devices: devices of all processes together.
     """
     if devices.runs_on_cpu(engine):
         return matmul_flops_per_second() * devices.process_count()

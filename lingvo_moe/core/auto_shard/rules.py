@@ -39,11 +39,7 @@ RuleOf = Callable[[Any], Rule | None]
 
 
 def shape_of(tensor: Any) -> list[int]:
-    """The static shape of a tensor.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The static shape of a tensor. Raises ValueError: it has none."""
     return [int(n) for n in tensor.shape.as_list()]
 
 

@@ -104,11 +104,7 @@ class Strategy:
 
     @classmethod
     def FromText(cls, text: str, what: str = "strategy") -> "Strategy":
-        """Reads what `Text` wrote.
-
-        Raises:
-            ShardingError: any other text.
-        """
+        """Reads what `Text` wrote. Raises ShardingError: any other text."""
         try:
             found = json.loads(text)
             version = found.pop("version")

@@ -35,8 +35,7 @@ _SLICE = 100_000  # device ids: the slice, counted from 1, times this, plus the 
 def transfer_kind(instruction: Instruction) -> str | None:
     """The kind of collective that a `send` carries out between slices; None for any other instruction.
 
-    Raises:
-        HloError: an unknown type of transfer.
+    Raises HloError: an unknown type of transfer.
     """
     if instruction.opcode != "send":
         return None

@@ -91,8 +91,7 @@ class TensorSharding:
     def PartShape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of one device's part, rounded up where a dimension does not divide evenly.
 
-        Raises:
-            HloError: `shape` does not have the sharding's rank.
+        Raises HloError: `shape` does not have the sharding's rank.
         """
         if self.kind != "tiled":
             return tuple(shape)
@@ -107,11 +106,7 @@ class TensorSharding:
         return tuple(n * p - s for n, p, s in zip(self.tiles, parts, shape, strict=True))
 
     def DeviceOf(self, part: Sequence[int]) -> tuple[int, ...]:
-        """The devices that hold a part, e.g. `DeviceOf((0, 3))`.
-
-        Raises:
-            HloError: there is no such part.
-        """
+        """The devices that hold a part, e.g. `DeviceOf((0, 3))`. Raises HloError: there is no such part."""
         if self.kind != "tiled":
             return self.devices
         self._check_rank(len(part))

@@ -59,7 +59,6 @@ class BatchNorm(BaseLayer):
         """Normalizes x [B, Y, X, O].
 
         Args:
-            theta: the weights.
             x: activations, of a static shape in training.
             training: whether to use the batch's statistics; else the moving averages.
 

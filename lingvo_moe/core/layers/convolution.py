@@ -84,8 +84,7 @@ class Conv2D(BaseLayer):
 def num_windows(size: int, window: int, stride: int, padding: str) -> int:
     """The number of windows along a dimension of `size` elements.
 
-    Raises:
-        ValueError: with padding VALID, a window longer than the dimension.
+    Raises ValueError: with padding VALID, a window longer than the dimension.
     """
     if padding == "SAME":
         return -(-size // stride)

@@ -56,11 +56,7 @@ class Dispatcher(BaseLayer):
         return E * G * C
 
     def GroupAxes(self) -> tuple[Axis, Axis]:
-        """The mesh axes of G and M, for a manual region.
-
-        Raises:
-            ShardingError: S is sharded.
-        """
+        """The mesh axes of G and M, for a manual region. Raises ShardingError: S is sharded."""
         group, token, model = dims_mapping("GSM", self.p.activation_split or {})
         if token is not None:
             raise ShardingError(

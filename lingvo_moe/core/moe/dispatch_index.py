@@ -32,8 +32,7 @@ class IndexDispatcher(Dispatcher):
     def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
         """See `Dispatcher`; in the type of `x_GSM`.
 
-        Raises:
-            ShardingError: groups that do not divide evenly over their devices.
+        Raises ShardingError: groups that do not divide evenly over their devices.
         """
         if has_slot_for_all(routing):
             routing = per_token(routing)

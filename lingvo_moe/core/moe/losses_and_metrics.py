@@ -162,11 +162,8 @@ def routing_metrics(
     """The metrics of one layer, over the real tokens of all groups.
 
     Args:
-        choice: of the router.
         gate_GSk: the weights that the outputs are combined with, 0 where not kept.
         kept_GSk: 1 where a choice got its slot.
-        num_experts: E.
-        capacity: C, or None where there is no limit.
 
     Returns:
         A NestedMap of float32 tensors, without gradients:
@@ -228,7 +225,6 @@ def micro_batch_terms(
 
     Args:
         losses: the terms of the router's auxiliary loss.
-        metrics: of the layer, for the micro-batch alone.
         shares: of the micro-batch in its batch, float32 scalars `tokens` and `groups`.
     """
     shares = shares.Transform(tf.stop_gradient)

@@ -64,7 +64,6 @@ def sorted_places(
     Args:
         expert_Sk: int32 in 0..E-1 where kept.
         kept_Sk: bool; choices that are not kept have no slot.
-        num_experts: E.
 
     Returns:
         The places, of one group, and int32 [E], the number of kept choices of each expert.

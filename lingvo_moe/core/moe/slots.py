@@ -65,8 +65,6 @@ def expert_capacity(
     multiple of four. More than S slots could never fill, since a token takes at most one of them.
 
     Args:
-        group_size: S.
-        num_experts: E.
         capacity_factor: slots a token, over all experts; 2.0 in the paper.
         min_capacity: the least C. With thousands of experts the quotient is 1 or 2, and an expert overflows
             by chance. See `effective_capacity_factor` for the cost.
@@ -154,8 +152,6 @@ def assign_slots(
     Args:
         expert_index_GSk: int32, the experts of each token, all different for one token.
         wanted_GSk: float32, 1 where a slot is asked for, 0 elsewhere, e.g. at padding.
-        num_experts: E.
-        capacity: C.
 
     Returns:
         position_GSk, int32: the slot within (group, expert), undefined where none is asked for;

@@ -6,9 +6,7 @@ import tensorflow as tf
 def clip_scale(norm: tf.Tensor, max_norm: float) -> tf.Tensor:
     """The factor by which gradients are scaled so that their global norm is at most `max_norm`.
 
-    Args:
-        norm: the global norm, the square root of the sum of all squares; a float32 scalar.
-        max_norm: the limit.
+    `norm` is the square root of the sum of all squares, a float32 scalar.
 
     Returns:
         A float32 scalar.

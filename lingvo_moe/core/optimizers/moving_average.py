@@ -20,12 +20,7 @@ def average_specs(specs: NestedMap) -> NestedMap:
 
 
 def first_average(theta: NestedMap, specs: NestedMap) -> NestedMap:
-    """The average before the first step: the weights themselves.
-
-    Args:
-        theta: the weights.
-        specs: their VariableSpecs.
-    """
+    """The average before the first step: the weights themselves."""
     return specs.Pack(
         [
             tf.cast(weight, _average_spec(spec).dtype)
@@ -42,9 +37,6 @@ def next_average(
     So b is 0 at the first update, and no correction for the start is needed.
 
     Args:
-        average: before the update.
-        theta: the weights after it.
-        specs: their VariableSpecs.
         decay: the largest share that the average keeps.
         updates: n, the updates before this one; int32 scalar.
     """

@@ -25,9 +25,7 @@ _TABLES = "UV"
 def define_weight_decay(p: InstantiableParams, how: str) -> None:
     """Defines `weight_decay` and the parameters of its mask.
 
-    Args:
-        p: an optimizer's Params.
-        how: the help of `weight_decay`: how it enters the update.
+    `how` is the help of `weight_decay`: how it enters the update.
     """
     patterns = checks.ListOf(checks.TEXT, "a list of patterns")
     p.Define("weight_decay", 0.0, how, check=checks.NOT_NEGATIVE)
@@ -65,10 +63,6 @@ def decays(specs: NestedMap, p: InstantiableParams) -> dict[str, bool]:
     A variable decays if it has at least `decay_min_dims` dimensions and is no embedding table. Dimensions that count
     the layers of a `repeat`, and a leading one that counts experts, do not count. `decay_include` adds variables,
     `decay_exclude` removes some: patterns such as '*.wi' of whole paths, in which * stands for any characters.
-
-    Args:
-        specs: VariableSpecs of theta.
-        p: Params with those of define_weight_decay.
 
     Raises:
         ParamError: a pattern that matches no trainable variable, or one of both lists matches the same variable; or

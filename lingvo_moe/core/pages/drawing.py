@@ -91,7 +91,6 @@ def svg(figure: Figure, alt: str) -> str:
     """The figure as an HTML element that follows the page's colours; the figure is closed.
 
     Args:
-        figure: by a function that is `styled`.
         alt: what it shows, for those who do not see it.
     """
     buffer = io.StringIO()

@@ -81,7 +81,6 @@ def terminal(table: Table, wide: bool = True, bars: Sequence[Text] = ()) -> Rich
     """The table for a terminal, without lines; rows without a cell that is shown are left out.
 
     Args:
-        table: at least one column.
         wide: whether the terminal has room for all columns.
         bars: for each row, a bar in a last column.
     """

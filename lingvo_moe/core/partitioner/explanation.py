@@ -45,9 +45,7 @@ class Explanation(Explained):
     def Check(self) -> None:
         """Refuses a program that would compute wrong numbers.
 
-        Raises:
-            ShardingError: `wrong` is not empty; the message names each operation with its line and
-                remedy.
+        Raises ShardingError: `wrong` is not empty; the message names each operation with its line and remedy.
         """
         known_faults.refuse(self.wrong, self.name)
 

@@ -23,12 +23,6 @@ def disagree_on_batch(
     """Whether operand and indices shard a batch into numbers of parts of which neither divides the other.
 
     False if either is sharded along other dimensions too: those are right.
-
-    Args:
-        gather: the instruction.
-        operands: the operand and the indices.
-        shardings: theirs.
-        inside: the computation.
     """
     operand, indices = shardings
     for own, of_indices in _batches(gather, operands[1], inside):

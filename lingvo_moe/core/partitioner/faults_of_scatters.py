@@ -45,11 +45,6 @@ def padded_dim(
     updates, is sharded along scattered dimensions, and the updates' parts cannot be dealt out to its copies: XLA then
     gathers the updates.
 
-    Args:
-        scatter: the instruction.
-        operands: target, indices and updates.
-        shardings: those of the three operands.
-
     Returns:
         `what` is sharded, 'updates' or 'indices', the `dim` and `size` of the updates, and the `count` of its parts.
     """
@@ -116,12 +111,6 @@ def reads_another_row(
 
     A device whose part does not have the index reads the nearest row of its part and writes it back. If the part is a
     slice of an unsharded tensor, XLA reads that tensor at the index, so that another row is written.
-
-    Args:
-        scatter: the instruction.
-        operands: target, indices and updates.
-        inside: its computation.
-        sharding: that of an instruction.
     """
     target, shape = operands[0], operands[2].arrays[0].dims
     inner, found = dims_list(scatter, "update_window_dims"), sharding(target)
@@ -154,8 +143,6 @@ def padding_is_zero(
     operation it counts as not zero.
 
     Args:
-        instruction: the instruction that produces the tensor.
-        inside: its computation.
         uneven_dims: the dimensions along which an instruction's result has padded parts.
         far: how many operations to follow; True if the producers lie farther away.
     """

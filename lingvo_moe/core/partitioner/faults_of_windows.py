@@ -301,11 +301,6 @@ def spread_dim(
 
     The result is sharded along it and the operand is not; the operand is replicated, or its sharded dimensions are
     neither padded nor sharded differently in the result.
-
-    Args:
-        instruction: the Pad.
-        operand: the padded tensor.
-        before, after: the shardings of operand and result.
     """
     sizes = operand.arrays[0].dims
     padding = [

@@ -181,13 +181,7 @@ def known_faults(module: Module) -> list[Fault]:
 def refuse(faults: Iterable[object], program_name: str) -> None:
     """Refuses a program for which XLA would compute wrong numbers.
 
-    Args:
-        faults: the program's faults; equal texts are shown once.
-        program_name: for the message.
-
-    Raises:
-        ShardingError: there is a fault; the message names each operation, what goes wrong and the
-            remedy.
+    Raises ShardingError: there is a fault; the message names each operation, what goes wrong and the remedy.
     """
     found = list(dict.fromkeys(str(fault) for fault in faults))
     if not found:

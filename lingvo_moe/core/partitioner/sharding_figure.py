@@ -44,11 +44,6 @@ def figure(sharding: TensorSharding, shape: Sequence[int], num_devices: int) -> 
     The sharded dimensions are rows and columns of the grid. With more than two of them, the last is the
     columns and all others together are the rows. Of more than 12 rows or columns only the first 8 and
     the last are drawn.
-
-    Args:
-        sharding: the tensor's sharding.
-        shape: its global shape.
-        num_devices: devices of the program.
     """
     return _Grid(sharding, shape, num_devices).Figure()
 

@@ -30,10 +30,6 @@ def product_sharding(
 ) -> TensorSharding | None:
     """Returns the sharding of a dot's result if each device multiplies its own parts of the operands.
 
-    Args:
-        dot: the instruction.
-        lhs, rhs: the shardings of its operands.
-
     Returns:
         None if the local products are partial sums (a contracted dimension is sharded), or if both
         operands are sharded along free dimensions.

@@ -222,12 +222,7 @@ def operation_of(op_name: str) -> str:
 
 
 def communications(before: Propagated, after: Module) -> list[Communication]:
-    """Returns the collectives of a partitioned module in program order, each with its cause.
-
-    Args:
-        before: the module before partitioning.
-        after: the same module after partitioning.
-    """
+    """Returns the collectives of a partitioned module in program order, each with its cause."""
     found = []
     loops: dict[str, str] = {}  # Name of a loop's body -> the loop's operation.
     for executed in after.executions(unknown=0):

@@ -71,9 +71,6 @@ def describe_padding(
 
     Args:
         stacks: the name of each stack and its number of blocks.
-        stages: K.
-        repeats: V.
-        ends: as Blocks.ends.
 
     Returns:
         The sentence without a full stop; empty if nothing is padding.

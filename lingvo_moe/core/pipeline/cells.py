@@ -28,8 +28,6 @@ class HasExtras(Protocol):
         """The outputs, and extras: floating-point tensors.
 
         Args:
-            theta: the weights.
-            args: of FProp.
             seed: int32 [2]; None in inference.
 
         Returns:
@@ -58,8 +56,6 @@ def fprop_in_sequence(
 
     Args:
         layers: names and layers. A layer's seed is folded with its name.
-        thetas: of each of them.
-        args: of the first one.
         seed: int32 [2] or None.
 
     Returns:
@@ -164,7 +160,6 @@ class FeatureExtractionLayer(LayerWithExtras):
         """See HasExtras.
 
         Args:
-            theta: the weights.
             args: of the first layer, then num_act_inputs activations.
             seed: int32 [2]; None in inference.
 

@@ -94,13 +94,7 @@ def _length(specs: Sequence[VariableSpec]) -> int:
 
 
 def unpacked_row(spec: VariableSpec, k: int, row: tf.Tensor) -> dict[str, tf.Tensor]:
-    """The variables in row k of a packed variable, by their paths.
-
-    Args:
-        spec: of the packed variable.
-        k: the number of the row.
-        row: [P].
-    """
+    """The variables in row k of a packed variable, by their paths."""
     ends = itertools.accumulate(math.prod(part.shape) for part in spec.packs[k])
     found = {}
     for part, end in zip(spec.packs[k], ends):

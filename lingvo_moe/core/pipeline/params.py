@@ -115,8 +115,7 @@ def settings_of(task: Params) -> Settings | None:
 def micro_batches_of(params: Params) -> tuple[str, int]:
     """M of an experiment and the path of the parameter that sets it: that of a pipeline, if there is one.
 
-    Raises:
-        ScheduleError: both are set.
+    Raises ScheduleError: both are set.
     """
     num, settings = params.train.num_micro_batches, settings_of(params.task)
     if settings is None:
@@ -138,9 +137,7 @@ def schedule_on(
     """The schedule of a task's equal stages on a mesh.
 
     Args:
-        settings: of the task.
         stacks: the name of each stack and its number of blocks.
-        activation_split: of the task.
         mesh: of one device, which has all stages; or with an axis 'stage' of as many devices as there are stages.
 
     Raises:

@@ -40,10 +40,6 @@ def histogram_partition(costs: Sequence[int], num_partitions: int) -> Partition:
 
     It needs one pass, but its parts can be far from equal, or empty.
 
-    Args:
-        costs: of each element, at least 0.
-        num_partitions: K.
-
     Raises:
         PartitionError: more parts than elements, or a part that would be empty.
     """
@@ -96,12 +92,7 @@ RULES: dict[str, Callable[[Sequence[int], int], Partition]] = {
 
 
 def sequence_costs(layers: Sequence[InstantiableParams], *shapes: Shape | None) -> list[int]:
-    """Forward FLOPs of each of the layers one after another, by their FPropMeta.
-
-    Args:
-        layers: Params.
-        shapes: of the first layer's inputs.
-    """
+    """Forward FLOPs of each of the layers one after another, by their FPropMeta."""
     costs = []
     for layer in layers:
         meta = layer.cls.FPropMeta(layer, *shapes)
@@ -132,7 +123,6 @@ def PartitionSequentialLayers(
 
     Args:
         params: Params of a layer that is a sequence (see `sub_layers`), or a list of Params.
-        num_partitions: K.
         shapes: of the inputs of the first layer.
         rule: 'histogram' (GPipe's) or 'optimal' (the least largest part).
 

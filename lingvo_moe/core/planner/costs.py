@@ -144,10 +144,6 @@ class Placer:
     The place follows from the name scope of the layer that traced the instruction. An instruction without such a scope
     gets the place of its nearest producer, else that of its nearest consumer. One in the scope of a loop over layers
     stays the loop's, but a sum of gradients gets the place of its addends if they have the same.
-
-    Args:
-        module: the compiled module that contains the instructions.
-        layers: those of the model.
     """
 
     def __init__(self, module: Module, layers: Layers):

@@ -27,12 +27,7 @@ _PRECISE_CALL = re.compile(
 
 
 def number_format(product: Instruction, inside: Computation) -> str:
-    """The format, of FORMATS, in which a device multiplies: by the operands' dtypes and the precision demanded.
-
-    Args:
-        product: a product, as `MatmulFlops.products` returns it.
-        inside: the computation that contains it.
-    """
+    """The format, of FORMATS, in which a device multiplies: by the operands' dtypes and the precision demanded."""
     lhs, rhs = (operand.arrays[0] for operand in inside.operands(product)[:2])
     bits = max(8 * array.num_bytes // max(1, math.prod(array.dims)) for array in (lhs, rhs))
     if bits <= 16:

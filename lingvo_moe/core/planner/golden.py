@@ -13,12 +13,7 @@ MEMORY_TOLERANCE = 0.05
 
 
 def differences(golden: dict[str, Any], plan: dict[str, Any]) -> list[str]:
-    """Returns one sentence for each difference, the most informative first; empty if there is none.
-
-    Args:
-        golden: the recorded plan, a dict as described in docs/planning.md.
-        plan: the new plan.
-    """
+    """Returns one sentence for each difference, the most informative first; empty if there is none."""
     out = _identity(golden, plan)
     if golden["memory"]["fits"] != plan["memory"]["fits"]:
         fits = "the program fits; the recorded one does not"

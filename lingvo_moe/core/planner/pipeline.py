@@ -70,9 +70,6 @@ def pipelines(
     """Returns the plan's `pipelines`: one dict for each pipeline of a program, in the order of their loops.
 
     Args:
-        module: the compiled program.
-        costs: of its executed instructions.
-        machine: for seconds.
         schedule: None: unknown, so that there is no bubble.
 
     Raises:
@@ -178,11 +175,7 @@ def _seconds(ticks: Mapping[Work, int], loops: Sequence[Loop]) -> float | None:
 
 
 class _Reader:
-    """Reads the loops over ticks.
-
-    Args:
-        module, costs, machine: as in `pipelines`.
-    """
+    """Reads the loops over ticks."""
 
     def __init__(self, module: Module, costs: Sequence[Cost], machine: Machine):
         self._module = module

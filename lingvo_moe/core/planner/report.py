@@ -28,12 +28,7 @@ _COMPARED_ACROSS = 150
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints one plan: verdict, headline, memory, time, collectives, compile figures.
-
-    Args:
-        plan: a dict as described in docs/planning.md.
-        console: where to print; default: standard output.
-    """
+    """Prints one plan: verdict, headline, memory, time, collectives, compile figures."""
     console = console or Console()
     wide = console.width >= _WIDE
     console.print()

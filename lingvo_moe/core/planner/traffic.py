@@ -25,13 +25,7 @@ _NO_TRAFFIC_TARGETS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
 
 
 def hbm_bytes(module: Module, inside: Computation, instruction: Instruction) -> int:
-    """Bytes that one execution reads and writes.
-
-    Args:
-        module: the program.
-        inside: the computation that contains `instruction`.
-        instruction: any instruction of it.
-    """
+    """Bytes that one execution reads and writes."""
     opcode = instruction.opcode
     if opcode in FREE or opcode.endswith("-done"):
         return 0
@@ -86,8 +80,6 @@ def _read(module: Module, inside: Computation, name: str) -> int:
     transpose) do not count; their users do.
 
     Args:
-        module: the program.
-        inside: the fusion's computation.
         name: the array: a parameter or an instruction of it.
     """
     total = 0

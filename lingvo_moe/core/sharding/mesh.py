@@ -50,7 +50,6 @@ class Mesh:
         """Parses `axis:size[,axis:size...]`, e.g. 'expert:8' or 'data:2,expert:4'.
 
         Args:
-            text: the text to parse.
             what: the flag or parameter that it comes from, for messages.
 
         Raises:
@@ -80,8 +79,7 @@ class Mesh:
     def axis_size(self, axis: "str | Sequence[str]") -> int:
         """The number of partitions along an axis, or along several together.
 
-        Raises:
-            ShardingError: an axis that the mesh does not have.
+        Raises ShardingError: an axis that the mesh does not have.
         """
         if isinstance(axis, str):
             if axis not in self.axis_names:

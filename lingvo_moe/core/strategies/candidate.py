@@ -101,8 +101,6 @@ def candidates(
     """All candidates with these layouts, in a fixed order.
 
     Args:
-        each_layout: those that the sizes of the model divide over.
-        work: of the experiment's step.
         dtypes: of activations that are allowed; '' is the experiment's own.
         offloads: what may be in the memory of the hosts.
     """

@@ -26,7 +26,6 @@ def to_text(overrides: Mapping[str, str], about: Sequence[str]) -> str:
 
     Args:
         overrides: values by path, of PATHS.
-        about: lines for the reader.
     """
     lines = [f"# {line}" for line in about]
     return "\n".join([*lines, *(f"{path}={value}" for path, value in overrides.items())]) + "\n"
@@ -34,10 +33,6 @@ def to_text(overrides: Mapping[str, str], about: Sequence[str]) -> str:
 
 def read_overrides(path: str | Path, model: str) -> str:
     """The contents of a strategy file as an override: see registry.GetParams.
-
-    Args:
-        path: of the file.
-        model: the experiment that it is for.
 
     Raises:
         StrategyError: no such file, a line that is not `path=value`, or a parameter that is no part of a strategy.
@@ -72,9 +67,8 @@ def read_overrides(path: str | Path, model: str) -> str:
 def as_override(values: Mapping[str, str], source: str) -> str:
     """Values of PATHS as an override.
 
-    Raises:
-        StrategyError: a value that no such parameter has, e.g. the name of a class, whose module would be imported;
-            `source` says where it comes from.
+    Raises StrategyError: a value that no such parameter has, e.g. the name of a class, whose module would be imported;
+    `source` says where it comes from.
     """
     for path, value in values.items():
         if value.startswith("type/") or value.endswith("\\"):

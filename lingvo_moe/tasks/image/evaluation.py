@@ -35,11 +35,9 @@ def evaluate(
     """Scores all held-out images on one device, without anything random.
 
     Args:
-        logdir: the run.
         data_dir: a folder of images with the run's classes; '': the data that the run trained on.
         step: of the checkpoint; None for the newest.
         use_ema: whether to score the moving average of the weights, of a run with task.ema_decay.
-        trust_run: see RunDir.
 
     Raises:
         RunDirError: no run. CheckpointError: no readable checkpoint, or no moving average in it.

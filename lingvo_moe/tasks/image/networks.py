@@ -107,7 +107,6 @@ class Network(BaseLayer):
         """Features of images.
 
         Args:
-            theta: the weights.
             images: [B, Y, X, channels], of a static shape.
             training: see BatchNorm. In a pipeline, statistics are those of a micro-batch, on all devices that its
                 rows are spread over, and the next moving averages are means over micro-batches.

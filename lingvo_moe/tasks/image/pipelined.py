@@ -59,7 +59,6 @@ class PipelinedLayers:
     """A network's layers as a pipeline. Its packed variables have the layers' own variables as parts.
 
     Args:
-        network: the layer that they belong to.
         layers: in order; the last one returns features.
         parts: which of them each stage has.
         params: see pipeline_params.

@@ -57,7 +57,6 @@ class TextIterator(BatchIterator):
     def __next__(self) -> NestedMap:
         """The next batch: `tgt` of rows_of_pairs.to_batch.
 
-        Raises:
-            DataError: no text fits into a row, or a damaged cache.
+        Raises DataError: no text fits into a row, or a damaged cache.
         """
         return super().__next__().tgt

@@ -7,10 +7,8 @@ def configured_router(p: Params, decoder: bool, name: str, router: Params) -> Pa
     """The router of one side, with the parameters that the model sets.
 
     Args:
-        p: of the model.
         decoder: which side.
         name: the router's parameter.
-        router: its Params.
 
     Raises:
         ValueError: a router that looks ahead, in the decoder.

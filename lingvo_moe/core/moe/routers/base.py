@@ -41,8 +41,7 @@ CONTEXT = {
 def needed(path: str, names: Sequence[str], context: NestedMap | None) -> NestedMap | None:
     """The entries of a context, int32 [B,T] each, that a router needs; None where it needs none.
 
-    Raises:
-        ValueError: an entry that it needs is missing.
+    Raises ValueError: an entry that it needs is missing.
     """
     for name in names:
         if context is None or name not in context:

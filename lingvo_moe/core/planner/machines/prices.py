@@ -16,8 +16,7 @@ _HOURS_A_DAY = 24.0
 def read_prices(text: str) -> tuple[tuple[str, float], ...]:
     """Reads 'v5p:4.2,h100:3': for TPU generations and GPU cards, what one chip costs an hour.
 
-    Raises:
-        ValueError: with what would be right.
+    Raises ValueError: with what would be right.
     """
     found: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):

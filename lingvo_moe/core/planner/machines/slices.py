@@ -13,9 +13,6 @@ _MOST_NODES = 512
 def machines(kind: str) -> Iterator[str]:
     """Yields topology names of a generation or a card, smallest first.
 
-    Args:
-        kind: a key of `CHIPS` or `CARDS`, e.g. 'v3' or 'h100'.
-
     Raises:
         PlanError: no such generation or card.
     """
@@ -44,9 +41,6 @@ def slices(generation: str) -> Iterator[str]:
     """Yields topology names from 2x2 chips up; each has twice the chips of the one before.
 
     Shapes are as close to square (or to a cube) as the generation allows.
-
-    Args:
-        generation: a key of `CHIPS`, e.g. 'v3'.
     """
     most = CHIPS[generation].max_dims
     dims = [2, 2, *[1] * (len(most) - 2)]

@@ -37,9 +37,6 @@ def host_plan(
     """Returns the plan's `host`, as docs/planning.md describes it; {} for a program without anything on a host.
 
     Args:
-        module: the compiled program.
-        costs: of its executed instructions.
-        machine: its devices, their links to their hosts, and the hosts.
         reported: the compiler's sizes in bytes: host_arguments and host_temporaries, where there are any.
     """
     held = {name: int(reported.get(f"host_{name}", 0)) for name in ("arguments", "temporaries")}
@@ -114,11 +111,7 @@ class _Link:
 
 
 class _Reader:
-    """Follows a program in the order of its schedule.
-
-    Args:
-        module, costs, machine: as in host_plan.
-    """
+    """Follows a program in the order of its schedule."""
 
     def __init__(self, module: Module, costs: Sequence[Cost], machine: Machine):
         self._module = module

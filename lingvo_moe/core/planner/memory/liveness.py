@@ -73,14 +73,7 @@ class Liveness:
 
 
 def liveness(module: Module) -> Liveness:
-    """Traces a scheduled module.
-
-    Args:
-        module: the program as compiled for one device.
-
-    Raises:
-        HloError: the text calls a computation that it does not contain.
-    """
+    """Traces a scheduled module. Raises HloError: the text calls a computation that it does not contain."""
     return _Tracer(module).Trace()
 
 

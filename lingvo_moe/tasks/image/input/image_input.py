@@ -86,8 +86,7 @@ class ImageInput(BaseInput):
     def Prepare(self, progress: Progress = quiet, artifacts: RunArtifacts | None = None) -> Self:
         """See BaseInput. Lists the images; reads none.
 
-        Raises:
-            ImageDataError: there are none, or their classes are not those that a run began with.
+        Raises ImageDataError: there are none, or their classes are not those that a run began with.
         """
         if self._train is not None:
             return self
@@ -201,11 +200,7 @@ class ImageIterator(base_input.BatchIterator):
         self._position = 0  # examples before the next batch
 
     def __next__(self) -> NestedMap:
-        """See BatchIterator.
-
-        Raises:
-            ImageDataError: an image that cannot be read.
-        """
+        """See BatchIterator. Raises ImageDataError: an image that cannot be read."""
         begun = self._Begin()
         self._position += self._p.batch_size
         return _batch(self._p, begun)
@@ -226,11 +221,7 @@ class ImageIterator(base_input.BatchIterator):
         return {"identity": self._identity, "position": self._position}
 
     def SetState(self, state: Mapping[str, Any]) -> None:
-        """See BatchIterator.
-
-        Raises:
-            ImageDataError: the state is of other images or another seed.
-        """
+        """See BatchIterator. Raises ImageDataError: the state is of other images or another seed."""
         if set(state) != set(self.GetState()):
             raise ImageDataError(f"not a saved position of images: it holds {sorted(state)}")
         if state["identity"] != self._identity:

@@ -36,8 +36,7 @@ class Split(abc.ABC):
     def Read(self, i: int, channels: int) -> np.ndarray:
         """Image i: uint8 [rows, columns, channels], 3 channels for colours or 1 for shades of grey.
 
-        Raises:
-            ImageDataError: it cannot be read.
+        Raises ImageDataError: it cannot be read.
         """
 
     @abc.abstractmethod
@@ -126,7 +125,6 @@ def folder_splits(
 
     Args:
         data_dir: a directory of <split>/<class>/<name>, where the name ends in one of SUFFIXES.
-        train: the split to train on.
         held_out: the split to evaluate on; '' for the first of HELD_OUT_SPLITS that is there, if any.
         began: the classes of a run that goes on. Names that begin with a dot are no classes, unless they are there.
 
@@ -181,8 +179,7 @@ def _by_class(directory: Path, began: Collection[str]) -> dict[str, list[Path]]:
 def _listed(directory: Path, hidden: Collection[str] = ()) -> list[Path]:
     """Lists a directory, sorted, without names that begin with a dot except those in `hidden`.
 
-    Raises:
-        ImageDataError: a name is not UTF-8, so that no run could list it.
+    Raises ImageDataError: a name is not UTF-8, so that no run could list it.
     """
     found = sorted(p for p in directory.iterdir() if p.name[0] != "." or p.name in hidden)
     for path in found:

@@ -45,8 +45,6 @@ class Decoder:
     """A model and a search over its translations.
 
     Args:
-        model: e.g. an MtModel.
-        options: of the search.
         max_length: the most tokens of a translation, EOS included.
         vocab_size: translations contain only the first vocab_size of the model's V tokens, for a vocabulary with fewer
             pieces than the model has embeddings; None: all V. PAD, BOS and UNK never occur in translations.
@@ -71,7 +69,6 @@ class Decoder:
         Equivalent to `Start`, then `Step` until every row is done.
 
         Args:
-            theta: the weights.
             src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each.
             max_lengths_B: int32, the maximum length of each row's translations, EOS included; 0 skips the row.
 

@@ -26,8 +26,6 @@ class FastDecoder:
     """A FastModel and a search over its translations.
 
     Args:
-        model: the model with its weights.
-        options: those of the search.
         max_length: the most tokens of a translation, EOS included.
         vocab_size: translations contain only the first vocab_size of the model's V tokens, never PAD, BOS and UNK.
         shortlist: the tokens that a row is scored for, by its source; None: all.

@@ -79,11 +79,9 @@ def lexical_table(
     """Estimates model 1 from pairs.
 
     Args:
-        pairs: one or more.
         source_size, target_size: the numbers of pieces.
         keep: how many translations of a source piece are kept, between rounds and at the end.
         rounds: of EM, 1 or more.
-        progress: called with a line of text now and then.
     """
     rows = _Rows(pairs)
     # At first all shares are alike: of each target token, one over the length of its source.

@@ -64,11 +64,9 @@ def answer_stream(
 
     Args:
         answer: returns (text, warning) for each of a batch of lines.
-        source: the stream to read.
         sink: the stream to write; flushed after each batch.
         batch_lines: lines of a batch; no more are in memory.
         warn: called with the first WARNINGS warnings and, if there are more, at the end with their number.
-        progress: called after each batch.
 
     Raises:
         RuntimeError: `answer` returned another number of answers than lines.

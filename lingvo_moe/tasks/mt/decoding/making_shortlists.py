@@ -59,8 +59,6 @@ def make_shortlist(
         vocabs: NestedMap(source, target) of Vocabulary.
         data_dir: holds <lang>.tsv.gz, prepared or not.
         languages: the languages to use; empty for all.
-        options: None for the defaults.
-        progress: called with a line of text now and then.
 
     Raises:
         DataError: see scan.
@@ -93,10 +91,8 @@ def coverage(
     """Counts the tokens of held-out references that are in their line's shortlist.
 
     Args:
-        shortlist: made for these vocabularies.
         vocabs: NestedMap(source, target) of Vocabulary.
         held_out: `(language, pairs)`, as DevSet.items() gives them.
-        progress: called with a line of text now and then.
     """
     lines = tokens = inside = size = 0
     for lang, pairs in held_out:

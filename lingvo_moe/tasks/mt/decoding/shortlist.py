@@ -99,8 +99,7 @@ class Shortlist:
     def Load(cls, path: str | os.PathLike) -> "Shortlist":
         """Reads what Save wrote.
 
-        Raises:
-            DataError: it is missing, damaged, or no shortlist; the message names --shortlist and the file.
+        Raises DataError: it is missing, damaged, or no shortlist; the message names --shortlist and the file.
         """
         flag = f"--shortlist={path}"
         if not os.path.exists(path):
@@ -140,12 +139,7 @@ class Shortlist:
     def Check(self, vocabs: dict[str, bytes], sizes: dict[str, int]) -> None:
         """Checks that the shortlist was made for these vocabularies.
 
-        Args:
-            vocabs: serialised SentencePiece models, by side: 'source' and 'target'.
-            sizes: their numbers of pieces, by side.
-
-        Raises:
-            DataError: it was made for others, or contains ids that they do not have.
+        Raises DataError: it was made for others, or contains ids that they do not have.
         """
         for side in _SIDES:
             if self.digests[side] != _digest(vocabs[side]):

@@ -26,7 +26,6 @@ class ShortlistColumns(tf.Module):
     """A shortlist as variables, which a SavedModel keeps.
 
     Args:
-        shortlist: made for the model's vocabularies.
         vocab_size: V, the number of target tokens.
         least: the smallest C.
     """

@@ -36,13 +36,7 @@ def losses(rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, An
 
 @styled
 def scores(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> Figure:
-    """A score by step: the mean of all languages, and of each resource group.
-
-    Args:
-        rows: of `--mode=eval`, at least one.
-        name: of the score in them.
-        label: of the axis.
-    """
+    """A score by step: the mean of all languages, and of each resource group."""
     figure, axes = plt.subplots(figsize=(4.4, 2.7))
     groups = [(f"groups/{group}/{name}", group, colour) for group, colour in _GROUP_COLOURS]
     for key, shown, colour in ((name, "all languages", SECOND), *groups):
@@ -66,11 +60,7 @@ def learning_rates(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 @styled
 def deltas(curve: Mapping[str, Any]) -> Figure:
-    """Delta BLEU by language, most training pairs first, and its mean over a sliding window (figure 6).
-
-    Args:
-        curve: of `baselines.delta_curve`, with one language at least.
-    """
+    """Delta BLEU by language, most training pairs first, and its mean over a sliding window (figure 6)."""
     figure, axes = plt.subplots(figsize=(5.6, 3.2))
     places = range(len(curve["languages"]))
     axes.bar(places, curve["delta_bleu"], color=RULE, width=0.8, label="each language")

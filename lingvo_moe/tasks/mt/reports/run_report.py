@@ -71,12 +71,9 @@ def gather(
     """Gathers the contents of the page from a run's files.
 
     Args:
-        logdir: the run.
         routing: measured before, or why not.
         eval_dir: what tools.evaluate wrote; None for RUN/eval.
         number: sample translations of each kind.
-        seed: of those that are drawn.
-        trust_run: see RunDir.
 
     Raises:
         RunDirError: no run, or a damaged one. ValueError: a report in `eval_dir` that is damaged.
