@@ -29,6 +29,12 @@ def _swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     return tf.nn.silu(gate) * x
 
 
+def _clamped_swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """As in gpt-oss (OpenAI 2025): both products are clamped, and the linear one is around 1."""
+    gate, x = tf.minimum(gate, 7.0), tf.clip_by_value(x, -7.0, 7.0)
+    return gate * tf.sigmoid(1.702 * gate) * (x + 1.0)
+
+
 ACTIVATIONS: Mapping[str, Activation] = {
     "identity": Activation(tf.identity, 0),
     "relu": Activation(tf.nn.relu, 1),
@@ -39,6 +45,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "silu": Activation(tf.nn.silu, 5),
     "geglu": Activation(_geglu, 16, gated=True),
     "swiglu": Activation(_swiglu, 6, gated=True),
+    "clamped_swiglu": Activation(_clamped_swiglu, 11, gated=True),
 }
 
 
