@@ -154,7 +154,7 @@ def _full(fast: Any, src: Any, length: int) -> Any:
     from lingvo_moe.core.layers import masks
     from lingvo_moe.core.nested_map import NestedMap
 
-    model, theta = fast.form, fast.Tensors()
+    model, theta = fast.model, fast.Tensors()
     encoded = model.Encode(theta, src)
 
     def step(time: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -14,6 +14,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.kernels.weights import Packed, Packing, Weight
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, dims_mapping
 from lingvo_moe.core.sharding.annotate import shard_letters
@@ -170,26 +171,23 @@ class BaseLayer:
     path of the layer that made it: see `scoped`.
 
     Attributes:
-        COMPUTES: the name of the function of (theta, inputs) that the class computes in inference, e.g.
-            'feed_forward', for code with another implementation of that function. It is not inherited, because a
-            subclass may compute something else: one that computes the same states the name itself.
         PART: the part of a model that its operations belong to in plans, e.g. 'attention'; '' takes the parent's.
         NAMES_ITS_PARTS: whether plans name it and the layers below it after it, e.g. 'encoder', if no layer above
             it does so already.
     """
 
-    COMPUTES: ClassVar[str] = ""
     PART: ClassVar[str] = ""
     NAMES_ITS_PARTS: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if "COMPUTES" not in vars(cls):
-            cls.COMPUTES = ""
         for name, method in list(vars(cls).items()):
             overridden = getattr(super(cls, cls), name, None)
-            if getattr(overridden, "scoped", False) and not getattr(method, "scoped", False):
-                setattr(cls, name, scoped(method))
+            if getattr(overridden, "scoped", False):
+                if not getattr(method, "scoped", False):
+                    setattr(cls, name, scoped(method))
+                if "PackWeights" not in vars(cls):  # it may read its weights in another way
+                    cls.PackWeights = BaseLayer.PackWeights  # type: ignore[method-assign]
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -370,7 +368,37 @@ class BaseLayer:
         int32 [2]."""
         return self.VariableSpecs().Transform(lambda spec: spec.Init(seed))
 
+    # --- packed weights
+
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """The weights as a search on a CPU reads them: those of products are packed (kernels/weights.py).
+
+        Here they stay as they are, those of the children too; a layer whose methods pass weights to the kernels
+        overrides it. A class that overrides a method with `theta` does not inherit that: it must state both.
+
+        Args:
+            theta: the weights.
+            packing: the kind of weights.
+        """
+        del packing
+        return theta
+
+    def PackChildren(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """`PackWeights` of a layer that has none of its own to pack: that of its children."""
+        packed = NestedMap(theta)
+        for name, child in self.children.items():
+            if isinstance(child, list):
+                pairs = zip(child, theta[name], strict=True)
+                packed[name] = [one.PackWeights(w, packing) for one, w in pairs]
+            elif name in theta:
+                packed[name] = child.PackWeights(theta[name], packing)
+        return packed
+
     # --- helpers for FProp
+
+    def ScansLayers(self) -> bool:
+        """Whether FProp is a loop over stacked weights, which may lie in the host's memory."""
+        return False
 
     @scoped
     def FProp(self, theta: NestedMap, *args: Any, **kwargs: Any) -> Any:
@@ -383,9 +411,9 @@ class BaseLayer:
         without building anything."""
         raise NotImplementedError(f"{cls.__name__}.FPropMeta")
 
-    def Cast(self, weight: tf.Tensor) -> tf.Tensor:
-        """A weight in the type of the activations."""
-        return tf.cast(weight, self.fprop_dtype)
+    def Cast(self, weight: Weight) -> Weight:
+        """A weight in the type of the activations, which packed weights have."""
+        return weight if isinstance(weight, Packed) else tf.cast(weight, self.fprop_dtype)
 
     def Shard(self, x: tf.Tensor, letters: str) -> tf.Tensor:
         """Annotates an activation by its einsum letters and `p.activation_split`."""

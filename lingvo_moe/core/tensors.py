@@ -27,6 +27,12 @@ def shape_of(x: tf.Tensor) -> list[int | tf.Tensor]:
     return [found[i] if size is None else size for i, size in enumerate(x.shape)]
 
 
+def open_shape(x: tf.Tensor) -> list[int | tf.Tensor]:
+    """`shape_of` as tf.reshape takes it: -1 where one size alone is unknown, which then costs no operation."""
+    sizes = x.shape.as_list()
+    return [-1 if n is None else n for n in sizes] if sizes.count(None) <= 1 else shape_of(x)
+
+
 def dim(x: tf.Tensor, axis: int) -> int | tf.Tensor:
     """The size of one dimension: an int, or an int32 scalar where a served program leaves it open."""
     size = x.shape[axis]
@@ -115,6 +121,14 @@ def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., An
         return results, named_grad
 
     return tf.custom_gradient(named)
+
+
+def fused(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors that XLA compiles by itself: for chains of elementwise operations and reductions.
+
+    It must depend on its arguments alone. Arguments that are not tensors are part of what is compiled.
+    """
+    return tf.function(fn, jit_compile=True, autograph=False)
 
 
 # --- activations that a loop keeps

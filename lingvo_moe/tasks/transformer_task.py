@@ -182,7 +182,7 @@ class TransformerTask(BaseTask):
             )
         return transformer.TransformerLayer.Params().Set(
             self_atten_tpl=atten,
-            cross_atten_tpl=atten.Copy() if cross else None,
+            cross_atten_tpl=_as_cross(atten) if cross else None,
             ffn_tpl=ffn.Set(model_dim=p.model_dim),
             norm_tpl=p.norm.Copy(),
             residual_dropout_prob=p.dropout,
@@ -246,6 +246,12 @@ class TransformerTask(BaseTask):
             accuracy=tf.reduce_sum(correct) * per_token,
             tokens=tokens,
         )
+
+
+def _as_cross(atten: InstantiableParams) -> InstantiableParams:
+    cross = atten.Copy()
+    cross.cls = attention.CrossAttention
+    return cross
 
 
 def _define_sizes(p: InstantiableParams) -> None:

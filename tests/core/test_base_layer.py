@@ -58,18 +58,19 @@ def test_children_inherit_what_they_leave_open():
     assert y.dtype == tf.bfloat16
 
 
-def test_what_a_layer_computes_is_not_inherited():
-    class Named(Leaf):
-        COMPUTES = "leaf"
+def test_a_class_that_computes_otherwise_inherits_no_packing_of_weights():
+    class Packs(Leaf):
+        PackWeights = BaseLayer.PackChildren
 
-    class Derived(Named):
+    class Same(Packs):
         pass
 
-    class Same(Named):
-        COMPUTES = Named.COMPUTES
+    class Other(Packs):
+        def FProp(self, theta, x):
+            return super().FProp(theta, 2 * x)
 
-    found = {cls.__name__: cls.COMPUTES for cls in (Leaf, Named, Derived, Same)}
-    assert found == {"Leaf": "", "Named": "leaf", "Derived": "", "Same": "leaf"}
+    packs = [cls.PackWeights is BaseLayer.PackChildren for cls in (Packs, Same, Other)]
+    assert packs == [True, True, False]
 
 
 def test_initial_values_depend_on_seed_and_path_alone():

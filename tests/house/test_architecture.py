@@ -172,13 +172,13 @@ def test_a_layer_can_be_read_in_one_sitting() -> None:
     """The files of this project that the MoE layer imports, directly or not; and with the parts that it takes by name,
     its default router and dispatchers."""
     files = set(GRAPH.Closure("lingvo_moe/core/moe/layer.py"))
-    assert len(files) <= 22, "\n".join(sorted(files))
+    assert len(files) <= 23, "\n".join(sorted(files))
     for part in ("routers/top2", "dispatch_index", "dispatch_dropless"):
         files |= {
             f"lingvo_moe/core/moe/{part}.py",
             *GRAPH.Closure(f"lingvo_moe/core/moe/{part}.py"),
         }
-    assert len(files) <= 28, "\n".join(sorted(files))
+    assert len(files) <= 29, "\n".join(sorted(files))
 
 
 @pytest.mark.parametrize("path", GRAPH.files)

@@ -6,7 +6,7 @@ gradients up to rounding and, in `token_losses`, ties. Layers and optimizers sta
 `kernels.current()`; engines choose with `kernels.using(...)`. XLA's are the default.
 
 Letters: B batch, T query, S key, M model, H hidden, N head, A head of keys and values, K key dimension, V vocabulary,
-E expert, G group, C capacity slot, R row, L layer.
+E expert, G group, C capacity slot, R row, L layer; of searches: J hypothesis, L step.
 """
 
 import contextlib
@@ -17,9 +17,11 @@ from typing import Protocol
 import tensorflow as tf
 
 from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.kernels.weights import Weight
 from lingvo_moe.core.kernels.xla import (
     Activation,
     AdafactorRecipe,
+    CacheShape,
     Delta,
     DenseDelta,
     Drop,
@@ -31,9 +33,11 @@ from lingvo_moe.core.nested_map import NestedMap
 __all__ = [
     "Activation",
     "AdafactorRecipe",
+    "CacheShape",
     "Delta",
     "DenseDelta",
     "Kernels",
+    "Weight",
     "current",
     "dropout",
     "using",
@@ -44,10 +48,22 @@ class Kernels(Protocol):
     """The functions of one set of kernels; a module of them is one.
 
     Arguments named `shard` annotate an activation with its einsum letters (`BaseLayer.Shard`); kernels for one device
-    may leave them alone. Arguments named `drop` apply dropout; None applies none.
+    may leave them alone. Arguments named `drop` apply dropout; None applies none. TensorFlow's kernels also take packed
+    weights (`weights.py`) where an argument is a `Weight`.
+
+    Queries, keys and values have the layout that the products over positions need: XLA's einsums take [B,T,N,K] and let
+    the compiler choose; TensorFlow's products need heads and rows first, and two more transpositions of each would cost
+    what one projection does. K is the last dimension of both.
+
+    Attributes:
+        MEMORY: the letters of keys and values, e.g. 'BSNK'; N stands for A where there are fewer.
+        CACHE: those of a cache, in which L is the step.
     """
 
-    def product(self, x: tf.Tensor, w_MH: tf.Tensor) -> tf.Tensor:
+    MEMORY: str
+    CACHE: str
+
+    def product(self, x: tf.Tensor, w_MH: Weight) -> tf.Tensor:
         """x [B,T,M] times a matrix: [B,T,H]."""
 
     def project_heads(
@@ -58,21 +74,52 @@ class Kernels(Protocol):
         scale: float,
         shard: Shard,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Queries, times `scale`, keys and values of each head, in a layout of the kernels' own.
+        """Queries, times `scale`, keys and values of each head, in the layout of the class's `MEMORY`.
 
         Args:
             query: [B,T,M].
-            source: [B,S,M]; the same object as `query` in self-attention.
-            weights: q [M,N,K], k and v [M,A,K]; heads of keys and values serve N / A heads of queries each.
+            source: [B,S,M]; the same object as `query` in self-attention, which may then take one product.
+            weights: q [M,N,K], k and v [M,A,K]; heads of keys and values serve N / A heads of queries each. Or packed,
+                as `MultiHeadAttention.PackWeights` gives them, those of queries times `scale`.
             scale: of the queries.
             shard: see the class.
         """
 
-    def attention_probabilities(self, q: tf.Tensor, k: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-        """The softmax of q k^T over the keys that the mask, bool or 0/1 [B, T or 1, S], allows: float32 [B,N,T,S]."""
+    def project_queries(
+        self, query: tf.Tensor, weights: NestedMap, scale: float, shard: Shard
+    ) -> tf.Tensor:
+        """The queries of `project_heads` alone."""
 
-    def combine_heads(self, probs: tf.Tensor, v: tf.Tensor, o_NKM: tf.Tensor) -> tf.Tensor:
-        """Probabilities [B,N,T,S] times values, projected to the model: [B,T,M]."""
+    def project_memory(
+        self, source: tf.Tensor, weights: NestedMap, shard: Shard
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The keys and values of `project_heads` alone."""
+
+    def per_head(self, x_BTK: tf.Tensor) -> tf.Tensor:
+        """A tensor of positions, the same for all heads, with a dimension for the heads, of size 1, where queries, keys
+        and values have theirs."""
+
+    def attend(
+        self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, drop: Drop | None
+    ) -> tf.Tensor:
+        """softmax(q k^T) v over the keys that the mask, bool or 0/1 [B, T or 1, S], allows: [B,T,N,K].
+
+        The softmax is of float32, and its result of v's type. `drop` takes the probabilities, [B,N,T,S].
+        """
+
+    def project_back(self, context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
+        """The heads' results, projected to the model and summed over heads: [B,T,M]."""
+
+    def empty_cache(self, shape: CacheShape) -> tf.Tensor:
+        """Zeros for the keys, or the values, of a search, of the letters `CACHE`."""
+
+    def write_cache(self, cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
+        """The cache with the keys or values of step `time`, an int32 scalar, of J positions in the layout of `MEMORY`.
+        The old cache must not be used again: its memory may be overwritten."""
+
+    def attend_cache(self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+        """`attend` for J queries and the keys and values of two caches; mask [B,J,L J], where position t J + j is
+        hypothesis j at step t."""
 
     def experts_feed_forward(
         self,
@@ -111,7 +158,7 @@ class Kernels(Protocol):
         """Layer normalization of float32 [...,M] over M, times the scale plus the bias: float32. Without a bias RMS
         normalization: the mean stays as it is, and the mean square is divided by."""
 
-    def logits(self, x: tf.Tensor, table_VM: tf.Tensor, shard: Shard) -> tf.Tensor:
+    def logits(self, x: tf.Tensor, table_VM: Weight, shard: Shard) -> tf.Tensor:
         """x [B,T,M] times each row of the table: float32 [B,T,V]."""
 
     def cross_entropy(

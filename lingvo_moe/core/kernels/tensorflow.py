@@ -4,19 +4,23 @@ What each function computes is said in `Kernels` (`__init__.py`). They run on on
 Letters as there; R also counts rows.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
-from lingvo_moe.core.kernels import xla
-from lingvo_moe.core.kernels.xla import Activation, AdafactorRecipe, Delta, Drop, Keep, Shard
+from lingvo_moe.core.kernels import tensorflow_adafactor, xla
+from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
+from lingvo_moe.core.kernels.xla import (
+    Activation,
+    CacheShape,
+    Drop,
+    Keep,
+    Shard,
+)
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.tensors import shape_of
+from lingvo_moe.core.tensors import dim, fused, open_shape, shape_of
 
 _MASKED = -1e9  # added to a masked logit: beside it a float32 logit vanishes
 
@@ -24,16 +28,8 @@ _MASKED = -1e9  # added to a masked logit: beside it a float32 logit vanishes
 _FEW_ROWS = 128
 _MANY_EXPERTS = 256  # with more, a product for each would be a large graph
 
-logits = xla.logits
 cross_entropy = xla.cross_entropy
-
-
-def fused(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors that XLA compiles by itself: for chains of elementwise operations and reductions.
-
-    It must depend on its arguments alone. Arguments that are not tensors are part of what is compiled.
-    """
-    return tf.function(fn, jit_compile=True, autograph=False)
+adafactor = tensorflow_adafactor.adafactor
 
 
 def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
@@ -48,11 +44,18 @@ def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.
 # --- products
 
 
-def product(x: tf.Tensor, w_MH: tf.Tensor) -> tf.Tensor:
+def product(x: tf.Tensor, w_MH: Weight) -> tf.Tensor:
     """See `Kernels`; a plain product, whose gradients transpose nothing."""
-    y = tf.matmul(tf.reshape(x, [-1, x.shape[-1]]), w_MH)
-    y = tf.reshape(y, tf.concat([tf.shape(x)[:-1], [w_MH.shape[-1]]], 0))
-    return tf.ensure_shape(y, [*x.shape[:-1], w_MH.shape[-1]])
+    rows = tf.reshape(x, [-1, x.shape[-1]])
+    y = w_MH.Product(rows) if isinstance(w_MH, Matrix) else tf.matmul(rows, w_MH)
+    return tf.reshape(y, [*open_shape(x)[:-1], dim(y, 1)])
+
+
+def logits(x: tf.Tensor, table_VM: Weight, shard: Shard) -> tf.Tensor:
+    """See `Kernels`; a packed table is transposed, [M,V]."""
+    if isinstance(table_VM, Matrix):
+        return tf.cast(product(x, table_VM), tf.float32)
+    return xla.logits(x, table_VM, shard)
 
 
 def experts_feed_forward(
@@ -156,66 +159,138 @@ def stable_order(key: tf.Tensor) -> tf.Tensor:
 
 # --- attention
 
+# Heads lead, [N,B,T,K]: so the products over S and K need them, and products with packed weights give them. A step of a
+# search writes a row of a cache for each head and batch row; X = J K has its J hypotheses.
+MEMORY, CACHE = "NBSK", "NBLX"
+
 
 def project_heads(
     query: tf.Tensor, source: tf.Tensor, weights: NestedMap, scale: float, shard: Shard
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """See `Kernels`; [B,N,T,K] and twice [B,A,S,K].
+    """See `Kernels`.
 
     An einsum over [B,T,N,K] makes TensorFlow move each operand so that B and N lead, in forward and backward, and each
     of the three projections reads the input again. Here one product makes all of a kind, and one transposition brings
     them where the products over S and K need them.
     """
+    if query is source and "qkv" in weights:
+        q, k, v = weights.qkv.Project(query)
+        return q, k, v
+    if query is source and "k" in weights and weights.q.shape == weights.k.shape:
+        wq = _scaled(tf.cast(weights.q, query.dtype), scale)
+        q, k, v = _project(query, [wq, weights.k, weights.v])
+        return q, k, v
+    q = project_queries(query, weights, scale, shard)
+    return q, *project_memory(source, weights, shard)
+
+
+def project_queries(query: tf.Tensor, weights: NestedMap, scale: float, shard: Shard) -> tf.Tensor:
+    """See `Kernels`."""
     del shard
-    wq, wk, wv = (tf.cast(w, query.dtype) for w in (weights.q, weights.k, weights.v))
-    wq *= tf.constant(scale, wq.dtype)
-    if query is source and wq.shape == wk.shape:
-        q, k, v = _project(query, [wq, wk, wv])
+    packed = weights.get("qkv", weights.get("q"))
+    if isinstance(packed, Heads):
+        return packed.Project(query)[0]
+    return _project(query, [_scaled(tf.cast(weights.q, query.dtype), scale)])[0]
+
+
+def project_memory(
+    source: tf.Tensor, weights: NestedMap, shard: Shard
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """See `Kernels`."""
+    del shard
+    packed = weights.get("qkv", weights.get("kv"))
+    if isinstance(packed, Heads):
+        *_, k, v = packed.Project(source)
     else:
-        (q,) = _project(query, [wq])
-        k, v = _project(source, [wk, wv])
-    return q, k, v
+        k, v = _project(source, [weights.k, weights.v])
+    return k, v
+
+
+def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:
+    return x * tf.constant(scale, x.dtype)
 
 
 def _project(x: tf.Tensor, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """x [B,T,M] by each of the weights [M,N,K]: a list of [B,N,T,K]."""
+    """x [B,T,M] by each of the weights [M,N,K]: a list of [N,B,T,K]."""
     batch, time = shape_of(x)[:2]
-    dim, heads, size = weights[0].shape
+    width, heads, size = weights[0].shape
     num = len(weights)
-    joined = tf.reshape(tf.concat(weights, axis=1), [dim, num * heads * size])
-    y = tf.matmul(tf.reshape(x, [-1, dim]), joined)
+    joined = tf.concat([tf.cast(w, x.dtype) for w in weights], axis=1)
+    y = tf.matmul(tf.reshape(x, [-1, width]), tf.reshape(joined, [width, num * heads * size]))
     y = tf.reshape(y, [batch, time, num, heads, size])
-    return tf.unstack(tf.transpose(y, [2, 0, 3, 1, 4]))
+    return tf.unstack(tf.transpose(y, [2, 3, 0, 1, 4]))
 
 
-def attention_probabilities(q: tf.Tensor, k: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+def per_head(x_BTK: tf.Tensor) -> tf.Tensor:
     """See `Kernels`."""
+    return x_BTK[tf.newaxis]
+
+
+def attend(
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, drop: Drop | None
+) -> tf.Tensor:
+    """See `Kernels`; the heads that share keys and values are rows of one product."""
+    heads, shared = q.shape[0], k.shape[0]
     bias = (1.0 - tf.cast(mask, tf.float32)) * _MASKED
-    scores = tf.cast(_by_kv_head(q, k, transpose_b=True), tf.float32)
-    return _softmax(scores, bias[:, tf.newaxis])
+    if shared == heads:
+        probs = _softmax(tf.cast(tf.matmul(q, k, transpose_b=True), tf.float32), bias)
+        probs = tf.cast(probs, v.dtype)
+        if drop is not None:
+            probs = tf.transpose(drop(tf.transpose(probs, [1, 0, 2, 3])), [1, 0, 2, 3])
+        return tf.transpose(tf.matmul(probs, v), [1, 2, 0, 3])
+    each, keys = heads // shared, dim(k, 2)
+    _, batch, time, size = shape_of(q)
+    q_ABRTK = tf.transpose(tf.reshape(q, [shared, each, batch, time, size]), [0, 2, 1, 3, 4])
+    rows = tf.reshape(q_ABRTK, [shared, batch, each * time, size])
+    scores = tf.cast(tf.matmul(rows, k, transpose_b=True), tf.float32)
+    scores_ABRTS = tf.reshape(scores, [shared, batch, each, time, keys])
+    probs = tf.cast(_softmax(scores_ABRTS, bias[:, tf.newaxis]), v.dtype)
+    if drop is not None:
+        probs_BNTS = tf.reshape(tf.transpose(probs, [1, 0, 2, 3, 4]), [batch, heads, time, keys])
+        probs = tf.reshape(drop(probs_BNTS), [batch, shared, each, time, keys])
+        probs = tf.transpose(probs, [1, 0, 2, 3, 4])
+    y = tf.matmul(tf.reshape(probs, [shared, batch, each * time, keys]), v)
+    y = tf.transpose(tf.reshape(y, [shared, batch, each, time, size]), [1, 3, 0, 2, 4])
+    return tf.reshape(y, [batch, time, heads, size])
 
 
-def combine_heads(probs: tf.Tensor, v: tf.Tensor, o_NKM: tf.Tensor) -> tf.Tensor:
+def project_back(context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
     """See `Kernels`."""
-    heads, size, dim = o_NKM.shape
-    y = tf.transpose(_by_kv_head(probs, v), [0, 2, 1, 3])
-    batch, time = shape_of(y)[:2]
-    o = tf.reshape(tf.cast(o_NKM, probs.dtype), [heads * size, dim])
-    return tf.reshape(tf.matmul(tf.reshape(y, [-1, heads * size]), o), [batch, time, dim])
+    batch, time, heads, size = open_shape(context_BTNK)
+    x = tf.reshape(context_BTNK, [batch, time, heads * size])
+    if isinstance(o_NKM, Matrix):
+        return product(x, o_NKM)
+    return product(x, tf.reshape(tf.cast(o_NKM, x.dtype), [heads * size, o_NKM.shape[-1]]))
 
 
-def _by_kv_head(x: tf.Tensor, y: tf.Tensor, transpose_b: bool = False) -> tf.Tensor:
-    """x [B,N,T,a] times y [B,A,a,b] (or [B,A,b,a]), head by head: [B,N,T,b]. The heads that share a matrix are rows of
-    one product."""
-    heads, shared = x.shape[1], y.shape[1]
-    if heads == shared:
-        return tf.matmul(x, y, transpose_b=transpose_b)
-    batch, _, time, width = tf.unstack(tf.shape(x))
-    rows = tf.reshape(x, [batch, shared, heads // shared * time, width])
-    out = tf.matmul(rows, y, transpose_b=transpose_b)
-    joined = tf.reshape(out, [batch, heads, time, tf.shape(out)[3]])
-    joined.set_shape([*x.shape[:3], out.shape[3]])
-    return joined
+def empty_cache(shape: CacheShape) -> tf.Tensor:
+    """See `Kernels`."""
+    sizes = [shape.heads, shape.batch, shape.length, shape.hypotheses * shape.size]
+    # Made where the program runs: a constant of the program must not be written in place.
+    x = tf.raw_ops.Empty(shape=tf.stack(sizes), dtype=shape.dtype, init=True)
+    x.set_shape([n if isinstance(n, int) else None for n in sizes])
+    return x
+
+
+def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`; the step's rows are written into the cache's memory."""
+    shape = tf.shape(cache)
+    rows, length, width = shape[0] * shape[1], shape[2], cache.shape[3]
+    at = tf.range(rows) * length + time
+    # tf.tensor_scatter_nd_update copies the whole cache here.
+    flat = tf.raw_ops.InplaceUpdate(
+        x=tf.reshape(cache, [-1, width]), i=at, v=tf.reshape(new, [-1, width])
+    )
+    out = tf.reshape(flat, shape)
+    out.set_shape(cache.shape)
+    return out
+
+
+def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`; position t J + j of a row is hypothesis j at step t."""
+    shape = tf.shape(k)
+    k, v = (tf.reshape(c, [c.shape[0], shape[1], -1, q.shape[-1]]) for c in (k, v))
+    return attend(q, k, v, mask, None)
 
 
 @tf.custom_gradient
@@ -367,93 +442,6 @@ def _token_losses(label_smoothing: float) -> Callable:
 
 
 # --- optimizer and training step
-
-
-@dataclass(frozen=True)
-class _AppliedDelta:
-    """A `Delta` whose new weight was computed with the update."""
-
-    new: tf.Tensor
-    square: tf.Tensor
-    grad_square: tf.Tensor
-
-    def SumOfSquares(self) -> tf.Tensor:
-        return self.square
-
-    def SubtractFrom(self, weight: tf.Tensor) -> tf.Tensor:
-        return tf.cast(self.new, weight.dtype)
-
-
-def adafactor(
-    weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
-) -> tuple[Delta, NestedMap]:
-    """See `Kernels`; in few passes where the moment is factored over the last two dimensions."""
-    rank = weight.shape.rank
-    if recipe.dims != (rank - 2, rank - 1):
-        return xla.adafactor(weight, grad, slots, recipe)
-    if not recipe.stack_dims:
-        weights, grads, each = [weight], [grad], [slots]
-    else:
-        # Layer by layer: a layer that fits in a cache is read faster.
-        num = weight.shape[0]
-        weights, grads = [weight[i] for i in range(num)], [grad[i] for i in range(num)]
-        rows, cols = tf.unstack(slots.row), tf.unstack(slots.col)
-        each = [NestedMap(row=r, col=c) for r, c in zip(rows, cols, strict=True)]
-    parts = [_factors(*part, recipe) for part in zip(weights, grads, each, strict=True)]
-    factors = [part.factors for part in parts]
-    new = _subtract(weights, grads, factors, bool(recipe.stack_dims))
-    new_slots = parts[0].slots
-    if recipe.stack_dims:
-        names = ("row", "col")
-        new_slots = NestedMap({n: tf.stack([part.slots[n] for part in parts]) for n in names})
-    square = tf.add_n([part.square for part in parts])
-    return _AppliedDelta(new, square, tf.add_n([part.grad_square for part in parts])), new_slots
-
-
-def _factors(
-    weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
-) -> NestedMap:
-    """For a weight [..., R, C] of one layer: `factors` (a [..., R], b [..., C]), so that a b grad is to be subtracted;
-    `slots`, the new ones; and the sums of squares of that product and of grad.
-
-    The update u is the product of the gradient g and two vectors, so that sum u^2 = a^2 . g^2 . b^2: the same matrix
-    product that sums the columns of g^2 gives it, and u itself is never written.
-    """
-    rows, columns = grad.shape[-2:]
-    square = tf.square(grad)
-    sums = tf.reduce_sum(square, -1)
-    row = recipe.Average(slots.row, sums * (1.0 / columns) + recipe.epsilon1)
-    a_square = tf.reduce_mean(row, -1, keepdims=True) / row
-    both = tf.matmul(tf.stack([tf.fill(tf.shape(row), 1.0 / rows), a_square], -2), square)
-    means, weighted = tf.unstack(both, axis=-2)
-    col = recipe.Average(slots.col, means + recipe.epsilon1)
-    total = tf.reduce_sum(weighted / col)
-    per_element = 1.0 / math.prod(weight.shape)
-    scale = recipe.rate
-    if recipe.clip_threshold:
-        excess = tf.sqrt(total * per_element) * (1.0 / recipe.clip_threshold)
-        scale *= tf.math.reciprocal(tf.maximum(excess, 1.0))
-    if recipe.multiply_by_parameter_scale:
-        size = tf.sqrt(tf.nn.l2_loss(weight) * (2.0 * per_element))
-        scale *= tf.maximum(size, recipe.epsilon2)
-    return NestedMap(
-        factors=[tf.sqrt(a_square) * scale, tf.math.rsqrt(col)],
-        slots=NestedMap(row=row, col=col),
-        square=total * tf.square(scale),
-        grad_square=tf.reduce_sum(sums),
-    )
-
-
-@fused
-def _subtract(
-    weights: list[tf.Tensor], grads: list[tf.Tensor], factors: list[list[tf.Tensor]], stack: bool
-) -> tf.Tensor:
-    """weight [..., R, C] - a [..., R] grad b [..., C], of each layer; `stack`: all in one tensor."""
-    new = [
-        weight - grad * a[..., tf.newaxis] * b[..., tf.newaxis, :]
-        for weight, grad, (a, b) in zip(weights, grads, factors, strict=True)
-    ]
-    return tf.stack(new) if stack else new[0]
 
 
 def sum_of_squares(x: tf.Tensor) -> tf.Tensor:

@@ -15,6 +15,7 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
+from lingvo_moe.core.kernels.weights import Weight
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import custom_gradient, dim, in_xla, shape_of
 
@@ -60,7 +61,7 @@ def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.
 # --- products
 
 
-def product(x: tf.Tensor, w_MH: tf.Tensor) -> tf.Tensor:
+def product(x: tf.Tensor, w_MH: Weight) -> tf.Tensor:
     """See `Kernels`."""
     return tf.einsum("BTM,MH->BTH", x, w_MH)
 
@@ -126,49 +127,103 @@ def stable_order(key: tf.Tensor) -> tf.Tensor:
 
 # --- attention
 
+# Step-major, so that a step writes one contiguous slice of a cache. As seen by masks, position j of step t is t J + j.
+MEMORY, CACHE = "BSNK", "LBJNK"
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The sizes and the type of the keys, or the values, of a search.
+
+    Attributes:
+        batch: B, an int or an int32 scalar.
+        length: L, steps.
+        hypotheses: J.
+        heads: A.
+        size: K.
+        dtype: of the activations.
+    """
+
+    batch: int | tf.Tensor
+    length: int
+    hypotheses: int
+    heads: int
+    size: int
+    dtype: tf.DType
+
 
 def project_heads(
     query: tf.Tensor, source: tf.Tensor, weights: NestedMap, scale: float, shard: Shard
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """See `Kernels`; [B,T,N,K] and twice [B,S,A,K]."""
-    q = queries(query, weights, scale, shard)
-    return q, *keys_and_values(source, weights, shard)
+    q = project_queries(query, weights, scale, shard)
+    return q, *project_memory(source, weights, shard)
 
 
-def queries(x: tf.Tensor, weights: NestedMap, scale: float, shard: Shard) -> tf.Tensor:
-    """The queries of x [B,T,M]: [B,T,N,K]."""
-    q = tf.einsum("BTM,MNK->BTNK", x, tf.cast(weights.q, x.dtype))
+def project_queries(query: tf.Tensor, weights: NestedMap, scale: float, shard: Shard) -> tf.Tensor:
+    """See `Kernels`."""
+    q = tf.einsum("BTM,MNK->BTNK", query, tf.cast(weights.q, query.dtype))
     return shard(q * tf.constant(scale, q.dtype), "BTNK")
 
 
-def keys_and_values(x: tf.Tensor, weights: NestedMap, shard: Shard) -> tuple[tf.Tensor, tf.Tensor]:
-    """The keys and the values of x [B,S,M]: each [B,S,A,K]. Their heads have the letter A where there are fewer than
-    heads of queries."""
-    k = tf.einsum("BSM,MNK->BSNK", x, tf.cast(weights.k, x.dtype))
-    v = tf.einsum("BSM,MNK->BSNK", x, tf.cast(weights.v, x.dtype))
+def project_memory(
+    source: tf.Tensor, weights: NestedMap, shard: Shard
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """See `Kernels`. Heads of keys and values have the letter A where there are fewer than heads of queries."""
+    k = tf.einsum("BSM,MNK->BSNK", source, tf.cast(weights.k, source.dtype))
+    v = tf.einsum("BSM,MNK->BSNK", source, tf.cast(weights.v, source.dtype))
     letters = "BSNK" if weights.k.shape[1] == weights.q.shape[1] else "BSAK"
     return shard(k, letters), shard(v, letters)
 
 
-def attention_probabilities(q: tf.Tensor, k: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+def per_head(x_BTK: tf.Tensor) -> tf.Tensor:
     """See `Kernels`."""
-    return masked_softmax(by_head("BTNK,BSNK->BNTS", q, k), mask)
+    return x_BTK[:, :, tf.newaxis]
 
 
-def combine_heads(probs: tf.Tensor, v: tf.Tensor, o_NKM: tf.Tensor) -> tf.Tensor:
+def attend(
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, drop: Drop | None
+) -> tf.Tensor:
     """See `Kernels`."""
-    return project_back(by_head("BNTS,BSNK->BTNK", probs, v), o_NKM)
+    probs = masked_softmax(by_head("BTNK,BSNK->BNTS", q, k), mask)
+    probs = tf.cast(probs, v.dtype)
+    if drop is not None:
+        probs = drop(probs)
+    return by_head("BNTS,BSNK->BTNK", probs, v)
+
+
+def project_back(context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
+    """See `Kernels`."""
+    return tf.einsum("BTNK,NKM->BTM", context_BTNK, tf.cast(o_NKM, context_BTNK.dtype))
+
+
+def empty_cache(shape: CacheShape) -> tf.Tensor:
+    """See `Kernels`."""
+    sizes = [shape.length, shape.batch, shape.hypotheses, shape.heads, shape.size]
+    return tf.zeros(sizes, shape.dtype)
+
+
+def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    index = tf.reshape(tf.cast(time, tf.int32), [1, 1])
+    return tf.tensor_scatter_nd_update(cache, index, new[tf.newaxis])
+
+
+def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    batch, num_hyps, heads, _ = shape_of(q)
+    steps = dim(k, 0)
+    logits = by_head("BJNK,LBINK->BNJLI", q, k)
+    logits = tf.reshape(logits, [batch, heads, num_hyps, steps * num_hyps])
+    probs = tf.cast(masked_softmax(logits, mask), v.dtype)
+    probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
+    return by_head("BNJLI,LBINK->BJNK", probs, v)
 
 
 def masked_softmax(logits: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
     """[B,N,T,S] logits to float32 probabilities where the mask [B, T or 1, S] allows."""
     allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
     return tf.nn.softmax(tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED)))
-
-
-def project_back(context: tf.Tensor, o_NKM: tf.Tensor) -> tf.Tensor:
-    """Each head's values [B,T,N,K], summed over heads: [B,T,M]."""
-    return tf.einsum("BTNK,NKM->BTM", context, tf.cast(o_NKM, context.dtype))
 
 
 def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
@@ -226,7 +281,7 @@ def keep(x: tf.Tensor, kept: tf.Tensor, rate: float) -> tf.Tensor:
 # --- losses
 
 
-def logits(x: tf.Tensor, table_VM: tf.Tensor, shard: Shard) -> tf.Tensor:
+def logits(x: tf.Tensor, table_VM: Weight, shard: Shard) -> tf.Tensor:
     """See `Kernels`."""
     y = tf.einsum("BTM,VM->BTV", x, tf.cast(table_VM, x.dtype))
     return shard(tf.cast(y, tf.float32), "BTV")

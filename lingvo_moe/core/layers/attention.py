@@ -16,9 +16,8 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.tensors import dim
 
 
 class MultiHeadAttention(BaseLayer):
@@ -28,10 +27,10 @@ class MultiHeadAttention(BaseLayer):
     (kernels/xla.py, `by_head`). The heads of keys and values then have a letter of their own, A, so that a split of N
     shards queries and output, and every device has all keys and values, unless the split map names A too.
 
-    Caches have one layout, that of XLA's kernels, so the cached steps call these whichever kernels are in use.
+    The same four steps make a training pass, a step of a search and attention to a memory: project the inputs to heads,
+    give them positions, attend, and project back.
     """
 
-    COMPUTES: ClassVar[str] = "multi_head_attention"
     PART: ClassVar[str] = "attention"
 
     @classmethod
@@ -55,7 +54,7 @@ class MultiHeadAttention(BaseLayer):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         m, n, a, k = _dims(self.p)
-        self._kv = kv_letter(self.p)
+        self._kv = "N" if a == n else "A"  # the letter of the heads of keys and values
         for name, heads, letter in (("q", n, "N"), ("k", a, self._kv), ("v", a, self._kv)):
             shape, letters = (m, heads, k), f"M{letter}K"
             self.CreateVariable(name, WeightParams(shape, letters, WeightInit.FanIn(m)))
@@ -87,44 +86,50 @@ class MultiHeadAttention(BaseLayer):
         q = self.Keep(q, "query", "BTNK")
         k = self.Keep(k, "key", f"BS{self._kv}K")
         v = self.Keep(v, "value", f"BS{self._kv}K")
-        probs = self.Cast(ops.attention_probabilities(q, k, mask))
-        seed = self.FoldSeed(seed, "atten")
-        probs = kernels.dropout(probs, self.p.atten_dropout_prob, seed)
-        return self.Keep(ops.combine_heads(probs, v, theta.o), "attention", "BTM")
+
+        def drop(probs: tf.Tensor) -> tf.Tensor:
+            rate = self.p.atten_dropout_prob
+            return kernels.dropout(probs, rate, self.FoldSeed(seed, "atten"))
+
+        context = ops.attend(q, k, v, mask, drop if seed is not None else None)
+        return self.Keep(ops.project_back(context, theta.o), "attention", "BTM")
 
     @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
-        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, A, K]."""
-        k, v = xla.keys_and_values(memory, theta, self.Shard)
+        """Keys and values of memory [B, S, M]: NestedMap(k, v), each of MemoryLetters."""
+        k, v = kernels.current().project_memory(memory, theta, self.Shard)
         return NestedMap(k=k, v=v)
 
     def MemoryLetters(self) -> NestedMap:
-        """The letters of PrecomputeMemory's tensors."""
-        return NestedMap(k=f"BS{self._kv}K", v=f"BS{self._kv}K")
+        """The letters of PrecomputeMemory's tensors, with the kernels in use."""
+        return self._Letters(kernels.current().MEMORY)
 
     @scoped
     def AttendMemory(
         self, theta: NestedMap, query: tf.Tensor, memory: NestedMap, mask: tf.Tensor
     ) -> tf.Tensor:
         """Inference on precomputed memory: query [B, J, M], mask [B, J or 1, S] to [B, J, M]."""
-        q = xla.queries(query, theta, self._scale, self.Shard)
-        probs = self.Cast(xla.attention_probabilities(q, memory.k, mask))
-        return xla.combine_heads(probs, memory.v, theta.o)
+        ops = kernels.current()
+        q = ops.project_queries(query, theta, self._scale, self.Shard)
+        return ops.project_back(ops.attend(q, memory.k, memory.v, mask, None), theta.o)
 
     @scoped
-    def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
-        """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, A, K].
+    def InitCache(self, batch: int | tf.Tensor, length: int, num_hyps: int = 1) -> NestedMap:
+        """Empty keys and values for L = length steps of J = num_hyps positions: NestedMap(k, v), each of CacheLetters.
 
-        Step-major, so that a step writes one contiguous slice. As seen by masks, position j of step t
-        is t * J + j.
+        As seen by masks, position j of step t is t * J + j.
         """
         _, _, a, k = _dims(self.p)
-        shape = [length, batch, num_hyps, a, k]
-        return NestedMap(k=tf.zeros(shape, self.fprop_dtype), v=tf.zeros(shape, self.fprop_dtype))
+        shape = kernels.CacheShape(batch, length, num_hyps, a, k, self.fprop_dtype)
+        return NestedMap({name: kernels.current().empty_cache(shape) for name in ("k", "v")})
 
     def CacheLetters(self) -> NestedMap:
-        """The letters of InitCache's tensors."""
-        return NestedMap(k=f"LBJ{self._kv}K", v=f"LBJ{self._kv}K")
+        """The letters of InitCache's tensors, with the kernels in use."""
+        return self._Letters(kernels.current().CACHE)
+
+    def _Letters(self, letters: str) -> NestedMap:
+        letters = letters.replace("N", self._kv)
+        return NestedMap(k=letters, v=letters)
 
     @scoped
     def ExtendStep(
@@ -143,7 +148,7 @@ class MultiHeadAttention(BaseLayer):
         Args:
             theta: the weights.
             x: [B, J, M], the new position of each hypothesis.
-            cache: from InitCache or the step before.
+            cache: from InitCache or the step before; it must not be used again.
             time: int32 scalar, the step, in [0, length).
             mask: [B, J, length * J], bool or 0/1; must allow a hypothesis its own new position,
                 time * J + j.
@@ -151,22 +156,22 @@ class MultiHeadAttention(BaseLayer):
         Returns:
             ([B, J, M], the new cache).
         """
-        new = self.PrecomputeMemory(theta, x)
-        index = tf.reshape(tf.cast(time, tf.int32), [1, 1])
-        cache = NestedMap(
-            k=tf.tensor_scatter_nd_update(cache.k, index, new.k[tf.newaxis]),
-            v=tf.tensor_scatter_nd_update(cache.v, index, new.v[tf.newaxis]),
-        )
-        num_hyps, batch = cache.k.shape[2], tf.shape(x)[0]
-        steps = dim(cache.k, 0)
-        heads = self.p.num_heads
-        q = xla.queries(x, theta, self._scale, self.Shard)
-        logits = xla.by_head("BJNK,LBINK->BNJLI", q, cache.k)
-        logits = tf.reshape(logits, [batch, heads, num_hyps, steps * num_hyps])
-        probs = self.Cast(xla.masked_softmax(logits, mask))
-        probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
-        context = xla.by_head("BNJLI,LBINK->BJNK", probs, cache.v)
-        return xla.project_back(context, theta.o), cache
+        ops = kernels.current()
+        q, k, v = ops.project_heads(x, x, theta, self._scale, self.Shard)
+        k, v = ops.write_cache(cache.k, k, time), ops.write_cache(cache.v, v, time)
+        context = ops.attend_cache(q, k, v, mask)
+        return ops.project_back(context, theta.o), NestedMap(k=k, v=v)
+
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """See BaseLayer: one product projects an input that is both query and source."""
+        q, k, v, o = self._ToPack(theta)
+        return NestedMap(qkv=packing.Heads(q, k, v), o=packing.Matrix(o))
+
+    def _ToPack(self, theta: NestedMap) -> tuple[tf.Tensor, ...]:
+        """q [M, N, K] times the scale, k and v [M, A, K] and o [N K, M], in the type of the activations."""
+        q, k, v, o = (self.Cast(theta[name]) for name in ("q", "k", "v", "o"))
+        heads, size, dim = o.shape
+        return q * tf.constant(self._scale, q.dtype), k, v, tf.reshape(o, [heads * size, dim])
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
@@ -178,9 +183,13 @@ class MultiHeadAttention(BaseLayer):
         return NestedMap(flops=projections + products, out_shapes=((batch, time, dim),))
 
 
-def kv_letter(p: HyperParams) -> str:
-    """The letter of the heads of keys and values: A where there are fewer than N."""
-    return "N" if p.num_kv_heads in (0, p.num_heads) else "A"
+class CrossAttention(MultiHeadAttention):
+    """Attention to a memory, whose packed weights project queries apart from keys and values."""
+
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """See BaseLayer."""
+        q, k, v, o = self._ToPack(theta)
+        return NestedMap(q=packing.Heads(q), kv=packing.Heads(k, v), o=packing.Matrix(o))
 
 
 def _dims(p: HyperParams) -> tuple[int, int, int, int]:

@@ -18,6 +18,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import Activation
+from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -55,7 +56,6 @@ class FeedForward(BaseLayer):
     f is the activation: elementwise, or gated, of wi_gate . x and wi . x (`ACTIVATIONS`).
     """
 
-    COMPUTES: ClassVar[str] = "feed_forward"
     PART: ClassVar[str] = "dense_ffn"
 
     @classmethod
@@ -100,6 +100,10 @@ class FeedForward(BaseLayer):
         h = kernels.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))
         y = self.Keep(product(h, self.Cast(theta.wo)), "feed_forward", "BTM")
         return y, NestedMap()
+
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """See BaseLayer."""
+        return theta.Transform(lambda w: packing.Matrix(self.Cast(w)))
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

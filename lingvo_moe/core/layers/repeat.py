@@ -18,6 +18,7 @@ from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
 from lingvo_moe.core.sharding import DimsMapping, Mesh, current_mesh, dims_mapping
@@ -65,7 +66,6 @@ class Repeat(BaseLayer):
     and structures are the same.
     """
 
-    COMPUTES: ClassVar[str] = "repeat"
     PART: ClassVar[str] = "loop"
 
     @classmethod
@@ -121,7 +121,8 @@ class Repeat(BaseLayer):
         """Runs all repetitions, or some.
 
         Args:
-            theta: NestedMap(body=...) of stacked weights [L, ...]; or of some consecutive repetitions.
+            theta: NestedMap(body=...) of stacked weights [L, ...]; or of some consecutive repetitions; or, from
+                `PackWeights`, of a list with each repetition's, in inference.
             carry: the tensor passed from repetition to repetition; its shape and type stay.
             shared: tensors that every repetition sees. Everything that the body uses beside theta
                 and carry must come through here: gradients do not reach tensors that the body
@@ -138,7 +139,7 @@ class Repeat(BaseLayer):
                 are not floating point.
         """
         numbers = NestedMap({n: v for n, v in vars(chunk).items() if v is not None})
-        if self.p.unroll:
+        if self.p.unroll or _is_packed(theta):
             return self._Unrolled(theta, carry, shared, seed, numbers)
         kept = tuple(self.p.remat)
         stored_there = of_activations(self.p.offload)
@@ -148,8 +149,19 @@ class Repeat(BaseLayer):
     @scoped
     def SliceTheta(self, theta: NestedMap, i: int) -> NestedMap:
         """The theta of repetition i's body, on the device, for use outside of FProp (e.g. decoding)."""
+        if _is_packed(theta):
+            return theta.body[i]
         found = [_fetched(w[i], there) for w, there in zip(theta.Flatten(), self._OnHost())]
         return self._ShardTheta(theta.Pack(found).body)
+
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """See BaseLayer: a list of the weights of each repetition."""
+        each = [self.SliceTheta(theta, i) for i in range(self.p.num_repeats)]
+        return NestedMap(body=[self.body.PackWeights(one, packing) for one in each])
+
+    def ScansLayers(self) -> bool:
+        """See BaseLayer."""
+        return not self.p.unroll
 
     def _OnHost(self) -> tuple[bool, ...]:
         """Whether each weight, in the order of theta, is in the memory of the host."""
@@ -164,7 +176,10 @@ class Repeat(BaseLayer):
         numbers: NestedMap,
     ) -> tuple[tf.Tensor, NestedMap]:
         all_extras = []
-        thetas = _slices(theta, theta.Flatten()[0].shape[0])
+        if _is_packed(theta):
+            thetas = [NestedMap(body=one) for one in theta.body]
+        else:
+            thetas = _slices(theta, theta.Flatten()[0].shape[0])
         for i, theta_i in enumerate(thetas):
             carry, extras = _numbered(
                 self._Body, tf.constant(i), theta_i, carry, shared, seed, numbers
@@ -435,6 +450,10 @@ def _numbered(
     y, extras = body(number, theta, differentiated(carry), shared, seed)
     none = extras.Transform(lambda x: tf.where(applied, x, tf.zeros([], x.dtype)))
     return tf.where(applied, y, carry), none
+
+
+def _is_packed(theta: NestedMap) -> bool:
+    return isinstance(theta.body, list)
 
 
 def _slices(theta: NestedMap, num: int) -> list[NestedMap]:

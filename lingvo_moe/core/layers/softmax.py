@@ -11,6 +11,8 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.kernels.packed_weights import PackAs
+from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -21,7 +23,6 @@ class Softmax(BaseLayer):
     `theta=NestedMap(table=theta.target_embedding.table)`.
     """
 
-    COMPUTES: ClassVar[str] = "softmax"
     PART: ClassVar[str] = "softmax"
     NAMES_ITS_PARTS: ClassVar[bool] = True
 
@@ -48,7 +49,27 @@ class Softmax(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits of x [B, T, M]: float32 [B, T, V]."""
-        return kernels.current().logits(x, theta.table, self.Shard)
+        return kernels.current().logits(x, theta.get("packed_table", theta.table), self.Shard)
+
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """See BaseLayer: `packed_table` stands beside the table, of which an embedding reads rows."""
+        if "table" not in theta:  # another layer's
+            return theta
+        table = tf.transpose(self.Cast(theta.table))
+        return NestedMap(theta, packed_table=packing.Matrix(table))
+
+    def OfTokens(self, theta: NestedMap, ids: tf.Tensor) -> NestedMap:
+        """Returns the packed weights with which FProp computes the logits of the tokens `ids` alone: [B, T, U].
+
+        The table's rows of these tokens are copied and packed as float32, also if the other weights are int8.
+
+        Args:
+            theta: from `PackWeights`.
+            ids: int32 [U]. If U is unknown while tracing, it must be a multiple of packed_weights.WIDTH.
+        """
+        some = NestedMap(theta, table=tf.gather(theta.table, ids))
+        packed = self.PackWeights(some, PackAs()).packed_table
+        return NestedMap(theta, packed_table=packed)
 
     @scoped
     def Losses(

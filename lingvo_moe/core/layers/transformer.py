@@ -32,8 +32,8 @@ from lingvo_moe.core.nested_map import NestedMap
 class TransformerLayer(BaseLayer):
     """x plus self-attention, cross-attention (if any) and feed-forward in turn, pre-LN."""
 
-    COMPUTES: ClassVar[str] = "transformer_layer"
     PART: ClassVar[str] = "residual"
+    PackWeights = BaseLayer.PackChildren
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -182,8 +182,8 @@ class TransformerLayer(BaseLayer):
 class TransformerBlock(BaseLayer):
     """A sequence of different layers, the unit that a stack repeats, e.g. a dense layer and then a MoE layer."""
 
-    COMPUTES: ClassVar[str] = "transformer_block"
     PART: ClassVar[str] = "residual"
+    PackWeights = BaseLayer.PackChildren
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -221,8 +221,8 @@ class TransformerBlock(BaseLayer):
 class TransformerStack(BaseLayer):
     """`num_blocks` times a block of layers, then a normalization: an encoder or a decoder."""
 
-    COMPUTES: ClassVar[str] = "transformer_stack"
     NAMES_ITS_PARTS: ClassVar[bool] = True
+    PackWeights = BaseLayer.PackChildren
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -54,7 +54,6 @@ class DroplessDispatcher(Dispatcher):
     which must be among the tokens' own.
     """
 
-    COMPUTES: ClassVar[str] = "dropless_dispatch"
     LIMITED: ClassVar[bool] = False
     GIVES_ROWS: ClassVar[bool] = True
 

@@ -106,7 +106,7 @@ def _why_no_weights(item: str, theta: Sequence[VariableSpec]) -> str:
 
 def _loops(layer: BaseLayer) -> Iterator[BaseLayer]:
     """The loops over stacks of layers in a model."""
-    if layer.COMPUTES == "repeat" and not layer.p.unroll:
+    if layer.ScansLayers():
         yield layer
     for child in layer.children.Flatten():
         yield from _loops(child)

@@ -31,7 +31,6 @@ class LmModel(TransformerTask):
     padding, and returns the training loss and float32 metrics. A token sees those before it in its own segment.
     """
 
-    COMPUTES: ClassVar[str] = "language_model"
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **TransformerTask.SIZES,
         "H": ("task.hidden_dim",),

@@ -5,7 +5,6 @@ Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabul
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import tensorflow as tf
 
@@ -15,6 +14,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
+from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks, softmax, transformer
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe import layer as moe_layer
@@ -37,8 +37,6 @@ class MtModel(MtTask):
     the training loss and float32 metrics. Where a router needs them (`Needs`), both sides also have
     `task_ids`, the number of each token's source language.
     """
-
-    COMPUTES: ClassVar[str] = "translation_transformer"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -290,6 +288,11 @@ class MtModel(MtTask):
         return {"context": NestedMap({k: row[k] for k in needs if k in row})} if needs else {}
 
     # --- decoding
+
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """See BaseLayer; the softmax's table is the target embedding's."""
+        table = self.softmax.PackWeights(theta.target_embedding, packing)
+        return NestedMap(self.PackChildren(theta, packing), target_embedding=table)
 
     @scoped
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:

@@ -20,7 +20,11 @@ from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 
-FUNCTIONS = [name for name in vars(kernels.Kernels) if name[0] != "_"]
+FUNCTIONS = [
+    name
+    for name, one in vars(kernels.Kernels).items()
+    if inspect.isfunction(one) and name[0] != "_"
+]
 
 
 def _normal(seed: int, *shape: int) -> tf.Tensor:
@@ -49,7 +53,7 @@ def _assert_close(expected: list, found: list, tol: float = 1e-5) -> None:
         np.testing.assert_allclose(b, a, rtol=tol, atol=tol * max(1.0, float(np.abs(a).max())))
 
 
-def _attention(ops, query, source, *weights, cross, bfloat16=False):
+def _attention(ops, query, source, *weights, cross, dropped=False, bfloat16=False):
     if bfloat16:
         query, source = tf.cast(query, tf.bfloat16), tf.cast(source, tf.bfloat16)
     keys = source if cross else query
@@ -57,9 +61,32 @@ def _attention(ops, query, source, *weights, cross, bfloat16=False):
     mask |= tf.eye(*mask.shape[1:], dtype=tf.bool)
     w = NestedMap(zip("qkvo", weights))
     q, k, v = ops.project_heads(query, keys, w, 0.5, _as_is)
-    probs = ops.attention_probabilities(q, k, mask)
-    y = ops.combine_heads(tf.cast(probs, query.dtype), v, w.o)
-    return tf.cast(y, tf.float32) + 0.0 * tf.reduce_sum(tf.cast(source, tf.float32)), probs
+    q *= ops.per_head(1.0 + tf.cast(_normal(9, 2, 5, 3), q.dtype) ** 2)
+    drop = functools.partial(_dropout, ops) if dropped else None
+    y = ops.project_back(ops.attend(q, k, v, mask, drop), w.o)
+    return tf.cast(y, tf.float32) + 0.0 * tf.reduce_sum(tf.cast(source, tf.float32))
+
+
+def _search(ops, x, memory, *weights):
+    """Two steps of two hypotheses, the second of which continues the first one; each attends to a memory too."""
+    w = NestedMap(zip("qkvo", weights))
+    shape = kernels.CacheShape(2, 2, 2, w.k.shape[1], 3, tf.float32)
+    caches = [ops.empty_cache(shape) for _ in "kv"]
+    assert len(ops.CACHE) == caches[0].shape.rank
+    kv = ops.project_memory(memory, w, _as_is)
+    masks = np.array([[[1, 0, 0, 0], [0, 1, 0, 0]], [[1, 0, 1, 0], [1, 0, 0, 1]]])
+    results = []
+    for t in range(2):
+        step = x[:, 2 * t : 2 * t + 2]
+        q, *new = ops.project_heads(step, step, w, 0.5, _as_is)
+        caches = [ops.write_cache(c, n, tf.constant(t)) for c, n in zip(caches, new)]
+        mask = tf.constant(np.stack([masks[t]] * 2))
+        results.append(ops.project_back(ops.attend_cache(q, *caches, mask), w.o))
+        q = ops.project_queries(step, w, 0.5, _as_is)
+        results.append(ops.project_back(ops.attend(q, *kv, tf.ones([2, 1, 4]), None), w.o))
+    # Steps are not differentiated.
+    zero = 0.0 * tf.add_n([tf.reduce_sum(each) for each in (x, memory, *weights)])
+    return [tf.stop_gradient(y) + zero for y in results]
 
 
 def _attention_inputs(kv_heads: int) -> list[tf.Tensor]:
@@ -185,11 +212,14 @@ for _activation in ("gelu", "swiglu"):
             functools.partial(_experts, activation=_activation),
             _expert_inputs(_slots, _activation),
         )
+# Attention's functions are compared together, since the layout between them is each set's own.
+STEPS = {"project_heads", "per_head", "attend", "project_back"}
+SEARCH = {"project_queries", "project_memory", "empty_cache", "write_cache", "attend_cache"}
 for _heads in (2, 1):
     for _cross in (False, True):
-        _case = functools.partial(_attention, cross=_cross), _attention_inputs(_heads)
-        for _name in ("project_heads", "attention_probabilities", "combine_heads"):
-            CASES[f"{_name} heads={_heads} cross={_cross}"] = _case
+        _fn = functools.partial(_attention, cross=_cross, dropped=_cross)
+        CASES[f"attention heads={_heads} cross={_cross}"] = _fn, _attention_inputs(_heads)
+    CASES[f"search heads={_heads}"] = _search, _attention_inputs(_heads)
 for _smoothing, _scale in ((0.0, 1.0), (0.2, 1.0), (0.2, 60.0)):
     CASES[f"token_losses {_smoothing} {_scale}"] = (
         functools.partial(_token_losses, smoothing=_smoothing, scale=_scale),
@@ -219,7 +249,8 @@ def test_each_set_has_the_functions_of_the_protocol(ops) -> None:
 
 
 def test_each_function_is_compared() -> None:
-    assert {name.split()[0] for name in CASES} == set(FUNCTIONS)
+    compared = {name.split()[0] for name in CASES} - {"attention", "search"}
+    assert compared | STEPS | SEARCH == set(FUNCTIONS)
 
 
 @pytest.mark.parametrize("name", CASES)

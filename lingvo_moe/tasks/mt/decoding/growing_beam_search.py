@@ -22,9 +22,9 @@ from lingvo_moe.core.decode.flat_beam_search import (
     StepFn,
 )
 from lingvo_moe.core.kernels.tensorflow import batch_independent
+from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.tensors import dim
-from lingvo_moe.tasks.mt.decoding.packed_weights import FEWEST_ROWS
 
 BLOCK = 16  # steps
 _GROUP = 64  # tokens

@@ -5,9 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core.kernels.eight_bit import EightBit
+from lingvo_moe.core.kernels.weights import Heads, Packed
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.decoding.eight_bit import EightBit
-from lingvo_moe.tasks.mt.decoding.packed_weights import Packed
 
 
 class SavedWeights(tf.Module):
@@ -42,7 +42,7 @@ class SavedWeights(tf.Module):
             ValueError: some weights are of 8 bits.
         """
         leaves = theta.Flatten()
-        if any(isinstance(leaf, EightBit) for leaf in leaves):
+        if any(_has_8_bits(leaf) for leaf in leaves):
             raise ValueError(
                 "weights of 8 bits cannot be assigned: TensorFlow packs them when they are first used and does not"
                 " read them again"
@@ -50,6 +50,10 @@ class SavedWeights(tf.Module):
         values = [value for leaf in leaves for value in _tensors(leaf)]
         for variable, value in zip(self._variables, values, strict=True):
             variable.assign(value)
+
+
+def _has_8_bits(leaf: Any) -> bool:
+    return isinstance(leaf.packed if isinstance(leaf, Heads) else leaf, EightBit)
 
 
 def _tensors(leaf: Any) -> tuple:

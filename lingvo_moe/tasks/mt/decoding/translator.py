@@ -20,14 +20,14 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.kernels import eight_bit
+from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
-from lingvo_moe.tasks.mt.decoding import eight_bit
 from lingvo_moe.tasks.mt.decoding.decode_step import Decoder, TranslationModel
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
-from lingvo_moe.tasks.mt.decoding.packed_weights import WEIGHTS
 from lingvo_moe.tasks.mt.decoding.saved_weights import SavedWeights
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns

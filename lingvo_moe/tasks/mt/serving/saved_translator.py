@@ -15,8 +15,8 @@ import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.files.paths import check_portable
+from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.decoding import eight_bit
 from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
 
 # TensorFlow Serving hands what lies in assets.extra through and does not look at it.

@@ -13,16 +13,16 @@ import pytest
 import tensorflow as tf
 from numpy.testing import assert_allclose, assert_array_equal
 
+from lingvo_moe.core.kernels import eight_bit
+from lingvo_moe.core.kernels.eight_bit import EightBit
+from lingvo_moe.core.kernels.packed_weights import FloatBlocks, PackAs
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.decoding import eight_bit
-from lingvo_moe.tasks.mt.decoding.eight_bit import EightBit
-from lingvo_moe.tasks.mt.decoding.packed_weights import FloatBlocks, pack, pack_blocks
 from lingvo_moe.tasks.mt.decoding.saved_weights import SavedWeights
 
 _EXTREMES = """
 import numpy as np
 import tensorflow as tf
-from lingvo_moe.tasks.mt.decoding.eight_bit import EightBit
+from lingvo_moe.core.kernels.eight_bit import EightBit
 
 x_RM = np.where(np.arange(96) % 5 < 4, 1.0, -1.0) * np.array([[1.0], [-1.0], [3.0]])
 product = tf.function(EightBit.Of(np.outer(np.where(np.arange(96) % 7 < 6, 1, -1), np.ones(80)), 64).Product)
@@ -102,13 +102,13 @@ def test_sums_do_not_overflow_on_processors_without_instructions_for_them():
 def test_both_kinds_of_packed_weights_are_used_alike():
     """Both give about the same products, complete and by block; float weights give the plain product."""
     x_RM, w_MN = tf.constant(_numbers(5, 32)), tf.constant(_numbers(32, 100))
-    w_PMW = tf.constant(_numbers(3, 32, 16))
-    plain, ints = (pack(w_MN, kind) for kind in ("float32", "int8"))
+    w_MPW = tf.constant(_numbers(32, 3, 16))
+    plain, ints = (PackAs(kind).Matrix(w_MN) for kind in ("float32", "int8"))
     assert (type(plain), type(ints)) == (FloatBlocks, EightBit)
     assert_allclose(plain.Product(x_RM), x_RM @ w_MN, rtol=1e-5, atol=1e-5)
     assert_allclose(ints.Product(x_RM), x_RM @ w_MN, atol=0.3)
-    plain, ints = (pack_blocks(w_PMW, kind) for kind in ("float32", "int8"))
-    want = np.einsum("rm,pmw->prw", x_RM, w_PMW)
+    plain, ints = (PackAs(kind).Heads(w_MPW).packed for kind in ("float32", "int8"))
+    want = np.einsum("rm,mpw->prw", x_RM, w_MPW)
     assert_allclose(plain.ProductByBlock(x_RM), want, rtol=1e-5, atol=1e-5)
     assert_allclose(ints.ProductByBlock(x_RM), want, atol=0.3)
     joined = np.transpose(want, [1, 0, 2]).reshape(5, 48)

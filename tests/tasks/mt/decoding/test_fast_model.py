@@ -11,6 +11,7 @@ import tensorflow as tf
 from searches import Lines, make_model, source
 
 from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions
+from lingvo_moe.core.kernels.weights import Packed
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.layers.normalization import RmsNorm
@@ -23,9 +24,6 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
-from lingvo_moe.tasks.mt.decoding.packed_attention import PackedCrossAttention, PackedSelfAttention
-from lingvo_moe.tasks.mt.decoding.packed_experts import PackedMoELayer
-from lingvo_moe.tasks.mt.decoding.packed_layers import PackedFeedForward, PackedSoftmax
 from lingvo_moe.tasks.mt.model import MtModel
 
 V, LONGEST = 700, 36  # more than two blocks of steps
@@ -119,10 +117,6 @@ class TwoFeedForwards(FeedForward):
         return y + 0.1 * tf.einsum("BTM,MH,HM->BTM", x, theta.wi, theta.wo), extras
 
 
-class RenamedFeedForward(FeedForward):
-    COMPUTES = FeedForward.COMPUTES
-
-
 class SharperAttention(MultiHeadAttention):
     def __init__(self, params):
         super().__init__(params)
@@ -172,9 +166,9 @@ def _attention(p):
         p.cross_atten_tpl.cls = SharperAttention
 
 
-def _ffn(p, cls=TwoFeedForwards):
+def _ffn(p):
     if p.ffn_tpl.cls is FeedForward:
-        p.ffn_tpl.cls = cls
+        p.ffn_tpl.cls = TwoFeedForwards
 
 
 def _layer(p):
@@ -185,34 +179,26 @@ def _of_moe(change):
     return lambda p: change(p.ffn_tpl) if p.ffn_tpl.cls is MoELayer else None
 
 
-# A change to the Params, and the layers that must not be replaced then.
+ALL = {"self_atten", "cross_atten", "ffn", "experts", "target_embedding"}
+# A change to the Params, and the parts whose weights must stay as they are then.
 PARTS = {
-    "attention": (_attention, {PackedSelfAttention, PackedCrossAttention}),
-    "ffn": (_ffn, {PackedFeedForward}),
-    "experts": (_of_moe(lambda moe: moe.experts.Set(cls=DoubledExperts)), {PackedMoELayer}),
-    "moe": (_of_moe(lambda moe: moe.Set(cls=HalvedMoELayer)), {PackedMoELayer}),
+    "attention": (_attention, set()),
+    "ffn": (_ffn, {"ffn"}),
+    "experts": (_of_moe(lambda moe: moe.experts.Set(cls=DoubledExperts)), {"experts"}),
+    "moe": (_of_moe(lambda moe: moe.Set(cls=HalvedMoELayer)), {"experts"}),
     "router": (_of_moe(lambda moe: moe.Set(router=ReversedRouter.Params())), set()),
-    "dispatcher": (_of_moe(lambda moe: moe.Set(inference_dispatcher="index")), {PackedMoELayer}),
-    "layer": (
-        _layer,
-        {PackedSelfAttention, PackedCrossAttention, PackedFeedForward, PackedMoELayer},
-    ),
-    "model": (lambda p: None, {PackedSelfAttention, PackedSoftmax}),
-}
-ALL = {
-    PackedSelfAttention,
-    PackedCrossAttention,
-    PackedFeedForward,
-    PackedMoELayer,
-    PackedSoftmax,
+    "dispatcher": (_of_moe(lambda moe: moe.Set(inference_dispatcher="index")), {"experts"}),
+    "layer": (_layer, {"self_atten", "cross_atten", "ffn", "experts"}),
+    "model": (lambda p: None, ALL),
 }
 
 
-def _kinds(layer) -> set[type]:
-    """The packed forms in a model."""
-    children = getattr(layer, "children", NestedMap(body=getattr(layer, "body", None)))
-    found = {type(layer)} & ALL
-    return found.union(*(_kinds(child) for child in children.Flatten() if child is not None))
+def _packed(model: MtModel, theta: NestedMap) -> set[str]:
+    """The parts of a model of which some weights are packed."""
+    weights = FastModel(model, theta).Tensors()
+    items = weights.FlattenItems()
+    paths = [path.replace("[", ".").split(".") for path, leaf in items if isinstance(leaf, Packed)]
+    return {next(part for part in reversed(path) if part in ALL) for path in paths}
 
 
 def _own(monkeypatch, *parts: str) -> tuple[Any, NestedMap]:
@@ -232,10 +218,10 @@ def _own(monkeypatch, *parts: str) -> tuple[Any, NestedMap]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_custom_layer_is_not_replaced(part, monkeypatch):
+def test_weights_of_a_custom_layer_stay_as_they_are(part, monkeypatch):
+    """Unless it overrides nothing that reads them."""
     _, kept = PARTS[part]
-    found = _kinds(FastModel(*_own(monkeypatch, part)).form)
-    assert found == (set() if part == "model" else ALL - kept)
+    assert _packed(*_own(monkeypatch, part)) == ALL - kept
 
 
 # Each part changes the values in a way of its own, so those of a group are traced once.
@@ -250,7 +236,7 @@ def test_a_custom_layer_is_not_replaced(part, monkeypatch):
     ids="+".join,
 )
 def test_a_layer_of_one_s_own_runs_as_it_is(parts, monkeypatch):
-    """It runs beside layers over packed weights, and the search grows the caches of both."""
+    """It runs beside layers whose weights are packed, and the search grows the caches of both."""
     model, theta = _own(monkeypatch, *parts)
     fast = FastModel(model, theta)
     options = SearchOptions(2, 1)
@@ -271,14 +257,6 @@ def test_a_layer_of_one_s_own_runs_as_it_is(parts, monkeypatch):
     np.testing.assert_array_equal(got.ids_BKT, want.ids_BKT[:, :, :steps])
     np.testing.assert_allclose(got.scores_BK, want.scores_BK, rtol=1e-4)
     assert got.lengths_BK.numpy().max() > 16  # caches grew
-
-
-@pytest.mark.parametrize("cls", [RenamedFeedForward, TwoFeedForwards])
-def test_a_derived_layer_is_packed_if_it_says_that_it_computes_the_same(cls, monkeypatch):
-    monkeypatch.setitem(PARTS, "derived", (lambda p: _ffn(p, cls), set()))
-    model, theta = _own(monkeypatch, "derived")
-    found = _kinds(FastModel(model, theta).form)
-    assert found == (ALL if cls is RenamedFeedForward else ALL - {PackedFeedForward})
 
 
 def test_what_another_model_cannot_have_is_refused():

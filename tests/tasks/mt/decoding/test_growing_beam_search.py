@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from toy_search_model import D, ToyModel, assert_plain
 
 from lingvo_moe.core.decode.flat_beam_search import NEVER, SearchOptions
+from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.growing_beam_search import BLOCK, GrowingBeamSearch, largest
-from lingvo_moe.tasks.mt.decoding.packed_weights import FEWEST_ROWS
 
 
 class GrowingToyModel(ToyModel):

@@ -10,7 +10,7 @@ import toy_translation as toy
 from numpy.testing import assert_array_equal
 
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.tasks.mt.decoding import eight_bit
+from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir

@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core import kernels
+from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.kernels.packed_weights import PackAs
+from lingvo_moe.core.layers.attention import CrossAttention, MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.decoding.packed_attention import PackedCrossAttention, PackedSelfAttention
 
 M, N, K = 8, 8, 3
 DRAW = np.random.default_rng(0)
 
 
-def _layer(kv_heads: int) -> tuple[MultiHeadAttention, NestedMap]:
-    p = MultiHeadAttention.Params().Set(name="atten", model_dim=M, num_heads=N, dim_per_head=K)
+def _layer(kv_heads: int, cls: type = MultiHeadAttention) -> tuple[MultiHeadAttention, NestedMap]:
+    p = cls.Params().Set(name="atten", model_dim=M, num_heads=N, dim_per_head=K)
     layer = p.Set(num_kv_heads=kv_heads).Instantiate()
     return layer, layer.InitTheta(make_seed(0, 0))
 
@@ -37,39 +39,43 @@ def _mask(*shape: int) -> tf.Tensor:
 def test_steps_of_a_beam(kv_heads):
     """Two hypotheses, which from step 2 both continue the first one; compared with one pass."""
     layer, theta = _layer(kv_heads)
-    packed = PackedSelfAttention(layer)
-    weights = packed.Pack(theta, "float32")
+    weights = layer.PackWeights(theta, PackAs())
     masks = np.zeros([3, 2, 6], bool)
     masks[0, 0, 0] = masks[0, 1, 1] = True
     masks[1] = masks[0] + np.eye(2, 6, 2)
     masks[2] = masks[1][[0, 0]] + np.eye(2, 6, 4)
     with use_mesh(single_device()):
-        plain, cache = layer.InitCache(3, 3, 2), packed.InitCache(3, 3, 2)
+        plain = layer.InitCache(3, 3, 2)
+        with kernels.using(tensorflow):
+            cache = layer.InitCache(3, 3, 2)
         assert cache.k.shape == (kv_heads or N, 3, 3, 2 * K)
         past = []
         for t in range(3):
             x, mask = _normal(3, 2, M), tf.constant(np.stack([masks[t]] * 3))
             past.append(x[:, :1])
             want, plain = layer.ExtendStep(theta, x, plain, tf.constant(t), mask)
-            got, cache = packed.ExtendStep(weights, x, cache, tf.constant(t), mask)
+            with kernels.using(tensorflow):
+                got, cache = layer.ExtendStep(weights, x, cache, tf.constant(t), mask)
             np.testing.assert_allclose(got, want, atol=1e-5)
         x, mask = tf.concat(past, 1), _mask(3, 3, 3)
-        got = packed.FProp(weights, x, x, mask)
+        with kernels.using(tensorflow):
+            got = layer.FProp(weights, x, x, mask)
         np.testing.assert_allclose(got, layer.FProp(theta, x, x, mask), atol=1e-5)
 
 
+@pytest.mark.parametrize("cls", [CrossAttention, MultiHeadAttention])
 @pytest.mark.parametrize("kv_heads", [0, 1, 4])
-def test_a_memory(kv_heads):
-    layer, theta = _layer(kv_heads)
-    packed = PackedCrossAttention(layer)
+def test_a_memory(kv_heads, cls):
+    layer, theta = _layer(kv_heads, cls)
     x, memory, mask = _normal(2, 3, M), _normal(2, 5, M), _mask(2, 1, 5)
     with use_mesh(single_device()):
         want = layer.FProp(theta, x, memory, mask)
-        weights = packed.Pack(theta, "float32")
-        kv = packed.PrecomputeMemory(weights, memory)
-        assert kv.k.shape == (kv_heads or N, 2, 5, K)
-        for got in (
-            packed.AttendMemory(weights, x, kv, mask),
-            packed.FProp(weights, x, memory, mask),
-        ):
-            np.testing.assert_allclose(got, want, atol=1e-5)
+        weights = layer.PackWeights(theta, PackAs())
+        with kernels.using(tensorflow):
+            kv = layer.PrecomputeMemory(weights, memory)
+            assert kv.k.shape == (kv_heads or N, 2, 5, K)
+            for got in (
+                layer.AttendMemory(weights, x, kv, mask),
+                layer.FProp(weights, x, memory, mask),
+            ):
+                np.testing.assert_allclose(got, want, atol=1e-5)

@@ -6,14 +6,14 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.kernels.packed_weights import FloatBlocks, PackAs
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
+from lingvo_moe.core.moe.experts import feed_forward_of_chosen
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.decoding.packed_experts import PackedMoELayer, feed_forward_of_chosen
-from lingvo_moe.tasks.mt.decoding.packed_weights import FloatBlocks
 
 N, E, K, M, H = 12, 6, 2, 24, 80
 DRAW = np.random.default_rng(0)
@@ -64,8 +64,7 @@ def test_the_layer_is_the_layer(kind, shared):
     with use_mesh(single_device()), kernels.using(tensorflow):
         theta = layer.InitTheta(make_seed(1, 0))
         want, _ = layer.FProp(theta, x, paddings)
-        packed = PackedMoELayer(layer)
-        got, extras = packed.FProp(packed.Pack(theta, kind), x, paddings)
+        got, extras = layer.FProp(layer.PackWeights(theta, PackAs(kind)), x, paddings)
     np.testing.assert_allclose(got, want, atol=1e-5 if kind == "float32" else 0.1)
     assert np.abs(want).max() > 0.3 and not extras
     assert shared or not np.asarray(got)[1, 4:].any()
@@ -73,8 +72,9 @@ def test_the_layer_is_the_layer(kind, shared):
 
 @pytest.mark.parametrize("most", [E, E - 1])
 def test_many_experts_stay_as_they_are(most, monkeypatch):
-    monkeypatch.setattr("lingvo_moe.tasks.mt.decoding.packed_experts._MOST_EXPERTS", most)
+    monkeypatch.setattr("lingvo_moe.core.moe.experts._MOST_PACKED", most)
     layer = (
         MoELayer.Params().Set(name="moe", model_dim=M, hidden_dim=H, num_experts=E).Instantiate()
     )
-    assert PackedMoELayer.Takes(layer) == (most == E)
+    weights = layer.PackWeights(layer.InitTheta(make_seed(0, 0)), PackAs())
+    assert isinstance(weights.experts.wi, list) == (most == E)

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.kernels.weights import Matrix
+
 _OPERATION = "_QuantizedMatMul"
 _SHIFT = 128
 # Processors without VNNI instructions add two products in 16 bits: 2 x 255 x 64 is the most that these hold.
@@ -30,7 +32,7 @@ _LARGEST_INPUT = 127
 _ZERO = 1e-35  # columns with max|w| at or below this get scale 1: theirs would be no normal float32
 
 
-class EightBit:
+class EightBit(Matrix):
     """A weight [M,N] as int8 and a scale for each column; a leaf of packed weights, used like `FloatBlocks`.
 
     Attributes:
@@ -60,23 +62,16 @@ class EightBit:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The tensors that a module must keep as variables, in the order of the arguments of `With`."""
         return self.int8_MN, self.scale_N, self.bias_N
 
     def With(self, int8_MN: Any, scale_N: Any, bias_N: Any) -> "EightBit":
-        """The same weight over other tensors of the same shapes, e.g. the values of variables that hold `tensors`."""
         return EightBit(int8_MN, scale_N, bias_N, self.width)
 
     def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """Multiplies rows [R,M] by the weight and returns the product split into blocks of W columns, [P,R,W].
-
-        P is N / W; W must divide N. The type is that of the rows.
-        """
         blocks = -(-self.int8_MN.shape[1] // self.width)
         return tf.transpose(tf.reshape(self.Product(x_RM), [-1, blocks, self.width]), [1, 0, 2])
 
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """Multiplies rows [R,M] by the weight and returns [R,N], in the type of the rows."""
         if not tf.inside_function():  # the operation exists in graphs only
             return tf.function(self.Product, autograph=False)(x_RM)
         kind, x_RM = x_RM.dtype, tf.cast(x_RM, tf.float32)

@@ -4,24 +4,25 @@ A step of a search multiplies a few rows by every weight of the model, so its co
 product with a plain matrix of many columns first copies pieces of the matrix into a buffer. Blocks of columns that lie
 in memory one after another need no copy. With many rows both are equally fast.
 
-A row's result is the same in every batch of two or more; a batch of one takes another kernel and rounds differently.
-Callers therefore pass at least two rows. Two or three rows take longer than four, so the search has at least four.
+A batch of one row takes another kernel and rounds differently. Two or three rows take longer than four, so the search
+has at least four.
 
-Letters: R row, M and N the dimensions of a weight, P block, W column of a block.
+Letters: R row, M and N the dimensions of a weight, P block, W column of a block; N head and K key dimension, too.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.tasks.mt.decoding.eight_bit import EightBit
+from lingvo_moe.core.kernels.eight_bit import EightBit
+from lingvo_moe.core.kernels.weights import Heads, Matrix
 
 WIDTH = 64  # the default of W
-FEWEST_ROWS = 4  # fewer take longer; a single one rounds differently
 WEIGHTS = ("float32", "int8")
 
 
-class FloatBlocks:
+class FloatBlocks(Matrix):
     """A weight [M,N] in blocks [P,M,W] of the type of the activations; a leaf of packed weights.
 
     Attributes:
@@ -43,19 +44,15 @@ class FloatBlocks:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The tensors that a module must keep as variables, in the order of the arguments of `With`."""
         return (self.blocks_PMW,)
 
     def With(self, blocks_PMW: Any) -> "FloatBlocks":
-        """The same weight over another tensor of the same shape, e.g. the value of a variable."""
         return FloatBlocks(blocks_PMW, self.columns)
 
     def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """Multiplies rows [R,M] by each block and returns [P,R,W]."""
         return tf.matmul(tf.expand_dims(x_RM, 0), self.blocks_PMW)
 
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """Multiplies rows [R,M] by the weight and returns [R,N]."""
         blocks, _, width = self.blocks_PMW.shape
         blocks = tf.shape(self.blocks_PMW)[0] if blocks is None else blocks
         y_RPW = tf.transpose(self.ProductByBlock(x_RM), [1, 0, 2])
@@ -63,23 +60,25 @@ class FloatBlocks:
         return y_RN if self.columns in (None, blocks * width) else y_RN[:, : self.columns]
 
 
-Packed = FloatBlocks | EightBit
+@dataclass(frozen=True)
+class PackAs:
+    """A `Packing`.
 
-
-def pack(w_MN: tf.Tensor, kind: str) -> Packed:
-    """Packs a weight [M,N].
-
-    Args:
-        w_MN: in the type of the activations. For int8 it must have a value: an array or an eager tensor.
-        kind: one of WEIGHTS.
+    Attributes:
+        kind: one of WEIGHTS. For int8 a weight must have a value: an array or an eager tensor.
     """
-    return EightBit.Of(w_MN, WIDTH) if kind == "int8" else FloatBlocks.Of(w_MN)
 
+    kind: str = "float32"
 
-def pack_blocks(w_PMW: tf.Tensor, kind: str) -> Packed:
-    """Packs a weight that is given as blocks [P,M,W], e.g. one for each head. `kind` as for `pack`."""
-    blocks, rows, width = w_PMW.shape
-    if kind != "int8":
-        return FloatBlocks(w_PMW, blocks * width)
-    w_MPW = tf.transpose(w_PMW, [1, 0, 2])
-    return EightBit.Of(tf.reshape(w_MPW, [rows, blocks * width]), width)
+    def Matrix(self, w_MN: tf.Tensor) -> Matrix:
+        """Packs a weight [M,N] in the type of the activations."""
+        return EightBit.Of(w_MN, WIDTH) if self.kind == "int8" else FloatBlocks.Of(w_MN)
+
+    def Heads(self, *weights_MNK: tf.Tensor) -> Heads:
+        """Packs projections [M,N,K] of one input, in the type of the activations."""
+        w_MNK = tf.concat(weights_MNK, 1)
+        dim, heads, size = w_MNK.shape
+        numbers = tuple(w.shape[1] for w in weights_MNK)
+        if self.kind == "int8":
+            return Heads(EightBit.Of(tf.reshape(w_MNK, [dim, heads * size]), size), numbers)
+        return Heads(FloatBlocks(tf.transpose(w_MNK, [1, 0, 2]), heads * size), numbers)

@@ -1,0 +1,84 @@
+"""Weights that kernels take in the place of tensors: what packed weights are, whatever their kind.
+
+They are leaves of theta. A layer says in `PackWeights` which of its weights a product reads, and TensorFlow's kernels
+(`tensorflow.py`) take either. `packed_weights.py` has the kinds.
+
+Letters: R row, M and N the dimensions of a weight, P block, W column of a block. Of attention: B batch, T query, N
+head, K key dimension.
+"""
+
+import abc
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from lingvo_moe.core.tensors import open_shape
+
+FEWEST_ROWS = 4  # of a product: fewer take longer; a single one rounds differently
+
+
+class Matrix(abc.ABC):
+    """A packed weight [M,N], in blocks of W columns.
+
+    A row's result is the same in every batch of two or more; a batch of one may round differently. Callers therefore
+    pass at least two rows.
+    """
+
+    @property
+    @abc.abstractmethod
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensors that a module must keep as variables, in the order of the arguments of `With`."""
+
+    @abc.abstractmethod
+    def With(self, *tensors: Any) -> "Matrix":
+        """The same weight over other tensors of the same shapes, e.g. the values of variables that hold `tensors`."""
+
+    @abc.abstractmethod
+    def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
+        """Multiplies rows [R,M] by the weight: [R,N], in the type of the rows."""
+
+    @abc.abstractmethod
+    def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
+        """Multiplies rows [R,M] by each block of columns: [P,R,W]; W must divide N."""
+
+
+class Heads:
+    """Projections [M,N,K] of one input, in one packed weight that has a block for each head; a leaf like the others.
+
+    Attributes:
+        packed: the heads' weights [M,K], one after another.
+        numbers: N of each projection.
+    """
+
+    def __init__(self, packed: Matrix, numbers: tuple[int, ...]):
+        self.packed, self.numbers = packed, numbers
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """See `Matrix`."""
+        return self.packed.tensors
+
+    def With(self, *tensors: Any) -> "Heads":
+        """See `Matrix`."""
+        return Heads(self.packed.With(*tensors), self.numbers)
+
+    def Project(self, x_BTM: tf.Tensor) -> list[tf.Tensor]:
+        """Multiplies x [B,T,M] by each projection: a list of [N,B,T,K]."""
+        batch, time, dim = open_shape(x_BTM)
+        y_NRK = self.packed.ProductByBlock(tf.reshape(x_BTM, [-1, dim]))
+        y_NBTK = tf.reshape(y_NRK, [sum(self.numbers), batch, time, y_NRK.shape[-1]])
+        return tf.split(y_NBTK, self.numbers, 0) if len(self.numbers) > 1 else [y_NBTK]
+
+
+Packed = Matrix | Heads
+Weight = tf.Tensor | Matrix
+
+
+class Packing(Protocol):
+    """Packs weights in one kind."""
+
+    def Matrix(self, w_MN: tf.Tensor) -> "Matrix":
+        """Packs a weight [M,N] in the type of the activations."""
+
+    def Heads(self, *weights_MNK: tf.Tensor) -> Heads:
+        """Packs projections [M,N,K] of one input, in the type of the activations."""
