@@ -21,6 +21,7 @@ from lingvo_moe.core.layers import (
     feed_forward,
     kept,
     normalization,
+    positions,
     softmax,
     transformer,
 )
@@ -68,6 +69,7 @@ class TransformerTask(BaseTask):
         _define_training(p)
         p.Derive("optimizer.learning_rate.model_dim", "model_dim")
         p.Derive("norm.model_dim", "model_dim")
+        p.Derive("position.model_dim", "model_dim")
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -135,10 +137,6 @@ class TransformerTask(BaseTask):
         """A table of embeddings."""
         return embedding.Embedding.Params().Set(vocab_size=vocab_size, model_dim=self.p.model_dim)
 
-    def PositionParams(self) -> InstantiableParams:
-        """The embeddings of positions."""
-        return embedding.PositionalEmbedding.Params().Set(model_dim=self.p.model_dim)
-
     def SoftmaxParams(self, vocab_size: int, tied: bool = True) -> InstantiableParams:
         """The softmax and its loss; `tied`: it uses a table of embeddings."""
         return softmax.Softmax.Params().Set(
@@ -174,6 +172,7 @@ class TransformerTask(BaseTask):
             num_heads=p.num_heads,
             num_kv_heads=p.num_kv_heads,
             dim_per_head=p.key_dim,
+            position=p.position.Copy() if p.position.cls.IN_ATTENTION else None,
             atten_dropout_prob=p.attention_dropout,
         )
         if ffn is None:
@@ -188,7 +187,16 @@ class TransformerTask(BaseTask):
             residual_dropout_prob=p.dropout,
         )
 
+    def PositionParams(self) -> InstantiableParams:
+        """The positions that embeddings take."""
+        p = self.p.position.Copy()
+        return p.Set(model_dim=self.p.model_dim) if "model_dim" in p else p
+
     # --- training
+
+    def Positions(self, row: NestedMap) -> dict[str, tf.Tensor]:
+        """`positions` of a row for the layers, if queries and keys take them."""
+        return {"positions": row.segment_pos} if self.p.position.cls.IN_ATTENTION else {}
 
     def Forward(self) -> Parts:
         """The forward pass: its stacks, and what stands before and after them."""
@@ -216,7 +224,7 @@ class TransformerTask(BaseTask):
     ) -> tf.Tensor:
         """Token plus position embeddings [B,T,M], dropped out."""
         x = self.children[table].FProp(theta[table], self.Shard(row.ids, "BT"))
-        x += self.position.FProp(theta.position, self.Shard(row.segment_pos, "BT"))
+        x = self.position.Add(theta.position, x, self.Shard(row.segment_pos, "BT"))
         return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
 
     @scoped
@@ -251,7 +259,7 @@ class TransformerTask(BaseTask):
 def _as_cross(atten: InstantiableParams) -> InstantiableParams:
     cross = atten.Copy()
     cross.cls = attention.CrossAttention
-    return cross
+    return cross.Set(position=None)
 
 
 def _define_sizes(p: InstantiableParams) -> None:
@@ -271,6 +279,12 @@ def _define_sizes(p: InstantiableParams) -> None:
         "relu",
         "The function inside feed-forward layers and experts, e.g. swiglu: see layers/feed_forward.py.",
         check=checks.one_of(ACTIVATIONS),
+    )
+    p.Define(
+        "position",
+        positions.PositionalEmbedding.Params(),
+        "Positions of tokens, added to their embeddings or given to queries and keys of self-attention.",
+        choices=positions.POSITIONS,
     )
     p.Define("norm", normalization.LayerNorm.Params(), "Normalizations.", choices=NORMS)
 

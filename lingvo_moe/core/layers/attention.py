@@ -47,6 +47,9 @@ class MultiHeadAttention(BaseLayer):
         )
         p.Define("dim_per_head", 0, "K; 0 takes M / N.", check=checks.COUNT)
         p.Define(
+            "position", None, "Params of the Positions of queries and keys; None: they have none."
+        )
+        p.Define(
             "atten_dropout_prob", 0.0, "Dropout on the attention probabilities.", check=checks.SHARE
         )
         return p
@@ -60,6 +63,8 @@ class MultiHeadAttention(BaseLayer):
             self.CreateVariable(name, WeightParams(shape, letters, WeightInit.FanIn(m)))
         self.CreateVariable("o", WeightParams((n, k, m), "NKM", WeightInit.FanIn(n * k)))
         self._scale = k**-0.5
+        if self.p.position is not None:
+            self.CreateChild("position", self.p.position)
 
     def FProp(
         self,
@@ -68,6 +73,7 @@ class MultiHeadAttention(BaseLayer):
         source: tf.Tensor,
         mask: tf.Tensor,
         seed: tf.Tensor | None = None,
+        positions: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """Each query looks at the source positions that its mask allows.
 
@@ -77,12 +83,14 @@ class MultiHeadAttention(BaseLayer):
             source: [B, S, M]; the query itself in self-attention.
             mask: [B, T or 1, S], bool or 0/1.
             seed: int32 [2]; None means inference, without dropout.
+            positions: int32 [B, T], in self-attention whose queries and keys take them.
 
         Returns:
             [B, T, M]. Where the mask allows nothing the values are finite and mean nothing.
         """
         ops = kernels.current()
         q, k, v = ops.project_heads(query, source, theta, self._scale, self.Shard)
+        q, k = self._Positioned(q, positions), self._Positioned(k, positions)
         q = self.Keep(q, "query", "BTNK")
         k = self.Keep(k, "key", f"BS{self._kv}K")
         v = self.Keep(v, "value", f"BS{self._kv}K")
@@ -158,9 +166,20 @@ class MultiHeadAttention(BaseLayer):
         """
         ops = kernels.current()
         q, k, v = ops.project_heads(x, x, theta, self._scale, self.Shard)
+        here = None if self.p.position is None else tf.reshape(time, [1, 1])
+        q, k = self._Positioned(q, here), self._Positioned(k, here)
         k, v = ops.write_cache(cache.k, k, time), ops.write_cache(cache.v, v, time)
         context = ops.attend_cache(q, k, v, mask)
         return ops.project_back(context, theta.o), NestedMap(k=k, v=v)
+
+    def _Positioned(self, heads: tf.Tensor, positions: tf.Tensor | None) -> tf.Tensor:
+        if self.p.position is None:
+            return heads
+        if positions is None:
+            raise ValueError(
+                f"{self.path}: queries and keys take positions; FProp needs `positions`"
+            )
+        return self.position.Give(heads, positions)
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
         """See BaseLayer: one product projects an input that is both query and source."""

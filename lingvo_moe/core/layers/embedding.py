@@ -1,4 +1,4 @@
-"""Token and position embeddings. Letters: B batch, T time, V vocabulary, M model."""
+"""Token embeddings. Letters: B batch, T time, V vocabulary, M model."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
@@ -61,52 +61,3 @@ def _lookup(table: tf.Tensor, ids: tf.Tensor) -> tuple:
         return tf.cast(total, table.dtype), None
 
     return tf.gather(table, ids), grad
-
-
-class PositionalEmbedding(BaseLayer):
-    """Sinusoids of geometrically spaced wavelengths: sines, then cosines, along M.
-
-    Computed where it is used, from the position of each token in its own segment; there is no
-    table.
-    """
-
-    PART: ClassVar[str] = "embedding"
-    NAMES_ITS_PARTS: ClassVar[bool] = True
-
-    @classmethod
-    def Params(cls) -> InstantiableParams:
-        p = super().Params()
-        p.Define("model_dim", 0, "M, even.", check=checks.SIZE)
-        p.Define(
-            "min_timescale",
-            1.0,
-            "The shortest wavelength over 2*pi, in tokens.",
-            check=checks.POSITIVE,
-        )
-        p.Define(
-            "max_timescale",
-            10000.0,
-            "The longest wavelength over 2*pi, in tokens.",
-            check=checks.POSITIVE,
-        )
-        return p
-
-    def __init__(self, params: InstantiableParams):
-        super().__init__(params)
-        if self.p.model_dim % 2:
-            raise ParamError(f"{self.path}.model_dim", str(self.p.model_dim), "must be even")
-
-    def FProp(self, theta: NestedMap, segment_pos: tf.Tensor) -> tf.Tensor:
-        """Embeds segment_pos, int32 [B, T]: [B, T, M] in the activations' type."""
-        p = self.p
-        num = p.model_dim // 2
-        step = math.log(p.max_timescale / p.min_timescale) / max(1, num - 1)
-        rates = tf.constant([math.exp(-i * step) / p.min_timescale for i in range(num)])
-        angles = tf.cast(segment_pos, tf.float32)[..., tf.newaxis] * rates
-        waves = tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)
-        return self.Cast(waves)
-
-    @classmethod
-    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """No matrix multiplication."""
-        return NestedMap(flops=0, out_shapes=((*input_shapes[0], params.model_dim),))

@@ -9,6 +9,7 @@ Layers share `aux`, a NestedMap:
     context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/base.py); only if it
         needs some.
     shares: float scalars, in a micro-batch only; see core/moe/layer.py.
+    positions: int32 [B, T], each token's in its segment; only where queries and keys take them (positions.py).
 """
 
 from collections.abc import Sequence
@@ -80,7 +81,12 @@ class TransformerLayer(BaseLayer):
         x = self.Shard(x, "BTM")
         h = self.self_norm.FProp(theta.self_norm, x)
         h = self.self_atten.FProp(
-            theta.self_atten, h, h, aux.self_mask, seed=self.FoldSeed(seed, "self_atten")
+            theta.self_atten,
+            h,
+            h,
+            aux.self_mask,
+            seed=self.FoldSeed(seed, "self_atten"),
+            **_given(aux, "positions"),
         )
         x = self._Add(x, h, self.FoldSeed(seed, "self_residual"))
         if self.p.cross_atten_tpl is not None:
@@ -95,7 +101,11 @@ class TransformerLayer(BaseLayer):
             x = self._Add(x, h, self.FoldSeed(seed, "cross_residual"))
         h = self.ffn_norm.FProp(theta.ffn_norm, x)
         h, extras = self.ffn.FProp(
-            theta.ffn, h, aux.paddings, seed=self.FoldSeed(seed, "ffn"), **_given(aux)
+            theta.ffn,
+            h,
+            aux.paddings,
+            seed=self.FoldSeed(seed, "ffn"),
+            **_given(aux, "context", "shares"),
         )
         return self._Add(x, h, self.FoldSeed(seed, "ffn_residual")), extras
 
@@ -150,7 +160,9 @@ class TransformerLayer(BaseLayer):
             h = self.cross_norm.FProp(theta.cross_norm, x)
             x = x + self.cross_atten.AttendMemory(theta.cross_atten, h, memory, aux.cross_mask)
         h = self.ffn_norm.FProp(theta.ffn_norm, x)
-        h, _ = self.ffn.FProp(theta.ffn, h, aux.paddings, seed=None, **_given(aux))
+        h, _ = self.ffn.FProp(
+            theta.ffn, h, aux.paddings, seed=None, **_given(aux, "context", "shares")
+        )
         return x + h, cache
 
     def _Add(self, x: tf.Tensor, h: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
@@ -374,9 +386,9 @@ def _repeat_params(p: HyperParams) -> InstantiableParams:
     return repeat
 
 
-def _given(aux: NestedMap) -> dict[str, NestedMap]:
-    """The feed-forward's arguments `context` and `shares`, where there are any."""
-    return {name: aux[name] for name in ("context", "shares") if name in aux}
+def _given(aux: NestedMap, *names: str) -> dict[str, NestedMap]:
+    """Arguments of a part, those that there are."""
+    return {name: aux[name] for name in names if name in aux}
 
 
 def _with_dim(parent: HyperParams, tpl: HyperParams) -> HyperParams:

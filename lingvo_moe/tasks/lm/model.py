@@ -151,6 +151,7 @@ class LmModel(TransformerTask):
         return NestedMap(
             self_mask=masks.causal_segment_mask(batch.segment_ids, batch.segment_pos),
             paddings=masks.paddings(batch.segment_ids),
+            **self.Positions(batch),
         )
 
     # --- costs

@@ -270,6 +270,7 @@ class MtModel(MtTask):
             paddings=masks.paddings(tgt.segment_ids),
             cross_mask=masks.segment_mask(tgt.segment_ids, src.segment_ids),
             **self._Context(tgt, decoder=True),
+            **self.Positions(tgt),
             **side_shares(shares, "target"),
         )
 
@@ -279,6 +280,7 @@ class MtModel(MtTask):
             self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
             paddings=masks.paddings(src.segment_ids),
             **self._Context(src, decoder=False),
+            **self.Positions(src),
             **side_shares(shares, "source"),
         )
 
@@ -348,7 +350,7 @@ class MtModel(MtTask):
             float32 logits [B,J,V] of the next token, and the cache.
         """
         x = self.target_embedding.FProp(theta.target_embedding, ids)
-        x += self.position.FProp(theta.position, tf.fill(tf.shape(ids), time))
+        x = self.position.Add(theta.position, x, tf.fill(tf.shape(ids), time))
         row = NestedMap(ids=ids)
         if "task_ids" in cache:
             row.task_ids = tf.tile(cache.task_ids[:, tf.newaxis], [1, tf.shape(ids)[1]])

@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, value_and_grads, wave
 
-from lingvo_moe.core.layers.embedding import Embedding, PositionalEmbedding
+from lingvo_moe.core.layers.embedding import Embedding
+from lingvo_moe.core.layers.positions import PositionalEmbedding
 from lingvo_moe.core.nested_map import NestedMap
 
 

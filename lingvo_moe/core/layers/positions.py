@@ -1,0 +1,88 @@
+"""Positions of tokens: added to their embeddings, or given to the queries and keys of attention.
+
+Letters: B batch, T time, M model, K key dimension.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class Positions(BaseLayer):
+    """No positions: a causal mask alone tells them apart (Haviv et al. 2022, "Transformer Language Models without
+    Positional Encodings Still Learn Positional Information"). Other kinds derive from it, and have no weights."""
+
+    PART: ClassVar[str] = "embedding"
+    NAMES_ITS_PARTS: ClassVar[bool] = True
+    IN_ATTENTION: ClassVar[bool] = False  # whether queries and keys take them
+
+    def Add(self, theta: NestedMap, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
+        """Embeddings x [B, T, M] of tokens at positions segment_pos, int32 [B, T], each counted in its segment."""
+        del theta, segment_pos
+        return x
+
+    def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Queries or keys in the layout of the kernels in use, K last, at positions int32 [B, T], or [1, 1] for all."""
+        del positions
+        return heads
+
+
+class PositionalEmbedding(Positions):
+    """Sinusoids of geometrically spaced wavelengths: sines, then cosines, along M.
+
+    Computed where it is used, from the position of each token in its own segment; there is no
+    table.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M, even.", check=checks.SIZE)
+        p.Define(
+            "min_timescale",
+            1.0,
+            "The shortest wavelength over 2*pi, in tokens.",
+            check=checks.POSITIVE,
+        )
+        p.Define(
+            "max_timescale",
+            10000.0,
+            "The longest wavelength over 2*pi, in tokens.",
+            check=checks.POSITIVE,
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        if self.p.model_dim % 2:
+            raise ParamError(f"{self.path}.model_dim", str(self.p.model_dim), "must be even")
+
+    def FProp(self, theta: NestedMap, segment_pos: tf.Tensor) -> tf.Tensor:
+        """Embeds segment_pos, int32 [B, T]: [B, T, M] in the activations' type."""
+        p = self.p
+        num = p.model_dim // 2
+        step = math.log(p.max_timescale / p.min_timescale) / max(1, num - 1)
+        rates = tf.constant([math.exp(-i * step) / p.min_timescale for i in range(num)])
+        angles = tf.cast(segment_pos, tf.float32)[..., tf.newaxis] * rates
+        waves = tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)
+        return self.Cast(waves)
+
+    def Add(self, theta: NestedMap, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
+        """See Positions."""
+        return x + self.FProp(theta, segment_pos)
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """No matrix multiplication."""
+        return NestedMap(flops=0, out_shapes=((*input_shapes[0], params.model_dim),))
+
+
+POSITIONS: Mapping[str, type[Positions]] = {"none": Positions, "sinusoidal": PositionalEmbedding}
