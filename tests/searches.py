@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from rows import assert_rows_equal
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.nested_map import NestedMap
@@ -63,7 +64,7 @@ class Lines:
         together: NestedMap,
         more: Sequence[tuple[Sequence[int | None], int]],
     ) -> None:
-        """Fails unless a search finds for each line, bit for bit, what it found for all of them together.
+        """Fails unless a search finds for each line the tokens and scores that it found for all of them together.
 
         Args:
             search: of Rows.
@@ -81,7 +82,7 @@ class Lines:
                     got.ids_BKT[row, :, :steps], together.ids_BKT[i, :, :steps]
                 )
                 np.testing.assert_array_equal(got.lengths_BK[row], together.lengths_BK[i])
-                np.testing.assert_array_equal(got.scores_BK[row], together.scores_BK[i])
+                assert_rows_equal(got.scores_BK[row], together.scores_BK[i])
 
 
 def source(ids: tf.Tensor, lengths: tf.Tensor, longest: int) -> tuple[NestedMap, tf.Tensor]:

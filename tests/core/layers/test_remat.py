@@ -49,10 +49,10 @@ def _args(layer):
     return init(layer), normal(0, B, T, 8)
 
 
-def _assert_equal(got, want):
-    """To 1e-6 of each tensor's largest number."""
+def _assert_equal(got, want, tol=1e-6):
+    """To `tol` of each tensor's largest number."""
     for x, y in zip([got.loss, *got.grads], [want.loss, *want.grads], strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-6 * np.abs(y).max(), rtol=0)
+        np.testing.assert_allclose(x, y, atol=tol * np.abs(y).max(), rtol=0)
 
 
 def _recomputed(remat):
@@ -106,7 +106,7 @@ def test_on_several_devices_each_keeps_its_part():
     got, collectives = run_sharded(
         _run(kept.PRODUCTS, 0.3)[1], args, Mesh.parse("expert:4"), splits
     )
-    _assert_equal(got, want)
+    _assert_equal(got, want, 4e-6)  # sums of several devices, in an order of their own
     assert "f32[2,1,6,16]" in collectives.hlo  # a device's part of the hidden layers
     assert "f32[2,4,6,16]" not in collectives.hlo
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 import toy_translation as toy
 from damage import full_disk
 from numpy.testing import assert_allclose, assert_array_equal
+from rows import assert_rows_equal
 from tensorflow.python.tools import saved_model_cli
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
@@ -86,7 +87,7 @@ def test_batch_size_changes_nothing(translator):
     for size in (1, 7, 32):
         parts = [translator.Translate(LINES[i : i + size]) for i in range(0, len(LINES), size)]
         assert [row for p in parts for row in p.translations] == whole.translations
-        assert_array_equal(np.concatenate([p.scores for p in parts]), whole.scores)
+        assert_rows_equal(np.concatenate([p.scores for p in parts]), whole.scores)
     assert len({row[0] for row in whole.translations}) > 15
 
 
