@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
@@ -85,4 +86,41 @@ class PositionalEmbedding(Positions):
         return NestedMap(flops=0, out_shapes=((*input_shapes[0], params.model_dim),))
 
 
-POSITIONS: Mapping[str, type[Positions]] = {"none": Positions, "sinusoidal": PositionalEmbedding}
+class Rotary(Positions):
+    """Turns queries and keys by angles that grow with their positions, so that their products depend on the distance
+    alone (Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding").
+
+    Numbers i and i + K/2 of a head are turned together, by position * max_timescale^(-2i/K), in float32.
+    """
+
+    IN_ATTENTION: ClassVar[bool] = True
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "max_timescale",
+            10000.0,
+            "The base of the angles (theta elsewhere): near the longest wavelength over 2*pi, in tokens.",
+            check=checks.POSITIVE,
+        )
+        return p
+
+    def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """See Positions. Raises ParamError: K is odd."""
+        size = heads.shape[-1]
+        if size % 2:
+            raise ParamError("task.key_dim", str(size), "must be even with rotary positions")
+        rates = tf.constant([self.p.max_timescale ** (-2 * i / size) for i in range(size // 2)])
+        angles = tf.cast(positions, tf.float32)[..., tf.newaxis] * rates
+        per_head = kernels.current().per_head
+        cos, sin = per_head(tf.cos(angles)), per_head(tf.sin(angles))
+        a, b = tf.split(tf.cast(heads, tf.float32), 2, axis=-1)
+        return tf.cast(tf.concat([a * cos - b * sin, b * cos + a * sin], -1), heads.dtype)
+
+
+POSITIONS: Mapping[str, type[Positions]] = {
+    "none": Positions,
+    "rotary": Rotary,
+    "sinusoidal": PositionalEmbedding,
+}

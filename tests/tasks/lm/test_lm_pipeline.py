@@ -29,13 +29,15 @@ def _after(step, mesh, state, batch):
     return [engine.Get(tree) for tree in program(*[engine.Put(x, spec) for x, spec in args])]
 
 
-@pytest.mark.parametrize("schedule, tied", [("gpipe", False), ("1f1b", True)])
-def test_a_step_in_stages_is_the_step_without(schedule, tied):
+@pytest.mark.parametrize(
+    "schedule, tied, position", [("gpipe", False, "sinusoidal"), ("1f1b", True, "rotary")]
+)
+def test_a_step_in_stages_is_the_step_without(schedule, tied, position):
     """With dropout, whose seeds belong to micro-batches and layers; rows are sharded beside the stages. Adam's slots
     are moments of the gradients."""
-    softmax = f"task.tied_softmax={tied}"
-    _, plain, inputs = _experiment(softmax)
-    _, staged, _ = _experiment(STAGES, f"task.pipeline.schedule={schedule}", softmax)
+    model = f"task.tied_softmax={tied};task.position={position}"
+    _, plain, inputs = _experiment(model)
+    _, staged, _ = _experiment(STAGES, f"task.pipeline.schedule={schedule}", model)
     batch = plain.SampleBatch(inputs, np.random.RandomState(0))
     with use_mesh(Mesh.parse("data:1")):
         state = tf.function(plain.InitState, autograph=False)(tf.constant(3))

@@ -15,6 +15,7 @@ from lingvo_moe.core.kernels.weights import Packed
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.layers.normalization import RmsNorm
+from lingvo_moe.core.layers.positions import Rotary
 from lingvo_moe.core.layers.transformer import TransformerLayer
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.layer import MoELayer
@@ -80,7 +81,13 @@ def searcher(request) -> Searcher:
         return Searcher(*request.param)
     moe = MoELayer.Params().Set(num_shared_experts=1)
     moe.router = TopKRouter.Params().Set(k=2, gate="sigmoid")
-    return Searcher(*request.param[:2], activation="swiglu", norm=RmsNorm.Params(), moe=moe)
+    return Searcher(
+        *request.param[:2],
+        activation="swiglu",
+        norm=RmsNorm.Params(),
+        position=Rotary.Params(),
+        moe=moe,
+    )
 
 
 @pytest.fixture(scope="module")

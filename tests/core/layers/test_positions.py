@@ -1,0 +1,72 @@
+"""Rotary positions: the formula, distances, steps over a cache, packed rows, stacks, sharded = unsharded."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, wave
+
+from lingvo_moe.core import kernels
+from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.layers import masks
+from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.positions import Rotary
+
+
+def _layer(**kwargs):
+    p = MultiHeadAttention.Params().Set(name="atten", model_dim=8, num_heads=4, dim_per_head=6)
+    return p.Set(position=Rotary.Params(), **SPLITS).Set(**kwargs).Instantiate()
+
+
+def test_the_formula_and_that_products_depend_on_the_distance():
+    rotary = Rotary.Params().Set(name="rotary", max_timescale=100.0).Instantiate()
+    x = normal(0, 1, 1, 1, 6).numpy()  # [B, T, N, K]
+    turned = [single(rotary.Give, tf.constant(x), tf.constant([[p]]))[0, 0, 0] for p in range(9)]
+    z = x[0, 0, 0, :3] + 1j * x[0, 0, 0, 3:]
+    want = z * np.exp(1j * 5 * 100.0 ** (-np.arange(3) / 3))
+    np.testing.assert_allclose(turned[5], np.concatenate([want.real, want.imag]), atol=1e-5)
+    products = [np.dot(turned[p], turned[p + 3]) for p in (0, 2, 5)]
+    np.testing.assert_allclose(products, products[0], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"task\.key_dim=5: must be even with rotary positions"):
+        rotary.Give(tf.zeros([1, 1, 1, 5]), tf.constant([[0]]))
+
+
+@pytest.mark.parametrize("ops", [xla, tensorflow], ids=["xla", "tensorflow"])
+@pytest.mark.parametrize("kv_heads", [0, 1])
+def test_steps_and_packed_rows_equal_whole_sequences(ops, kv_heads):
+    layer = _layer(num_kv_heads=kv_heads)
+    theta, x = init(layer), normal(0, 2, 5, 8)
+    causal = tf.constant(np.tril(np.ones([2, 5, 5], bool)))
+    places = tf.constant(np.tile(np.arange(5, dtype="int32"), [2, 1]))
+    with kernels.using(ops):
+        whole = single(layer.FProp, theta, x, x, causal, positions=places)
+        cache = single(layer.InitCache, 2, 5)
+        for t in range(5):
+            step = causal[:, t : t + 1]
+            y, cache = single(layer.ExtendStep, theta, x[:, t : t + 1], cache, tf.constant(t), step)
+            np.testing.assert_allclose(y[:, 0], whole[:, t], atol=2e-5)
+        both = tf.reshape(x, [1, 10, 8])  # two segments of one row
+        segments = tf.constant([[1] * 5 + [2] * 5])
+        pos = tf.reshape(places, [1, 10])
+        mask = masks.causal_segment_mask(segments, pos)
+        packed = single(layer.FProp, theta, both, both, mask, positions=pos)
+    np.testing.assert_allclose(tf.reshape(packed, [2, 5, 8]), whole, atol=2e-5)
+    with pytest.raises(ValueError, match="atten: queries and keys take positions"):
+        single(layer.FProp, theta, x, x, causal)
+
+
+@pytest.mark.parametrize("weight_split", [{}, {"N": "expert"}])
+def test_sharded(weight_split):
+    """By rows, and by heads: nothing is gathered."""
+    split = {"N": "expert"} if weight_split else SPLITS["activation_split"]
+    layer = _layer(num_heads=8, activation_split=split, weight_split=weight_split)
+
+    def fn(theta, x, mask, positions):
+        y = layer.FProp(theta, x, x, mask, positions=positions)
+        return wave(y), y
+
+    positions = tf.constant(np.tile(np.arange(3, dtype="int32"), [8, 1]))
+    args = [init(layer), normal(0, 8, 3, 8), tf.ones([8, 1, 3], tf.bool), positions]
+    rows = None if weight_split else ("expert", None, None)
+    specs = [layer.VariableSpecs() if weight_split else None, rows, rows, rows and rows[:2]]
+    collectives = assert_sharded_equal(fn, args, specs)
+    assert collectives["all-gather"] == collectives["all-to-all"] == 0
