@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from benchmarks.compile_time import host
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.auto_shard.machine import CPU
 from lingvo_moe.core.auto_shard.strategy import Strategy, mapping_text
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
@@ -26,6 +25,7 @@ from lingvo_moe.core.engine.devices import request_cpu_devices
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
+from lingvo_moe.core.planner.network.mesh_machine import CPU
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.model import ImageClassifier
 from tools import _cli

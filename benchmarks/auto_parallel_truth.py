@@ -11,6 +11,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +21,19 @@ from scipy.stats import spearmanr
 from benchmarks.compile_time import host
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.auto_shard import solver
-from lingvo_moe.core.auto_shard.compiled import compile_step, compiled_seconds
-from lingvo_moe.core.auto_shard.machine import CPU, mesh_machine
+from lingvo_moe.core.auto_shard.strategy import Strategy
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.engine.devices import request_cpu_devices
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
+from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.partitioner.known_faults import OFF
+from lingvo_moe.core.planner.costs import costs
+from lingvo_moe.core.planner.machines.machine import AnyMachine
+from lingvo_moe.core.planner.machines.ring import VIRTUAL_CPU
+from lingvo_moe.core.planner.network.mesh_machine import CPU
+from lingvo_moe.core.planner.tables import execution_seconds
 from lingvo_moe.core.sharding import Mesh
 from tools import _cli
 
@@ -64,6 +71,8 @@ def _spec(*shape: int) -> TensorSpec:
     return TensorSpec(shape, "float32")
 
 
+# Collectives are the same, and compiling is faster.
+_OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 _LINE, _GRID = Mesh.parse("device:4"), Mesh.parse("data:2,model:2")
 _MANY_ROWS = [_spec(8192, 256), _spec(256, 512), _spec(512, 256)]
 _WIDE = [_spec(128, 1024), _spec(1024, 4096), _spec(4096, 1024)]
@@ -76,6 +85,41 @@ CASES = [
     Case("batch norm and wide head", head, _LINE, [_spec(256, 512), _spec(512, 16384)], [0, 1]),
     Case("experts", experts, _LINE, _EXPERTS, [0, 2, 3]),
 ]
+
+
+def compile_step(
+    fn: Callable[..., Any], strategy: Strategy, specs: Sequence[TensorSpec], by: Sequence[int]
+) -> CompiledProgram:
+    """The program of a function and its gradient, for this process's devices: the value, then the gradients.
+
+    Args:
+        fn: of tensors; returns one tensor.
+        strategy: for these arguments.
+        specs: of the arguments.
+        by: the numbers of the arguments whose gradients are computed.
+    """
+    sharded = xs.auto_shard(fn, strategy.mesh, strategy=strategy, known_faults=OFF)
+
+    def step(*args: tf.Tensor) -> list[tf.Tensor]:
+        chosen = [args[i] for i in by]
+        with tf.GradientTape() as tape:
+            tape.watch(chosen)
+            y = sharded(*args)
+        return [y, *tape.gradient(y, chosen)]
+
+    args = [
+        replace(s, split=t.mapping, name=t.name)
+        for s, t in zip(specs, strategy.arguments, strict=True)
+    ]
+    (result,) = strategy.results
+    wanted = [TensorSpec(result.shape, "float32", result.mapping), *(args[i] for i in by)]
+    engine = PjrtEngine(strategy.mesh, known_faults=OFF)
+    return engine.Compile(engine.Lower(step, args, results=wanted, name="step"), _OPTIONS)
+
+
+def compiled_seconds(text: str, machine: AnyMachine) -> float:
+    """Seconds of one device of a machine, by the text of a compiled module."""
+    return sum(cost.times * execution_seconds(cost, machine) for cost in costs(parse_module(text)))
 
 
 def define_flags() -> Flags:
@@ -112,7 +156,6 @@ def _costs(case: Case, draws: int, runs: int) -> np.ndarray:
     )
     search = sharded.Searched(*case.specs)
     choices, edges = search.costs.choices, search.costs.edges
-    on = mesh_machine(case.mesh, CPU)
     best = solver.solve(choices, edges, None)
     space = list(itertools.product(*(range(len(c.choices)) for c in choices)))
     rng = np.random.RandomState(0)
@@ -124,7 +167,7 @@ def _costs(case: Case, draws: int, runs: int) -> np.ndarray:
         solution = solver.cost(choices, edges, one)
         strategy = search.AsStrategy(solution, {})
         compiled = compile_step(case.fn, strategy, case.specs, case.by)
-        seconds = compiled_seconds(compiled.HloText(), on)
+        seconds = compiled_seconds(compiled.HloText(), VIRTUAL_CPU)
         engine = PjrtEngine(case.mesh)
         given = [
             engine.PutLeaf(v, s)

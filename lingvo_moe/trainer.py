@@ -173,7 +173,7 @@ def train_in_job(of: Job) -> int:
     from lingvo_moe.core.engine import devices, gpu_settings
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.training.memory import check_memory
+    from lingvo_moe.training.memory import Share, check_memory
 
     args, params = of.args, of.params
     devices.find_devices()
@@ -191,7 +191,7 @@ def train_in_job(of: Job) -> int:
         say(unused)
     if args.verify:
         verify_step(args, mesh, on_cpu)
-    check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)
+    check_memory(params, task, inputs, mesh, Share(args.num_processes, on_cpu))
 
     run = Run(**vars(of), task=task, inputs=inputs, run_dir=RunDir(args.logdir))
     # Held until the last checkpoint is complete.

@@ -7,7 +7,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
 from lingvo_moe.training.checks import UsageError, check_divisible, check_state_is_sharded
 from lingvo_moe.training.flags import MOST_DEVICES
-from lingvo_moe.training.memory import check_memory, machine_bytes
+from lingvo_moe.training.memory import Share, check_memory, machine_bytes
 
 GiB = 2**30
 
@@ -268,10 +268,10 @@ def test_devices_and_processes_share_the_memory():
     _check(override, mesh, available=3 * GiB)
     with pytest.raises(UsageError, match="num_experts=65536"):
         _check(override, mesh, available=1 * GiB)
-    _check(override, mesh, available=1 * GiB, num_processes=8)
-    _check(override, mesh, available=1 * GiB, holds_state=False)
+    _check(override, mesh, available=1 * GiB, share=Share(8))
+    _check(override, mesh, available=1 * GiB, share=Share(holds_state=False))
     with pytest.raises(UsageError, match="batch_size=100000000"):  # the host makes the batches
-        _check("input.batch_size=100000000", available=8 * GiB, holds_state=False)
+        _check("input.batch_size=100000000", available=8 * GiB, share=Share(holds_state=False))
 
 
 def test_the_demo_fits_anywhere_and_the_largest_model_not_here():

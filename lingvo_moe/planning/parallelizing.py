@@ -19,7 +19,8 @@ from lingvo_moe.core.layers.kept import names_of
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.machines.machine import Machine, parse_machine
+from lingvo_moe.core.planner.machines.machine import AnyMachine, Machine, parse_machine
+from lingvo_moe.core.planner.machines.ring import Ring, here
 from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
@@ -27,7 +28,6 @@ from lingvo_moe.core.state.offload import items_of
 from lingvo_moe.core.strategies.budget import Budget
 from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
-from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout
 from lingvo_moe.core.strategies.objectives import CHIP_DAYS, SMALLEST, SPEED
 from lingvo_moe.core.strategies.paths import CHOSEN
@@ -94,7 +94,7 @@ class Found:
     """
 
     search: Search
-    machine: Machine | Host
+    machine: AnyMachine
     best: Tried
     tried: list[Tried]
     candidates: tuple[int, int]
@@ -121,7 +121,7 @@ class Found:
 
     @property
     def _how(self) -> str:
-        return "measured" if isinstance(self.machine, Host) else "estimated"
+        return "measured" if isinstance(self.machine, Ring) else "estimated"
 
     def Ranked(self) -> list[tuple[Tried, str]]:
         """All that was compiled, the best first, each with why it was or was not taken."""
@@ -314,7 +314,7 @@ class _Finder:
     def _Plan(self, candidate: Candidate, override: str) -> dict[str, Any]:
         """The plan of a candidate, or its measured step. Raises as these do."""
         model, faults = self._search.model, self._search.known_faults
-        if isinstance(self._machine, Host):
+        if isinstance(self._machine, Ring):
             return measured_step(model, override, candidate.layout.mesh, self._memory, faults)
         request = step_plan.Request(model, self._search.topology, override, known_faults=faults)
         return cached_plan(request, self._cache_dir, self._say)
@@ -351,16 +351,16 @@ def small_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.axis_names, tuple(min(n, 2) for n in mesh.shape))
 
 
-def _machine(search: Search) -> Machine | Host:
+def _machine(search: Search) -> AnyMachine:
     if search.topology:
         return parse_machine(search.topology)
     memory = memory_of("pjrt", Mesh(("data",), (search.devices,)))
     if not memory.size and not search.memory:
         raise StrategyError("the memory of the devices here is not known; give --memory in GiB")
-    return Host(search.devices, (memory.size or 0) // memory.devices or search.memory)
+    return here(search.devices, (memory.size or 0) // memory.devices or search.memory)
 
 
-def _memory(search: Search, machine: Machine | Host) -> int:
+def _memory(search: Search, machine: AnyMachine) -> int:
     """Bytes of a device that may be used. Raises StrategyError: it has fewer."""
     if search.memory > machine.hbm_bytes:
         raise StrategyError(
@@ -444,7 +444,7 @@ def _pipeline_over(mesh: Mesh) -> Iterator[str]:
 
 
 def _lacks(
-    search: Search, machine: Machine | Host, memory: int, least: tuple[Candidate, Estimate] | None
+    search: Search, machine: AnyMachine, memory: int, least: tuple[Candidate, Estimate] | None
 ) -> str:
     if least is None:
         return (
@@ -460,7 +460,7 @@ def _lacks(
     )
 
 
-def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried], ended: str) -> str:
+def _none_compiled(search: Search, machine: AnyMachine, tried: list[Tried], ended: str) -> str:
     said = [
         f"{search.model} fits {machine.name} under none of the {len(tried)} strategies that were tried"
     ]

@@ -31,15 +31,12 @@ from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, Cluster
 from lingvo_moe.core.planner.machines.machine import Machine, parse_machine
 from lingvo_moe.core.planner.machines.slices import machines
-from lingvo_moe.core.planner.memory import breakdown, host_link
-from lingvo_moe.core.planner.memory.state import State, state_plan
+from lingvo_moe.core.planner.memory import breakdown, host_link, remedies, state
 from lingvo_moe.core.planner.network import mesh_order
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.state.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
 from lingvo_moe.core.task.base_task import BaseTask
-from lingvo_moe.core.task.inspect import bytes_on_device
 from lingvo_moe.core.task.step import Step
-from lingvo_moe.planning import fitting
 from lingvo_moe.training.checks import check_divisible
 from lingvo_moe.training.meshes import make_mesh
 from lingvo_moe.training.recomputing import Memory, chosen_form
@@ -104,7 +101,7 @@ def make_plan(
     started = time.monotonic()
     program = lower_step(step, mesh)
     lower_seconds = time.monotonic() - started
-    state = task.StateSpecs() if request.what == "train" else task.VariableSpecs()
+    specs = task.StateSpecs() if request.what == "train" else task.VariableSpecs()
     out: dict[str, Any] = {
         "version": tables.VERSION,
         "model": request.model,
@@ -114,7 +111,7 @@ def make_plan(
         "mesh": str(mesh),
         "topology": tables.describe_topology(topology),
         "batch": job.batch,
-        "parameters": tables.parameters(state, mesh),
+        "parameters": tables.parameters(specs, mesh),
         **_state(request, task, mesh),
         "compiler": aot.compiler_versions(topology.name) | {"jax": version("jax")},
         "compile": {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)},
@@ -124,7 +121,7 @@ def make_plan(
     if isinstance(compiled, aot.OutOfMemory):
         held = breakdown.misfit_plan(compiled, program.signature, layers)
         if request.what == "train":
-            held["advice"] = [*fitting.advice(held, form, params, mesh), *held["advice"]]
+            held["advice"] = [*remedies.advice(held, form, params, mesh), *held["advice"]]
         return out | {"memory": held, "work": [], "collectives": [], "time": None}
     _check_compiled(compiled, program, request, task, topology)
     out["compile"] |= {
@@ -163,23 +160,17 @@ def _state(request: Request, task: BaseTask, mesh: Mesh) -> dict[str, Any]:
     """The part of a plan about the training state, of a training step."""
     if request.what != "train":
         return {}
-    levels = {
-        level: type(task)(task.p.Copy().Set(shard_state=level)) for level in checks.STATE_LEVELS
-    }
-    states = {
-        level: State(each.StateSpecs(), each.GradientSpecs()) for level, each in levels.items()
-    }
-    offloads = dict(_offloaded(task))
-    return {"state": state_plan(states, task.p.shard_state, mesh, offloads)}
+    return {"state": state.state_plan(task, mesh, dict(_offloaded(task)))}
 
 
-def _offloaded(task: BaseTask) -> Iterator[tuple[str, State]]:
-    """The states with slots, experts or both in the hosts' memory, where these would free memory."""
+def _offloaded(task: BaseTask) -> Iterator[tuple[str, BaseTask]]:
+    """The task with slots, experts or both in the hosts' memory, where these would free memory."""
     for offload in (SLOTS, EXPERTS, [EXPERTS, SLOTS]):
         other = type(task)(task.p.Copy().Set(offload=offload))
         with contextlib.suppress(OffloadError):
             name = offload if isinstance(offload, str) else str(offload).replace("'", '"')
-            yield name, State(other.StateSpecs(), other.GradientSpecs())
+            other.StateSpecs()  # which checks it
+            yield name, other
 
 
 def _compiled(
@@ -340,8 +331,6 @@ def slices_to_try(request: Request) -> Iterator[str]:
     train = request.what == "train"
     if request.mesh:
         Mesh.parse(request.mesh)  # a mistake is no reason to pass over every slice
-    state = task.StateSpecs()
-    narrow = params.task.fprop_dtype not in (None, "float32")
     for name in machines(request.topology):
         topology = parse_machine(name)
         try:
@@ -349,8 +338,6 @@ def slices_to_try(request: Request) -> Iterator[str]:
             check_divisible(params, task, mesh)
         except (HloError, PlanError, ShardingError):
             continue
-        least = weights = bytes_on_device(state.theta.Flatten(), mesh)
-        if train:
-            least = bytes_on_device(state.Flatten(), mesh) + weights // (2 if narrow else 1)
-        if least <= topology.hbm_bytes:
+        held = state.held(task, mesh)
+        if (held.total if train else held.weights) <= topology.hbm_bytes:
             yield name

@@ -1,6 +1,7 @@
 """The memory of a job's devices; refuses a run that cannot fit into it, from a lower bound of what the run needs."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from lingvo_moe.core.base_layer import VariableSpec
@@ -10,7 +11,9 @@ from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.pipeline.params import micro_batches_of
+from lingvo_moe.core.planner.memory.state import held
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import SLOTS, WEIGHTS
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.inspect import bytes_per_device
 from lingvo_moe.training.checks import UsageError
@@ -62,13 +65,25 @@ def _swap_bytes() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
 
 
+@dataclass(frozen=True)
+class Share:
+    """The share of a job that this machine has.
+
+    Attributes:
+        processes: of the job; each has an equal share of the devices.
+        holds_state: whether the devices are this machine's CPU; otherwise it has only the batch.
+    """
+
+    processes: int = 1
+    holds_state: bool = True
+
+
 def check_memory(
     params: Params,
     task: BaseTask,
     inputs: BaseInput,
     mesh: Mesh,
-    num_processes: int = 1,
-    holds_state: bool = True,
+    share: Share = Share(),
     available: int | None = None,
 ) -> None:
     """Raises UsageError if a run cannot fit into this machine's memory. The message names parameters to reduce.
@@ -80,19 +95,18 @@ def check_memory(
         params: the experiment's parameters.
         task, inputs: instantiated from them.
         mesh: all devices of the job.
-        num_processes: processes of the job; each has an equal share of the devices.
-        holds_state: whether the devices are this machine's CPU; otherwise only the batch is counted.
+        share: the share of the job that is counted.
         available: memory in bytes; None: `machine_bytes()`.
     """
     if available is None:
         available = machine_bytes()
     specs = inputs.BatchSpec()
     batch = sum(TensorSpec.Of(spec, "").NumBytes() for spec in specs.Flatten())
-    state = 0
-    if holds_state:
-        num_devices = max(1, mesh.size // num_processes)
-        state = sum(num_devices * bytes_per_device(s, mesh) for s in task.StateSpecs().Flatten())
-        parts = num_processes * micro_batches_of(params)[1]
+    state, num_devices = 0, max(1, mesh.size // share.processes)
+    if share.holds_state:
+        there = held(task, mesh)  # of a CPU's devices, the host's memory is their own
+        state = num_devices * (there.kept + there.hosted[WEIGHTS] + there.hosted[SLOTS])
+        parts = share.processes * micro_batches_of(params)[1]
         batch += task.LeastActivationBytes(specs) // parts
     if state + batch <= available:
         return

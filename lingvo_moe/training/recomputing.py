@@ -17,11 +17,11 @@ from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of
+from lingvo_moe.core.planner.memory.state import held
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.forms import Forms
-from lingvo_moe.core.task.inspect import bytes_on_device
 from lingvo_moe.core.tensors import origin
 
 # The blocks of all stacks that are unrolled at most: each adds to the time that the program takes to compile.
@@ -97,14 +97,11 @@ def step_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -
         engine: as for chosen_form.
     """
     task = forms.keeping.Instantiate()
-    state = bytes_on_device(task.StateSpecs().Flatten(), mesh)
-    trained = (spec for spec in task.VariableSpecs().Flatten() if spec.trainable)
-    gradients = bytes_on_device(trained, mesh)
+    state = held(task, mesh)
     _, num = micro_batches_of(params)
-    if num > 1:
-        gradients *= 2  # of a micro-batch, and their sum
+    gradients = state.gradients * (2 if num > 1 else 1)  # of a micro-batch, and their sum
     activations = activation_bytes(forms, params, mesh, engine) // num
-    return state + gradients + activations // parts_of("B", mesh, [task.p.activation_split])
+    return state.kept + gradients + activations // parts_of("B", mesh, [task.p.activation_split])
 
 
 def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -> int:

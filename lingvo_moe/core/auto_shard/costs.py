@@ -17,7 +17,6 @@ import numpy as np
 
 from lingvo_moe.core.auto_shard import exchanges
 from lingvo_moe.core.auto_shard.exchanges import Layout
-from lingvo_moe.core.auto_shard.machine import MeshMachine
 from lingvo_moe.core.auto_shard.operators import (
     ANNOTATION,
     Letters,
@@ -26,6 +25,7 @@ from lingvo_moe.core.auto_shard.operators import (
     Operators,
     Value,
 )
+from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 
 # An update reads a weight, its gradient and a slot, and writes weight and slot: a device does so for its part.
 _UPDATE_PASSES = 5
@@ -181,7 +181,7 @@ class Costs:
         def look(value: Value, letters: Letters) -> tuple:
             home = self._number[value.number]
             here = operator.holds[value] if home == number else None
-            return value.num_bytes, value.has_gradient, letters, here
+            return value.num_bytes, value.itemsize, value.has_gradient, letters, here
 
         members = tuple(
             (
@@ -249,15 +249,16 @@ class Costs:
             flops = member.flops / self._Parts(tuple(member.letters), choice)
             if member.flops:
                 moved += sum(self._Bytes(v, d, choice) for v, d in member.makes)
-            total += (1 + backward) * self._on.Computing(flops, moved)
+            itemsize = max((v.itemsize for _, v, _ in member.uses), default=4)
+            total += (1 + backward) * self._on.Computing(flops, moved, itemsize)
         passes = 3 if gradients else 1
-        total += passes * traffic / self._on.memory_bandwidth
+        total += passes * traffic / self._on.machine.hbm_bandwidth
         held = sum(self._Bytes(v, operator.holds[v], choice) for v in operator.arguments)
         wanted = sum(
             self._Bytes(v, operator.holds[v], choice) for v in operator.arguments if v.has_gradient
         )
         # Also so that of equal choices one is taken that stores less.
-        total += (_UPDATE_PASSES * wanted + 0.01 * held) / self._on.memory_bandwidth
+        total += (_UPDATE_PASSES * wanted + 0.01 * held) / self._on.machine.hbm_bandwidth
         kept = held + wanted + (traffic if gradients else 0.0)
         working = self._Working(operator, choice)
         return total, kept, working

@@ -9,7 +9,7 @@ another, these are the steps of `plan_redistribution`; elsewhere the bytes are r
 import functools
 from typing import NamedTuple
 
-from lingvo_moe.core.auto_shard.machine import MeshMachine
+from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding.mesh import Mesh
 
 # The mesh axes of each dimension, major first.

@@ -21,13 +21,13 @@ import tensorflow as tf
 
 from lingvo_moe.core.auto_shard import strategy as strategies
 from lingvo_moe.core.auto_shard.annotating import annotated
-from lingvo_moe.core.auto_shard.machine import mesh_machine
 from lingvo_moe.core.auto_shard.search import Search, Traced
 from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.engine.eager.functional import ShardedFunction, tensor_items
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, dtype_name
 from lingvo_moe.core.nested_map import flatten, flatten_items, map_structure, pack_as
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
+from lingvo_moe.core.planner.network.mesh_machine import mesh_machine
 from lingvo_moe.core.sharding import Mesh, ShardingError, current_mesh
 
 

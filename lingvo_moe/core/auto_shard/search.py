@@ -10,7 +10,6 @@ import tensorflow as tf
 from lingvo_moe.core.auto_shard import solver
 from lingvo_moe.core.auto_shard.costs import Costs
 from lingvo_moe.core.auto_shard.exchanges import Exchange
-from lingvo_moe.core.auto_shard.machine import MeshMachine
 from lingvo_moe.core.auto_shard.operators import (
     ANNOTATION,
     Argument,
@@ -23,6 +22,7 @@ from lingvo_moe.core.auto_shard.recording import recorded
 from lingvo_moe.core.auto_shard.strategy import Annotation, Strategy, Tensor, mapping_of
 from lingvo_moe.core.console.units import size
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
 from lingvo_moe.core.sharding.annotate import free_letters, read_mapping
 from lingvo_moe.core.sharding.letters import DimsMapping
@@ -168,7 +168,7 @@ class Search:
             )
         return Strategy(
             mesh=self._on.mesh,
-            machine=self._on.name,
+            machine=self._on.machine.name,
             seconds=found.seconds,
             num_bytes=round(found.kept + found.working),
             arguments=arguments,

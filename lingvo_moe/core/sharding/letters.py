@@ -122,6 +122,14 @@ def split_over_copies(
     return tuple(_axis(each) for each in axes)
 
 
+def part_shape(shape: Sequence[int], split: DimsMapping, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of a device's part of a tensor, rounded up where a dimension does not divide."""
+    return tuple(
+        size if axis is None else -(-size // mesh.axis_size(axis))
+        for size, axis in zip(shape, split, strict=True)
+    )
+
+
 def _axis(axes: Sequence[str]) -> Axis:
     return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 

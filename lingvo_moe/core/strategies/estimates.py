@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lingvo_moe.core.pipeline.schedule import STAGE
-from lingvo_moe.core.planner.machines.machine import Machine
+from lingvo_moe.core.planner.machines.machine import AnyMachine
+from lingvo_moe.core.planner.memory.state import Held
+from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
 from lingvo_moe.core.state.offload import ACTIVATIONS
 from lingvo_moe.core.strategies.candidate import Candidate
-from lingvo_moe.core.strategies.forward import Forward, collective_seconds, forward
-from lingvo_moe.core.strategies.host import Host
+from lingvo_moe.core.strategies.forward import Forward, forward
 from lingvo_moe.core.strategies.layout import Layout
-from lingvo_moe.core.strategies.state_bytes import Held, StateBytes
+from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import Workload
 
 # How often a step touches an activation of a layer's width outside of products: norms, residual branches, dropout.
@@ -94,7 +95,7 @@ class Estimator:
         self,
         work: Workload,
         states: Callable[[str, tuple[str, ...]], StateBytes],
-        machine: Machine | Host,
+        machine: AnyMachine,
         itemsizes: Mapping[str, int],
     ):
         self._work, self._states, self._machine = work, states, machine
@@ -108,12 +109,15 @@ class Estimator:
         key = (layout, dtype)
         if key not in self._forward:
             itemsize = self._itemsizes[dtype]
-            self._forward[key] = forward(self._work, layout, itemsize, self._machine)
+            self._forward[key] = forward(self._work, layout, itemsize, self._On(layout))
         state = (layout, dtype, candidate.shard_state, candidate.offload)
         if state not in self._held:
             counted = self._states(dtype, candidate.offload)
             self._held[state] = counted.On(layout, candidate.shard_state)
         return self._Combined(candidate, self._forward[key], self._held[state])
+
+    def _On(self, layout: Layout) -> MeshMachine:
+        return MeshMachine(layout.mesh, self._machine)
 
     def _Combined(self, candidate: Candidate, once: Forward, held: Held) -> Estimate:
         parts, idle = candidate.micro_batches, self._Idle(candidate)
@@ -184,24 +188,19 @@ class Estimator:
         """Bytes of the sharded weights that are whole at a time: those of a stage, else those of a block."""
         if candidate.shard_state != WEIGHTS:
             return 0
-        blocks = sum(self._work.blocks.values())
-        return held.gathered if candidate.layout.stages > 1 else held.gathered // max(blocks, 1)
+        return held.gathered if candidate.layout.stages > 1 else held.at_once
 
     def _OfState(self, candidate: Candidate, held: Held) -> float:
         """Seconds to sum gradients and to gather weights."""
-        layout, machine = candidate.layout, self._machine
-        total = sum(
-            collective_seconds("all-reduce", size, axes, layout, machine)
-            for axes, size in held.synced.items()
-        )
+        layout, on = candidate.layout, self._On(candidate.layout)
+        total = sum(on.Seconds("all-reduce", size, axes) for axes, size in held.synced.items())
         times = candidate.micro_batches if layout.stages == 1 else 1
         gathers = {"none": 0, "slots": 1, "gradients": 1, "weights": 2 * times}
-        copies = tuple(a for a in layout.mesh.axis_names if a != STAGE)
-        one = collective_seconds("all-gather", held.gathered, copies, layout, machine)
+        copies = [a for a in layout.mesh.axis_names if a != STAGE]
+        one = on.Seconds("all-gather", held.gathered, copies)
         seconds = total * times + gathers[candidate.shard_state] * one
         if self._Exchanges(candidate):  # and gradients move back
-            size = held.weights + held.gradients
-            seconds += collective_seconds("all-to-all", size, (STAGE,), layout, machine)
+            seconds += on.Seconds("all-to-all", held.weights + held.gradients, [STAGE])
         return seconds
 
 

@@ -8,12 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lingvo_moe.core.planner.machines.machine import Machine
-from lingvo_moe.core.planner.machines.ring import VIRTUAL_CPU
-from lingvo_moe.core.planner.network.mesh_network import seconds_along
+from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding import dims_mapping
 from lingvo_moe.core.sharding.letters import axes_of
-from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout
 from lingvo_moe.core.strategies.workload import (
     DISPATCHED,
@@ -100,11 +97,19 @@ class _Local:
         ]
 
 
-def forward(work: Workload, layout: Layout, itemsize: int, machine: Machine | Host) -> Forward:
-    """The forward pass of a step's work under a layout, with activations of so many bytes an element."""
-    found = Forward()
+def forward(work: Workload, layout: Layout, itemsize: int, on: MeshMachine) -> Forward:
+    """The forward pass of a step's work.
+
+    Args:
+        work: of the step.
+        layout: of the model on the mesh.
+        itemsize: bytes of an element of activations.
+        on: the layout's mesh on a machine.
+    """
+    reader = _Reader(layout, itemsize, on)
     for product, count in work.products.items():
-        _add(found, product, count, layout, itemsize, machine)
+        reader.Add(product, count)
+    found = reader.found
     for elements in work.boundaries.values():
         found.boundaries += elements * itemsize / layout.rows
     stacks, blocks = max(len(work.blocks), 1), sum(work.blocks.values())
@@ -113,93 +118,76 @@ def forward(work: Workload, layout: Layout, itemsize: int, machine: Machine | Ho
     return found
 
 
-def collective_seconds(
-    kind: str,
-    size: float,
-    axes: Sequence[str],
-    layout: Layout,
-    machine: Machine | Host,
-) -> float:
-    """Seconds of a collective of so many bytes on a device among the devices along some axes of a layout's mesh."""
-    mesh = layout.mesh
-    along = tuple(a for a in mesh.axis_names if a in axes)
-    network = VIRTUAL_CPU if isinstance(machine, Host) else machine
-    return seconds_along(kind, size, along, mesh, network)
+class _Reader:
+    """Adds up the forward pass, product by product.
 
+    Args:
+        layout, itemsize, on: as in `forward`.
+    """
 
-def _add(
-    found: Forward,
-    product: Product,
-    count: int,
-    layout: Layout,
-    itemsize: int,
-    machine: Machine | Host,
-) -> None:
-    """Adds `count` executions of a product, and its collectives."""
-    here = _local(product, count, layout, itemsize, machine)
-    found.work[product.part] += here.seconds
-    if product.stack:
-        found.of_blocks[product.part] += here.seconds
-        if product.of_weight:
-            found.results += here.times * here.tensors[2][1]
-    summed = _add_sums(found, here, layout, machine)
-    if product.name:
-        saved = found.saved[product.name]
-        saved.seconds[product.part] += here.seconds
-        saved.network += summed
-        if product.name != DISPATCHED:
-            saved.bytes += here.times * here.tensors[2][1]
-    if product.part == "experts":
-        _add_moves(found, here, layout, machine)
+    def __init__(self, layout: Layout, itemsize: int, on: MeshMachine):
+        self._layout, self._itemsize, self._on = layout, itemsize, on
+        self.found = Forward()
 
+    def Add(self, product: Product, count: int) -> None:
+        """Adds `count` executions of a product, and its collectives."""
+        here, found = self._OnDevice(product, count), self.found
+        found.work[product.part] += here.seconds
+        if product.stack:
+            found.of_blocks[product.part] += here.seconds
+            if product.of_weight:
+                found.results += here.times * here.tensors[2][1]
+        summed = self._AddSums(here)
+        if product.name:
+            saved = found.saved[product.name]
+            saved.seconds[product.part] += here.seconds
+            saved.network += summed
+            if product.name != DISPATCHED:
+                saved.bytes += here.times * here.tensors[2][1]
+        if product.part == "experts":
+            self._AddMoves(here)
 
-def _local(
-    product: Product, count: int, layout: Layout, itemsize: int, machine: Machine | Host
-) -> _Local:
-    mesh, axes = layout.mesh, _axes_of_letters(product, layout)
-    sizes = {n: s / mesh.axis_size(axes[n]) if n in axes else s for n, s in product.sizes}
-    tensors = (*product.operands, product.result)
-    held = [itemsize * math.prod(sizes[n] for n in x.letters) for x in tensors]
-    parts = mesh.axis_size([a for each in axes.values() for a in each])
-    times = count / layout.stages if product.stack else count
-    peaks = machine.peaks
-    peak = peaks["bfloat16"] if itemsize == 2 else peaks.get("tf32", peaks["bfloat16"])
-    seconds = times * max(product.flops / parts / peak, sum(held) / machine.hbm_bandwidth)
-    return _Local(product, times, seconds, tuple(zip(tensors, held, strict=True)), axes)
+    def _OnDevice(self, product: Product, count: int) -> _Local:
+        layout, mesh = self._layout, self._layout.mesh
+        axes = _axes_of_letters(product, layout)
+        sizes = {n: s / mesh.axis_size(axes[n]) if n in axes else s for n, s in product.sizes}
+        tensors = (*product.operands, product.result)
+        held = [self._itemsize * math.prod(sizes[n] for n in x.letters) for x in tensors]
+        parts = mesh.axis_size([a for each in axes.values() for a in each])
+        times = count / layout.stages if product.stack else count
+        seconds = times * self._on.Computing(product.flops / parts, sum(held), self._itemsize)
+        return _Local(product, times, seconds, tuple(zip(tensors, held, strict=True)), axes)
 
-
-def _add_sums(found: Forward, here: _Local, layout: Layout, machine: Machine | Host) -> float:
-    """Adds the all-reduces of partial results and of activations' gradients; returns the seconds of the former."""
-    product, inside = here.product, here.product.result.letters
-    over = here.AxesWithout(inside)
-    size = here.tensors[2][1]
-    seconds = here.times * collective_seconds("all-reduce", size, over, layout, machine)
-    found.network += seconds
-    if product.stack:
-        found.network_of_blocks += seconds
-    if product.of_weight and not product.lookup:
-        for operand, size in here.tensors[:2]:
-            if not operand.weight:
-                over = here.AxesWithout(operand.letters, among=inside)
-                one = collective_seconds("all-reduce", size, over, layout, machine)
-                found.backward_sums += here.times * one / product.readers
-    return seconds
-
-
-def _add_moves(found: Forward, here: _Local, layout: Layout, machine: Machine | Host) -> None:
-    """Adds the all-to-alls of a product of the experts: of tokens to them, or back."""
-    for tensor, size in here.tensors:
-        if tensor.weight or "M" not in tensor.letters:
-            continue
-        one = collective_seconds("all-to-all", size, layout.Axes("E"), layout, machine)
-        seconds = here.times * one
+    def _AddSums(self, here: _Local) -> float:
+        """Adds the all-reduces of partial results and of activations' gradients; returns the seconds of the former."""
+        product, inside, found = here.product, here.product.result.letters, self.found
+        over, size = here.AxesWithout(inside), here.tensors[2][1]
+        seconds = here.times * self._on.Seconds("all-reduce", size, over)
         found.network += seconds
-        found.network_of_blocks += seconds
-        found.moves += seconds
-        saved = found.saved[RETURNED if tensor is here.product.result else DISPATCHED]
-        saved.network += seconds
-        if tensor is not here.product.result:
-            saved.bytes += here.times * size
+        if product.stack:
+            found.network_of_blocks += seconds
+        if product.of_weight and not product.lookup:
+            for operand, size in here.tensors[:2]:
+                if not operand.weight:
+                    over = here.AxesWithout(operand.letters, among=inside)
+                    one = self._on.Seconds("all-reduce", size, over)
+                    found.backward_sums += here.times * one / product.readers
+        return seconds
+
+    def _AddMoves(self, here: _Local) -> None:
+        """Adds the all-to-alls of a product of the experts: of tokens to them, or back."""
+        found = self.found
+        for tensor, size in here.tensors:
+            if tensor.weight or "M" not in tensor.letters:
+                continue
+            seconds = here.times * self._on.Seconds("all-to-all", size, self._layout.Axes("E"))
+            found.network += seconds
+            found.network_of_blocks += seconds
+            found.moves += seconds
+            saved = found.saved[RETURNED if tensor is here.product.result else DISPATCHED]
+            saved.network += seconds
+            if tensor is not here.product.result:
+                saved.bytes += here.times * size
 
 
 def _axes_of_letters(product: Product, layout: Layout) -> dict[str, tuple[str, ...]]:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.planner.machines.machine import Machine
+from lingvo_moe.core.planner.machines.machine import AnyMachine
+from lingvo_moe.core.planner.machines.ring import Ring
 from lingvo_moe.core.state.offload import OffloadError
 from lingvo_moe.core.strategies.candidate import OFFLOADS, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Correction, Estimate, Estimator
-from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import layouts
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import Workload
@@ -55,7 +55,7 @@ class Space:
     """
 
     def __init__(
-        self, params: Params, work: Workload, machine: Machine | Host, dtypes: Sequence[str] = ("",)
+        self, params: Params, work: Workload, machine: AnyMachine, dtypes: Sequence[str] = ("",)
     ):
         self._params, self._work, self._machine = params, work, machine
         own = params.task.fprop_dtype or params.task.dtype
@@ -66,8 +66,7 @@ class Space:
     def _State(self, dtype: str, offload: tuple[str, ...]) -> StateBytes:
         key = dtype, offload
         if key not in self._states:
-            narrow = self._itemsizes[dtype] == 2
-            self._states[key] = StateBytes(self._params, narrow, offload)
+            self._states[key] = StateBytes(self._params, dtype, offload)
         return self._states[key]
 
     def Estimated(self, memory: int) -> Estimates:
@@ -84,7 +83,7 @@ class Space:
 
     def AddOffloads(self, to: Estimates, memory: int) -> None:
         """Adds the candidates that offload, if the machine has hosts; changes nothing the second time."""
-        if not to.offloads and not isinstance(self._machine, Host):
+        if not to.offloads and not isinstance(self._machine, Ring):
             to.offloads = True
             self._Add(to, list(filter(self._Frees, OFFLOADS)), memory)
 
@@ -112,7 +111,7 @@ class Space:
 
     def _HostHolds(self, estimate: Estimate) -> bool:
         """Whether a host can hold what its devices offload; it can, where its memory is not known."""
-        if not estimate.hosted or isinstance(self._machine, Host):
+        if not estimate.hosted or isinstance(self._machine, Ring):
             return True
         there = self._machine.host_memory_bytes
         return not there or estimate.hosted * self._machine.host_devices <= there

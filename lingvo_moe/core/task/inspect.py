@@ -10,10 +10,9 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.console import units
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.sharding.letters import DEVICE, HOST
+from lingvo_moe.core.sharding.letters import HOST, part_shape
 from lingvo_moe.core.task.base_task import BaseTask
 
-_PLACES = {DEVICE: "", HOST: ", in the host's memory"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4, "int64": 8}
 
 
@@ -22,23 +21,19 @@ def count_parameters(specs: Iterable[VariableSpec]) -> int:
     return sum(math.prod(spec.shape) for spec in specs)
 
 
+def itemsize_of(dtype: str) -> int:
+    """The bytes of an element of that number format."""
+    return _BYTES[dtype]
+
+
 def bytes_of(spec: VariableSpec) -> int:
     """The bytes of a variable, all of its parts together."""
-    return math.prod(spec.shape) * _BYTES[spec.dtype]
+    return math.prod(spec.shape) * itemsize_of(spec.dtype)
 
 
 def bytes_per_device(spec: VariableSpec, mesh: Mesh) -> int:
     """The bytes that one device holds of a variable, rounded up where a dimension does not divide."""
-    shape = [
-        size if axis is None else -(-size // mesh.axis_size(axis))
-        for size, axis in zip(spec.shape, spec.StoredSplit(mesh), strict=True)
-    ]
-    return math.prod(shape) * _BYTES[spec.dtype]
-
-
-def bytes_on_device(specs: Iterable[VariableSpec], mesh: Mesh) -> int:
-    """The bytes of variables in the memory of one device: of those that are not in its host's memory."""
-    return sum(bytes_per_device(spec, mesh) for spec in specs if spec.memory == DEVICE)
+    return math.prod(part_shape(spec.shape, spec.StoredSplit(mesh), mesh)) * itemsize_of(spec.dtype)
 
 
 def print_variables(
@@ -57,7 +52,7 @@ def print_variables(
             "x".join(map(str, spec.shape)) or "scalar",
             spec.letters,
             spec.dtype,
-            describe_split(spec, mesh) + _PLACES[spec.memory],
+            describe_split(spec, mesh) + (", in the host's memory" if spec.memory == HOST else ""),
             units.size(bytes_per_device(spec, mesh), 1),
         )
     console.print(table)

@@ -11,8 +11,9 @@ import tensorflow as tf
 from auto_shard_functions import spec
 
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.auto_shard import machine
 from lingvo_moe.core.nested_map import flatten, map_structure
+from lingvo_moe.core.planner.machines.ring import Ring
+from lingvo_moe.core.planner.network import mesh_machine
 from lingvo_moe.core.sharding import Mesh
 
 _EIGHT = Mesh.parse("model:8")
@@ -21,8 +22,8 @@ _EIGHT = Mesh.parse("model:8")
 @pytest.fixture
 def no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small functions are sharded like large ones."""
-    ring = machine.Ring("no latency", 1e12, 1e12, 1e11, 0.0, 0.0)
-    monkeypatch.setattr(machine, "ACCELERATOR", ring)
+    ring = Ring("no latency", 1e12, 1e12, 1e11, 0.0, 0.0)
+    monkeypatch.setattr(mesh_machine, "ACCELERATOR", ring)
 
 
 def _mappings(strategy: Any) -> dict[str, Any]:

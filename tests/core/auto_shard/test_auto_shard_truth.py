@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 from auto_shard_functions import spec
 
+from benchmarks.auto_parallel_truth import compile_step, compiled_seconds
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.auto_shard import solver
-from lingvo_moe.core.auto_shard.compiled import compiled_step
-from lingvo_moe.core.auto_shard.machine import mesh_machine
+from lingvo_moe.core.planner.machines.ring import ACCELERATOR
 from lingvo_moe.core.sharding import Mesh
 
 _MESH = Mesh.parse("device:4")
@@ -38,12 +38,13 @@ def test_no_compiled_strategy_is_better_by_more_than_a_twentieth(
     names = [list(fn.__annotations__)[i] for i in by]
     search = xs.auto_shard(fn, _MESH, differentiate=names).Searched(*specs)
     choices, edges = search.costs.choices, search.costs.edges
-    on = mesh_machine(_MESH, "")
     best = solver.solve(choices, edges, None)
     compiled = {}
     for chosen in itertools.product(*(range(len(c.choices)) for c in choices)):
         strategy = search.AsStrategy(solver.cost(choices, edges, chosen), {})
-        compiled[chosen] = compiled_step(fn, strategy, specs, by, on)
+        compiled[chosen] = compiled_seconds(
+            compile_step(fn, strategy, specs, by).HloText(), ACCELERATOR
+        )
     assert len(compiled) in (12, 16)
     assert compiled[best.chosen] <= 1.05 * min(compiled.values())
     assert compiled[best.chosen] < max(compiled.values()) / 4

@@ -271,6 +271,16 @@ class Cluster:
         """0: the compiler counts no cycles."""
         return 0.0
 
+    @property
+    def has_nodes(self) -> bool:
+        """True: the network inside a node is faster than that between nodes."""
+        return True
+
+    @property
+    def node_devices(self) -> int:
+        """The number of GPUs of a node."""
+        return self.gpus_per_node
+
     def Describe(self) -> dict[str, Any]:
         """The figures of the cluster that go into a plan's `topology`."""
         card = self.card
@@ -290,7 +300,3 @@ class Cluster:
             "nic_bandwidth": card.nic_bandwidth,
             "source": card.source,
         }
-
-    def node_of(self, device: int) -> int:
-        """The node that has the device with this id."""
-        return device // self.gpus_per_node

@@ -219,6 +219,16 @@ class Topology:
         return self.slice_devices * self.slices
 
     @property
+    def has_nodes(self) -> bool:
+        """Whether there are several slices, inside of which the network is faster than between them."""
+        return self.slices > 1
+
+    @property
+    def node_devices(self) -> int:
+        """The number of devices of a slice."""
+        return self.slice_devices
+
+    @property
     def dcn_bandwidth(self) -> float:
         """Bytes/s, one way, that a device sends to other slices."""
         return self.chip.dcn_bandwidth / self.chip.devices_per_chip

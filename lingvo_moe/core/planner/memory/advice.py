@@ -11,7 +11,7 @@ _WORTH = 0.01
 
 
 @dataclass(frozen=True)
-class Held:
+class Peak:
     """Bytes that one device holds at the peak, grouped by what could reduce them.
 
     Attributes:
@@ -31,7 +31,7 @@ class Held:
     float32: Mapping[str, int] = field(default_factory=dict)
 
 
-def advise(held: Held, needed: int, hbm: int) -> list[str]:
+def advise(held: Peak, needed: int, hbm: int) -> list[str]:
     """Returns suggestions as sentences, the largest saving first.
 
     If the program does not fit, each sentence says whether it would fit after that change alone. Of a training step,
@@ -64,7 +64,7 @@ def _verdict(saving: int, missing: int) -> str:
     return f"That alone is not enough: {units.size(missing - saving)} would still be missing."
 
 
-def _bfloat16(held: Held) -> tuple[int, str]:
+def _bfloat16(held: Peak) -> tuple[int, str]:
     float32 = sum(held.float32.values())
     return float32 // 2, (
         f"Activations in bfloat16 throughout would take up to {units.size(float32 // 2)} less: at the peak "
@@ -72,7 +72,7 @@ def _bfloat16(held: Held) -> tuple[int, str]:
     )
 
 
-def _tokens(held: Held, missing: int) -> tuple[int, str] | None:
+def _tokens(held: Peak, missing: int) -> tuple[int, str] | None:
     """The saving from fewer tokens a device."""
     if held.scaling <= 0:
         return None
@@ -92,7 +92,7 @@ def _tokens(held: Held, missing: int) -> tuple[int, str] | None:
     )
 
 
-def _sharding(held: Held) -> list[tuple[int, str]]:
+def _sharding(held: Peak) -> list[tuple[int, str]]:
     """The savings from more devices for the sharded weights, and from sharding the replicated ones."""
     stored = held.by_kind["weights"] + held.by_kind["slots"]
     if not stored:

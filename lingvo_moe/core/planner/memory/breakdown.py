@@ -18,10 +18,10 @@ import numpy as np
 from lingvo_moe.core.hlo.module import Executed, Module, parse_module
 from lingvo_moe.core.hlo.parts import LOOP, NO_LAYERS, Layers, Place
 from lingvo_moe.core.planner.costs import Placer
-from lingvo_moe.core.planner.memory.advice import Held, advise
+from lingvo_moe.core.planner.memory.advice import Peak, advise
 from lingvo_moe.core.planner.memory.liveness import Buffer, Liveness, Value, liveness
 from lingvo_moe.core.sharding import DimsMapping, Mesh
-from lingvo_moe.core.sharding.letters import DEVICE
+from lingvo_moe.core.sharding.letters import DEVICE, part_shape
 
 ARGUMENTS = ("weights", "slots", "inputs")
 TRACED = ("weight_copies", "activations", "gradients", "temporaries")
@@ -155,7 +155,7 @@ def misfit_plan(error: Misfit, signature: Signature, layers: Layers = NO_LAYERS)
     # A training step has a gradient for each weight; gradients do not shrink with the batch.
     gradients = min(kinds["weights"], kinds["temporaries"]) if kinds["slots"] else 0
     scaling = kinds["inputs"] + kinds["temporaries"] - gradients
-    held = Held(kinds | {"gradients": gradients}, replicated, divisible, scaling)
+    held = Peak(kinds | {"gradients": gradients}, replicated, divisible, scaling)
     return {
         "arguments": sum(kinds[kind] for kind in ARGUMENTS),
         "peak": needed,
@@ -206,10 +206,7 @@ def _bytes(spec: Argument, mesh: Mesh) -> int:
 
 
 def _local_shape(spec: Argument, mesh: Mesh) -> tuple[int, ...]:
-    return tuple(
-        size if axis is None else -(-size // mesh.axis_size(axis))
-        for size, axis in zip(spec.shape, _split(spec, mesh), strict=True)
-    )
+    return part_shape(spec.shape, _split(spec, mesh), mesh)
 
 
 def _split(spec: Argument, mesh: Mesh) -> DimsMapping:
@@ -402,9 +399,9 @@ def _float32(live: Iterable[_Live]) -> dict[str, int]:
     return found
 
 
-def _held(signature: Signature, kinds: Mapping[str, int], float32: Mapping[str, int]) -> Held:
+def _held(signature: Signature, kinds: Mapping[str, int], float32: Mapping[str, int]) -> Peak:
     replicated, divisible = _replicated_and_divisible(signature)
-    return Held(
+    return Peak(
         kinds,
         replicated,
         divisible,

@@ -1,18 +1,39 @@
-"""Estimates which other choice of parameters would make a program fit that does not.
+"""Finds parameters that would make a training step fit that does not, among the choices that a task has.
 
-The state and what is gathered of it are counted from specs. The rest is scaled from what is live at the peak: see
-`saved`. Nothing is compiled, so these are estimates.
+The state and what is gathered of it are counted from specs (state.py). The rest is scaled from what is live at the peak
+of the compiled step: see `saved`. Nothing is compiled again, so these are estimates.
 """
 
+import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.config.suggest import either
 from lingvo_moe.core.console import units
+from lingvo_moe.core.layers import kept
+from lingvo_moe.core.pipeline.params import micro_batches_of, settings_of
+from lingvo_moe.core.planner.memory.state import Held, held
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import parts_of, shards
+from lingvo_moe.core.state import offload
+from lingvo_moe.core.task.base_task import BaseTask
 
 # Savings below this share of the missing bytes are not worth a word.
 _WORTH = 0.01
+_NARROW = "bfloat16"
+# The parameters, each with its values, weaker ones first. Of task.dtype and task.fprop_dtype one is enough.
+_STATE = tuple(("train.shard_state", level) for level in checks.STATE_LEVELS[1:])
+_OFFLOAD = tuple(
+    ("train.offload", what)
+    for what in (offload.SLOTS, offload.MASTER, offload.EXPERTS, [offload.EXPERTS, offload.SLOTS])
+)
+_TYPES = (("task.fprop_dtype", _NARROW), ("task.dtype", _NARROW))
+_UNCHANGED = ("", None)
+Change = tuple[str, Any]  # the path of a parameter, and its value
 
 
 @dataclass(frozen=True)
@@ -21,10 +42,7 @@ class Choice:
 
     Attributes:
         changes: the parameters that differ from those of the plan, and their values. No entries: the plan's own.
-        weights, slots: bytes between two steps; slots are all of the state but weights.
-        gradients: bytes of all gradients.
-        written: bytes of weights that are gathered after the update, and are then there beside the old ones.
-        gathered: bytes of weights that are gathered while they are used.
+        held: of the training state.
         weight_size: bytes of a weight's element.
         narrow: whether activations are bfloat16.
         carries: bytes of the inputs of all blocks, which recomputation keeps; None where nothing else is recomputed
@@ -32,14 +50,32 @@ class Choice:
     """
 
     changes: Mapping[str, str]
-    weights: int
-    slots: int
-    gradients: int
-    written: int
-    gathered: int
+    held: Held
     weight_size: int
     narrow: bool
     carries: int | None = None
+
+
+def advice(
+    memory: Mapping[str, Any], task: InstantiableParams, params: Params, mesh: Mesh
+) -> list[str]:
+    """Sentences for a training step that does not fit: which parameters would make it fit.
+
+    Args:
+        memory: the plan's `memory`.
+        task: Params of the task that was planned.
+        params: the experiment's parameters.
+        mesh: that it was planned for.
+    """
+    planned = task.Instantiate()
+    groups = [_STATE if mesh.size > 1 else (), _OFFLOAD, _remat(task), _TYPES]
+    others = []
+    for changes in itertools.product(*((_UNCHANGED, *group) for group in groups)):
+        chosen = dict(change for change in changes if change != _UNCHANGED)
+        changed = _changed(task, planned, chosen)
+        if chosen and changed is not None:
+            others.append(_choice(chosen, changed, params, mesh))
+    return remedies(memory, _choice({}, planned, params, mesh), others)
 
 
 def saved(memory: Mapping[str, Any], now: Choice, other: Choice) -> int:
@@ -62,17 +98,18 @@ def saved(memory: Mapping[str, Any], now: Choice, other: Choice) -> int:
         held = kinds.get(kind, 0)
         return held - (float32.get(kind, 0) / 2 if halves else 0)
 
-    gradients = kinds.get("gradients", min(now.gradients, kinds["temporaries"]))
-    ratio = max(other.gradients, other.written) / max(now.gradients, now.written, 1)
+    was, then = now.held, other.held
+    gradients = kinds.get("gradients", min(was.gradients, kinds["temporaries"]))
+    ratio = max(then.gradients, then.written) / max(was.gradients, was.written, 1)
     copies = kinds.get("weight_copies", 0)
-    other_copies = copies * other.weights / max(now.weights, 1)
+    other_copies = copies * then.weights / max(was.weights, 1)
     if halves and other.weight_size > 2:
-        other_copies = max(other_copies, other.weights * 2 / other.weight_size)
+        other_copies = max(other_copies, then.weights * 2 / other.weight_size)
     activations = left("activations")
     if other.carries is not None:
         activations = min(activations, other.carries)
-    before = now.weights + now.slots + gradients + copies + now.gathered
-    after = other.weights + other.slots + gradients * ratio + other_copies + other.gathered
+    before = was.kept + gradients + copies + was.at_once
+    after = then.kept + gradients * ratio + other_copies + then.at_once
     before += kinds.get("activations", 0) + kinds["temporaries"]
     return round(before - after - activations - left("temporaries"))
 
@@ -122,3 +159,57 @@ def remedies(memory: Mapping[str, Any], now: Choice, others: Sequence[Choice]) -
 def _named(choice: Choice) -> str:
     *first, last = (f"{name}={value}" for name, value in choice.changes.items())
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def _remat(task: InstantiableParams) -> tuple[Change, ...]:
+    """The choices that recompute as much as possible; () where a task does, or has no such parameter, or a pipeline."""
+    if "remat" not in task or settings_of(task):
+        return ()
+    if task.repeat is False:
+        return (("task.repeat", True),)
+    return () if task.remat == kept.FULL else (("task.remat", "full"),)
+
+
+def _changed(
+    task: InstantiableParams, planned: BaseTask, changes: Mapping[str, Any]
+) -> BaseTask | None:
+    """The task with these changes; None where they do not go together, or one changes nothing."""
+    p = task.Copy()
+    for path, value in changes.items():
+        name = path.partition(".")[2]
+        now = planned.p.Get(name)
+        if now == value or (name == "shard_state" and shards(now, value)):
+            return None
+        p.Set(**{name: value})
+    try:
+        changed = p.Instantiate()
+        changed.StateSpecs()
+    except ValueError:  # e.g. train.offload=master without bfloat16 weights
+        return None
+    return changed
+
+
+def _choice(changes: Mapping[str, Any], task: BaseTask, params: Params, mesh: Mesh) -> Choice:
+    recomputes = {"task.remat", "task.repeat"} & set(changes)
+    return Choice(
+        changes={name: _text(value) for name, value in changes.items()},
+        held=held(task, mesh),
+        weight_size=2 if task.p.dtype == _NARROW else 4,
+        narrow=task.p.fprop_dtype == _NARROW,
+        carries=_carries(task, params, mesh) if recomputes else None,
+    )
+
+
+def _text(value: Any) -> str:
+    """A value as a flag takes it."""
+    return json.dumps(value) if isinstance(value, list) else str(value)
+
+
+def _carries(task: BaseTask, params: Params, mesh: Mesh) -> int:
+    """Bytes on a device of the inputs of all blocks of a Transformer's stacks."""
+    counts = task.BatchCounts(params.input.Instantiate().BatchSpec()).values()
+    size = task.p.model_dim * task.fprop_dtype.size
+    blocks = (task.children[stack].p.num_blocks for stack in task.STACKS)
+    held = sum(size * tokens * num for tokens, num in zip(counts, blocks, strict=True))
+    _, micro_batches = micro_batches_of(params)
+    return held // (parts_of("B", mesh, [task.p.activation_split]) * micro_batches)

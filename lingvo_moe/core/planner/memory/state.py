@@ -1,44 +1,160 @@
-"""The training state of one device, from specs alone: what holds it, in which type, and how much of it is copies."""
+"""Counts the bytes that a device holds of a training state, from the specs of its variables.
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+Checks before a run, the choice of recomputation, plans, remedies and the search for a strategy all count here.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.base import MASTER
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.sharding.letters import DEVICE
-from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device
+from lingvo_moe.core.sharding.letters import DEVICE, GRADIENTS, HOST, NONE, SLOTS, WEIGHTS, shards
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device, itemsize_of
 
 # The parts of a state, in the order of a plan.
-PARTS = ("weights", "gradients", "master weights", "slots", "moving average")
+PARTS = (WEIGHTS, GRADIENTS, "master weights", SLOTS, "moving average")
 
 
 @dataclass(frozen=True)
-class State:
-    """The specs of a training state.
+class Sharded:
+    """The bytes of a variable, or of several equal ones, on one device.
 
     Attributes:
-        kept: BaseTask.StateSpecs.
-        gradients: BaseTask.GradientSpecs.
+        part: one of WEIGHTS, GRADIENTS and SLOTS; all but the first two count as slots.
+        whole: bytes if devices hold copies along the axes that the variable leaves out.
+        parted: bytes if these axes shard it too, where they can.
+        hosted: whether it is in the memory of the hosts.
+        blocks: of the stack of layers that it belongs to; 1 outside of stacks.
+        terms: the mesh axes along which devices have terms of the gradient's sum.
     """
 
-    kept: NestedMap
-    gradients: NestedMap
+    part: str
+    whole: int
+    parted: int
+    hosted: bool = False
+    blocks: int = 1
+    terms: tuple[str, ...] = ()
+
+    def Times(self, factor: int) -> "Sharded":
+        """So many of them, or of bytes for each of its elements."""
+        return replace(self, whole=self.whole * factor, parted=self.parted * factor)
 
 
-def state_plan(
-    states: Mapping[str, State], level: str, mesh: Mesh, offloads: Mapping[str, State]
-) -> dict[str, Any]:
+@dataclass
+class Held:
+    """The bytes of a training state on one device.
+
+    Attributes:
+        weights, gradients, slots: in its own memory; slots are all but weights and gradients.
+        hosted: in its host's memory, of WEIGHTS, GRADIENTS and SLOTS.
+        gathered: of the weights that a step gathers, when they are whole.
+        at_once: of weights that are gathered while they are used: those outside of stacks, and one block of each stack.
+        written: of weights that are gathered after the update, and are then there beside the old ones.
+        synced: of gradients, by the mesh axes along which devices have terms of their sums.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    slots: int = 0
+    hosted: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
+    )
+    gathered: int = 0
+    at_once: int = 0
+    written: int = 0
+    synced: Counter[tuple[str, ...]] = field(default_factory=Counter)
+
+    @property
+    def kept(self) -> int:
+        """In its own memory between two steps."""
+        return self.weights + self.slots
+
+    @property
+    def total(self) -> int:
+        """In its own memory while all gradients are there."""
+        return self.kept + self.gradients
+
+
+def tally(variables: Iterable[Sharded], level: str) -> Held:
+    """Adds up a state under a level of train.shard_state."""
+    held, own = Held(), dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
+    for each in variables:
+        there = held.hosted if each.hosted else own
+        there[each.part] += each.parted if shards(level, each.part) else each.whole
+        if each.part == GRADIENTS:
+            held.synced[each.terms] += each.whole
+        if each.part == WEIGHTS and level != NONE and each.parted < each.whole:
+            held.gathered += each.whole
+            if level == WEIGHTS:
+                held.at_once += each.whole // each.blocks
+            elif not each.hosted:
+                held.written += each.whole
+    held.weights, held.gradients, held.slots = own[WEIGHTS], own[GRADIENTS], own[SLOTS]
+    return held
+
+
+def held(task: BaseTask, mesh: Mesh) -> Held:
+    """Counts the training state of a task over a mesh."""
+    return tally(_on_mesh(task, mesh), task.p.shard_state)
+
+
+def _on_mesh(task: BaseTask, mesh: Mesh) -> list[Sharded]:
+    return [
+        Sharded(
+            simple_part(part),
+            bytes_per_device(replace(spec, free_dims=()), mesh),
+            bytes_per_device(spec.OverCopies(), mesh),
+            spec.memory == HOST,
+            spec.shape[0] if spec.stack_dims else 1,
+        )
+        for part, spec in state_variables(task)
+    ]
+
+
+def state_variables(task: BaseTask) -> Iterator[tuple[str, VariableSpec]]:
+    """Each variable of a task's training state with its part, one of PARTS.
+
+    A gradient has the number format of its weight. A loop over a stack of layers collects gradients in the format of
+    the activations, if this is narrower and they stay on the device (layers/repeat.py).
+    """
+    state = task.StateSpecs()
+    looped = not ("repeat" in task.p and task.p.repeat is False)
+    for spec in state.theta.Flatten():
+        yield WEIGHTS, spec
+    for spec in task.GradientSpecs().Flatten():
+        if spec.trainable:
+            yield GRADIENTS, _looped(spec, task.fprop_dtype.name) if looped else spec
+    for path, spec in state.slots.FlattenItems():
+        yield "master weights" if path.rpartition(".")[2] == MASTER else SLOTS, spec
+    for spec in state.get("ema", NestedMap()).Flatten():
+        yield "moving average", spec
+
+
+def simple_part(part: str) -> str:
+    """WEIGHTS, GRADIENTS or SLOTS for one of PARTS."""
+    return part if part in (WEIGHTS, GRADIENTS) else SLOTS
+
+
+def _looped(spec: VariableSpec, activations: str) -> VariableSpec:
+    """A gradient as a loop over layers collects it."""
+    on_device = spec.stack_dims and spec.memory == DEVICE
+    narrower = itemsize_of(activations) < itemsize_of(spec.dtype)
+    return replace(spec, dtype=activations) if on_device and narrower else spec
+
+
+def state_plan(task: BaseTask, mesh: Mesh, offloaded: Mapping[str, BaseTask]) -> dict[str, Any]:
     """Returns the plan's `state`.
 
     Args:
-        states: the state of each level of train.shard_state.
-        level: the one that is planned.
-        mesh: the mesh that it is sharded over.
-        offloads: the state of each train.offload that would free memory, at that level.
+        task: that is planned.
+        mesh: the mesh that the state is sharded over.
+        offloaded: the task with each train.offload that would free memory.
 
     Returns:
         `shard_state`, the level; `parts`, a dict for each part of the state, type and memory, with `part`, `dtype`,
@@ -46,27 +162,22 @@ def state_plan(
         devices an element is kept, on average); `levels`, the `bytes` of all parts in a device's memory for each level;
         and `offloads`, the same for each offload.
     """
+    variables = _on_mesh(task, mesh)
     return {
-        "shard_state": level,
-        "parts": _rows(states[level], mesh),
+        "shard_state": task.p.shard_state,
+        "parts": _rows(task, mesh),
         "levels": [
-            {"shard_state": each, "bytes": _on_device(state, mesh)}
-            for each, state in states.items()
+            {"shard_state": level, "bytes": tally(variables, level).total} for level in STATE_LEVELS
         ],
         "offloads": [
-            {"offload": each, "bytes": _on_device(state, mesh)} for each, state in offloads.items()
+            {"offload": name, "bytes": held(each, mesh).total} for name, each in offloaded.items()
         ],
     }
 
 
-def _on_device(state: State, mesh: Mesh) -> int:
-    """Bytes of all parts in the memory of one device."""
-    return sum(row["bytes"] for row in _rows(state, mesh) if row["memory"] == DEVICE)
-
-
-def _rows(state: State, mesh: Mesh) -> list[dict[str, Any]]:
+def _rows(task: BaseTask, mesh: Mesh) -> list[dict[str, Any]]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for part, spec in _parts(state):
+    for part, spec in state_variables(task):
         found = sums[part, spec.dtype, spec.memory]
         found[0] += bytes_of(spec)
         found[1] += bytes_per_device(spec, mesh)
@@ -76,22 +187,10 @@ def _rows(state: State, mesh: Mesh) -> list[dict[str, Any]]:
             "dtype": dtype,
             "memory": memory,
             "bytes_total": total,
-            "bytes": held,
-            "copies": held * mesh.size / total,
+            "bytes": num_bytes,
+            "copies": num_bytes * mesh.size / total,
         }
-        for (part, dtype, memory), (total, held) in sorted(
+        for (part, dtype, memory), (total, num_bytes) in sorted(
             sums.items(), key=lambda item: (PARTS.index(item[0][0]), item[0][1:])
         )
     ]
-
-
-def _parts(state: State) -> Iterator[tuple[str, VariableSpec]]:
-    for spec in state.kept.theta.Flatten():
-        yield "weights", spec
-    for spec in state.gradients.Flatten():
-        if spec.trainable:
-            yield "gradients", spec
-    for path, spec in state.kept.slots.FlattenItems():
-        yield "master weights" if path.rpartition(".")[2] == MASTER else "slots", spec
-    for spec in state.kept.get("ema", NestedMap()).Flatten():
-        yield "moving average", spec

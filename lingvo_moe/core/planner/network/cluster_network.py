@@ -10,7 +10,6 @@ along the rails. In an all-to-all, data for another node first goes over NVLink 
 without NVLink a GPU sends to each of the others directly, and its lanes of PCI Express carry what leaves the node too.
 """
 
-from lingvo_moe.core.hlo.groups import Groups
 from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
 from lingvo_moe.core.planner.network import two_levels
 from lingvo_moe.core.planner.network.two_levels import DIRECT, PASSES, Sent, Spread
@@ -23,17 +22,7 @@ SECONDS_PER_PCIE_STEP = 5.7e-6
 SECONDS_PER_NETWORK_STEP = 14e-6
 
 
-def spread(groups: Groups, cluster: Cluster) -> Spread:
-    """Counts the nodes that each group of a collective spans; see two_levels.spread."""
-    return two_levels.spread(groups, cluster.gpus_per_node)
-
-
-def compact(participants: int, cluster: Cluster) -> Spread:
-    """Places a group in as few nodes as can be, with equally many devices in each."""
-    return two_levels.compact(participants, cluster.gpus_per_node)
-
-
-def sent(kind: str, num_bytes: int, lies: Spread, cluster: Cluster) -> Sent:
+def sent(kind: str, num_bytes: float, lies: Spread, cluster: Cluster) -> Sent:
     """Returns the bytes that one GPU sends inside its node and between nodes; see two_levels.sent.
 
     Without NVLink an all-to-all sends only what is for its own node inside the node.
@@ -44,7 +33,7 @@ def sent(kind: str, num_bytes: int, lies: Spread, cluster: Cluster) -> Sent:
     return Sent(found.inside / lies.nodes, found.between)
 
 
-def seconds(kind: str, num_bytes: int, lies: Spread, cluster: Cluster) -> float:
+def seconds(kind: str, num_bytes: float, lies: Spread, cluster: Cluster) -> float:
     """Estimates how long one collective takes; see network.seconds."""
     card, moved = cluster.card, sent(kind, num_bytes, lies, cluster)
     through_node = moved.inside

@@ -5,13 +5,19 @@ from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.hlo.groups import Groups
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
-from lingvo_moe.core.planner.machines.machine import Machine
+from lingvo_moe.core.planner.machines.machine import AnyMachine, Machine
+from lingvo_moe.core.planner.machines.ring import Ring
+from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.planner.network import cluster_network, slices_network, torus, two_levels
 from lingvo_moe.core.planner.network.two_levels import Sent, Spread
 
 
 def seconds(
-    kind: str, num_bytes: int, participants: int, machine: Machine, spread: Spread | None = None
+    kind: str,
+    num_bytes: float,
+    participants: int,
+    machine: AnyMachine,
+    spread: Spread | None = None,
 ) -> float:
     """Estimates how long one collective takes.
 
@@ -39,20 +45,21 @@ def seconds(
         raise PlanError(f"{kind} of {num_bytes} bytes: must not be negative")
     if participants == 1:
         return 0.0
+    if isinstance(machine, Ring):
+        return machine.Seconds(kind, num_bytes, participants)
+    if isinstance(machine, Topology) and not machine.has_nodes:
+        return torus.seconds(kind, num_bytes, participants, machine)
+    lies = spread or two_levels.compact(participants, machine.node_devices)
     if isinstance(machine, Cluster):
-        lies = spread or cluster_network.compact(participants, machine)
         return cluster_network.seconds(kind, num_bytes, lies, machine)
-    if machine.slices > 1:
-        lies = spread or slices_network.compact(participants, machine)
-        return slices_network.seconds(kind, num_bytes, lies, machine)
-    return torus.seconds(kind, num_bytes, participants, machine)
+    return slices_network.seconds(kind, num_bytes, lies, machine)
 
 
-def spread(groups: Groups, machine: Machine) -> Spread | None:
-    """Counts the nodes of a cluster, or the slices, that each group of device ids spans; None on a single slice."""
-    if isinstance(machine, Cluster):
-        return cluster_network.spread(groups, machine)
-    return slices_network.spread(groups, machine) if machine.slices > 1 else None
+def spread(groups: Groups, machine: AnyMachine) -> Spread | None:
+    """Counts the nodes of a cluster, or the slices, that each group of devices spans; None where there are none."""
+    if isinstance(machine, Ring) or not machine.has_nodes:
+        return None
+    return two_levels.spread(groups, machine.node_devices)
 
 
 def sent(kind: str, num_bytes: int, lies: Spread, machine: Machine) -> Sent:

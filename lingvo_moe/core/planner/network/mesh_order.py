@@ -18,7 +18,7 @@ from lingvo_moe.core.hlo.collectives import CollectiveUse
 from lingvo_moe.core.hlo.groups import Groups
 from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
-from lingvo_moe.core.planner.network import cluster_network, interconnect
+from lingvo_moe.core.planner.network import cluster_network, interconnect, two_levels
 from lingvo_moe.core.sharding import Mesh
 
 # Another order is proposed only if it saves this share of the collectives' time.
@@ -42,7 +42,7 @@ class Moved:
 
     def Add(self, use: CollectiveUse, times: int, groups: Groups, cluster: Cluster) -> None:
         """Adds `times` executions of a collective among `groups`."""
-        lies = cluster_network.spread(groups, cluster)
+        lies = two_levels.spread(groups, cluster.gpus_per_node)
         sent = cluster_network.sent(use.kind, use.bytes, lies, cluster)
         self.count += times
         self.inside += times * sent.inside

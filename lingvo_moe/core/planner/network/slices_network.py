@@ -9,7 +9,6 @@ Nothing is fitted and nothing here was measured. Each chip has its share of its 
 itself is no bottleneck.
 """
 
-from lingvo_moe.core.hlo.groups import Groups
 from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.planner.network import torus, two_levels
 from lingvo_moe.core.planner.network.two_levels import PASSES, Spread
@@ -18,17 +17,7 @@ from lingvo_moe.core.planner.network.two_levels import PASSES, Spread
 SECONDS_PER_STEP = 50e-6
 
 
-def spread(groups: Groups, topology: Topology) -> Spread:
-    """Counts the slices that each group of device ids spans; see two_levels.spread."""
-    return two_levels.spread(groups, topology.slice_devices)
-
-
-def compact(participants: int, topology: Topology) -> Spread:
-    """Places a group in as few slices as can be, with equally many devices in each."""
-    return two_levels.compact(participants, topology.slice_devices)
-
-
-def seconds(kind: str, num_bytes: int, lies: Spread, topology: Topology) -> float:
+def seconds(kind: str, num_bytes: float, lies: Spread, topology: Topology) -> float:
     """Estimates how long one collective takes; see network.seconds.
 
     Args:

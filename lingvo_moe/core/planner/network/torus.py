@@ -35,7 +35,7 @@ class _Group:
         return math.prod(self.dims)
 
 
-def seconds(kind: str, num_bytes: int, participants: int, topology: Topology) -> float:
+def seconds(kind: str, num_bytes: float, participants: int, topology: Topology) -> float:
     """Estimates how long one collective of at least two participants takes; see network.seconds.
 
     All groups work at the same time, each in its own box of neighbouring chips.
@@ -76,7 +76,7 @@ def describe(topology: Topology) -> str:
     )
 
 
-def _load(kind: str, num_bytes: int, group: _Group) -> tuple[float, int]:
+def _load(kind: str, num_bytes: float, group: _Group) -> tuple[float, int]:
     """Returns (bytes over the slowest link, hops in sequence)."""
     chips, dims = group.chips, list(zip(group.dims, group.wraps, strict=True))
     across = sum(_diameter(n, wraps) for n, wraps in dims)

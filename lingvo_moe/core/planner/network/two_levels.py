@@ -84,7 +84,7 @@ def compact(participants: int, node_size: int) -> Spread:
     return Spread(participants // inside, inside)
 
 
-def sent(kind: str, num_bytes: int, lies: Spread) -> Sent:
+def sent(kind: str, num_bytes: float, lies: Spread) -> Sent:
     """Returns the bytes that one device sends inside its node and between nodes, as the table above says.
 
     Args:

@@ -18,7 +18,6 @@ def test_a_cluster_by_name():
         8,
     )
     assert cluster.num_devices == 256
-    assert [cluster.node_of(device) for device in (0, 7, 8, 255)] == [0, 0, 1, 31]
 
 
 @pytest.mark.parametrize(

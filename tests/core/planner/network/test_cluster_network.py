@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, Cluster
 from lingvo_moe.core.planner.network import cluster_network as model
-from lingvo_moe.core.planner.network import interconnect
-from lingvo_moe.core.planner.network.cluster_network import Spread
+from lingvo_moe.core.planner.network import interconnect, two_levels
+from lingvo_moe.core.planner.network.two_levels import Spread
 
 GB = 10**9
 REDUCING = ("all-reduce", "all-gather", "reduce-scatter")
@@ -134,7 +134,7 @@ def test_an_all_reduce_hardly_depends_on_the_number_of_nodes():
     ],
 )
 def test_how_groups_lie_in_nodes_of_four(groups, expected):
-    assert model.spread(groups, Cluster.parse("h100:4x4")) == expected
+    assert interconnect.spread(groups, Cluster.parse("h100:4x4")) == expected
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16, 64, 256]))
@@ -143,7 +143,7 @@ def test_a_compact_group_has_consecutive_devices(participants):
     groups = tuple(
         tuple(range(i, i + participants)) for i in range(0, cluster.num_devices, participants)
     )
-    assert model.compact(participants, cluster) == model.spread(groups, cluster)
+    assert two_levels.compact(participants, 8) == interconnect.spread(groups, cluster)
 
 
 def test_a_slower_interface_slows_only_what_leaves_the_node():
