@@ -36,6 +36,7 @@ _ROOMS = (
     ("partitioner",),
     ("hlo",),
     ("sharding", "pages"),
+    ("operators",),
     ("",),
     ("console",),
     ("config", "files"),

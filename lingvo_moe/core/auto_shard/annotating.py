@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 
-from lingvo_moe.core.auto_shard.recording import Rewriting
+from lingvo_moe.core.auto_shard.recording import Recording
 from lingvo_moe.core.auto_shard.strategy import Strategy
 from lingvo_moe.core.sharding import ShardingError, mesh_split
 from lingvo_moe.core.sharding.annotate import free_letters
@@ -29,7 +29,7 @@ def annotated(call: Callable[[], Any], strategy: Strategy, name: str) -> Any:
         return call()
 
 
-class _Annotating(Rewriting):
+class _Annotating(Recording):
     """Annotates the tensors that each operation reads, as a strategy says."""
 
     def __init__(self, strategy: Strategy, name: str):

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.auto_shard import strategy as strategies
 from lingvo_moe.core.auto_shard.annotating import annotated
+from lingvo_moe.core.auto_shard.operators import Argument
 from lingvo_moe.core.auto_shard.search import Search, Traced
 from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.engine.eager.functional import ShardedFunction, tensor_items
@@ -219,9 +220,10 @@ class AutoSharded(ShardedFunction):
         search = Search(
             self._name,
             traced,
-            specs,
-            [splits[spec.name] or None for spec in specs],
-            wanted,
+            [
+                Argument(x, spec.name, splits[spec.name] or None, gradient)
+                for x, spec, gradient in zip(traced.arguments, specs, wanted, strict=True)
+            ],
             [(path, split or None) for path, split in zip(paths, given, strict=True)],
             mesh_machine(mesh, self._topology),
         )

@@ -9,16 +9,15 @@ Each dimension of a tensor has a letter of its operator, or None where it stays 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lingvo_moe.core.auto_shard import rules, rules_of_products, rules_of_shapes
-from lingvo_moe.core.auto_shard.rules import Rule, shape_of
+from lingvo_moe.core.operators import RULES
+from lingvo_moe.core.operators.rule import Rule, shape_of
 from lingvo_moe.core.sharding.letters import DimsMapping, axes_of
 from lingvo_moe.core.sharding.mesh import Mesh
 
-RULES = {**rules.RULES, **rules_of_products.RULES, **rules_of_shapes.RULES}
 ANNOTATION = "XlaSharding"
 _NO_GRADIENT = frozenset({"OneHot", "OnesLike", "StopGradient", "ZerosLike"})
 _STATIC = frozenset({"Rank", "Shape", "ShapeN", "Size"})  # shapes are static
@@ -63,7 +62,6 @@ class Member:
         letters: all that it runs over.
         reduced: those over which its results are reduced.
         flops: of products, over all devices.
-        has_gradient: whether a gradient comes back through it.
         uses: (number of the operand, the tensor, its letters).
         makes: (the tensor, its letters).
     """
@@ -71,11 +69,15 @@ class Member:
     op: int
     type: str
     letters: frozenset[int]
-    reduced: frozenset[int]
-    flops: int
-    has_gradient: bool
     uses: tuple[tuple[int, Value, Letters], ...]
-    makes: tuple[tuple[Value, Letters], ...]
+    makes: tuple[tuple[Value, Letters], ...] = ()
+    reduced: frozenset[int] = frozenset()
+    flops: int = 0
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back through it."""
+        return not self.makes or any(v.has_gradient for v, _ in self.makes)
 
 
 @dataclass
@@ -99,6 +101,16 @@ class Operator:
     holds: dict[Value, Letters] = field(default_factory=dict)
     arguments: list[Value] = field(default_factory=list)
     fixed: dict[int, tuple[str, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class _Node:
+    """An operation of the trace: its number, and the values of its operands (None for constants) and results."""
+
+    number: int
+    op: Any
+    used: Sequence[Value | None]
+    made: Sequence[Value]
 
 
 @dataclass(frozen=True)
@@ -210,30 +222,31 @@ class Operators:
                 else:
                     del self._by_tensor[op.outputs[y.index].ref()]
             return
+        at = _Node(number, op, used, made)
         if op.type == ANNOTATION:
-            self._Annotation(number, op, used, made)
+            self._Annotation(at)
             return
         rule_of = RULES.get(op.type)
         rule = rule_of(op) if rule_of else None
         if rule is None:
-            self._WithoutRule(number, op, used, made)
+            self._WithoutRule(at)
         elif rule.heavy:
-            operator = self._NewOperator(op.name, op.type)
-            self._Join(operator, number, op.type, rule, self._Fresh(operator, rule), used, made)
+            self._Lead(at, rule)
         else:
-            self._Follow(number, op, rule, used, made)
+            self._Follow(at, rule)
 
-    def _Annotation(self, number: int, op: Any, used: Sequence[Any], made: Sequence[Value]) -> None:
-        operator = self._NewOperator(op.name, ANNOTATION)
-        letters = self._NewLetters(operator, made[0].shape)
-        mapping = self._mapping_of(op)
+    def _Annotation(self, at: _Node) -> None:
+        operator = self._NewOperator(at.op.name, ANNOTATION)
+        (read, *_), (made, *_) = at.used, at.made
+        assert read is not None  # else it is a constant
+        letters = self._NewLetters(operator, made.shape)
+        mapping = self._mapping_of(at.op)
         self._Fix(operator, letters, mapping)
-        argument = self.home[used[0].number]
-        if id(argument) in self._pending and is_even(used[0].shape, mapping, self._mesh):
-            self._Absorb(operator, argument, self._dims[used[0].number], letters)
-        self._Append(
-            operator, number, op.type, letters, [(0, used[0], letters)], [(made[0], letters)]
-        )
+        argument = self.home[read.number]
+        if id(argument) in self._pending and is_even(read.shape, mapping, self._mesh):
+            self._Absorb(operator, argument, self._dims[read.number], letters)
+        uses, makes = ((0, read, letters),), ((made, letters),)
+        self._Append(operator, Member(at.number, ANNOTATION, _some(letters), uses, makes))
 
     def _Result(self, tensor: Any, path: str, mapping: DimsMapping | None) -> None:
         value = self.ValueOf(tensor)
@@ -242,50 +255,50 @@ class Operators:
         operator = self._NewOperator(path, "result")
         letters = self._NewLetters(operator, value.shape)
         self._Fix(operator, letters, mapping)
-        self._Append(operator, -1, "result", letters, [(0, value, letters)], [])
+        self._Append(operator, Member(-1, "result", _some(letters), ((0, value, letters),)))
 
-    def _WithoutRule(
-        self, number: int, op: Any, used: Sequence[Any], made: Sequence[Value]
-    ) -> None:
-        self.without_rule.setdefault(op.type, op.name)
-        operator = self._NewOperator(op.name, op.type)
-        uses = [(i, v, (None,) * len(v.shape)) for i, v in enumerate(used) if v is not None]
-        makes = [(v, (None,) * len(v.shape)) for v in made]
-        self._Append(operator, number, op.type, (), uses, makes)
+    def _WithoutRule(self, at: _Node) -> None:
+        self.without_rule.setdefault(at.op.type, at.op.name)
+        operator = self._NewOperator(at.op.name, at.op.type)
+        uses = ((i, v, (None,) * len(v.shape)) for i, v in enumerate(at.used) if v is not None)
+        makes = ((v, (None,) * len(v.shape)) for v in at.made)
+        self._Append(
+            operator, Member(at.number, at.op.type, frozenset(), tuple(uses), tuple(makes))
+        )
 
-    def _Follow(
-        self, number: int, op: Any, rule: Rule, used: Sequence[Value | None], made: Sequence[Value]
-    ) -> None:
+    def _Lead(self, at: _Node, rule: Rule) -> None:
+        """Makes an operation an operator of its own."""
+        operator = self._NewOperator(at.op.name, at.op.type)
+        letters = {letter: self._NewLetter(operator, size) for letter, size in rule.sizes.items()}
+        self._Join(operator, at, rule, letters)
+
+    def _Follow(self, at: _Node, rule: Rule) -> None:
         """Puts an operation where the operand is that determines the result's sharding."""
         full = [
             v
-            for v, dims in zip(used, rule.inputs, strict=True)
+            for v, dims in zip(at.used, rule.inputs, strict=True)
             if v is not None and dims is not None and set(rule.sizes) <= set(dims)
         ]
         if not full:
-            operator = self._NewOperator(op.name, op.type)
-            self._Join(operator, number, op.type, rule, self._Fresh(operator, rule), used, made)
+            self._Lead(at, rule)
             return
         # The one that was computed last; an argument has no sharding of its own yet.
         leader = max(full, key=lambda v: (id(self.home[v.number]) not in self._pending, v.number))
-        place = next(i for i, v in enumerate(used) if v is leader)
+        place = next(i for i, v in enumerate(at.used) if v is leader)
         dims = rule.inputs[place]
         assert dims is not None
         known = dict(zip(dims, self._dims[leader.number]))
         letters = {letter: known.get(letter) for letter in rule.sizes}
         for letter, size in rule.sizes.items():
             self._Limit(letters[letter], size)
-        self._Join(self.home[leader.number], number, op.type, rule, letters, used, made)
+        self._Join(self.home[leader.number], at, rule, letters)
 
     def _Join(
         self,
         operator: Operator,
-        number: int,
-        kind: str,
+        at: _Node,
         rule: Rule,
         letters: Mapping[str, int | None],
-        used: Sequence[Value | None],
-        made: Sequence[Value],
     ) -> None:
         """Makes an operation a member; arguments that no operator has yet come along."""
 
@@ -293,7 +306,7 @@ class Operators:
             return tuple(None if d is None else letters[d] for d in dims)
 
         uses = []
-        for i, (v, dims) in enumerate(zip(used, rule.inputs, strict=True)):
+        for i, (v, dims) in enumerate(zip(at.used, rule.inputs, strict=True)):
             if v is None:
                 continue
             wanted = (None,) * len(v.shape) if dims is None else named(dims)
@@ -301,30 +314,21 @@ class Operators:
             if home is not operator and id(home) in self._pending:
                 self._Absorb(operator, home, self._dims[v.number], wanted)
             uses.append((i, v, wanted))
-        makes = [(v, named(dims)) for v, dims in zip(made, rule.outputs, strict=True)]
-        own = tuple(letters[letter] for letter in rule.sizes)
-        reduced = tuple(letters[letter] for letter in rule.reduced)
-        if reduced:  # worth a sharding of its own, as a normalization of the function's argument is
+        makes = [(v, named(dims)) for v, dims in zip(at.made, rule.outputs, strict=True)]
+        own = _some(letters[letter] for letter in rule.sizes)
+        reduced = _some(letters[letter] for letter in rule.reduced)
+        if (
+            rule.reduced
+        ):  # worth a sharding of its own, as a normalization of the function's argument is
             self._pending.discard(id(operator))
-        self._Append(operator, number, kind, own, uses, makes, reduced, rule.flops)
-
-    def _Append(
-        self,
-        operator: Operator,
-        number: int,
-        kind: str,
-        letters: Letters,
-        uses: Sequence[tuple[int, Value, Letters]],
-        makes: Sequence[tuple[Value, Letters]],
-        reduced: Letters = (),
-        flops: int = 0,
-    ) -> None:
-        gradient = not makes or any(v.has_gradient for v, _ in makes)
-        sets = _some(letters), _some(reduced)
-        operator.members.append(
-            Member(number, kind, *sets, flops, gradient, tuple(uses), tuple(makes))
+        self._Append(
+            operator,
+            Member(at.number, at.op.type, own, tuple(uses), tuple(makes), reduced, rule.flops),
         )
-        for value, dims in makes:
+
+    def _Append(self, operator: Operator, member: Member) -> None:
+        operator.members.append(member)
+        for value, dims in member.makes:
             self._Hold(operator, value, dims)
 
     def _Absorb(self, operator: Operator, other: Operator, dims: Letters, wanted: Letters) -> None:
@@ -349,9 +353,6 @@ class Operators:
 
     def _NewLetters(self, operator: Operator, shape: Sequence[int]) -> Letters:
         return tuple(None if n == 1 else self._NewLetter(operator, n) for n in shape)
-
-    def _Fresh(self, operator: Operator, rule: Rule) -> dict[str, int | None]:
-        return {letter: self._NewLetter(operator, size) for letter, size in rule.sizes.items()}
 
     def _NewLetter(self, operator: Operator, size: int) -> int:
         letter = len(self._parents)
@@ -407,7 +408,7 @@ class Operators:
             ]
 
 
-def _some(letters: Letters) -> frozenset[int]:
+def _some(letters: Iterable[int | None]) -> frozenset[int]:
     return frozenset(d for d in letters if d is not None)
 
 

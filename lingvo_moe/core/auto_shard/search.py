@@ -18,7 +18,7 @@ from lingvo_moe.core.auto_shard.operators import (
     Value,
     is_even,
 )
-from lingvo_moe.core.auto_shard.recording import recorded
+from lingvo_moe.core.auto_shard.recording import Recording
 from lingvo_moe.core.auto_shard.strategy import Annotation, Strategy, Tensor, mapping_of
 from lingvo_moe.core.console.units import size
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
@@ -49,8 +49,9 @@ class Traced:
         start = time.perf_counter()
 
         def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            with recorded() as self.operations, free_letters():
+            with Recording() as recording, free_letters():
                 self.results = call(tensors)
+            self.operations = recording.operations
             self.arguments = list(tensors)
             return self.results
 
@@ -74,18 +75,14 @@ class Search:
         self,
         name: str,
         traced: Traced,
-        specs: Sequence[TensorSpec],
-        fixed: Sequence[DimsMapping | None],
-        wanted: Sequence[bool],
+        arguments: Sequence[Argument],
         results: Sequence[tuple[str, DimsMapping | None]],
         on: MeshMachine,
     ):
         """Args:
         name: of the function.
         traced: its operations.
-        specs: of its arguments.
-        fixed: the sharding of each argument that is given.
-        wanted: whether the gradient by each argument is wanted.
+        arguments: of the trace.
         results: the path of each result, and its sharding if it is given.
         on: the machine.
         """
@@ -98,12 +95,6 @@ class Search:
                     f"auto_shard: {name} has a manual region ({op.name}), in which the user says what each device "
                     "computes; search for the functions around it"
                 )
-        arguments = [
-            Argument(x, spec.name, mapping, gradient)
-            for x, spec, mapping, gradient in zip(
-                traced.arguments, specs, fixed, wanted, strict=True
-            )
-        ]
         self.operators = Operators(
             arguments,
             traced.operations,

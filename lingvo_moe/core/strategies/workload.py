@@ -20,6 +20,7 @@ from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.hlo.parts import Layers
 from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.operators.products import einsum_letters, product_flops
 from lingvo_moe.core.sharding.mesh import single_device
 from lingvo_moe.core.task.base_task import Forms
 from lingvo_moe.core.tensors import VIEWS, Collected, collecting, origin
@@ -79,7 +80,7 @@ class Product:
     @property
     def flops(self) -> int:
         """Operations of the forward pass on all devices together: two for each multiply-add."""
-        return 0 if self.lookup else 2 * math.prod(size for _, size in self.sizes)
+        return 0 if self.lookup else product_flops(size for _, size in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,7 @@ def _product(
 ) -> Iterator[tuple[Product, str]]:
     """The product that an operation of the graph is, if it is one, and the name of the activation that it reads."""
     if op.type == "Einsum" and len(op.inputs) == 2:
-        inputs, result = op.get_attr("equation").decode().split("->")
-        letters = inputs.split(",")
+        letters, result = einsum_letters(op)
         weights = [_weight(x, specs) for x in op.inputs]
         tensors = list(op.inputs)
     elif op.type == "GatherV2" and (table := _weight(op.inputs[0], specs)) is not None:

@@ -30,27 +30,28 @@ class Card:
     Attributes:
         name: e.g. 'h100'.
         label: NVIDIA's name.
-        memory_bytes: memory that the driver leaves to programs.
         hbm_bandwidth: bytes/s between the GPU and its memory.
         peak_flops: dense FLOP/s of products by dtype: 'bfloat16' and 'tf32' on tensor cores, 'float32' without them.
             A multiply-add counts as two.
         nvlink_bandwidth: bytes/s over NVLink; 0 for a card without it, which uses PCI Express inside a node.
         pcie_bandwidth: bytes/s over PCI Express.
         nic_bandwidth: bytes/s of the network interface that the GPU has for itself.
-        nvlink_domain: how many GPUs NVLink joins through switches, each with each at full rate; 1 without NVLink.
         source: where the figures come from, with what is assumed.
     """
 
     name: str
     label: str
-    memory_bytes: int
     hbm_bandwidth: float
     peak_flops: Mapping[str, float] = field(hash=False)
     nvlink_bandwidth: float
     pcie_bandwidth: float
     nic_bandwidth: float
-    nvlink_domain: int
     source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that the driver leaves to programs."""
+        return MEMORY_BYTES[self.name]
 
     @property
     def node_bandwidth(self) -> float:
@@ -69,13 +70,11 @@ CARDS = {
         Card(
             name="a100-40",
             label="NVIDIA A100 SXM 40 GB",
-            memory_bytes=MEMORY_BYTES["a100-40"],
             hbm_bandwidth=1555e9,
             peak_flops=_peaks(312e12, 156e12, 19.5e12),
             nvlink_bandwidth=300e9,
             pcie_bandwidth=_PCIE4,
             nic_bandwidth=25e9,
-            nvlink_domain=8,
             source=(
                 "NVIDIA A100 Tensor Core GPU data sheet; memory: XLA's a100_sxm_40.txtpb; network: assumed, one HDR "
                 "200 Gb/s interface a GPU as in the DGX A100"
@@ -84,13 +83,11 @@ CARDS = {
         Card(
             name="a100",
             label="NVIDIA A100 SXM 80 GB",
-            memory_bytes=MEMORY_BYTES["a100"],
             hbm_bandwidth=2039e9,
             peak_flops=_peaks(312e12, 156e12, 19.5e12),
             nvlink_bandwidth=300e9,
             pcie_bandwidth=_PCIE4,
             nic_bandwidth=25e9,
-            nvlink_domain=8,
             source=(
                 "NVIDIA A100 Tensor Core GPU data sheet; memory: XLA's a100_sxm_80.txtpb; network: assumed, one HDR "
                 "200 Gb/s interface a GPU as in the DGX A100"
@@ -99,13 +96,11 @@ CARDS = {
         Card(
             name="h100",
             label="NVIDIA H100 SXM 80 GB",
-            memory_bytes=MEMORY_BYTES["h100"],
             hbm_bandwidth=3350e9,
             peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
             nvlink_bandwidth=450e9,
             pcie_bandwidth=_PCIE5,
             nic_bandwidth=50e9,
-            nvlink_domain=8,
             source=(
                 "NVIDIA H100 Tensor Core GPU data sheet, its peaks as in the architecture white paper; memory: XLA's "
                 "h100_sxm.txtpb; network: assumed, one NDR 400 Gb/s interface a GPU as in the DGX H100"
@@ -114,13 +109,11 @@ CARDS = {
         Card(
             name="h200",
             label="NVIDIA H200 SXM 141 GB",
-            memory_bytes=MEMORY_BYTES["h200"],
             hbm_bandwidth=4800e9,
             peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
             nvlink_bandwidth=450e9,
             pcie_bandwidth=_PCIE5,
             nic_bandwidth=50e9,
-            nvlink_domain=8,
             source=(
                 "NVIDIA H200 Tensor Core GPU data sheet, its peaks as the H100's; memory: XLA's h200.txtpb; network: "
                 "assumed, one NDR 400 Gb/s interface a GPU as in the DGX H200"
@@ -129,13 +122,11 @@ CARDS = {
         Card(
             name="b200",
             label="NVIDIA B200 SXM 180 GB",
-            memory_bytes=MEMORY_BYTES["b200"],
             hbm_bandwidth=7700e9,
             peak_flops=_peaks(2250e12, 1100e12, 75e12),
             nvlink_bandwidth=900e9,
             pcie_bandwidth=_PCIE5,
             nic_bandwidth=50e9,
-            nvlink_domain=8,
             source=(
                 "NVIDIA HGX B200 data sheet, an eighth of the board's; memory: XLA's b200.txtpb; network: assumed, one "
                 "NDR 400 Gb/s interface a GPU as in the DGX B200"
@@ -144,13 +135,11 @@ CARDS = {
         Card(
             name="l40s",
             label="NVIDIA L40S 48 GB",
-            memory_bytes=MEMORY_BYTES["l40s"],
             hbm_bandwidth=864e9,
             peak_flops=_peaks(362.05e12, 183e12, 91.6e12),
             nvlink_bandwidth=0.0,
             pcie_bandwidth=_PCIE4,
             nic_bandwidth=25e9,
-            nvlink_domain=1,
             source=(
                 "NVIDIA L40S data sheet; memory: as PyTorch reports it; network: assumed, one 200 Gb/s interface a GPU"
             ),
@@ -158,13 +147,11 @@ CARDS = {
         Card(
             name="l4",
             label="NVIDIA L4 24 GB",
-            memory_bytes=MEMORY_BYTES["l4"],
             hbm_bandwidth=300e9,
             peak_flops=_peaks(121e12, 60e12, 30.3e12),
             nvlink_bandwidth=0.0,
             pcie_bandwidth=_PCIE4,
             nic_bandwidth=12.5e9,
-            nvlink_domain=1,
             source=(
                 "NVIDIA L4 data sheet; memory: as PyTorch reports it; network: assumed, one 100 Gb/s interface a GPU"
             ),

@@ -30,7 +30,6 @@ class Chip:
         peak_flops: bfloat16 FLOP/s per device; a multiply-add counts as two.
         hbm_bandwidth: bytes/s per device.
         link_bandwidth: bytes/s of one link between chips, in one direction.
-        links: links per chip, two for each dimension of the torus; each carries both directions.
         clock_hz: clock rate, which turns the compiler's cycles into seconds.
         max_dims: chips in each dimension of the largest slice; a 3-D slice may have another shape
             with the same number of chips.
@@ -48,7 +47,6 @@ class Chip:
     peak_flops: float
     hbm_bandwidth: float
     link_bandwidth: float
-    links: int
     clock_hz: float
     max_dims: tuple[int, ...]
     source: str
@@ -79,7 +77,6 @@ CHIPS = {
             peak_flops=123e12 / 2,
             hbm_bandwidth=900e9 / 2,
             link_bandwidth=82e9,
-            links=4,
             clock_hz=940e6,
             max_dims=(32, 32),
             source="Google Cloud, TPU v3; links: Jouppi et al. 2020",
@@ -92,7 +89,6 @@ CHIPS = {
             peak_flops=275e12,
             hbm_bandwidth=1200e9,
             link_bandwidth=45e9,
-            links=6,
             clock_hz=1050e6,
             max_dims=(16, 16, 16),
             source="Google Cloud, TPU v4",
@@ -106,7 +102,6 @@ CHIPS = {
             peak_flops=197e12,
             hbm_bandwidth=819e9,
             link_bandwidth=50e9,
-            links=4,
             clock_hz=1500e6,
             max_dims=(16, 16),
             source="Google Cloud, TPU v5e",
@@ -122,7 +117,6 @@ CHIPS = {
             peak_flops=459e12,
             hbm_bandwidth=2765e9,
             link_bandwidth=100e9,
-            links=6,
             clock_hz=1750e6,
             max_dims=(16, 16, 24),
             source="Google Cloud, TPU v5p",
@@ -137,7 +131,6 @@ CHIPS = {
             peak_flops=918e12,
             hbm_bandwidth=1638e9,
             link_bandwidth=100e9,
-            links=4,
             clock_hz=1750e6,
             max_dims=(16, 16),
             source="Google Cloud, TPU v6e",

@@ -1,9 +1,10 @@
 """The rules of operators of their own: products, convolutions, look-ups in tables."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
-from lingvo_moe.core.auto_shard.rules import (
+from lingvo_moe.core.operators.rule import (
     Dims,
     Rule,
     RuleOf,
@@ -11,6 +12,8 @@ from lingvo_moe.core.auto_shard.rules import (
     numbered,
     shape_of,
     sizes_of,
+    whole,
+    without,
 )
 
 
@@ -35,11 +38,21 @@ def batch_matmul(op: Any) -> Rule | None:
     return _product(op, names[0], names[1], "".join(leading) + "IJ")
 
 
+def einsum_letters(op: Any) -> tuple[list[str], str]:
+    """The letters of an einsum's operands and of its result; none of an equation without an arrow."""
+    operands, arrow, result = op.get_attr("equation").decode().replace(" ", "").partition("->")
+    return operands.split(",") if arrow else [], result
+
+
+def product_flops(sizes: Iterable[int]) -> int:
+    """Operations of a product that runs over dimensions of these sizes: two for each multiply-add."""
+    return 2 * math.prod(sizes)
+
+
 def einsum(op: Any) -> Rule | None:
     """One or two operands, no letter twice in one of them."""
-    operands, arrow, result = op.get_attr("equation").decode().replace(" ", "").partition("->")
-    names = operands.split(",")
-    if not arrow or "." in operands or len(names) > 2:
+    names, result = einsum_letters(op)
+    if not names or "." in "".join(names) or len(names) > 2:
         return None
     if any(len(set(name)) != len(name) for name in (*names, result)):
         return None
@@ -58,7 +71,7 @@ def _product(op: Any, first: str, second: str, result: str) -> Rule | None:
         letter: max(size for name, shape in zip((first, second), shapes) for c, size in zip(name, shape) if c == letter)
         for letter in set(first + second)
     }  # fmt: skip
-    flops = 2 * math.prod(full.values())
+    flops = product_flops(full.values())
     return Rule((dims[0], dims[1]), (dims[2],), sizes, flops, heavy=True)
 
 
@@ -84,7 +97,7 @@ def convolution(op: Any) -> Rule | None:
         tuple(d if n > 1 else None for d, n in zip(each, shape))
         for each, shape in zip(dims, (image, kernel, out))
     )
-    flops = 2 * math.prod(out) * math.prod(kernel[:3])
+    flops = product_flops([*out, *kernel[:3]])
     sizes = sizes_of(*zip(kept, (image, kernel, out)))
     return Rule(kept[:2], kept[2:], sizes, flops, heavy=True)
 
@@ -94,7 +107,7 @@ def depthwise(op: Any) -> Rule | None:
     image, kernel, out = (shape_of(x) for x in (*op.inputs, *op.outputs))
     if op.get_attr("data_format") != b"NHWC" or kernel[3] != 1:
         return None
-    flops = 2 * math.prod(out) * math.prod(kernel[:2])
+    flops = product_flops([*out, *kernel[:2]])
     dims: tuple[Dims, ...] = (("B", None, None, "C"), (None, None, "C", None))
     return Rule(dims, dims[:1], {"B": image[0], "C": image[3]}, flops, heavy=True)
 
@@ -104,7 +117,7 @@ def pool(op: Any) -> Rule | None:
     if op.get_attr("data_format") != b"NHWC":
         return None
     shape = shape_of(op.inputs[0])
-    dims: Dims = tuple(d if i in (0, 3) else None for i, d in enumerate(numbered(shape)))
+    dims = whole(numbered(shape), 1, 2)
     return Rule((dims,), (dims,), sizes_of((dims, shape)))
 
 
@@ -113,7 +126,7 @@ def batch_norm(op: Any) -> Rule | None:
     if op.get_attr("data_format") != b"NHWC":
         return None
     shape = shape_of(op.inputs[0])
-    dims: Dims = tuple(d if i in (0, 3) else None for i, d in enumerate(numbered(shape)))
+    dims = whole(numbered(shape), 1, 2)
     channels = (dims[3],)
     outputs = tuple(dims if len(shape_of(y)) == 4 else channels for y in op.outputs[:5])
     outputs += tuple((None,) * len(shape_of(y)) for y in op.outputs[5:])
@@ -140,8 +153,7 @@ def one_hot(op: Any) -> Rule | None:
     shape = shape_of(op.outputs[0])
     axis = op.get_attr("axis") % len(shape)
     dims = numbered(shape)
-    places = tuple(d for i, d in enumerate(dims) if i != axis)
-    return Rule((places, *(None,) * 3), (dims,), sizes_of((dims, shape)))
+    return Rule((without(dims, axis), *(None,) * 3), (dims,), sizes_of((dims, shape)))
 
 
 def sum_of_squares(op: Any) -> Rule | None:

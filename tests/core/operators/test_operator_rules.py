@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.auto_shard.operators import RULES
+from lingvo_moe.core.operators import RULES
 
 _Function = Callable[..., Any]
 # (operation, function, shapes of operands, letters that results keep)

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from lingvo_moe.core.auto_shard.rules import (
+from lingvo_moe.core.operators.rule import (
     Dims,
     Rule,
     RuleOf,
@@ -11,6 +11,8 @@ from lingvo_moe.core.auto_shard.rules import (
     numbered,
     shape_of,
     sizes_of,
+    whole,
+    without,
 )
 
 
@@ -108,7 +110,7 @@ def concat(op: Any) -> Rule | None:
         return None
     shape = shape_of(op.outputs[0])
     axis = int(axis) % len(shape)
-    dims: Dims = tuple(None if i == axis else d for i, d in enumerate(numbered(shape)))
+    dims = whole(numbered(shape), axis)
     count = len(op.inputs) - 1
     return Rule(((dims,) * count) + (None,), (dims,), sizes_of((dims, shape)))
 
@@ -122,7 +124,7 @@ def split(op: Any) -> Rule | None:
     value = 1 if op.type == "Split" else 0
     shape = shape_of(op.inputs[value])
     axis = int(axis) % len(shape)
-    dims: Dims = tuple(None if i == axis else d for i, d in enumerate(numbered(shape)))
+    dims = whole(numbered(shape), axis)
     inputs: list[Dims | None] = [None] * len(op.inputs)
     inputs[value] = dims
     return Rule(tuple(inputs), (dims,) * len(op.outputs), sizes_of((dims, shape)))
@@ -133,18 +135,16 @@ def pack(op: Any) -> Rule | None:
     shape = shape_of(op.outputs[0])
     axis = op.get_attr("axis") % len(shape)
     dims = numbered(shape)
-    inner = tuple(d for i, d in enumerate(dims) if i != axis)
-    out = tuple(None if i == axis else d for i, d in enumerate(dims))
-    return Rule((inner,) * len(op.inputs), (out,), sizes_of((out, shape)))
+    out = whole(dims, axis)
+    return Rule((without(dims, axis),) * len(op.inputs), (out,), sizes_of((out, shape)))
 
 
 def unpack(op: Any) -> Rule | None:
     """A dimension, which is whole, is taken apart."""
     shape = shape_of(op.inputs[0])
     axis = op.get_attr("axis") % len(shape)
-    dims = tuple(None if i == axis else d for i, d in enumerate(numbered(shape)))
-    inner = tuple(d for i, d in enumerate(dims) if i != axis)
-    return Rule((dims,), (inner,) * len(op.outputs), sizes_of((dims, shape)))
+    dims = whole(numbered(shape), axis)
+    return Rule((dims,), (without(dims, axis),) * len(op.outputs), sizes_of((dims, shape)))
 
 
 RULES: dict[str, RuleOf] = {
