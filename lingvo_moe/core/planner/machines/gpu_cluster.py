@@ -8,7 +8,7 @@ they count both directions of a link or structured sparsity. Not from a data she
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lingvo_moe.core.config.suggest import did_you_mean, either
@@ -64,98 +64,94 @@ def _peaks(bfloat16: float, tf32: float, float32: float) -> Mapping[str, float]:
 
 
 # NVLink: 600, 900 and 1800 GB/s in both directions together (third, fourth and fifth generation).
+_A100 = Card(
+    name="a100",
+    label="NVIDIA A100 SXM 80 GB",
+    hbm_bandwidth=2039e9,
+    peak_flops=_peaks(312e12, 156e12, 19.5e12),
+    nvlink_bandwidth=300e9,
+    pcie_bandwidth=_PCIE4,
+    nic_bandwidth=25e9,
+    source=(
+        "NVIDIA A100 Tensor Core GPU data sheet; memory: XLA's a100_sxm_80.txtpb; network: assumed, one HDR "
+        "200 Gb/s interface a GPU as in the DGX A100"
+    ),
+)
+_H100 = Card(
+    name="h100",
+    label="NVIDIA H100 SXM 80 GB",
+    hbm_bandwidth=3350e9,
+    peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
+    nvlink_bandwidth=450e9,
+    pcie_bandwidth=_PCIE5,
+    nic_bandwidth=50e9,
+    source=(
+        "NVIDIA H100 Tensor Core GPU data sheet, its peaks as in the architecture white paper; memory: XLA's "
+        "h100_sxm.txtpb; network: assumed, one NDR 400 Gb/s interface a GPU as in the DGX H100"
+    ),
+)
+_B200 = Card(
+    name="b200",
+    label="NVIDIA B200 SXM 180 GB",
+    hbm_bandwidth=7700e9,
+    peak_flops=_peaks(2250e12, 1100e12, 75e12),
+    nvlink_bandwidth=900e9,
+    pcie_bandwidth=_PCIE5,
+    nic_bandwidth=50e9,
+    source=(
+        "NVIDIA HGX B200 data sheet, an eighth of the board's; memory: XLA's b200.txtpb; network: assumed, one "
+        "NDR 400 Gb/s interface a GPU as in the DGX B200"
+    ),
+)
+_L40S = Card(
+    name="l40s",
+    label="NVIDIA L40S 48 GB",
+    hbm_bandwidth=864e9,
+    peak_flops=_peaks(362.05e12, 183e12, 91.6e12),
+    nvlink_bandwidth=0.0,
+    pcie_bandwidth=_PCIE4,
+    nic_bandwidth=25e9,
+    source=(
+        "NVIDIA L40S data sheet; memory: as PyTorch reports it; network: assumed, one 200 Gb/s interface a GPU"
+    ),
+)
+_L4 = Card(
+    name="l4",
+    label="NVIDIA L4 24 GB",
+    hbm_bandwidth=300e9,
+    peak_flops=_peaks(121e12, 60e12, 30.3e12),
+    nvlink_bandwidth=0.0,
+    pcie_bandwidth=_PCIE4,
+    nic_bandwidth=12.5e9,
+    source=(
+        "NVIDIA L4 data sheet; memory: as PyTorch reports it; network: assumed, one 100 Gb/s interface a GPU"
+    ),
+)
 CARDS = {
     card.name: card
     for card in (
-        Card(
+        replace(
+            _A100,
             name="a100-40",
             label="NVIDIA A100 SXM 40 GB",
             hbm_bandwidth=1555e9,
-            peak_flops=_peaks(312e12, 156e12, 19.5e12),
-            nvlink_bandwidth=300e9,
-            pcie_bandwidth=_PCIE4,
-            nic_bandwidth=25e9,
-            source=(
-                "NVIDIA A100 Tensor Core GPU data sheet; memory: XLA's a100_sxm_40.txtpb; network: assumed, one HDR "
-                "200 Gb/s interface a GPU as in the DGX A100"
-            ),
+            source=_A100.source.replace("a100_sxm_80", "a100_sxm_40"),
         ),
-        Card(
-            name="a100",
-            label="NVIDIA A100 SXM 80 GB",
-            hbm_bandwidth=2039e9,
-            peak_flops=_peaks(312e12, 156e12, 19.5e12),
-            nvlink_bandwidth=300e9,
-            pcie_bandwidth=_PCIE4,
-            nic_bandwidth=25e9,
-            source=(
-                "NVIDIA A100 Tensor Core GPU data sheet; memory: XLA's a100_sxm_80.txtpb; network: assumed, one HDR "
-                "200 Gb/s interface a GPU as in the DGX A100"
-            ),
-        ),
-        Card(
-            name="h100",
-            label="NVIDIA H100 SXM 80 GB",
-            hbm_bandwidth=3350e9,
-            peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
-            nvlink_bandwidth=450e9,
-            pcie_bandwidth=_PCIE5,
-            nic_bandwidth=50e9,
-            source=(
-                "NVIDIA H100 Tensor Core GPU data sheet, its peaks as in the architecture white paper; memory: XLA's "
-                "h100_sxm.txtpb; network: assumed, one NDR 400 Gb/s interface a GPU as in the DGX H100"
-            ),
-        ),
-        Card(
+        _A100,
+        _H100,
+        replace(
+            _H100,
             name="h200",
             label="NVIDIA H200 SXM 141 GB",
             hbm_bandwidth=4800e9,
-            peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
-            nvlink_bandwidth=450e9,
-            pcie_bandwidth=_PCIE5,
-            nic_bandwidth=50e9,
             source=(
                 "NVIDIA H200 Tensor Core GPU data sheet, its peaks as the H100's; memory: XLA's h200.txtpb; network: "
                 "assumed, one NDR 400 Gb/s interface a GPU as in the DGX H200"
             ),
         ),
-        Card(
-            name="b200",
-            label="NVIDIA B200 SXM 180 GB",
-            hbm_bandwidth=7700e9,
-            peak_flops=_peaks(2250e12, 1100e12, 75e12),
-            nvlink_bandwidth=900e9,
-            pcie_bandwidth=_PCIE5,
-            nic_bandwidth=50e9,
-            source=(
-                "NVIDIA HGX B200 data sheet, an eighth of the board's; memory: XLA's b200.txtpb; network: assumed, one "
-                "NDR 400 Gb/s interface a GPU as in the DGX B200"
-            ),
-        ),
-        Card(
-            name="l40s",
-            label="NVIDIA L40S 48 GB",
-            hbm_bandwidth=864e9,
-            peak_flops=_peaks(362.05e12, 183e12, 91.6e12),
-            nvlink_bandwidth=0.0,
-            pcie_bandwidth=_PCIE4,
-            nic_bandwidth=25e9,
-            source=(
-                "NVIDIA L40S data sheet; memory: as PyTorch reports it; network: assumed, one 200 Gb/s interface a GPU"
-            ),
-        ),
-        Card(
-            name="l4",
-            label="NVIDIA L4 24 GB",
-            hbm_bandwidth=300e9,
-            peak_flops=_peaks(121e12, 60e12, 30.3e12),
-            nvlink_bandwidth=0.0,
-            pcie_bandwidth=_PCIE4,
-            nic_bandwidth=12.5e9,
-            source=(
-                "NVIDIA L4 data sheet; memory: as PyTorch reports it; network: assumed, one 100 Gb/s interface a GPU"
-            ),
-        ),
+        _B200,
+        _L40S,
+        _L4,
     )
 }
 
