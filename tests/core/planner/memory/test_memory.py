@@ -6,7 +6,7 @@ from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.hlo.parts import Layers
 from lingvo_moe.core.planner.machines.topology import Topology
-from lingvo_moe.core.planner.memory.advice import Held, advise
+from lingvo_moe.core.planner.memory.advice import Peak, advise
 from lingvo_moe.core.planner.memory.breakdown import argument_bytes, memory_plan, misfit_plan
 from lingvo_moe.core.sharding import Mesh
 
@@ -197,9 +197,9 @@ def test_a_refused_program_has_the_compilers_figures_and_holders():
     assert any("79% of the tokens a device would fit" in line for line in plan["advice"])
 
 
-def _held(**changes) -> Held:
+def _held(**changes) -> Peak:
     by_kind = {"weights": 4 * _GIB, "slots": 2 * _GIB, "gradients": 3 * _GIB, "weight_copies": 0}
-    return Held(
+    return Peak(
         **(
             {"by_kind": by_kind, "replicated": 2 * _GIB, "divisible": 4 * _GIB, "scaling": 6 * _GIB}
             | changes
