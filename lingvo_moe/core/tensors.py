@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
+
+from lingvo_moe.core.private import tensorflow as private
 
 
 def shape_of(x: tf.Tensor) -> list[int | tf.Tensor]:
@@ -79,7 +80,7 @@ def in_xla() -> bool:
     """Whether the graph that is being traced goes to XLA, which wants static shapes."""
     if tf.executing_eagerly():
         return False
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return private.in_xla(tf.compat.v1.get_default_graph())
 
 
 def sum_type(dtype: tf.DType) -> tf.DType:

@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import record
 
 from lingvo_moe.core.auto_shard.recording import Recording
 from lingvo_moe.core.auto_shard.strategy import Strategy
+from lingvo_moe.core.private.tensorflow import record, tapes
 from lingvo_moe.core.sharding import ShardingError, mesh_split
 from lingvo_moe.core.sharding.annotate import free_letters
 from lingvo_moe.core.sharding.letters import DimsMapping
@@ -76,7 +75,7 @@ class _Annotating(Recording):
             return x
         key = (x.ref(), mapping)
         # A tape that began to watch the tensor after it was annotated would not see the annotated one.
-        if key not in self._versions or _tapes(x) > _tapes(self._versions[key]):
+        if key not in self._versions or tapes(x) > tapes(self._versions[key]):
             self._versions[key] = self._Annotated(x, mapping)
         return self._versions[key]
 
@@ -94,8 +93,3 @@ class _Annotating(Recording):
 
         record.record_operation("XlaSharding", [y], [x], gradient)
         return y
-
-
-def _tapes(x: Any) -> int:
-    """Says whether 0, 1 or more tapes watch a tensor."""
-    return pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes([x])

@@ -4,7 +4,6 @@ A function that is traced twice makes the same operations in the same order, so 
 which one it is in both traces. `Recording` lists them, and can let each read other tensors than it was given, e.g.
 annotated ones. Tapes see what is read, so gradients are right.
 
-TensorFlow has no public way to do this: the method of the graph that makes operations is replaced, in this file only.
 Operations in the bodies of loops and of called functions are not seen; the loop or the call is one operation.
 """
 
@@ -12,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import tensorflow as tf
+from lingvo_moe.core.private.tensorflow import creating
 
 # Stands for a tensor from outside; how many there are depends on what TensorFlow has captured before.
 _UNCOUNTED = ("Placeholder",)
@@ -33,26 +32,31 @@ class Recording:
     def __init__(self, rewrite: Rewrite | None = None):
         self._rewrite, self._busy = rewrite, False
         self.operations: list[Any] = []
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Recording":
-        self._graph = tf.compat.v1.get_default_graph()
-        make = self._graph._create_op_internal
-
-        def create(op_type: str, inputs: Sequence[Any], *rest: Any, **named: Any) -> Any:
-            if self._busy or op_type in _UNCOUNTED:
-                return make(op_type, inputs, *rest, **named)
-            if self._rewrite:
-                with self.Uncounted():
-                    inputs = list(self._rewrite(len(self.operations), op_type, inputs))
-            op = make(op_type, inputs, *rest, **named)
-            self.operations.append(op)
-            return op
-
-        self._graph._create_op_internal = create
+        self._stack.enter_context(creating(self._Create))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        del self._graph._create_op_internal
+        self._stack.close()
+
+    def _Create(
+        self,
+        make: Callable[..., Any],
+        op_type: str,
+        inputs: Sequence[Any],
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        if self._busy or op_type in _UNCOUNTED:
+            return make(op_type, inputs, *rest, **named)
+        if self._rewrite:
+            with self.Uncounted():
+                inputs = list(self._rewrite(len(self.operations), op_type, inputs))
+        op = make(op_type, inputs, *rest, **named)
+        self.operations.append(op)
+        return op
 
     @contextlib.contextmanager
     def Uncounted(self) -> Iterator[None]:

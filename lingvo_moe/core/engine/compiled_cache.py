@@ -13,18 +13,14 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
-
-# Private: JAX has no public way to say how entries are read and written.
-from jax._src import compilation_cache
-from jax._src.compilation_cache_interface import CacheInterface
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.files.paths import PathError, check_local
 from lingvo_moe.core.files.sealed import read_sealed, write_sealed
 from lingvo_moe.core.files.user_cache import user_cache_dir
+from lingvo_moe.core.private.jax import use_cache, watch_cache
 
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _SUFFIX = ".compiled"
@@ -36,7 +32,7 @@ class CacheError(ValueError):
     """A directory that machine code must not be read from."""
 
 
-class CheckedCache(CacheInterface):
+class CheckedCache:
     """A directory of entries, each sealed with its SHA-256. A damaged entry counts as missing."""
 
     def __init__(self, directory: str | os.PathLike):
@@ -70,14 +66,13 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
         place. Then the reason is printed, and JAX's own cache (JAX_COMPILATION_CACHE_DIR) is off too.
     """
     jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    use_cache(CheckedCache)
     try:
         entries = _directory_of_entries(directory)
     except (CacheError, PathError, OSError, RuntimeError) as e:
         say(f"compiled programs are not kept: {e}")
         return ""
     _make_room(entries)
-    compilation_cache.get_file_cache = lambda path: (CheckedCache(path), path)
     jax.config.update("jax_compilation_cache_dir", str(entries))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
     # XLA's own files beside the entries would be read unchecked.
@@ -108,27 +103,19 @@ def keeping_if(may_keep: Callable[[], bool]) -> Iterator[CacheUse]:
 
 
 _use: contextvars.ContextVar[CacheUse | None] = contextvars.ContextVar("cache_use", default=None)
-_put_always = compilation_cache.put_executable_and_time
-_get = compilation_cache.get_executable_and_time
 
 
-def _put_if_kept(*args: Any, **kwargs: Any) -> None:
+def _may_keep() -> bool:
     use = _use.get()
-    if use is None or use.may_keep():
-        _put_always(*args, **kwargs)
+    return use is None or use.may_keep()
 
 
-def _get_and_record(*args: Any, **kwargs: Any) -> Any:
-    """An entry is a hit only if the executable in it can be loaded: JAX compiles again where it cannot."""
-    executable, seconds = _get(*args, **kwargs)
-    use = _use.get()
-    if use is not None and executable is not None:
+def _on_hit() -> None:
+    if use := _use.get():
         use.hit = True
-    return executable, seconds
 
 
-compilation_cache.put_executable_and_time = _put_if_kept
-compilation_cache.get_executable_and_time = _get_and_record
+watch_cache(_may_keep, _on_hit)
 
 
 def _directory_of_entries(directory: str | os.PathLike | None) -> Path:

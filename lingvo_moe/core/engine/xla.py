@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 from jax import export
-from jaxlib.mlir import ir
 
 from lingvo_moe.core.engine import checking
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.partitioner.known_faults import ERROR
+from lingvo_moe.core.private.jax import ir
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import HOST
 

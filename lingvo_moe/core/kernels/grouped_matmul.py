@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+from lingvo_moe.core.private.tensorflow import gen_xla_ops
 
 _MOST_ROWS = 256  # a tile of this many rows is no faster a product with more
 

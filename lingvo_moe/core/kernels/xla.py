@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
 from lingvo_moe.core.kernels.weights import Weight
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.private.tensorflow import gen_xla_ops
 from lingvo_moe.core.tensors import custom_gradient, dim, in_xla, shape_of
 
 Shard = Callable[[tf.Tensor, str], tf.Tensor]

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.xla import xla_data_pb2
-from tensorflow.python.compiler.xla.experimental import xla_sharding
 
+from lingvo_moe.core.private.tensorflow import xla_data_pb2, xla_sharding
 from lingvo_moe.core.sharding.letters import (
     DimsMapping,
     SplitMap,

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
+from lingvo_moe.core.private.tensorflow import gen_xla_ops
 from lingvo_moe.core.sharding.annotate import (
     mesh_of,
     mesh_split,

@@ -16,7 +16,7 @@ each kind that a loop variable may change to.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tensorflow.python.framework import ops as tf_ops
+import tensorflow as tf
 
 from lingvo_moe.core.sharding.mesh import ShardingError
 
@@ -256,7 +256,7 @@ def _in_order(graph: Any) -> Iterator[Any]:
 
 
 def _local(kind: _Kind) -> bool:
-    return isinstance(kind, tf_ops.Operation)
+    return isinstance(kind, tf.Operation)
 
 
 def _of_one_axis(op: Any) -> bool:

@@ -8,8 +8,8 @@ planned steps. The gradient is the redistribution back, planned separately: a st
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.xla import xla_data_pb2
 
+from lingvo_moe.core.private.tensorflow import xla_data_pb2
 from lingvo_moe.core.sharding import annotate
 from lingvo_moe.core.sharding.letters import DimsMapping, check_mapping, tile_devices
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError

@@ -5,19 +5,18 @@ vmap with `spmd_axis_name`. Each traced operation of `fn` gets a leading dimensi
 inside `fn` is for one slice, and shards the new dimension along the axis beside; a manual region inside is one for
 each slice.
 
-TensorFlow keeps the converters of operations in a private table. Some of them are replaced, in this file only.
+Some of TensorFlow's converters of operations are replaced meanwhile (core/private/tensorflow.py).
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops
-from tensorflow.compiler.xla import xla_data_pb2
-from tensorflow.python.ops.parallel_for import pfor
 
+from lingvo_moe.core.private import tensorflow as private
+from lingvo_moe.core.private.tensorflow import gen_xla_ops, pfor, xla_data_pb2
 from lingvo_moe.core.sharding.annotate import mesh_of, tile
 from lingvo_moe.core.sharding.mesh import (
     Mesh,
@@ -135,30 +134,21 @@ def _operation(
     return results
 
 
-@contextlib.contextmanager
-def _converters(mesh: Mesh, axis: str, count: int) -> Iterator[None]:
+def _converters(mesh: Mesh, axis: str, count: int) -> contextlib.AbstractContextManager[None]:
     """Replaces TensorFlow's converters of some operations."""
-    table = pfor._pfor_converter_registry
-    ours: dict[str, Callable[[Any], Any]] = {
-        "Bitcast": _bitcast,
-        "GatherV2": lambda given: _gather(given, before["GatherV2"]),
-        "PadV2": _pad,
-        "StatelessWhile": lambda given: _while(given, count),
-        "UnsortedSegmentSum": lambda given: _segment_sum(given, count),
-        "While": lambda given: _while(given, count),
-        "XlaDynamicUpdateSlice": lambda given: _update(given, count),
-        "XlaSharding": lambda given: _annotation(given, mesh, axis),
-    }
-    before = {name: table.get(name) for name in ours}
-    table.update(ours)
-    try:
-        yield
-    finally:
-        for name, converter in before.items():
-            if converter is None:
-                del table[name]
-            else:
-                table[name] = converter
+    usual = private.converter("GatherV2")
+    return private.converting(
+        {
+            "Bitcast": _bitcast,
+            "GatherV2": lambda given: _gather(given, usual),
+            "PadV2": _pad,
+            "StatelessWhile": lambda given: _while(given, count),
+            "UnsortedSegmentSum": lambda given: _segment_sum(given, count),
+            "While": lambda given: _while(given, count),
+            "XlaDynamicUpdateSlice": lambda given: _update(given, count),
+            "XlaSharding": lambda given: _annotation(given, mesh, axis),
+        }
+    )
 
 
 def _annotation(given: Any, mesh: Mesh, axis: str) -> Any:
@@ -237,7 +227,7 @@ def _update(given: Any, count: int) -> Any:
 
 def _while(given: Any, count: int) -> list[Any]:
     """A loop that runs equally often for all slices: TensorFlow's own has none of static shapes."""
-    cond, body = (_function(given.op, attr) for attr in ("cond", "body"))
+    cond, body = (private.function_of(given.op, attr) for attr in ("cond", "body"))
     stacked = [x.is_stacked for x in given.inputs]
     while (found := _depending(body, stacked)) != stacked:
         stacked = found
@@ -251,7 +241,7 @@ def _while(given: Any, count: int) -> list[Any]:
             all_indices=tf.range(count),
         )
         wrapped = [pfor.wrap(x, of_slice) for x, of_slice in zip(args, stacked, strict=True)]
-        return pfor._convert_function_call(function, inner, wrapped)
+        return private.vectorized_call(function, inner, wrapped)
 
     def again(*args: tf.Tensor) -> tf.Tensor:
         (decision,) = converted(cond, args)
@@ -272,10 +262,6 @@ def _while(given: Any, count: int) -> list[Any]:
     ]
     results = tf.while_loop(again, step, start)
     return [pfor.wrap(x, of_slice) for x, of_slice in zip(results, stacked, strict=True)]
-
-
-def _function(op: Any, attr: str) -> Any:
-    return op.graph._get_function(op.get_attr(attr).name.encode())
 
 
 def _depending(body: Any, stacked: list[bool]) -> list[bool]:
@@ -300,10 +286,10 @@ def _inputs_of(graph: Any, tensor: Any) -> set[int]:
             continue
         inputs = set(range(len(x.op.inputs)))
         if x.op.type in ("PartitionedCall", "StatefulPartitionedCall"):
-            called = _function(x.op, "f").graph
+            called = private.function_of(x.op, "f").graph
             inputs = _inputs_of(called, called.outputs[x.value_index])
         elif x.op.type in ("StatelessWhile", "While"):
-            inputs = _inputs_of_loop(_function(x.op, "body").graph, x.value_index)
+            inputs = _inputs_of_loop(private.function_of(x.op, "body").graph, x.value_index)
         waiting += [x.op.inputs[i] for i in inputs]
     return found
 

@@ -1,8 +1,8 @@
 """Moves tensors between the memory of a device and that of its host, inside a program."""
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
+from lingvo_moe.core.private.tensorflow import gen_xla_ops
 from lingvo_moe.core.tensors import in_xla
 
 # The custom call that XLA takes for a move; engine/lowering/embedding.py writes its backend_config as XLA expects it.

@@ -8,6 +8,7 @@ import pytest
 
 from lingvo_moe.core.engine import compiled_cache
 from lingvo_moe.core.engine.compiled_cache import CheckedCache, enable_compilation_cache
+from lingvo_moe.core.private import jax as private
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def _settings_come_back(monkeypatch):
     yield
     for name, value in was.items():
         jax.config.update(name, value)
-    compiled_cache.compilation_cache.reset_cache()
+    private.compilation_cache.reset_cache()
 
 
 def test_an_entry_comes_back_until_a_bit_of_it_changes(tmp_path, capsys):
@@ -52,7 +53,7 @@ def test_the_users_own_directory_is_taken(tmp_path, monkeypatch):
     assert os.path.dirname(directory) == str(made)
     assert made.stat().st_mode & 0o777 == 0o700
     assert jax.config.jax_compilation_cache_dir == directory
-    cache, _ = compiled_cache.compilation_cache.get_file_cache(directory)
+    cache, _ = private.compilation_cache.get_file_cache(directory)
     assert isinstance(cache, CheckedCache)
 
 
@@ -79,7 +80,7 @@ def test_a_directory_that_others_can_write_in_is_not_used(
     jax.config.update("jax_compilation_cache_dir", str(path))
     assert enable_compilation_cache() == ""
     assert jax.config.jax_compilation_cache_dir is None
-    assert compiled_cache.compilation_cache._get_cache(jax.devices()[0].client) is None
+    assert private.compilation_cache._get_cache(jax.devices()[0].client) is None
     err = capsys.readouterr().err
     assert err.startswith("compiled programs are not kept: ") and str(path) in err and why in err
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import forwardprop_util, record
 
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.lowering.tracing import LoweringError
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
+from lingvo_moe.core.private.tensorflow import forwardprop_util, record
 from lingvo_moe.core.sharding import ShardingError, use_mesh
 
 # From the specs of the results to their shardings; AUTO: the partitioner chooses.

@@ -11,16 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 
 # Private: JAX has no public way to the client of its coordination service.
-from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from lingvo_moe.core.console.command import say
+from lingvo_moe.core.private.jax import job_state
 
 _FAILED = "lingvo_moe/failed"  # the key; its value is the number of the process
 _LEAVING = "lingvo_moe/leaving"  # a barrier
@@ -69,7 +69,7 @@ def together(work: Callable[[], _T], on: Container[int] | None = None) -> _T | N
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
     """Inside the block, this process ends within seconds after another process of its job fails."""
-    if distributed.global_state.client is None:
+    if job_state().client is None:
         yield
         return
     stop = threading.Event()
@@ -91,7 +91,7 @@ def announcing() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if distributed.global_state.client is not None:
+        if job_state().client is not None:
             _announce()
             deadline = threading.Timer(_PATIENCE, _exit, [_STATUS])
             deadline.daemon = True
@@ -101,26 +101,26 @@ def announcing() -> Iterator[None]:
 
 def leave(status: int) -> None:
     """Ends this process, which has failed, and the other processes of its job. Returns when it has joined no job."""
-    client = distributed.global_state.client
+    client = job_state().client
     if client is None:
         return
     _leaving.acquire()  # for good: either the main thread or the watcher
     _announce()
     with contextlib.suppress(Exception):  # some process did not come in time, or is gone
         client.wait_at_barrier(_LEAVING, int(_PATIENCE * 1000))
-    if distributed.global_state.process_id == 0:
+    if job_state().process_id == 0:
         time.sleep(0.5)  # JAX aborts processes that it cuts off; the others leave first
     _exit(status)
 
 
 def _announce() -> None:
-    state = distributed.global_state
+    state = job_state()
     with contextlib.suppress(Exception):  # another process was first, or process 0 is gone
         state.client.key_value_set(_FAILED, str(state.process_id))
 
 
 def _watch(stop: threading.Event) -> None:
-    state: Any = distributed.global_state
+    state = job_state()
     while not stop.wait(_INTERVAL):
         try:
             failed = state.client.key_value_try_get(_FAILED)

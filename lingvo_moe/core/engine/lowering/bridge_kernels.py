@@ -18,10 +18,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# Private: TensorFlow has no public way to change a function's definition, nor the messages of HLO.
-from tensorflow.compiler.xla import xla_data_pb2
-from tensorflow.compiler.xla.service import hlo_pb2
-from tensorflow.python.eager import context
+from lingvo_moe.core.private.tensorflow import (
+    called_functions,
+    defined,
+    definition,
+    hlo_pb2,
+    xla_data_pb2,
+)
 
 _LARGEST_CONSTANT = 4096  # elements: a literal of the program
 _STAND_IN = "lingvo_moe."  # before the name of a TensorFlow operation
@@ -40,17 +43,11 @@ def cheaper_kernels(concrete: Any) -> Iterator[None]:
     that the user decorated with `tf.function` may be among them, and TensorFlow's executor lacks the stand-ins.
 
     Other threads that lower a function wait."""
-    runtime = context.context()
     with _lock, ExitStack() as stack:
-        for function in _functions(concrete):
-            name = function.name
-            original = runtime.get_function_def(name)
-            cheaper = type(original).FromString(original.SerializeToString())
+        for function in called_functions(concrete):
+            cheaper = definition(function.name)
             if _replace_all(cheaper, function):
-                runtime.remove_function(name)
-                stack.callback(runtime.add_function_def, original)
-                runtime.add_function_def(cheaper)
-                stack.callback(runtime.remove_function, name)
+                stack.enter_context(defined(cheaper))
         yield
 
 
@@ -62,18 +59,6 @@ def without_stand_ins(hlo: bytes) -> bytes:
             if instruction.custom_call_target.startswith(_STAND_IN):
                 _put_in_place(instruction)
     return module.SerializeToString()
-
-
-def _functions(concrete: Any) -> list[Any]:
-    """The AtomicFunctions of a function and of all that it calls."""
-    found: dict[bytes, Any] = {}
-    waiting = [concrete._inference_function]
-    while waiting:
-        function = waiting.pop()
-        if function.name not in found:
-            found[function.name] = function
-            waiting.extend(function.children)
-    return list(found.values())
 
 
 def _replace_all(definition: Any, function: Any) -> bool:

@@ -9,16 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 import tensorflow as tf
-
-# Private: nothing public turns HLO into StableHLO.
-from jax._src.lib import _jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
 
 from lingvo_moe.core.engine.lowering.bridge_kernels import cheaper_kernels, without_stand_ins
 from lingvo_moe.core.engine.lowering.interior_padding import without_interior_padding
+from lingvo_moe.core.private.jax import func, hlo_to_stablehlo, ir
 from lingvo_moe.core.state.host_memory import PLACEMENT
 
 _embedded = Primitive("call_tensorflow")
@@ -55,7 +51,7 @@ def _lower(
         hlo = tf_function.experimental_get_compiler_ir(*specs)(
             stage="hlo_serialized", platform_name="CPU"
         )
-    module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(without_stand_ins(hlo)))
+    module = ir.Module.parse(hlo_to_stablehlo(without_stand_ins(hlo)))
     module.operation.walk(_as_xla_reads_placements)
     without_interior_padding(module)
     main = ir.SymbolTable(module.operation)["main"]

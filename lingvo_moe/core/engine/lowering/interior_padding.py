@@ -8,8 +8,7 @@ and padding at the edges, and all of these are partitioned rightly.
 
 from typing import Any
 
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
+from lingvo_moe.core.private.jax import ir, stablehlo
 
 
 def without_interior_padding(module: Any) -> None:

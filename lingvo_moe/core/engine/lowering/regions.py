@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jax._src.export import _export  # its serialiser: the public one takes no module
-from jax._src.interpreters import mlir
-from jaxlib.mlir import ir
+from jax.interpreters import mlir
+
+from lingvo_moe.core.private.jax import ir, module_to_bytes
 
 _OPEN, _CLOSE = "SPMDFullToShardShape", "SPMDShardToFullShape"
 _NEITHER, _FULL, _LOCAL = 0, 1, 2
@@ -33,9 +33,7 @@ def isolate_regions(exported: Any) -> Any:
     with mlir.make_ir_context() as context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
         _Program(module).Isolate()
-        return dataclasses.replace(
-            exported, mlir_module_serialized=_export._module_to_bytecode(module)
-        )
+        return dataclasses.replace(exported, mlir_module_serialized=module_to_bytes(module))
 
 
 class _Program:

@@ -9,12 +9,13 @@ import contextlib
 import functools
 import linecache
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from lingvo_moe.core.private import tensorflow as private
 
 _PACKAGE = os.fspath(Path(__file__).absolute().parents[3])
 # This package's plumbing, which annotates, traces and wraps on behalf of the user's code.
@@ -24,6 +25,7 @@ _PLUMBING = tuple(
         ("core", "auto_shard", ""),
         ("core", "sharding", ""),
         ("core", "engine", ""),
+        ("core", "private", ""),
         ("core", "base_layer.py"),
         ("inspecting", "explaining.py"),
         ("xla_sharding.py",),
@@ -114,50 +116,38 @@ def record(graph: tf.Graph) -> Sources:
         operations = graph.get_operations()
         annotations = _annotations_of_gradients(operations)
         for op in operations:
-            original = getattr(op, "_original_op", None) or annotations.get(op.name)
+            original = private.forward_operation(op) or annotations.get(op.name)
             reads = ""
             if op.type in _READING and len(op.inputs) == 1:
                 reads = op.inputs[0].op.name
             line = _user_line((op if original is None else original).traceback)
             forward = "" if original is None else original.name
             entries.setdefault(op.name, _Entry(line, op.type, reads, forward))
-        for function in getattr(graph, "_functions", {}).values():
-            inner = getattr(function, "graph", None)
-            if inner is not None and id(inner) not in seen:
+        for inner in private.inner_graphs(graph):
+            if id(inner) not in seen:
                 seen.add(id(inner))
                 waiting.append(inner)
     return Sources(entries)
 
 
-@contextlib.contextmanager
-def remembering_forward() -> Iterator[None]:
+def remembering_forward() -> contextlib.AbstractContextManager[None]:
     """Inside the block, operations that a GradientTape adds to a graph record their forward operation.
 
-    TensorFlow's older `tf.gradients` does this itself. If this version of TensorFlow has no hook for it,
-    nothing changes: then the line of a gradient is the line that called the tape.
+    TensorFlow's older `tf.gradients` does this itself.
     """
-    try:
-        from tensorflow.python import pywrap_tfe
-        from tensorflow.python.eager import backprop
 
-        usual, register = backprop._gradient_function, pywrap_tfe.TFE_Py_RegisterGradientFunction
-    except (ImportError, AttributeError):
-        yield
-        return
+    def around(usual: private.Gradient) -> private.Gradient:
+        @functools.wraps(usual)
+        def gradient(op_name: str, attrs: Any, count: int, inputs: Any, outputs: Any, *rest: Any):
+            forward = _forward_op(op_name, inputs, outputs)
+            if forward is None:
+                return usual(op_name, attrs, count, inputs, outputs, *rest)
+            with private.recording_forward(forward):
+                return usual(op_name, attrs, count, inputs, outputs, *rest)
 
-    @functools.wraps(usual)
-    def gradient(op_name: str, attrs: Any, count: int, inputs: Any, outputs: Any, *rest: Any):
-        forward = _forward_op(op_name, inputs, outputs)
-        if forward is None:
-            return usual(op_name, attrs, count, inputs, outputs, *rest)
-        with tf.compat.v1.get_default_graph()._original_op(forward):
-            return usual(op_name, attrs, count, inputs, outputs, *rest)
+        return gradient
 
-    register(gradient)
-    try:
-        yield
-    finally:
-        register(usual)
+    return private.differentiating(around)
 
 
 def _forward_op(op_name: str, inputs: Any, outputs: Any) -> Any:

@@ -1,0 +1,80 @@
+"""The private parts of JAX that the engines use, and the replacements of its functions while they run.
+
+JAX may change any of them in a minor version; `tests/core/private/test_private_jax.py` then fails. No other file
+imports from `jax._src` or `jaxlib`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jax._src import compilation_cache, distributed
+from jax._src.export import _export
+from jax._src.lib import _jax
+
+# MLIR in Python: JAX has it, but documents nothing of it.
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func, stablehlo
+
+__all__ = ["func", "ir", "stablehlo"]
+
+
+class JobState(Protocol):
+    """This process in its job of several: `client` is None where there is no job."""
+
+    client: Any
+    process_id: int
+
+
+def job_state() -> JobState:
+    """The state that jax.distributed.initialize changes."""
+    return distributed.global_state
+
+
+def module_to_bytes(module: ir.Module) -> bytes:
+    """A module as `Exported.mlir_module_serialized` holds it; the public serialiser takes no module."""
+    return _export._module_to_bytecode(module)
+
+
+def hlo_to_stablehlo(hlo: bytes) -> bytes:
+    """Translates a serialized HloModuleProto into StableHLO as bytecode."""
+    return _jax.mlir.hlo_to_stablehlo(hlo)
+
+
+class Cache(Protocol):
+    """A store of compiled programs, by key."""
+
+    def get(self, key: str) -> bytes | None: ...
+    def put(self, key: str, value: bytes) -> None: ...
+
+
+def use_cache(make: Callable[[str], Cache]) -> None:
+    """From now on JAX keeps compiled programs in `make(directory)`."""
+    compilation_cache.reset_cache()
+    compilation_cache.get_file_cache = lambda path: (make(path), path)
+
+
+def reset_cache() -> None:
+    """JAX reads its settings of the cache again."""
+    compilation_cache.reset_cache()
+
+
+def watch_cache(may_keep: Callable[[], bool], on_hit: Callable[[], None]) -> None:
+    """From now on JAX keeps a program that was compiled only if `may_keep()`, and calls `on_hit()` for each that the
+    cache had. An entry whose program cannot be loaded is no hit: JAX compiles it again."""
+    put, get = (
+        compilation_cache.put_executable_and_time,
+        compilation_cache.get_executable_and_time,
+    )
+
+    def put_if_kept(*args: Any, **kwargs: Any) -> None:
+        if may_keep():
+            put(*args, **kwargs)
+
+    def get_and_tell(*args: Any, **kwargs: Any) -> Any:
+        executable, seconds = get(*args, **kwargs)
+        if executable is not None:
+            on_hit()
+        return executable, seconds
+
+    compilation_cache.put_executable_and_time = put_if_kept
+    compilation_cache.get_executable_and_time = get_and_tell

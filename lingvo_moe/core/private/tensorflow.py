@@ -1,0 +1,171 @@
+"""The private parts of TensorFlow that this package uses, and the replacements of its functions while they run.
+
+TensorFlow may change any of them in a minor version; `tests/core/private/test_private_tensorflow.py` then fails. No
+other file imports from `tensorflow.python` or `tensorflow.compiler`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# XLA's operations: borders of manual regions, custom calls, slices of places known while running.
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+# The messages of shardings and of HLO.
+from tensorflow.compiler.xla import xla_data_pb2
+from tensorflow.compiler.xla.service import hlo_pb2
+from tensorflow.python import pywrap_tfe
+
+# The paper's annotation.
+from tensorflow.python.compiler.xla.experimental import xla_sharding
+
+# Tapes: what watches a tensor, and gradients of operations that are made outside of their sight.
+from tensorflow.python.eager import backprop, context, forwardprop_util, record
+from tensorflow.python.ops import control_flow_util
+
+# How operations are vectorized.
+from tensorflow.python.ops.parallel_for import pfor
+
+__all__ = [
+    "forwardprop_util",
+    "gen_xla_ops",
+    "hlo_pb2",
+    "pfor",
+    "record",
+    "xla_data_pb2",
+    "xla_sharding",
+]
+
+# (make, type, inputs, ...) -> the operation that make(type, inputs, ...) makes, or another one.
+Create = Callable[..., Any]
+# (type, attributes, number of inputs, inputs, outputs, ...) -> gradients of the inputs.
+Gradient = Callable[..., Any]
+Converter = Callable[[Any], Any]
+
+
+def in_xla(graph: tf.Graph) -> bool:
+    """Whether a graph that is being traced goes to XLA."""
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+def tapes(x: tf.Tensor) -> int:
+    """Says whether 0, 1 or more tapes watch a tensor."""
+    return pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes([x])
+
+
+def called_functions(concrete: Any) -> list[Any]:
+    """The AtomicFunctions of a ConcreteFunction and of all that it calls; each has a name and a graph."""
+    found: dict[bytes, Any] = {}
+    waiting = [concrete._inference_function]
+    while waiting:
+        function = waiting.pop()
+        if function.name not in found:
+            found[function.name] = function
+            waiting.extend(function.children)
+    return list(found.values())
+
+
+def function_of(op: tf.Operation, attribute: str) -> Any:
+    """The AtomicFunction that an attribute of an operation names, e.g. the body of a loop."""
+    return op.graph._get_function(op.get_attr(attribute).name.encode())
+
+
+def inner_graphs(graph: tf.Graph) -> list[tf.Graph]:
+    """The graphs of the functions that are defined in a graph."""
+    graphs = (getattr(function, "graph", None) for function in graph._functions.values())
+    return [each for each in graphs if each is not None]
+
+
+def forward_operation(op: tf.Operation) -> tf.Operation | None:
+    """The operation that a gradient's operation recorded as its own: see `differentiating`."""
+    return op._original_op
+
+
+def recording_forward(op: tf.Operation) -> contextlib.AbstractContextManager[None]:
+    """Inside, operations of the default graph record `op` as their forward operation."""
+    return tf.compat.v1.get_default_graph()._original_op(op)
+
+
+def definition(name: bytes) -> Any:
+    """A copy of the runtime's FunctionDef of that name."""
+    original = context.context().get_function_def(name)
+    return type(original).FromString(original.SerializeToString())
+
+
+def vectorized_call(function: Any, converter: Any, args: Sequence[Any]) -> list[Any]:
+    """Converts a call of a function; `args` are wrapped tensors."""
+    return pfor._convert_function_call(function, converter, args)
+
+
+# --- replacements
+
+
+@contextlib.contextmanager
+def defined(new: Any) -> Iterator[None]:
+    """Inside, the runtime's function of a FunctionDef's name is that one.
+
+    There is one runtime for all threads."""
+    runtime, name = context.context(), new.signature.name.encode()
+    original = runtime.get_function_def(name)
+    runtime.remove_function(name)
+    try:
+        runtime.add_function_def(new)
+        try:
+            yield
+        finally:
+            runtime.remove_function(name)
+    finally:
+        runtime.add_function_def(original)
+
+
+@contextlib.contextmanager
+def creating(create: Create) -> Iterator[None]:
+    """Inside, `create` makes the operations of the default graph, which has to be a function's.
+
+    Operations in the bodies of loops and of called functions are not seen; the loop or the call is one operation.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    make = graph._create_op_internal
+
+    def instead(op_type: str, inputs: Sequence[Any], *rest: Any, **named: Any) -> Any:
+        return create(make, op_type, inputs, *rest, **named)
+
+    graph._create_op_internal = instead
+    try:
+        yield
+    finally:
+        del graph._create_op_internal
+
+
+@contextlib.contextmanager
+def differentiating(around: Callable[[Gradient], Gradient]) -> Iterator[None]:
+    """Inside, tapes call `around(usual)` for the gradient of an operation, where `usual` is TensorFlow's function."""
+    usual, register = backprop._gradient_function, pywrap_tfe.TFE_Py_RegisterGradientFunction
+    register(around(usual))
+    try:
+        yield
+    finally:
+        register(usual)
+
+
+def converter(op_type: str) -> Converter:
+    """The function that vectorizes operations of a type."""
+    return pfor._pfor_converter_registry[op_type]
+
+
+@contextlib.contextmanager
+def converting(converters: Mapping[str, Converter]) -> Iterator[None]:
+    """Inside, these functions vectorize the operations of these types."""
+    table = pfor._pfor_converter_registry
+    before = {name: table.get(name) for name in converters}
+    table.update(converters)
+    try:
+        yield
+    finally:
+        for name, usual in before.items():
+            if usual is None:
+                del table[name]
+            else:
+                table[name] = usual
