@@ -94,30 +94,36 @@ def definition(name: bytes) -> Any:
     return type(original).FromString(original.SerializeToString())
 
 
+def bridge_hlo(concrete: Any, definitions: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> bytes:
+    """The serialised HloModuleProto of a ConcreteFunction, by TensorFlow's bridge, in a runtime of its own.
+
+    A runtime holds the graph of each function that it has lowered, some 8 kB an operation, until it is deleted itself.
+
+    Args:
+        concrete: traced with `jit_compile=True`.
+        definitions: FunctionDefs of it and of all that it calls.
+        specs: of its arguments, without those that it captures.
+    """
+    runtime = context.Context()
+    runtime.set_visible_devices([], "GPU")
+    for each in definitions:
+        runtime.add_function_def(each)
+    return runtime.get_compiler_ir(
+        device_name="/job:localhost/replica:0/task:0/device:CPU:0",
+        platform_name="CPU",
+        function_name=concrete.name,
+        flat_args=list(specs),
+        captured_inputs=concrete.captured_inputs,
+        stage="hlo_serialized",
+    )
+
+
 def vectorized_call(function: Any, converter: Any, args: Sequence[Any]) -> list[Any]:
     """Converts a call of a function; `args` are wrapped tensors."""
     return pfor._convert_function_call(function, converter, args)
 
 
 # --- replacements
-
-
-@contextlib.contextmanager
-def defined(new: Any) -> Iterator[None]:
-    """Inside, the runtime's function of a FunctionDef's name is that one.
-
-    There is one runtime for all threads."""
-    runtime, name = context.context(), new.signature.name.encode()
-    original = runtime.get_function_def(name)
-    runtime.remove_function(name)
-    try:
-        runtime.add_function_def(new)
-        try:
-            yield
-        finally:
-            runtime.remove_function(name)
-    finally:
-        runtime.add_function_def(original)
 
 
 @contextlib.contextmanager

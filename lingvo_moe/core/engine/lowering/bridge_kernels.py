@@ -1,26 +1,24 @@
-"""Cheaper operations for TensorFlow's bridge to XLA, which give the same HLO.
+"""The HLO of a TensorFlow function, by TensorFlow's bridge to XLA with cheaper operations that give the same HLO.
 
 The bridge has two kinds of kernels. Most write HLO directly, in some 0.05 ms. The others set up a pipeline of MLIR
-passes for each operation, which takes 4 to 6 ms; a training step has hundreds of them. While a function is lowered,
-`cheaper_kernels` replaces those that are frequent by operations of the first kind:
+passes for each operation, which takes 4 to 6 ms; a training step has hundreds of them. Those that are frequent are
+replaced by operations of the first kind:
 
 * Reciprocal by a quotient;
-* matrix products (Einsum) and roots by custom calls, as stand-ins. `without_stand_ins` puts the HLO operations that
-  are meant in their place.
+* matrix products (Einsum) and roots by custom calls, as stand-ins. In the HLO the operations that are meant take
+  their place.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import (
     called_functions,
-    defined,
     definition,
     hlo_pb2,
     xla_data_pb2,
@@ -32,26 +30,27 @@ _PRODUCT = "/product"  # after the name of an Einsum: its product, before the tr
 _ROOTS = {"Sqrt": "sqrt", "Rsqrt": "rsqrt"}  # by operation, the HLO opcode
 # The types whose products the bridge writes as one operation.
 _EINSUM_TYPES = (tf.float32, tf.bfloat16, tf.complex64)
-# The definitions are those of the process, and two functions that are lowered may call a third.
-_lock = threading.RLock()
 
 
-@contextmanager
-def cheaper_kernels(concrete: Any) -> Iterator[None]:
-    """Inside, the runtime's definition of a ConcreteFunction, and of the functions that it calls, has the cheaper
-    operations. Its Python graph stays as it is. Afterwards the definitions are the original ones, since functions
-    that the user decorated with `tf.function` may be among them, and TensorFlow's executor lacks the stand-ins.
+def bridge_hlo(concrete: Any, specs: Sequence[tf.TensorSpec]) -> bytes:
+    """Returns the serialised HloModuleProto of a ConcreteFunction.
 
-    Other threads that lower a function wait."""
-    with _lock, ExitStack() as stack:
-        for function in called_functions(concrete):
-            cheaper = definition(function.name)
-            if _replace_all(cheaper, function):
-                stack.enter_context(defined(cheaper))
-        yield
+    The function and those that it calls are defined a second time, in a TensorFlow runtime that exists for this call
+    only. So the definitions in the process's runtime stay as they are: TensorFlow's executor lacks the stand-ins. And
+    nothing is kept (`core/private/tensorflow.py`).
+
+    Args:
+        concrete: traced with `jit_compile=True`.
+        specs: of its arguments, without those that it captures.
+    """
+    definitions = []
+    for function in called_functions(concrete):
+        definitions.append(definition(function.name))
+        _replace_all(definitions[-1], function)
+    return _without_stand_ins(private.bridge_hlo(concrete, definitions, specs))
 
 
-def without_stand_ins(hlo: bytes) -> bytes:
+def _without_stand_ins(hlo: bytes) -> bytes:
     """A serialised HloModuleProto of cheaper kernels, with the operations that its stand-ins stand for."""
     module = hlo_pb2.HloModuleProto.FromString(hlo)
     for computation in module.computations:

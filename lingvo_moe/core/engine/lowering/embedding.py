@@ -12,7 +12,7 @@ import tensorflow as tf
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from lingvo_moe.core.engine.lowering.bridge_kernels import cheaper_kernels, without_stand_ins
+from lingvo_moe.core.engine.lowering.bridge_kernels import bridge_hlo
 from lingvo_moe.core.engine.lowering.interior_padding import without_interior_padding
 from lingvo_moe.core.private.jax import func, hlo_to_stablehlo, ir
 from lingvo_moe.core.state.host_memory import PLACEMENT
@@ -47,11 +47,7 @@ def _lower(
 ) -> Sequence[Any]:
     concrete = tf_function.get_concrete_function(*specs)
     captured = [mlir.ir_constant(np.asarray(x)) for x in concrete.captured_inputs]
-    with cheaper_kernels(concrete):
-        hlo = tf_function.experimental_get_compiler_ir(*specs)(
-            stage="hlo_serialized", platform_name="CPU"
-        )
-    module = ir.Module.parse(hlo_to_stablehlo(without_stand_ins(hlo)))
+    module = ir.Module.parse(hlo_to_stablehlo(bridge_hlo(concrete, specs)))
     module.operation.walk(_as_xla_reads_placements)
     without_interior_padding(module)
     main = ir.SymbolTable(module.operation)["main"]
