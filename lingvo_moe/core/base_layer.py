@@ -370,6 +370,7 @@ class BaseLayer:
 
     # --- packed weights
 
+    @scoped
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
         """The weights as a search on a CPU reads them: those of products are packed (kernels/weights.py).
 
@@ -383,6 +384,7 @@ class BaseLayer:
         del packing
         return theta
 
+    @scoped
     def PackChildren(self, theta: NestedMap, packing: Packing) -> NestedMap:
         """`PackWeights` of a layer that has none of its own to pack: that of its children."""
         packed = NestedMap(theta)

@@ -224,7 +224,7 @@ class TransformerTask(BaseTask):
     ) -> tf.Tensor:
         """Token plus position embeddings [B,T,M], dropped out."""
         x = self.children[table].FProp(theta[table], self.Shard(row.ids, "BT"))
-        x = self.position.Add(theta.position, x, self.Shard(row.segment_pos, "BT"))
+        x = self.position.Add(x, self.Shard(row.segment_pos, "BT"))
         return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
 
     @scoped

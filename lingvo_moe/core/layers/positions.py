@@ -25,9 +25,9 @@ class Positions(BaseLayer):
     NAMES_ITS_PARTS: ClassVar[bool] = True
     IN_ATTENTION: ClassVar[bool] = False  # whether queries and keys take them
 
-    def Add(self, theta: NestedMap, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
+    def Add(self, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
         """Embeddings x [B, T, M] of tokens at positions segment_pos, int32 [B, T], each counted in its segment."""
-        del theta, segment_pos
+        del segment_pos
         return x
 
     def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
@@ -76,9 +76,9 @@ class PositionalEmbedding(Positions):
         waves = tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)
         return self.Cast(waves)
 
-    def Add(self, theta: NestedMap, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
+    def Add(self, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
         """See Positions."""
-        return x + self.FProp(theta, segment_pos)
+        return x + self.FProp(NestedMap(), segment_pos)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

@@ -58,6 +58,7 @@ class Softmax(BaseLayer):
         table = tf.transpose(self.Cast(theta.table))
         return NestedMap(theta, packed_table=packing.Matrix(table))
 
+    @scoped
     def OfTokens(self, theta: NestedMap, ids: tf.Tensor) -> NestedMap:
         """Returns the packed weights with which FProp computes the logits of the tokens `ids` alone: [B, T, U].
 

@@ -350,7 +350,7 @@ class MtModel(MtTask):
             float32 logits [B,J,V] of the next token, and the cache.
         """
         x = self.target_embedding.FProp(theta.target_embedding, ids)
-        x = self.position.Add(theta.position, x, tf.fill(tf.shape(ids), time))
+        x = self.position.Add(x, tf.fill(tf.shape(ids), time))
         row = NestedMap(ids=ids)
         if "task_ids" in cache:
             row.task_ids = tf.tile(cache.task_ids[:, tf.newaxis], [1, tf.shape(ids)[1]])

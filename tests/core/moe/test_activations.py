@@ -61,7 +61,7 @@ def _by_hand(name: str, x: np.ndarray, w: dict[str, np.ndarray]) -> np.ndarray:
 def test_dense_layers_and_experts_compute_the_formula(name, ops):
     gated = ACTIVATIONS[name].gated
     x = 3 * np.random.default_rng(0).normal(size=(2, N // 2, M)).astype(
-        np.float32
+        "float32"
     )  # up to the clamps
     zeros, seed = tf.zeros([2, N // 2]), make_seed(1, 2)
     dims = {"model_dim": M, "hidden_dim": H}
@@ -73,7 +73,7 @@ def test_dense_layers_and_experts_compute_the_formula(name, ops):
         assert {k: v.shape for k, v in weights.items()} == {
             k: tuple(spec.shape) for k, spec in dense.VariableSpecs().items()
         }
-        y, _ = dense.FProp(NestedMap(weights), x, zeros)
+        y, _ = dense.FProp(NestedMap(weights), tf.constant(x), zeros)
         np.testing.assert_allclose(y, _by_hand(name, x, weights), rtol=1e-4, atol=1e-4)
         weights = _weights(2, E, gated=gated)
         router = NestedMap(wg=tf.constant(np.random.default_rng(3).normal(size=(M, E)), tf.float32))

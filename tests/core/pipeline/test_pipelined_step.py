@@ -160,7 +160,7 @@ def test_rubbish_in_the_bubble_changes_nothing(monkeypatch):
 
     monkeypatch.setattr(Loops, "_StackStart", with_nan)
     asked = _pipeline("1f1b", 2, 2, 1)
-    _same(_after(pipelined_step, *toy(**asked)), want, 1e-6)
+    _same(_after(pipelined_step, *toy(**asked)), want, 2e-5)  # rounding; NaN equals nothing
 
 
 @functools.cache
