@@ -29,7 +29,7 @@ from lingvo_moe.core.tensors import VIEWS, Collected, collecting, origin
 _SAME = VIEWS | {"Cast", "StridedSlice", "Transpose", "Unpack"}
 
 # Operations that may stand between a product and the activation that a layer marks, e.g. the scale of queries.
-_NEAR = _SAME | {"AddV2", "ConcatV2", "Mul", "Neg", "Split", "SplitV", "Sub"}
+_NEAR = _SAME | {"AddV2", "ConcatV2", "IdentityN", "Mul", "Neg", "Split", "SplitV", "Sub"}
 
 EXPERTS = "experts"
 DISPATCHED, RETURNED = "dispatched", "returned"

@@ -54,6 +54,9 @@ def test_products_have_the_letters_of_the_weights():
     assert ("dense_ffn", "BTH", "HM", "BTM") in found
     assert ("experts", "EGCH", "EHM", "EGCM") in found
     assert ("embedding", "VM", "BT", "BTM") in found
+    # As the layer marks them, behind a gradient of its own.
+    kept = {p.name for p in _work().products if p.part == "experts"}
+    assert kept == {"experts_hidden", "returned"}
 
 
 def test_the_work_is_the_model_s():
