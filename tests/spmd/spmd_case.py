@@ -51,6 +51,7 @@ class Case:
         jit_reference: XLA compiles the reference too, for operations without a kernel of TensorFlow's.
         inspect: further assertions about the forward program (its text, its memory).
         several_processes: also run over two and four processes.
+        gradient_tolerance: the largest error of a gradient, times its largest number.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Case:
     jit_reference: bool = False
     inspect: Callable[[Collectives], None] | None = None
     several_processes: bool = False
+    gradient_tolerance: float = GRADIENT_TOLERANCE
 
     def __str__(self) -> str:
         return self.name
@@ -126,7 +128,7 @@ def check(case: Case) -> None:
     got, found = run_sharded(
         _gradients(case.fn, case, wanted), args, mesh, splits=splits, results=results
     )
-    assert_close(f"{case.name}: gradient", got, want, GRADIENT_TOLERANCE)
+    assert_close(f"{case.name}: gradient", got, want, case.gradient_tolerance)
     if case.gradient_collectives is not None:
         assert count_inner(found.hlo) == dict(case.gradient_collectives), f"{case.name}: gradient"
 
