@@ -67,16 +67,21 @@ def _pair_by_pair(run: Path, monkeypatch) -> dict[str, list[NestedMap]]:
     theta = theta.Transform(tf.constant)
     vocabs = RunDir(run).vocabs.Transform(Vocabulary)
     calls = []
-    route = Top2Router.Route
+    choose, seat = Top2Router.ChooseByLogits, Top2Router.Seat
 
     def recorded(self, logits_GSE, *args, **kwargs):
-        routing = route(self, logits_GSE, *args, **kwargs)
-        assert routing.kept.numpy().all()
+        choice = choose(self, logits_GSE, *args, **kwargs)
         p_SE = tf.nn.softmax(logits_GSE[0]).numpy()
-        calls.append(NestedMap(index_Sk=routing.expert_index[0].numpy(), p_SE=p_SE))
+        calls.append(NestedMap(index_Sk=choice.expert_index[0].numpy(), p_SE=p_SE))
+        return choice
+
+    def seated(self, *args):
+        routing = seat(self, *args)
+        assert routing.kept.numpy().all()
         return routing
 
-    monkeypatch.setattr(Top2Router, "Route", recorded)
+    monkeypatch.setattr(Top2Router, "ChooseByLogits", recorded)
+    monkeypatch.setattr(Top2Router, "Seat", seated)
     found = {}
     for lang in _PAIRS:
         by_layer = []
