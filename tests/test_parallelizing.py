@@ -326,7 +326,7 @@ def test_a_run_trains_with_the_strategy_that_was_searched_for_it(tmp_path, monke
     searches = []
     monkeypatch.setattr(parallelizing, "find", lambda search, *_: searches.append(search) or found)
     trained = []
-    monkeypatch.setattr(trainer_module, "train", lambda args, *rest: trained.append(rest[1]) or 0)
+    monkeypatch.setattr(trainer_module, "train", lambda job: trained.append(job.override) or 0)
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "de.tsv").write_text("ein Haus\ta house\n" * 40)

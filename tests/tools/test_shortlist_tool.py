@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toy_translation as toy
+from rows import assert_rows_equal
 
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
@@ -103,7 +104,7 @@ def test_batch_size_changes_nothing(translator):
     for size in (1, 7, 32):
         parts = [translator.Translate(LINES[i : i + size]) for i in range(0, len(LINES), size)]
         assert [row for p in parts for row in p.translations] == whole.translations
-        np.testing.assert_array_equal(np.concatenate([p.scores for p in parts]), whole.scores)
+        assert_rows_equal(np.concatenate([p.scores for p in parts]), whole.scores)
     assert len({row[0] for row in whole.translations}) > 10
     assert whole.translations[30] == whole.translations[31] == [""] * 3
 
