@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy_moe
+from rows import bound
 from toy_moe import MESH, B, E, M, T
 
 from lingvo_moe.core.config import registry
@@ -151,8 +152,9 @@ def test_bfloat16():
     for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
         a, b = np.float32(a), np.float32(b)
         scale = max(float(np.abs(b).max()), 1e-3)
-        # But for single numbers: a hidden unit near relu's corner may lie on either side of it.
-        assert np.quantile(np.abs(a - b), 0.99) <= 0.02 * scale, path
+        # Elsewhere a hidden unit near relu's corner may lie on either side of it: single numbers differ.
+        error = np.quantile(np.abs(a - b), bound(1.0, 0.99))
+        assert error <= 0.02 * scale, path
 
 
 def test_an_open_batch_when_served():

@@ -17,6 +17,7 @@ from layer_testing import (
     value_and_grads,
     wave,
 )
+from rows import bound
 
 from lingvo_moe.core import kernels, tensors
 from lingvo_moe.core.engine.eager.testing import run_sharded
@@ -106,7 +107,7 @@ def test_on_several_devices_each_keeps_its_part():
     got, collectives = run_sharded(
         _run(kept.PRODUCTS, 0.3)[1], args, Mesh.parse("expert:4"), splits
     )
-    _assert_equal(got, want, 4e-6)  # sums of several devices, in an order of their own
+    _assert_equal(got, want, bound(1e-6, 4e-6))
     assert "f32[2,1,6,16]" in collectives.hlo  # a device's part of the hidden layers
     assert "f32[2,4,6,16]" not in collectives.hlo
 
