@@ -17,7 +17,7 @@ from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
 _DRIVER = """
 import json, sys, toy_task
 from lingvo_moe import trainer
-from lingvo_moe.planning import plans
+from lingvo_moe.planning import step_plan
 run, common = sys.argv[1], ["--model=toy_task.Line", "--mesh=data:8"]
 override = "train.summary_interval_steps=1;task.optimizer.learning_rate.constant_steps=1"
 train = [*common, f"--logdir={run}", "--num_devices=8", f"--model_params_override={override}"]
@@ -29,7 +29,7 @@ assert trainer.main([*train, "--max_steps=6", "--data_dir=here"]) == 2
 averaged = [*train[:-1], f"--model_params_override={override};task.ema_decay=0.5"]
 averaged += [f"--logdir={run}_averaged", f"--init_from={run}", "--max_steps=2"]
 assert trainer.main(averaged) == 0
-plan = plans.make_plan(plans.Request("toy_task.Line", "v3:2x2", mesh="data:8"), None)
+plan = step_plan.make_plan(step_plan.Request("toy_task.Line", "v3:2x2", mesh="data:8"), None)
 print("PLAN", json.dumps(plan))
 print("IMPORTED", [m for m in sys.modules if m.startswith(("lingvo_moe.tasks", "params"))])
 """
