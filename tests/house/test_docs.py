@@ -43,6 +43,7 @@ RUNNABLE = [
     "docs/manual_sharding.md",
     "docs/sharding.md",
     "docs/training.md",
+    "docs/writing.md",
 ]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -87,6 +88,7 @@ def _write_corpus(directory: Path) -> None:
         (directory / f"{language}.tsv").write_text(text)
 
 
+@pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_examples_run_and_print_what_they_say(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ class MultiHeadAttention(BaseLayer):
         self._scale = k**-0.5
         if self.p.position is not None:
             self.CreateChild("position", self.p.position)
+            self.position.CheckHeads(k)
 
     def FProp(
         self,

@@ -26,12 +26,19 @@ class Positions(BaseLayer):
     IN_ATTENTION: ClassVar[bool] = False  # whether queries and keys take them
 
     def Add(self, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
-        """Embeddings x [B, T, M] of tokens at positions segment_pos, int32 [B, T], each counted in its segment."""
+        """Adds to embeddings x [B, T, M] the positions of their tokens, int32 [B, T], each counted in its segment."""
         del segment_pos
         return x
 
+    def CheckHeads(self, size: int) -> None:
+        """Raises ValueError if queries and keys of K = `size` numbers cannot take them."""
+        del size
+
     def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-        """Queries or keys in the layout of the kernels in use, K last, at positions int32 [B, T], or [1, 1] for all."""
+        """Gives queries or keys, K last, their positions, int32 [B, T], or [1, 1] for all of them.
+
+        The layout of `heads` is that of the kernels in use: see `Kernels.per_head`.
+        """
         del positions
         return heads
 
@@ -106,11 +113,17 @@ class Rotary(Positions):
         )
         return p
 
-    def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-        """See Positions. Raises ParamError: K is odd."""
-        size = heads.shape[-1]
+    def CheckHeads(self, size: int) -> None:
+        """See Positions."""
         if size % 2:
-            raise ParamError("task.key_dim", str(size), "must be even with rotary positions")
+            raise ValueError(
+                f"rotary positions turn the numbers of a head in pairs, and a head has {size}; set task.key_dim, or "
+                "dim_per_head of the layer, to an even number"
+            )
+
+    def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """See Positions."""
+        size = heads.shape[-1]
         rates = tf.constant([self.p.max_timescale ** (-2 * i / size) for i in range(size // 2)])
         angles = tf.cast(positions, tf.float32)[..., tf.newaxis] * rates
         per_head = kernels.current().per_head

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
@@ -142,6 +143,7 @@ class LmModel(TransformerTask):
         y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
         return self.TokenLosses(self.SoftmaxTable(theta), y, context.batch, context.shares)
 
+    @scoped
     def SoftmaxTable(self, theta: NestedMap) -> NestedMap:
         """The weights of the softmax: those of the embedding, or its own."""
         return theta.embedding if self.p.tied_softmax else theta.softmax

@@ -26,8 +26,8 @@ def test_the_formula_and_that_products_depend_on_the_distance():
     np.testing.assert_allclose(turned[5], np.concatenate([want.real, want.imag]), atol=1e-5)
     products = [np.dot(turned[p], turned[p + 3]) for p in (0, 2, 5)]
     np.testing.assert_allclose(products, products[0], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"task\.key_dim=5: must be even with rotary positions"):
-        rotary.Give(tf.zeros([1, 1, 1, 5]), tf.constant([[0]]))
+    with pytest.raises(ValueError, match=r"a head has 5; set task\.key_dim"):
+        _layer(dim_per_head=5)
 
 
 @pytest.mark.parametrize("ops", [xla, tensorflow], ids=["xla", "tensorflow"])

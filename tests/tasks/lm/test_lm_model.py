@@ -10,6 +10,7 @@ import tensorflow as tf
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.layers.positions import POSITIONS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
@@ -116,6 +117,21 @@ def _decoded(model, theta, batch):
         return model.decoder.FProp(theta.decoder, x, model.Aux(batch))[0]
 
     return run_single(decode, [theta, batch])
+
+
+@pytest.mark.parametrize(
+    "kind, shifted, spread",
+    [("sinusoidal", True, True), ("rotary", False, True), ("none", False, False)],
+)
+def test_positions_count_as_their_kind_says(theta, kind, shifted, spread):
+    """Rotary ones by their distances alone, and none not at all: all 7 later, or twice as far from each other."""
+    model = _model(position=POSITIONS[kind].Params())
+    batch = _batch([[1] * 6])
+    want = _decoded(model, theta, batch)
+    for matters, move in ((shifted, lambda pos: pos + 7), (spread, lambda pos: 2 * pos)):
+        moved = NestedMap(batch, segment_pos=move(batch.segment_pos))
+        difference = np.abs(_decoded(model, theta, moved) - want).max()
+        assert (difference > 1e-2) == matters and (matters or difference < 1e-4)
 
 
 def test_a_token_sees_those_before_it_in_its_own_text(theta):
