@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-# What Matplotlib draws with, the colours of a light page, and what style.py calls them.
+# What Matplotlib draws with, the colours of a light page, and what colours.css calls them.
 INK, SOFT, RULE, PAPER = "#1d2126", "#5d656e", "#dcd9d1", "#fbfaf7"
 FIRST, SECOND, THIRD, FOURTH = "#35508f", "#c9552f", "#23807f", "#cf9436"
 _NAMES = {
