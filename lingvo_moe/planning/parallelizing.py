@@ -48,58 +48,37 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Search:
-    """A search: the model, the machine and the limits.
+    """A search: the model, the machine and the limits."""
 
-    Attributes:
-        model: an experiment.
-        topology: as plans.Request; without sizes where the objective chooses the machine; '' for what is here.
-        devices: of this process, where `topology` is ''; the best few are measured on them.
-        override: as --model_params_override.
-        dtypes: types of activations that are allowed beside the experiment's own.
-        objective: one of objectives.OBJECTIVES.
-        memory: bytes of a device that may be used; 0 for all.
-        compiles: at most so many programs are compiled.
-        seconds: no program is begun that should end after these; the first one always is.
-        known_faults: as plans.Request; a strategy that meets one is refused.
-        verify: whether the winner runs, shrunk, before it is handed out.
-    """
-
-    model: str
+    model: str  # an experiment
+    # As plans.Request; without sizes where the objective chooses the machine; '' for what is here.
     topology: str = ""
-    devices: int = 0
-    override: str = ""
+    devices: int = 0  # of this process, where `topology` is ''; the best few are measured on them
+    override: str = ""  # as --model_params_override
+    # Types of activations that are allowed beside the experiment's own.
     dtypes: tuple[str, ...] = ()
-    objective: str = SPEED
-    memory: int = 0
-    compiles: int = 6
+    objective: str = SPEED  # one of objectives.OBJECTIVES
+    memory: int = 0  # bytes of a device that may be used; 0 for all
+    compiles: int = 6  # at most so many programs are compiled
+    # No program is begun that should end after these; the first one always is.
     seconds: float = 600.0
-    known_faults: str = ERROR
-    verify: bool = True
+    known_faults: str = ERROR  # as plans.Request; a strategy that meets one is refused
+    verify: bool = True  # whether the winner runs, shrunk, before it is handed out
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        search: with the topology that was chosen.
-        machine: that topology.
-        best: the winner.
-        tried: all that was compiled, in order.
-        candidates: how many there were, and how many of them may fit.
-        estimate_seconds: how long estimating them took.
-        verified: the mesh on which the winner was run against one device; '' if it was not.
-        ended: the limit that ended the search, how much was left, and flags that try more of it; '' if nothing else
-            should beat the winner.
-    """
-
-    search: Search
-    machine: AnyMachine
-    best: Tried
-    tried: list[Tried]
-    candidates: tuple[int, int]
-    estimate_seconds: float
-    verified: str
+    search: Search  # with the topology that was chosen
+    machine: AnyMachine  # which the topology names
+    best: Tried  # the winner
+    tried: list[Tried]  # all that was compiled, in order
+    candidates: tuple[int, int]  # how many there were, and how many of them may fit
+    estimate_seconds: float  # how long estimating them took
+    verified: str  # the mesh on which the winner was run against one device; '' if it was not
+    # The limit that ended the search, how much was left, and flags that try more of it; '' if nothing else should beat
+    # the winner.
     ended: str = ""
 
     def ToText(self) -> str:

@@ -50,25 +50,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """A step to plan, and its machine.
+    """A step to plan, and its machine."""
 
-    Attributes:
-        model: an experiment, e.g. 'mt.M4MoE2048E36L'.
-        topology: e.g. 'v3:32x32', 'v5p:4x4x4*2' (two slices) or 'h100:32x8'.
-        override: as --model_params_override.
-        what: one of WHATS.
-        mesh: 'axis:size,...'; '': the experiment's own, sized to the topology.
-        token_budget: target tokens that a whole training run sees.
-        known_faults: what to do with a step that XLA's partitioner is known to compute wrongly: one of
-            `known_faults.ACTIONS`.
-    """
-
-    model: str
-    topology: str
-    override: str = ""
-    what: str = "train"
-    mesh: str = ""
-    token_budget: float = 1e12
+    model: str  # an experiment, e.g. 'mt.M4MoE2048E36L'
+    topology: str  # e.g. 'v3:32x32', 'v5p:4x4x4*2' (two slices) or 'h100:32x8'
+    override: str = ""  # as --model_params_override
+    what: str = "train"  # one of WHATS
+    mesh: str = ""  # 'axis:size,...'; '': the experiment's own, sized to the topology
+    token_budget: float = 1e12  # target tokens that a whole training run sees
+    # What to do with a step that XLA's partitioner is known to compute wrongly: one of `known_faults.ACTIONS`.
     known_faults: str = ERROR
 
 

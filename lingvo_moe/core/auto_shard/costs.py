@@ -36,57 +36,38 @@ Choice = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Choices:
-    """One operator's.
+    """The choices of one operator."""
 
-    Attributes:
-        choices: the shardings.
-        seconds: of each.
-        kept: bytes on a device of each: arguments, their gradients, and what the gradient needs.
-        working: bytes of its own operands and results.
-    """
-
-    choices: tuple[Choice, ...]
-    seconds: np.ndarray
+    choices: tuple[Choice, ...]  # the shardings
+    seconds: np.ndarray  # of each
+    # Bytes on a device of each: arguments, their gradients, and what the gradient needs.
     kept: np.ndarray
-    working: np.ndarray
+    working: np.ndarray  # bytes of its own operands and results
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Two operators that exchange tensors.
+    """Two operators that exchange tensors."""
 
-    Attributes:
-        ends: the numbers of both.
-        classes: for each choice of each end, which row or column it is.
-        seconds: [rows, columns].
-    """
-
-    ends: tuple[int, int]
-    classes: tuple[np.ndarray, np.ndarray]
-    seconds: np.ndarray
+    ends: tuple[int, int]  # the numbers of both
+    classes: tuple[np.ndarray, np.ndarray]  # for each choice of each end, which row or column it is
+    seconds: np.ndarray  # [rows, columns]
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that an operation of one operator reads from another.
+    """A tensor that an operation of one operator reads from another."""
 
-    Attributes:
-        value: the tensor.
-        producer, consumer: numbers of the operators.
-        member: the operation that reads it.
-        operand: the number of the operand.
-        held, used: its letters there and here.
-        summed: letters of the operation that the operand lacks.
-    """
-
-    value: Value
+    value: Value  # the tensor
+    # `producer`, `consumer`: numbers of the operators.
     producer: int
     consumer: int
-    member: Member
-    operand: int
+    member: Member  # the operation that reads it
+    operand: int  # the number of the operand
+    # `held`, `used`: its letters there and here.
     held: Letters
     used: Letters
-    summed: tuple[int, ...]
+    summed: tuple[int, ...]  # letters of the operation that the operand lacks
 
 
 class Costs:

@@ -27,24 +27,16 @@ Letters = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor.
+    """A tensor."""
 
-    Attributes:
-        number: counted in the order in which tensors are made, arguments first.
-        op: the number of the operation that makes it; -1 for an argument.
-        index: of the result, or of the argument.
-        name: for people.
-        shape, itemsize: elements, and bytes of each.
-        has_gradient: whether its gradient is computed.
-    """
-
-    number: int
-    op: int
-    index: int
-    name: str
+    number: int  # counted in the order in which tensors are made, arguments first
+    op: int  # the number of the operation that makes it; -1 for an argument
+    index: int  # of the result, or of the argument
+    name: str  # for people
+    # `shape`, `itemsize`: elements, and bytes of each.
     shape: tuple[int, ...]
     itemsize: int
-    has_gradient: bool
+    has_gradient: bool  # whether its gradient is computed
 
     @property
     def num_bytes(self) -> int:
@@ -54,25 +46,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Member:
-    """An operation of an operator.
+    """An operation of an operator."""
 
-    Attributes:
-        op: its number.
-        type: of the operation.
-        letters: all that it runs over.
-        reduced: those over which its results are reduced.
-        flops: of products, over all devices.
-        uses: (number of the operand, the tensor, its letters).
-        makes: (the tensor, its letters).
-    """
-
-    op: int
-    type: str
-    letters: frozenset[int]
-    uses: tuple[tuple[int, Value, Letters], ...]
-    makes: tuple[tuple[Value, Letters], ...] = ()
-    reduced: frozenset[int] = frozenset()
-    flops: int = 0
+    op: int  # its number
+    type: str  # of the operation
+    letters: frozenset[int]  # all that it runs over
+    uses: tuple[tuple[int, Value, Letters], ...]  # (number of the operand, the tensor, its letters)
+    makes: tuple[tuple[Value, Letters], ...] = ()  # (the tensor, its letters)
+    reduced: frozenset[int] = frozenset()  # those over which its results are reduced
+    flops: int = 0  # of products, over all devices
 
     @property
     def has_gradient(self) -> bool:
@@ -82,24 +64,17 @@ class Member:
 
 @dataclass
 class Operator:
-    """One choice.
+    """Operations for which one choice is made."""
 
-    Attributes:
-        name: of the operation that gives it its name.
-        kind: that operation's type; 'argument' where there is none.
-        sizes: of each letter, which every number of parts divides.
-        members: its operations, in order.
-        holds: the tensors that it makes or stores, with their letters.
-        arguments: those of the function that it stores.
-        fixed: the mesh axes of each letter where an annotation says so.
-    """
-
-    name: str
-    kind: str
+    name: str  # of the operation that gives it its name
+    kind: str  # that operation's type; 'argument' where there is none
+    # The size of each letter, which every number of parts divides.
     sizes: dict[int, int] = field(default_factory=dict)
-    members: list[Member] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)  # its operations, in order
+    # The tensors that it makes or stores, with their letters.
     holds: dict[Value, Letters] = field(default_factory=dict)
-    arguments: list[Value] = field(default_factory=list)
+    arguments: list[Value] = field(default_factory=list)  # those of the function that it stores
+    # The mesh axes of each letter where an annotation says so.
     fixed: dict[int, tuple[str, ...]] | None = None
 
 
@@ -115,19 +90,12 @@ class _Node:
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor argument of the function.
+    """A tensor argument of the function."""
 
-    Attributes:
-        tensor: as it is traced.
-        path: its name.
-        mapping: its sharding where the caller gave one.
-        has_gradient: whether the gradient by it is wanted.
-    """
-
-    tensor: Any
-    path: str
-    mapping: DimsMapping | None
-    has_gradient: bool
+    tensor: Any  # as it is traced
+    path: str  # its name
+    mapping: DimsMapping | None  # its sharding where the caller gave one
+    has_gradient: bool  # whether the gradient by it is wanted
 
 
 class Operators:

@@ -24,23 +24,15 @@ COLLECTIVES = (
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveUse:
-    """One execution of a collective.
+    """One execution of a collective."""
 
-    Attributes:
-      kind: one of COLLECTIVES.
-      bytes: bytes on one device of its operands or its results, whichever are larger, without
-        padding.
-      participants: devices in one replica group.
-      groups: number of replica groups.
-      tensors: number of arrays that the compiler combined into this collective.
-      devices: the ids of the devices in each replica group; of a permute, each (source, target) pair.
-    """
-
-    kind: str
+    kind: str  # one of COLLECTIVES
+    # Bytes on one device of its operands or its results, whichever are larger, without padding.
     bytes: int
-    participants: int
-    groups: int
-    tensors: int = 1
+    participants: int  # devices in one replica group
+    groups: int  # number of replica groups
+    tensors: int = 1  # number of arrays that the compiler combined into this collective
+    # The ids of the devices in each replica group; of a permute, each (source, target) pair.
     devices: Groups = dataclasses.field(default=(), repr=False)
 
 

@@ -18,29 +18,17 @@ class Array:
 
 @dataclasses.dataclass(slots=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-      name: unique in the module.
-      opcode: e.g. 'dot'.
-      arrays: the result; the arrays of a tuple are flattened in order.
-      operands: names of instructions of the same computation.
-      op_name: the TensorFlow operation that it came from, with its name scope; '' if unknown.
-      called: names of the computations that it calls.
-      attributes: the rest of the line as text; `attribute` finds one of them.
-      literal: of a constant or a parameter, the text in its parentheses.
-      is_root: whether it is the result of its computation.
-    """
-
-    name: str
-    opcode: str
-    arrays: tuple[Array, ...]
-    operands: tuple[str, ...]
-    op_name: str
-    called: tuple[str, ...]
-    attributes: str
-    literal: str = ""
-    is_root: bool = False
+    name: str  # unique in the module
+    opcode: str  # e.g. 'dot'
+    arrays: tuple[Array, ...]  # the result; the arrays of a tuple are flattened in order
+    operands: tuple[str, ...]  # names of instructions of the same computation
+    op_name: str  # the TensorFlow operation that it came from, with its name scope; '' if unknown
+    called: tuple[str, ...]  # names of the computations that it calls
+    attributes: str  # the rest of the line as text; `attribute` finds one of them
+    literal: str = ""  # of a constant or a parameter, the text in its parentheses
+    is_root: bool = False  # whether it is the result of its computation
 
     def attribute(self, key: str) -> str:
         """The text after `key=`, including its braces; '' without the attribute."""

@@ -34,20 +34,13 @@ _NOTHING = Instruction("", "", (), (), "", (), "")
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-    """A scheduled instruction, and how often one run of the program executes it.
+    """A scheduled instruction, and how often one run of the program executes it."""
 
-    Attributes:
-      instruction: the instruction.
-      computation: the computation that contains it.
-      times: executions in one run.
-      in_backward_loop: whether it runs in a loop that computes gradients.
-      loops: the names of the `while` instructions in whose bodies it runs, outermost first.
-    """
-
-    instruction: Instruction
-    computation: Computation
-    times: int
-    in_backward_loop: bool
+    instruction: Instruction  # the instruction
+    computation: Computation  # the computation that contains it
+    times: int  # executions in one run
+    in_backward_loop: bool  # whether it runs in a loop that computes gradients
+    # The names of the `while` instructions in whose bodies it runs, outermost first.
     loops: tuple[str, ...] = ()
 
 

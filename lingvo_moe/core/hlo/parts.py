@@ -26,19 +26,12 @@ _GATHER_GRADIENT = re.compile(r"^UnsortedSegmentSum(?:_\d+)?$")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The part of the model that an instruction belongs to.
+    """The part of the model that an instruction belongs to."""
 
-    Attributes:
-      part: as its layer declares it (`BaseLayer.PART`), or loss, optimizer, loop, other.
-      layer: e.g. 'encoder.moe'; '' if unknown.
-      phase: one of PHASES.
-      path: the dotted name scope; '' if unknown.
-    """
-
-    part: str
-    layer: str
-    phase: str
-    path: str = ""
+    part: str  # as its layer declares it (`BaseLayer.PART`), or loss, optimizer, loop, other
+    layer: str  # e.g. 'encoder.moe'; '' if unknown
+    phase: str  # one of PHASES
+    path: str = ""  # the dotted name scope; '' if unknown
 
     @property
     def is_clear(self) -> bool:

@@ -18,20 +18,14 @@ Dims = tuple[Letter | None, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """One operation in letters.
+    """One operation in letters."""
 
-    Attributes:
-        inputs: of each operand; None for one that is a number of the operation, such as a permutation.
-        outputs: of each result.
-        sizes: of each letter.
-        flops: of products, over all devices.
-        heavy: whether it is an operator of its own. One that is not takes the sharding of what it reads.
-    """
-
+    # Of each operand; None for one that is a number of the operation, such as a permutation.
     inputs: tuple[Dims | None, ...]
-    outputs: tuple[Dims, ...]
-    sizes: Mapping[Letter, int] = field(default_factory=dict)
-    flops: int = 0
+    outputs: tuple[Dims, ...]  # of each result
+    sizes: Mapping[Letter, int] = field(default_factory=dict)  # of each letter
+    flops: int = 0  # of products, over all devices
+    # Whether it is an operator of its own. One that is not takes the sharding of what it reads.
     heavy: bool = False
 
     @property

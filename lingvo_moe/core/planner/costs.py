@@ -22,30 +22,20 @@ _NO_CYCLES = ("while", "conditional", "call", "async-start", "async-done")
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of one instruction.
+    """The cost of one instruction."""
 
-    Attributes:
-      place: the layer, part and phase that it belongs to.
-      opcode, name: as in the compiled text.
-      times: how often one run of the program executes it.
-      flops: FLOPs of its matrix products in one execution.
-      bytes: HBM traffic of one execution.
-      estimated_cycles: the compiler's own estimate of one execution, in clock cycles.
-      collective: what it sends, if it is a collective.
-      formats: the FLOPs by number format, one of `flops.FORMATS`.
-      loops: the names of the loops in whose bodies it runs, outermost first.
-    """
-
-    place: Place
+    place: Place  # the layer, part and phase that it belongs to
+    # `opcode`, `name`: as in the compiled text.
     opcode: str
     name: str
-    times: int
-    flops: int
-    bytes: int
-    estimated_cycles: int
-    collective: CollectiveUse | None = None
+    times: int  # how often one run of the program executes it
+    flops: int  # FLOPs of its matrix products in one execution
+    bytes: int  # HBM traffic of one execution
+    estimated_cycles: int  # the compiler's own estimate of one execution, in clock cycles
+    collective: CollectiveUse | None = None  # what it sends, if it is a collective
+    # The FLOPs by number format, one of `flops.FORMATS`.
     formats: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    loops: tuple[str, ...] = ()
+    loops: tuple[str, ...] = ()  # the names of the loops in whose bodies it runs, outermost first
 
 
 def costs(module: Module, layers: Layers = NO_LAYERS, once: bool = False) -> list[Cost]:

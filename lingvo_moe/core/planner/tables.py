@@ -31,23 +31,16 @@ _DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True)
 class Job:
-    """The job to plan.
+    """The job to plan."""
 
-    Attributes:
-        model, override: the trainer's flags --model and --model_params_override.
-        what: 'train' or 'decode'.
-        batch: what one run of the program takes in and puts out, as BaseTask.BatchCounts names it; the last number
-            counts units.
-        unit: what is counted, e.g. 'tokens'.
-        budget: units of the whole job; 0: none.
-    """
-
+    # `model`, `override`: the trainer's flags --model and --model_params_override.
     model: str
     override: str
-    what: str
+    what: str  # 'train' or 'decode'
+    # What one run of the program takes in and puts out, as BaseTask.BatchCounts names it; the last number counts units.
     batch: dict[str, int]
-    unit: str
-    budget: float
+    unit: str  # what is counted, e.g. 'tokens'
+    budget: float  # units of the whole job; 0: none
 
 
 def parameters(state_specs: Any, mesh: Mesh) -> dict[str, int]:

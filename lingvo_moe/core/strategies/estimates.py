@@ -27,48 +27,28 @@ _LIVE = 2.0
 
 @dataclass
 class Correction:
-    """By what figures of compiled programs differ from estimates.
+    """By what figures of compiled programs differ from estimates."""
 
-    Attributes:
-        work: of the seconds of each part's products.
-        rest: of the seconds of all else on the devices.
-        network: of the seconds of collectives.
-        memory: of the bytes of activations and temporaries.
-        waiting: of the seconds of moves from and to the hosts.
-    """
-
-    work: dict[str, float] = field(default_factory=dict)
-    rest: float = 1.0
-    network: float = 1.0
-    memory: float = 1.0
-    waiting: float = 1.0
+    work: dict[str, float] = field(default_factory=dict)  # of the seconds of each part's products
+    rest: float = 1.0  # of the seconds of all else on the devices
+    network: float = 1.0  # of the seconds of collectives
+    memory: float = 1.0  # of the bytes of activations and temporaries
+    waiting: float = 1.0  # of the seconds of moves from and to the hosts
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The seconds and bytes that a candidate should need.
+    """The seconds and bytes that a candidate should need."""
 
-    Attributes:
-        work: seconds of products, by part.
-        rest: seconds of all else on the devices.
-        network: seconds of collectives.
-        state: bytes of weights, gradients and slots.
-        least: bytes that the program cannot do without.
-        activations: bytes of what is kept for the backward pass, and of temporaries.
-        idle: by how much a pipeline's idle time lengthens the work of its stages.
-        hosted: bytes in the memory of the device's host.
-        moves: seconds of the moves from and to it.
-    """
-
-    work: Mapping[str, float]
-    rest: float
-    network: float
-    state: int
-    least: int
-    activations: float
-    idle: float = 1.0
-    hosted: float = 0.0
-    moves: float = 0.0
+    work: Mapping[str, float]  # seconds of products, by part
+    rest: float  # seconds of all else on the devices
+    network: float  # seconds of collectives
+    state: int  # bytes of weights, gradients and slots
+    least: int  # bytes that the program cannot do without
+    activations: float  # bytes of what is kept for the backward pass, and of temporaries
+    idle: float = 1.0  # by how much a pipeline's idle time lengthens the work of its stages
+    hosted: float = 0.0  # bytes in the memory of the device's host
+    moves: float = 0.0  # seconds of the moves from and to it
 
     def Seconds(self, by: Correction) -> float:
         """The time of a step."""

@@ -23,45 +23,31 @@ from lingvo_moe.core.strategies.workload import (
 
 @dataclass
 class Saved:
-    """The work that the backward pass need not repeat if a loop over blocks keeps the activations of a name.
+    """The work that the backward pass need not repeat if a loop over blocks keeps the activations of a name."""
 
-    Attributes:
-        seconds: of products, by part.
-        network: seconds of collectives.
-        bytes: of these activations.
-    """
-
+    # Of products, by part.
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    network: float = 0.0
-    bytes: float = 0.0
+    network: float = 0.0  # seconds of collectives
+    bytes: float = 0.0  # of these activations
 
 
 @dataclass
 class Forward:
-    """The work of one device in a forward pass, and the activations that it can keep.
+    """The work of one device in a forward pass, and the activations that it can keep."""
 
-    Attributes:
-        work: seconds of products, by part.
-        of_blocks: of these, the seconds of products in blocks, by part.
-        network: seconds of collectives: all-reduces of partial results, and all-to-alls to the experts and back.
-        network_of_blocks: of these, the seconds in blocks.
-        moves: of these, the seconds of all-to-alls.
-        backward_sums: seconds of the all-reduces of gradients of activations.
-        boundaries: bytes of the inputs of all blocks.
-        results: bytes of what all blocks' products with weights give.
-        block: bytes of the activations of one block.
-        saved: what is saved by keeping a name of layers/kept.py.
-    """
-
+    # Seconds of products, by part.
     work: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    # Of these, the seconds of products in blocks, by part.
     of_blocks: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    # Seconds of collectives: all-reduces of partial results, and all-to-alls to the experts and back.
     network: float = 0.0
-    network_of_blocks: float = 0.0
-    moves: float = 0.0
-    backward_sums: float = 0.0
-    boundaries: float = 0.0
-    results: float = 0.0
-    block: float = 0.0
+    network_of_blocks: float = 0.0  # of these, the seconds in blocks
+    moves: float = 0.0  # of these, the seconds of all-to-alls
+    backward_sums: float = 0.0  # seconds of the all-reduces of gradients of activations
+    boundaries: float = 0.0  # bytes of the inputs of all blocks
+    results: float = 0.0  # bytes of what all blocks' products with weights give
+    block: float = 0.0  # bytes of the activations of one block
+    # What is saved by keeping a name of layers/kept.py.
     saved: dict[str, Saved] = field(default_factory=lambda: defaultdict(Saved))
 
     def SavedBy(self, names: Sequence[str]) -> list[Saved]:
@@ -71,21 +57,14 @@ class Forward:
 
 @dataclass(frozen=True)
 class _Local:
-    """A product on one device.
+    """A product on one device."""
 
-    Attributes:
-        product: the product.
-        times: how often a device computes it.
-        seconds: of all these.
-        tensors: the operands and the result, with their bytes on a device.
-        axes: the mesh axes along which it is divided, by letter.
-    """
-
-    product: Product
-    times: float
-    seconds: float
+    product: Product  # the product
+    times: float  # how often a device computes it
+    seconds: float  # of all these
+    # The operands and the result, with their bytes on a device.
     tensors: tuple[tuple[Operand, float], ...]
-    axes: Mapping[str, tuple[str, ...]]
+    axes: Mapping[str, tuple[str, ...]]  # the mesh axes along which it is divided, by letter
 
     def AxesWithout(self, letters: str, among: str = "") -> list[str]:
         """The mesh axes along which it is divided by other letters than these; `among`: only by these letters."""

@@ -19,23 +19,15 @@ NO_OFFLOAD: tuple[str, ...] = ()
 
 @dataclass
 class Estimates:
-    """Candidates that were estimated.
+    """Candidates that were estimated."""
 
-    Attributes:
-        kept: those that may fit, in a fixed order.
-        least: the one that needs the least memory, and its estimate; None if there was none.
-        count: how many there were.
-        may_fit: how many of them may fit.
-        seconds: how long estimating them took.
-        offloads: whether those that offload are among them.
-    """
-
-    kept: dict[Candidate, Estimate]
+    kept: dict[Candidate, Estimate]  # those that may fit, in a fixed order
+    # The one that needs the least memory, and its estimate; None if there was none.
     least: tuple[Candidate, Estimate] | None
-    count: int = 0
-    may_fit: int = 0
-    seconds: float = 0.0
-    offloads: bool = False
+    count: int = 0  # how many there were
+    may_fit: int = 0  # how many of them may fit
+    seconds: float = 0.0  # how long estimating them took
+    offloads: bool = False  # whether those that offload are among them
 
     def Fastest(self, memory: int) -> float | None:
         """The least seconds of those that fit by their estimate, or else of those that may fit; None where none may."""

@@ -32,17 +32,11 @@ _WHOLE = "-"
 
 @dataclass(frozen=True)
 class _Shape:
-    """The properties of a variable that decide how it is sharded.
+    """The properties of a variable that decide how it is sharded."""
 
-    Attributes:
-        sizes: of its dimensions.
-        letters: of these, _WHOLE for one that is never sharded.
-        stack_dims: how many leading dimensions count layers.
-    """
-
-    sizes: tuple[int, ...]
-    letters: str
-    stack_dims: int
+    sizes: tuple[int, ...]  # of its dimensions
+    letters: str  # of these, _WHOLE for one that is never sharded
+    stack_dims: int  # how many leading dimensions count layers
 
 
 @dataclass(frozen=True)

@@ -37,39 +37,25 @@ DISPATCHED, RETURNED = "dispatched", "returned"
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand or the result of a product.
+    """An operand or the result of a product."""
 
-    Attributes:
-        letters: one for each dimension.
-        weight: whether it is a variable, whose letters are sharded as weights are.
-    """
-
-    letters: str
-    weight: bool = False
+    letters: str  # one for each dimension
+    weight: bool = False  # whether it is a variable, whose letters are sharded as weights are
 
 
 @dataclass(frozen=True)
 class Product:
-    """An einsum of two operands, or a lookup of rows in a table.
+    """An einsum of two operands, or a lookup of rows in a table."""
 
-    Attributes:
-        part: as the layer declares it (`BaseLayer.PART`).
-        stack: the path of the stack of layers that it is in; '' outside of stacks.
-        operands: the two.
-        result: what it makes.
-        sizes: of each letter, ordered by letter.
-        readers: how many products with weights read the same activation, of which there is one gradient.
-        lookup: whether rows are looked up: no arithmetic.
-        name: under which a loop can keep the result, as the layer marks it (layers/kept.py); '' if none can.
-    """
-
-    part: str
-    stack: str
-    operands: tuple[Operand, Operand]
-    result: Operand
-    sizes: tuple[tuple[str, int], ...]
+    part: str  # as the layer declares it (`BaseLayer.PART`)
+    stack: str  # the path of the stack of layers that it is in; '' outside of stacks
+    operands: tuple[Operand, Operand]  # the two
+    result: Operand  # what it makes
+    sizes: tuple[tuple[str, int], ...]  # of each letter, ordered by letter
+    # How many products with weights read the same activation, of which there is one gradient.
     readers: int = 1
-    lookup: bool = False
+    lookup: bool = False  # whether rows are looked up: no arithmetic
+    # The name under which a loop can keep the result, as the layer marks it (layers/kept.py); '' if none can.
     name: str = ""
 
     @property
@@ -85,19 +71,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a training step.
+    """The work of a training step."""
 
-    Attributes:
-        products: each with the number of times that a step computes it in the forward pass.
-        blocks: how many blocks each stack has, by path.
-        boundaries: elements of the input of one block of each stack, by path.
-        names: those of layers/kept.py of what this model's loops over blocks can keep.
-    """
-
+    # Each product with the number of times that a step computes it in the forward pass.
     products: Mapping[Product, int]
-    blocks: Mapping[str, int]
-    boundaries: Mapping[str, int]
-    names: frozenset[str]
+    blocks: Mapping[str, int]  # how many blocks each stack has, by path
+    boundaries: Mapping[str, int]  # elements of the input of one block of each stack, by path
+    names: frozenset[str]  # those of layers/kept.py of what this model's loops over blocks can keep
 
 
 def read_workload(params: Params) -> Workload:

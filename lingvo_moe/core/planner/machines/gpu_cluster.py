@@ -25,28 +25,19 @@ NODE_SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Card:
-    """The figures of one GPU model. Rates are per GPU; those of links are in one direction.
+    """The figures of one GPU model. Rates are per GPU; those of links are in one direction."""
 
-    Attributes:
-        name: e.g. 'h100'.
-        label: NVIDIA's name.
-        hbm_bandwidth: bytes/s between the GPU and its memory.
-        peak_flops: dense FLOP/s of products by dtype: 'bfloat16' and 'tf32' on tensor cores, 'float32' without them.
-            A multiply-add counts as two.
-        nvlink_bandwidth: bytes/s over NVLink; 0 for a card without it, which uses PCI Express inside a node.
-        pcie_bandwidth: bytes/s over PCI Express.
-        nic_bandwidth: bytes/s of the network interface that the GPU has for itself.
-        source: where the figures come from, with what is assumed.
-    """
-
-    name: str
-    label: str
-    hbm_bandwidth: float
+    name: str  # e.g. 'h100'
+    label: str  # NVIDIA's name
+    hbm_bandwidth: float  # bytes/s between the GPU and its memory
+    # Dense FLOP/s of products by dtype: 'bfloat16' and 'tf32' on tensor cores, 'float32' without them. A multiply-add
+    # counts as two.
     peak_flops: Mapping[str, float] = field(hash=False)
+    # Bytes/s over NVLink; 0 for a card without it, which uses PCI Express inside a node.
     nvlink_bandwidth: float
-    pcie_bandwidth: float
-    nic_bandwidth: float
-    source: str
+    pcie_bandwidth: float  # bytes/s over PCI Express
+    nic_bandwidth: float  # bytes/s of the network interface that the GPU has for itself
+    source: str  # where the figures come from, with what is assumed
 
     @property
     def memory_bytes(self) -> int:
@@ -158,19 +149,12 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal GPUs. The GPUs of a node have consecutive device ids: device i is in node i // gpus_per_node.
+    """Nodes of equal GPUs. The GPUs of a node have consecutive device ids: device i is in node i // gpus_per_node."""
 
-    Attributes:
-        name: e.g. 'h100:32x8'.
-        card: what each GPU is.
-        nodes: the number of nodes.
-        gpus_per_node: one of NODE_SIZES.
-    """
-
-    name: str
-    card: Card
-    nodes: int
-    gpus_per_node: int
+    name: str  # e.g. 'h100:32x8'
+    card: Card  # what each GPU is
+    nodes: int  # the number of nodes
+    gpus_per_node: int  # one of NODE_SIZES
 
     @classmethod
     def parse(cls, name: str) -> "Cluster":

@@ -19,25 +19,18 @@ _PASSES = {
 
 @dataclass(frozen=True)
 class Ring:
-    """Equal devices in a ring. Its other names are those of every machine: see machine.py.
+    """Equal devices in a ring. Its other names are those of every machine: see machine.py."""
 
-    Attributes:
-        name: for people.
-        flops: FLOP/s of a device.
-        hbm_bandwidth, link_bandwidth: bytes/s of its memory, and to the next device.
-        operation, hop: seconds that a collective takes beside its bytes, and those of each device on the way.
-        num_devices: as many as are asked for, where nothing is said.
-        hbm_bytes: memory that a program may use on one of them; 0: unknown.
-    """
-
-    name: str
-    flops: float
+    name: str  # for people
+    flops: float  # FLOP/s of a device
+    # `hbm_bandwidth`, `link_bandwidth`: bytes/s of its memory, and to the next device.
     hbm_bandwidth: float
     link_bandwidth: float
+    # `operation`, `hop`: seconds that a collective takes beside its bytes, and those of each device on the way.
     operation: float
     hop: float
-    num_devices: int = sys.maxsize
-    hbm_bytes: int = 0
+    num_devices: int = sys.maxsize  # as many as are asked for, where nothing is said
+    hbm_bytes: int = 0  # memory that a program may use on one of them; 0: unknown
 
     def Seconds(self, kind: str, num_bytes: float, count: int) -> float:
         """The seconds that a collective of `count` devices takes; `num_bytes` as in interconnect.seconds."""

@@ -21,39 +21,25 @@ _MOST_SLICES = 256  # more would be a slip
 
 @dataclass(frozen=True)
 class Chip:
-    """The figures of one chip of a generation. A device is what JAX calls a device.
+    """The figures of one chip of a generation. A device is what JAX calls a device."""
 
-    Attributes:
-        generation: e.g. 'v3'.
-        devices_per_chip: 2 for v3, whose two cores are two devices; 1 for the others.
-        hbm_bytes: memory per device that a program may use, including its arguments and code.
-        peak_flops: bfloat16 FLOP/s per device; a multiply-add counts as two.
-        hbm_bandwidth: bytes/s per device.
-        link_bandwidth: bytes/s of one link between chips, in one direction.
-        clock_hz: clock rate, which turns the compiler's cycles into seconds.
-        max_dims: chips in each dimension of the largest slice; a 3-D slice may have another shape
-            with the same number of chips.
-        source: where the figures come from.
-        host_bandwidth: bytes/s per chip from or to its host over PCI Express, in one direction.
-        host_memory: bytes of main memory of a host with four chips; 0 where no figure is published.
-        dcn_bandwidth: bytes/s per chip to other slices over the data-centre network, in one direction: its share of its
-            host's network interfaces. 0 where no figure is published.
-        host_of_eight: whether a slice of 2x4 chips has one host, with twice the memory.
-    """
-
-    generation: str
-    devices_per_chip: int
-    hbm_bytes: int
-    peak_flops: float
-    hbm_bandwidth: float
-    link_bandwidth: float
-    clock_hz: float
+    generation: str  # e.g. 'v3'
+    devices_per_chip: int  # 2 for v3, whose two cores are two devices; 1 for the others
+    hbm_bytes: int  # memory per device that a program may use, including its arguments and code
+    peak_flops: float  # bfloat16 FLOP/s per device; a multiply-add counts as two
+    hbm_bandwidth: float  # bytes/s per device
+    link_bandwidth: float  # bytes/s of one link between chips, in one direction
+    clock_hz: float  # clock rate, which turns the compiler's cycles into seconds
+    # Chips in each dimension of the largest slice; a 3-D slice may have another shape with the same number of chips.
     max_dims: tuple[int, ...]
-    source: str
-    host_bandwidth: float
+    source: str  # where the figures come from
+    host_bandwidth: float  # bytes/s per chip from or to its host over PCI Express, in one direction
+    # Bytes of main memory of a host with four chips; 0 where no figure is published.
     host_memory: int = 0
+    # Bytes/s per chip to other slices over the data-centre network, in one direction: its share of its host's network
+    # interfaces. 0 where no figure is published.
     dcn_bandwidth: float = 0.0
-    host_of_eight: bool = False
+    host_of_eight: bool = False  # whether a slice of 2x4 chips has one host, with twice the memory
 
 
 # The data-centre network: "DCN bandwidth per chip" of v5p (50 Gbit/s); that of a pod over its chips for v5e (6.4 Tbit/s
@@ -148,18 +134,12 @@ class Topology:
     """A slice, or several equal ones: chips in a grid of two or three dimensions, some of which close to rings.
 
     Device i is in slice i // slice_devices.
-
-    Attributes:
-        name: e.g. 'v3:32x32', or 'v5p:4x4x4*2' for two slices.
-        chip: what each chip has.
-        dims: chips of a slice in each dimension.
-        slices: the number of slices, which the data-centre network joins.
     """
 
-    name: str
-    chip: Chip
-    dims: tuple[int, ...]
-    slices: int = 1
+    name: str  # e.g. 'v3:32x32', or 'v5p:4x4x4*2' for two slices
+    chip: Chip  # what each chip has
+    dims: tuple[int, ...]  # chips of a slice in each dimension
+    slices: int = 1  # the number of slices, which the data-centre network joins
 
     @classmethod
     def parse(cls, name: str) -> "Topology":

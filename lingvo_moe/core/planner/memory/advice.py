@@ -12,22 +12,15 @@ _WORTH = 0.01
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes that one device holds at the peak, grouped by what could reduce them.
+    """Bytes that one device holds at the peak, grouped by what could reduce them."""
 
-    Attributes:
-        by_kind: bytes by kind of buffer: weights, slots and, where known, gradients, weight_copies
-            and others.
-        replicated: bytes of weights and slots that are replicated on every device.
-        divisible: bytes of weights and slots that are sharded and could be sharded twice as far.
-        scaling: bytes that grow with the number of tokens a device: inputs (batch, caches),
-            activations and temporaries.
-        float32: bytes by kind of activations and temporaries that are float32.
-    """
-
+    # Bytes by kind of buffer: weights, slots and, where known, gradients, weight_copies and others.
     by_kind: Mapping[str, int]
-    replicated: int
-    divisible: int
+    replicated: int  # bytes of weights and slots that are replicated on every device
+    divisible: int  # bytes of weights and slots that are sharded and could be sharded twice as far
+    # Bytes that grow with the number of tokens a device: inputs (batch, caches), activations and temporaries.
     scaling: int
+    # Bytes by kind of activations and temporaries that are float32.
     float32: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -38,21 +38,15 @@ Change = tuple[str, Any]  # the path of a parameter, and its value
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of parameters, and the bytes that one device holds with it.
+    """A choice of parameters, and the bytes that one device holds with it."""
 
-    Attributes:
-        changes: the parameters that differ from those of the plan, and their values. No entries: the plan's own.
-        held: of the training state.
-        weight_size: bytes of a weight's element.
-        narrow: whether activations are bfloat16.
-        carries: bytes of the inputs of all blocks, which recomputation keeps; None where nothing else is recomputed
-            than in the plan.
-    """
-
+    # The parameters that differ from those of the plan, and their values. No entries: the plan's own.
     changes: Mapping[str, str]
-    held: Held
-    weight_size: int
-    narrow: bool
+    held: Held  # of the training state
+    weight_size: int  # bytes of a weight's element
+    narrow: bool  # whether activations are bfloat16
+    # Bytes of the inputs of all blocks, which recomputation keeps; None where nothing else is recomputed than in the
+    # plan.
     carries: int | None = None
 
 

@@ -23,22 +23,14 @@ PARTS = (WEIGHTS, GRADIENTS, "master weights", SLOTS, "moving average")
 
 @dataclass(frozen=True)
 class Sharded:
-    """The bytes of a variable, or of several equal ones, on one device.
+    """The bytes of a variable, or of several equal ones, on one device."""
 
-    Attributes:
-        part: one of WEIGHTS, GRADIENTS and SLOTS; all but the first two count as slots.
-        whole: bytes if devices hold copies along the axes that the variable leaves out.
-        parted: bytes if these axes shard it too, where they can.
-        hosted: whether it is in the memory of the hosts.
-        blocks: of the stack of layers that it belongs to; 1 outside of stacks.
-        terms: the mesh axes along which devices have terms of the gradient's sum.
-    """
-
-    part: str
-    whole: int
-    parted: int
-    hosted: bool = False
-    blocks: int = 1
+    part: str  # one of WEIGHTS, GRADIENTS and SLOTS; all but the first two count as slots
+    whole: int  # bytes if devices hold copies along the axes that the variable leaves out
+    parted: int  # bytes if these axes shard it too, where they can
+    hosted: bool = False  # whether it is in the memory of the hosts
+    blocks: int = 1  # of the stack of layers that it belongs to; 1 outside of stacks
+    # The mesh axes along which devices have terms of the gradient's sum.
     terms: tuple[str, ...] = ()
 
     def Times(self, factor: int) -> "Sharded":
@@ -48,26 +40,22 @@ class Sharded:
 
 @dataclass
 class Held:
-    """The bytes of a training state on one device.
+    """The bytes of a training state on one device."""
 
-    Attributes:
-        weights, gradients, slots: in its own memory; slots are all but weights and gradients.
-        hosted: in its host's memory, of WEIGHTS, GRADIENTS and SLOTS.
-        gathered: of the weights that a step gathers, when they are whole.
-        at_once: of weights that are gathered while they are used: those outside of stacks, and one block of each stack.
-        written: of weights that are gathered after the update, and are then there beside the old ones.
-        synced: of gradients, by the mesh axes along which devices have terms of their sums.
-    """
-
+    # `weights`, `gradients`, `slots`: in its own memory; slots are all but weights and gradients.
     weights: int = 0
     gradients: int = 0
     slots: int = 0
+    # In its host's memory, of WEIGHTS, GRADIENTS and SLOTS.
     hosted: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
     )
-    gathered: int = 0
+    gathered: int = 0  # of the weights that a step gathers, when they are whole
+    # Of weights that are gathered while they are used: those outside of stacks, and one block of each stack.
     at_once: int = 0
+    # Of weights that are gathered after the update, and are then there beside the old ones.
     written: int = 0
+    # Of gradients, by the mesh axes along which devices have terms of their sums.
     synced: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     @property

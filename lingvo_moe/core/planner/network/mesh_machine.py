@@ -22,15 +22,10 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class MeshMachine:
-    """A mesh whose devices are those of a machine, in order.
+    """A mesh whose devices are those of a machine, in order."""
 
-    Attributes:
-        mesh: whose axes collectives go along.
-        machine: with at least as many devices.
-    """
-
-    mesh: Mesh
-    machine: AnyMachine
+    mesh: Mesh  # whose axes collectives go along
+    machine: AnyMachine  # with at least as many devices
 
     @property
     def scatters(self) -> bool:

@@ -27,18 +27,13 @@ _WORTH = 0.01
 
 @dataclass
 class Moved:
-    """The bytes that some collectives of a step send, and the seconds that they take.
+    """The bytes that some collectives of a step send, and the seconds that they take."""
 
-    Attributes:
-        count: executions.
-        inside, between: bytes that one GPU sends inside its node, and between nodes.
-        seconds: of all executions together.
-    """
-
-    count: int = 0
+    count: int = 0  # executions
+    # `inside`, `between`: bytes that one GPU sends inside its node, and between nodes.
     inside: float = 0.0
     between: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of all executions together
 
     def Add(self, use: CollectiveUse, times: int, groups: Groups, cluster: Cluster) -> None:
         """Adds `times` executions of a collective among `groups`."""

@@ -18,17 +18,11 @@ SECONDS_PER_OPERATION = 2e-6
 
 @dataclass(frozen=True)
 class _Group:
-    """The box of chips that one replica group occupies.
+    """The box of chips that one replica group occupies."""
 
-    Attributes:
-        dims: chips in each dimension.
-        wraps: whether each dimension closes to a ring.
-        devices_per_chip: devices of the group on each chip.
-    """
-
-    dims: tuple[int, ...]
-    wraps: tuple[bool, ...]
-    devices_per_chip: int
+    dims: tuple[int, ...]  # chips in each dimension
+    wraps: tuple[bool, ...]  # whether each dimension closes to a ring
+    devices_per_chip: int  # devices of the group on each chip
 
     @property
     def chips(self) -> int:

@@ -28,28 +28,18 @@ DIRECT = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
 @dataclass(frozen=True, order=True)
 class Spread:
-    """The number of nodes that a group of devices spans, and of its devices in each.
+    """The number of nodes that a group of devices spans, and of its devices in each."""
 
-    Attributes:
-        nodes: how many nodes (or slices) they are in.
-        inside: how many of them are in each of these.
-    """
-
-    nodes: int
-    inside: int
+    nodes: int  # how many nodes (or slices) they are in
+    inside: int  # how many of them are in each of these
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that one device sends during one collective.
+    """Bytes that one device sends during one collective."""
 
-    Attributes:
-        inside: to other devices of its node.
-        between: to other nodes.
-    """
-
-    inside: float
-    between: float
+    inside: float  # to other devices of its node
+    between: float  # to other nodes
 
 
 @functools.lru_cache(maxsize=1024)
