@@ -30,7 +30,7 @@ from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner.known_faults import OFF
 from lingvo_moe.core.planner.costs import costs
-from lingvo_moe.core.planner.machines.machine import AnyMachine
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.ring import VIRTUAL_CPU
 from lingvo_moe.core.planner.network.mesh_machine import CPU
 from lingvo_moe.core.planner.tables import execution_seconds
@@ -117,7 +117,7 @@ def compile_step(
     return engine.Compile(engine.Lower(step, args, results=wanted, name="step"), _OPTIONS)
 
 
-def compiled_seconds(text: str, machine: AnyMachine) -> float:
+def compiled_seconds(text: str, machine: Machine) -> float:
     """Seconds of one device of a machine, by the text of a compiled module."""
     return sum(cost.times * execution_seconds(cost, machine) for cost in costs(parse_module(text)))
 

@@ -19,7 +19,8 @@ from lingvo_moe.core.layers.kept import names_of
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.machines.machine import AnyMachine, Machine, parse_machine
+from lingvo_moe.core.planner.machines.base import Machine
+from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.machines.ring import Ring, here
 from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
@@ -71,7 +72,7 @@ class Found:
     """The result of a search."""
 
     search: Search  # with the topology that was chosen
-    machine: AnyMachine  # which the topology names
+    machine: Machine  # which the topology names
     best: Tried  # the winner
     tried: list[Tried]  # all that was compiled, in order
     candidates: tuple[int, int]  # how many there were, and how many of them may fit
@@ -330,7 +331,7 @@ def small_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.axis_names, tuple(min(n, 2) for n in mesh.shape))
 
 
-def _machine(search: Search) -> AnyMachine:
+def _machine(search: Search) -> Machine:
     if search.topology:
         return parse_machine(search.topology)
     memory = memory_of("pjrt", Mesh(("data",), (search.devices,)))
@@ -339,7 +340,7 @@ def _machine(search: Search) -> AnyMachine:
     return here(search.devices, (memory.size or 0) // memory.devices or search.memory)
 
 
-def _memory(search: Search, machine: AnyMachine) -> int:
+def _memory(search: Search, machine: Machine) -> int:
     """Bytes of a device that may be used. Raises StrategyError: it has fewer."""
     if search.memory > machine.hbm_bytes:
         raise StrategyError(
@@ -423,7 +424,7 @@ def _pipeline_over(mesh: Mesh) -> Iterator[str]:
 
 
 def _lacks(
-    search: Search, machine: AnyMachine, memory: int, least: tuple[Candidate, Estimate] | None
+    search: Search, machine: Machine, memory: int, least: tuple[Candidate, Estimate] | None
 ) -> str:
     if least is None:
         return (
@@ -439,7 +440,7 @@ def _lacks(
     )
 
 
-def _none_compiled(search: Search, machine: AnyMachine, tried: list[Tried], ended: str) -> str:
+def _none_compiled(search: Search, machine: Machine, tried: list[Tried], ended: str) -> str:
     said = [
         f"{search.model} fits {machine.name} under none of the {len(tried)} strategies that were tried"
     ]

@@ -28,8 +28,9 @@ from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.planner import pipeline, tables
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, Cluster
-from lingvo_moe.core.planner.machines.machine import Machine, parse_machine
+from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.planner.memory import breakdown, host_link, remedies, state
 from lingvo_moe.core.planner.network import mesh_order

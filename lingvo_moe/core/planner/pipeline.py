@@ -30,7 +30,7 @@ from lingvo_moe.core.hlo.pipelines import (
 from lingvo_moe.core.pipeline.blocks import Blocks, padding
 from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.machines.machine import Machine
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.tables import execution_seconds
 
 _PERMUTE = "collective-permute"

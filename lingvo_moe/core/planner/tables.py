@@ -18,8 +18,8 @@ from typing import Any
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.planner.costs import Cost
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
-from lingvo_moe.core.planner.machines.machine import AnyMachine, Machine
 from lingvo_moe.core.planner.network import interconnect
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device, count_parameters
@@ -90,17 +90,17 @@ def work(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]]:
     return sorted(table, key=lambda row: -row["seconds"])
 
 
-def compute_seconds(cost: Cost, topology: AnyMachine) -> float:
+def compute_seconds(cost: Cost, topology: Machine) -> float:
     """Seconds of an instruction's matrix products, each at the peak of its number format."""
     peaks = topology.peaks
     return sum(flops / peaks.get(kind, peaks["bfloat16"]) for kind, flops in cost.formats.items())
 
 
-def _compiler_seconds(cost: Cost, topology: AnyMachine) -> float:
+def _compiler_seconds(cost: Cost, topology: Machine) -> float:
     return cost.estimated_cycles / topology.clock_hz if topology.clock_hz else 0.0
 
 
-def execution_seconds(cost: Cost, topology: AnyMachine) -> float:
+def execution_seconds(cost: Cost, topology: Machine) -> float:
     """Estimates the seconds of one execution of an instruction: of its work or, for a collective, on the network."""
     if use := cost.collective:
         lies = interconnect.spread(use.devices, topology)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lingvo_moe.core.pipeline.schedule import STAGE
-from lingvo_moe.core.planner.machines.machine import AnyMachine
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.memory.state import Held
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
@@ -75,7 +75,7 @@ class Estimator:
         self,
         work: Workload,
         states: Callable[[str, tuple[str, ...]], StateBytes],
-        machine: AnyMachine,
+        machine: Machine,
         itemsizes: Mapping[str, int],
     ):
         self._work, self._states, self._machine = work, states, machine

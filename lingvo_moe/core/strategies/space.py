@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.planner.machines.machine import AnyMachine
-from lingvo_moe.core.planner.machines.ring import Ring
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.state.offload import OffloadError
 from lingvo_moe.core.strategies.candidate import OFFLOADS, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Correction, Estimate, Estimator
@@ -47,7 +46,7 @@ class Space:
     """
 
     def __init__(
-        self, params: Params, work: Workload, machine: AnyMachine, dtypes: Sequence[str] = ("",)
+        self, params: Params, work: Workload, machine: Machine, dtypes: Sequence[str] = ("",)
     ):
         self._params, self._work, self._machine = params, work, machine
         own = params.task.fprop_dtype or params.task.dtype
@@ -75,7 +74,7 @@ class Space:
 
     def AddOffloads(self, to: Estimates, memory: int) -> None:
         """Adds the candidates that offload, if the machine has hosts; changes nothing the second time."""
-        if not to.offloads and not isinstance(self._machine, Ring):
+        if not to.offloads and self._machine.host_devices:
             to.offloads = True
             self._Add(to, list(filter(self._Frees, OFFLOADS)), memory)
 
@@ -103,8 +102,6 @@ class Space:
 
     def _HostHolds(self, estimate: Estimate) -> bool:
         """Whether a host can hold what its devices offload; it can, where its memory is not known."""
-        if not estimate.hosted or isinstance(self._machine, Ring):
-            return True
         there = self._machine.host_memory_bytes
         return not there or estimate.hosted * self._machine.host_devices <= there
 

@@ -12,7 +12,7 @@ from auto_shard_functions import spec
 
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.nested_map import flatten, map_structure
-from lingvo_moe.core.planner.machines.ring import Ring
+from lingvo_moe.core.planner.machines.ring import ring
 from lingvo_moe.core.planner.network import mesh_machine
 from lingvo_moe.core.sharding import Mesh
 
@@ -22,8 +22,8 @@ _EIGHT = Mesh.parse("model:8")
 @pytest.fixture
 def no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small functions are sharded like large ones."""
-    ring = Ring("no latency", 1e12, 1e12, 1e11, 0.0, 0.0)
-    monkeypatch.setattr(mesh_machine, "ACCELERATOR", ring)
+    plain = ring("no latency", 1e12, 1e12, 1e11, 0.0, 0.0)
+    monkeypatch.setattr(mesh_machine, "ACCELERATOR", plain)
 
 
 def _mappings(strategy: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.auto_shard.strategy import Strategy
 from lingvo_moe.core.partitioner.spmd import RESHARD
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.machines.ring import Ring
+from lingvo_moe.core.planner.machines.ring import ring
 from lingvo_moe.core.planner.network import mesh_machine
 from lingvo_moe.core.sharding import Mesh, ShardingError
 
@@ -195,8 +195,8 @@ def test_over_a_prime_number_of_devices_everything_is_whole_and_that_is_said() -
 def test_an_operation_without_a_rule_is_whole_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ring = Ring("no latency", 1e12, 1e12, 1e11, 0.0, 0.0)
-    monkeypatch.setattr(mesh_machine, "ACCELERATOR", ring)
+    plain = ring("no latency", 1e12, 1e12, 1e11, 0.0, 0.0)
+    monkeypatch.setattr(mesh_machine, "ACCELERATOR", plain)
 
     def fn(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
         return tf.roll(x @ w, 1, axis=0) @ w

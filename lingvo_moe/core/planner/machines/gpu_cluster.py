@@ -14,6 +14,7 @@ from typing import Any
 from lingvo_moe.core.config.suggest import either
 from lingvo_moe.core.gpu_memory import MEMORY_BYTES, usable_bytes
 from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.topology_names import TopologyName
 
 # What one GPU's lanes of PCI Express carry in one direction, 16 lanes, before the packets' headers.
@@ -147,11 +148,10 @@ CARDS = {
 }
 
 
-@dataclass(frozen=True)
-class Cluster:
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Machine):
     """Nodes of equal GPUs. The GPUs of a node have consecutive device ids: device i is in node i // gpus_per_node."""
 
-    name: str  # e.g. 'h100:32x8'
     card: Card  # what each GPU is
     nodes: int  # the number of nodes
     gpus_per_node: int  # one of NODE_SIZES
@@ -182,83 +182,33 @@ class Cluster:
             raise PlanError(
                 f"topology {name!r}: a node of {gpus} GPUs; a node has {either(NODE_SIZES)}{swapped}"
             )
-        return cls(str(parsed), CARDS[model], nodes, gpus)
-
-    @property
-    def num_devices(self) -> int:
-        """The number of GPUs; each is one device."""
-        return self.nodes * self.gpus_per_node
-
-    @property
-    def num_chips(self) -> int:
-        """The number of GPUs."""
-        return self.num_devices
-
-    @property
-    def hbm_bytes(self) -> int:
-        """Memory of a GPU that XLA's allocator has for programs."""
-        return usable_bytes(self.card.memory_bytes)
-
-    @property
-    def host_devices(self) -> int:
-        """The number of GPUs of a node."""
-        return self.gpus_per_node
-
-    @property
-    def host_memory_bytes(self) -> int:
-        """0: a card does not say how much memory its node has."""
-        return 0
-
-    @property
-    def host_bandwidth(self) -> float:
-        """Bytes/s, one way, between a GPU and its node over PCI Express."""
-        return self.card.pcie_bandwidth
-
-    @property
-    def host_source(self) -> str:
-        """The source of host_bandwidth."""
-        return "PCI Express's raw rate of 16 lanes, as the card's data sheet states"
-
-    @property
-    def hbm_bandwidth(self) -> float:
-        """Bytes/s between a GPU and its memory."""
-        return self.card.hbm_bandwidth
-
-    @property
-    def peaks(self) -> Mapping[str, float]:
-        """FLOP/s of a GPU by number format."""
-        return self.card.peak_flops
-
-    @property
-    def clock_hz(self) -> float:
-        """0: the compiler counts no cycles."""
-        return 0.0
-
-    @property
-    def has_nodes(self) -> bool:
-        """True: the network inside a node is faster than that between nodes."""
-        return True
-
-    @property
-    def node_devices(self) -> int:
-        """The number of GPUs of a node."""
-        return self.gpus_per_node
+        card = CARDS[model]
+        return cls(
+            name=str(parsed),
+            card=card,
+            nodes=nodes,
+            gpus_per_node=gpus,
+            num_devices=nodes * gpus,
+            num_chips=nodes * gpus,
+            hbm_bytes=usable_bytes(card.memory_bytes),  # what XLA's allocator has for programs
+            hbm_bandwidth=card.hbm_bandwidth,
+            peaks=card.peak_flops,
+            node_devices=gpus,
+            host_devices=gpus,
+            host_bandwidth=card.pcie_bandwidth,
+            host_source="PCI Express's raw rate of 16 lanes, as the card's data sheet states",
+        )
 
     def Describe(self) -> dict[str, Any]:
         """The figures of the cluster that go into a plan's `topology`."""
         card = self.card
         return {
-            "name": self.name,
+            **super().Describe(),
             "card": card.label,
-            "devices": self.num_devices,
-            "chips": self.num_chips,
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
-            "hbm_bytes": self.hbm_bytes,
             "memory_bytes": card.memory_bytes,
-            "peak_flops": card.peak_flops["bfloat16"],
             "peaks": dict(card.peak_flops),
-            "hbm_bandwidth": card.hbm_bandwidth,
             "node_bandwidth": card.node_bandwidth,
             "nic_bandwidth": card.nic_bandwidth,
             "source": card.source,

@@ -13,6 +13,7 @@ from typing import Any
 
 from lingvo_moe.core.config.suggest import did_you_mean, either
 from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.topology_names import TopologyName
 
 _GIB = 2**30
@@ -129,14 +130,13 @@ CHIPS = {
 }
 
 
-@dataclass(frozen=True)
-class Topology:
+@dataclass(frozen=True, kw_only=True)
+class Topology(Machine):
     """A slice, or several equal ones: chips in a grid of two or three dimensions, some of which close to rings.
 
     Device i is in slice i // slice_devices.
     """
 
-    name: str  # e.g. 'v3:32x32', or 'v5p:4x4x4*2' for two slices
     chip: Chip  # what each chip has
     dims: tuple[int, ...]  # chips of a slice in each dimension
     slices: int = 1  # the number of slices, which the data-centre network joins
@@ -164,7 +164,27 @@ class Topology:
             )
         _check_dims(name, chip, parsed.sizes, example)
         _check_slices(name, chip, parsed)
-        return cls(str(parsed), chip, parsed.sizes, parsed.slices)
+        dims, slices = parsed.sizes, parsed.slices
+        each, chips = chip.devices_per_chip, math.prod(dims)
+        one_host_of_eight = chip.host_of_eight and sorted(dims) == [2, 4]
+        source = "stated" if chip.generation in ("v4", "v6e") else "assumed"
+        return cls(
+            name=str(parsed),
+            chip=chip,
+            dims=dims,
+            slices=slices,
+            num_devices=slices * chips * each,
+            num_chips=slices * chips,
+            hbm_bytes=chip.hbm_bytes,
+            hbm_bandwidth=chip.hbm_bandwidth,
+            peaks={"bfloat16": chip.peak_flops},  # in which float32 is multiplied too, by default
+            clock_hz=chip.clock_hz,
+            node_devices=chips * each if slices > 1 else 0,
+            host_devices=(8 if one_host_of_eight else min(4, chips)) * each,
+            host_memory_bytes=chip.host_memory * (2 if one_host_of_eight else 1),
+            host_bandwidth=chip.host_bandwidth / each,
+            host_source=f"{source}, after How to Scale Your Model (2025); no data sheet has it",
+        )
 
     @property
     def generation(self) -> str:
@@ -182,91 +202,21 @@ class Topology:
         return self.slice_chips * self.chip.devices_per_chip
 
     @property
-    def num_chips(self) -> int:
-        """The number of chips of all slices."""
-        return self.slice_chips * self.slices
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices as JAX counts them."""
-        return self.slice_devices * self.slices
-
-    @property
-    def has_nodes(self) -> bool:
-        """Whether there are several slices, inside of which the network is faster than between them."""
-        return self.slices > 1
-
-    @property
-    def node_devices(self) -> int:
-        """The number of devices of a slice."""
-        return self.slice_devices
-
-    @property
     def dcn_bandwidth(self) -> float:
         """Bytes/s, one way, that a device sends to other slices."""
         return self.chip.dcn_bandwidth / self.chip.devices_per_chip
-
-    @property
-    def host_devices(self) -> int:
-        """The number of devices of a host."""
-        chips = 8 if self._one_host_of_eight else min(4, self.slice_chips)
-        return chips * self.chip.devices_per_chip
-
-    @property
-    def _one_host_of_eight(self) -> bool:
-        return self.chip.host_of_eight and sorted(self.dims) == [2, 4]
-
-    @property
-    def host_memory_bytes(self) -> int:
-        """Main memory of a host; 0: no figure is published."""
-        return self.chip.host_memory * (2 if self._one_host_of_eight else 1)
-
-    @property
-    def host_bandwidth(self) -> float:
-        """Bytes/s, one way, between a device and its host."""
-        return self.chip.host_bandwidth / self.chip.devices_per_chip
-
-    @property
-    def host_source(self) -> str:
-        """The source of host_bandwidth."""
-        stated = self.generation in ("v4", "v6e")
-        return f"{'stated' if stated else 'assumed'}, after How to Scale Your Model (2025); no data sheet has it"
-
-    @property
-    def hbm_bytes(self) -> int:
-        """Memory of a device that a program may use."""
-        return self.chip.hbm_bytes
-
-    @property
-    def hbm_bandwidth(self) -> float:
-        """Bytes/s between a device and its memory."""
-        return self.chip.hbm_bandwidth
-
-    @property
-    def peaks(self) -> dict[str, float]:
-        """FLOP/s of a device: TPUs multiply float32 matrices in bfloat16 by default."""
-        return {"bfloat16": self.chip.peak_flops}
-
-    @property
-    def clock_hz(self) -> float:
-        """The rate of the cycles that the compiler counts."""
-        return self.chip.clock_hz
 
     def Describe(self) -> dict[str, Any]:
         """The figures of the slice that go into a plan's `topology`."""
         several = {"slices": self.slices, "dcn_bandwidth": self.dcn_bandwidth}
         return {
-            "name": self.name,
+            **super().Describe(),
             "generation": self.generation,
-            "devices": self.num_devices,
-            "chips": self.num_chips,
             "torus": list(self.dims),
-            "hbm_bytes": self.hbm_bytes,
-            "peak_flops": self.chip.peak_flops,
-            "hbm_bandwidth": self.hbm_bandwidth,
             "link_bandwidth": self.chip.link_bandwidth,
             "clock_hz": self.clock_hz,
-        } | (several if self.slices > 1 else {})
+            **(several if self.slices > 1 else {}),
+        }
 
     @property
     def wraps(self) -> tuple[bool, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 from lingvo_moe.core.hlo.instructions import Array, Computation, Instruction
 from lingvo_moe.core.hlo.module import Module
 from lingvo_moe.core.planner.costs import Cost
-from lingvo_moe.core.planner.machines.machine import Machine
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.tables import execution_seconds
 from lingvo_moe.core.planner.traffic import FREE
 

@@ -4,8 +4,8 @@ from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.hlo.groups import Groups
 from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
-from lingvo_moe.core.planner.machines.machine import AnyMachine, Machine
 from lingvo_moe.core.planner.machines.ring import Ring
 from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.planner.network import cluster_network, slices_network, torus, two_levels
@@ -16,7 +16,7 @@ def seconds(
     kind: str,
     num_bytes: float,
     participants: int,
-    machine: AnyMachine,
+    machine: Machine,
     spread: Spread | None = None,
 ) -> float:
     """Estimates how long one collective takes.
@@ -47,19 +47,19 @@ def seconds(
         return 0.0
     if isinstance(machine, Ring):
         return machine.Seconds(kind, num_bytes, participants)
-    if isinstance(machine, Topology) and not machine.has_nodes:
+    if isinstance(machine, Topology) and not machine.node_devices:
         return torus.seconds(kind, num_bytes, participants, machine)
     lies = spread or two_levels.compact(participants, machine.node_devices)
-    if isinstance(machine, Cluster):
-        return cluster_network.seconds(kind, num_bytes, lies, machine)
-    return slices_network.seconds(kind, num_bytes, lies, machine)
+    if isinstance(machine, Topology):
+        return slices_network.seconds(kind, num_bytes, lies, machine)
+    assert isinstance(machine, Cluster)
+    return cluster_network.seconds(kind, num_bytes, lies, machine)
 
 
-def spread(groups: Groups, machine: AnyMachine) -> Spread | None:
+def spread(groups: Groups, machine: Machine) -> Spread | None:
     """Counts the nodes of a cluster, or the slices, that each group of devices spans; None where there are none."""
-    if isinstance(machine, Ring) or not machine.has_nodes:
-        return None
-    return two_levels.spread(groups, machine.node_devices)
+    size = machine.node_devices
+    return two_levels.spread(groups, size) if size else None
 
 
 def sent(kind: str, num_bytes: int, lies: Spread, machine: Machine) -> Sent:
@@ -73,5 +73,6 @@ def describe(machine: Machine) -> str:
     """Explains the model and its figures for a machine, in sentences for the reader of a plan."""
     if isinstance(machine, Cluster):
         return cluster_network.describe(machine)
+    assert isinstance(machine, Topology)
     between = slices_network.describe(machine) if machine.slices > 1 else ""
     return between + torus.describe(machine)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from lingvo_moe.core.hlo.groups import Groups
 from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
-from lingvo_moe.core.planner.machines.machine import AnyMachine, parse_machine
+from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.machines.ring import ACCELERATOR, VIRTUAL_CPU
 from lingvo_moe.core.planner.network import interconnect
 from lingvo_moe.core.sharding.mesh import Mesh
@@ -25,7 +26,7 @@ class MeshMachine:
     """A mesh whose devices are those of a machine, in order."""
 
     mesh: Mesh  # whose axes collectives go along
-    machine: AnyMachine  # with at least as many devices
+    machine: Machine  # with at least as many devices
 
     @property
     def scatters(self) -> bool:
@@ -78,7 +79,7 @@ def mesh_machine(mesh: Mesh, topology: str) -> MeshMachine:
 @functools.lru_cache(maxsize=65536)
 def _seconds(kind: str, num_bytes: float, axes: tuple[str, ...], on: MeshMachine) -> float:
     # A search asks for thousands of meshes, so groups are listed only where it matters how they lie.
-    groups = _groups(axes, on.mesh) if on.machine.has_nodes else ()
+    groups = _groups(axes, on.mesh) if on.machine.node_devices else ()
     lies = interconnect.spread(groups, on.machine)
     return interconnect.seconds(kind, num_bytes, on.mesh.axis_size(axes), on.machine, lies)
 
