@@ -5,10 +5,11 @@ from typing import Any
 from lingvo_moe.core.operators.rule import (
     Rule,
     RuleOf,
+    axis_of,
     number_of,
     numbered,
+    rule,
     shape_of,
-    sizes_of,
     whole,
     without,
 )
@@ -16,22 +17,16 @@ from lingvo_moe.core.operators.rule import (
 
 def elementwise(op: Any) -> Rule | None:
     """Operands are broadcast to the result's shape."""
-    shape = shape_of(op.outputs[0])
-    dims = numbered(shape)
-    inputs = []
-    for x in op.inputs:
-        own = shape_of(x)
-        last = dims[len(dims) - len(own) :]
-        inputs.append(tuple(d if n > 1 else None for d, n in zip(last, own)))
-    return Rule(tuple(inputs), (dims,) * len(op.outputs), sizes_of((dims, shape)))
+    dims = numbered(op.outputs[0])
+    values = op.inputs[:1] if op.type == "BroadcastTo" else op.inputs
+    return rule(op, [dims[len(dims) - len(shape_of(x)) :] for x in values], [dims])
 
 
 def bias_add(op: Any) -> Rule | None:
     """A vector is added to the channels."""
-    shape = shape_of(op.outputs[0])
-    dims = numbered(shape)
+    dims = numbered(op.outputs[0])
     channels = dims[1] if op.get_attr("data_format") == b"NCHW" else dims[-1]
-    return Rule((dims, (channels,)), (dims,), sizes_of((dims, shape)))
+    return rule(op, [dims, (channels,)], [dims])
 
 
 def reduction(op: Any) -> Rule | None:
@@ -39,39 +34,34 @@ def reduction(op: Any) -> Rule | None:
     axes = number_of(op.inputs[1])
     if axes is None:
         return None
-    shape = shape_of(op.inputs[0])
-    gone = {int(a) % len(shape) for a in axes.flatten()} if shape else set()
-    dims = numbered(shape)
-    out = whole(dims, *gone) if op.get_attr("keep_dims") else without(dims, *gone)
-    return Rule((dims, None), (out,), sizes_of((dims, shape)))
+    dims = numbered(op.inputs[0])
+    gone = {int(a) % len(dims) for a in axes.flatten()} if dims else set()
+    return rule(
+        op, [dims], [whole(dims, *gone) if op.get_attr("keep_dims") else without(dims, *gone)]
+    )
 
 
 def whole_last(op: Any) -> Rule | None:
     """Each row of the last dimension is worked on as a whole, e.g. sorted."""
-    shape = shape_of(op.inputs[0])
-    dims = (*numbered(shape)[:-1], None)
-    rest = (None,) * (len(op.inputs) - 1)
-    return Rule((dims, *rest), (dims,) * len(op.outputs), sizes_of((dims, shape)))
+    dims = (*numbered(op.inputs[0])[:-1], None)
+    return rule(op, [dims], [dims])
 
 
 def whole_axis(op: Any) -> Rule | None:
     """The dimension that the second operand names is worked on as a whole, e.g. summed up step by step."""
-    axis = number_of(op.inputs[1])
+    axis = axis_of(op.inputs[1], op.inputs[0])
     if axis is None:
         return None
-    shape = shape_of(op.inputs[0])
-    axis = int(axis) % len(shape)
-    dims = whole(numbered(shape), axis)
-    out = without(dims, axis) if len(shape_of(op.outputs[0])) < len(shape) else dims
-    return Rule((dims, None), (out,), sizes_of((dims, shape)))
+    dims = whole(numbered(op.inputs[0]), axis)
+    gone = len(shape_of(op.outputs[0])) < len(dims)
+    return rule(op, [dims], [without(dims, axis) if gone else dims])
 
 
 def cross_entropy(op: Any) -> Rule | None:
     """Logits [B, V] and labels, [B] or [B, V]: the loss [B] and the gradient [B, V]."""
-    shape = shape_of(op.inputs[0])
-    dims = numbered(shape)
+    dims = numbered(op.inputs[0])
     labels = dims[: len(shape_of(op.inputs[1]))]
-    return Rule((dims, labels), (dims[:1], dims), sizes_of((dims, shape)))
+    return rule(op, [dims, labels], [dims[:1], dims])
 
 
 _ELEMENTWISE_NAMES = (

@@ -5,13 +5,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from lingvo_moe.core.operators.rule import (
-    Dims,
     Rule,
     RuleOf,
-    number_of,
+    axis_of,
     numbered,
+    rule,
     shape_of,
-    sizes_of,
     whole,
     without,
 )
@@ -58,25 +57,16 @@ def einsum(op: Any) -> Rule | None:
         return None
     if len(names) == 2:
         return _product(op, names[0], names[1], result)
-    shapes = [shape_of(op.inputs[0]), shape_of(op.outputs[0])]
-    dims = [_dims(name, shape) for name, shape in zip((names[0], result), shapes)]
-    return Rule((dims[0],), (dims[1],), sizes_of((dims[0], shapes[0])))
+    return rule(op, [tuple(names[0])], [tuple(result)])
 
 
 def _product(op: Any, first: str, second: str, result: str) -> Rule | None:
-    shapes = [shape_of(x) for x in (*op.inputs, *op.outputs)]
-    dims = [_dims(name, shape) for name, shape in zip((first, second, result), shapes)]
-    sizes = sizes_of(*zip(dims, shapes, strict=True))
-    full = {
-        letter: max(size for name, shape in zip((first, second), shapes) for c, size in zip(name, shape) if c == letter)
-        for letter in set(first + second)
-    }  # fmt: skip
-    flops = product_flops(full.values())
-    return Rule((dims[0], dims[1]), (dims[2],), sizes, flops, heavy=True)
-
-
-def _dims(name: str, shape: list[int]) -> Dims:
-    return tuple(letter if size > 1 else None for letter, size in zip(name, shape, strict=True))
+    sizes: dict[str, int] = {}
+    for x, name in zip(op.inputs, (first, second), strict=True):
+        for letter, size in zip(name, shape_of(x), strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    flops = product_flops(sizes.values())
+    return rule(op, [tuple(first), tuple(second)], [tuple(result)], flops, heavy=True)
 
 
 def convolution(op: Any) -> Rule | None:
@@ -86,81 +76,60 @@ def convolution(op: Any) -> Rule | None:
         return None
     image, kernel, out = (shape_of(x) for x in (*op.inputs, *op.outputs))
     grouped = image[3] != kernel[2]
-    channels = None if grouped else "I"
-    made = None if grouped else "O"
-    dims: tuple[Dims, ...] = (
-        ("B", None, None, channels),
-        (None, None, channels, made),
-        ("B", None, None, made),
-    )
-    kept = tuple(
-        tuple(d if n > 1 else None for d, n in zip(each, shape))
-        for each, shape in zip(dims, (image, kernel, out))
-    )
+    channels, made = (None, None) if grouped else ("I", "O")
+    inputs = ("B", None, None, channels), (None, None, channels, made)
     flops = product_flops([*out, *kernel[:3]])
-    sizes = sizes_of(*zip(kept, (image, kernel, out)))
-    return Rule(kept[:2], kept[2:], sizes, flops, heavy=True)
+    return rule(op, inputs, [("B", None, None, made)], flops, heavy=True)
 
 
 def depthwise(op: Any) -> Rule | None:
     """Images [B, Y, X, C] and a kernel [Y, X, C, 1]: channels do not meet."""
-    image, kernel, out = (shape_of(x) for x in (*op.inputs, *op.outputs))
+    kernel, out = shape_of(op.inputs[1]), shape_of(op.outputs[0])
     if op.get_attr("data_format") != b"NHWC" or kernel[3] != 1:
         return None
+    dims = ("B", None, None, "C")
     flops = product_flops([*out, *kernel[:2]])
-    dims: tuple[Dims, ...] = (("B", None, None, "C"), (None, None, "C", None))
-    return Rule(dims, dims[:1], {"B": image[0], "C": image[3]}, flops, heavy=True)
+    return rule(op, [dims, (None, None, "C", None)], [dims], flops, heavy=True)
 
 
 def pool(op: Any) -> Rule | None:
     """Windows of [B, Y, X, C]."""
     if op.get_attr("data_format") != b"NHWC":
         return None
-    shape = shape_of(op.inputs[0])
-    dims = whole(numbered(shape), 1, 2)
-    return Rule((dims,), (dims,), sizes_of((dims, shape)))
+    dims = whole(numbered(op.inputs[0]), 1, 2)
+    return rule(op, [dims], [dims])
 
 
 def batch_norm(op: Any) -> Rule | None:
     """Images [B, Y, X, C], whose statistics [C] go over everything else."""
     if op.get_attr("data_format") != b"NHWC":
         return None
-    shape = shape_of(op.inputs[0])
-    dims = whole(numbered(shape), 1, 2)
-    channels = (dims[3],)
-    outputs = tuple(dims if len(shape_of(y)) == 4 else channels for y in op.outputs[:5])
-    outputs += tuple((None,) * len(shape_of(y)) for y in op.outputs[5:])
-    return Rule((dims, *(channels,) * 4), outputs, sizes_of((dims, shape)))
+    dims = whole(numbered(op.inputs[0]), 1, 2)
+    outputs = [dims if len(shape_of(y)) == 4 else dims[3:] for y in op.outputs[:5]]
+    outputs += [(None,) * len(shape_of(y)) for y in op.outputs[5:]]
+    return rule(op, [dims, *[dims[3:]] * 4], outputs)
 
 
 def gather(op: Any) -> Rule | None:
     """Slices of a table at given places. Where the table's own dimension is sharded, each device looks its part up,
     and the results are summed."""
-    axis = number_of(op.inputs[2])
+    axis = axis_of(op.inputs[2], op.inputs[0])
     if axis is None or op.get_attr("batch_dims"):
         return None
-    table, places, out = shape_of(op.inputs[0]), shape_of(op.inputs[1]), shape_of(op.outputs[0])
-    axis = int(axis) % len(table)
-    own = [f"t{i}" if n > 1 else None for i, n in enumerate(table)]
-    where = [f"p{i}" if n > 1 else None for i, n in enumerate(places)]
-    dims = (*own[:axis], *where, *own[axis + 1 :])
-    sizes = sizes_of((tuple(own), table), (tuple(where), places), (dims, out))
-    return Rule((tuple(own), tuple(where), None), (dims,), sizes, heavy=True)
+    table = tuple(f"t{i}" for i in numbered(op.inputs[0]))
+    places = tuple(f"p{i}" for i in numbered(op.inputs[1]))
+    return rule(op, [table, places], [(*table[:axis], *places, *table[axis + 1 :])], heavy=True)
 
 
 def one_hot(op: Any) -> Rule | None:
     """A dimension of classes is added."""
-    shape = shape_of(op.outputs[0])
-    axis = op.get_attr("axis") % len(shape)
-    dims = numbered(shape)
-    return Rule((without(dims, axis), *(None,) * 3), (dims,), sizes_of((dims, shape)))
+    dims = numbered(op.outputs[0])
+    return rule(op, [without(dims, op.get_attr("axis") % len(dims))], [dims])
 
 
 def sum_of_squares(op: Any) -> Rule | None:
     """Half the sum of the squares, a scalar."""
-    shape = shape_of(op.inputs[0])
-    dims = numbered(shape)
-    return Rule((dims,), ((),), sizes_of((dims, shape)))
+    return rule(op, [numbered(op.inputs[0])], [()])
 
 
 RULES: dict[str, RuleOf] = {

@@ -38,6 +38,38 @@ class Rule:
 RuleOf = Callable[[Any], Rule | None]
 
 
+def rule(
+    op: Any,
+    inputs: Sequence[Dims | None],
+    outputs: Sequence[Dims],
+    flops: int = 0,
+    heavy: bool = False,
+) -> Rule:
+    """The rule of an operation, with the sizes of its letters.
+
+    A dimension of one element has no letter. A letter has the greatest common divisor of the sizes of its dimensions.
+
+    Args:
+        op: the operation, whose shapes are static.
+        inputs: of its first operands; the others are numbers of the operation.
+        outputs: of its first results; the last one stands for all others.
+        flops, heavy: as Rule has them.
+    """
+    inputs = (*inputs, *[None] * (len(op.inputs) - len(inputs)))
+    outputs = (*outputs, *[outputs[-1]] * (len(op.outputs) - len(outputs)))
+    sizes: dict[Letter, int] = {}
+
+    def kept(tensor: Any, dims: Dims) -> Dims:
+        shape = shape_of(tensor)
+        own = tuple(d if n > 1 else None for d, n in zip(dims, shape, strict=True))
+        sizes.update({d: math.gcd(sizes.get(d, 0), n) for d, n in zip(own, shape) if d is not None})
+        return own
+
+    read = tuple(None if d is None else kept(x, d) for x, d in zip(op.inputs, inputs, strict=True))
+    made = tuple(kept(y, d) for y, d in zip(op.outputs, outputs, strict=True))
+    return Rule(read, made, sizes, flops, heavy)
+
+
 def shape_of(tensor: Any) -> list[int]:
     """The static shape of a tensor.
 
@@ -52,19 +84,15 @@ def number_of(tensor: Any) -> Any:
     return tf.get_static_value(tensor)
 
 
-def numbered(shape: Sequence[int]) -> Dims:
-    """A letter for each dimension that has more than one element."""
-    return tuple(str(i) if n > 1 else None for i, n in enumerate(shape))
+def axis_of(operand: Any, tensor: Any) -> int | None:
+    """The dimension of a tensor that an operand names; None if it is not known while tracing."""
+    axis = number_of(operand)
+    return None if axis is None else int(axis) % len(shape_of(tensor))
 
 
-def sizes_of(*pairs: tuple[Dims, Sequence[int]]) -> dict[Letter, int]:
-    """The size of each letter, the greatest common divisor where tensors differ."""
-    sizes: dict[Letter, int] = {}
-    for dims, shape in pairs:
-        for letter, size in zip(dims, shape, strict=True):
-            if letter is not None:
-                sizes[letter] = math.gcd(sizes.get(letter, 0), size)
-    return sizes
+def numbered(tensor: Any) -> Dims:
+    """A letter for each dimension."""
+    return tuple(map(str, range(len(shape_of(tensor)))))
 
 
 def whole(dims: Dims, *at: int) -> Dims:

@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 from lingvo_moe.core.operators.rule import (
-    Dims,
     Rule,
     RuleOf,
+    axis_of,
     number_of,
     numbered,
+    rule,
     shape_of,
-    sizes_of,
     whole,
     without,
 )
@@ -21,7 +21,6 @@ def reshape(op: Any) -> Rule | None:
     before, after = shape_of(op.inputs[0]), shape_of(op.outputs[0])
     inputs: list[str | None] = [None] * len(before)
     outputs: list[str | None] = [None] * len(after)
-    sizes: dict[str, int] = {}
     if math.prod(before) != math.prod(after) or not math.prod(before):
         return None
     i = j = 0
@@ -43,10 +42,8 @@ def reshape(op: Any) -> Rule | None:
             continue
         size = math.gcd(before[major_in], after[major_out])
         if size in (before[major_in], after[major_out]):
-            letter = str(major_in)
-            inputs[major_in] = outputs[major_out] = letter
-            sizes[letter] = size
-    return Rule((tuple(inputs), *(None,) * (len(op.inputs) - 1)), (tuple(outputs),), sizes)
+            inputs[major_in] = outputs[major_out] = str(major_in)
+    return rule(op, [tuple(inputs)], [tuple(outputs)])
 
 
 def transpose(op: Any) -> Rule | None:
@@ -54,10 +51,8 @@ def transpose(op: Any) -> Rule | None:
     order = number_of(op.inputs[1])
     if order is None:
         return None
-    shape = shape_of(op.inputs[0])
-    dims = numbered(shape)
-    out = tuple(dims[int(i)] for i in order)
-    return Rule((dims, None), (out,), sizes_of((dims, shape)))
+    dims = numbered(op.inputs[0])
+    return rule(op, [dims], [tuple(dims[int(i)] for i in order)])
 
 
 def _same_where_equal(op: Any) -> Rule | None:
@@ -65,11 +60,9 @@ def _same_where_equal(op: Any) -> Rule | None:
     before, after = shape_of(op.inputs[0]), shape_of(op.outputs[0])
     if len(before) != len(after):
         return None
-    dims: Dims = tuple(
-        d if n == m else None for d, n, m in zip(numbered(before), before, after, strict=True)
-    )
-    rest = (None,) * (len(op.inputs) - 1)
-    return Rule((dims, *rest), (dims,) * len(op.outputs), sizes_of((dims, before)))
+    changed = (i for i, (n, m) in enumerate(zip(before, after)) if n != m)
+    dims = whole(numbered(op.inputs[0]), *changed)
+    return rule(op, [dims], [dims])
 
 
 def strided_slice(op: Any) -> Rule | None:
@@ -81,7 +74,7 @@ def strided_slice(op: Any) -> Rule | None:
         return None
     shape = shape_of(op.inputs[0])
     masks = {n: op.get_attr(f"{n}_mask") for n in ("begin", "end", "new_axis", "shrink_axis")}
-    dims = list(numbered(shape))
+    dims = list(numbered(op.inputs[0]))
     out: list[str | None] = []
     dim = 0
     for i in range(len(begin)):
@@ -98,53 +91,40 @@ def strided_slice(op: Any) -> Rule | None:
                 dims[dim] = None
             out.append(dims[dim])
         dim += 1
-    out += dims[dim:]
-    rest = (None,) * 3
-    return Rule((tuple(dims), *rest), (tuple(out),), sizes_of((tuple(dims), shape)))
+    return rule(op, [tuple(dims)], [(*out, *dims[dim:])])
 
 
 def concat(op: Any) -> Rule | None:
     """Tensors one behind the other along a dimension, which is whole."""
-    axis = number_of(op.inputs[-1])
+    axis = axis_of(op.inputs[-1], op.outputs[0])
     if axis is None:
         return None
-    shape = shape_of(op.outputs[0])
-    axis = int(axis) % len(shape)
-    dims = whole(numbered(shape), axis)
-    count = len(op.inputs) - 1
-    return Rule(((dims,) * count) + (None,), (dims,), sizes_of((dims, shape)))
+    dims = whole(numbered(op.outputs[0]), axis)
+    return rule(op, [dims] * (len(op.inputs) - 1), [dims])
 
 
 def split(op: Any) -> Rule | None:
     """Parts of a dimension, which is whole."""
-    place = 0 if op.type == "Split" else 2
-    axis = number_of(op.inputs[place])
+    place, value = (0, 1) if op.type == "Split" else (2, 0)
+    axis = axis_of(op.inputs[place], op.inputs[value])
     if axis is None:
         return None
-    value = 1 if op.type == "Split" else 0
-    shape = shape_of(op.inputs[value])
-    axis = int(axis) % len(shape)
-    dims = whole(numbered(shape), axis)
-    inputs: list[Dims | None] = [None] * len(op.inputs)
-    inputs[value] = dims
-    return Rule(tuple(inputs), (dims,) * len(op.outputs), sizes_of((dims, shape)))
+    dims = whole(numbered(op.inputs[value]), axis)
+    return rule(op, [None, dims] if value else [dims], [dims])
 
 
 def pack(op: Any) -> Rule | None:
     """A new dimension, which is whole."""
-    shape = shape_of(op.outputs[0])
-    axis = op.get_attr("axis") % len(shape)
-    dims = numbered(shape)
-    out = whole(dims, axis)
-    return Rule((without(dims, axis),) * len(op.inputs), (out,), sizes_of((out, shape)))
+    dims = numbered(op.outputs[0])
+    axis = op.get_attr("axis") % len(dims)
+    return rule(op, [without(dims, axis)] * len(op.inputs), [whole(dims, axis)])
 
 
 def unpack(op: Any) -> Rule | None:
     """A dimension, which is whole, is taken apart."""
-    shape = shape_of(op.inputs[0])
-    axis = op.get_attr("axis") % len(shape)
-    dims = whole(numbered(shape), axis)
-    return Rule((dims,), (without(dims, axis),) * len(op.outputs), sizes_of((dims, shape)))
+    dims = numbered(op.inputs[0])
+    axis = op.get_attr("axis") % len(dims)
+    return rule(op, [whole(dims, axis)], [without(dims, axis)])
 
 
 RULES: dict[str, RuleOf] = {
