@@ -19,8 +19,13 @@ from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import AUTO
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults, spmd
-from lingvo_moe.core.partitioner.explained import Exchange, Line, ShardedTensor, WrongNumbers
-from lingvo_moe.core.partitioner.explanation import Explanation
+from lingvo_moe.core.partitioner.explanation import (
+    Exchange,
+    Explanation,
+    Line,
+    ShardedTensor,
+    WrongNumbers,
+)
 from lingvo_moe.core.sharding import Mesh, current_mesh
 
 __all__ = ["ExplainError", "Explanation", "explain", "get_sharding"]

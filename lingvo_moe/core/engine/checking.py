@@ -24,7 +24,7 @@ from lingvo_moe.core.engine.compiled_cache import keeping_if
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults
-from lingvo_moe.core.partitioner.explained import Line, WrongNumbers
+from lingvo_moe.core.partitioner.explanation import Line, WrongNumbers
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, WARN
 from lingvo_moe.core.sharding import ShardingError
 

@@ -6,7 +6,6 @@ Its figures only order strategies. Machines with names are in topology.py and gp
 from dataclasses import dataclass, replace
 
 from lingvo_moe.core.planner.machines.base import Machine
-from lingvo_moe.core.planner.network.two_levels import PASSES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,15 +15,6 @@ class Ring(Machine):
     link_bandwidth: float  # bytes/s to the next device
     operation: float  # seconds that a collective takes beside its bytes
     hop: float  # seconds of each device on its way
-
-    def Seconds(self, kind: str, num_bytes: float, count: int) -> float:
-        """The seconds that a collective of `count` devices takes; `num_bytes` as in interconnect.seconds."""
-        if kind == "collective-permute":
-            return self.operation + num_bytes / self.link_bandwidth + self.hop
-        rounds = PASSES.get(kind, 1)
-        passes = 0.5 if kind == "all-to-all" else rounds  # half of its bytes go each way
-        sent = passes * num_bytes * (count - 1) / count
-        return self.operation + sent / self.link_bandwidth + rounds * (count - 1) * self.hop
 
 
 def ring(name: str, flops: float, memory: float, link: float, operation: float, hop: float) -> Ring:

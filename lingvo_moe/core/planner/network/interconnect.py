@@ -9,7 +9,7 @@ from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
 from lingvo_moe.core.planner.machines.ring import Ring
 from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.planner.network import cluster_network, slices_network, torus, two_levels
-from lingvo_moe.core.planner.network.two_levels import Sent, Spread
+from lingvo_moe.core.planner.network.two_levels import PASSES, Sent, Spread
 
 
 def seconds(
@@ -46,7 +46,7 @@ def seconds(
     if participants == 1:
         return 0.0
     if isinstance(machine, Ring):
-        return machine.Seconds(kind, num_bytes, participants)
+        return _ring_seconds(kind, num_bytes, participants, machine)
     if isinstance(machine, Topology) and not machine.node_devices:
         return torus.seconds(kind, num_bytes, participants, machine)
     lies = spread or two_levels.compact(participants, machine.node_devices)
@@ -54,6 +54,15 @@ def seconds(
         return slices_network.seconds(kind, num_bytes, lies, machine)
     assert isinstance(machine, Cluster)
     return cluster_network.seconds(kind, num_bytes, lies, machine)
+
+
+def _ring_seconds(kind: str, num_bytes: float, count: int, ring: Ring) -> float:
+    if kind == "collective-permute":
+        return ring.operation + num_bytes / ring.link_bandwidth + ring.hop
+    rounds = PASSES.get(kind, 1)
+    passes = 0.5 if kind == "all-to-all" else rounds  # half of its bytes go each way
+    sent = passes * num_bytes * (count - 1) / count
+    return ring.operation + sent / ring.link_bandwidth + rounds * (count - 1) * ring.hop
 
 
 def spread(groups: Groups, machine: Machine) -> Spread | None:
