@@ -12,7 +12,7 @@ from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.state.offload import items_of
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides
-from lingvo_moe.core.strategies.workload import WorkloadError
+from lingvo_moe.core.strategies.workload import WorkloadError, read_workload
 from lingvo_moe.inspecting.verifying import VerifyError
 from lingvo_moe.planning import found_strategy, parallelizing, result_cache
 from lingvo_moe.planning import step_plan as planning
@@ -24,6 +24,20 @@ from tools import parallelize, plan, verify
 
 _MODEL = "mt.M4Tiny"
 _GIB = 2**30
+
+
+_WORK = {}
+
+
+@pytest.fixture(autouse=True)
+def _each_experiment_is_traced_once(monkeypatch):
+    def read(params):
+        key = params.ToText()
+        if key not in _WORK:
+            _WORK[key] = read_workload(params)
+        return _WORK[key]
+
+    monkeypatch.setattr(parallelizing, "read_workload", read)
 
 
 @pytest.fixture
@@ -153,23 +167,25 @@ def test_a_search_keeps_its_minutes_and_says_what_it_left(plans, monkeypatch):
     assert search(60).ended == ""
 
 
-def test_nothing_fits_too_little_memory():
-    with pytest.raises(NoneFits, match=r"fits v5e:2x4 under no strategy: .* are missing"):
-        _find(memory=1000)
-
-
-def test_no_size_divides_over_a_prime_number_of_devices():
-    with pytest.raises(NoneFits, match="divides over the 7 devices of h100:7x1 in no way"):
-        _find(topology="h100:7x1")
-
-
 def test_an_objective_chooses_the_machine(plans):
     found = _find(topology="v5e", objective="smallest", compiles=1)
     assert found.machine.name == "v5e:2x2"
-    with pytest.raises(StrategyError, match="say how large it is"):
-        _find(topology="v5e")
-    with pytest.raises(StrategyError, match="give --topology without sizes"):
-        _find(objective="smallest")
+
+
+@pytest.mark.parametrize(
+    "changes, error, told",
+    [
+        ({"topology": "v5e"}, StrategyError, "say how large it is"),
+        ({"objective": "smallest"}, StrategyError, "give --topology without sizes"),
+        ({"dtypes": ("bfloat",)}, StrategyError, "--activations=bfloat: must be .*did you mean"),
+        ({"override": "task.moe.dispatcher=dropless"}, WorkloadError, "dropless"),
+        ({"memory": 1000}, NoneFits, "fits v5e:2x4 under no strategy: .* are missing"),
+        ({"topology": "h100:7x1"}, NoneFits, "over the 7 devices of h100:7x1 in no way"),
+    ],
+)
+def test_what_cannot_be_searched_is_told(changes, error, told):
+    with pytest.raises(error, match=told):
+        _find(**changes)
 
 
 def test_pipelines_are_verified_with_the_stages_of_the_small_mesh():
@@ -178,16 +194,6 @@ def test_pipelines_are_verified_with_the_stages_of_the_small_mesh():
         override = dict(part.split("=") for part in parallelizing._pipeline_over(mesh))
         assert override["task.pipeline.stages"] == str(mesh.axis_size("stage"))
     assert list(parallelizing._pipeline_over(Mesh.parse("data:2"))) == []
-
-
-def test_wrong_types_of_activations_are_told():
-    with pytest.raises(StrategyError, match=r"--activations=bfloat: must be .*did you mean"):
-        _find(dtypes=("bfloat",))
-
-
-def test_what_cannot_be_read_is_told():
-    with pytest.raises(WorkloadError, match="dropless"):
-        _find(override="task.moe.dispatcher=dropless")
 
 
 def test_an_experiment_of_other_axes_is_not_tried_as_it_is_written(plans):
@@ -214,23 +220,17 @@ def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tm
     assert made == [request, other]
 
 
-@pytest.mark.parametrize(
-    "changed", ["core/planner/costs.py", "core/engine/loop/steps.py", "planning/step_plan.py"]
-)
-def test_a_plan_is_made_again_after_any_file_of_the_package_has_changed(
-    changed, monkeypatch, tmp_path
-):
+def test_a_plan_is_made_again_after_any_file_of_the_package_has_changed(monkeypatch, tmp_path):
     made, read = [], Path.read_bytes
     monkeypatch.setattr(planning, "make_plan", lambda *_: made.append(1) or {"plan": len(made)})
     request = planning.Request(_MODEL, "v5e:2x4")
-    result_cache.cached_plan(request, tmp_path, print)
-    with monkeypatch.context() as patch:
-        new = b"# changed"
-        patch.setattr(
-            Path, "read_bytes", lambda p: new if p.as_posix().endswith(f"/{changed}") else read(p)
+    for changed in ("nothing", "core/planner/costs.py", "core/engine/loop/steps.py"):
+        name = f"/{changed}"
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda p, end=name: b"#" if p.as_posix().endswith(end) else read(p)
         )
         result_cache.cached_plan(request, tmp_path, print)
-    assert len(made) == 2
+    assert len(made) == 3
 
 
 def test_a_step_is_verified_until_it_changes(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Plans of a small model, from the real TPU and GPU compilers: equal to recorded ones, exact where they claim to be.
 
-A layer that is no longer sharded is named. Compiling for eight devices takes about half a minute, so all tests share
-three plans. This writes `tests/plans/` again (likewise for h100:1x8):
+Compiling for eight devices takes about half a minute, so all tests share two plans. This writes `tests/plans/` again
+(likewise for h100:1x8):
 
     python -m tools.plan --model=mt.M4Tiny --topology=v3:2x2 --output=tests/plans/M4Tiny-v3_2x2.json \\
         --model_params_override='task.num_encoder_layers=4;task.num_decoder_layers=4;task.dropout=0.1'
@@ -97,20 +97,6 @@ def test_gpus_run_the_same_program_and_exchange_the_same_tokens(tiny, on_gpus):
     assert {row["kind"] for row in on_gpus["collectives"]} == {"all-to-all", "all-reduce"}
 
 
-def test_two_slices_run_the_same_program_and_exchange_the_same_tokens(tiny):
-    on_slices = step_plan.make_plan(step_plan.Request("mt.M4Tiny", "v5p:2x2x1*2", LAYERS), None)
-    assert on_slices["topology"]["slices"] == 2 and on_slices["mesh"] == tiny["mesh"]
-    assert on_slices["program_hash"] == tiny["program_hash"]
-    assert _all_to_alls(on_slices) == _all_to_alls(tiny)
-    for row in on_slices["collectives"]:
-        if row["kind"] == "all-to-all":  # experts lie in both slices
-            assert (row["slices"], row["sent_between"]) == (2, row["bytes"] // 2)
-    # Each crossing sum was reduced inside its slice first.
-    sums = [r for r in on_slices["collectives"] if r["kind"] == "all-reduce" and r["slices"] == 2]
-    assert sums and all(row["in_slice"] == 1 for row in sums)
-    assert 0.5 < on_slices["memory"]["traced_peak"] / on_slices["memory"]["peak"] < 1.25
-
-
 def _all_to_alls(plan):
     counts = {}
     for row in plan["collectives"]:
@@ -194,17 +180,6 @@ def test_operations_are_a_hand_count_of_the_einsums(tiny):
         assert backward == pytest.approx(forward * (1.5 if dispatch else 2), rel=0.02), part
 
 
-def test_a_layer_that_loses_its_cut_is_named(tiny, cache):
-    """If experts' slots stay sharded by groups, every device needs every expert."""
-    # One block a stack, which compiles sooner.
-    uncut = LAYERS.replace("layers=4", "layers=2")
-    uncut += ';task.activation_split={"B": "expert", "G": "expert"}'
-    plan = step_plan.make_plan(step_plan.Request("mt.M4Tiny", "v3:2x2", uncut), cache)
-    told = differences(tiny, plan)
-    assert any(line.startswith("encoder.moe") and "all-gather" in line for line in told), told
-    assert any(line.startswith("decoder.moe") and "all-gather" in line for line in told), told
-
-
 # --- what cannot be planned
 
 
@@ -212,10 +187,6 @@ def test_a_layer_that_loses_its_cut_is_named(tiny, cache):
     ("request_", "error", "told"),
     [
         (("mt.M4Tiny", "v9:2x2"), PlanError, "no TPU generation 'v9'"),
-        (("mt.M4Tiny", "v3:64x64"), PlanError, "largest slice of v3 is v3:32x32"),
-        (("mt.M4Tiny", "v3:2y2"), PlanError, "expected the chips in each dimension"),
-        (("mt.M4Tiny", "h10:1x8"), PlanError, "no TPU generation and no GPU 'h10'"),
-        (("mt.M4Tiny", "h100:1x6"), PlanError, "a node of 6 GPUs; a node has 1, 2, 4 or 8"),
         (("mt.M4Tinny", "v3:2x2"), registry.RegistryError, r"did you mean.*mt\.M4Tiny"),
         (("mt.M4Tiny", "v3:4x4"), ShardingError, r"does not divide over the 32 devices"),
         (("mt.T96L", "v5e:2x2"), ShardingError, "cannot be laid over 4 devices"),
@@ -242,17 +213,6 @@ def test_without_the_gpu_compiler_it_says_how_to_get_it(monkeypatch, cache):
     monkeypatch.setattr(cuda_plugin.importlib.metadata, "version", missing)
     with pytest.raises(EngineError, match=r"pip install --no-deps -r requirements-gpu\.txt"):
         step_plan.make_plan(step_plan.Request("mt.M4Tiny", "h100:4x8"), cache)
-
-
-@needs_gpu_compiler
-def test_a_model_that_does_not_fit_a_gpu_says_by_how_much(monkeypatch):
-    from lingvo_moe.core.engine.aot import aot_gpu
-
-    monkeypatch.setattr(aot_gpu, "usable_bytes", lambda memory_bytes: 1000)
-    request = step_plan.Request(f"toy_task.{toy_task.Line.__name__}", "l4:1x8", mesh="data:8")
-    memory = step_plan.make_plan(request, None)["memory"]
-    assert not memory["fits"]
-    assert memory["misses_by"] == memory["needed"] - 1000 > 0
 
 
 def test_a_model_that_does_not_fit_gives_a_plan_that_says_by_how_much(monkeypatch):
@@ -309,12 +269,10 @@ def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
 # --- the command
 
 
-def test_the_command_compares_recorded_plans(tmp_path):
+def test_the_command_compares_recorded_plans(tmp_path, capsys):
     page = tmp_path / "plans.html"
-    command = [sys.executable, "-m", "tools.plan", f"--compare={GOLDEN},{GOLDEN}"]
-    done = subprocess.run([*command, f"--html={page}"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("v3:2x2") >= 2
+    assert plan.main([f"--compare={GOLDEN},{GOLDEN}", f"--html={page}"]) == 0
+    assert capsys.readouterr().out.count("v3:2x2") >= 2
     assert "<html" in page.read_text()
 
 
@@ -374,53 +332,43 @@ def test_the_schedule_of_pipelines_is_that_of_the_parameters():
     assert images == Schedule("gpipe", 4, 16)
 
 
+_TINY = "--model=mt.M4Tiny"
+_ON_V3 = f"{_TINY} --topology=v3:2x2"
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--model=mt.M4Tiny"], "--model and --topology go together"),
-        ([], "nothing to do"),
-        (["--model=mt.M4Tiny", "--topology=v3:2x2", "--what=x"], "must be one of train, decode"),
-        ([f"--compare={GOLDEN}", "--output=x.json"], "--output=x.json goes with --model"),
+        (_TINY, "--model and --topology go together"),
+        ("", "nothing to do"),
+        (f"{_ON_V3} --what=x", "must be one of train, decode"),
+        (f"--compare={GOLDEN} --output=x.json", "--output=x.json goes with --model"),
+        (f"{_ON_V3} --token_budget=inf", "must be a positive number"),
+        (f"{_TINY} --topology=v3 --mesh=foo", "--mesh='foo': 'foo' is not"),
+        (f"{_ON_V3} --cache_dir=/proc/x", "--cache_dir=/proc/x: no permission to write in /proc"),
         (
-            ["--model=mt.M4Tiny", "--topology=v3:2x2", "--token_budget=inf"],
-            "must be a positive number",
-        ),
-        (["--model=mt.M4Tiny", "--topology=v3", "--mesh=foo"], "--mesh='foo': 'foo' is not"),
-        (
-            ["--model=mt.M4Tiny", "--topology=v3:2x2", "--cache_dir=/proc/x"],
-            "--cache_dir=/proc/x: no permission to write in /proc",
-        ),
-        (
-            [
-                "--model=mt.M4Tiny",
-                "--topology=v3",
-                "--mesh=expert:4",
-                "--variants=train.mesh=expert:2",
-            ],
+            f"{_TINY} --topology=v3 --mesh=expert:4 --variants=train.mesh=expert:2",
             "--mesh=expert:4: --variants has train.mesh=expert:2",
         ),
-        (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
-        (["--model=mt.M4Tiny", "--topology=v3:2x2", "--price=v4:2"], "no plan is for v4"),
-        (["--model=mt.M4Tiny", "--topology=v3:2x2", "--price=v3"], "'v3' is no price"),
-        (["--model=mt.M4Tiny", "--topology=h10"], "no GPU (did you mean 'h100'?)"),
+        (f"{_TINY} --topology=v8", "no TPU generation"),
+        (f"{_ON_V3} --price=v4:2", "no plan is for v4"),
+        (f"{_ON_V3} --price=v3", "'v3' is no price"),
+        (f"{_TINY} --topology=h10", "no GPU (did you mean 'h100'?)"),
         (
-            [f"--compare={GOLDEN}", "--variants=|a=1"],
+            f"--compare={GOLDEN} --variants=|a=1",
             "--variants=|a=1 goes with --model, which is not given: it is of a new plan",
         ),
-        (
-            ["--model=mt.M4Tiny", "--topology=v5p:2x2x1", "--variants=|task.droput=0.1"],
-            "did you mean 'dropout'",
-        ),
-        (["--model=mt.M4Tiny", "--topology=v3:2x2*2"], "between slices of v3 is published"),
-        (["--model=mt.M4Tiny", "--topology=v5p*2"], "no TPU generation and no GPU (did you mean"),
-        (["--compare=/nowhere.json"], "--compare=/nowhere.json: No such file"),
-        ([f"--compare={__file__}"], "not JSON"),
-        (["--topolgy=v3:2x2"], "did you mean '--topology'"),
+        (f"{_TINY} --topology=v5p:2x2x1 --variants=|task.droput=0.1", "did you mean 'dropout'"),
+        (f"{_TINY} --topology=v3:2x2*2", "between slices of v3 is published"),
+        (f"{_TINY} --topology=v5p*2", "no TPU generation and no GPU (did you mean"),
+        ("--compare=/nowhere.json", "--compare=/nowhere.json: No such file"),
+        (f"--compare={__file__}", "not JSON"),
+        ("--topolgy=v3:2x2", "did you mean '--topology'"),
     ],
 )
 def test_the_command_tells_mistakes_in_a_line(flags, told, capsys):
     try:
-        code = plan.main(flags)
+        code = plan.main(flags.split())
     except SystemExit as stop:
         code = stop.code
     assert code in (1, 2)

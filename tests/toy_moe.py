@@ -5,7 +5,15 @@ Letters: B batch, T time, M model, H hidden, E expert.
 
 import numpy as np
 
+from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.hlo.parts import Layers
 from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.planner import tables
+from lingvo_moe.core.planner.costs import costs
+from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 
@@ -42,3 +50,18 @@ def arguments(moe: MoELayer) -> tuple[list, list]:
     paddings = (rng.random((B, T)) < 0.2).astype(np.float32)
     seed = np.array([3, 4], np.int32)
     return [theta, x, paddings, seed], [moe.VariableSpecs(), ROWS, ROWS[:2], None]
+
+
+def planned_collectives(topology: str, **params) -> list[dict]:
+    """The collectives of the layer's forward pass, as a plan for eight devices of a machine has them."""
+    moe = layer(**params)
+
+    def forward(theta, x, paddings):
+        return moe.FProp(theta, x, paddings)[0]
+
+    rows = [TensorSpec((B, T, M), "float32", ROWS), TensorSpec((B, T), "float32", ROWS[:2])]
+    compiled = aot.compile_for_topology(
+        lower(forward, [moe.VariableSpecs(), *rows], MESH), topology
+    )
+    found = costs(parse_module(compiled.hlo_text), Layers(moe.DeclaredParts()))
+    return tables.collectives(found, parse_machine(topology))

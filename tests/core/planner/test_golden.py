@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+from toy_moe import SPLITS, planned_collectives
 
 from lingvo_moe.core.planner.golden import differences
 
@@ -118,3 +119,15 @@ def test_work_that_was_not_there_before_is_told():
     plan = _plan()
     plan["work"].append({"part": "gating", "phase": "recompute", "flops": 3e8, "seconds": 1.0})
     assert differences(_plan(), plan) == ["gating, recompute: 3e+08 FLOPs a device, were 0"]
+
+
+def test_a_layer_that_is_no_longer_sharded_is_named():
+    """If experts' slots stay sharded by groups, every device needs every expert."""
+    split = {"B": "expert", "G": "expert"}
+    whole, uncut = (
+        _plan() | {"collectives": planned_collectives("v3:2x2", activation_split=each)}
+        for each in (SPLITS["activation_split"], split)
+    )
+    assert [row["kind"] for row in whole["collectives"]] == ["all-to-all"] * 2
+    found = differences(whole, uncut)
+    assert any("moe" in line and "all-gather" in line for line in found), found

@@ -24,43 +24,26 @@ def _squeezed(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "value, said",
+    "unit, cases",
     [
-        (0, "0 B"),
-        (1536, "1.5 KiB"),
-        (11 * _GIB, "11.00 GiB"),
-        (2.4e15, "2,235,174.18 GiB"),
-        (None, "–"),
+        (
+            units.size,
+            {0: "0 B", 1536: "1.5 KiB", 11 * _GIB: "11.00 GiB", 2.4e15: "2,235,174.18 GiB"},
+        ),
+        (units.duration, {1.524: "1.52 s", 0.0861: "86.1 ms", 3e-6: "3.00 µs", 4e-8: "0.040 µs"}),
+        (units.duration, {250: "4 min 10 s", 0: "0"}),
+        (units.work, {8.24e13: "82.4 TFLOP"}),
+        (units.quantity, {619.3e9: "619.3B", 1e12: "1T"}),
+        (units.in_words, {619_366_506_496: "619.4 billion", 999_960_000: "1.0 billion"}),
+        (units.in_words, {4_293_632: "4.3 million", 36_416: ""}),
+        (units.number, {2311.6: "2,312", 0.5714: "0.571"}),
+        (units.share, {0.3621: "36.2%"}),
     ],
 )
-def test_sizes(value, said):
-    assert units.size(value) == said
-
-
-@pytest.mark.parametrize(
-    "value, said",
-    [
-        (1.524, "1.52 s"),
-        (0.0861, "86.1 ms"),
-        (3e-6, "3.00 µs"),
-        (4e-8, "0.040 µs"),
-        (250, "4 min 10 s"),
-        (0, "0"),
-        (None, "–"),
-    ],
-)
-def test_durations(value, said):
-    assert units.duration(value) == said
-
-
-def test_quantities_of_work_and_counts():
-    assert units.work(8.24e13) == "82.4 TFLOP"
+def test_units(unit, cases):
+    assert {value: unit(value) for value in cases} == cases
+    assert unit is units.in_words or unit(None) == "–"
     assert units.rate(9e11, "B") == "900 GB/s"
-    assert units.quantity(619.3e9) == "619.3B" and units.quantity(1e12) == "1T"
-    words = [units.in_words(n) for n in (619_366_506_496, 999_960_000, 4_293_632, 36_416)]
-    assert words == ["619.4 billion", "1.0 billion", "4.3 million", ""]
-    assert units.number(2311.6) == "2,312" and units.number(0.5714) == "0.571"
-    assert units.share(0.3621) == "36.2%"
 
 
 def test_time_of_a_part_is_chip_plus_network_longest_first():
@@ -121,6 +104,26 @@ def test_collectives_of_a_cluster_have_the_nodes_that_they_span():
         assert cell in page
     for other in (_printed(print_plan, make_plan()), html_report([make_plan()])):
         assert "Mesh axes" not in other and " nodes " not in other and ">nodes<" not in other
+
+
+def test_what_is_in_the_hosts_memory_and_what_moves():
+    plan = make_plan()
+    assert "Memory of the hosts" not in _printed(print_plan, plan)
+    move = {"direction": "to device", "layer": "encoder.moe", "part": "experts", "phase": "forward"}
+    move |= {"bytes": _GIB, "count": 6, "seconds": 0.4, "waiting_seconds": 0.1}
+    plan["host"] = {"needed": 3 * _GIB, "host_devices": 4, "needed_by_host": 12 * _GIB}
+    plan["host"] |= {"host_memory": 10 * _GIB, "link_bandwidth": 15e9, "link_source": "assumed"}
+    plan["host"] |= {"moves": [move], "seconds": 0.4, "waiting_seconds": 0.1, "hidden_seconds": 0.3}
+    for text in (_squeezed(_printed(print_plan, plan)), html_report([plan])):
+        for part in (
+            "Memory of the hosts",
+            "to device",
+            "a host of 4 devices 12.00 GiB of 10.00 GiB",
+            "A host does not have that much: 2.00 GiB are missing",
+            "waits for 100 ms of it",
+            "75.0% is hidden",
+        ):
+            assert part in text
 
 
 def make_plan_of_slices() -> dict:

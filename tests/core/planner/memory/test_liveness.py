@@ -9,114 +9,120 @@ _KIB = 1024
 
 
 def _trace(text: str, header: str = ""):
-    body = textwrap.dedent(text).strip()
-    return liveness(parse_module(f"HloModule m, is_scheduled=true{header}\n\n{body}\n"))
+    return liveness(parse_module(f"HloModule m, is_scheduled=true{header}\n\n{text}\n"))
 
 
-def _peak(text: str, header: str = "") -> int:
-    return _trace(text, header).Peak()[1]
+def _main(lines: str) -> str:
+    """A program of an argument p of 4 KiB and these lines."""
+    body = textwrap.indent(textwrap.dedent(lines), "  ")
+    return f"ENTRY %main (p: f32[1024]) -> f32[1024] {{\n  %p = f32[1024]{{0}} parameter(0)\n{body}\n}}"
 
 
-def test_a_value_lives_from_its_maker_to_its_last_reader():
-    # The argument stays; of the others there are at most two at a time, b and c.
-    assert (
-        _peak(
-            """
-            ENTRY %main (p: f32[1024]) -> f32[2048] {
-              %p = f32[1024]{0} parameter(0)
-              %a = f32[1024]{0} reverse(%p), dimensions={0}
-              %b = f32[2048]{0} concatenate(%a, %a), dimensions={0}
-              ROOT %c = f32[2048]{0} reverse(%b), dimensions={0}
-            }
-            """
-        )
-        == (4 + 8 + 8) * _KIB
-    )
+_CALLED = """
+%inner (x: f32[1024]) -> f32[1024] {
+  %x = f32[1024]{0} parameter(0)
+  %y = f32[1024]{0} reverse(%x), dimensions={0}
+  %z = f32[2048]{0} concatenate(%x, %y), dimensions={0}
+  ROOT %w = f32[1024]{0} slice(%z), slice={[0:1024]}
+}
+
+"""
+# Lines of a program, and the KiB of its peak, of which 4 are the argument's.
+_PEAKS = {
+    "a value lives from its maker to its last reader": (
+        """
+        %a = f32[1024]{0} reverse(%p), dimensions={0}
+        %b = f32[2048]{0} concatenate(%a, %a), dimensions={0}
+        ROOT %c = f32[2048]{0} reverse(%b), dimensions={0}
+        """,
+        4 + 8 + 8,
+    ),
+    "what is only handed on takes no memory": (
+        """
+        %a = f32[1024]{0} reverse(%p), dimensions={0}
+        %b = f32[32,32]{1,0} bitcast(%a)
+        %t = (f32[32,32]{1,0}, f32[1024]{0}) tuple(%b, %p)
+        ROOT %g = f32[32,32]{1,0} get-tuple-element(%t), index=0
+        """,
+        4 + 4,
+    ),
+    "padding counts and memory on the chip does not": (
+        """
+        %a = f32[9]{0:T(256)S(1)} reverse(%p), dimensions={0}
+        ROOT %b = f32[9]{0:T(256)} reverse(%a), dimensions={0}
+        """,
+        4 + 1,
+    ),
+    "an operand stays until its copy is done": (
+        """
+        %a = f32[1024]{0} reverse(%p), dimensions={0}
+        %s = (f32[1024]{0}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%a)
+        %b = f32[1024]{0} reverse(%p), dimensions={0}
+        %d = f32[1024]{0} copy-done(%s)
+        ROOT %e = f32[1024]{0} add(%b, %d)
+        """,
+        4 + 12,
+    ),
+    "a call adds what it holds inside": (
+        "ROOT %c = f32[1024]{0} call(%p), to_apply=%inner",
+        4 + 4 + 8,
+    ),
+}
 
 
-def test_what_is_only_handed_on_takes_no_memory():
-    assert (
-        _peak(
-            """
-            ENTRY %main (p: f32[1024]) -> f32[32,32] {
-              %p = f32[1024]{0} parameter(0)
-              %a = f32[1024]{0} reverse(%p), dimensions={0}
-              %b = f32[32,32]{1,0} bitcast(%a)
-              %t = (f32[32,32]{1,0}, f32[1024]{0}) tuple(%b, %p)
-              ROOT %g = f32[32,32]{1,0} get-tuple-element(%t), index=0
-            }
-            """
-        )
-        == 8 * _KIB
-    )
+@pytest.mark.parametrize("lines, kib", _PEAKS.values(), ids=_PEAKS)
+def test_the_peak(lines, kib):
+    assert _trace(_CALLED + _main(lines)).Peak()[1] == kib * _KIB
 
 
 def test_results_lie_in_donated_arguments():
-    text = """
-        ENTRY %main (p: f32[1024]) -> (f32[1024], f32[1024]) {
-          %p = f32[1024]{0} parameter(0)
-          %a = f32[1024]{0} reverse(%p), dimensions={0}
-          %b = f32[1024]{0} reverse(%a), dimensions={0}
-          ROOT %t = (f32[1024]{0}, f32[1024]{0}) tuple(%a, %b)
-        }
-        """
+    text = _main("""
+        %a = f32[1024]{0} reverse(%p), dimensions={0}
+        %b = f32[1024]{0} reverse(%a), dimensions={0}
+        ROOT %t = (f32[1024]{0}, f32[1024]{0}) tuple(%a, %b)
+        """)
     alias = ", input_output_alias={ {1}: (0, {}, may-alias) }, entry_computation_layout={}"
-    assert _peak(text) == 12 * _KIB
-    assert _peak(text, alias) == 8 * _KIB
-
-
-def test_padding_counts_and_memory_on_the_chip_does_not():
-    assert (
-        _peak(
-            """
-            ENTRY %main (p: f32[9]) -> f32[9] {
-              %p = f32[9]{0:T(256)} parameter(0)
-              %a = f32[9]{0:T(256)S(1)} reverse(%p), dimensions={0}
-              ROOT %b = f32[9]{0:T(256)} reverse(%a), dimensions={0}
-            }
-            """
-        )
-        == 2 * _KIB
-    )
+    assert _trace(text).Peak()[1] == 12 * _KIB
+    assert _trace(text, alias).Peak()[1] == 8 * _KIB
 
 
 _LOOP = """
-    %update (x: f32[8,1024], i: s32[], row: f32[1,1024]) -> f32[8,1024] {
-      %x = f32[8,1024]{1,0} parameter(0)
-      %i = s32[] parameter(1)
-      %row = f32[1,1024]{1,0} parameter(2)
-      %zero = s32[] constant(0)
-      ROOT %u = f32[8,1024]{1,0} dynamic-update-slice(%x, %row, %i, %zero)
-    }
+%update (x: f32[8,1024], i: s32[], row: f32[1,1024]) -> f32[8,1024] {
+  %x = f32[8,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %row = f32[1,1024]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %u = f32[8,1024]{1,0} dynamic-update-slice(%x, %row, %i, %zero)
+}
 
-    %body (c: (s32[], f32[8,1024])) -> (s32[], f32[8,1024]) {
-      %c = (s32[], f32[8,1024]{1,0}) parameter(0)
-      %i.1 = s32[] get-tuple-element(%c), index=0
-      %x.1 = f32[8,1024]{1,0} get-tuple-element(%c), index=1
-      %one = s32[] constant(1)
-      %r.1 = f32[1,1024]{1,0} slice(%x.1), slice={[0:1], [0:1024]}
-      %r.2 = f32[1,1024]{1,0} reverse(%r.1), dimensions={1}, metadata={op_name="NAME"}
-      %x.2 = f32[8,1024]{1,0} fusion(%x.1, %i.1, %r.2), kind=kLoop, calls=%update
-      %i.2 = s32[] add(%i.1, %one)
-      ROOT %t = (s32[], f32[8,1024]{1,0}) tuple(%i.2, %x.2)
-    }
+%body (c: (s32[], f32[8,1024])) -> (s32[], f32[8,1024]) {
+  %c = (s32[], f32[8,1024]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%c), index=0
+  %x.1 = f32[8,1024]{1,0} get-tuple-element(%c), index=1
+  %one = s32[] constant(1)
+  %r.1 = f32[1,1024]{1,0} slice(%x.1), slice={[0:1], [0:1024]}
+  %r.2 = f32[1,1024]{1,0} reverse(%r.1), dimensions={1}, metadata={op_name="NAME"}
+  %x.2 = f32[8,1024]{1,0} fusion(%x.1, %i.1, %r.2), kind=kLoop, calls=%update
+  %i.2 = s32[] add(%i.1, %one)
+  ROOT %t = (s32[], f32[8,1024]{1,0}) tuple(%i.2, %x.2)
+}
 
-    %condition (c.1: (s32[], f32[8,1024])) -> pred[] {
-      %c.1 = (s32[], f32[8,1024]{1,0}) parameter(0)
-      %i.3 = s32[] get-tuple-element(%c.1), index=0
-      %n = s32[] constant(8)
-      ROOT %less = pred[] compare(%i.3, %n), direction=LT
-    }
+%condition (c.1: (s32[], f32[8,1024])) -> pred[] {
+  %c.1 = (s32[], f32[8,1024]{1,0}) parameter(0)
+  %i.3 = s32[] get-tuple-element(%c.1), index=0
+  %n = s32[] constant(8)
+  ROOT %less = pred[] compare(%i.3, %n), direction=LT
+}
 
-    ENTRY %main (p: f32[8,1024]) -> f32[8,1024] {
-      %p = f32[8,1024]{1,0} parameter(0)
-      %start = s32[] constant(0)
-      %x.0 = f32[8,1024]{1,0} reverse(%p), dimensions={0}
-      %init = (s32[], f32[8,1024]{1,0}) tuple(%start, %x.0)
-      %while = (s32[], f32[8,1024]{1,0}) while(%init), condition=%condition, body=%body
-      ROOT %out = f32[8,1024]{1,0} get-tuple-element(%while), index=1
-    }
-    """
+ENTRY %main (p: f32[8,1024]) -> f32[8,1024] {
+  %p = f32[8,1024]{1,0} parameter(0)
+  %start = s32[] constant(0)
+  %x.0 = f32[8,1024]{1,0} reverse(%p), dimensions={0}
+  %init = (s32[], f32[8,1024]{1,0}) tuple(%start, %x.0)
+  %while = (s32[], f32[8,1024]{1,0}) while(%init), condition=%condition, body=%body
+  ROOT %out = f32[8,1024]{1,0} get-tuple-element(%while), index=1
+}
+"""
 
 
 def test_a_loop_carries_one_set_of_buffers_and_its_body_comes_on_top():
@@ -139,50 +145,9 @@ def test_the_backward_pass_begins_with_the_first_loop_that_holds_gradients():
     assert row.start > traced.backward and row.values[0].producer.in_backward_loop
 
 
-def test_an_operand_stays_until_its_copy_is_done():
-    assert (
-        _peak(
-            """
-            ENTRY %main (p: f32[1024]) -> f32[1024] {
-              %p = f32[1024]{0} parameter(0)
-              %a = f32[1024]{0} reverse(%p), dimensions={0}
-              %s = (f32[1024]{0}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%a)
-              %b = f32[1024]{0} reverse(%p), dimensions={0}
-              %d = f32[1024]{0} copy-done(%s)
-              ROOT %e = f32[1024]{0} add(%b, %d)
-            }
-            """
-        )
-        == 16 * _KIB
-    )
-
-
-def test_a_call_adds_what_it_holds_inside():
-    assert (
-        _peak(
-            """
-            %inner (x: f32[1024]) -> f32[1024] {
-              %x = f32[1024]{0} parameter(0)
-              %y = f32[1024]{0} reverse(%x), dimensions={0}
-              %z = f32[2048]{0} concatenate(%x, %y), dimensions={0}
-              ROOT %w = f32[1024]{0} slice(%z), slice={[0:1024]}
-            }
-
-            ENTRY %main (p: f32[1024]) -> f32[1024] {
-              %p = f32[1024]{0} parameter(0)
-              ROOT %c = f32[1024]{0} call(%p), to_apply=%inner
-            }
-            """
-        )
-        == (4 + 4 + 8) * _KIB
-    )
-
-
 def test_what_is_sent_to_another_slice_lives_until_it_is_sent():
     # x is sent from where it lies; what arrives has a buffer of its own.
-    text = """
-        ENTRY %main (p: f32[1024]) -> f32[1024] {
-          %p = f32[1024]{0} parameter(0)
+    text = _main("""
           %token = token[] after-all()
           %x = f32[1024]{0} reverse(%p), dimensions={0}
           %send = (f32[1024]{0}, u32[], token[]) send(%x, %token), channel_id=1
@@ -192,8 +157,7 @@ def test_what_is_sent_to_another_slice_lives_until_it_is_sent():
           %y = f32[1024]{0} get-tuple-element(%received), index=0
           %z = f32[1024]{0} reverse(%y), dimensions={0}
           ROOT %q = f32[1024]{0} reverse(%z), dimensions={0}
-        }
-        """
+        """)
     found = _trace(text)
     assert found.buffer_of["send"][0] == found.buffer_of["x"][0]
     assert found.buffer_of["y"] == found.buffer_of["received"][:1] == found.buffer_of["recv"][:1]

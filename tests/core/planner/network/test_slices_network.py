@@ -4,6 +4,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_moe import planned_collectives
 
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.aot import aot
@@ -120,3 +121,9 @@ def test_the_compiler_reduces_inside_a_slice_before_it_sends(rows):
     inside = [r for r in rows if r["slices"] == 1 and r["in_slice"] == 4]
     assert {"reduce-scatter", "all-gather"} <= {r["kind"] for r in inside}
     assert all(r["sent_between"] == 0 for r in inside)
+
+
+def test_experts_in_both_slices_exchange_their_tokens_between_them():
+    rows = planned_collectives("v5p:2x2x1*2")
+    assert sum(row["count"] for row in rows) == 2 and {r["kind"] for r in rows} == {"all-to-all"}
+    assert all((row["slices"], row["sent_between"]) == (2, row["bytes"] // 2) for row in rows)
