@@ -76,7 +76,6 @@ class Found:
     best: Tried  # the winner
     tried: list[Tried]  # all that was compiled, in order
     candidates: tuple[int, int]  # how many there were, and how many of them may fit
-    estimate_seconds: float  # how long estimating them took
     verified: str  # the mesh on which the winner was run against one device; '' if it was not
     # The limit that ended the search, how much was left, and flags that try more of it; '' if nothing else should beat
     # the winner.
@@ -245,7 +244,6 @@ class _Finder:
             best,
             ranking.tried,
             (self._found.count, self._found.may_fit),
-            self._found.seconds,
             verified,
             self._ended,
         )

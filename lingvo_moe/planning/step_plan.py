@@ -75,14 +75,14 @@ def make_plan(
     checks.check_one_of("--what", request.what, WHATS, PlanError)
     check_action(request.known_faults, "--known_faults")
     topology = parse_machine(request.topology)
-    num_devices = len(aot.devices_of(topology.name))
     params = registry.GetParams(request.model, request.override)
     form = params.task
     task = form.Instantiate()
-    mesh = planned_mesh(params, num_devices, request.mesh)
+    mesh = planned_mesh(params, len(aot.devices_of(topology.name)), request.mesh)
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
-    if request.what == "train":
+    train = request.what == "train"
+    if train:
         form, line = chosen_form(params, mesh, topology_memory(topology))
         task = form.Instantiate()
         if line:
@@ -92,7 +92,6 @@ def make_plan(
     started = time.monotonic()
     program = lower_step(step, mesh)
     lower_seconds = time.monotonic() - started
-    specs = task.StateSpecs() if request.what == "train" else task.VariableSpecs()
     out: dict[str, Any] = {
         "version": tables.VERSION,
         "model": request.model,
@@ -102,7 +101,7 @@ def make_plan(
         "mesh": str(mesh),
         "topology": tables.describe_topology(topology),
         "batch": job.batch,
-        "parameters": tables.parameters(specs, mesh),
+        "parameters": tables.parameters(task.StateSpecs() if train else task.VariableSpecs(), mesh),
         **_state(request, task, mesh),
         "compiler": aot.compiler_versions(topology.name) | {"jax": version("jax")},
         "compile": {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)},
@@ -111,7 +110,7 @@ def make_plan(
     layers = Layers(task.DeclaredParts())
     if isinstance(compiled, aot.OutOfMemory):
         held = breakdown.misfit_plan(compiled, program.signature, layers)
-        if request.what == "train":
+        if train:
             held["advice"] = [*remedies.advice(held, form, params, mesh), *held["advice"]]
         return out | {"memory": held, "work": [], "collectives": [], "time": None}
     _check_compiled(compiled, program, request, task, topology)

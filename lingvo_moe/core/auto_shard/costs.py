@@ -76,6 +76,7 @@ class Costs:
     Attributes:
         axes: the axes of the mesh that have more than one device.
         choices: of each operator.
+        number: of the operator that makes or stores a tensor, by the tensor's number.
         crossings: between operators.
         edges: their costs.
     """
@@ -86,7 +87,7 @@ class Costs:
         self._sizes = [on.mesh.axis_size(a) for a in self.axes]
         self._operators = operators.operators
         number = {id(operator): i for i, operator in enumerate(self._operators)}
-        self._number = {v: number[id(op)] for v, op in operators.home.items()}
+        self.number = {v: number[id(op)] for v, op in operators.home.items()}
         self.crossings = list(self._Crossings())
         self._leaves: dict[int, set[Value]] = defaultdict(set)
         for crossing in self.crossings:
@@ -117,7 +118,7 @@ class Costs:
         for i, operator in enumerate(self._operators):
             for member in operator.members:
                 for operand, value, used in member.uses:
-                    producer = self._number[value.number]
+                    producer = self.number[value.number]
                     if producer != i:
                         held = self._operators[producer].holds[value]
                         summed = tuple(sorted(member.letters.difference(used)))
@@ -137,7 +138,7 @@ class Costs:
         found = []
         for member in operator.members:
             for _, value, used in member.uses if member.flops else ():
-                home = self._operators[self._number[value.number]]
+                home = self._operators[self.number[value.number]]
                 if home.kind != ANNOTATION or home.fixed is None:
                     return []
                 held = home.holds[value]
@@ -160,7 +161,7 @@ class Costs:
         """All that the costs of an operator depend on: those of equal layers are computed once."""
 
         def look(value: Value, letters: Letters) -> tuple:
-            home = self._number[value.number]
+            home = self.number[value.number]
             here = operator.holds[value] if home == number else None
             return value.num_bytes, value.itemsize, value.has_gradient, letters, here
 
@@ -215,7 +216,7 @@ class Costs:
             gradients |= backward > 0
             moved = 0.0
             for _, value, used in member.uses:
-                here = self._number[value.number] == number
+                here = self.number[value.number] == number
                 if (
                     member.flops
                     or member.reduced

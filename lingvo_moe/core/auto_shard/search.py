@@ -180,19 +180,16 @@ class Search:
         return mapping
 
     def _Mapping(self, value: Value, found: solver.Solution) -> DimsMapping:
-        operator = self.operators.home[value.number]
-        number = self._Numbers()[id(operator)]
+        number = self.costs.number[value.number]
         choice = self.costs.choices[number].choices[found.chosen[number]]
-        return mapping_of(self.costs.LayoutOf(operator.holds[value], choice))
+        held = self.operators.home[value.number].holds[value]
+        return mapping_of(self.costs.LayoutOf(held, choice))
 
     def _AtBorder(self, value: Value, found: solver.Solution) -> DimsMapping:
         """The sharding of an argument or a result; replicated where an annotation inside shards it unevenly."""
         mapping = self._Mapping(value, found)
         even = is_even(value.shape, mapping, self._on.mesh)
         return mapping if even else (None,) * len(value.shape)
-
-    def _Numbers(self) -> dict[int, int]:
-        return {id(op): i for i, op in enumerate(self.operators.operators)}
 
     def _Made(self, found: solver.Solution):
         """The result of each operator, and what other operators read of it."""

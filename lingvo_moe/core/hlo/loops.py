@@ -136,15 +136,9 @@ def _evaluate(
         return _evaluate(computation, called, called.root.name, element, inner)
     if opcode in _SAME or opcode == "opt-barrier":
         return value(0, element)
-    return (
-        _scalar(instruction, [value(i) for i in range(len(operands))])
-        if _is_known(opcode)
-        else None
-    )
-
-
-def _is_known(opcode: str) -> bool:
-    return opcode in _ARITHMETIC or opcode in ("compare", "select", "and", "or")
+    if opcode in _ARITHMETIC or opcode in ("compare", "select", "and", "or"):
+        return _scalar(instruction, [value(i) for i in range(len(operands))])
+    return None
 
 
 def _scalar(instruction: Instruction, values: list[_Value]) -> _Value:

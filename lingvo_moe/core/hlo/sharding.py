@@ -193,13 +193,9 @@ def _parse(text: str, num_devices: int) -> tuple[TensorSharding, ...]:
     if single:
         return (TensorSharding("maximal", devices=(int(single[1]),)),)
     found = _DEVICES.match(inner)
-    if not found:
-        return () if not inner else _refuse(text)
-    return (_tiled(inner, found),)
-
-
-def _refuse(text: str) -> tuple[TensorSharding, ...]:
-    raise HloError(f"cannot read the sharding {text[:120]!r}")
+    if not found and inner:
+        raise HloError(f"cannot read the sharding {text[:120]!r}")
+    return (_tiled(inner, found),) if found else ()
 
 
 def _pieces(text: str) -> list[str]:

@@ -71,14 +71,16 @@ class ShardedTensor:
 
     def ToJson(self) -> dict[str, Any]:
         """Returns a plain dict; `Explanation.ToJson` describes its fields."""
-        mapping = self.mapping
+        mapping: list | None = None
+        if self.mapping is not None:
+            mapping = [list(axis) if isinstance(axis, tuple) else axis for axis in self.mapping]
         return {
             "name": self.name,
             "annotates": self.annotates,
             "dtype": self.dtype,
             "shape": list(self.shape),
             "sharding": self.sharding.Text(),
-            "mapping": None if mapping is None else [_axes(axis) for axis in mapping],
+            "mapping": mapping,
             "part_shape": list(self.part_shape),
             "padding": list(self.padding),
             "phase": self.phase,
@@ -320,10 +322,6 @@ def _short(name: str) -> str:
     """Drops the prefix 'gradient_tape/'. Of a name that is still longer than 46 characters, keeps '…' and the end."""
     name = name.removeprefix("gradient_tape/")
     return name if len(name) <= _WIDEST else "…" + name[1 - _WIDEST :]
-
-
-def _axes(axis: Any) -> Any:
-    return list(axis) if isinstance(axis, tuple) else axis
 
 
 def _page(explanation: Explanation) -> str:

@@ -58,15 +58,17 @@ def costs(module: Module, layers: Layers = NO_LAYERS, once: bool = False) -> lis
     for executed in module.executions(once, branches=_LongestBranch(module, flops)):
         instruction, inside = executed.instruction, executed.computation
         products = flops.products(instruction, inside)
+        by_weight = sorted(products, key=lambda product: -product.flops)
+        counts = instruction.opcode not in _NO_CYCLES
         found.append(
             Cost(
-                place=placer.place(executed, _by_weight(products)),
+                place=placer.place(executed, [p.instruction.op_name for p in by_weight]),
                 opcode=instruction.opcode,
                 name=instruction.name,
                 times=executed.times,
                 flops=sum(product.flops for product in products),
                 bytes=traffic.hbm_bytes(module, inside, instruction),
-                estimated_cycles=_cycles(instruction),
+                estimated_cycles=attributes.estimated_cycles(instruction) if counts else 0,
                 collective=executed_collective(instruction, inside, module),
                 formats=_by_format(products),
                 loops=executed.loops,
@@ -98,21 +100,12 @@ class _LongestBranch:
         return self.work[name]
 
 
-def _by_weight(products: list[Product]) -> list[str]:
-    """Names of matrix products, the one with the most FLOPs first."""
-    return [p.instruction.op_name for p in sorted(products, key=lambda product: -product.flops)]
-
-
 def _by_format(products: list[Product]) -> dict[str, int]:
     sums: dict[str, int] = {}
     for product in products:
         kind = number_format(product.instruction, product.inside)
         sums[kind] = sums.get(kind, 0) + product.flops
     return sums
-
-
-def _cycles(instruction: Instruction) -> int:
-    return 0 if instruction.opcode in _NO_CYCLES else attributes.estimated_cycles(instruction)
 
 
 @dataclasses.dataclass(frozen=True)

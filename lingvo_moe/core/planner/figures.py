@@ -160,7 +160,11 @@ def headline(plan: Plan) -> list[tuple[str, str, str]]:
         whole = f"{units.quantity(budget(plan))} {unit(plan)}"
         out += [
             (f"days for {whole}", units.number(get(plan, "time.days")), True),
-            (_days(plan), units.number(get(plan, "time.chip_days")), True),
+            (
+                "GPU-days" if get(plan, "topology.card") else "chip-days",
+                units.number(get(plan, "time.chip_days")),
+                True,
+            ),
             (_years(plan), units.number(get(plan, "time.device_years")), True),
         ]
     if get(plan, "time.price"):
@@ -171,10 +175,6 @@ def headline(plan: Plan) -> list[tuple[str, str, str]]:
         (name, value, "estimated" if estimated and value != units.DASH else "")
         for name, value, estimated in out
     ]
-
-
-def _days(plan: Plan) -> str:
-    return "GPU-days" if get(plan, "topology.card") else "chip-days"
 
 
 def _years(plan: Plan) -> str:

@@ -39,7 +39,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if figures.why_no_time(plan):
         console.print(Text(f"No time: {figures.why_no_time(plan)}.", style="red"))
     console.print()
-    console.print(Padding(pairs(_headline(plan)), (0, 0, 0, 2), expand=False))
+    headline = [(n, f"{v} ({note})" if note else v) for n, v, note in figures.headline(plan)]
+    console.print(Padding(pairs(headline), (0, 0, 0, 2), expand=False))
     _print_body(console, "Setting", pairs(figures.setting(plan)))
     _print_body(console, "Memory of a device", *_memory(plan))
     for section in (
@@ -95,13 +96,6 @@ def _down(table: Table) -> RichTable:
         down.add_row(heading, *(Text(row[i], overflow="fold") for row in table.rows))
     down.add_row()
     return down
-
-
-def _headline(plan: Plan) -> list[tuple[str, str]]:
-    return [
-        (name, f"{value} ({note})" if note else value)
-        for name, value, note in figures.headline(plan)
-    ]
 
 
 def _memory(plan: Plan) -> list[RenderableType]:

@@ -103,7 +103,7 @@ def _results(module: Module, instruction: Instruction, operands: list[Instructio
     if instruction.opcode == "dynamic-update-slice":
         return _hbm(arrays[0]) * _fraction(_size(operands[1]), arrays[0])
     if instruction.opcode == "scatter":
-        return _scattered(arrays, len(operands), operands[-1])
+        return sum(_hbm(array) * _fraction(2 * _size(operands[-1]), array) for array in arrays)
     if instruction.opcode != "fusion":
         return sum(map(_hbm, arrays))
     written = _fusion_results(module, module.computation(instruction.called[0]))
@@ -113,10 +113,6 @@ def _results(module: Module, instruction: Instruction, operands: list[Instructio
         _hbm(array) * _fraction(elements, array)
         for array, elements in zip(arrays, written, strict=True)
     )
-
-
-def _scattered(arrays: tuple[Array, ...], num_operands: int, updates: Instruction) -> float:
-    return sum(_hbm(array) * _fraction(2 * _size(updates), array) for array in arrays)
 
 
 def _fusion_results(module: Module, called: Computation) -> list[int]:

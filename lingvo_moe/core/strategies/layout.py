@@ -67,7 +67,8 @@ def layouts(work: Workload, num_devices: int) -> Iterator[Layout]:
             for chosen in _chosen(groups, sizes, model):
                 for expert in _divisors(rest // model):
                     rows = rest // model
-                    if _divides(rows, sizes, _ROWS) and _holds_experts(expert, sizes):
+                    divides = _divides(rows, sizes, _ROWS) and _divides(expert, sizes, "E")
+                    if divides and ("E" in sizes or expert == 1):
                         yield _layout(
                             {STAGE: stages, DATA: rows // expert, EXPERT: expert, MODEL: model},
                             chosen,
@@ -113,10 +114,6 @@ def _chosen(groups: Sequence[str], sizes: Mapping[str, set[int]], model: int) ->
 
 def _divides(parts: int, sizes: Mapping[str, set[int]], letters: str) -> bool:
     return all(size % parts == 0 for n in letters for size in sizes.get(n, ()))
-
-
-def _holds_experts(parts: int, sizes: Mapping[str, set[int]]) -> bool:
-    return parts == 1 if "E" not in sizes else _divides(parts, sizes, "E")
 
 
 def _divisors(n: int) -> list[int]:

@@ -12,6 +12,7 @@ from lingvo_moe.core.strategies.estimates import Correction, Estimate, Estimator
 from lingvo_moe.core.strategies.layout import layouts
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import Workload
+from lingvo_moe.core.task.inspect import itemsize_of
 
 NO_OFFLOAD: tuple[str, ...] = ()
 
@@ -50,7 +51,7 @@ class Space:
     ):
         self._params, self._work, self._machine = params, work, machine
         own = params.task.fprop_dtype or params.task.dtype
-        self._itemsizes = {d: _itemsize(d or own) for d in dtypes}
+        self._itemsizes = {d: itemsize_of(d or own or "float32") for d in dtypes}
         self._states: dict[tuple[str, tuple[str, ...]], StateBytes] = {}
         self.estimator = Estimator(work, self._State, machine, self._itemsizes)
 
@@ -104,7 +105,3 @@ class Space:
         """Whether a host can hold what its devices offload; it can, where its memory is not known."""
         there = self._machine.host_memory_bytes
         return not there or estimate.hosted * self._machine.host_devices <= there
-
-
-def _itemsize(dtype: str | None) -> int:
-    return 2 if dtype in ("bfloat16", "float16") else 4

@@ -216,13 +216,10 @@ def _boundaries(products: Mapping[Product, int], stacks: Mapping[str, int]) -> d
     """The elements of a block's input: the activation with letters B, T and M that a product of the stack reads."""
     found: dict[str, int] = dict.fromkeys(stacks, 0)
     for product in products:
-        for operand in _activations(product):
-            if product.stack and set(operand.letters) in ({"B", "T", "M"}, {"B", "S", "M"}):
+        for operand in product.operands if product.stack else ():
+            letters = set(operand.letters)
+            if not operand.weight and letters in ({"B", "T", "M"}, {"B", "S", "M"}):
                 sizes = dict(product.sizes)
                 size = math.prod(sizes[n] for n in operand.letters)
                 found[product.stack] = max(found[product.stack], size)
     return found
-
-
-def _activations(product: Product) -> Iterator[Operand]:
-    return (operand for operand in product.operands if not operand.weight)
