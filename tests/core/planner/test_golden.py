@@ -128,6 +128,5 @@ def test_a_layer_that_is_no_longer_sharded_is_named():
         _plan() | {"collectives": planned_collectives("v3:2x2", activation_split=each)}
         for each in (SPLITS["activation_split"], split)
     )
-    assert [row["kind"] for row in whole["collectives"]] == ["all-to-all"] * 2
     found = differences(whole, uncut)
-    assert any("moe" in line and "all-gather" in line for line in found), found
+    assert any("experts, forward: 2 all-gather a step, were 0" in line for line in found), found
