@@ -1,4 +1,4 @@
-"""Prints plans as tables in a terminal."""
+"""Prints plans as tables in a terminal, or writes them as one HTML page, which can be sent by mail."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,13 +9,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from lingvo_moe.core.console import units
+from lingvo_moe.core.pages import rendering
 from lingvo_moe.core.pages.tables import Section, Table, numbers, pairs, terminal, words
 from lingvo_moe.core.planner import figures, sections
 from lingvo_moe.core.planner.figures import Plan
-from lingvo_moe.core.planner.page import html_report
 from lingvo_moe.core.planner.suggestions import suggestions
-
-__all__ = ["html_report", "print_comparison", "print_plan"]
 
 _BAR = 24
 _STYLES = dict(zip(figures.STACKED, ("cyan", "magenta", "blue", "green", "yellow")))
@@ -166,3 +164,28 @@ def _print_body(console: Console, title: str, *body: RenderableType) -> None:
     console.print()
     console.print(Text(title, style="bold"))
     console.print(Padding(Group(*body), (0, 0, 0, 2), expand=False))
+
+
+def html_report(plans: Sequence[Plan]) -> str:
+    """Returns the page: a comparison if there are several plans, then each plan.
+
+    Args:
+        plans: at least one dict as described in docs/planning.md.
+
+    Raises:
+        ValueError: there is no plan.
+    """
+    if not plans:
+        raise ValueError("html_report: there is no plan to show")
+    used = {kind for plan in plans for kind, _ in figures.kinds(plan)}
+    return rendering.html(
+        __package__,
+        "plans.html",
+        plans=plans,
+        figures=figures,
+        sections=sections,
+        suggestions=suggestions,
+        parts=[figures.time_by_part(plan) for plan in plans],
+        kinds={kind: label for kind, label in figures.KINDS.items() if kind in used},
+        scale=max(max(figures.needed(plan), plan["memory"]["hbm"]) for plan in plans),
+    )
