@@ -173,7 +173,7 @@ def test_an_objective_chooses_the_machine(plans):
 
 
 @pytest.mark.parametrize(
-    "changes, error, told",
+    "changes, error, message",
     [
         ({"topology": "v5e"}, StrategyError, "say how large it is"),
         ({"objective": "smallest"}, StrategyError, "give --topology without sizes"),
@@ -183,8 +183,8 @@ def test_an_objective_chooses_the_machine(plans):
         ({"topology": "h100:7x1"}, NoneFits, "over the 7 devices of h100:7x1 in no way"),
     ],
 )
-def test_what_cannot_be_searched_is_told(changes, error, told):
-    with pytest.raises(error, match=told):
+def test_what_cannot_be_searched_is_refused(changes, error, message):
+    with pytest.raises(error, match=message):
         _find(**changes)
 
 

@@ -1,4 +1,4 @@
-"""What plans and searches ask of a machine: equal devices, their memory and arithmetic, and their hosts."""
+"""A machine as plans and searches see it: equal devices, their memory and arithmetic, and their hosts."""
 
 import sys
 from collections.abc import Mapping
