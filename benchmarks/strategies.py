@@ -92,19 +92,14 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
 
 
 def _show(args: Flags, rows: list[_Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
     from scipy.stats import spearmanr
 
     from lingvo_moe.core.console import units
+    from lingvo_moe.core.pages.tables import Table, numbers, show, words
 
-    table = Table(box=None, header_style="bold")
-    for title in ("layout", "estimate", "compiled", "measured"):
-        table.add_column(title, overflow="fold")
-    for name, *seconds in sorted(rows, key=lambda row: row[2]):
-        table.add_row(name, *map(units.duration, seconds))
-    console = Console()
-    console.print(table)
+    columns = words("layout") + numbers("estimate", "compiled", "measured")
+    ordered = sorted(rows, key=lambda row: row[2])
+    show(Table(columns, [[name, *map(units.duration, times)] for name, *times in ordered]))
     by_estimate = sorted(rows, key=lambda row: row[1])
     best = min(row[2] for row in rows)
     print(f"layouts: {len(rows)}")

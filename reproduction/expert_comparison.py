@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.pages.tables import Table, markdown, numbers, words
+
 from . import figures
 from .expert_variants import GROUPS
 
@@ -67,34 +69,28 @@ def groups(results: Mapping[str, Any]) -> list[str]:
 def table(results: Mapping[str, Any], group: str) -> str:
     """A Markdown table of a group. The worst layer's shares are those from step 50 on."""
     base = _BASES[group]
-    columns = [
+    columns = words(_HEADS[group]) + numbers(
         *("parameters", "held-out loss", f"against {base}", "dropped", "without expert"),
         *("busiest / mean", "most dropped", "most dead"),
-    ]
-    lines = [
-        f"| {_HEADS[group]} | {' | '.join(columns)} |",
-        f"| --- |{' ---: |' * len(columns)}",
-    ]
-    lines += [_row(r, results.get(base)) for r in _of(results, group)]
-    return "\n".join(lines) + "\n"
+    )
+    return markdown(Table(columns, [_row(r, results.get(base)) for r in _of(results, group)]))
 
 
 def _of(results: Mapping[str, Any], group: str) -> list[Mapping[str, Any]]:
     return [r for r in results.values() if group in r["group"].split()]
 
 
-def _row(r: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
+def _row(r: Mapping[str, Any], base: Mapping[str, Any] | None) -> list[str]:
     def share(name: str) -> str:
         return f"{100 * r[name]:.1f} %" if name in r else ""
 
-    cells = (
+    return [
         *(r["says"], f"{r['params']:,}", f"{r['held_out_nll']:.3f}"),
         f"{r['held_out_nll'] - base['held_out_nll']:+.3f}" if base else "",
         *(share("dropped"), share("without_expert")),
         f"{r['imbalance']:.1f}" if "imbalance" in r else "",
         *(share("worst_dropped"), share("worst_dead")),
-    )
-    return f"| {' | '.join(cells)} |"
+    ]
 
 
 def picture(results: Mapping[str, Any], group: str) -> bytes:

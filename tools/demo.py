@@ -219,19 +219,12 @@ class Demo:
         files.write_atomic(self._out / "report.html", page)
 
     def _show(self, report: Mapping[str, Any], untrained: Any, trained: Any) -> None:
-        from rich.console import Console
-        from rich.table import Table
+        from lingvo_moe.core.pages.tables import Table, numbers, show, words
 
-        console = Console()
-        table = Table("languages", "BLEU", "untrained", "chrF", "untrained", title="Scores")
-        for row in _group_rows(trained, untrained):
-            table.add_row(*row)
-        console.print(table)
-        print(footnote())
-        table = Table("", "translation", "reference", title="Translations", show_lines=True)
-        for lang, _, hypothesis, reference in _samples(trained, 8):
-            table.add_row(lang, hypothesis, reference)
-        console.print(table)
+        columns = words("languages") + numbers("BLEU", "untrained", "chrF", "untrained")
+        show(Table(columns, _group_rows(trained, untrained)))
+        print(f"{footnote()}\n")
+        show(Table(words("", "translation", "reference"), _samples(trained, 8)))
         self._say(
             f"loss {report['first_loss']:.2f} -> {report['last_loss']:.2f} in {report['steps']} "
             f"steps; {report['all_to_all_ops']} all-to-alls in the compiled step"
@@ -269,15 +262,13 @@ def _initial_theta(task: Any) -> Any:
     return tf.function(init, autograph=False, jit_compile=True)()
 
 
-def _samples(report: Any, count: int) -> list[tuple[str, str, str, str]]:
-    """(language, source, translation, reference) of some languages: a line of median length from each."""
+def _samples(report: Any, count: int) -> list[tuple[str, str, str]]:
+    """(language, translation, reference) of some languages: a line of median length from each."""
     out = []
     names = sorted(report.languages, key=lambda lang: -report.languages[lang].train_pairs)
     for lang in names[:: max(len(names) // count, 1)][:count]:
         r = report.languages[lang]
-        lines = sorted(
-            zip(r.sources, r.hypotheses, r.references, strict=True), key=lambda line: len(line[2])
-        )
+        lines = sorted(zip(r.hypotheses, r.references, strict=True), key=lambda line: len(line[1]))
         out.append((lang, *lines[len(lines) // 2]))
     return out
 

@@ -14,7 +14,7 @@ After Ctrl-C or another interruption the same command resumes.
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from lingvo_moe.core.console.waiting import LineProgress
 
 from . import _cli
 
-_STYLES = {"high": "blue", "mid": "cyan", "low": "yellow"}  # of resource groups
 # Flags on which no translation depends.
 _NO_TRANSLATORS = [
     "data_dir",
@@ -131,7 +130,7 @@ def _run(args: Flags) -> int:
     if output and args.baselines:
         report.info["baselines"] = str(args.baselines)
         report.Write(output)
-    _print_table(report)
+    _print_scores(report)
     missing = [lang for lang in devset.languages if lang not in baselines]
     if missing and args.baselines:
         print(f"no baseline: {', '.join(missing)}")
@@ -215,57 +214,36 @@ def _data_of_run(args: Flags) -> str:
     return _cli.data_dir(args, inputs)
 
 
-def _print_table(report: Any) -> None:
+def _print_scores(report: Any) -> None:
     from rich.console import Console
-    from rich.table import Table
 
+    from lingvo_moe.core.pages.tables import Table, numbers, show, words
     from lingvo_moe.tasks.mt.quality import intervals
 
-    table = Table(title="Scores per language", title_justify="left")
-    for name in ("\nlanguage", "\ngroup"):
-        table.add_column(name)
-    for name in ("training\npairs", "dev\npairs", "\nBLEU", "\nchrF"):
-        table.add_column(name, justify="right", no_wrap=True)
     compared = "delta_bleu" in report.Average()
-    if compared:
-        table.add_column("delta\nBLEU", justify="right", no_wrap=True)
-    above = ""
+
+    def row(
+        name: str, group: str, pairs: str, scores: Mapping[str, Any], delta: float | None
+    ) -> list[str]:
+        few = intervals.FEW * intervals.has_few(scores["lines"])
+        cells = [name, group, pairs, f"{scores['lines']:,}{few}"]
+        for kind in ("bleu", "chrf"):
+            cells.append(intervals.with_margin(scores[kind], scores[f"{kind}_margin"]))
+        return cells + ["" if delta is None else f"{delta:+.1f}"] * compared
+
+    rows = []
     for lang in report.InOrder():
         r = report.languages[lang]
-        if r.group != above:
-            table.add_section()
-        above, is_few = r.group, intervals.has_few(len(r.references))
-        cells = [lang, r.group, f"{r.train_pairs:,}", f"{len(r.references):,}"]
-        cells[-1] += intervals.FEW * is_few
-        cells += _scores(r.bleu, r.bleu_margin, r.chrf, r.chrf_margin)
-        delta = [_signed(r.delta and r.delta["bleu"])] * compared
-        style = f"{'dim ' * is_few}{_STYLES.get(r.group, '')}".strip()
-        table.add_row(*cells, *delta, style=style or None)
-    table.add_section()
+        delta = r.delta and r.delta["bleu"]
+        rows.append(row(lang, r.group, f"{r.train_pairs:,}", r.ToDict(), delta))
     for group in (*report.groups, ""):
         mean = report.Average(group)
-        cells = [f"mean of {mean['languages']}", group or "all", "", f"{mean['lines']:,}"]
-        cells[-1] += intervals.FEW * intervals.has_few(mean["lines"])
-        cells += _scores(*(mean[k] for k in ("bleu", "bleu_margin", "chrf", "chrf_margin")))
-        delta = [_signed(mean.get("delta_bleu"))] * compared
-        table.add_row(*cells, *delta, style=_STYLES.get(group))
-    console = Console()
-    console.print(table)
-    console.print(intervals.footnote(), soft_wrap=True, highlight=False)
-    for signature in report.signatures.values():
-        console.print(signature, soft_wrap=True, highlight=False)
-
-
-def _scores(
-    bleu: float, bleu_margin: float | None, chrf: float, chrf_margin: float | None
-) -> list[str]:
-    from lingvo_moe.tasks.mt.quality.intervals import with_margin
-
-    return [with_margin(bleu, bleu_margin), with_margin(chrf, chrf_margin)]
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.1f}"
+        name = f"mean of {mean['languages']}"
+        rows.append(row(name, group or "all", "", mean, mean.get("delta_bleu")))
+    columns = words("language", "group") + numbers("training pairs", "dev pairs", "BLEU", "chrF")
+    show(Table(columns + numbers("delta BLEU") * compared, rows))
+    for line in (intervals.footnote(), *report.signatures.values()):
+        Console().print(line, soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

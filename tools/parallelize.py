@@ -149,38 +149,25 @@ def write(args: Flags, found: "Found") -> None:
 
 def show(found: "Found") -> None:
     """Prints the ranking, then the strategy."""
-    from rich.console import Console
-    from rich.table import Table
-
     from lingvo_moe.core.console import units
+    from lingvo_moe.core.pages import tables
 
-    table = Table(box=None, header_style="bold")
-    for title in ("strategy", "step", "memory", "network", "estimate", ""):
-        table.add_column(
-            title, overflow="fold", justify="left" if title in ("strategy", "") else "right"
-        )
+    rows = []
     for tried, why in found.Ranked():
         plan = tried.plan
-        seconds = (plan["time"] if plan else None) or {
-            "step_seconds": None,
-            "collective_seconds": None,
-        }
-        table.add_row(
-            tried.name,
-            units.duration(seconds["step_seconds"]),
-            units.size(plan["memory"]["needed"]) if plan else units.DASH,
-            units.duration(seconds["collective_seconds"]),
-            units.duration(tried.seconds),
-            why,
-        )
-    console = Console()
-    console.print(
+        seconds = (plan["time"] if plan else None) or {}
+        needed = plan["memory"]["needed"] if plan else None
+        step, network = seconds.get("step_seconds"), seconds.get("collective_seconds")
+        times = map(units.duration, (step, network, tried.seconds))
+        rows.append([tried.name, units.size(needed), *times, why])
+    columns = tables.words("strategy") + tables.numbers("memory", "step", "network", "estimate")
+    print(
         f"{found.search.model} on {found.machine.name}: {found.candidates[0]} candidates, of which "
         f"{found.candidates[1]} may fit; {len(found.tried)} compiled"
     )
-    console.print(table)
+    tables.show(tables.Table(columns + tables.words(""), rows))
     if found.ended:
-        console.print(f"{found.ended}.")
+        print(f"{found.ended}.")
     print(found.ToText(), end="")
 
 

@@ -198,7 +198,7 @@ COMMANDS = [
             "lingvo_moe.tasks.mt.quality.scoring:evaluate": Through(_evaluated),
             "lingvo_moe.tasks.mt.quality.baselines:read_baselines": {},
             "tools.evaluate:_rescored": (lambda lines, _: lines, {}),
-            "tools.evaluate:_print_table": None,
+            "tools.evaluate:_print_scores": None,
         },
         [
             [_RUN, "--data_dir=DATA"],

@@ -98,6 +98,11 @@ def terminal(table: Table, wide: bool = True, bars: Sequence[Text] = ()) -> Rich
     return out
 
 
+def show(table: Table, console: Console | None = None) -> None:
+    """Prints the table to a terminal, by default on standard output."""
+    (console or Console()).print(terminal(table))
+
+
 def pairs(items: Sequence[tuple[str, str]]) -> RichTable:
     """Names and values for a terminal."""
     out = RichTable(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

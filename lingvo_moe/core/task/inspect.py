@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.table import Table
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.console import units
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pages.tables import Table, numbers, show, words
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import HOST, part_shape
 from lingvo_moe.core.task.base_task import BaseTask
@@ -41,26 +41,22 @@ def print_variables(
 ) -> None:
     """Prints a table of the variables (name, shape, type, sharding, bytes on each device) and the totals."""
     console = console or Console(width=140)
-    table = Table(box=None, header_style="bold")
-    for title in ("variable", "shape", "letters", "type", "sharding"):
-        table.add_column(title, overflow="fold")
-    table.add_column("per device", justify="right")
     specs = list(specs)
-    for spec in specs:
-        table.add_row(
-            spec.path,
-            "x".join(map(str, spec.shape)) or "scalar",
-            spec.letters,
-            spec.dtype,
+    columns = words("variable", "shape", "letters", "type", "sharding") + numbers("per device")
+    rows = [
+        [
+            *(spec.path, "x".join(map(str, spec.shape)) or "scalar", spec.letters, spec.dtype),
             describe_split(spec, mesh) + (", in the host's memory" if spec.memory == HOST else ""),
             units.size(bytes_per_device(spec, mesh), 1),
-        )
-    console.print(table)
+        ]
+        for spec in specs
+    ]
+    show(Table(columns, rows), console)
     total = sum(bytes_per_device(spec, mesh) for spec in specs)
     count = count_parameters(specs)
-    words = units.in_words(count)
+    about = units.in_words(count)
     console.print(
-        f"total: {len(specs)} variables, {count:,} parameters{f' ({words})' if words else ''}; "
+        f"total: {len(specs)} variables, {count:,} parameters{f' ({about})' if about else ''}; "
         f"{units.size(total, 1)} on each of {mesh.size} devices (mesh {mesh}){_of_hosts(specs, mesh)}"
     )
 
@@ -114,14 +110,13 @@ def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None
     console = console or Console(width=140)
     counted, count = list(task.BatchCounts(batch).items())[-1]
     counted = counted.replace("_", " ")
-    table = Table(box=None, header_style="bold")
-    table.add_column("part")
-    table.add_column(f"forward FLOPs per {counted.removesuffix('s')}", justify="right")
-    table.add_column("share", justify="right")
-    for name, flops in [*parts.items(), ("total", total)]:
-        table.add_row(name, units.work(flops / count), units.share(flops / total))
+    per = f"forward FLOPs per {counted.removesuffix('s')}"
+    rows = [
+        [name, units.work(flops / count), units.share(flops / total)]
+        for name, flops in [*parts.items(), ("total", total)]
+    ]
     console.print()
-    console.print(table)
+    show(Table(words("part") + numbers(per, "share"), rows), console)
     console.print(
         f"a training step: {units.work(task.StepFlops(batch))} for {count:,} {counted}, padding included: three times "
         "the forward pass (what the backward pass computes again is not counted)",
@@ -131,8 +126,7 @@ def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None
         each = ", ".join(units.work(flops / count) for flops in stages)
         spread = max(stages) * len(stages) / sum(stages)
         console.print(
-            f"a pipeline of {len(stages)} stages: forward FLOPs per {counted.removesuffix('s')} {each}; the largest is "
-            f"{spread:.3f} times their mean",
+            f"a pipeline of {len(stages)} stages: {per} {each}; the largest is {spread:.3f} times their mean",
             soft_wrap=True,
         )
 

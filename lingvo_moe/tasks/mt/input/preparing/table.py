@@ -1,9 +1,10 @@
 """Formats the table of a prepared data set: one row a language, and the dropped pairs with examples."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from lingvo_moe.core.pages.tables import Table, lines, numbers, words
 from lingvo_moe.tasks.mt.input.lengths import NAMES, PERCENTILES
 from lingvo_moe.tasks.mt.input.preparing.filters import REASONS
 
@@ -26,51 +27,42 @@ def format_table(summary: Mapping[str, Any]) -> str:
     shares = {"share T=1": "share_at_1"}  # one column where both temperatures are 1
     shares[f"share T={summary['temperature']:g}"] = "share"
     names = [name.replace("_", " ") for name in (*reasons, *_TOKENS)]
-    rows = [["", *_COLUMNS, *names, *shares]]
+    rows = []
     for lang, about in sorted(languages.items()):
-        parts = [f"{about[name]:.2%}" for name in shares.values() if name in about]
+        parts = [f"{about[name]:.2%}" if name in about else "" for name in shares.values()]
         rows.append([lang, *_numbers(about, reasons), *parts])
     total = {name: sum(a[name] for a in languages.values()) for name in (*_COLUMNS, *_TOKENS)}
-    rows.append(["all", *_numbers({**total, "dropped": dropped}, reasons)])
-    return _aligned(rows)
+    total["dropped"] = dropped
+    rows.append(["all", *_numbers(total, reasons), *[""] * len(shares)])
+    return "\n".join(lines(Table(words("") + numbers(*_COLUMNS, *names, *shares), rows)))
 
 
 def format_lengths(summary: Mapping[str, Any]) -> str:
     """The percentiles of prepared.json's row lengths, and the lengths that hold nearly all pairs."""
     about = summary["row_lengths"]
     titles = [f"{p}%" for p in PERCENTILES[:-1]]
-    rows = [["row length", *titles, "longest"]]
-    rows += [[side, *map(str, found)] for side, found in about["percentiles"].items()]
+    rows = [[side, *map(str, found)] for side, found in about["percentiles"].items()]
+    table = lines(Table(words("row length") + numbers(*titles, "longest"), rows))
     enough = about["enough"]
     lengths = ", ".join(f"{name}={n}" for name, n in zip(NAMES[-len(enough) :], enough))
-    return f"{_aligned(rows)}\nrows of {lengths} hold {about['kept_by_enough']:.1%} of the pairs"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table, its first column left-aligned; the last cells of a row may be missing."""
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]
-        ).rstrip()
-        for row in rows
-    )
+    said = f"rows of {lengths} hold {about['kept_by_enough']:.1%} of the pairs"
+    return "\n".join([*table, said])
 
 
 def format_examples(summary: Mapping[str, Any]) -> str:
     """One line for each reason that occurred: its count, its meaning, and an example; '' if no pair was dropped."""
     languages = all_languages(summary)
-    lines = []
+    said = []
     for reason, meaning in REASONS.items():
         total = sum(about["dropped"].get(reason, 0) for about in languages.values())
         if not total:
             continue
-        lines.append(f"  {total:,} {reason.replace('_', ' ')}: {meaning}")
+        said.append(f"  {total:,} {reason.replace('_', ' ')}: {meaning}")
         for lang, about in sorted(languages.items()):
             if examples := about["examples"].get(reason):
-                lines.append(f"      {lang}: {examples[0]}")
+                said.append(f"      {lang}: {examples[0]}")
                 break
-    return "\n".join(["dropped:", *lines]) if lines else ""
+    return "\n".join(["dropped:", *said]) if said else ""
 
 
 def _numbers(about: Mapping[str, Any], reasons: list[str]) -> list[str]:
