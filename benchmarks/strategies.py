@@ -29,7 +29,7 @@ def define_flags() -> Flags:
     flags.DEFINE_integer(
         "first", 6, "the best estimates, of which the best is also shown", checks.SIZE
     )
-    flags.DEFINE_path("cache_dir", None, "directory for plans and compiled programs; '' keeps none")
+    _cli.define_cache_flag(flags)
     return flags
 
 
@@ -75,7 +75,7 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
         say(f"{len(found) + 1}: {candidate}")
         request = step_plan.Request(args.model, args.topology, override)
         try:
-            plan = cached_plan(request, _cli.plan_cache(args), say)
+            plan = cached_plan(request, _cli.plan_cache(args.cache_dir), say)
             seconds = None
             if args.run:
                 one = measured_step(args.model, override, layout.mesh, 2**34, "error")

@@ -4,27 +4,35 @@ import contextlib
 import logging
 import os
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lingvo_moe.core.config import checks
+from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.collection import paused_collection
 from lingvo_moe.core.console.command import as_typed, say
 from lingvo_moe.core.console.command import run as run
-from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags
+from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags, join_overrides
 from lingvo_moe.core.console.flags import names as names
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.console.waiting import Waiting
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.files.paths import check_local
+from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.runs.directories import Kind, check_addable, check_replaceable, check_writable
 from lingvo_moe.core.runs.run_dir import RunDir
+
+if TYPE_CHECKING:  # they import NumPy or TensorFlow
+    from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
+    from lingvo_moe.core.sharding import Mesh
+    from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+    from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 
 _T = TypeVar("_T")
 
@@ -43,6 +51,13 @@ def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
     else:
         check_writable(parent, f"{flag}={path}")
     check_addable(path, flag)
+
+
+def check_output_files(args: Flags, *names: str) -> None:
+    """Raises ValueError as check_output_file for the files that flags of these names name; '' names none."""
+    for name in names:
+        if path := getattr(args, name):
+            check_output_file(path, f"--{name}")
 
 
 def made(*files: str | os.PathLike, next: str = "") -> None:
@@ -74,6 +89,21 @@ def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
         return 130
 
 
+def train(model: str, data_dir: Path, logdir: Path, overrides: Sequence[str], *more: str) -> None:
+    """Runs the trainer in a process of its own, with a cache beside the data.
+
+    `overrides` are texts as for --model_params_override, `more` are further flags.
+
+    Raises CalledProcessError: it ended with an error, which is on standard error.
+    """
+    cache = registry.escape(str((data_dir.parent / "cache").resolve()))
+    override = join_overrides(*overrides, f"input.cache_dir={cache}")
+    flags = {"model": model, "data_dir": data_dir, "logdir": logdir}
+    given = [f"--{name}={value}" for name, value in flags.items()]
+    given += [*more, f"--model_params_override={override}"]
+    subprocess.run([sys.executable, "-m", "lingvo_moe.trainer", *given], check=True)
+
+
 def attempt_compiling(name: str, work: Callable[[], int]) -> int:
     """As `attempt`, for a command that compiles and writes its files last.
 
@@ -100,10 +130,15 @@ def request_devices(count: int) -> None:
             raise
 
 
-def plan_cache(args: Flags) -> Path | None:
-    """The directory of plans and compiled programs that --cache_dir chooses; None for none."""
-    if args.cache_dir is not None:
-        return Path(args.cache_dir) if args.cache_dir else None
+def plan_cache(given: str | None) -> Path | None:
+    """The directory of plans and compiled programs that --cache_dir chooses; None for none.
+
+    Raises ValueError: nothing can be written there.
+    """
+    if given is not None:
+        if given:
+            check_output_directory(given, "--cache_dir")
+        return Path(given) if given else None
     from lingvo_moe.core.engine.aot import aot_cache
 
     return aot_cache.default_cache_dir()
@@ -125,6 +160,33 @@ def check_output_directory(
         check_replaceable(path, replaces, flag)
     else:
         check_addable(path, flag)
+
+
+def define_cache_flag(flags: Flags) -> None:
+    """Defines --cache_dir, which plan_cache reads."""
+    help = "directory for plans, verified steps and compiled programs; '' keeps none"
+    flags.DEFINE_path("cache_dir", None, help)
+
+
+def define_mesh_flags(flags: Flags, most: int) -> None:
+    """Defines --mesh and --num_devices, of `most` devices, of which at most one may be given."""
+    flags.DEFINE_string("mesh", "", "axis:size,... (default: the experiment's own)")
+    help = "lay the experiment's mesh over this many devices (default: 8)"
+    flags.DEFINE_integer("num_devices", None, help, checks.Integer(2, most))
+    flags.OnlyWith("num_devices", "a mesh says how many devices there are", mesh=False)
+
+
+def mesh_of(args: Flags, params: Params) -> "Mesh":
+    """The mesh that the flags of define_mesh_flags choose for an experiment."""
+    from lingvo_moe.training.meshes import make_mesh
+
+    return make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
+
+
+def define_known_faults_flag(flags: Flags) -> None:
+    """Defines --known_faults."""
+    kinds = known_faults.ERROR, known_faults.ACTIONS
+    flags.DEFINE_enum("known_faults", *kinds, known_faults.FLAG_HELP)
 
 
 def define_model_flags(flags: Flags) -> None:
@@ -212,7 +274,7 @@ def define_run_flags(flags: Flags) -> None:
     define_ema_flag(flags)
 
 
-def search_options(args: Flags, top_k: int = 1) -> Any:
+def search_options(args: Flags, top_k: int = 1) -> "TranslateOptions":
     """Returns TranslateOptions from the flags of define_search_flags. Raises ValueError, naming the flag."""
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 
@@ -223,7 +285,7 @@ def search_options(args: Flags, top_k: int = 1) -> Any:
         raise ValueError(f"--{e}") from None
 
 
-def chosen(args: Flags) -> Any:
+def chosen(args: Flags) -> "Chosen":
     """The Chosen weights of the flags of define_run_flags."""
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
 
@@ -256,7 +318,7 @@ def data_dir(args: Flags, inputs: Params) -> str:
     return found
 
 
-def load_from_run(args: Flags, options: Any) -> tuple[Any, dict[str, Any]]:
+def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator, dict[str, Any]]":
     """Calls `load_translator` for --logdir with the flags of define_search_flags. Raises ValueError, OSError."""
     from lingvo_moe.tasks.mt.serving.export import load_translator
 
@@ -266,7 +328,7 @@ def load_from_run(args: Flags, options: Any) -> tuple[Any, dict[str, Any]]:
     )
 
 
-def open_translator(args: Flags) -> tuple[Any, dict[str, Any]]:
+def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[str, Any]]":
     """Returns the Translator of --logdir or the SavedTranslator of --saved_model, and a description of the model.
 
     Raises:
@@ -301,10 +363,13 @@ def load_tensorflow() -> None:
 
 
 class Progress(Waiting):
-    """Shows the current activity and its duration; the work runs in a thread, so that Ctrl-C takes effect at once."""
+    """Shows the current activity and its duration, at first the loading of the compiler.
+
+    The work runs in a thread, so that Ctrl-C takes effect at once.
+    """
 
     def __init__(self) -> None:
-        super().__init__(interval=5.0)
+        super().__init__("loading TensorFlow and the compiler", interval=5.0)
 
     def Watch(self, work: Callable[[], _T]) -> _T:
         """Runs `work` in a thread; returns its result or raises its error."""

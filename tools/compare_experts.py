@@ -10,14 +10,12 @@ for TensorBoard and tools.report.
 """
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.config import checks, registry
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
@@ -84,8 +82,7 @@ class Comparison:
             self._say(f"[{number}/{len(chosen)}] {name}: {VARIANTS[name].says}")
             self._variant(name, VARIANTS[name])
         results = self._results()
-        content = json.dumps(results, indent=2).encode() + b"\n"
-        files.write_atomic(self._out / "results.json", content)
+        files.write_json(self._out / "results.json", results)
         for group in expert_comparison.groups(results):
             table = expert_comparison.table(results, group)
             picture = expert_comparison.picture(results, group)
@@ -111,14 +108,8 @@ class Comparison:
         if self._is_done(result, steps):
             self._say(f"{name}: done before")
             return
-        cache = registry.escape(str((self._corpus.parent / "cache").resolve()))
-        override = ";".join(part for part in (variant.override, f"input.cache_dir={cache}") if part)
-        command = [
-            *(sys.executable, "-m", "lingvo_moe.trainer", f"--model={model}"),
-            *(f"--data_dir={self._corpus}", f"--logdir={run}", f"--engine={self._args.engine}"),
-            *(f"--max_steps={steps}", f"--model_params_override={override}"),
-        ]
-        subprocess.run(command, check=True)
+        more = f"--engine={self._args.engine}", f"--max_steps={steps}"
+        _cli.train(model, self._corpus, run, [variant.override], *more)
         measured = self._measure(run)
         entry = {"says": variant.says, "group": variant.group, "experts": variant.experts}
         content = json.dumps({**entry, **measured}, indent=2).encode() + b"\n"

@@ -8,16 +8,13 @@ model, exports a SavedModel, and writes report.json and report.html to the outpu
 same command resumes where it stopped.
 """
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.config import checks, registry
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, footnote, with_margin
@@ -106,18 +103,11 @@ class Demo:
 
     def _train(self) -> None:
         self._say(f"training {self._args.model} on {_DEVICES} virtual devices")
-        cache = registry.escape(str((self._out / "cache").resolve()))
-        override = f"input.cache_dir={cache}"
-        if self._args.model_params_override:
-            override = f"{self._args.model_params_override};{override}"
-        command = [
-            *(sys.executable, "-m", "lingvo_moe.trainer", f"--model={self._args.model}"),
-            *(f"--data_dir={self._corpus}", f"--logdir={self._run}", f"--num_devices={_DEVICES}"),
-            f"--model_params_override={override}",
-        ]
+        more = [f"--num_devices={_DEVICES}"]
         if self._args.max_steps is not None:
-            command.append(f"--max_steps={self._args.max_steps}")
-        subprocess.run(command, check=True)
+            more.append(f"--max_steps={self._args.max_steps}")
+        overrides = [self._args.model_params_override]
+        _cli.train(self._args.model, self._corpus, self._run, overrides, *more)
         if not self._collectives().get("all-to-all"):
             raise ValueError("the compiled step holds no all-to-all: the experts were not sharded")
 
@@ -190,7 +180,7 @@ class Demo:
             "saved_model": str(self._saved_model),
         }
         self._write_page(trained, untrained)
-        files.write_atomic(self._out / "report.json", json.dumps(report, indent=2).encode() + b"\n")
+        files.write_json(self._out / "report.json", report)
         return report
 
     def _write_page(self, trained: Any, untrained: Any) -> None:

@@ -7,7 +7,6 @@ FOLDER holds validation/<class>/<name>.jpg (or val, or test) beside the images t
 printed and written as JSON.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.core.files.files import write_atomic
+    from lingvo_moe.core.files.files import write_json
     from lingvo_moe.core.runs.run_dir import RunDir
 
     run = RunDir(args.logdir, trust_run=args.trust_run)
@@ -50,7 +49,7 @@ def _run(args: Flags) -> int:
         data_dir = _cli.data_dir(args, inputs)
     weights = _cli.checkpoint_step(args), args.use_ema
     scores = evaluate(args.logdir, data_dir, *weights, args.trust_run)
-    write_atomic(output, json.dumps(asdict(scores), indent=1).encode() + b"\n")
+    write_json(output, asdict(scores))
     which = f"step {scores.step}{', moving average' if scores.ema else ''}"
     print(
         f"{which}, {scores.images:,} held-out images: top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, "

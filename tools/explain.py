@@ -10,15 +10,17 @@ SPMD partitioner decide all of it; nothing is run. A program file, as `Program.S
 line numbers. The exit status is 0, 1 or (in flags) 2 for a mistake, 130 after Ctrl-C.
 """
 
-import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.training.flags import MOST_DEVICES, define_experiment_flag
 
 from . import _cli
+
+if TYPE_CHECKING:  # they import NumPy
+    from lingvo_moe.core.engine.lowering.program import Program
+    from lingvo_moe.core.partitioner.explanation import Explanation
 
 
 def define_flags() -> Flags:
@@ -28,13 +30,7 @@ def define_flags() -> Flags:
         flags, "experiment whose training step to explain, e.g. mt.M4Tiny", required=False
     )
     flags.DEFINE_path("program", "", "a program file to explain instead")
-    flags.DEFINE_string("mesh", "", "axis:size,... (default: the experiment's own)")
-    flags.DEFINE_integer(
-        "num_devices",
-        None,
-        "lay the experiment's mesh over this many devices (default: 8)",
-        checks.Integer(2, MOST_DEVICES),
-    )
+    _cli.define_mesh_flags(flags, MOST_DEVICES)
     flags.DEFINE_string(
         "topology",
         "",
@@ -47,7 +43,6 @@ def define_flags() -> Flags:
     flags.Distinct("html", "json")
     fixed = "it was fixed when the program was made"
     flags.OnlyWith("mesh num_devices model_params_override", fixed, model=True)
-    flags.OnlyWith("num_devices", "a mesh says how many devices there are", mesh=False)
     return flags
 
 
@@ -60,18 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: Flags) -> int:
     """Explains, prints and writes what the flags ask for; returns the exit status."""
-    for flag in ("html", "json"):
-        if getattr(args, flag):
-            _cli.check_output_file(getattr(args, flag), f"--{flag}")
+    _cli.check_output_files(args, "html", "json")
     with _cli.Progress() as progress:
-        progress("loading TensorFlow and the compiler")
         explanation = progress.Watch(lambda: make(args, progress))
     from lingvo_moe.core.files import files
 
     found = {name: explanation.Sharding(name) for name in args.tensor}
     if args.json:
-        text = json.dumps(explanation.ToJson(), indent=1) + "\n"
-        files.write_atomic(args.json, text.encode())
+        files.write_json(args.json, explanation.ToJson())
     if args.html:
         files.write_atomic(args.html, explanation.ToHtml().encode())
     if not found:
@@ -87,25 +78,20 @@ def run(args: Flags) -> int:
     return 0
 
 
-def make(args: Flags, say: Any) -> Any:
+def make(args: Flags, say: Callable[[str], None]) -> "Explanation":
     """The explanation that the flags ask for; `say` receives progress."""
     _cli.load_tensorflow()
+    from lingvo_moe.core.engine.lowering.program import Program
     from lingvo_moe.inspecting import explaining
 
-    program = _load(args) if args.program else _lower(args, say)
+    program = Program.Load(args.program) if args.program else _lower(args, say)
     if not args.topology:
         _cli.request_devices(program.mesh.size)
     say(f"compiling {program.name} for mesh {program.mesh}")
     return explaining.explain(program, topology=args.topology)
 
 
-def _load(args: Flags) -> Any:
-    from lingvo_moe.core.engine.lowering.program import Program
-
-    return Program.Load(args.program)
-
-
-def _lower(args: Flags, say: Any) -> Any:
+def _lower(args: Flags, say: Callable[[str], None]) -> "Program":
     """The program of the experiment's training step."""
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.loop.steps import lower_step, train_step
@@ -113,11 +99,10 @@ def _lower(args: Flags, say: Any) -> Any:
     from lingvo_moe.planning.step_plan import topology_memory
     from lingvo_moe.training.checks import check_divisible, strategy_override
     from lingvo_moe.training.memory import memory_of
-    from lingvo_moe.training.meshes import make_mesh
     from lingvo_moe.training.recomputing import chosen_form
 
     params = registry.GetParams(args.model, strategy_override(args))
-    mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
+    mesh = _cli.mesh_of(args, params)
     task = params.task.Instantiate()
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)

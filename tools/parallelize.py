@@ -10,13 +10,12 @@ compiled for the machine, and the winner is run, shrunk, against one device. The
 is 0, 1 or (in flags) 2 for a mistake, 3 where no strategy fits, 130 after Ctrl-C.
 """
 
-import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.strategies.objectives import OBJECTIVES, SPEED
 from lingvo_moe.training.flags import define_experiment_flag
 
@@ -71,14 +70,8 @@ def define_flags() -> Flags:
     flags.DEFINE_override()
     flags.DEFINE_path("output", "", "write the strategy to this file")
     flags.DEFINE_path("json", "", "write all that was compiled, with its plans, to this file")
-    flags.DEFINE_path(
-        "cache_dir",
-        None,
-        "directory for plans, verified steps and compiled programs; '' keeps none",
-    )
-    flags.DEFINE_enum(
-        "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
-    )
+    _cli.define_cache_flag(flags)
+    _cli.define_known_faults_flag(flags)
     flags.Distinct("output", "json")
     return flags
 
@@ -92,20 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: Flags) -> int:
     """Searches, prints and writes what the flags ask for; returns the exit status."""
-    for flag in ("output", "json"):
-        if path := getattr(args, flag):
-            _cli.check_output_file(path, f"--{flag}")
-    if args.cache_dir:
-        _cli.check_output_directory(args.cache_dir, "--cache_dir")
+    _cli.check_output_files(args, "output", "json")
+    cache = _cli.plan_cache(args.cache_dir)
     with _cli.Progress() as progress:
-        progress("loading TensorFlow and the compiler")
         _cli.load_tensorflow()
         if args.devices or args.verify:
             _cli.request_devices(max(args.devices or 0, _VERIFYING if args.verify else 0))
         from lingvo_moe.planning.parallelizing import NoneFits
 
         try:
-            found = progress.Watch(lambda: searched(args, progress))
+            found = progress.Watch(lambda: searched(args, cache, progress))
         except NoneFits as e:
             _cli.say(f"parallelize: {e}")
             return 3
@@ -117,7 +106,7 @@ def run(args: Flags) -> int:
     return 0
 
 
-def searched(args: Flags, say: Any) -> "Found":
+def searched(args: Flags, cache: Path | None, say: Callable[[str], None]) -> "Found":
     """The search that the flags ask for."""
     from lingvo_moe.planning import parallelizing
 
@@ -134,7 +123,7 @@ def searched(args: Flags, say: Any) -> "Found":
         known_faults=args.known_faults,
         verify=args.verify,
     )
-    return parallelizing.find(search, _cli.plan_cache(args), say)
+    return parallelizing.find(search, cache, say)
 
 
 def write(args: Flags, found: "Found") -> None:
@@ -144,7 +133,7 @@ def write(args: Flags, found: "Found") -> None:
     if args.output:
         files.write_atomic(args.output, found.ToText().encode())
     if args.json:
-        files.write_atomic(args.json, (json.dumps(found.ToJson(), indent=1) + "\n").encode())
+        files.write_json(args.json, found.ToJson())
 
 
 def show(found: "Found") -> None:

@@ -14,7 +14,7 @@ e.g. --topology=v5p or --topology=h100, looks for the smallest machine that the 
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.machines.prices import check_prices, kind_of, priced, read_prices
 from lingvo_moe.core.planner.machines.slices import machines
@@ -68,10 +67,8 @@ def define_flags() -> Flags:
         "",
         "overrides separated by |: plans each, added to --model_params_override, and shows all in one table",
     )
-    flags.DEFINE_enum(
-        "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
-    )
-    flags.DEFINE_path("cache_dir", None, "directory for compiled programs; '' keeps none")
+    _cli.define_known_faults_flag(flags)
+    _cli.define_cache_flag(flags)
     flags.Distinct("output", "html")
     of_new = "output variants what mesh model_params_override strategy token_budget known_faults"
     flags.OnlyWith(f"{of_new} cache_dir", "it is of a new plan", model=True)
@@ -93,11 +90,9 @@ def run(args: Flags) -> int:
     check_topologies(args.topology)
     cases = list(itertools.product(args.topology, variants))
     outputs = output_files(args.output, len(cases)) if args.output else []
-    for flag, path in [*(("output", path) for path in outputs), ("html", args.html)]:
-        if path:
-            _cli.check_output_file(path, f"--{flag}")
-    if args.cache_dir:
-        _cli.check_output_directory(args.cache_dir, "--cache_dir")
+    for path in outputs:
+        _cli.check_output_file(path)
+    _cli.check_output_files(args, "html")
     prices, old = dict(args.price), [read_plan(path) for path in _cli.names(args.compare)]
     kinds = [TopologyName.parse(name.lower()).kind for name in args.topology]
     check_prices(prices, [*kinds, *map(kind_of, old)])
@@ -175,11 +170,11 @@ def planned(
     from lingvo_moe.core.files import files
 
     plans, failed = list[dict[str, Any]](), dict[tuple[str, str], ValueError]()
+    cache = _cli.plan_cache(args.cache_dir)
     with _cli.Progress() as progress:
-        progress("loading TensorFlow and the compiler")
         for case, path in zip(cases, outputs or itertools.repeat("")):
             try:
-                plan = progress.Watch(partial(make, args, *case, progress))
+                plan = progress.Watch(partial(make, args, *case, cache, progress))
             except ValueError as e:
                 if len(args.topology) == 1:
                     raise
@@ -187,18 +182,20 @@ def planned(
                 continue
             plans.append(priced(plan, dict(args.price)))
             if path:
-                files.write_atomic(path, (json.dumps(plans[-1], indent=1) + "\n").encode())
+                files.write_json(path, plans[-1])
     if not plans:
         reasons = dict.fromkeys(f"{topology}: {e}" for (topology, _), e in failed.items())
         raise ValueError(f"no machine can be planned for: {'; '.join(reasons)}")
     return plans, failed
 
 
-def make(args: Flags, topology: str, variant: str, say: Any) -> dict[str, Any]:
+def make(
+    args: Flags, topology: str, variant: str, cache: Path | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The plan of one machine and one variant."""
     _cli.load_tensorflow()
     from lingvo_moe.planning import step_plan
 
-    cache = _cli.plan_cache(args)
     request = step_plan.Request(
         model=args.model,
         topology=topology,

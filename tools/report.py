@@ -9,7 +9,6 @@ pairs of CORPUS/dev. For a missing part it names the command that makes it. The 
 page.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,11 +70,9 @@ def _run(args: Flags) -> int:
     if args.eval_dir and not Path(args.eval_dir).is_dir():
         raise ValueError(f"--eval_dir={args.eval_dir}: no such directory")
     _cli.load_tensorflow()
-    from rich.console import Console
-
-    from lingvo_moe.core.files.files import write_atomic
+    from lingvo_moe.core.files.files import write_atomic, write_json
     from lingvo_moe.core.pages import drawing
-    from lingvo_moe.core.pages.tables import terminal
+    from lingvo_moe.core.pages.tables import show
     from lingvo_moe.tasks.mt.reports import report, routing_page
     from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
 
@@ -83,14 +80,14 @@ def _run(args: Flags) -> int:
     found = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed, args.trust_run)
     written = [page, numbers]
     write_atomic(page, report.html_report(found).encode("utf-8", "replace"))
-    write_atomic(numbers, json.dumps(found.ToDict(), indent=1).encode() + b"\n")
+    write_json(numbers, found.ToDict())
     if not isinstance(routing, Missing):
         for layer in routing.layers if args.png_dir else ():
             written.append(Path(args.png_dir) / f"{layer.name.replace('/', '_')}.png")
             written[-1].parent.mkdir(parents=True, exist_ok=True)
             picture = drawing.png(routing_page.plot_layer(layer, routing))
             write_atomic(written[-1], picture)
-        Console().print(terminal(routing_page.table_of(routing), wide=False))
+        show(routing_page.table_of(routing), wide=False)
     for what in ("metrics", "scores", "routing"):
         missing = getattr(found, what)
         if isinstance(missing, Missing):

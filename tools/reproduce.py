@@ -8,7 +8,6 @@ Recorded plans are docs/plans/NAME.json; `--list` lists their names. The exit st
 mistake, for plans that are missing, or for new plans that differ from the recorded ones.
 """
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ def define_flags() -> Flags:
     )
     flags.DEFINE_boolean("missing", False, "with --plans: only those that are not recorded")
     flags.DEFINE_boolean("update", False, "with --plans: record the new plans")
-    flags.DEFINE_path("cache_dir", None, "directory for compiled programs; '' keeps none")
+    _cli.define_cache_flag(flags)
     flags.OnlyWith("only missing update cache_dir", plans=True)
     flags.OnlyWith("partial", plans=False)
     flags.OnlyWith("plans partial", list=False)
@@ -55,8 +54,6 @@ def _run(args: Flags) -> int:
     names = chosen(args.only)
     if args.list:
         return show_list(Path(args.docs) / "plans")
-    if args.cache_dir:
-        _cli.check_output_directory(args.cache_dir, "--cache_dir")
     return make_plans(args, names) if args.plans else write_page(args)
 
 
@@ -100,6 +97,7 @@ def write_page(args: Flags) -> int:
 def make_plans(args: Flags, names: list[str]) -> int:
     """Makes plans, compares them with the recorded ones, and records them where asked to."""
     directory = Path(args.docs) / "plans"
+    _cli.plan_cache(args.cache_dir)  # before any work: can it be written?
     if args.missing:
         names = [name for name in names if not goldens.path_of(directory, name).exists()]
     bad, started = [], time.monotonic()
@@ -134,20 +132,15 @@ def make_plans(args: Flags, names: list[str]) -> int:
 
 def make_one(path: Path, name: str, cache_dir: str | None) -> None:
     """Writes the plan of a request to `path`; runs in a process of its own."""
-    from lingvo_moe.core.engine.aot import aot_cache
-
-    cache = Path(cache_dir) if cache_dir else None
-    if cache_dir is None:
-        cache = aot_cache.default_cache_dir()
+    cache = _cli.plan_cache(cache_dir)
     with _cli.Progress() as progress:
-        progress("loading TensorFlow and the compiler")
 
         def make() -> Any:
             _cli.load_tensorflow()
             return making.make_plan(REQUESTS[name], cache, progress)
 
         plan = progress.Watch(make)
-    files.write_atomic(path, json.dumps(plan).encode())
+    files.write_json(path, plan)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ mistake, 2 for a mistake in flags, 130 after Ctrl-C.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.training.checks import strategy_override
 from lingvo_moe.training.flags import define_experiment_flag, define_strategy_flag
@@ -31,16 +30,9 @@ def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m tools.verify", __doc__)
     define_experiment_flag(flags, "experiment, e.g. mt.M4Tiny")
-    flags.DEFINE_string("mesh", "", "axis:size,... (default: the experiment's own)")
-    flags.DEFINE_integer(
-        "num_devices",
-        None,
-        "lay the experiment's mesh over this many devices (default: 8)",
-        checks.Integer(2, _MOST_DEVICES),
-    )
+    _cli.define_mesh_flags(flags, _MOST_DEVICES)
     flags.DEFINE_override()
     define_strategy_flag(flags)
-    flags.OnlyWith("num_devices", "a mesh says how many devices there are", mesh=False)
     return flags
 
 
@@ -52,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Verifies the model and prints what was compared; returns the exit status."""
     with _cli.Progress() as progress:
-        progress("loading TensorFlow and the compiler")
         mesh, compared = progress.Watch(lambda: verified(args, progress))
     print(
         f"{args.model} over mesh {mesh}: {len(compared)} tensors of a training step are those of one device"
@@ -65,10 +56,9 @@ def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, list[str]]
     _cli.load_tensorflow()
     from lingvo_moe.core.config import registry
     from lingvo_moe.inspecting import verifying
-    from lingvo_moe.training.meshes import make_mesh
 
     params = registry.GetParams(args.model, strategy_override(args))
-    mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
+    mesh = _cli.mesh_of(args, params)
     if not 1 < mesh.size <= _MOST_DEVICES:
         raise ValueError(
             f"mesh {mesh} has {mesh.size} devices; give --mesh of 2 to {_MOST_DEVICES}"

@@ -68,12 +68,6 @@ def test_table_has_a_row_for_each_variant_of_a_group():
         assert expert_comparison.picture(results, group).startswith(b"<?xml")
 
 
-def test_unknown_variant(capsys):
-    with pytest.raises(SystemExit):
-        compare_experts.main(["--only=top2_e15"])
-    assert "did you mean" in capsys.readouterr().err
-
-
 def test_a_damaged_result_is_measured_again(tmp_path, capsys):
     args = compare_experts.define_flags().Parse([f"--output={tmp_path}", "--steps=20"])
     comparison = compare_experts.Comparison(args)

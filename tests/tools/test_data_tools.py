@@ -1,5 +1,4 @@
 import gzip
-import re
 from pathlib import Path
 
 import pytest
@@ -26,39 +25,3 @@ def test_a_corpus_and_its_vocabularies(tmp_path: Path, capsys: pytest.CaptureFix
     assert "training the source vocabulary of 700 pieces" in capsys.readouterr().out
     vocabularies = load_vocabularies(vocab)
     assert (vocabularies.source.size, vocabularies.target.size) == (700, 500)
-
-
-@pytest.mark.parametrize(
-    "tool, arguments, message",
-    [
-        (
-            build_corpus,
-            ["--output={}/new", "--languages=de,xx"],
-            "build_corpus: --languages: no translations from 'xx'",
-        ),
-        (
-            build_corpus,
-            ["--output={}/new", "--packages=nope"],
-            "build_corpus: --packages: 'nope' is not installed",
-        ),
-        (
-            build_corpus,
-            ["--output={}/new", "--packages=Djang"],
-            ".*is not installed \\(did you mean 'Django'",
-        ),
-        (build_corpus, ["--output={}/new", "--languages=deu"], ".*did you mean .*'de'"),
-        (
-            train_vocab,
-            ["--data_dir={}/no", "--output={}/new"],
-            "train_vocab: data directory .*/no'",
-        ),
-    ],
-)
-def test_errors_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], tool, arguments: list[str], message: str
-) -> None:
-    assert tool.main([argument.format(tmp_path) for argument in arguments]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert re.match(message, said)
-    assert list(tmp_path.iterdir()) == []

@@ -190,8 +190,3 @@ def test_against_baselines(logdir, scored, corpus, tmp_path, monkeypatch, caplog
     with pytest.raises(SystemExit):
         evaluate.main([*common, "--resource_bounds=5,7"])
     assert "HIGH must be more than MID" in capfd.readouterr().err
-
-
-def test_unknown_language(logdir, corpus, capfd):
-    assert evaluate.main([f"--logdir={logdir}", f"--data_dir={corpus}", "--languages=sv"]) == 1
-    assert "no language 'sv' (known: de, fi, sw)" in capfd.readouterr().err

@@ -359,7 +359,7 @@ COMMANDS += [
         "compare_experts",
         {
             **_CLI,
-            "tools.compare_experts:subprocess.run": Through(_trained),
+            "tools._cli:subprocess.run": Through(_trained),
             "lingvo_moe.tasks.mt.input.corpus.corpus:build_corpus": None,
             "lingvo_moe.tasks.mt.quality.held_out_loss:held_out_loss": anything(
                 step=9, nll=1, accuracy=1, tokens=1
@@ -377,7 +377,7 @@ COMMANDS += [
         "demo",
         {
             **_EXPORTED,
-            "tools.demo:subprocess.run": Through(_trained),
+            "tools._cli:subprocess.run": Through(_trained),
             "tools.demo:Demo._collectives": {"all-to-all": 1},
             "tools.demo:Demo._report": Through(lambda *_: None),
             "tools.demo:Demo._show": Through(lambda *_: None),

@@ -189,9 +189,3 @@ def test_a_trainer_trusts_only_a_run_that_is_named(tmp_path, capfd):
     with pytest.raises(SystemExit):
         trainer.main(flags)
     assert "--trust_run goes with --init_from, which is not given" in capfd.readouterr().err
-
-
-def test_an_export_needs_no_trust(tmp_path, capfd):
-    with pytest.raises(SystemExit):
-        translate.main([f"--saved_model={tmp_path}", "--trust_run"])
-    assert "--trust_run goes with --logdir" in capfd.readouterr().err

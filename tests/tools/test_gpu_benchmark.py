@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 from benchmarks import moe_layer_worker
 from benchmarks.gpu import layer, programs
@@ -87,36 +85,3 @@ def test_the_table_has_shares_of_the_fastest_product():
         "| PyTorch, grouped_mm | 1 | - | 25 | - |",
         "| product alone, PyTorch | 1e+03 | 1e+03 | 87.5 | 87.5 |",
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "manifest.json: No such file"),
-        ("{", "manifest.json is not JSON"),
-        ('{"version": 2}', "manifest.json is not of version 1"),
-        ("[]", "manifest.json is not of version 1"),
-    ],
-)
-def test_a_directory_without_programs_is_named(tmp_path, text, message, capsys):
-    if text is not None:
-        (tmp_path / "manifest.json").write_text(text)
-    assert layer.main([f"--programs={tmp_path}"]) == 1
-    said = capsys.readouterr().err
-    assert f"--programs={tmp_path}" in said and message in said
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--kinds=indx", "kinds.*indx.*did you mean 'index'"),
-        ("--formats=float8", "formats.*no 'float8'"),
-        ("--experts=8,1", "experts.*must be numbers from 2"),
-        ("--experts=many", "experts.*must be numbers from 2"),
-    ],
-)
-def test_mistakes_in_flags_are_named(tmp_path, flag, message, capsys):
-    with pytest.raises(SystemExit) as e:
-        programs.main([f"--output={tmp_path}", flag])
-    assert e.value.code == 2
-    assert re.search(message, capsys.readouterr().err)

@@ -350,60 +350,6 @@ def test_changed_data_is_not_used(data: Path, tmp_path: Path) -> None:
         inputs(copy).Prepare()
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([], "prepare: no pair is left of the input: 3 x source and target are the same"),
-        (["--output={}/in"], "prepare: --output=.* holds files that are no prepared data"),
-        (["--input={}/no"], "prepare: --input=.*/no does not exist"),
-        (["--input={}/short"], "prepare: .*x.de has 2 lines and .*x.en has 3: the lines of a pair"),
-        (["--input={}/cut"], r"prepare: .*cut/sw.tsv.gz:\d+: cannot be read, damaged or cut short"),
-        (
-            ["--columns=lang,source,target"],
-            "prepare: .*de.tsv: no line can be used: 3 x a TSV line with too few",
-        ),
-    ],
-)
-def test_errors_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "de.tsv").write_text("eins\tEins\nzwei\tzwei\ndrei\tDREI\n")
-    for name in ("short", "cut"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "short" / "x.de").write_text("eins\nzwei\n")
-    (tmp_path / "short" / "x.en").write_text("one\ntwo\nthree\n")
-    whole = gzip.compress("\n".join(f"{_sentence(i)}\tx" for i in range(500)).encode())
-    (tmp_path / "cut" / "sw.tsv.gz").write_bytes(whole[:-1000])
-    flags = [flag.format(tmp_path) for flag in flags]
-    assert prepare.main([f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", *flags]) == 1
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare:")]
-    assert len(said) == 1
-    assert re.match(message, said[0])
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([], "nothing to read: give --input or --tfds"),
-        (["--input=x", "--workers=100000"], "--workers=100000: must be an integer from 1 to 1024"),
-        (["--input=x", "--temperature=nan"], "--temperature=nan: must be a positive number"),
-        (["--input=x", "--max_ratio=0.5"], "--max_ratio=0.5: must be a number of at least 1"),
-        (["--input=x", "--dev_share=1"], r"--dev_share=1: must be a number in \[0, 1\)"),
-        (["--input=x", "--max_dev=0"], "--max_dev=0: must be an integer of at least 1"),
-        (["--input=x", "--json_fields=a"], "--json_fields=a: must be two or three names"),
-        (["--inptu=x"], "no flag --inptu .did you mean '--input'"),
-    ],
-)
-def test_flags_are_checked(
-    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit):
-        prepare.main(["--output=out", *flags])
-    assert re.search(message, capsys.readouterr().err)
-
-
 def test_both_sizes_are_told_at_once(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

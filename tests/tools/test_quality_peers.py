@@ -147,23 +147,6 @@ def _raise():
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    "flag, message",
-    [
-        ("--only=expert", "--only=expert: no such contender (did you mean 'experts'?)"),
-        ("--only=joeynmt", "--only=joeynmt needs --peers"),
-        ("--seeds=1,x", "--seeds=x: must be an integer above 0"),
-        ("--rates=0", "--rates=0: must be a number above 0"),
-        ("--cpu_seconds=0", "cpu_seconds"),
-    ],
-)
-def test_wrong_flags(flag, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        quality_peers.main(["--corpus=x", f"--output={tmp_path / 'out'}", flag])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_line_of_progress_says_the_loss():
     now = {"step": 1200, "cpu_seconds": 750.2, "trained_tokens": 9}
     training = {"kind": "progress", **now, "loss": 4.5}

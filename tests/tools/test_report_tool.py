@@ -176,31 +176,6 @@ def test_a_preference_shows(corpus, vocab, tmp_path):
     assert decoder["language_bits"] < 0.5 and decoder["gate_entropy"] is None
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["--languages=sv"], "no language 'sv' (known: de, fi, sw)"),
-        (["--checkpoint_step=4"], "step 4: there is no such checkpoint; there are [3]"),
-        (["--data_dir=/nowhere"], "/nowhere"),
-        (["--out=/nowhere/page.html"], "--out=/nowhere/page.html: there is no directory /nowhere"),
-        (["--out=page.json"], "name the page, e.g. report.html"),
-        (["--logdir=/nowhere"], "--logdir=/nowhere: no such directory"),
-    ],
-)
-def test_mistakes(run, corpus, capfd, flags, said):
-    assert report.main([f"--logdir={run}", f"--data_dir={corpus}", *flags, "--quiet"]) == 1
-    err = capfd.readouterr().err
-    assert err.startswith("report: ") and said in err and "Traceback" not in err
-
-
-def test_neither_the_page_nor_its_numbers_replace_a_part_of_the_run(run, capfd):
-    before = (run / "experiment.json").read_bytes()
-    assert report.main([f"--logdir={run}", "--no_routing", f"--out={run}/experiment.html"]) == 1
-    err = capfd.readouterr().err
-    assert f"--out={run}/experiment.json would change {run}, which is a run" in err
-    assert (run / "experiment.json").read_bytes() == before
-
-
 def test_a_model_without_experts_routes_nothing(tmp_path, vocab, corpus, capfd):
     RunDir(tmp_path).Write(
         "mt.M4Tiny", "task.num_experts=0", mt_artifacts({"source": vocab, "target": vocab})

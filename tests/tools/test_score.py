@@ -78,15 +78,3 @@ def test_a_wrong_column_is_named():
         ValueError, match="more than 1,000 different languages, the last one '1000'"
     ):
         losses.Add("1000", -1.0, 1)
-
-
-def test_mistakes(tmp_path, capfd):
-    assert score.main([f"--logdir={tmp_path}/none", "--input=/dev/null"]) == 1
-    assert f"--logdir={tmp_path}/none: no such directory" in capfd.readouterr().err
-    flags = [f"--logdir={tmp_path}", "--input=/dev/null", "--language=de", "--language_column=3"]
-    assert score.main(flags) == 1
-    assert "--language and --language_column: give one of them" in capfd.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        score.main([f"--logdir={tmp_path}", "--input=/dev/null", "--average_last=0"])
-    assert stop.value.code == 2
-    assert "--average_last=0: must be an integer of at least 1" in capfd.readouterr().err

@@ -84,49 +84,6 @@ def test_a_damaged_model_is_not_served(saved_model, capsys):
     assert "fingerprint.pb was changed or damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([], "give exactly one of --saved_model and --logdir"),
-        (["--saved_model=x", "--prot=1"], "no flag --prot (did you mean '--port'"),
-        (["--saved_model=x", "--max_lines=0"], "--max_lines=0: must be an integer of at least 1"),
-        (["--saved_model=x", "--max_connections=1000000000"], "must be an integer from 1 to 65536"),
-        (["--saved_model=x", "--read_timeout=0"], "--read_timeout=0: must be a positive number"),
-        (["--saved_model=x", "--max_waiting_lines=5"], "must be at least --max_lines, 128"),
-        (
-            ["--saved_model=x", "--server_names=http://a"],
-            "'http://a' must be a host's name alone",
-        ),
-        (["--saved_model=x", "--name=a/b"], "--name=a/b: must have letters, digits, - and _ only"),
-        (
-            ["--saved_model=x", "--beam_size=2"],
-            "--beam_size=2 goes with --logdir, which is not given",
-        ),
-        (["--saved_model=x", "--length_alpha=0"], "--length_alpha=0.0 goes with --logdir"),
-        (["--saved_model=x", "--use_ema"], "it was fixed when the model was exported"),
-    ],
-)
-def test_flags_that_make_no_sense(flags, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        serve.main(flags)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--saved_model=/nowhere"], "/nowhere: no SavedModel there"),
-        (["--logdir=/nowhere"], "--logdir=/nowhere: no such directory"),
-        (["--saved_model=x", "--port=99999"], "--port=99999: at most 65535"),
-        (["--saved_model=x", "--host=no.such.host.invalid"], "--host=no.such.host.invalid: "),
-    ],
-)
-def test_what_cannot_be_served_is_said(flags, message, capsys):
-    assert serve.main(["--port=0", *flags]) == 1
-    assert f"serve: {message}" in capsys.readouterr().err
-
-
 def test_without_tornado_it_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tornado", None)  # as if it were not there
     assert serve.main(["--saved_model=x"]) == 1

@@ -174,26 +174,6 @@ def test_what_is_no_shortlist_is_said_plainly(kind, tmp_path):
     assert "pickle" not in str(e.value) and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "flags, status, message",
-    [
-        (["--per_piece=0"], 2, "--per_piece=0: must be an integer of at least 1"),
-        (["--output={}"], 1, "is a directory; name a file"),
-        (["--data_dir={}/no"], 1, "does not exist"),
-        (["--logdir={}"], 1, "no run there"),
-    ],
-)
-def test_errors_are_told(logdir, tmp_path, capsys, flags, status, message):
-    given = [f"--logdir={logdir}", f"--output={tmp_path}/new", *(f.format(tmp_path) for f in flags)]
-    try:
-        got = shortlist.main(given)
-    except SystemExit as e:
-        got = e.code
-    assert got == status
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_ctrl_c_leaves_nothing(logdir, corpus, tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

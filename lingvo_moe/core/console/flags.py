@@ -20,10 +20,11 @@ ends it with status 0.
 
 import contextlib
 import copy
+import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 from absl import flags
@@ -35,6 +36,7 @@ from lingvo_moe.core.files.paths import PathError, check_local, check_portable
 
 _HELP = "help"  # the section of the flags that every command has
 _COMMON = ("flagfile", "help", "helpfull")  # what one may look for in every command
+_INTEGER, _NUMBER = checks.Integer(), checks.Number()
 _KINDS = {int: "int", float: "float"}
 
 # Names the checkpoint with the lowest held-out loss, where a flag takes a step.
@@ -101,53 +103,33 @@ class Flags(flags.FlagValues):
             self.__dict__["_section"] = before
 
     def DEFINE_string(
-        self,
-        name: str,
-        default: str | None,
-        help: str,
-        check: checks.Check | None = None,
-        required: bool = False,
+        self, name: str, default: str | None, help: str, required: bool = False
     ) -> None:
-        """Defines a flag that takes any text, or text that `check` allows."""
-        self._Define(name, default, help, _checked(str, check or checks.TEXT), required)
+        """Defines a flag that takes any text."""
+        self._Define(name, default, help, _checked(str, checks.TEXT), required)
 
     def DEFINE_integer(
-        self,
-        name: str,
-        default: int | None,
-        help: str,
-        check: checks.Check | None = None,
-        required: bool = False,
+        self, name: str, default: int | None, help: str, check: checks.Check = _INTEGER
     ) -> None:
         """Defines a flag that takes an integer in the range of `check`."""
-        self._Define(name, default, help, _checked(int, check or checks.Integer()), required)
+        self._Define(name, default, help, _checked(int, check))
 
     def DEFINE_float(
-        self,
-        name: str,
-        default: float | None,
-        help: str,
-        check: checks.Check | None = None,
-        required: bool = False,
+        self, name: str, default: float | None, help: str, check: checks.Check = _NUMBER
     ) -> None:
         """Defines a flag that takes a number in the range of `check`."""
-        self._Define(name, default, help, _checked(float, check or checks.Number()), required)
+        self._Define(name, default, help, _checked(float, check))
 
     def DEFINE_boolean(self, name: str, default: bool, help: str) -> None:
         """Defines a switch: `--name`, `--noname`, `--name=true`."""
         flags.DEFINE(_Boolean(), name, default, help, self, None, self._section, boolean=True)
 
     def DEFINE_enum(
-        self,
-        name: str,
-        default: str | None,
-        enum_values: Sequence[str],
-        help: str,
-        required: bool = False,
+        self, name: str, default: str | None, enum_values: Sequence[str], help: str
     ) -> None:
         """Defines a flag that takes one of some values; with the default "" also "", which leaves the choice open."""
         parser = _checked(str, checks.one_of(enum_values), may_be_empty=default == "")
-        self._Define(name, default, help, parser, required)
+        self._Define(name, default, help, parser)
 
     def DEFINE_step(self, name: str, help: str) -> None:
         """Defines a flag that takes the step of a checkpoint, an integer, or BEST; None where it is not given."""
@@ -177,7 +159,6 @@ class Flags(flags.FlagValues):
         help: str,
         parse: Callable[[str], Any],
         syntax: str = "",
-        required: bool = False,
     ) -> None:
         """Defines a flag with a syntax of its own.
 
@@ -190,7 +171,7 @@ class Flags(flags.FlagValues):
         def read(given: Any) -> Any:
             return parse(given) if isinstance(given, str) else tuple(given)
 
-        self._Define(name, default, help, _Parser(read=read, syntax=syntax), required)
+        self._Define(name, default, help, _Parser(read=read, syntax=syntax))
 
     def DEFINE_path(
         self,
@@ -221,28 +202,24 @@ class Flags(flags.FlagValues):
     def ExactlyOne(self, *names: str) -> None:
         """Requires that exactly one of these flags has a value."""
 
-        def check(values: dict[str, Any]) -> bool:
-            if sum(value is not None for value in values.values()) != 1:
-                shown = " and ".join(f"--{name}" for name in names)
-                raise flags.IllegalFlagValueError(f"give exactly one of {shown}")
-            return True
+        def why(values: Mapping[str, Any]) -> str:
+            given = sum(value is not None for value in values.values())
+            return "" if given == 1 else f"give exactly one of --{' and --'.join(names)}"
 
-        flags.register_multi_flags_validator(names, check, flag_values=self)
+        self._Refuse(names, why)
 
     def Distinct(self, *names: str) -> None:
         """Requires that no two of these flags name the same place to write to."""
 
-        def check(values: dict[str, Any]) -> bool:
+        def why(values: Mapping[str, Any]) -> str:
             flag_of: dict[str, str] = {}
             for name, path in values.items():
                 other = flag_of.setdefault(os.path.realpath(path), name) if path else name
                 if other != name:
-                    raise flags.IllegalFlagValueError(
-                        f"--{other} and --{name} are both {path}; name two places"
-                    )
-            return True
+                    return f"--{other} and --{name} are both {path}; name two places"
+            return ""
 
-        flags.register_multi_flags_validator(names, check, flag_values=self)
+        self._Refuse(names, why)
 
     def OnlyWith(self, names: str, because: str = "", **needed: Any) -> None:
         """Declares that flags have an effect only with others; one that is given without these is refused.
@@ -253,30 +230,32 @@ class Flags(flags.FlagValues):
             needed: by the name of another flag, whether it must be given, or its value, or a tuple of possible values.
         """
 
-        def check(values: dict[str, Any]) -> bool:
-            for name in names.split():
-                if values[name] == self[name].default:
-                    continue
-                for other, wanted in needed.items():
-                    if why := self._Lacks(other, values[other], wanted):
-                        end = f": {because}" if because else ""
-                        raise flags.IllegalFlagValueError(f"{self._Shown(name)} {why}{end}")
+        def why(values: Mapping[str, Any]) -> str:
+            given = (name for name in names.split() if values[name] != self[name].default)
+            for name, (other, wanted) in itertools.product(given, needed.items()):
+                if lacks := self._Lacks(other, values[other], wanted):
+                    return f"{self._Shown(name)} {lacks}{because and ': '}{because}"
+            return ""
+
+        self._Refuse([*names.split(), *needed], why)
+
+    def _Refuse(self, names: Sequence[str], why: Callable[[Mapping[str, Any]], str]) -> None:
+        """Makes a mistake of what `why` says of the values of these flags by name; '' for those that may be."""
+
+        def check(values: Mapping[str, Any]) -> bool:
+            if said := why(values):
+                raise flags.IllegalFlagValueError(said)
             return True
 
-        both = [*names.split(), *needed]
-        flags.register_multi_flags_validator(both, check, flag_values=self)
+        flags.register_multi_flags_validator(names, check, flag_values=self)
 
     def _Lacks(self, name: str, value: Any, wanted: Any) -> str:
         """Says how a flag fails the requirement of OnlyWith; '' if it meets it."""
-        given = value != self[name].default
         if isinstance(wanted, bool):
-            if given is wanted:
+            if (value != self[name].default) is wanted:
                 return ""
-            return (
-                f"goes with --{name}, which is not given"
-                if wanted
-                else f"does not go with {self._Shown(name)}"
-            )
+            shown = f"--{name}, which is not given" if wanted else self._Shown(name)
+            return f"{'goes' if wanted else 'does not go'} with {shown}"
         allowed = wanted if isinstance(wanted, tuple) else (wanted,)
         if value in allowed:
             return ""
@@ -362,33 +341,32 @@ class Flags(flags.FlagValues):
         print(self.Help(full=True))
 
     def _Define(
-        self, name: str, default: Any, help: str, parser: "_Parser", required: bool
+        self, name: str, default: Any, help: str, parser: "_Parser", required: bool = False
     ) -> None:
         text = f"{help} (required)" if required else help
         flags.DEFINE(parser, name, default, text, self, _Serializer(), self._section)
-        if not required:
-            return
+        if required:
+            alone = f"; --{name} alone lists all"
 
-        def check(value: Any) -> bool:
-            if value is None:
-                alone = f"; --{name} alone lists all" * (f"--{name}" in self._alone)
-                raise flags.IllegalFlagValueError(f"--{name} is required{alone}")
-            return True
+            def why(values: Mapping[str, Any]) -> str:
+                said = f"--{name} is required{alone * (f'--{name}' in self._alone)}"
+                return said if values[name] is None else ""
 
-        flags.register_validator(name, check, flag_values=self)
+            self._Refuse([name], why)
 
     def _CheckPaths(self, name: str, check: Callable[[str, str], None]) -> None:
         """Checks the value, or each of them, once all flags are known: a default may be unsuitable too."""
 
-        def validate(value: Any) -> bool:
+        def why(values: Mapping[str, Any]) -> str:
+            value = values[name]
             try:
                 for path in [value] if isinstance(value, str) else value or ():
                     check(path, f"--{name}")
             except PathError as e:
-                raise flags.IllegalFlagValueError(str(e)) from None
-            return True
+                return str(e)
+            return ""
 
-        flags.register_validator(name, validate, flag_values=self)
+        self._Refuse([name], why)
 
     def _Instead(self, flag: str) -> str:
         """A hint that is added to the error about a flag that does not exist."""

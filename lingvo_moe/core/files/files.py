@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import os
 import re
 import secrets
@@ -109,6 +110,11 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
     """Writes a file atomically. Raises as atomic_file."""
     with atomic_file(path) as file:
         file.write(data)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Writes a value as JSON that people can read. Raises as atomic_file."""
+    write_atomic(path, json.dumps(value, indent=1).encode() + b"\n")
 
 
 @contextlib.contextmanager

@@ -98,9 +98,9 @@ def terminal(table: Table, wide: bool = True, bars: Sequence[Text] = ()) -> Rich
     return out
 
 
-def show(table: Table, console: Console | None = None) -> None:
-    """Prints the table to a terminal, by default on standard output."""
-    (console or Console()).print(terminal(table))
+def show(table: Table, console: Console | None = None, wide: bool = True) -> None:
+    """Prints the table to a terminal, by default on standard output; `wide` as for `terminal`."""
+    (console or Console()).print(terminal(table, wide))
 
 
 def pairs(items: Sequence[tuple[str, str]]) -> RichTable:

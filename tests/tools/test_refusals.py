@@ -1,0 +1,225 @@
+"""Every command refuses a mistake in one line, which says the flag and what is wrong, and leaves nothing behind.
+
+A row of the tables is a command, in a directory with the files of `place`, and a part of what it answers.
+"""
+
+import gzip
+import importlib
+import random
+import shlex
+from pathlib import Path
+
+import pytest
+import toy_translation as toy
+
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+
+# Mistakes in flags are refused before anything is read, with status 2.
+_FLAGS = """
+translate --saved_modl=x | no flag --saved_modl (did you mean '--saved_model'
+translate --saved_model=x --inptu y | did you mean '--input'
+translate | give exactly one of --saved_model and --logdir
+translate --saved_model=x --logdir=y | give exactly one of --saved_model and --logdir
+translate --saved_model=x --batch_size=0 | --batch_size=0: must be an integer of at least 1
+translate --logdir=x --beam_size=0 | --beam_size=0: must be an integer from 1 to
+translate --logdir=x --beam_size=1000000 | --beam_size=1000000: must be an integer
+translate --logdir=x --max_length=0 | --max_length=0: must be an integer from
+translate --logdir=x --max_source_length=9999999 | --max_source_length=9999999: must be an integer from 1 to 1000000
+translate --model=x | no flag --model
+translate --saved_model=m --input=gs://bucket/x | --input=gs://bucket/x: remote storage is not
+translate --saved_model=m --output=http://host/x | --output=http://host/x: remote
+translate --saved_model=s3://x/y | --saved_model=s3://x/y: remote
+translate --logdir='~/run' | --logdir=~/run: '~' is only replaced by a shell
+translate --saved_model=x --trust_run | --trust_run goes with --logdir
+translate --saved_model=x --shortlist=s | --shortlist=s goes with --logdir
+evaluate --saved_model=x --max_per_language=0 | --max_per_language=0
+evaluate --logdir=x --length_alpha=nan | --length_alpha=nan: must be a number in
+evaluate --logdir=x --length_alpha=-1 | --length_alpha=-1: must be a number in
+evaluate --saved_model=x --beam_sise=2 | did you mean '--beam_size'
+evaluate --logdir=x --resource_bounds=5,7 | HIGH must be more than MID
+evaluate --logdir='runs[1]' | --logdir=runs[1]: checkpoints and models could not
+evaluate --saved_model=m --data_dir=hdfs://x/y | --data_dir=hdfs://x/y: remote
+export --logdir=x | --output is required
+export --logdir=x --output=y --top_k=0 | --top_k=0: must be an integer of at least 1
+export --logdir=x --output=y --checkpoint_step=-1 | --checkpoint_step=-1: must be
+export --logdir=x --output='a\\b' | --output=a\\b: checkpoints and models could not be read
+score --logdir=x --average_last=0 | --average_last=0: must be an integer of at least 1
+serve | give exactly one of --saved_model and --logdir
+serve --saved_model=x --prot=1 | no flag --prot (did you mean '--port'
+serve --saved_model=x --max_lines=0 | --max_lines=0: must be an integer of at least 1
+serve --saved_model=x --max_connections=1000000000 | must be an integer from 1 to 65536
+serve --saved_model=x --read_timeout=0 | --read_timeout=0: must be a positive number
+serve --saved_model=x --max_waiting_lines=5 | must be at least --max_lines, 128
+serve --saved_model=x --server_names=http://a | 'http://a' must be a host's name alone
+serve --saved_model=x --name=a/b | --name=a/b: must have letters, digits, - and _ only
+serve --saved_model=x --beam_size=2 | --beam_size=2 goes with --logdir, which is not given
+serve --saved_model=x --length_alpha=0 | --length_alpha=0.0 goes with --logdir
+serve --saved_model=x --use_ema | it was fixed when the model was exported
+build_corpus --output=x --langs=de | did you mean '--languages'
+build_corpus --out=x | no flag --out
+build_corpus --output=x --max_per_language=-1 | --max_per_language=-1: must be
+build_corpus --output=x --packages=, | --packages is empty
+build_corpus --output=gs://x/y | --output=gs://x/y: remote
+prepare --output=x | nothing to read: give --input or --tfds
+prepare --output=y --inptu=x | no flag --inptu (did you mean '--input'
+prepare --output=y --input=gs://x/y | --input=gs://x/y: remote
+prepare --output=y --input=x --target_lang=../x | --target_lang=../x: must be the code of a language, e.g. en
+prepare --output=y --input=x --workers=100000 | --workers=100000: must be an integer from 1 to 1024
+prepare --output=y --input=x --temperature=nan | --temperature=nan: must be a positive number
+prepare --output=y --input=x --max_ratio=0.5 | --max_ratio=0.5: must be a number of at least 1
+prepare --output=y --input=x --dev_share=1 | --dev_share=1: must be a number in [0, 1)
+prepare --output=y --input=x --max_dev=0 | --max_dev=0: must be an integer of at least 1
+prepare --output=y --input=x --json_fields=a | --json_fields=a: must be two or three names
+train_vocab --outptu=x | did you mean '--output'
+train_vocab --data_dir=x --output=y --source_size=9 | --source_size=9: must be
+train_vocab --data_dir=x --output=y --max_sentences=5 | must be an integer of at least 100
+train_vocab --data_dir=x --output=y --temperature=0 | must be a positive number
+shortlist --logdir=run --output=new --per_piece=0 | --per_piece=0: must be an integer of at least 1
+explain | give either --model or --program
+explain --model=mt.M4Tiny --program=x | give either --model or --program
+explain --program=x --html=e --json=./e | --html and --json are both ./e; name two
+explain --program=x --mesh=expert:8 | --mesh=expert:8 goes with --model, which is not given: it was fixed when
+explain --model=mt.M4Tiny --mesh=expert:4 --num_devices=4 | does not go with --mesh=expert:4
+explain --model=mt.M4Tiny --num_devices=1 | --num_devices=1: must be an integer from 2 to
+explain --modle=mt.M4Tiny | did you mean '--model'
+verify | --model is required; --model alone lists all
+compare_experts --only=top2_e15 | did you mean
+reproduce --only=M4MoE | --only=M4MoE goes with --plans
+benchmarks.gpu.programs --output=x --kinds=indx | 'indx' (did you mean 'index'
+benchmarks.gpu.programs --output=x --formats=float8 | no 'float8'
+benchmarks.gpu.programs --output=x --experts=8,1 | must be numbers from 2
+benchmarks.gpu.programs --output=x --experts=many | must be numbers from 2
+benchmarks.quality_peers --corpus=x --output=y --only=expert | no such contender (did you mean 'experts'?)
+benchmarks.quality_peers --corpus=x --output=y --only=joeynmt | --only=joeynmt needs --peers
+benchmarks.quality_peers --corpus=x --output=y --seeds=1,x | --seeds=x: must be an integer above 0
+benchmarks.quality_peers --corpus=x --output=y --rates=0 | --rates=0: must be a number above 0
+benchmarks.quality_peers --corpus=x --output=y --cpu_seconds=0 | cpu_seconds
+"""
+# What cannot be done is said with status 1; outputs are checked first, so these rows name inputs that are not there.
+_WORK = """
+translate --saved_model=none --input=lines.txt --output=out | no SavedModel there
+translate --saved_model=empty --input=none --output=out | No such file
+translate --logdir=none --input=lines.txt --output=out | no such directory
+translate --saved_model=none --input=lines.txt --output=empty | --output=empty is a directory; name a file
+translate --saved_model=none --input=lines.txt --output=none/out | --output=none/out: there is no directory
+translate --saved_model=none --input=lines.txt --output=lines.txt/out | there is no directory
+evaluate --saved_model=none | --data_dir is needed
+evaluate --logdir=empty | no run there
+evaluate --logdir=empty --data_dir=none | does not exist
+evaluate --logdir=empty --data_dir=empty | no dev directory
+evaluate --logdir=run --data_dir=corpus --languages=sv | no language 'sv' (known: de, fi, sw)
+evaluate --saved_model=none --output=lines.txt | --output=lines.txt is a file; name a directory
+evaluate --saved_model=none --output=lines.txt/deeper/out | lines.txt is not a directory
+export --logdir=empty --output=out | no run there
+export --logdir=empty --output=out --top_k=9 | --top_k=9: must be an integer from 1 to 4
+export --logdir=none --output=lines.txt | --output=lines.txt is a file; name a directory
+export --logdir=none --output=lines.txt/deeper/out | lines.txt is not a directory
+score --logdir=none --input=/dev/null | --logdir=none: no such directory
+score --logdir=run --input=/dev/null --language=de --language_column=3 | --language and --language_column: give one
+serve --port=0 --saved_model=/nowhere | /nowhere: no SavedModel there
+serve --port=0 --logdir=/nowhere | --logdir=/nowhere: no such directory
+serve --port=99999 --saved_model=x | --port=99999: at most 65535
+serve --port=0 --saved_model=x --host=no.such.host.invalid | --host=no.such.host.invalid:
+shortlist --logdir=run --output=empty | is a directory; name a file
+shortlist --logdir=run --output=new --data_dir=none | does not exist
+shortlist --logdir=empty --output=new | no run there
+report --logdir=none | --logdir=none: no such directory
+report --logdir=run --data_dir=corpus --languages=sv | no language 'sv' (known: de, fi, sw)
+report --logdir=run --data_dir=corpus --checkpoint_step=4 | step 4: there is no such checkpoint; there are [3]
+report --logdir=run --data_dir=none | none
+report --logdir=run --out=/nowhere/page.html | --out=/nowhere/page.html: there is no directory /nowhere
+report --logdir=run --out=page.json | name the page, e.g. report.html
+report --logdir=run --no_routing --out=run/experiment.html | --out=run/experiment.json would change
+build_corpus --output=new --languages=de,xx | --languages: no translations from 'xx'
+build_corpus --output=new --packages=nope | --packages: 'nope' is not installed
+build_corpus --output=new --packages=Djang | is not installed (did you mean 'Django'
+build_corpus --output=new --languages=deu | 'de'
+build_corpus --output=lines.txt --languages=xx | --output=lines.txt is a file; name a directory
+build_corpus --output=lines.txt/deeper/out --languages=xx | lines.txt is not a directory
+train_vocab --data_dir=none --output=new | data directory
+train_vocab --data_dir=none --output=lines.txt | --output=lines.txt is a file; name a directory
+train_vocab --data_dir=none --output=lines.txt/deeper/out | lines.txt is not a directory
+prepare --input=same --output=new | no pair is left of the input: 3 x source and target are the same
+prepare --input=same --output=corpus | --output=corpus holds files that are no prepared data
+prepare --input=none --output=new | --input=none does not exist
+prepare --input=short --output=new | x.de has 2 lines and short/x.en has 3: the lines of a pair
+prepare --input=cut --output=new | cannot be read, damaged or cut short
+prepare --input=same --output=new --columns=lang,source,target | no line can be used: 3 x a TSV line with too few
+explain --model=mt.M4Tyni | did you mean 'mt.M4Tiny'
+explain --program=/none | program /none: No such file
+explain --model=mt.M4Tiny --mesh=expert:3 | does not divide over the 3 devices
+explain --model=mt.M4Tiny --html=/none/x | --html=/none/x: there is no directory /none
+explain --model=mt.M4Tiny --json=/ | --json=/ is a directory
+reproduce --plans --only=T96L-v6 | --only=T96L-v6: no such plan (did you mean
+benchmarks.gpu.layer --programs=empty | --programs=empty: manifest.json: No such file
+benchmarks.gpu.layer --programs=no_json | --programs=no_json: manifest.json is not JSON
+benchmarks.gpu.layer --programs=later | --programs=later: manifest.json is not of version 1
+benchmarks.gpu.layer --programs=a_list | --programs=a_list: manifest.json is not of version 1
+"""
+
+
+def _rows(table: str) -> list[tuple[str, str]]:
+    return [tuple(line.split(" | ")) for line in table.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without weights, a corpus, a file of lines, and inputs that cannot be used."""
+    place = tmp_path_factory.mktemp("place")
+    vocab = toy.train_vocab(toy.sentences(200))
+    RunDir(place / "run").Write("mt.M4Tiny", "", mt_artifacts({"source": vocab, "target": vocab}))
+    texts = {
+        "lines.txt": "red\n",
+        "run/checkpoints/3/x": "",
+        "same/de.tsv": "eins\tEins\nzwei\tzwei\ndrei\tDREI\n",
+        "short/x.de": "eins\nzwei\n",
+        "short/x.en": "one\ntwo\nthree\n",
+        "no_json/manifest.json": "{",
+        "later/manifest.json": '{"version": 2}',
+        "a_list/manifest.json": "[]",
+        **{f"corpus/dev/{lang}.tsv": "red\ttree\n" for lang in ("de", "fi", "sw")},
+    }
+    for name, text in texts.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    for name in ("empty", "cut"):
+        (place / name).mkdir()
+    noise = random.Random(0).randbytes(9000).hex()
+    (place / "cut/sw.tsv.gz").write_bytes(gzip.compress(f"a\t{noise}\n".encode())[:-1000])
+    return place
+
+
+def _files(place: Path) -> list[Path]:
+    """All but the work of tools.prepare that could go on, in a hidden directory."""
+    found = [path.relative_to(place) for path in place.rglob("*")]
+    return sorted(path for path in found if not path.parts[0].startswith("."))
+
+
+def _status(command: str) -> tuple[str, int]:
+    """The first word of a command's messages, and the status with which it ends."""
+    name, *argv = shlex.split(command)
+    module = importlib.import_module(name if "." in name else f"tools.{name}")
+    try:
+        return name.rpartition(".")[2], module.main(argv)
+    except SystemExit as e:
+        return name.rpartition(".")[2], e.code
+
+
+@pytest.mark.parametrize(("command", "message"), _rows(_FLAGS))
+def test_flags_that_make_no_sense(command, message, capsys):
+    name, status = _status(command)
+    said = capsys.readouterr().err
+    assert (status, said.count("\n")) == (2, 1)
+    assert said.startswith(f"{name}: ") and message in said
+
+
+@pytest.mark.parametrize(("command", "message"), _rows(_WORK))
+def test_what_cannot_be_done(command, message, place, monkeypatch, capfd):
+    monkeypatch.chdir(place)
+    before = _files(place)
+    name, status = _status(command)
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith(f"{name}: ")]
+    assert (status, len(said)) == (1, 1)
+    assert message in said[0]
+    assert _files(place) == before
