@@ -221,11 +221,6 @@ class NamesOr(Check):
     # Words that are none of these, with what to say of them.
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The words."""
-        return self.words
-
     def Allows(self, value: Any) -> bool:
         if isinstance(value, str):
             return value in self.words

@@ -8,8 +8,10 @@ A value is checked whenever it is set. The default itself may always be set, eve
 means that a parent sets the value. `Instantiate` checks all values again, including defaults.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from lingvo_moe.core.config import checks
@@ -31,25 +33,16 @@ from lingvo_moe.core.config.param_text import (
 )
 
 
+@dataclass
 class _Param:
-    """One defined name: its value, its default, its help, classes that it may be set to by name, its check, and
-    whether a parent sets it."""
+    """One defined name."""
 
-    __slots__ = ("check", "choices", "default", "description", "parent_sets", "value")
-
-    def __init__(
-        self,
-        default: Any,
-        description: str,
-        choices: Mapping[str, type] | None,
-        check: checks.Check | None,
-        parent_sets: str = "",
-    ):
-        self.default = copy.deepcopy(default)
-        self.value = default
-        self.description = description
-        self.choices, self.parent_sets = choices, parent_sets
-        self.check = check or _check_for(default, choices)
+    value: Any
+    default: Any
+    description: str
+    choices: Mapping[str, type] | None  # classes that it may be set to by name
+    check: checks.Check
+    parent_sets: str  # why a parent sets it; '' if none does
 
     def WhyNot(self, value: Any) -> str:
         """The range or choices that a value violates, as a phrase for errors; '' if it is allowed."""
@@ -104,7 +97,9 @@ class Params:
             raise AttributeError(f"{name!r} cannot name a parameter: use a new identifier")
         if name in self._params:
             raise AttributeError(f"parameter {name!r} is defined already")
-        self._params[name] = _Param(default, description, choices, check, parent_sets)
+        check = check or _check_for(default, choices)
+        own = copy.deepcopy(default)
+        self._params[name] = _Param(default, own, description, choices, check, parent_sets)
 
     def Derive(self, path: str, *sources: str) -> None:
         """Declares that the class which these Params configure sets a parameter of one of its parts.
@@ -131,13 +126,10 @@ class Params:
 
     def WhyUnused(self, path: str) -> str:
         """Says in a phrase why a parameter has no effect beside the others; '' if OnlyWith says nothing against it."""
-        parts = path.split(".")
-        for i, part in enumerate(parts):
-            prefix = ".".join(parts[:i])
-            owner = self.Get(prefix) if prefix else self
-            why_not = owner._conditions.get(parse_indices(part)[0])
+        for owner, before, rest in self._along(path):
+            why_not = owner._conditions.get(parse_indices(rest.partition(".")[0])[0])
             if why_not is not None and (why := why_not(owner)):
-                return f"has no effect with {prefix}{'.' if prefix else ''}{why}"
+                return f"has no effect with {_joined(before, why)}"
         return ""
 
     def WhyDerived(self, path: str) -> str:
@@ -222,19 +214,12 @@ class Params:
     def Copy(self) -> Self:
         """A deep copy that can be changed."""
         out = copy.copy(self)
-        out.__dict__["_params"] = {}
-        out.__dict__["_derived"] = dict(self._derived)
-        out.__dict__["_conditions"] = dict(self._conditions)
-        out.__dict__["_frozen"] = False
-        for name, param in self._params.items():
-            fresh = copy.copy(param)
-            fresh.value = _copy_value(param.value)
-            out._params[name] = fresh
-        return out
-
-    def __copy__(self) -> Self:
-        out = type(self).__new__(type(self))
-        out.__dict__.update(self.__dict__)
+        fresh = {
+            name: replace(param, value=_copy_value(param.value))
+            for name, param in self._params.items()
+        }
+        derived, conditions = dict(self._derived), dict(self._conditions)
+        out.__dict__.update(_params=fresh, _derived=derived, _conditions=conditions, _frozen=False)
         return out
 
     def __deepcopy__(self, memo: dict) -> Self:
@@ -356,13 +341,6 @@ class Params:
                 setattr(fresh, name, value)
         self._assign(path, fresh)
 
-    def TextDiff(self, other: "Params") -> str:
-        """The lines of ToText that differ: `> ` from self, `< ` from other."""
-        mine, theirs = self.ToText().splitlines(), other.ToText().splitlines()
-        only_mine, only_theirs = set(mine) - set(theirs), set(theirs) - set(mine)
-        rows = [("> ", line) for line in only_mine] + [("< ", line) for line in only_theirs]
-        return "".join(f"{mark}{line}\n" for mark, line in sorted(rows, key=lambda r: (r[1], r[0])))
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(\n{self.ToText()})"
 
@@ -373,14 +351,6 @@ class Params:
             raise AttributeError(
                 f"cannot change {name!r}: these Params are frozen; Copy() them first"
             )
-
-    def _Holds(self, path: str) -> bool:
-        """Whether there is a parameter at a path."""
-        try:
-            self._resolve(path)
-        except AttributeError:
-            return False
-        return True
 
     def _unknown(self, name: str) -> str:
         return no_parameter(name, self._params)
@@ -402,44 +372,42 @@ class Params:
 
     def _sources(self, path: str) -> tuple[str, ...] | None:
         """The parameters that the one at a path is set from, none for a part's name; None where it can be set."""
-        parts = path.split(".")
-        owner: Any = self
-        for i, part in enumerate(parts):
-            prefix, rest = parts[:i], ".".join(parts[i:])
-            if rest in owner._derived:
-                sources = (".".join((*prefix, source)) for source in owner._derived[rest])
-                return tuple(s for source in sources for s in self._sources(source) or (source,))
-            if i == len(parts) - 1:
-                break
-            name, indices = parse_indices(part)
-            try:
-                inner = item_at(getattr(owner, name), indices, path)
-            except AttributeError:
-                return None
-            if not isinstance(inner, Params):
-                return None
-            of_class, owner = isinstance(owner, InstantiableParams), inner
-        param = owner._params.get(parts[-1])
-        is_part = len(parts) > 1 and of_class
-        return () if param is not None and param.parent_sets and is_part else None
+        owner, of_class = self, False
+        try:
+            for inner, before, rest in self._along(path):
+                if rest in inner._derived:
+                    sources = [_joined(before, source) for source in inner._derived[rest]]
+                    return tuple(
+                        s for source in sources for s in self._sources(source) or (source,)
+                    )
+                owner, of_class = inner, bool(before) and isinstance(owner, InstantiableParams)
+        except AttributeError:
+            return None
+        param = owner._params.get(rest)
+        return () if param is not None and param.parent_sets and of_class else None
 
     def _resolve(self, path: str) -> tuple["Params", str]:
         """The Params that own the last part of a dotted path, and that part."""
-        *parents, name = path.split(".")
-        owner: Any = self
-        choices = None
-        for i, part in enumerate(parents):
-            bare, indices = parse_indices(part)
-            inner = item_at(getattr(owner, bare), indices, path)
-            choices, owner = owner._params[bare].choices, inner
-            if not isinstance(owner, Params):
-                raise AttributeError(
-                    f"{'.'.join(parents[: i + 1])!r} in {path!r} holds no Params, but {owner!r}"
-                )
-        bare = parse_indices(name)[0]
-        if bare not in owner._params:
+        *_, (owner, before, last) = self._along(path)
+        if parse_indices(last)[0] not in owner._params:
+            choices = self._param(before).choices if before else None
             raise AttributeError(no_parameter(path, owner._params, choices))
-        return owner, name
+        return owner, last
+
+    def _along(self, path: str) -> Iterator[tuple["Params", str, str]]:
+        """Yields the Params along a dotted path, with the path to them and the path below them.
+
+        Raises AttributeError: there are none.
+        """
+        parts, owner = path.split("."), self
+        for i, part in enumerate(parts):
+            yield owner, ".".join(parts[:i]), ".".join(parts[i:])
+            if i < len(parts) - 1:
+                name, indices = parse_indices(part)
+                owner = item_at(getattr(owner, name), indices, path)
+                if not isinstance(owner, Params):
+                    before = ".".join(parts[: i + 1])
+                    raise AttributeError(f"{before!r} in {path!r} holds no Params, but {owner!r}")
 
 
 class InstantiableParams(Params):
@@ -461,9 +429,15 @@ class InstantiableParams(Params):
             if why:
                 raise ParamError(f"{of}.{name}", shown(param.value), why)
         for path in self._derived:
-            if self._Holds(path) and not self.IsDefault(path):
-                raise ParamError(f"{of}.{path}", shown(self.Get(path)), self.WhyDerived(path))
+            with contextlib.suppress(AttributeError):  # it need not be there
+                if not self.IsDefault(path):
+                    raise ParamError(f"{of}.{path}", shown(self.Get(path)), self.WhyDerived(path))
         return self.cls(self, **kwargs)
+
+
+def _joined(before: str, path: str) -> str:
+    """A path below another, which may be ''."""
+    return f"{before}.{path}" if before else path
 
 
 def _check_for(default: Any, choices: Mapping[str, type] | None) -> checks.Check:
