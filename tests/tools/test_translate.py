@@ -32,6 +32,7 @@ sys.exit(translate.main(["--saved_model=x", *sys.argv[1:]]))
 
 
 def test_interactive_at_a_terminal():
+    """Lines that can be typed; a terminal's line has no NUL and ends with CR or newline."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", _WITH_STUB],
@@ -39,26 +40,32 @@ def test_interactive_at_a_terminal():
         stdout=theirs,
         stderr=theirs,
         cwd=_ROOT,
-        env={**os.environ, "TERM": "dumb"},
+        # Of most people's terminals: what is typed must be UTF-8, or it is an error to Python.
+        env={**os.environ, "TERM": "dumb", "PYTHONIOENCODING": "utf-8:strict"},
     )
     os.close(theirs)
 
-    def until(text: str) -> str:
+    def until_prompt() -> bytes:
         seen = b""
-        while text.encode() not in seen:
-            try:
+        with contextlib.suppress(OSError):
+            while not seen.endswith(b"> "):
                 seen += os.read(ours, 1000)
-            except OSError:
-                break
-        return seen.decode()
+        return seen
 
-    until("> ")
-    os.write(ours, "größer\n".encode())
-    assert "GRÖSSER\r\n> " in until("\n> ")
-    os.write(ours, b"\n")
-    assert "\n\r\n> " in until("\n\r\n> ")  # an empty line is answered by one
+    assert b"one line each" in until_prompt()
+    answers = {
+        "größer".encode(): "GRÖSSER",
+        b"": "",
+        b"   ": "   ",
+        b"\xff\xfe": "\ufffd\ufffd",
+        "red\u2028green".encode(): "RED\u2028GREEN",
+    }
+    for line, answer in answers.items():
+        os.write(ours, line + b"\n")
+        said = until_prompt()
+        assert said.endswith(f"\r\n{answer}\r\n> ".encode()), said
     os.write(ours, b"long\n")
-    assert "too long" in until("> ")
+    assert b"too long" in until_prompt()
     os.write(ours, b"\x04")
     assert process.wait(30) == 0
     os.close(ours)
