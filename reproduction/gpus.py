@@ -50,10 +50,7 @@ def _recorded(plans: Plans, card: str) -> list[Plan]:
 def smallest(plans: Plans, card: str) -> str:
     """A table of the smallest clusters of a card."""
     head = ["model", "activations", "cluster", "GPUs", "memory of a GPU", "step", "tokens/s"]
-    rows = [
-        [*model(p), *(["none", *[DASH] * 6] if "fits_none" in p else measures.machine_cells(p))]
-        for p in _recorded(plans, card)
-    ]
+    rows = [[*model(plan), *measures.machine_cells(plan)] for plan in _recorded(plans, card)]
     return text.table([*head, "days", "GPU-days"], rows)
 
 

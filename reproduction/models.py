@@ -204,34 +204,20 @@ def decoding(plan: Plan) -> str:
 
 def today(plans: Plans, generation: str) -> str:
     """A table of the smallest slices of a generation."""
-    head = [
-        "model",
-        "slice",
-        "chips",
-        "memory of a device",
-        "step",
-        "tokens/s",
-        "days",
-        "chip-days",
-    ]
     names = {model: requests.today(model, generation) for model in requests.TODAY_MODELS}
-    rows = []
-    for model, plan in ((m, plans[name]) for m, name in names.items() if name in plans):
-        cells = ["", *[DASH] * 6]
-        if "fits_none" not in plan:
-            cells = measures.machine_cells(plan)
-        elif tried := plan["fits_none"]:
-            cells[0] = f"none up to `{tried[-1]}`"
-        else:
-            cells[0] = "none: each is too small for its state"
-        rows.append([f"`mt.{model}`", *cells])
-    return text.table(head, rows)
+    head = ["model", "slice", "chips", "memory of a device", "step", "tokens/s", "days"]
+    rows = [
+        [f"`mt.{model}`", *measures.machine_cells(plans[name])]
+        for model, name in names.items()
+        if name in plans
+    ]
+    return text.table([*head, "chip-days"], rows)
 
 
 def not_recorded(plans: Plans, generation: str) -> list[str]:
     """The models without a plan of a generation."""
-    names = {model: requests.today(model, generation) for model in requests.TODAY_MODELS}
-    return [f"`mt.{model}`" for model, name in names.items() if name not in plans]
+    models = requests.TODAY_MODELS
+    return [f"`mt.{m}`" for m in models if requests.today(m, generation) not in plans]
 
 
 def findings_of_today(plans: Plans, generations: Sequence[str]) -> list[Finding]:

@@ -89,47 +89,42 @@ COMPILED = {
 }
 
 
+_MANY_FIRST = sorted(CORES, reverse=True)
+
+
+def _paper_s(experts: int, layers: int, *overrides: str, what: str = "train") -> Wanted:
+    """A model on the paper's cores."""
+    override = ";".join(filter(None, overrides))
+    return Wanted(f"mt.{moe(experts, layers)}", CORES[experts], override, what)
+
+
 def _few_devices(devices: int, topology: str) -> Wanted:
-    override = (
-        f"task.num_experts={devices};task.num_groups={devices};"
-        f"input.batch_size={ROWS_A_CORE * devices}"
-    )
-    return Wanted(f"mt.{moe(2048, 36)}", topology, override)
+    sizes = f"task.num_experts={devices};task.num_groups={devices}"
+    rows = f"input.batch_size={ROWS_A_CORE * devices}"
+    return Wanted(f"mt.{moe(2048, 36)}", topology, f"{sizes};{rows}")
 
 
-def _all() -> dict[str, Wanted]:
-    """All plans by name, those of the large machines first."""
-    wanted = {}
-    for experts in sorted(CORES, reverse=True):
-        for layers in LAYERS:
-            model, topology = f"mt.{moe(experts, layers)}", CORES[experts]
-            rows = _weak_rows(experts)
-            if layers != 60:
-                wanted[real(experts, layers)] = Wanted(model, topology)
-            wanted[weak(experts, layers)] = Wanted(model, topology, rows)
-            if layers == 60:
-                both = ";".join(filter(None, (rows, BF16)))
-                wanted[weak(experts, layers, bf16=True)] = Wanted(model, topology, both)
-    wanted[DENSE_NAME] = Wanted(f"mt.{DENSE}", CORES[2048])
-    wanted[PIPELINED_NAME] = Wanted(f"mt.{PIPELINED}", CORES[2048])
-    wanted[UNEQUAL_NAME] = Wanted(f"mt.{UNEQUAL}", CORES[2048])
-    wanted[SHARDED_NAME] = Wanted(f"mt.{SHARDED}", CORES[2048])
-    wanted[HOST_NAME] = Wanted(f"mt.{ONE_HOST}", HOST)
-    wanted[COMPILED[8]] = _few_devices(8, "v3:2x2")
-    wanted[COMPILED[32]] = _few_devices(32, "v3:4x4")
-    wanted[DECODE] = Wanted(f"mt.{moe(2048, 36)}", CORES[2048], what="decode")
-    for generation in GENERATIONS:
-        for model in TODAY_MODELS:
-            wanted[today(model, generation)] = Wanted(f"mt.{model}", generation, BF16)
-    wanted[ON_CLUSTER] = Wanted(f"mt.{moe(2048, 36)}", CLUSTER)
-    for card in CARDS:
-        for model in GPU_MODELS:
-            wanted[on_gpus(model, card)] = Wanted(f"mt.{model}", card)
-            wanted[on_gpus(model, card, bf16=True)] = Wanted(f"mt.{model}", card, BF16)
-    return wanted
-
-
-REQUESTS: dict[str, Wanted] = _all()
+REQUESTS: dict[str, Wanted] = {
+    **{real(e, n): _paper_s(e, n) for e in _MANY_FIRST for n in (12, 36)},
+    **{weak(e, n): _paper_s(e, n, _weak_rows(e)) for e in _MANY_FIRST for n in LAYERS},
+    **{weak(e, 60, bf16=True): _paper_s(e, 60, _weak_rows(e), BF16) for e in _MANY_FIRST},
+    DENSE_NAME: Wanted(f"mt.{DENSE}", CORES[2048]),
+    PIPELINED_NAME: Wanted(f"mt.{PIPELINED}", CORES[2048]),
+    UNEQUAL_NAME: Wanted(f"mt.{UNEQUAL}", CORES[2048]),
+    SHARDED_NAME: Wanted(f"mt.{SHARDED}", CORES[2048]),
+    HOST_NAME: Wanted(f"mt.{ONE_HOST}", HOST),
+    COMPILED[8]: _few_devices(8, "v3:2x2"),
+    COMPILED[32]: _few_devices(32, "v3:4x4"),
+    DECODE: _paper_s(2048, 36, what="decode"),
+    **{today(m, g): Wanted(f"mt.{m}", g, BF16) for g in GENERATIONS for m in TODAY_MODELS},
+    ON_CLUSTER: Wanted(f"mt.{moe(2048, 36)}", CLUSTER),
+    **{
+        on_gpus(m, card, bf16): Wanted(f"mt.{m}", card, BF16 * bf16)
+        for card in CARDS
+        for m in GPU_MODELS
+        for bf16 in (False, True)
+    },
+}
 
 TABLE3 = {
     **{(experts, layers): real(experts, layers) for experts in CORES for layers in (12, 36)},
