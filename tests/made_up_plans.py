@@ -5,7 +5,8 @@ import copy
 _GIB = 2**30
 
 
-def _work(part, phase, compute, memory, compiler):
+def work(part, phase, compute, memory, compiler):
+    """A row of `work`, of these seconds."""
     roofline = max(compute, memory)
     return {
         "part": part,
@@ -20,7 +21,8 @@ def _work(part, phase, compute, memory, compiler):
     }
 
 
-def _collective(kind, layer, part, phase, count, size, seconds):
+def collective(kind, layer, part, phase, count, size, seconds):
+    """A row of `collectives`; `size` is in bytes."""
     return {
         "kind": kind,
         "layer": layer,
@@ -96,17 +98,17 @@ def make_plan() -> dict:
             "advice": ["Activations in bfloat16 would take 1.44 GiB less."],
         },
         "work": [
-            _work("experts", "forward", 0.08, 0.03, 0.09),
-            _work("experts", "backward", 0.16, 0.06, 0.15),
-            _work("attention", "forward", 0.05, 0.07, 0.06),
-            _work("attention", "recompute", 0.05, 0.07, 0.06),
-            _work("optimizer", "optimizer", 0.0, 0.04, 0.05),
+            work("experts", "forward", 0.08, 0.03, 0.09),
+            work("experts", "backward", 0.16, 0.06, 0.15),
+            work("attention", "forward", 0.05, 0.07, 0.06),
+            work("attention", "recompute", 0.05, 0.07, 0.06),
+            work("optimizer", "optimizer", 0.0, 0.04, 0.05),
         ],
         "collectives": [
-            _collective(
+            collective(
                 "all-to-all", "encoder.moe", "dispatch_combine", "forward", 18, 16 << 20, 0.1
             ),
-            _collective("all-reduce", "encoder", "attention", "backward", 36, 8 << 20, 0.02),
+            collective("all-reduce", "encoder", "attention", "backward", 36, 8 << 20, 0.02),
         ],
         "time": {
             "step_seconds": 0.57,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_plans import collective, make_plan, work
 
 from lingvo_moe.reproduction import goldens, measures, page, paper, requests
 from lingvo_moe.reproduction.requests import REQUESTS, Wanted
@@ -25,30 +26,11 @@ _REASONS = {
 
 
 def _work(part: str, phase: str, seconds: float) -> dict[str, Any]:
-    return {
-        "part": part,
-        "phase": phase,
-        "flops": 10**12,
-        "bytes": 10**9,
-        "compute_seconds": seconds / 2,
-        "memory_seconds": seconds / 4,
-        "roofline_seconds": seconds / 2,
-        "compiler_seconds": seconds,
-        "seconds": seconds,
-    }
+    return work(part, phase, seconds / 2, seconds / 4, seconds)
 
 
 def _talk(kind: str, part: str, seconds: float, phase: str = "forward") -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "layer": "encoder.moe",
-        "part": part,
-        "phase": phase,
-        "count": 18,
-        "bytes": 2**24,
-        "participants": 8,
-        "seconds": seconds,
-    }
+    return collective(kind, "encoder.moe", part, phase, 18, 2**24, seconds)
 
 
 def _topology(text: str) -> dict[str, Any]:
@@ -61,75 +43,51 @@ def _topology(text: str) -> dict[str, Any]:
         "name": f"{kind}:{'x'.join(map(str, dims))}",
         "devices": chips * (2 if kind == "v3" else 1),
         "chips": chips,
-        "hbm_bytes": 16 * _GIB,
-        "peak_flops": 61.5e12,
-        "hbm_bandwidth": 450e9,
-        "model": "links and hops",
     }
     if of_gpus:
         return common | {"card": kind, "nodes": dims[0], "gpus_per_node": dims[1]}
-    return common | {
-        "generation": kind,
-        "torus": dims,
-        "link_bandwidth": 70e9,
-        "clock_hz": 940e6,
-    }
+    return make_plan()["topology"] | common | {"generation": kind, "torus": dims, "clock_hz": 940e6}
 
 
 def _plan(
     wanted: Wanted, step: float = 1.0, talk: float = 0.1, held: float = 10.0, fits: bool = True
 ) -> dict[str, Any]:
     """An invented plan with 0.4 s of experts, 0.2 s of attention and `talk` s of forward all-to-all."""
-    topology = _topology(wanted.topology)
-    plan: dict[str, Any] = {
-        "version": 1,
-        "model": wanted.model,
-        "override": wanted.override,
-        "what": wanted.what,
-        "program_hash": "0" * 64,
-        "mesh": f"expert:{topology['devices']}",
-        "topology": topology,
-        "batch": {"source_tokens": 2**22, "target_tokens": 2**22},
-        "parameters": {"count": 619366506496, "bytes_total": 4, "bytes": 2, "slot_bytes": 1},
-        "compiler": {"libtpu": "0.1", "jax": "0.2"},
-        "compile": {"lower_seconds": 20.0, "compile_seconds": 60.0, "program_bytes": 1000},
-        "memory": {
-            "peak": int(held * _GIB),
-            "needed": int(held * _GIB),
-            "hbm": 16 * _GIB,
-            "fits": fits,
-            "misses_by": 0 if fits else int((held - 16) * _GIB),
-            "kinds": {"weights": 4 * _GIB, "slots": _GIB, "activations": 3 * _GIB, "code": _GIB},
-            "kept_for_backward": 3 * _GIB,
-            "holders": [{"layer": "", "part": "experts", "bytes": n} for n in range(20)],
-        },
-        "work": [],
-        "collectives": [],
-        "time": None,
+    plan, topology = make_plan(), _topology(wanted.topology)
+    plan |= {"model": wanted.model, "override": wanted.override, "what": wanted.what}
+    plan |= {"mesh": f"expert:{topology['devices']}", "topology": topology}
+    plan["compile"] |= {"lower_seconds": 20.0, "compile_seconds": 60.0, "host_peak_bytes": None}
+    plan["memory"] |= {
+        "needed": int(held * _GIB),
+        "fits": fits,
+        "misses_by": 0 if fits else int((held - 16) * _GIB),
+        "kept_for_backward": 3 * _GIB,
+        "holders": [{"layer": "", "part": "experts", "bytes": n} for n in range(20)],
     }
-    if fits:
-        plan["work"] = [
-            _work("experts", "forward", 0.4),
-            _work("attention", "forward", 0.2),
-            _work("dispatch_combine", "forward", 0.1),
-            _work("experts", "backward", 1 / 3),
-        ]
-        plan["collectives"] = [
-            _talk("all-to-all", "dispatch_combine", talk),
-            _talk("all-reduce", "softmax", 0.1, "backward"),
-        ]
-        if "nodes" in topology:
-            plan["compile"]["host_peak_bytes"] = 2 * _GIB
-            for row in plan["collectives"]:
-                row["nodes"] = topology["nodes"]
-        plan["time"] = {
-            "step_seconds": step,
-            "steps_per_second": 1 / step,
-            "tokens_per_second": 2**22 / step,
-            "days": 2.76 * step,
-            "device_years": 15.5 * step,
-            "chip_days": 2826.0 * step,
-        }
+    if not fits:
+        return plan | {"work": [], "collectives": [], "time": None}
+    plan["work"] = [
+        _work("experts", "forward", 0.4),
+        _work("attention", "forward", 0.2),
+        _work("dispatch_combine", "forward", 0.1),
+        _work("experts", "backward", 1 / 3),
+    ]
+    plan["collectives"] = [
+        _talk("all-to-all", "dispatch_combine", talk),
+        _talk("all-reduce", "softmax", 0.1, "backward"),
+    ]
+    if "nodes" in topology:
+        plan["compile"]["host_peak_bytes"] = 2 * _GIB
+        for row in plan["collectives"]:
+            row["nodes"] = topology["nodes"]
+    plan["time"] |= {
+        "step_seconds": step,
+        "steps_per_second": 1 / step,
+        "tokens_per_second": 2**22 / step,
+        "days": 2.76 * step,
+        "device_years": 15.5 * step,
+        "chip_days": 2826.0 * step,
+    }
     return plan
 
 
@@ -316,7 +274,8 @@ def test_clusters_are_shown_with_what_takes_most_of_a_step(plans: Any, compiling
 
 def test_the_program_for_256_gpus_says_what_is_attributed(plans: Any, compiling: Any) -> None:
     plan = plans[requests.ON_CLUSTER]
-    plan["work"].append(_work("other", "forward", 0.0) | {"flops": 0})  # 1 of 5 GB of traffic
+    nameless = sum(row["bytes"] for row in plan["work"]) / 4
+    plan["work"].append(_work("other", "forward", 0.0) | {"bytes": nameless})
     plan["collectives"].append(_talk("all-reduce", "loss", 0.0) | {"layer": "", "count": 2})
     text = _words(page.write(plans, compiling)[0])
     assert "compiled in 60 s with 2.0 GiB of the host's memory" in text
