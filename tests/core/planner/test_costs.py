@@ -33,7 +33,7 @@ def _shape(dims) -> str:
 _SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=2)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(batch=_SIZES, rows=_SIZES, contracted=_SIZES, columns=_SIZES)
 def test_flops_of_dots(batch, rows, contracted, columns):
     b, r, k = len(batch), len(rows), len(contracted)

@@ -6,7 +6,7 @@ of the compiled step: see `saved`. Nothing is compiled again, so these are estim
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +63,20 @@ def advice(
     """
     planned = task.Instantiate()
     groups = [_STATE if mesh.size > 1 else (), _OFFLOAD, _remat(task), _TYPES]
-    others = []
-    for changes in itertools.product(*((_UNCHANGED, *group) for group in groups)):
-        chosen = dict(change for change in changes if change != _UNCHANGED)
-        changed = _changed(task, planned, chosen)
-        if chosen and changed is not None:
-            others.append(_choice(chosen, changed, params, mesh))
-    return remedies(memory, _choice({}, planned, params, mesh), others)
+    combined = [
+        dict(change for change in changes if change != _UNCHANGED)
+        for changes in itertools.product(*((_UNCHANGED, *group) for group in groups))
+    ]
+
+    def choices(some: Iterable[dict[str, Any]]) -> Iterator[Choice]:
+        for changes in some:
+            changed = _changed(task, planned, changes)
+            if changed is not None:
+                yield _choice(changes, changed, params, mesh)
+
+    alone = list(choices(each for each in combined if len(each) == 1))
+    several = sorted((each for each in combined if len(each) > 1), key=len)
+    return remedies(memory, _choice({}, planned, params, mesh), alone, choices(several))
 
 
 def saved(memory: Mapping[str, Any], now: Choice, other: Choice) -> int:
@@ -108,18 +115,20 @@ def saved(memory: Mapping[str, Any], now: Choice, other: Choice) -> int:
     return round(before - after - activations - left("temporaries"))
 
 
-def remedies(memory: Mapping[str, Any], now: Choice, others: Sequence[Choice]) -> list[str]:
+def remedies(
+    memory: Mapping[str, Any], now: Choice, alone: Sequence[Choice], several: Iterable[Choice]
+) -> list[str]:
     """Sentences that say which changes make a program fit, alone or together, and the bytes of each, largest first.
 
     Args:
         memory: the plan's `memory`, of a program that does not fit.
         now: the plan's own choice.
-        others: what the parameters allow; of combinations that are as large, the first is chosen.
+        alone: choices with one change.
+        several: choices with several changes, the fewest first; of these the first that is enough is proposed.
     """
     missing = memory["misses_by"]
-    by_choice = [(saved(memory, now, other), other) for other in others]
-    alone = [item for item in by_choice if len(item[1].changes) == 1]
-    less = [(n, each) for n, each in alone if n >= _WORTH * missing]
+    by_choice = [(saved(memory, now, each), each) for each in alone]
+    less = [(n, each) for n, each in by_choice if n >= _WORTH * missing]
     less.sort(key=lambda item: -item[0])
     found = []
     if less:
@@ -132,19 +141,20 @@ def remedies(memory: Mapping[str, Any], now: Choice, others: Sequence[Choice]) -
             *found,
             f"{either(enough)} would make it fit. {one} enough for {units.size(missing)}.",
         ]
-    together = [item for item in by_choice if item[0] >= missing]
-    if together:
-        n, smallest = min(together, key=lambda item: len(item[1].changes))
-        found.append(
-            f"None of them alone makes it fit. By estimate {_named(smallest)} together do: {units.size(n)} less, and "
-            f"{units.size(missing)} are missing."
-        )
-        return found
-    names = sorted({name for _, each in by_choice for name in each.changes})
+    most = max((n for n, _ in by_choice), default=0)
+    names = {name for each in alone for name in each.changes}
+    for each in several:
+        n = saved(memory, now, each)
+        if n >= missing:
+            found.append(
+                f"None of them alone makes it fit. By estimate {_named(each)} together do: {units.size(n)} less, and "
+                f"{units.size(missing)} are missing."
+            )
+            return found
+        most, names = max(most, n), names | each.changes.keys()
     if names:
-        most = max((n for n, _ in by_choice), default=0)
         found.append(
-            f"None of {', '.join(names)} makes it fit, nor do they together: by estimate "
+            f"None of {', '.join(sorted(names))} makes it fit, nor do they together: by estimate "
             f"{units.size(max(most, 0))} less at most, and {units.size(missing)} are missing."
         )
     return found

@@ -78,12 +78,6 @@ def test_the_busiest_link_of_an_all_to_all(chips):
     assert ring == pytest.approx(distance / 2)
 
 
-@given(KINDS, NAMES, st.integers(0, 2**40), st.integers(0, 2**40))
-def test_more_bytes_take_no_less_time(kind, name, a, b):
-    few, many = sorted((a, b))
-    assert 0 <= _all(kind, name, few) <= _all(kind, name, many)
-
-
 @given(KINDS, st.sampled_from(SQUARES), st.integers(1, 8), st.integers(1, 2**34))
 def test_any_group_takes_a_finite_time(kind, name, divisor, num_bytes):
     topology = Topology.parse(name)
