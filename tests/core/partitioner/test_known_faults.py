@@ -183,82 +183,81 @@ def test_kernel_gradient_over_copies(operands, is_wrong):
     assert _kinds(_kernel_gradient(*operands, padding=(1, 1))) == [kf.COPIES] * is_wrong
 
 
-@pytest.mark.parametrize(
-    "cut, is_wrong",
-    [
-        (IDLE, True),
-        (BATCH_ALONE, True),  # Unlike without groups.
-        (WITH_BATCH, False),
-        ("{devices=[2,1,2,2]<=[8] last_tile_dim_replicate}", False),  # The batch and the channels.
-        ("{devices=[1,1,2,4]<=[8] last_tile_dim_replicate}", False),
-    ],
+# Types of image, kernel and result, and the attributes.
+DEPTHWISE = (
+    *("f32[4,16,4]", "f32[4,16,4]", "f32[3,1,4]"),
+    "window={size=16 pad=1_1}, dim_labels=f0b_i0o->0bf, batch_group_count=4",
 )
-def test_kernel_gradient_of_depthwise_convolution_over_copies(cut, is_wrong):
-    operands = [("f32[4,16,4]", cut), ("f32[4,16,4]", cut)]
-    attributes = "window={size=16 pad=1_1}, dim_labels=f0b_i0o->0bf, batch_group_count=4"
-    module = _module(8, operands, ("f32[3,1,4]", "convolution", attributes, WHOLE))
-    assert _kinds(module) == [kf.COPIES] * is_wrong
+TRANSPOSED = (
+    *("f32[8,16,8]", "f32[5,16,8]", "f32[8,16,16]"),
+    "window={size=5 pad=2_2}, dim_labels=b0f_0oi->b0f",
+)
+FORWARD = (
+    *("f32[8,16,8]", "f32[3,8,8]", "f32[8,16,8]"),
+    "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
+)
+CHANNELS_2 = "[1,1,2,4]"
+ONE_ELEMENT = "[1,2,1,4]"
 
 
-DEPTHWISE = "window={size=16 pad=1_1}, dim_labels=f0b_i0o->0bf, batch_group_count=4"
+def _of_eight(tiles):
+    """A sharding over eight devices; where a fourth number follows, of so many copies."""
+    copies = " last_tile_dim_replicate" * (tiles.count(",") == 3)
+    return f"{{devices={tiles}<=[8]{copies}}}" if tiles.startswith("[") else tiles
 
 
 @pytest.mark.parametrize(
-    "image, results, kernel, is_wrong",
+    "what, image, kernel, result, kind",
     [
+        (DEPTHWISE, IDLE, IDLE, WHOLE, kf.COPIES),
+        (DEPTHWISE, BATCH_ALONE, BATCH_ALONE, WHOLE, kf.COPIES),  # Unlike without groups.
+        (DEPTHWISE, WITH_BATCH, WITH_BATCH, WHOLE, ""),
+        (DEPTHWISE, "[2,1,2,2]", "[2,1,2,2]", WHOLE, ""),  # The batch and the channels.
+        (DEPTHWISE, CHANNELS_2, CHANNELS_2, WHOLE, ""),
         # Grouped by channels first: the image's other devices hold copies.
-        ("[1,2,2,2]", "[1,2,1,4]", "[1,1,2,4]", True),
-        ("[2,2,2]", "[2,2,1,2]", "[1,1,2,4]", False),
-        ("[1,2,2,2]", "[1,2,1,4]", "", False),  # The gradient is not sharded along channels.
-        ("[2,1,1,4]", "[1,1,2,4]", "[1,1,2,4]", True),  # Of different dimensions.
-    ],
-)
-def test_kernel_gradient_of_depthwise_convolution_by_channels(image, results, kernel, is_wrong):
-    cuts = [
-        f"{{devices={tiles}<=[8]{' last_tile_dim_replicate' * (tiles.count(',') == 3)}}}"
-        for tiles in (image, results, kernel)
-    ]
-    operands = [("f32[4,16,4]", cuts[0]), ("f32[4,16,4]", cuts[1])]
-    result = ("f32[3,1,4]", "convolution", DEPTHWISE, cuts[2] if kernel else WHOLE)
-    assert _kinds(_module(8, operands, result)) == [kf.COPIES] * is_wrong
-
-
-@pytest.mark.parametrize(
-    "image, kernel, is_wrong",
-    [
-        (WHOLE, "{devices=[1,2,1,4]<=[8] last_tile_dim_replicate}", True),
-        ("{devices=[1,1,2,4]<=[8] last_tile_dim_replicate}", "{devices=[1,4,2]<=[8]}", True),
-        (WHOLE, "{devices=[1,1,2,4]<=[8] last_tile_dim_replicate}", False),
-        (WITH_BATCH, "{devices=[1,2,1,4]<=[8] last_tile_dim_replicate}", False),  # It is summed.
-    ],
-)
-def test_kernel_gradient_of_depthwise_convolution_sharded_along_one_element(
-    image, kernel, is_wrong
-):
-    operands = [("f32[4,16,4]", image), ("f32[4,16,4]", image)]
-    module = _module(8, operands, ("f32[3,1,4]", "convolution", DEPTHWISE, kernel))
-    assert _kinds(module) == [kf.GROUPS] * is_wrong
-
-
-@pytest.mark.parametrize(
-    "image, kernel, result, is_wrong",
-    [
+        (DEPTHWISE, "[1,2,2,2]", "[1,2,1,4]", CHANNELS_2, kf.COPIES),
+        (DEPTHWISE, "[2,2,2]", "[2,2,1,2]", CHANNELS_2, ""),
+        (
+            DEPTHWISE,
+            "[1,2,2,2]",
+            "[1,2,1,4]",
+            WHOLE,
+            "",
+        ),  # The gradient's channels are not sharded.
+        (DEPTHWISE, "[2,1,1,4]", "[1,1,2,4]", CHANNELS_2, kf.COPIES),  # Of different dimensions.
+        # The gradient is sharded along its dimension of one element.
+        (DEPTHWISE, WHOLE, WHOLE, ONE_ELEMENT, kf.GROUPS),
+        (DEPTHWISE, CHANNELS_2, CHANNELS_2, "[1,4,2]", kf.GROUPS),
+        (DEPTHWISE, WHOLE, WHOLE, CHANNELS_2, ""),
+        (DEPTHWISE, WITH_BATCH, WITH_BATCH, ONE_ELEMENT, ""),  # It is summed.
         # Only the result is sharded along rows; the image's features are summed over devices with copies.
-        ("[1,1,2,4]", "[1,2,1,4]", "[4,2,1]", True),
-        ("[1,1,2,4]", "[1,2,1,4]", "[8,1,1]", False),
-        ("[2,1,2,2]", "[1,2,1,4]", "[4,2,1]", False),  # The image's batch is sharded.
-        ("[1,1,8]", "[1,8,1]", "[4,2,1]", False),
+        (TRANSPOSED, "[1,1,2,4]", "[1,2,1,4]", "[4,2,1]", kf.COPIES),
+        (TRANSPOSED, "[1,1,2,4]", "[1,2,1,4]", "[8,1,1]", ""),
+        (TRANSPOSED, "[2,1,2,2]", "[1,2,1,4]", "[4,2,1]", ""),  # The image's batch is sharded.
+        (TRANSPOSED, "[1,1,8]", "[1,8,1]", "[4,2,1]", ""),
+        # Grouped by the batch.
+        (FORWARD, "[2,2,1,2]", "[1,2,1,4]", "[2,1,2,2]", kf.COPIES),
+        (
+            FORWARD,
+            "[2,2,1,2]",
+            "[1,2,4]",
+            "[2,1,2,2]",
+            "",
+        ),  # The kernel is sharded over all devices.
+        (
+            FORWARD,
+            "[2,2,1,2]",
+            "[1,2,1,4]",
+            "[4,1,2]",
+            "",
+        ),  # Into another number of parts of the batch.
     ],
 )
-def test_convolution_with_a_result_sharded_along_rows(image, kernel, result, is_wrong):
-    cuts = [
-        f"{{devices={tiles}<=[8]{' last_tile_dim_replicate' * (tiles.count(',') == 3)}}}"
-        for tiles in (image, kernel, result)
-    ]
-    operands = [("f32[8,16,8]", cuts[0]), ("f32[5,16,8]", cuts[1])]
-    attributes = "window={size=5 pad=2_2}, dim_labels=b0f_0oi->b0f"
-    module = _module(8, operands, ("f32[8,16,16]", "convolution", attributes, cuts[2]))
-    assert _kinds(module) == [kf.COPIES] * is_wrong
+def test_convolutions(what, image, kernel, result, kind):
+    *types, made, attributes = what
+    operands = zip(types, map(_of_eight, (image, kernel)))
+    module = _module(8, list(operands), (made, "convolution", attributes, _of_eight(result)))
+    assert _kinds(module) == [kind] * bool(kind)
 
 
 def test_kernel_gradient_that_is_a_product():
@@ -280,25 +279,6 @@ def test_forward_convolution_over_copies(parts, is_wrong):
     attributes = "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f"
     result = ("f32[4,16,8]", "convolution", attributes, f"{{devices=[1,{parts},2]{grid}}}")
     assert _kinds(_module(devices, operands, result)) == [kf.COPIES] * is_wrong
-
-
-@pytest.mark.parametrize(
-    "kernel, result, is_wrong",
-    [
-        ("[1,2,1,4]", "[2,1,2,2]", True),
-        ("[1,2,4]", "[2,1,2,2]", False),  # The kernel is sharded over all devices.
-        ("[1,2,1,4]", "[4,1,2]", False),  # Into another number of parts of the batch.
-    ],
-)
-def test_forward_convolution_that_is_grouped_by_its_batch(kernel, result, is_wrong):
-    image, *rest = (
-        f"{{devices={tiles}<=[8]{' last_tile_dim_replicate' * (tiles.count(',') == 3)}}}"
-        for tiles in ("[2,2,1,2]", kernel, result)
-    )
-    operands = [("f32[8,16,8]", image), ("f32[3,8,8]", rest[0])]
-    attributes = "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f"
-    module = _module(8, operands, ("f32[8,16,8]", "convolution", attributes, rest[1]))
-    assert _kinds(module) == [kf.COPIES] * is_wrong
 
 
 @pytest.mark.parametrize(
