@@ -43,9 +43,10 @@ class Executed:
     # The names of the `while` instructions in whose bodies it runs, outermost first.
     loops: tuple[str, ...] = ()
 
-
-# once, unknown and branches of Module.executions.
-_Counting = tuple[bool, int | None, Callable[[Instruction], Sequence[str]] | None]
+    @property
+    def op_name(self) -> str:
+        """That of the instruction."""
+        return self.instruction.op_name
 
 
 @dataclasses.dataclass
@@ -78,35 +79,34 @@ class Module:
         Raises:
           HloError: the trip count of a loop cannot be determined, and `unknown` is None.
         """
-        counting = (once, unknown, branches)
-        inside = start or self.entry
-        yield from self._walk(inside, Executed(_NOTHING, inside, 1, False), counting)
 
-    def _walk(self, inside: Computation, at: Executed, counting: _Counting) -> Iterator[Executed]:
-        """Yields the instructions of a computation; `at` has how often it runs, and in which loops."""
-        once, unknown, branches = counting
-        for instruction in inside.instructions:
-            here = dataclasses.replace(at, instruction=instruction, computation=inside)
-            yield here
-            if instruction.opcode == "while":
-                trips = 1 if once else self._trips(inside, instruction, unknown)
-                body = self.computation(instruction.attribute("body"))
-                condition = self.computation(instruction.attribute("condition"))
-                tests = dataclasses.replace(here, times=here.times * (1 if once else trips + 1))
-                yield from self._walk(condition, tests, counting)
-                trip = dataclasses.replace(
-                    here,
-                    times=here.times * trips,
-                    in_backward_loop=here.in_backward_loop or is_backward(instruction, body),
-                    loops=(*here.loops, instruction.name),
-                )
-                yield from self._walk(body, trip, counting)
-            elif instruction.opcode == "conditional" and branches is not None:
-                for name in branches(instruction):
-                    yield from self._walk(self.computation(name), here, counting)
-            elif instruction.opcode in ("call", "conditional", "async-start"):
-                for name in instruction.called:
-                    yield from self._walk(self.computation(name), here, counting)
+        def walk(inside: Computation, at: Executed) -> Iterator[Executed]:
+            """Yields the instructions of a computation; `at` has how often it runs, and in which loops."""
+            for instruction in inside.instructions:
+                here = dataclasses.replace(at, instruction=instruction, computation=inside)
+                yield here
+                if instruction.opcode == "while":
+                    trips = 1 if once else self._trips(inside, instruction, unknown)
+                    body = self.computation(instruction.attribute("body"))
+                    condition = self.computation(instruction.attribute("condition"))
+                    tests = here.times * (1 if once else trips + 1)
+                    yield from walk(condition, dataclasses.replace(here, times=tests))
+                    trip = dataclasses.replace(
+                        here,
+                        times=here.times * trips,
+                        in_backward_loop=here.in_backward_loop or is_backward(instruction, body),
+                        loops=(*here.loops, instruction.name),
+                    )
+                    yield from walk(body, trip)
+                elif instruction.opcode in ("call", "conditional", "async-start"):
+                    called: Sequence[str] = instruction.called
+                    if branches is not None and instruction.opcode == "conditional":
+                        called = branches(instruction)
+                    for name in called:
+                        yield from walk(self.computation(name), here)
+
+        inside = start or self.entry
+        yield from walk(inside, Executed(_NOTHING, inside, 1, False))
 
     def _trips(self, inside: Computation, loop: Instruction, unknown: int | None) -> int:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from lingvo_moe.core.hlo import parts
 from lingvo_moe.core.hlo.collectives import collective_use
-from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.instructions import Instruction
 from lingvo_moe.core.hlo.module import Executed, Module
 from lingvo_moe.core.hlo.sharding import REPLICATED, TensorSharding, parse_sharding
 from lingvo_moe.core.partitioner.sharding_rules import product_sharding, transposed_back
@@ -106,15 +106,6 @@ class Communication:
     dtype: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Before:
-    """An instruction before partitioning, with its computation."""
-
-    instruction: Instruction
-    inside: Computation
-    in_backward_loop: bool
-
-
 class Propagated:
     """Looks up tensors and annotations in the module after propagation and before partitioning."""
 
@@ -122,10 +113,7 @@ class Propagated:
         self.module = module
         found = _PARTITIONS.search(module.attributes)
         self.num_devices = int(found[1]) if found else 1
-        self._all = [
-            _Before(e.instruction, e.computation, e.in_backward_loop)
-            for e in module.executions(once=True)
-        ]
+        self._all = list(module.executions(once=True))
         self._loops = {
             e.instruction.attribute("body").lstrip("%")
             for e in self._all
@@ -139,17 +127,17 @@ class Propagated:
         return found * len(instruction.arrays) if len(found) == 1 else found
 
     @functools.cached_property
-    def by_op_name(self) -> dict[str, list[_Before]]:
+    def by_op_name(self) -> dict[str, list[Executed]]:
         """Instructions by their complete op_name."""
-        table: dict[str, list[_Before]] = {}
+        table: dict[str, list[Executed]] = {}
         for at in self._all:
             table.setdefault(at.instruction.op_name, []).append(at)
         return table
 
     @functools.cached_property
-    def by_operation(self) -> dict[str, list[_Before]]:
+    def by_operation(self) -> dict[str, list[Executed]]:
         """Instructions by TensorFlow operation."""
-        table: dict[str, list[_Before]] = {}
+        table: dict[str, list[Executed]] = {}
         for at in self._all:
             for name in parts.operations(at.instruction.op_name):
                 table.setdefault(name, []).append(at)
@@ -162,9 +150,9 @@ class Propagated:
         they differ in shape (e.g. because of broadcast constants), only the last one counts.
         """
         found: list[Tensor] = []
-        places: dict[str, list[_Before]] = {}
+        places: dict[str, list[Executed]] = {}
         for at in self.by_operation.get(operation, ()):
-            places.setdefault(at.inside.name, []).append(at)
+            places.setdefault(at.computation.name, []).append(at)
         for inside in places.values():
             own = {at.instruction.name for at in inside}
             leaving = [at for at in inside if self._leaves(at, own)] or inside[-1:]
@@ -187,13 +175,13 @@ class Propagated:
                 found += [Annotation(t, self._made_by(at)) for t in self._tensors(at, name)]
         return found
 
-    def _made_by(self, at: _Before) -> str:
+    def _made_by(self, at: Executed) -> str:
         """The operation that produces the operand of the copy `at`; '' if it has no name."""
         instruction = at.instruction
         for _ in range(_SEARCH_LIMIT):
             if not instruction.operands:
                 return ""
-            instruction = at.inside.by_name[instruction.operands[0]]
+            instruction = at.computation.by_name[instruction.operands[0]]
             if operation_of(instruction.op_name) or instruction.opcode not in (
                 "copy",
                 "custom-call",
@@ -201,16 +189,16 @@ class Propagated:
                 return operation_of(instruction.op_name)
         return ""
 
-    def _leaves(self, at: _Before, own: set[str]) -> bool:
-        users = at.inside.users.get(at.instruction.name, ())
+    def _leaves(self, at: Executed, own: set[str]) -> bool:
+        users = at.computation.users.get(at.instruction.name, ())
         return at.instruction.is_root or any(user.name not in own for user in users)
 
-    def _tensors(self, at: _Before, operation: str) -> Iterator[Tensor]:
+    def _tensors(self, at: Executed, operation: str) -> Iterator[Tensor]:
         instruction = at.instruction
         shardings = self.shardings(instruction)
         phase = parts.phase(instruction.op_name, at.in_backward_loop)
         for array, sharding in zip(instruction.arrays, shardings):
-            loop = at.inside.name if at.inside.name in self._loops else ""
+            loop = at.computation.name if at.computation.name in self._loops else ""
             yield Tensor(
                 operation, instruction.name, array.dtype, array.dims, sharding, phase, loop
             )
@@ -327,24 +315,24 @@ class _Cause:
                 shapes.append(instruction.arrays[0].dims)
         return shapes[::-1]
 
-    def _as_computed(self, at: _Before) -> TensorSharding | None:
+    def _as_computed(self, at: Executed) -> TensorSharding | None:
         """The sharding of a matrix product if each device multiplies its own parts; None for others."""
         if at.instruction.opcode != "dot":
             return None
-        operands = [at.inside.by_name[name] for name in at.instruction.operands]
+        operands = [at.computation.by_name[name] for name in at.instruction.operands]
         return product_sharding(at.instruction, *(self._sharding(i) for i in operands))
 
     def _sharding(self, instruction: Instruction) -> TensorSharding | None:
         found = self._before.shardings(instruction)
         return found[0] if len(found) == 1 else None
 
-    def _same_place(self, group: list[_Before]) -> list[_Before]:
+    def _same_place(self, group: list[Executed]) -> list[Executed]:
         """The instructions of `group` in the same computation as the collective, or all if none is."""
         name = self._executed.computation.name
-        here = [at for at in group if name in (at.inside.name, f"{at.inside.name}_spmd")]
+        here = [at for at in group if name in (at.computation.name, f"{at.computation.name}_spmd")]
         return here or group
 
-    def _find_wanting(self) -> _Before | None:
+    def _find_wanting(self) -> Executed | None:
         """The instruction before partitioning that the collective was inserted for."""
         if self._is_inner:
             same = [at for at in self._group if at.instruction.opcode == self._origin.opcode]
@@ -354,8 +342,8 @@ class _Cause:
         found = reading or self._group
         return found[0] if found else None
 
-    def _moved_operand(self, at: _Before) -> Instruction | None:
-        operands = (at.inside.by_name.get(name) for name in at.instruction.operands)
+    def _moved_operand(self, at: Executed) -> Instruction | None:
+        operands = (at.computation.by_name.get(name) for name in at.instruction.operands)
         named = [i for i in operands if i is not None and i.op_name == self._origin.op_name]
         return named[0] if named else None
 
@@ -399,12 +387,12 @@ class _Cause:
                 return operation_of(instruction.op_name)
         return ""
 
-    def _annotation_behind(self, at: _Before) -> str:
+    def _annotation_behind(self, at: Executed) -> str:
         """The nearest annotation that requests the sharding of `at`, past operations that keep it."""
         wanted = self._tiles(at.instruction)
         waiting, seen = [at.instruction], {at.instruction.name}
         while waiting and len(seen) < _SEARCH_LIMIT:
-            for user in at.inside.users.get(waiting.pop(0).name, ()):
+            for user in at.computation.users.get(waiting.pop(0).name, ()):
                 if user.name in seen or self._tiles(user) != wanted:
                     continue
                 if _is_annotation(user):
@@ -414,7 +402,7 @@ class _Cause:
                     waiting.append(user)
         return ""
 
-    def _annotation_of_moved(self, at: _Before) -> str:
+    def _annotation_of_moved(self, at: Executed) -> str:
         """Returns the op name of the annotation that set the sharding of the tensor sent; '' if none is near.
 
         The search starts at the operand of `at` that the collective sends. From there it goes back through operations
@@ -431,7 +419,7 @@ class _Cause:
                 return operation_of(moved.op_name)
             if moved.opcode not in _FOLLOWED or not moved.operands:
                 return ""
-            moved = at.inside.by_name.get(moved.operands[0])
+            moved = at.computation.by_name.get(moved.operands[0])
         return ""
 
     def _tiles(self, instruction: Instruction) -> list[int] | None:

@@ -108,19 +108,6 @@ def _by_format(products: list[Product]) -> dict[str, int]:
     return sums
 
 
-@dataclasses.dataclass(frozen=True)
-class _Site:
-    """An instruction with its computation, and whether that computation computes gradients."""
-
-    inside: Computation
-    instruction: Instruction
-    backward: bool
-
-    @property
-    def op_name(self) -> str:
-        return self.instruction.op_name
-
-
 class Placer:
     """Finds the `Place` of an executed instruction: its layer, part of the model, and phase.
 
@@ -143,9 +130,8 @@ class Placer:
           executed: from `Module.executions`.
           products: names of the matrix products that it computes, the largest first.
         """
-        instruction = executed.instruction
-        at = _Site(executed.computation, instruction, executed.in_backward_loop)
-        own = self.place_name(at.op_name, at.backward)
+        at, instruction = executed, executed.instruction
+        own = self.place_name(at.op_name, at.in_backward_loop)
         if instruction.opcode in ("parameter", "constant", "tuple", "while"):
             return own
         if instruction.opcode == "send" and (sent := self._of_sent(executed)):
@@ -153,10 +139,10 @@ class Placer:
         if combined := self._combined(executed):
             return combined
         for op_name in [*products, at.op_name]:
-            found = self.place_name(op_name, at.backward)
+            found = self.place_name(op_name, at.in_backward_loop)
             if found.is_clear:
                 return self._named_embedding(at, found)
-        near = self._by_insides(instruction, at.backward)
+        near = self._by_insides(instruction, at.in_backward_loop)
         if near is None:
             near = self._of_sum(at) if own.part == LOOP else self._by_neighbours(at)
         return near or own
@@ -199,11 +185,10 @@ class Placer:
         for piece in sorted(pieces, key=lambda i: -i.num_bytes):
             found = self._of_piece(dataclasses.replace(executed, instruction=piece))
             if found.is_clear:
-                site = _Site(inside, instruction, executed.in_backward_loop)
-                return self._named_piece(site, piece.num_bytes, found)
+                return self._named_piece(executed, piece.num_bytes, found)
         return None
 
-    def _named_piece(self, at: _Site, num_bytes: int, found: Place) -> Place:
+    def _named_piece(self, at: Executed, num_bytes: int, found: Place) -> Place:
         """Finds the layer of a look-up's gradient in a combined collective: its slice of the result is as large."""
         slices = (s for done in self._consumers(at) for s in self._consumers(done))
         same = (s for s in slices if s.instruction.num_bytes == num_bytes)
@@ -227,7 +212,7 @@ class Placer:
         near = self.place(piece)
         return near if near.is_clear else found
 
-    def _named_embedding(self, at: _Site, found: Place) -> Place:
+    def _named_embedding(self, at: Executed, found: Place) -> Place:
         """Finds the layer of a look-up's gradient, which has no scope of its own, from its consumers."""
         if found.part != EMBEDDING or found.layer:
             return found
@@ -235,43 +220,45 @@ class Placer:
         for here in reached:
             for user in self._consumers(here):
                 for name in (user.op_name, parts.scope_of_call(user.op_name)):
-                    layer = self.place_name(name, user.backward).layer
+                    layer = self.place_name(name, user.in_backward_loop).layer
                     if layer in self._layers.embeddings:
                         return dataclasses.replace(found, layer=layer)
                 if len(reached) < _SEARCH_LIMIT:
                     reached.append(user)
         return found
 
-    def _of_sum(self, at: _Site) -> Place | None:
+    def _of_sum(self, at: Executed) -> Place | None:
         """Place of the addends of a sum of gradients in a loop's own scope, where they have the same; None for others.
 
         The gradient of a value that a layer uses several times, e.g. for queries, keys and values, is summed outside of
         the layer's scope. One addend may be the sum over the loop's earlier steps.
         """
-        own = self.place_name(at.op_name, at.backward)
+        own = self.place_name(at.op_name, at.in_backward_loop)
         if (own.part, own.phase) != (LOOP, "backward") or not parts.is_sum(at.op_name):
             return None
-        addends = [_uncopied(at.inside, o) for o in at.inside.operands(at.instruction)]
+        addends = [_uncopied(at.computation, o) for o in at.computation.operands(at.instruction)]
         found = {
-            dataclasses.replace(self.place_name(addend.op_name, at.backward), path=own.path)
+            dataclasses.replace(self.place_name(addend.op_name, at.in_backward_loop), path=own.path)
             for addend in addends
-            if not _carries(at.inside, addend, at.instruction)
+            if not _carries(at.computation, addend, at.instruction)
         }
         place = found.pop() if len(found) == 1 else None
         return place if place and place.is_clear else None
 
-    def _of_sum_over_loop(self, at: _Site) -> Place | None:
+    def _of_sum_over_loop(self, at: Executed) -> Place | None:
         """Place of a sum of gradients that `at` extracts from the result of a loop; None for others."""
         if at.instruction.opcode != "get-tuple-element":
             return None
-        (loop,) = at.inside.operands(at.instruction)
+        (loop,) = at.computation.operands(at.instruction)
         if loop.opcode != "while":
             return None
         body = self._module.computation(loop.attribute("body"))
         computed = _next_value(body, at.instruction)
         if computed is None:
             return None
-        return self._of_sum(_Site(body, computed, at.backward or hlo.is_backward(loop, body)))
+        return self._of_sum(
+            Executed(computed, body, 1, at.in_backward_loop or hlo.is_backward(loop, body))
+        )
 
     def _by_insides(self, instruction: Instruction, backward: bool) -> Place | None:
         """Source location of the largest intermediate result inside a fusion; None for other opcodes."""
@@ -286,7 +273,7 @@ class Placer:
                 return deeper
         return None
 
-    def _by_neighbours(self, at: _Site) -> Place | None:
+    def _by_neighbours(self, at: Executed) -> Place | None:
         """Source location of the nearest producer; failing that, of the nearest consumer."""
         for look in (self._producers, self._consumers):
             reached = [at]
@@ -296,39 +283,39 @@ class Placer:
                 for neighbour in look(here):
                     if summed := self._of_sum_over_loop(neighbour):
                         return summed
-                    found = self.place_name(neighbour.op_name, neighbour.backward)
+                    found = self.place_name(neighbour.op_name, neighbour.in_backward_loop)
                     if found.part != "other":
                         return found
-                    if inner := self._by_insides(neighbour.instruction, neighbour.backward):
+                    if inner := self._by_insides(neighbour.instruction, neighbour.in_backward_loop):
                         return inner
                     reached.append(neighbour)
         return None
 
-    def _producers(self, at: _Site) -> list[_Site]:
+    def _producers(self, at: Executed) -> list[Executed]:
         """Its operands, except parameters, constants and loops, which name no layer."""
-        operands = at.inside.operands(at.instruction)
+        operands = at.computation.operands(at.instruction)
         silent = ("parameter", "constant", "while")
         return [dataclasses.replace(at, instruction=o) for o in operands if o.opcode not in silent]
 
-    def _consumers(self, at: _Site) -> list[_Site]:
+    def _consumers(self, at: Executed) -> list[Executed]:
         """Returns the instructions that use the value of `at`, in the same computation.
 
         Tuples and while loops are left out. For a value that enters a loop, the get-tuple-elements that extract it in
         the loop's body are returned.
         """
         found = []
-        for user in at.inside.users.get(at.instruction.name, ()):
+        for user in at.computation.users.get(at.instruction.name, ()):
             if user.opcode != "tuple":
                 found.append(dataclasses.replace(at, instruction=user))
                 continue
             index = str(user.operands.index(at.instruction.name))
-            for loop in at.inside.users.get(user.name, ()):
+            for loop in at.computation.users.get(user.name, ()):
                 if loop.opcode != "while":
                     continue
                 body = self._module.computation(loop.attribute("body"))
-                backward = at.backward or hlo.is_backward(loop, body)
+                backward = at.in_backward_loop or hlo.is_backward(loop, body)
                 found += [
-                    _Site(body, i, backward)
+                    Executed(i, body, 1, backward)
                     for i in body.users.get(body.parameters[0].name, ())
                     if i.opcode == "get-tuple-element" and i.attribute("index") == index
                 ]
