@@ -9,6 +9,7 @@ from tests.tiny_layers import tiny_layers
 
 WRAPPER = "jit(call)/call_exported/jit(<unnamed function>)/call_tensorflow/"
 PAIR = "m4/encoder/blocks/body/layers_1/"
+DENSE = "m4/decoder/blocks/body/layers_0/"
 LAYERS = tiny_layers("m4")
 
 
@@ -22,33 +23,18 @@ LAYERS = tiny_layers("m4")
         (PAIR + "self_atten/Softmax", "attention", "encoder.moe", "forward"),
         (PAIR + "ffn_norm/mul_1", "normalization", "encoder.moe", "forward"),
         (PAIR + "add_3", "residual", "encoder.moe", "forward"),
-        ("m4/decoder/blocks/body/layers_0/ffn/Relu", "dense_ffn", "decoder.dense", "forward"),
-        (
-            "m4/decoder/blocks/body/layers_0/cross_atten/x/Y",
-            "attention",
-            "decoder.dense",
-            "forward",
-        ),
+        (DENSE + "ffn/Relu", "dense_ffn", "decoder.dense", "forward"),
+        (DENSE + "cross_atten/x/Y", "attention", "decoder.dense", "forward"),
         ("m4/decoder/final_norm/Rsqrt", "normalization", "decoder", "forward"),
         ("m4/source_embedding/GatherV2", "embedding", "source_embedding", "forward"),
         ("m4/softmax/einsum/Einsum", "softmax", "softmax", "forward"),
         ("m4/ReduceLogSumExp/Max", "loss", "", "forward"),
         ("PartitionedCall/m4/Sum_3", "loss", "", "forward"),
         ("m4/LogicalAnd_2", "attention", "", "forward"),
-        (
-            "m4/encoder/blocks/while/TensorArrayV2Write/TensorListSetItem",
-            "loop",
-            "encoder",
-            "forward",
-        ),
+        ("m4/encoder/blocks/while/Write/TensorListSetItem", "loop", "encoder", "forward"),
         ("call.2/m4/decoder/blocks/while/Less", "loop", "decoder", "forward"),
         ("gradient_tape/m4/softmax/einsum/Einsum", "softmax", "softmax", "backward"),
-        (
-            "gradient_tape/" + PAIR + "ffn/experts/einsum/Einsum",
-            "experts",
-            "encoder.moe",
-            "backward",
-        ),
+        (f"gradient_tape/{PAIR}ffn/experts/Einsum", "experts", "encoder.moe", "backward"),
         ("PartitionedCall/UnsortedSegmentSum_1", "embedding", "", "backward"),
         ("PartitionedCall/backward/IsInf", "loss", "", "backward"),
         ("backward/while_1/GatherV2_3", "loop", "", "backward"),

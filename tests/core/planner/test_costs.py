@@ -288,10 +288,8 @@ metadata={op_name="call_tensorflow/optimizer/m/source_embedding/table/mul"}"""
 def test_places_of_named_and_nameless_instructions():
     found = _costs(_MAIN, _LOOP)
     places = {name: (cost.place.part, cost.place.layer) for name, cost in found.items()}
-    assert places["y.3"] == (
-        "experts",
-        "encoder.moe",
-    )  # The place of its product, not of its last operation.
+    # The place of its product, not of its last operation.
+    assert places["y.3"] == ("experts", "encoder.moe")
     assert places["scores.3"] == places["copied.3"] == ("gating", "encoder.moe")
     assert places["laid"] == ("gating", "encoder.moe")  # Its consumer inside the loop.
     assert places["set.3"] == places["empty"] == ("loop", "encoder")
@@ -305,9 +303,8 @@ def test_what_is_sent_to_another_slice_belongs_to_the_layer_that_computed_it():
     # The compiler combined two sums before it sends one of them, and names neither.
     transfer = 'frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}'
     product = "dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    scope = (
-        "call_tensorflow/gradient_tape/m/decoder/blocks/body/layers_0/cross_atten/einsum_1/Einsum"
-    )
+    layer = "call_tensorflow/gradient_tape/m/decoder/blocks/body/layers_0"
+    scope = f"{layer}/cross_atten/einsum_1/Einsum"
     found = _costs(
         f"""  %x = f32[8,8]{{1,0}} parameter(0)
   %w = f32[8,8]{{1,0}} parameter(1)
@@ -325,10 +322,7 @@ def test_what_is_sent_to_another_slice_belongs_to_the_layer_that_computed_it():
   ROOT %y = f32[8,8]{{0,1}} negate(%sum)"""
     )
     sent = found["send"]
-    assert (sent.place.layer, sent.place.part, sent.place.phase) == (
-        "decoder.dense",
-        "attention",
-        "backward",
-    )
+    place = sent.place.layer, sent.place.part, sent.place.phase
+    assert place == ("decoder.dense", "attention", "backward")
     assert sent.collective.kind == "all-reduce" and sent.collective.bytes == 16 * 4
     assert sent.bytes == found["sent"].bytes == 0

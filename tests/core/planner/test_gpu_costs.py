@@ -21,6 +21,10 @@ def _costs(lines, before=""):
     return {cost.name: cost for cost in costs(hlo.parse_module(text), tiny_layers("m4"))}
 
 
+def _place(cost):
+    return cost.place.part, cost.place.layer, cost.place.phase
+
+
 # --- products
 
 # A Triton fusion holds its product, and may hold fusions that prepare the operands.
@@ -50,11 +54,7 @@ def test_a_product_in_a_triton_fusion():
     assert cost.flops == 2 * 4 * 16 * 8
     assert cost.formats == {"tf32": cost.flops}
     assert cost.bytes == 4 * (16 * 4 + 16 * 8 + 4 * 8)
-    assert (cost.place.part, cost.place.layer, cost.place.phase) == (
-        "experts",
-        "encoder.moe",
-        "forward",
-    )
+    assert _place(cost) == ("experts", "encoder.moe", "forward")
 
 
 def _cublas(config, dtype="f32"):
@@ -67,22 +67,16 @@ metadata={{op_name="{_EXPERTS}/Einsum"}}, backend_config={{"gemm_backend_config"
 
 _DIMS = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}'
 
+_PRECISION = '"precision_config":{"operand_precision":'
+
 
 @pytest.mark.parametrize(
     "config, dtype, kind",
     [
         (_DIMS, "f32", "tf32"),
         (_DIMS, "bf16", "bfloat16"),
-        (
-            f'{_DIMS},"precision_config":{{"operand_precision":["HIGHEST","HIGHEST"]}}',
-            "f32",
-            "float32",
-        ),
-        (
-            f'{_DIMS},"precision_config":{{"operand_precision":["DEFAULT","DEFAULT"]}}',
-            "f32",
-            "tf32",
-        ),
+        (f'{_DIMS},{_PRECISION}["HIGHEST","HIGHEST"]}}', "f32", "float32"),
+        (f'{_DIMS},{_PRECISION}["DEFAULT","DEFAULT"]}}', "f32", "tf32"),
     ],
 )
 def test_a_call_of_cublas(config, dtype, kind):
@@ -183,11 +177,7 @@ metadata={{op_name="{_EXPERTS}/../dispatcher/transpose"}}
 def test_a_collective_of_several_tensors_belongs_to_the_layer_of_the_largest():
     cost = _costs(_ENTRY, _COLLECTIVES)["sum"]
     assert cost.collective.bytes == 72 * 4
-    assert (cost.place.part, cost.place.layer, cost.place.phase) == (
-        "dense_ffn",
-        "encoder.dense",
-        "backward",
-    )
+    assert _place(cost) == ("dense_ffn", "encoder.dense", "backward")
 
 
 def test_an_asynchronous_all_to_all_counts_once_with_the_bytes_of_one_operand():
@@ -265,10 +255,7 @@ def test_a_sum_of_gradients_of_one_layer_belongs_to_it():
     place = ("attention", "decoder.dense")
     assert _summing_loop("cross_atten", "cross_atten") == {
         "both": place,
-        "total": (
-            "loop",
-            "",
-        ),  # what is added is not the sum of the earlier steps, and has no layer's scope
+        "total": ("loop", ""),  # what is added is not the sum of earlier steps, and has no scope
         "sum": place,
         "reduced": place,
     }

@@ -34,11 +34,11 @@ class Card:
     # Dense FLOP/s of products by dtype: 'bfloat16' and 'tf32' on tensor cores, 'float32' without them. A multiply-add
     # counts as two.
     peak_flops: Mapping[str, float] = field(hash=False)
-    # Bytes/s over NVLink; 0 for a card without it, which uses PCI Express inside a node.
-    nvlink_bandwidth: float
     pcie_bandwidth: float  # bytes/s over PCI Express
     nic_bandwidth: float  # bytes/s of the network interface that the GPU has for itself
     source: str  # where the figures come from, with what is assumed
+    # Bytes/s over NVLink; 0 for a card without it, which uses PCI Express inside a node.
+    nvlink_bandwidth: float = 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -100,7 +100,6 @@ _L40S = Card(
     label="NVIDIA L40S 48 GB",
     hbm_bandwidth=864e9,
     peak_flops=_peaks(362.05e12, 183e12, 91.6e12),
-    nvlink_bandwidth=0.0,
     pcie_bandwidth=_PCIE4,
     nic_bandwidth=25e9,
     source=(
@@ -112,7 +111,6 @@ _L4 = Card(
     label="NVIDIA L4 24 GB",
     hbm_bandwidth=300e9,
     peak_flops=_peaks(121e12, 60e12, 30.3e12),
-    nvlink_bandwidth=0.0,
     pcie_bandwidth=_PCIE4,
     nic_bandwidth=12.5e9,
     source=(

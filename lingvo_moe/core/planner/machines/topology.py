@@ -25,7 +25,6 @@ class Chip:
     """The figures of one chip of a generation. A device is what JAX calls a device."""
 
     generation: str  # e.g. 'v3'
-    devices_per_chip: int  # 2 for v3, whose two cores are two devices; 1 for the others
     hbm_bytes: int  # memory per device that a program may use, including its arguments and code
     peak_flops: float  # bfloat16 FLOP/s per device; a multiply-add counts as two
     hbm_bandwidth: float  # bytes/s per device
@@ -33,8 +32,8 @@ class Chip:
     clock_hz: float  # clock rate, which turns the compiler's cycles into seconds
     # Chips in each dimension of the largest slice; a 3-D slice may have another shape with the same number of chips.
     max_dims: tuple[int, ...]
-    source: str  # where the figures come from
     host_bandwidth: float  # bytes/s per chip from or to its host over PCI Express, in one direction
+    devices_per_chip: int = 1  # v3 has two: its two cores
     # Bytes of main memory of a host with four chips; 0 where no figure is published.
     host_memory: int = 0
     # Bytes/s per chip to other slices over the data-centre network, in one direction: its share of its host's network
@@ -66,32 +65,27 @@ CHIPS = {
             link_bandwidth=82e9,
             clock_hz=940e6,
             max_dims=(32, 32),
-            source="Google Cloud, TPU v3; links: Jouppi et al. 2020",
             host_bandwidth=15e9,
         ),
         Chip(
             generation="v4",
-            devices_per_chip=1,
             hbm_bytes=int(30.75 * _GIB),
             peak_flops=275e12,
             hbm_bandwidth=1200e9,
             link_bandwidth=45e9,
             clock_hz=1050e6,
             max_dims=(16, 16, 16),
-            source="Google Cloud, TPU v4",
             host_bandwidth=16e9,
             host_memory=407 * 10**9,
         ),
         Chip(
             generation="v5e",
-            devices_per_chip=1,
             hbm_bytes=int(15.75 * _GIB),
             peak_flops=197e12,
             hbm_bandwidth=819e9,
             link_bandwidth=50e9,
             clock_hz=1500e6,
             max_dims=(16, 16),
-            source="Google Cloud, TPU v5e",
             host_bandwidth=15e9,
             host_memory=192 * 10**9,
             host_of_eight=True,
@@ -99,28 +93,24 @@ CHIPS = {
         ),
         Chip(
             generation="v5p",
-            devices_per_chip=1,
             hbm_bytes=int(95.74 * _GIB),
             peak_flops=459e12,
             hbm_bandwidth=2765e9,
             link_bandwidth=100e9,
             clock_hz=1750e6,
             max_dims=(16, 16, 24),
-            source="Google Cloud, TPU v5p",
             host_bandwidth=15e9,
             host_memory=448 * 10**9,
             dcn_bandwidth=50e9 / 8,
         ),
         Chip(
             generation="v6e",
-            devices_per_chip=1,
             hbm_bytes=int(31.25 * _GIB),
             peak_flops=918e12,
             hbm_bandwidth=1638e9,
             link_bandwidth=100e9,
             clock_hz=1750e6,
             max_dims=(16, 16),
-            source="Google Cloud, TPU v6e",
             host_bandwidth=32e9,
             host_memory=720 * 10**9,
             host_of_eight=True,

@@ -86,11 +86,8 @@ def test_a_plan_has_bytes_by_axis():
         "sent_between": 0,
         "seconds": pytest.approx(3 * one),
     }
-    assert (data["axes"], data["sent_inside"], data["sent_between"]) == (
-        "data",
-        0,
-        2 * GB // 100 * 3 // 4,
-    )
+    assert (data["axes"], data["sent_inside"]) == ("data", 0)
+    assert data["sent_between"] == 2 * GB // 100 * 3 // 4
     assert found["advice"] == "No other order of the mesh's axes is faster than data:4,expert:8."
 
 
@@ -140,16 +137,7 @@ def test_another_order_of_the_axes_gives_the_same_collectives_along_the_same_axe
     for text in ("data:2,expert:4", "expert:4,data:2"):
         mesh = Mesh.parse(text)
         compiled = PjrtEngine(mesh).Build(step, specs, results=results)
-        found.append(
-            sorted(
-                (
-                    c.collective.kind,
-                    c.collective.bytes,
-                    mesh_order.axes_of(c.collective.devices, mesh),
-                )
-                for c in costs(parse_module(compiled.HloText()))
-                if c.collective
-            )
-        )
+        uses = [c.collective for c in costs(parse_module(compiled.HloText())) if c.collective]
+        found.append(sorted((u.kind, u.bytes, mesh_order.axes_of(u.devices, mesh)) for u in uses))
     assert found[0] == found[1]
     assert {axes for _, _, axes in found[0]} >= {("data",), ("expert",)}
