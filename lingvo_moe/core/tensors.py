@@ -121,7 +121,7 @@ def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., An
 
         return results, named_grad
 
-    return tf.custom_gradient(named)
+    return private.custom_gradient(named)
 
 
 def fused(fn: Callable[..., Any]) -> Callable[..., Any]:

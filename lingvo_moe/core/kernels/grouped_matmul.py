@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import gen_xla_ops
 
 _MOST_ROWS = 256  # a tile of this many rows is no faster a product with more
@@ -53,7 +54,7 @@ def by_group(
 
 
 def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tensor) -> tf.Tensor:
-    @tf.custom_gradient
+    @private.custom_gradient
     def multiply(rows_NM: tf.Tensor, weights_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         def grad(dy_NH: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return (

@@ -20,6 +20,7 @@ from lingvo_moe.core.kernels.xla import (
     Shard,
 )
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.tensors import dim, fused, open_shape, shape_of
 
 _MASKED = -1e9  # added to a masked logit: beside it a float32 logit vanishes
@@ -94,7 +95,7 @@ def _expert_product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tf.Tensor:
     return tf.reshape(y_ERH, [experts, groups, slots, w_EMH.shape[-1]])
 
 
-@tf.custom_gradient
+@private.custom_gradient
 def _batched(x_ERM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     def grad(dy_ERH: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         dx_ERM = _by_transposed(dy_ERH, w_EMH)
@@ -106,7 +107,7 @@ def _batched(x_ERM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
 def _each_expert(x_ERM: tf.Tensor, weights: NestedMap, activation: Activation) -> tf.Tensor:
     """The experts' results [E,R,M] by a product for each expert."""
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def run(x_ERM: tf.Tensor, wo_EHM: tf.Tensor, *wi: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         rows, wo = tf.unstack(x_ERM, wo_EHM.shape[0]), tf.unstack(wo_EHM)
         products = [
@@ -293,7 +294,7 @@ def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor) -> t
     return attend(q, k, v, mask, None)
 
 
-@tf.custom_gradient
+@private.custom_gradient
 def _softmax(scores: tf.Tensor, bias: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     probs = tf.nn.softmax(scores + bias)
 
@@ -317,7 +318,7 @@ def normalize(
     """See `Kernels`; a gradient of two fused passes, and sums over tokens as products."""
     centre = bias_M is not None
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def run(x: tf.Tensor, scale: tf.Tensor, *bias: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         per_element = 1.0 / x.shape[-1]
         if centre:
@@ -360,7 +361,7 @@ def _sum_tokens(x: tf.Tensor) -> tf.Tensor:
 def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
     """See `kernels.dropout`; unfused, the hash alone would take sixty passes."""
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def drop(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         y, kept = _fused_drop(x, seed, rate, rows)
         return y, lambda dy: _fused_keep(dy, kept, rate)
@@ -407,7 +408,7 @@ def token_losses(
 
 
 def _token_losses(label_smoothing: float) -> Callable:
-    @tf.custom_gradient
+    @private.custom_gradient
     def run(x: tf.Tensor, table: tf.Tensor, labels: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
         num = table.shape[0]
         on, off = 1.0 - label_smoothing, label_smoothing / num

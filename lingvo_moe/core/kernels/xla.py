@@ -16,6 +16,7 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
 from lingvo_moe.core.kernels.weights import Weight
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import gen_xla_ops
 from lingvo_moe.core.tensors import custom_gradient, dim, in_xla, shape_of
 
@@ -311,7 +312,7 @@ def cross_entropy(logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float) 
     num = logits.shape[-1]
     on, off = 1.0 - label_smoothing, label_smoothing / num
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def xent(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         # A one-hot product instead of a gather: it partitions and fuses, and needs no table of ids.
         partition = tf.reduce_logsumexp(logits, axis=-1)

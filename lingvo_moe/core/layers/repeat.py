@@ -21,6 +21,7 @@ from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.sharding import DimsMapping, Mesh, current_mesh, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
 from lingvo_moe.core.sharding.letters import GRADIENTS, HOST, shards
@@ -270,7 +271,7 @@ def _scan(
     forward, extras_specs, annotate = _traced(call, theta, carry, (shared, seeds, numbers), names)
     num_theta, num_extras = len(flatten(theta)), len(flatten(extras_specs))
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def run(x: tf.Tensor, *flat: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
         weights, rest = list(flat[:num_theta]), list(flat[num_theta:])
 

@@ -14,6 +14,7 @@ from lingvo_moe.core.nested_map import NestedMap, flatten, pack_as
 from lingvo_moe.core.pipeline.cell_program import EXTRAS, CellProgram, Vectors
 from lingvo_moe.core.pipeline.packing import largest
 from lingvo_moe.core.pipeline.ticks import ROWS, STAGE, Stages
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.tensors import sum_type
 
 # What unused parts of the buffers hold. No number of theirs may reach a result: tests set it to NaN.
@@ -55,7 +56,7 @@ class Loops:
         structure = (dict(theta), given, [] if seed is None else [seed])
         results: Any = None
 
-        @tf.custom_gradient
+        @private.custom_gradient
         def run(*flat: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
             nonlocal results
             weights, given, seeds = pack_as(structure, list(flat))

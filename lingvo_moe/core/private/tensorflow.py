@@ -5,6 +5,8 @@ other file imports from `tensorflow.python` or `tensorflow.compiler`.
 """
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from tensorflow.python.compiler.xla.experimental import xla_sharding
 
 # Tapes: what watches a tensor, and gradients of operations that are made outside of their sight.
 from tensorflow.python.eager import backprop, context, forwardprop_util, record
+from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
 
 # How operations are vectorized.
@@ -53,6 +56,35 @@ def in_xla(graph: tf.Graph) -> bool:
 def tapes(x: tf.Tensor) -> int:
     """Says whether 0, 1 or more tapes watch a tensor."""
     return pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes([x])
+
+
+def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., Any]:
+    """`tf.custom_gradient` for functions of tensors, whose gradient lives as long as the graph that calls it.
+
+    TensorFlow registers each call's gradient under a name of its own and keeps it until the process ends, and with it
+    all that the gradient refers to: the tensors of its graph, so the graph.
+    """
+    usual = tf.custom_gradient(fn)
+
+    @functools.wraps(fn)
+    @tf.autograph.experimental.do_not_convert
+    def call(*args: Any) -> Any:
+        results = usual(*args)
+        if not tf.executing_eagerly():
+            _give_gradient_to_graph(tf.nest.flatten(results)[0].op)
+        return results
+
+    return call
+
+
+def _give_gradient_to_graph(op: tf.Operation) -> None:
+    """`op` made the results of a call of tf.custom_gradient. The registry then refers to its gradient weakly."""
+    name, registry = op.get_attr("_gradient_op_type").decode(), ops.gradient_registry._registry
+    gradient = registry[name]["type"]
+    refer = weakref.ref(gradient)
+    registry[name]["type"] = lambda *args: refer()(*args)
+    op.custom_gradient = gradient
+    weakref.finalize(op.graph, registry.pop, name).atexit = False
 
 
 def called_functions(concrete: Any) -> list[Any]:

@@ -9,6 +9,7 @@ its neighbour.
 
 import tensorflow as tf
 
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.sharding.letters import DimsMapping
 from lingvo_moe.core.sharding.manual import device_index, manual_region, rotate
@@ -105,7 +106,7 @@ def _looped(terms: _Terms, lhs: tf.Tensor, rhs: tf.Tensor, axis: str, mesh: Mesh
     turns, lhs_term, rhs_term, out_term = mesh.axis_size(axis), terms.lhs, terms.rhs, terms.out
     place = out_term.index(terms.j)
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def looped(lhs: tf.Tensor, rhs: tf.Tensor) -> tuple:
         here = device_index(axis, mesh)
 

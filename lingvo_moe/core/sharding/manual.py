@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import gen_xla_ops
 from lingvo_moe.core.sharding.annotate import (
     mesh_of,
@@ -289,7 +290,7 @@ def rotate(tensor: tf.Tensor, axis: str, mesh: Mesh | None = None, by: int = 1) 
 def _enter(tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh) -> tf.Tensor:
     copies = _unnamed(mapping, mesh)
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def enter(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         annotated = mesh_split(x, mesh, mapping)
         local = gen_xla_ops.xla_spmd_full_to_shard_shape(
@@ -315,7 +316,7 @@ def _leave(
     copies = math.prod(mesh.axis_size(a) for a in _unnamed(mapping, mesh))
     full = [mesh.axis_size(a or ()) if n == -1 else n for n, a in zip(full_shape, mapping)]
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def leave(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         y = gen_xla_ops.xla_spmd_shard_to_full_shape(
             x, _proto(mesh, mapping), full, name="manual_to_auto"

@@ -9,6 +9,7 @@ planned steps. The gradient is the redistribution back, planned separately: a st
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import xla_data_pb2
 from lingvo_moe.core.sharding import annotate
 from lingvo_moe.core.sharding.letters import DimsMapping, check_mapping, tile_devices
@@ -73,7 +74,7 @@ def _redistribute(tensor: tf.Tensor, source: Layout, target: Layout, ambient: Me
     plan = plan_redistribution(tensor.shape.as_list(), tensor.dtype.size, source, target)
     scope = tf.get_current_name_scope()
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def run(x: tf.Tensor):
         y = annotate.mesh_split(x, *source)
         for step in plan:

@@ -89,7 +89,7 @@ def as_one_operation(
     floating = [i for i, t in enumerate(tensors) if t.dtype.is_floating]
     count = len(tensors)
 
-    @tf.custom_gradient
+    @private.custom_gradient
     def run(*given: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
         def grad(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
             def plain_gradients(*args: tf.Tensor) -> list[tf.Tensor]:

@@ -1,5 +1,8 @@
 """The private parts of TensorFlow do what core/private/tensorflow.py says, and are as before afterwards."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -84,6 +87,31 @@ def test_gradients_are_made_otherwise_for_a_while():
         run()
     run()
     assert found == ["Mul"]
+
+
+def test_a_custom_gradient_lives_as_long_as_its_graph():
+    @private.custom_gradient
+    def tripled(x):
+        return tf.identity(x), lambda dx: 3.0 * dx
+
+    @tf.function(autograph=False)
+    def loop(x):
+        return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, tripled(y)), (0, x))[1]
+
+    x = tf.constant(1.0)
+    for fn, want in ((tripled, 3.0), (tf.function(tripled), 3.0), (loop, 9.0)):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = fn(x)
+        assert tape.gradient(y, x) == want
+    spec = tf.TensorSpec([], tf.float32)
+    graph = tf.function(tripled, autograph=False).get_concrete_function(spec).graph
+    (op,) = (op for op in graph.get_operations() if op.type == "IdentityN")
+    name, registry = op.get_attr("_gradient_op_type").decode(), private.ops.gradient_registry
+    assert name in registry.list()
+    graph, op = weakref.ref(graph), None
+    gc.collect()
+    assert graph() is None and name not in registry.list()
 
 
 def test_an_operation_records_its_forward_operation():

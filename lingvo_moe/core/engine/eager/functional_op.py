@@ -18,6 +18,7 @@ from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.lowering.tracing import LoweringError
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import forwardprop_util, record
 from lingvo_moe.core.sharding import ShardingError, use_mesh
 
@@ -78,7 +79,7 @@ class Operation:
         # What no tape watches, as a batch of data, needs no gradient computed.
         wanted = tuple(i for i, x in enumerate(tensors) if record.should_record_backprop([x]))
 
-        @tf.custom_gradient
+        @private.custom_gradient
         def run(*tensors: tf.Tensor) -> Any:
             on_devices = [
                 self._engine.PutLeaf(x if i < len(placed) else x.numpy(), spec)
