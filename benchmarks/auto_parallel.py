@@ -183,8 +183,7 @@ def _compiled(
         new = [w - _LEARNING_RATE * g for w, g in zip(flat, gradients, strict=True)]
         return pack_as(theta, new), value
 
-    program = engine.Lower(step, [theta_specs, loss.images, loss.labels], donate=[0], name="step")
-    compiled = engine.Compile(program)
+    compiled = engine.Build(step, [theta_specs, loss.images, loss.labels], donate=[0], name="step")
     rng = np.random.RandomState(0)
     theta = map_structure(
         lambda s: (rng.standard_normal(s.shape) * 0.01).astype(np.float32), loss.theta

@@ -25,6 +25,7 @@ from lingvo_moe.core.auto_shard.strategy import Strategy
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.engine.devices import request_cpu_devices
+from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.hlo.module import parse_module
@@ -114,7 +115,8 @@ def compile_step(
     (result,) = strategy.results
     wanted = [TensorSpec(result.shape, "float32", result.mapping), *(args[i] for i in by)]
     engine = PjrtEngine(strategy.mesh, known_faults=OFF)
-    return engine.Compile(engine.Lower(step, args, results=wanted, name="step"), _OPTIONS)
+    program = lower(step, args, engine.mesh, results=wanted, name="step")
+    return engine.Compile(program, _OPTIONS)
 
 
 def compiled_seconds(text: str, machine: Machine) -> float:

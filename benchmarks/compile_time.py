@@ -85,7 +85,7 @@ def measure(path: Path, name: str) -> None:
     _cli.load_tensorflow()
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.aot import aot
-    from lingvo_moe.core.engine.loop.steps import lower_step
+    from lingvo_moe.core.engine.lowering.lowering import lower_step
     from lingvo_moe.planning import step_plan
 
     request = step_plan.Request(**asdict(REQUESTS[name]))

@@ -42,7 +42,7 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.engine.loop.prefetch import Prefetched
-    from lingvo_moe.core.engine.loop.steps import build_step, initial_state, train_step
+    from lingvo_moe.core.engine.loop.steps import initial_state, train_step
     from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.sharding import Mesh
     from lingvo_moe.core.task import inspect
@@ -55,7 +55,7 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
     run = RunDir(setup["run"])
     run.Write(setup["model"], setup["override"], inputs.Artifacts())
     engine = make_engine("tf_graph", Mesh.parse("expert:1"))
-    step_fn = build_step(train_step(task, inputs), engine)
+    step_fn = engine.BuildStep(train_step(task, inputs))
     state = initial_state(task, engine, params.task.seed)
     budget, step, seen = Budget(setup["points"]), 0, 0
     every = params.train.summary_interval_steps

@@ -37,7 +37,7 @@ def build(kind: str, size: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     the model without experts."""
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.core.engine.loop.steps import build_step, train_step
+    from lingvo_moe.core.engine.loop.steps import train_step
     from lingvo_moe.core.engine.lowering.specs import TensorSpec
     from lingvo_moe.core.sharding import Mesh
 
@@ -76,7 +76,7 @@ def build(kind: str, size: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
         side.ids = rng.randint(4, size["vocab_size"], side.ids.shape).astype(np.int32)
         side.segment_pos *= np.arange(size["length"], dtype=np.int32)
     batch.tgt.labels = rng.randint(4, size["vocab_size"], batch.tgt.ids.shape).astype(np.int32)
-    run = build_step(step, engine)
+    run = engine.BuildStep(step)
     return engine, run, init(np.int32(1234)), engine.Put(batch, step.arg_specs[1])
 
 

@@ -23,7 +23,8 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine import cuda_plugin
 from lingvo_moe.core.engine.aot import aot, aot_tpu
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.loop.steps import lower_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.files.sealed import read_sealed
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.golden import differences

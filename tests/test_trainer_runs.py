@@ -23,7 +23,7 @@ from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
-from lingvo_moe.core.engine.loop.steps import lower_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.planning import step_plan
 
 pytestmark = pytest.mark.slow

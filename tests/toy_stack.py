@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
-from lingvo_moe.core.engine.loop.steps import build_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.initializers import WeightInit
@@ -69,7 +69,7 @@ def stack_task(level="none", optimizer=Adam, **others):
 def compiled_step(level, num=1, **others):
     task = stack_task(level, **others)
     engine = PjrtEngine(MESH)
-    return task, engine, build_step(train_step(task, Rows(), num), engine)
+    return task, engine, engine.BuildStep(train_step(task, Rows(), num))
 
 
 def begun(task, engine):

@@ -75,14 +75,14 @@ def keep_compiled() -> None:
         key = (name, str(mesh), known_faults)
         if key not in kept:
             engine, built = make_engine(name, mesh, known_faults), {}
-            build = engine.Build
+            build = engine.BuildStep
 
-            def build_once(*args: Any, name: str, **kwargs: Any) -> Any:
-                if name not in built:
-                    built[name] = build(*args, name=name, **kwargs)
-                return built[name]
+            def build_once(step: Any) -> Any:
+                if step.name not in built:
+                    built[step.name] = build(step)
+                return built[step.name]
 
-            engine.Build = build_once
+            engine.BuildStep = build_once
             kept[key] = engine
         return kept[key]
 

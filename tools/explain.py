@@ -94,7 +94,8 @@ def make(args: Flags, say: Callable[[str], None]) -> "Explanation":
 def _lower(args: Flags, say: Callable[[str], None]) -> "Program":
     """The program of the experiment's training step."""
     from lingvo_moe.core.config import registry
-    from lingvo_moe.core.engine.loop.steps import lower_step, train_step
+    from lingvo_moe.core.engine.loop.steps import train_step
+    from lingvo_moe.core.engine.lowering.lowering import lower_step
     from lingvo_moe.core.planner.machines.machine import parse_machine
     from lingvo_moe.planning.step_plan import topology_memory
     from lingvo_moe.training.checks import check_divisible, strategy_override

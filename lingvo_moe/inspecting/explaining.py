@@ -1,6 +1,6 @@
 """Explains a program: the sharding of every tensor, the collectives, and the source lines that caused them.
 
-    explanation = explain(engine.Lower(step, specs))
+    explanation = explain(lower(step, specs, mesh))
     print(explanation)
     print(explanation.Sharding("ffn/einsum"))
 

@@ -148,7 +148,7 @@ def verify_model(
     )
     for engine, each in engines:
         step = _with_gradients(each, train_step(each, inputs, params.train.num_micro_batches))
-        run = engine.Build(step.fn, step.arg_specs, donate=step.donate, name=step.name)
+        run = engine.BuildStep(step)
         state, rest = (engine.Get(tree) for tree in run(start, batch))
         found.append(dict(_in_order(task, state, rest)))
     got, want = found

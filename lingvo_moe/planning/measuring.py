@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.engine.loop.steps import initial_state, lower_step, train_step
+from lingvo_moe.core.engine.loop.steps import initial_state, train_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.training.checks import check_divisible

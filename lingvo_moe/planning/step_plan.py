@@ -18,7 +18,8 @@ from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import checking
 from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.aot.aot_cache import cached
-from lingvo_moe.core.engine.loop.steps import lower_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module

@@ -22,6 +22,7 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.forms import Forms
+from lingvo_moe.core.task.step import Step
 from lingvo_moe.core.tensors import origin
 
 # The blocks of all stacks that are unrolled at most: each adds to the time that the program takes to compile.
@@ -127,9 +128,7 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
 
     specs = (state.theta, batch, state.step)
     # As the engine will trace it: TensorFlow's kernels keep other values than XLA's.
-    traced, signature = trace(gradients, specs, mesh, jit_compile=engine != "tf_graph")
-    args = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
-    graph = traced.get_concrete_function(*args).graph
+    graph = trace(Step("gradients", gradients, specs), mesh, engine != "tf_graph").graph
     kept = {
         value.ref(): value
         for op in graph.get_operations()

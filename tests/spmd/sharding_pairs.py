@@ -18,6 +18,7 @@ from spmd_case import assert_close, floats
 
 from lingvo_moe.core.engine.aot.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.eager.testing import run_single
+from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.hlo.module import parse_module
@@ -88,7 +89,8 @@ class _Pairs:
             want: the result and the gradients of one device.
         """
         engine = PjrtEngine(self._mesh, known_faults=OFF)
-        program = engine.Lower(self, [TensorSpec(v.shape, v.dtype.name, ()) for v in values])
+        specs = [TensorSpec(v.shape, v.dtype.name, ()) for v in values]
+        program = lower(self, specs, self._mesh)
         with tempfile.TemporaryDirectory() as directory:
             compiled = engine.Compile(program, _OPTIONS | dump_options(directory))
             faults = known_faults(parse_module(read_before(directory)))

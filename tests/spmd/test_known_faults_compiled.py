@@ -15,8 +15,8 @@ from spmd_case import Case, check, floats, ints
 from test_fuzz import KNOWN
 
 from lingvo_moe.core.engine.aot.partitioning import partition
+from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults as kf
 from lingvo_moe.core.sharding import Mesh, ShardingError, split
@@ -29,7 +29,7 @@ def _module(fn, args, mesh, splits=None):
         TensorSpec(a.shape, a.dtype.name, s or ())
         for a, s in zip(args, splits or [None] * len(args), strict=True)
     ]
-    return parse_module(partition(PjrtEngine(mesh).Lower(fn, specs)).before)
+    return parse_module(partition(lower(fn, specs, mesh)).before)
 
 
 def _forward(case):

@@ -16,6 +16,7 @@ from random_programs import KINDS, RandomProgram, random_program
 
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.engine.aot.partition_dump import dump_options, read_before
+from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.hlo.module import parse_module
@@ -52,7 +53,7 @@ def examine(program: RandomProgram | RandomChain) -> tuple[dict[str, float], lis
 def _annotated(program, args):
     engine = PjrtEngine(Mesh.parse(program.mesh), known_faults="off")
     specs = [TensorSpec(a.shape, a.dtype.name) for a in args]
-    lowered = engine.Lower(program, specs, name="program")
+    lowered = lower(program, specs, engine.mesh, name="program")
     with tempfile.TemporaryDirectory() as directory:
         compiled = engine.Compile(lowered, _SOON | dump_options(directory))
         faults = kf.known_faults(parse_module(read_before(Path(directory))))

@@ -11,6 +11,7 @@ from spmd_case import assert_close, floats
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.layers.feed_forward import FeedForward
@@ -165,7 +166,7 @@ def test_subgroups_say_which_devices_hold_the_same_part(assignment, tiles, group
     assert dict(collectives) == {"all-reduce": 1}
     assert _groups(collectives.hlo, "all-reduce") == groups
 
-    text = PjrtEngine(LINE).Lower(fn, [TensorSpec((8, 4), "float32")] * 2).Text()
+    text = lower(fn, [TensorSpec((8, 4), "float32")] * 2, LINE).Text()
     assert text.count(f"{{devices=[{tiles} last_tile_dim_replicate}}") >= 2, text
 
 

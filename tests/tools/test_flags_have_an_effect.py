@@ -256,7 +256,7 @@ COMMANDS += [
             **_COMPILING,
             "lingvo_moe.inspecting.explaining:explain": _EXPLANATION,
             "lingvo_moe.core.engine.loop.steps:train_step": None,
-            "lingvo_moe.core.engine.loop.steps:lower_step": _PROGRAM,
+            "lingvo_moe.core.engine.lowering.lowering:lower_step": _PROGRAM,
             "lingvo_moe.core.engine.lowering.program:Program.Load": _PROGRAM,
         },
         [["--model=mt.M4Tiny"], ["--program=lines.txt"]],

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.step import Step
 
 ENGINES = ("pjrt", "tf", "tf_graph", "tpu_strategy")
 ONE_DEVICE_ENGINES = ("tf", "tf_graph")
@@ -49,12 +50,12 @@ class Engine(abc.ABC):
     mesh: Mesh  # the mesh that functions are traced under
     # Whether the devices have memory of their own beside that of their host.
     has_host_memory: bool = False
-    # Called with a phrase when Build does something else that may take long.
+    # Called with a phrase when BuildStep does something else that may take long.
     doing: Callable[[str], None] = staticmethod(lambda doing: None)
 
     @contextlib.contextmanager
     def Showing(self, show: Callable[[str], None]) -> Iterator[None]:
-        """Inside the block, `show` is called with what Build does."""
+        """Inside the block, `show` is called with what BuildStep does."""
         before, self.doing = self.doing, show
         try:
             yield
@@ -62,6 +63,9 @@ class Engine(abc.ABC):
             self.doing = before
 
     @abc.abstractmethod
+    def BuildStep(self, step: Step) -> Compiled:
+        """Lowers and compiles a step. Raises as `lowering.lower_step`."""
+
     def Build(
         self,
         fn: Callable[..., Any],
@@ -71,19 +75,12 @@ class Engine(abc.ABC):
         donate: Sequence[int] = (),
         name: str = "",
     ) -> Compiled:
-        """Lowers and compiles `fn`; the arguments are those of `lowering.lower`."""
+        """As BuildStep, of a step with these fields."""
+        return self.BuildStep(Step(name, fn, arg_specs, donate, results))
 
-    def Once(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        arg_specs: Sequence[Any],
-        *,
-        results: Any,
-        name: str,
-    ) -> Any:
-        """The results of a function that is called only once, on these arguments; the other arguments are Build's."""
-        return self.Build(fn, arg_specs, results=results, name=name)(*args)
+    def Once(self, step: Step, *args: Any) -> Any:
+        """The results of a step that is called only once, on these arguments."""
+        return self.BuildStep(step)(*args)
 
     @abc.abstractmethod
     def Put(self, tree: Any, specs: Any) -> Any:

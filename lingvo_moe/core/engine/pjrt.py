@@ -4,7 +4,7 @@ XLA's SPMD partitioner partitions the program for the devices: virtual CPU devic
 Importing this module does not import TensorFlow; building from a TensorFlow function does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
 from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.step import Step
 
 # XLA's options for programs on CPUs; what Compile is given goes before them.
 _CPU_OPTIONS = {
@@ -68,32 +69,12 @@ class PjrtEngine(Engine):
         self.jax_mesh = jax.sharding.Mesh(np.array(used).reshape(mesh.shape), mesh.axis_names)
         self.has_host_memory = used[0].platform != "cpu"
 
-    def Lower(
-        self,
-        fn: Callable[..., Any],
-        arg_specs: Sequence[Any],
-        *,
-        results: Any = None,
-        donate: Sequence[int] = (),
-        name: str = "",
-    ) -> Program:
-        """`lowering.lower` for this engine's mesh."""
-        from lingvo_moe.core.engine.lowering.lowering import lower  # the door to TensorFlow
+    def BuildStep(self, step: Step) -> "CompiledProgram":
+        from lingvo_moe.core.engine.lowering.lowering import lower_step  # the door to TensorFlow
 
-        return lower(fn, arg_specs, self.mesh, results=results, donate=donate, name=name)
-
-    def Build(
-        self,
-        fn: Callable[..., Any],
-        arg_specs: Sequence[Any],
-        *,
-        results: Any = None,
-        donate: Sequence[int] = (),
-        name: str = "",
-    ) -> "CompiledProgram":
-        self.doing(f"lowering {name}")
-        program = self.Lower(fn, arg_specs, results=results, donate=donate, name=name)
-        self.doing(f"compiling {name}, {units.size(len(program.exported))} of StableHLO")
+        self.doing(f"lowering {step.name}")
+        program = lower_step(step, self.mesh)
+        self.doing(f"compiling {step.name}, {units.size(len(program.exported))} of StableHLO")
         return self.Compile(program)
 
     def Compile(

@@ -5,7 +5,6 @@ its matrix products are oneDNN's, which are faster than XLA:CPU's (docs/speed.md
 """
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,13 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
-from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
-from lingvo_moe.core.engine.lowering.tracing import trace
+from lingvo_moe.core.engine.lowering.tracing import Traced, trace
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 from lingvo_moe.core.sharding.letters import HOST
+from lingvo_moe.core.task.step import Step
 
 
 class TfEngine(Engine):
@@ -37,46 +36,22 @@ class TfEngine(Engine):
                 f"{self.mesh} of {self.mesh.size}; use --engine=pjrt, or --mesh={self.mesh.axis_names[0]}:1"
             )
 
-    def Build(
-        self,
-        fn: Callable[..., Any],
-        arg_specs: Sequence[Any],
-        *,
-        results: Any = None,
-        donate: Sequence[int] = (),
-        name: str = "",
-    ) -> "CompiledTfFunction":
-        self.doing(f"tracing {name}")
-        function, signature = trace(
-            fn,
-            arg_specs,
-            self.mesh,
-            results=results,
-            donate=donate,
-            name=name,
-            jit_compile=self._jit_compile,
-        )
-        if any(spec.memory == HOST for spec in signature.args):
+    def BuildStep(self, step: Step) -> "CompiledTfFunction":
+        self.doing(f"tracing {step.name}")
+        traced = trace(step, self.mesh, self._jit_compile)
+        if any(spec.memory == HOST for spec in traced.signature.args):
             raise EngineError(
                 "--engine: TensorFlow's own programs have one memory; train.offload takes --engine=pjrt"
             )
-        return CompiledTfFunction(function, signature, self._jit_compile)
+        return CompiledTfFunction(traced, self._jit_compile)
 
-    def Once(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        arg_specs: Sequence[Any],
-        *,
-        results: Any,
-        name: str,
-    ) -> Any:
+    def Once(self, step: Step, *args: Any) -> Any:
         if self._jit_compile:
-            return super().Once(fn, args, arg_specs, results=results, name=name)
+            return super().Once(step, *args)
         # Eagerly: to trace a graph and to optimise it takes TensorFlow ten times as long as to run its operations once.
-        given = [self.Put(tree, specs) for tree, specs in zip(args, arg_specs, strict=True)]
+        given = [self.Put(tree, specs) for tree, specs in zip(args, step.arg_specs, strict=True)]
         with use_mesh(self.mesh), kernels.using(tensorflow):
-            return self.Put(fn(*given), results)
+            return self.Put(step.fn(*given), step.results)
 
     def Put(self, tree: Any, specs: Any) -> Any:
         return map_with_specs(_to_tensor, tree, specs)
@@ -93,8 +68,9 @@ class CompiledTfFunction(Compiled):
         function: the `tf.function` of flat tensors.
     """
 
-    def __init__(self, function: Any, signature: Signature, jit_compile: bool):
-        self.function, self.signature, self._jit_compile = function, signature, jit_compile
+    def __init__(self, traced: Traced, jit_compile: bool):
+        self.function, self.signature = traced.function, traced.signature
+        self._jit_compile = jit_compile
         self.first_call = "XLA compiles it" if jit_compile else "TensorFlow optimises its graph"
 
     def __call__(self, *args: Any) -> Any:

@@ -4,18 +4,17 @@ NOT RUN BY US: we had no TPU. Tests cover the device assignment and the errors, 
 and results of a function are unsharded here; XLA shards the tensors inside by the annotations.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
-from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.specs import map_with_specs
-from lingvo_moe.core.engine.lowering.tracing import trace
+from lingvo_moe.core.engine.lowering.tracing import Traced, trace
 from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.step import Step
 
 
 class TpuStrategyEngine(Engine):
@@ -48,19 +47,8 @@ class TpuStrategyEngine(Engine):
             experimental_spmd_xla_partitioning=True,
         )
 
-    def Build(
-        self,
-        fn: Callable[..., Any],
-        arg_specs: Sequence[Any],
-        *,
-        results: Any = None,
-        donate: Sequence[int] = (),
-        name: str = "",
-    ) -> "CompiledTpuFunction":
-        function, signature = trace(
-            fn, arg_specs, self.mesh, results=results, donate=donate, name=name
-        )
-        return CompiledTpuFunction(self.strategy, function, signature)
+    def BuildStep(self, step: Step) -> "CompiledTpuFunction":
+        return CompiledTpuFunction(self.strategy, trace(step, self.mesh))
 
     def Put(self, tree: Any, specs: Any) -> Any:
         return map_with_specs(lambda value, _spec: tf.convert_to_tensor(value), tree, specs)
@@ -76,13 +64,13 @@ class CompiledTpuFunction(Compiled):
         signature: how it is called.
     """
 
-    def __init__(self, strategy: Any, function: Any, signature: Signature):
-        self.signature = signature
+    def __init__(self, strategy: Any, traced: Traced):
+        self.signature = traced.signature
 
         @tf.function(autograph=False)
         def run(*leaves: tf.Tensor) -> Any:
             # The strategy compiles; a nested jit_compile is not allowed there.
-            return strategy.run(function.python_function, args=leaves)
+            return strategy.run(traced.function.python_function, args=leaves)
 
         self._run = run
 

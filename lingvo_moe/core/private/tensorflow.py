@@ -81,7 +81,7 @@ def _give_gradient_to_graph(op: tf.Operation) -> None:
     """`op` made the results of a call of tf.custom_gradient. The registry then refers to its gradient weakly."""
     name, registry = op.get_attr("_gradient_op_type").decode(), ops.gradient_registry._registry
     gradient = registry[name]["type"]
-    refer = weakref.ref(gradient)
+    refer: Callable[[], Any] = weakref.ref(gradient)
     registry[name]["type"] = lambda *args: refer()(*args)
     op.custom_gradient = gradient
     weakref.finalize(op.graph, registry.pop, name).atexit = False

@@ -23,6 +23,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.operators.products import einsum_letters, product_flops
 from lingvo_moe.core.sharding.mesh import single_device
 from lingvo_moe.core.task.base_task import Forms
+from lingvo_moe.core.task.step import Step
 from lingvo_moe.core.tensors import VIEWS, Collected, collecting, origin
 
 # Operations through which a weight, or an activation, is followed to where it comes from.
@@ -94,9 +95,8 @@ def read_workload(params: Params) -> Workload:
         return task.FProp(theta, batch, seed=randomness.make_seed(task.p.seed, step))[0]
 
     with collecting(NAMES) as marked:
-        traced, signature = trace(loss, (state.theta, batch, state.step), single_device())
-        args = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
-        graph = traced.get_concrete_function(*args).graph
+        step = Step("loss", loss, (state.theta, batch, state.step))
+        graph = trace(step, single_device()).graph
     layers = Layers(task.DeclaredParts())
     names = _marked_products(marked, graph)
     specs = dict(zip((x.ref() for x in graph.inputs), state.theta.Flatten(), strict=False))

@@ -16,6 +16,7 @@ from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.lowering import embedding
+from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.sharding import ShardingError
@@ -140,7 +141,7 @@ def test_a_compile_that_writes_nothing_down_is_an_error_and_is_not_kept(cache, m
 
 
 def test_a_module_that_cannot_be_read_is_an_error_with_the_remedy(monkeypatch):
-    program = PjrtEngine(MESH).Lower(right, SPECS)
+    program = lower(right, SPECS, MESH)
     for text in (
         "ENTRY {",
         "HloModule m, num_partitions=8\n\nENTRY %e () -> f32[] {\n  %a = f32[x\n}\n",
@@ -187,7 +188,7 @@ def test_a_plan_is_checked_by_what_the_tpu_compilers_partitioner_is_given():
         return tf.math.unsorted_segment_sum(xs.split(x, 0, 8) + 5.0, ids, 4)
 
     specs = [TensorSpec((15, 6), "float32"), TensorSpec((15,), "int32")]
-    program = PjrtEngine(MESH).Lower(sum_by_ids, specs)
+    program = lower(sum_by_ids, specs, MESH)
     compiled = aot.compile_for_topology(program, "v3:2x2")
     (fault,) = checking.find_faults(compiled.partitioner_input, program)
     assert "UnsortedSegmentSum: the updates are sharded unevenly" in str(fault)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from lingvo_moe.core.engine.lowering.specs import SpecError, TensorSpec
 from lingvo_moe.core.engine.tpu_strategy import device_assignment
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.step import Step
 
 STATE = NestedMap(w=TensorSpec((4, 4), "float32"), step=TensorSpec((), "int32"))
 BATCH = NestedMap(x=TensorSpec((8, 4), "float32", ("expert", None)))
@@ -37,12 +39,13 @@ def _step(state, batch):
     return new, NestedMap(loss=loss)
 
 
+INIT = Step("init", _init, [TensorSpec((), "int32")], results=STATE)
+
+
 def _losses(engine):
     shown = []
     with engine.Showing(shown.append):
-        state = engine.Once(
-            _init, [np.int32(1)], [TensorSpec((), "int32")], results=STATE, name="init"
-        )
+        state = engine.Once(INIT, np.int32(1))
         step = engine.Build(_step, [STATE, BATCH], donate=(0,), name="step")
     assert any(line.endswith("ing step") for line in shown)  # lowering or tracing
     batch = NestedMap(x=np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4))
@@ -68,13 +71,13 @@ def test_tf_graph_traces_nothing_that_is_called_once(monkeypatch):
         raise AssertionError("traced")
 
     monkeypatch.setattr(tf_engine, "trace", trace)
-    engine, spec = make_engine("tf_graph", sharding.single_device()), [TensorSpec((), "int32")]
-    state = engine.Once(_init, [np.int32(1)], spec, results=STATE, name="init")
+    engine = make_engine("tf_graph", sharding.single_device())
+    state = engine.Once(INIT, np.int32(1))
     np.testing.assert_array_equal(state.w, _init(1).w)
     with pytest.raises(SpecError):
-        engine.Once(_init, [np.float32(1)], spec, results=STATE, name="init")
+        engine.Once(INIT, np.float32(1))
     with pytest.raises(SpecError):
-        engine.Once(lambda x: x, [np.int32(1)], spec, results=TensorSpec((2,), "int32"), name="x")
+        engine.Once(replace(INIT, fn=lambda x: x), np.int32(1))
 
 
 def test_the_tf_engine_shows_its_hlo_and_checks_arguments():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.sharding import Mesh
@@ -15,7 +16,7 @@ _SPECS = [TensorSpec((32, 64), "float32"), TensorSpec((64, 128), "float32")]
 @pytest.fixture(scope="module")
 def product():
     engine = PjrtEngine(Mesh.parse("expert:1"))
-    return engine, engine.Lower(tf.matmul, _SPECS)
+    return engine, lower(tf.matmul, _SPECS, engine.mesh)
 
 
 def test_products_are_not_ynnpacks(product):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lingvo_moe.core.engine.aot import aot
-from lingvo_moe.core.engine.loop.steps import lower_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.sharding import Mesh, dims_mapping

@@ -11,7 +11,6 @@ from rows import bound
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.loop.steps import build_step
 from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.loops import trip_count
 from lingvo_moe.core.hlo.module import parse_module
@@ -172,7 +171,7 @@ def _sharded_step(micro_batches):
     engine = make_engine("pjrt", Mesh.parse("stage:4,data:2"))
     specs = _sharded(task, specs)
     step = Step("step", pipelined_step(task, specs), (task.StateSpecs(), specs), donate=(0,))
-    program = build_step(step, engine)
+    program = engine.BuildStep(step)
     with use_mesh(single_device()), kernels.using(tensorflow):
         state = tf.function(task.InitState, autograph=False)(tf.constant(1))
     state = engine.Put(state.Transform(lambda x: x.numpy()), step.arg_specs[0])

@@ -23,7 +23,8 @@ from lingvo_moe.core.config.checks import OFFLOAD
 from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.loop.steps import build_step, lower_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.input.division import MicroBatchError
 from lingvo_moe.core.nested_map import NestedMap
@@ -183,7 +184,7 @@ def test_an_offload_that_frees_nothing_is_refused(offload, others, why):
 def test_where_the_hosts_memory_cannot_be_used_it_is_refused():
     step = train_step(stack_task(offload="slots"), Rows())
     with pytest.raises(EngineError, match=r"train.offload takes --engine=pjrt"):
-        build_step(step, make_engine("tf", Mesh.parse("data:1")))
+        make_engine("tf", Mesh.parse("data:1")).BuildStep(step)
     with pytest.raises(MicroBatchError, match=r"train.num_micro_batches=2: the gradients of stack"):
         train_step(stack_task(offload=("*.wi",)), Rows(), 2)
 

@@ -136,7 +136,7 @@ def test_what_is_kept_has_the_names_of_the_layers(model, override, lacks):
     assert work.names == names
     task = params.task.Copy().Set(remat=sorted(names)).Instantiate()
     step = train_step(task, params.input.Instantiate())
-    trace(step.fn, step.arg_specs, single_device())
+    trace(step, single_device())
     for each in candidates(layouts(work, 1), work):
         assert each.remat == DOTS or set(each.remat) <= names
 

@@ -13,7 +13,8 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.loop.steps import lower_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.initializers import WeightInit

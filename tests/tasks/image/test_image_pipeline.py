@@ -7,7 +7,7 @@ from trainer_testing import status
 from lingvo_moe.core.config.checks import ParamError
 from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.loop.steps import build_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.nested_map import NestedMap
@@ -116,7 +116,7 @@ def _losses(mesh, accumulated=1, **pipeline):
     inputs = Digits().Input().Set(batch_size=32).Instantiate().Prepare()
     engine = make_engine("pjrt", Mesh.parse(mesh))
     init = engine.Build(task.InitState, [TensorSpec((), "int32")], results=task.StateSpecs())
-    step = build_step(train_step(task, inputs, accumulated), engine)
+    step = engine.BuildStep(train_step(task, inputs, accumulated))
     state, found = init(np.int32(5)), []
     for _, batch in zip(range(6), inputs, strict=False):
         state, metrics = step(state, batch)

@@ -10,7 +10,7 @@ from trainer_testing import keep_compiled, status
 from lingvo_moe.core.engine import engines
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.loop.steps import build_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.sharding import Mesh
@@ -28,7 +28,7 @@ def _losses(engine_name: str, mesh: str) -> list[np.ndarray]:
     engine = make_engine(engine_name, Mesh.parse(mesh))
     specs = task.StateSpecs()
     init = engine.Build(task.InitState, [TensorSpec((), "int32")], results=specs)
-    state, step = init(np.int32(5)), build_step(train_step(task, inputs), engine)
+    state, step = init(np.int32(5)), engine.BuildStep(train_step(task, inputs))
     found = []
     for _, batch in zip(range(STEPS), inputs, strict=False):
         state, metrics = step(state, batch)

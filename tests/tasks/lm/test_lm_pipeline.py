@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.eager.testing import run_sharded
-from lingvo_moe.core.engine.loop.steps import build_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.sharding import Mesh, use_mesh
 from lingvo_moe.training.checks import check_divisible
@@ -24,7 +24,7 @@ def _experiment(*overrides):
 
 def _after(step, mesh, state, batch):
     engine = PjrtEngine(Mesh.parse(mesh))
-    program = build_step(step, engine)
+    program = engine.BuildStep(step)
     args = zip((state, batch), step.arg_specs, strict=True)
     return [engine.Get(tree) for tree in program(*[engine.Put(x, spec) for x, spec in args])]
 

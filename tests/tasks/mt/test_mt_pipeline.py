@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.engine.loop.steps import build_step, lower_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.pipeline.schedule import ScheduleError
 from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
@@ -24,7 +25,7 @@ def _experiment(*overrides):
 
 def _after(step, mesh, state, batch):
     engine = PjrtEngine(mesh)
-    program = build_step(step, engine)
+    program = engine.BuildStep(step)
     put = [
         engine.Put(tree, spec) for tree, spec in zip((state, batch), step.arg_specs, strict=True)
     ]

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.eager.testing import run_sharded
-from lingvo_moe.core.engine.loop.steps import lower_step, train_step
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed

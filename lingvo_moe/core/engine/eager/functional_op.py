@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.lowering.tracing import LoweringError
@@ -113,7 +114,7 @@ class Operation:
             results = [
                 TensorSpec(r.shape, r.dtype, split) for r, split in zip(specs, results, strict=True)
             ]
-        return self._engine.Lower(named, self.args, results=results, name=self.name)
+        return lower(named, self.args, self._engine.mesh, results=results, name=self.name)
 
     @functools.cached_property
     def compiled(self) -> CompiledProgram:

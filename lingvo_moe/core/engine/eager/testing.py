@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
@@ -68,7 +69,7 @@ def run_sharded(
     ]
     # Numbers are compared, also those of programs that are known to be wrong.
     engine = PjrtEngine(mesh, known_faults="off")
-    compiled = engine.Compile(engine.Lower(fn, specs, results=results), _SOON)
+    compiled = engine.Compile(lower(fn, specs, mesh, results=results), _SOON)
     return _get(engine, compiled(*args)), Collectives(compiled)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from lingvo_moe.core.engine.base import Compiled, Engine
-from lingvo_moe.core.engine.loop.steps import build_step, held_out_step
+from lingvo_moe.core.engine.loop.steps import held_out_step
 from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
@@ -26,9 +26,9 @@ class Evaluator:
         self._compiled: Compiled | None = None
 
     def Compile(self) -> Compiled:
-        """The compiled step, which is compiled once. Raises as Engine.Build."""
+        """The compiled step, which is compiled once. Raises as Engine.BuildStep."""
         if self._compiled is None:
-            self._compiled = build_step(self._step, self._engine)
+            self._compiled = self._engine.BuildStep(self._step)
         return self._compiled
 
     def __call__(self, weights: NestedMap, batches: Iterable[HeldOutBatch]) -> NestedMap:

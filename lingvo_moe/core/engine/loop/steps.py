@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from lingvo_moe.core.engine.base import Compiled, Engine
-from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import Mesh, dims_mapping
+from lingvo_moe.core.sharding import dims_mapping
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.micro_batches import accumulating_step
 from lingvo_moe.core.task.pipelined_step import pipelined_step
@@ -57,19 +56,8 @@ def _batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:
     return inputs.BatchSpec().Transform(lambda s: replace(s, split=dims_mapping(s.letters, split)))
 
 
-def build_step(step: Step, engine: Engine) -> Compiled:
-    """The step, ready to run on an engine. Raises as Engine.Build."""
-    return engine.Build(step.fn, step.arg_specs, donate=step.donate, name=step.name)
-
-
 def initial_state(task: BaseTask, engine: Engine, seed: int) -> NestedMap:
-    """The state before step 0, on the engine's devices; see BaseTask.InitState. Raises as Engine.Build."""
-    spec, states = TensorSpec((), "int32"), task.StateSpecs()
-    return engine.Once(task.InitState, [np.int32(seed)], [spec], results=states, name="init_state")
-
-
-def lower_step(step: Step, mesh: Mesh) -> Program:
-    """The program that `build_step` compiles on an engine of this mesh. Raises as lowering.lower."""
-    from lingvo_moe.core.engine.lowering.lowering import lower  # the door to TensorFlow
-
-    return lower(step.fn, step.arg_specs, mesh, donate=step.donate, name=step.name)
+    """The state before step 0, on the engine's devices; see BaseTask.InitState. Raises as Engine.BuildStep."""
+    seed_spec, states = TensorSpec((), "int32"), task.StateSpecs()
+    step = Step("init_state", task.InitState, [seed_spec], results=states)
+    return engine.Once(step, np.int32(seed))

@@ -23,7 +23,7 @@ from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
 from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, Work
 from lingvo_moe.core.engine.loop.skipped_steps import SkippedSteps
-from lingvo_moe.core.engine.loop.steps import build_step, initial_state, train_step
+from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.engine.loop.summaries import Summaries
 from lingvo_moe.core.engine.loop.trained import Trained
 from lingvo_moe.core.input.base_input import BatchIterator
@@ -123,7 +123,7 @@ class TrainLoop:
                 f"train.offload={self._task.p.offload}: CPU devices have one memory, so it frees none here"
             )
         with self._Waiting(f"compiling the training step{of}"):
-            step_fn = build_step(train_step(self._task, self._inputs, num), self._engine)
+            step_fn = self._engine.BuildStep(train_step(self._task, self._inputs, num))
         if on_compiled is not None:
             on_compiled(step_fn)
         return step_fn

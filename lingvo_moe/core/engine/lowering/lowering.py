@@ -12,13 +12,13 @@ from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.lowering.embedding import embedded
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.regions import isolate_regions
-from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.sources import record
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec, numpy_dtype
-from lingvo_moe.core.engine.lowering.tracing import LoweringError, trace
+from lingvo_moe.core.engine.lowering.tracing import LoweringError, Traced, trace
 from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.task.step import Step
 
-__all__ = ["AUTO", "LoweringError", "lower"]
+__all__ = ["AUTO", "LoweringError", "lower", "lower_step"]
 
 
 def lower(
@@ -30,19 +30,12 @@ def lower(
     donate: Sequence[int] = (),
     name: str = "",
 ) -> Program:
-    """Lowers `fn(*trees)` for a mesh.
+    """As lower_step, of a step with these fields."""
+    return lower_step(Step(name, fn, arg_specs, donate, results), mesh)
 
-    Args:
-        fn: a TensorFlow function of trees of tensors (NestedMaps, lists) that returns such a tree
-            or a tuple of them.
-        arg_specs: for each argument a tree of TensorSpecs or VariableSpecs.
-        mesh: is in force while `fn` is traced; its devices are numbered in order.
-        results: the shardings of results. None: a result whose argument of the same number is donated is
-            sharded like that argument, all others are replicated. AUTO: the partitioner chooses. Else
-            a tree of specs in the structure of the results.
-        donate: numbers of arguments, e.g. (0,) for the state, whose memory the results take over.
-            Result i then has to have the structure, shapes and dtypes of argument i.
-        name: of the program; by default the function's.
+
+def lower_step(step: Step, mesh: Mesh) -> Program:
+    """Lowers a step for a mesh, which is in force while the step is traced; its devices are numbered in order.
 
     Raises:
         LoweringError: 64-bit tensors; a result that is None or that does not fit a donated argument
@@ -51,16 +44,16 @@ def lower(
     """
     if mesh.device_ids and mesh.device_ids != tuple(range(mesh.size)):
         raise ShardingError(
-            f"{name or fn}: a program numbers its devices in order, but mesh {mesh} has device_ids "
+            f"{step.name or step.fn}: a program numbers its devices in order, but mesh {mesh} has device_ids "
             f"{mesh.device_ids}; give the engine its devices in that order instead"
         )
     with paused_collection():
-        return _lower(*trace(fn, arg_specs, mesh, results=results, donate=donate, name=name))
+        return _lower(trace(step, mesh))
 
 
-def _lower(tf_function: Any, signature: Signature) -> Program:
-    """The program of a traced function, see `trace`."""
-    mesh = signature.mesh
+def _lower(traced: Traced) -> Program:
+    """The program of a traced function."""
+    signature, mesh = traced.signature, traced.signature.mesh
     abstract = jax.sharding.AbstractMesh(mesh.shape, mesh.axis_names)
 
     def sharding(spec: TensorSpec) -> Any:
@@ -72,7 +65,7 @@ def _lower(tf_function: Any, signature: Signature) -> Program:
 
     specs = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
     jitted = jax.jit(
-        embedded(tf_function, specs),
+        embedded(traced.function, specs),
         out_shardings=tuple(sharding(spec) for spec in signature.results),
     )
     # TensorFlow lowers for the platform that it has; what it emits is plain StableHLO for any.
@@ -86,8 +79,4 @@ def _lower(tf_function: Any, signature: Signature) -> Program:
         ]
     )
     exported = isolate_regions(exported)
-    return Program(
-        signature,
-        bytes(exported.serialize()),
-        record(tf_function.get_concrete_function(*specs).graph),
-    )
+    return Program(signature, bytes(exported.serialize()), record(traced.graph))

@@ -23,7 +23,7 @@ class Auto:
     """The type of AUTO."""
 
 
-# For `results` of lower and Build: the partitioner chooses the shardings of results.
+# For `results` of a Step: the partitioner chooses the shardings of results.
 AUTO = Auto()
 
 

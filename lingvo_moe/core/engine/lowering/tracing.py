@@ -7,7 +7,7 @@ is allocated. Free of JAX.
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -21,27 +21,26 @@ from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.nested_map import first_difference, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh, use_mesh
 from lingvo_moe.core.sharding.manual_check import check_regions
+from lingvo_moe.core.task.step import Step
 
 
 class LoweringError(ValueError):
     """A function that cannot be lowered to a program."""
 
 
-def trace(
-    fn: Callable[..., Any],
-    arg_specs: Sequence[Any],
-    mesh: Mesh,
-    *,
-    results: Any = None,
-    donate: Sequence[int] = (),
-    name: str = "",
-    jit_compile: bool = True,
-) -> tuple[Any, Signature]:
-    """A `tf.function` of flat tensors, traced already, and its signature.
+@dataclass(frozen=True)
+class Traced:
+    """A function of flat tensors that has been traced."""
 
-    Arguments and errors are those of `lowering.lower`; `jit_compile` is that of `tf.function`.
-    """
-    name = name or getattr(fn, "__name__", type(fn).__name__)
+    function: Any  # a `tf.function`
+    graph: tf.Graph
+    signature: Signature
+
+
+def trace(step: Step, mesh: Mesh, jit_compile: bool = True) -> Traced:
+    """Traces a step under a mesh. Raises as `lowering.lower_step`; `jit_compile` is that of `tf.function`."""
+    fn, arg_specs = step.fn, step.arg_specs
+    name = step.name or getattr(fn, "__name__", type(fn).__name__)
     names = _arg_names(fn, len(arg_specs))
     args = [
         TensorSpec.Of(spec, path).OnMesh(mesh)
@@ -57,16 +56,17 @@ def trace(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]
         )
     check_regions(concrete.graph, name, len(args), [path for path, _ in flat_fn.items])
+    results = _result_specs(replace(step, name=name), flat_fn, names, args)
     signature = Signature(
         name=name,
         mesh=mesh,
         args=tuple(args),
-        results=tuple(_result_specs(name, flat_fn, names, args, results, donate, mesh)),
+        results=tuple(spec.OnMesh(mesh) for spec in results),
         arg_structure={"names": names, "trees": [skeleton(tree) for tree in arg_specs]},
         result_structure={"tuple": flat_fn.is_tuple, "tree": flat_fn.structure},
-        donated=tuple(i for i, a in enumerate(args) if _root(a.name, names) in donate),
+        donated=tuple(i for i, a in enumerate(args) if _root(a.name, names) in step.donate),
     )
-    return tf_function, signature
+    return Traced(tf_function, concrete.graph, signature)
 
 
 class _FlatFunction:
@@ -137,14 +137,10 @@ def _check_dtypes(name: str, specs: Sequence[TensorSpec]) -> None:
 
 
 def _result_specs(
-    name: str,
-    flat_fn: _FlatFunction,
-    names: list[str],
-    args: list[TensorSpec],
-    results: Any,
-    donate: Sequence[int],
-    mesh: Mesh,
+    step: Step, flat_fn: _FlatFunction, names: list[str], args: list[TensorSpec]
 ) -> list[TensorSpec]:
+    """The specs of the flat results, with the shardings that the step asks for."""
+    name, results = step.name, step.results
     specs = [TensorSpec.Of(spec, path) for path, spec in flat_fn.items]
     _check_dtypes(name, specs)
     placed: dict[str, TensorSpec] = {}
@@ -153,13 +149,13 @@ def _result_specs(
     elif results is not None:
         wanted = [TensorSpec.Of(s, path) for path, s in flatten_items(results, "result")]
         placed = _match(name, "results", wanted, specs)
-    for number in donate:
+    for number in step.donate:
         arg = [a for a in args if _root(a.name, names) == number]
         prefix = f"result[{number}]" if flat_fn.is_tuple else "result"
         wanted = [replace(a, name=prefix + a.name[len(names[number]) :]) for a in arg]
         found = [s for s in specs if re.match(re.escape(prefix) + r"($|[.\[])", s.name)]
         placed.update(_match(name, f"donated argument {names[number]!r}", wanted, found))
-    return [placed.get(s.name, replace(s, split=())).OnMesh(mesh) for s in specs]
+    return [placed.get(s.name, replace(s, split=())) for s in specs]
 
 
 def _match(

@@ -10,7 +10,7 @@ import tensorflow as tf
 import toy_translation as toy
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.engine.loop.steps import build_step, lower_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap
@@ -73,7 +73,7 @@ def _loop(task, theta, src, mesh):
     state, cache = (tree.Transform(lambda x: x.numpy()) for tree in start)
     step = decode_step(task, ROWS, S, OPTIONS.beam_size, OPTIONS.max_length)
     engine = PjrtEngine(mesh)
-    program = build_step(step, engine)
+    program = engine.BuildStep(step)
     theta = engine.Put(theta, task.VariableSpecs())
     host = state
     while host.time < OPTIONS.max_length and not host.done_B.all():
