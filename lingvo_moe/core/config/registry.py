@@ -47,6 +47,12 @@ class Experiment:
 def TrainParams() -> Params:
     """Parameters of a run: devices, length, checkpoints and summaries. None changes the results, but by rounding."""
     p = Params()
+    _DefineStep(p)
+    _DefineIntervals(p)
+    return p
+
+
+def _DefineStep(p: Params) -> None:
     p.Define(
         "mesh",
         "expert:1",
@@ -78,6 +84,9 @@ def TrainParams() -> Params:
         "of variables' paths, e.g. ['*.ffn.w?'] (as experts).",
         check=checks.OFFLOAD,
     )
+
+
+def _DefineIntervals(p: Params) -> None:
     p.Define("save_interval_steps", 1000, "Steps between checkpoints.", check=checks.SIZE)
     p.Define(
         "save_max_to_keep",
@@ -111,7 +120,6 @@ def TrainParams() -> Params:
         "Training ends after so many evaluations without a lower held-out loss; 0: never.",
         check=checks.COUNT,
     )
-    return p
 
 
 def Register(cls: type[Experiment]) -> type[Experiment]:

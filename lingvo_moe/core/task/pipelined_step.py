@@ -51,13 +51,10 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
     specs = task.VariableSpecs()
     stack_specs = [specs.Get(stack.weights).Flatten() for stack in parts.stacks]
     trainable = [[spec.trainable for spec in each] for each in stack_specs]
-    rest_splits = {
-        f"g{i}": spec.split for i, (_, spec) in enumerate(_rest(specs, parts).FlattenItems())
-    }
+    rest_splits = {f"g{i}": spec.split for i, spec in enumerate(_rest(specs, parts).Flatten())}
 
     def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
-        theta = state.theta
-        mesh = mesh_of(f"the pipeline of {task.path}", None)
+        theta, mesh = state.theta, mesh_of(f"the pipeline of {task.path}", None)
         schedule = schedule_on(settings, parts.sizes, task.p.activation_split, mesh)
         with name_scope(f"{task.path}.pipeline"):
             shared = NestedMap(
@@ -77,13 +74,7 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
             programs = Programs(small.path, small.Units, parts, trainable, shared)
             given = tf.cast(state.step, tf.float32)
             end = Loops(schedule, programs, layout, division.Stacked(batch), given).Run()
-            extras = {
-                stack.name: mine.extras.Transform(lambda x, j=j: layout.InOrder(j, x))
-                for j, (stack, mine) in enumerate(zip(parts.stacks, end.stacks, strict=True))
-            }
-            loss = tf.add_n([tf.reduce_sum(x) for x in (end.loss, *(s.loss for s in end.stacks))])
-            sums = end.metrics.Transform(lambda x: tf.reduce_sum(x, 0))
-            metrics = parts.metrics(sums, loss, NestedMap(extras))
+            loss, metrics = _loss_and_metrics(parts, layout, end)
             updates = metrics.pop("updates", NestedMap()).Transform(lambda x: x * (1.0 / num))
             metrics = task.CombinedMetrics(metrics)
             found = _gradients(theta, parts, layout, trainable, end)
@@ -93,6 +84,17 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
             return task.Apply(state, loss, metrics, grads, updates)
 
     return step
+
+
+def _loss_and_metrics(parts: Parts, layout: Layout, end: NestedMap) -> tuple[tf.Tensor, NestedMap]:
+    """The sums over micro-batches, from the state after all ticks."""
+    extras = {
+        stack.name: mine.extras.Transform(lambda x, j=j: layout.InOrder(j, x))
+        for j, (stack, mine) in enumerate(zip(parts.stacks, end.stacks, strict=True))
+    }
+    loss = tf.add_n([tf.reduce_sum(x) for x in (end.loss, *(s.loss for s in end.stacks))])
+    sums = end.metrics.Transform(lambda x: tf.reduce_sum(x, 0))
+    return loss, parts.metrics(sums, loss, NestedMap(extras))
 
 
 def _gradients(

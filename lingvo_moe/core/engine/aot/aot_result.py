@@ -16,37 +16,24 @@ class Holder(NamedTuple):
     shape: str  # HLO's, e.g. 'f32[512,1024]{1,0:T(8,128)}'
 
 
+@dataclass(eq=False)
 class OutOfMemory(EngineError):
-    """A program that needs more memory than a device has.
+    """A program that needs more memory than a device has."""
 
-    Attributes:
-        needed_bytes: bytes that it needs on one device, as exact as the compiler says it.
-        limit_bytes: bytes that a device has for a program, likewise.
-        holders: the largest buffers, largest first; empty if the compiler listed none, as when it
-            rejects a program at once.
-        compiler_message: the compiler's message.
-        hlo_text: the scheduled module that did not fit; '' if the compiler left none.
-    """
+    program: str  # its name
+    topology: str
+    needed_bytes: int  # on one device, as exact as the compiler says it
+    limit_bytes: int  # that a device has for a program, likewise
+    # The largest buffers, largest first; empty if the compiler listed none, as when it rejects a program at once.
+    holders: Sequence[Holder] = ()
+    compiler_message: str = ""
+    hlo_text: str = ""  # the scheduled module that did not fit; '' if the compiler left none
 
-    def __init__(
-        self,
-        program: str,
-        topology: str,
-        needed_bytes: int,
-        limit_bytes: int,
-        *,
-        holders: Sequence[Holder] = (),
-        compiler_message: str = "",
-        hlo_text: str = "",
-    ):
-        self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
-        self.holders = list(holders)
-        self.compiler_message = compiler_message
-        self.hlo_text = hlo_text
-        super().__init__(
-            f"program {program!r} does not fit {topology}: it needs {units.size(needed_bytes)} on each"
-            f" device, which has {units.size(limit_bytes)}; it misses by"
-            f" {units.size(needed_bytes - limit_bytes)}"
+    def __str__(self) -> str:
+        needed, limit = self.needed_bytes, self.limit_bytes
+        return (
+            f"program {self.program!r} does not fit {self.topology}: it needs {units.size(needed)} on each device, "
+            f"which has {units.size(limit)}; it misses by {units.size(needed - limit)}"
         )
 
 
