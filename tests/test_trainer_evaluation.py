@@ -221,28 +221,6 @@ def test_time_passes():
     assert not TimeLimit().over and not TimeLimit(60).over and TimeLimit(0).over
 
 
-@pytest.mark.parametrize(
-    "flags, override, why",
-    [
-        ([], "train.early_stopping_evals=2;train.eval_interval_steps=0", "nothing is evaluated"),
-        ([], "train.eval_interval_steps=-1", "train.eval_interval_steps=-1: must be an integer"),
-        ([], "train.eval_batches=0", "train.eval_batches=0: must be an integer of at least 1"),
-        (["--once"], "", "--once goes with --mode=eval, not with --mode=sync"),
-        (["--eval_lines=5"], "", "--eval_lines=5 goes with --mode=eval"),
-        (["--mode=eval", "--max_minutes=5"], "", "--max_minutes=5.0 goes with --mode=sync"),
-        (["--mode=eval", "--once"], "", "holds no run with a checkpoint"),
-    ],
-)
-def test_wrong_use(tmp_path, capfd, flags, override, why):
-    try:
-        status = _train(tmp_path / "run", 4, *flags, override=override)
-    except SystemExit as e:
-        status = e.code
-    assert status == 2
-    assert why in capfd.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 # --- --mode=eval
 
 

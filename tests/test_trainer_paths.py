@@ -66,10 +66,3 @@ def test_data_that_is_missing_is_said_before_the_run_is_compared_or_moved(tmp_pa
         assert trainer.main([*flags, *mode]) == 2
         assert f"--data_dir={tmp_path}/nowhere does not exist" in capsys.readouterr().err
     assert run_dir.exists
-
-
-def test_a_parameter_given_as_a_flag(capsys):
-    with pytest.raises(SystemExit):
-        trainer.main([TINY, "--learning_rate=0.1"])
-    error = capsys.readouterr().err
-    assert "no flag --learning_rate; a parameter" in error and "--model_params_override=" in error

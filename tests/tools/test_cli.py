@@ -53,7 +53,7 @@ def test_the_commands_are_found():
 
 @pytest.mark.parametrize("name", COMMANDS[:-1])
 def test_every_flag_that_names_a_path_is_checked(name, capsys):
-    """The trainer checks its own together with those in parameters; see test_trainer_flags.py."""
+    """The trainer checks its own together with those in parameters; see test_trainer_refusals.py."""
     define = importlib.import_module(name).define_flags
     for flag in filter(_PATHS.fullmatch, define().Names()):
         others = {**_needed(define()), flag: "s3://x/y"}
