@@ -58,21 +58,14 @@ def name_scope(path: str) -> Any:
 
 @dataclass(frozen=True)
 class WeightParams:
-    """A variable as a layer declares it with CreateVariable.
+    """A variable as a layer declares it with CreateVariable."""
 
-    Attributes:
-        shape: static.
-        letters: one einsum letter per dimension, e.g. 'EMH'; the sharding follows from them.
-        init: WeightInit.
-        dtype: None takes the layer's.
-        trainable: False for state that no gradient changes. Unchanged unless a layer returns a new value in
-            `updates`: see BaseTask.FProp.
-    """
-
-    shape: tuple[int, ...]
-    letters: str
+    shape: tuple[int, ...]  # static
+    letters: str  # one einsum letter per dimension, e.g. 'EMH'; the sharding follows from them
     init: WeightInit
-    dtype: str | None = None
+    dtype: str | None = None  # None takes the layer's
+    # False for state that no gradient changes. Unchanged unless a layer returns a new value in `updates`: see
+    # BaseTask.FProp.
     trainable: bool = True
 
 
@@ -86,33 +79,22 @@ class InitOfVariable(WeightInit, abc.ABC):
 
 @dataclass(frozen=True)
 class VariableSpec:
-    """A variable that has not been allocated.
+    """A variable that has not been allocated."""
 
-    Attributes:
-        path: dotted, unique in the model; the initial value is keyed by it.
-        shape, dtype, letters: `letters` has one einsum letter per dimension, 'L' for those of
-            stacked layers.
-        init: for one layer of a stack.
-        split: the mesh axis, axes or None of each dimension.
-        stack_dims: how many leading dimensions count layers (`repeat`).
-        trainable: whether gradients change it.
-        free_dims: the dimensions that are also sharded along mesh axes which `split` leaves out, where these divide
-            them: see split_over_copies in sharding/letters.py.
-        memory: DEVICE or HOST, where it is between two steps.
-        packs: the specs of the variables that this one packs; () for other variables. Row k of such a variable, whose
-            shape is [K, P], holds the elements of those of packs[k] one after another, then zeros.
-    """
-
-    path: str
+    path: str  # dotted, unique in the model; the initial value is keyed by it
     shape: tuple[int, ...]
     dtype: str
-    letters: str
-    init: WeightInit
-    split: DimsMapping
-    stack_dims: int = 0
-    trainable: bool = True
+    letters: str  # one einsum letter per dimension, 'L' for those of stacked layers
+    init: WeightInit  # for one layer of a stack
+    split: DimsMapping  # the mesh axis, axes or None of each dimension
+    stack_dims: int = 0  # how many leading dimensions count layers (`repeat`)
+    trainable: bool = True  # whether gradients change it
+    # The dimensions that are also sharded along mesh axes which `split` leaves out, where these divide them: see
+    # split_over_copies in sharding/letters.py.
     free_dims: tuple[int, ...] = ()
-    memory: str = DEVICE
+    memory: str = DEVICE  # DEVICE or HOST, where it is between two steps
+    # The specs of the variables that this one packs; () for other variables. Row k of such a variable, whose shape is
+    # [K, P], holds the elements of those of packs[k] one after another, then zeros.
     packs: "tuple[tuple[VariableSpec, ...], ...]" = ()
 
     def Stacked(self, num: int, axis: Axis = None, parts: int = 1) -> "VariableSpec":

@@ -67,15 +67,12 @@ def _swap_bytes() -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a job that this machine has.
+    """The share of a job that this machine has."""
 
-    Attributes:
-        processes: of the job; each has an equal share of the devices.
-        holds_state: whether the devices are this machine's CPU; otherwise it has only the batch.
-    """
-
-    processes: int = 1
-    holds_state: bool = True
+    processes: int = 1  # of the job; each has an equal share of the devices
+    holds_state: bool = (
+        True  # whether the devices are this machine's CPU; otherwise it has only the batch
+    )
 
 
 def check_memory(

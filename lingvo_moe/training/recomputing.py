@@ -35,17 +35,11 @@ _GIVEN = frozenset(("Const", "Placeholder"))  # weights, batch and constants
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a job's devices.
+    """The memory of a job's devices."""
 
-    Attributes:
-        size: total bytes; None where they are not known.
-        whose: e.g. "this machine's".
-        devices: how many devices share it.
-    """
-
-    size: int | None
-    whose: str
-    devices: int = 1
+    size: int | None  # total bytes; None where they are not known
+    whose: str  # e.g. "this machine's"
+    devices: int = 1  # how many devices share it
 
 
 def chosen_form(

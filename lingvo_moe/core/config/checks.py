@@ -220,6 +220,8 @@ class NamesOr(Check):
     items: tuple[str, ...]  # the names that a list may have
     # Words that are none of these, with what to say of them.
     refused: Mapping[str, str] = field(default_factory=dict)
+    # Whether a list may also have patterns of variables' paths, in which * stands for any characters.
+    patterns: bool = False
 
     def Allows(self, value: Any) -> bool:
         if isinstance(value, str):
@@ -227,7 +229,10 @@ class NamesOr(Check):
         return isinstance(value, list | tuple) and not self._Unknown(value)
 
     def _Unknown(self, value: Iterable[Any]) -> list[Any]:
-        return [item for item in value if item not in self.items]
+        return [item for item in value if item not in self.items and not self._IsPattern(item)]
+
+    def _IsPattern(self, value: Any) -> bool:
+        return self.patterns and isinstance(value, str) and "*" in value
 
     def Read(self, text: str) -> str | list[Any]:
         """The value that a text means; the text itself where it means none."""
@@ -240,6 +245,8 @@ class NamesOr(Check):
 
     def Hint(self, value: Any) -> str:
         known = f"; the names are {', '.join(self.items)}"
+        if self.patterns:
+            known += ", or a pattern of variables' paths with a *"
         if isinstance(value, list | tuple):
             wrong = self._Unknown(value)[0]
             return f"; there is no {wrong!r}{nearest(str(wrong), self.items)}{known}"
@@ -247,32 +254,12 @@ class NamesOr(Check):
             return known
         if value in self.refused:
             return f"; {self.refused[value]}"
-        if value in self.items:
+        if value in self.items or self._IsPattern(value):
             return f", e.g. {[value]}"
         return nearest(value, self.words) + known
 
     def __str__(self) -> str:
-        return either((*self.words, "a list of names"))
-
-
-@dataclass(frozen=True)
-class NamesOrPatterns(NamesOr):
-    """As NamesOr, but the list may also have patterns of variables' paths, in which * stands for any characters."""
-
-    def _Unknown(self, value: Iterable[Any]) -> list[Any]:
-        return [item for item in super()._Unknown(value) if not _is_pattern(item)]
-
-    def Hint(self, value: Any) -> str:
-        if _is_pattern(value):
-            return f", e.g. {[value]}"
-        return f"{super().Hint(value)}, or a pattern of variables' paths with a *"
-
-    def __str__(self) -> str:
-        return either((*self.words, "a list of names and patterns"))
-
-
-def _is_pattern(value: Any) -> bool:
-    return isinstance(value, str) and "*" in value
+        return either((*self.words, f"a list of names{' and patterns' if self.patterns else ''}"))
 
 
 @dataclass(frozen=True)
@@ -345,8 +332,7 @@ STATE_LEVELS = ("none", "slots", "gradients", "weights")
 # What is in the memory of the hosts (offload.py says how); patterns of variables' paths are more.
 NO_OFFLOAD, OFFLOADS = "none", ("slots", "master", "experts", "activations")
 
-
-OFFLOAD = NamesOrPatterns((NO_OFFLOAD, *OFFLOADS), OFFLOADS)
+OFFLOAD = NamesOr((NO_OFFLOAD, *OFFLOADS), OFFLOADS, patterns=True)
 
 
 def one_of(names: Iterable[str]) -> OneOf:

@@ -35,9 +35,7 @@ class PjrtEngine(Engine):
     """Runs programs on the devices that JAX sees.
 
     Attributes:
-        mesh: logical.
         jax_mesh: the devices in the mesh's shape; logical device i is `devices[i]`.
-        known_faults: what is done with a program that XLA's partitioner is known to compute wrongly.
     """
 
     def __init__(self, mesh: Mesh, devices: Sequence[Any] | None = None, known_faults: str = ERROR):
@@ -124,11 +122,7 @@ class PjrtEngine(Engine):
 
 
 class CompiledProgram(Compiled):
-    """A program compiled for an engine's devices.
-
-    Attributes:
-        program: what it was compiled from.
-    """
+    """A program compiled for an engine's devices."""
 
     def __init__(
         self, program: Program, engine: PjrtEngine, options: Mapping[str, Any] | None = None

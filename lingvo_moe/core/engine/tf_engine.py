@@ -61,12 +61,7 @@ class TfEngine(Engine):
 
 
 class CompiledTfFunction(Compiled):
-    """A traced function; XLA compiles it at the first call, where it does.
-
-    Attributes:
-        signature: how it is called.
-        function: the `tf.function` of flat tensors.
-    """
+    """A traced function; XLA compiles it at the first call, where it does."""
 
     def __init__(self, traced: Traced, jit_compile: bool):
         self.function, self.signature = traced.function, traced.signature

@@ -18,11 +18,7 @@ from lingvo_moe.core.task.step import Step
 
 
 class TpuStrategyEngine(Engine):
-    """Runs functions by `TPUStrategy.run` on the TPU that TensorFlow can reach.
-
-    Attributes:
-        strategy: the strategy, of one replica.
-    """
+    """Runs functions by `TPUStrategy.run`, with one replica, on the TPU that TensorFlow can reach."""
 
     def __init__(self, mesh: Mesh, tpu: str = "local"):
         """Args: the mesh; the TPU's name or gRPC address, 'local' for the cores of this machine.
@@ -58,11 +54,7 @@ class TpuStrategyEngine(Engine):
 
 
 class CompiledTpuFunction(Compiled):
-    """A function that the strategy's one replica runs.
-
-    Attributes:
-        signature: how it is called.
-    """
+    """A function that the strategy's one replica runs."""
 
     def __init__(self, strategy: Any, traced: Traced):
         self.signature = traced.signature

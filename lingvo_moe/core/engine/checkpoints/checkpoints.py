@@ -336,6 +336,8 @@ class Checkpointer:
 
     def _read(self, step: int, targets: dict[str, Any]) -> dict[str, Any]:
         """The named tensors: NumPy where the target is None, else as the ShapeDtypeStruct says."""
+        if not targets:
+            return {}
         args = {
             name: ocp.RestoreArgs(restore_type=np.ndarray)
             if target is None
@@ -375,17 +377,13 @@ class Checkpointer:
     ) -> list[Any]:
         """The tensors of these specs, which have been checked, on the engine's devices."""
         there = [s for s in specs if stored.Has(s, packing)]
-        if isinstance(engine, PjrtEngine):
-            tensors = (
-                self._read(step, {s.name: _sharded(s, engine) for s in there}) if there else {}
-            )
-        else:
-            values = self._read(step, {s.name: None for s in there})
-            put = engine.Put([values[s.name] for s in there], there)
-            tensors = {s.name: value for s, value in zip(there, put, strict=True)}
-        tensors |= self._repacked(
-            step, stored, [s for s in specs if s.name not in tensors], engine, packing
-        )
+        onto = engine if isinstance(engine, PjrtEngine) else None
+        found = self._read(step, {s.name: onto and _sharded(s, onto) for s in there})
+        values = [found[s.name] for s in there]
+        put = values if onto else engine.Put(values, there)
+        tensors = {s.name: value for s, value in zip(there, put, strict=True)}
+        others = [s for s in specs if s.name not in tensors]
+        tensors |= self._repacked(step, stored, others, engine, packing)
         return [tensors[s.name] for s in specs]
 
     def _repacked(

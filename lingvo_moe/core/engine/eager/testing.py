@@ -24,12 +24,7 @@ _SOON = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": Fal
 
 
 class Collectives(dict):
-    """Kind -> number of operations; a kind that does not occur counts 0.
-
-    Attributes:
-        hlo: the compiled module's text.
-        memory: as CompiledProgram.Memory.
-    """
+    """Kind -> number of operations; a kind that does not occur counts 0. `hlo` is the compiled module's text."""
 
     def __init__(self, compiled: CompiledProgram):
         super().__init__()
