@@ -195,20 +195,12 @@ class ShardedFunction:
             )
         mesh = self._mesh or mesh
         splits = self.InSplits(arguments, mesh)
-        tensors = [
-            mesh_split(x, mesh, splits[path] or (None,) * x.shape.rank)
-            for x, (path, leaf) in zip(_tensors(arguments), tensor_items(arguments))
-        ]
-        out = self.Call(arguments, tensors)
+        chosen = [splits[path] for path, _ in tensor_items(arguments)]
+        out = self.Call(arguments, _annotated(_tensors(arguments), chosen, mesh))
         if self._out_shardings is None or self._out_shardings is AUTO:
             return out
         flat = [tf.convert_to_tensor(y) for y in flatten(out)]
-        chosen = self.OutSplits(out, mesh)
-        flat = [
-            mesh_split(y, mesh, split or (None,) * y.shape.rank)
-            for y, split in zip(flat, chosen, strict=True)
-        ]
-        return pack_as(out, flat)
+        return pack_as(out, _annotated(flat, self.OutSplits(out, mesh), mesh))
 
     def Call(self, arguments: dict[str, Any], tensors: Sequence[tf.Tensor]) -> Any:
         """The function itself, of arguments whose tensors are replaced."""
@@ -318,6 +310,11 @@ def tensor_items(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _tensors(arguments: Mapping[str, Any]) -> list[tf.Tensor]:
     # A variable's value is read here, so that a tape sees it.
     return [tf.convert_to_tensor(leaf) for _, leaf in tensor_items(arguments)]
+
+
+def _annotated(tensors: Sequence[tf.Tensor], splits: Sequence[Any], mesh: Mesh) -> list[tf.Tensor]:
+    pairs = zip(tensors, splits, strict=True)
+    return [mesh_split(x, mesh, split or (None,) * x.shape.rank) for x, split in pairs]
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ class Operation:
 
     Attributes:
         name: of the function, for messages.
-        args, results: specs of the flat tensors. A result that is None stays None.
+        args, results: specs of the flat tensors.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Operation:
         engine: PjrtEngine,
         choose_splits: ChooseSplits,
     ):
-        """Args: `fn` takes as many tensors as `args` has specs, and returns tensors or Nones.
+        """Args: `fn` takes as many tensors as `args` has specs, and returns a list of tensors.
 
         Raises:
             ShardingError: `fn` reads a variable that is not among its arguments; or as its annotations.
@@ -51,21 +51,18 @@ class Operation:
         """
         self.name, self.args, self._fn, self._engine = name, list(args), fn, engine
         graph = self._Trace()
-        self._gradients: dict[tuple[int, ...], Operation] = {}
+        self._gradients: dict[tuple[int, ...], tuple[Operation, list[int]]] = {}
         self._captured = [x for x in graph.external_captures if isinstance(x, tf.Tensor)]
         self.results = [
-            None if y is None else _spec_of(name, f"result[{i}]", y)
-            for i, y in enumerate(graph.structured_outputs)
+            _spec_of(name, f"result[{i}]", y) for i, y in enumerate(graph.structured_outputs)
         ]
-        self._splits = choose_splits([r for r in self.results if r is not None])
+        self._splits = choose_splits(self.results)
 
-    def __call__(self, *tensors: tf.Tensor, placed: Sequence[Any] = ()) -> list[tf.Tensor | None]:
+    def __call__(self, *tensors: tf.Tensor, placed: Sequence[Any] = ()) -> list[tf.Tensor]:
         """Returns the results as eager tensors.
 
         `placed` are the first of these tensors, where the devices hold them already.
         """
-        if not any(self.results):
-            return self.results
         watched = [x for x in self._captured if record.should_record_backprop([x])]
         if watched:
             raise ShardingError(
@@ -95,25 +92,16 @@ class Operation:
 
             return out, gradient
 
-        out = iter(run(*tensors))
-        return [None if spec is None else next(out) for spec in self.results]
+        return run(*tensors)
 
     @functools.cached_property
     def program(self) -> Program:
         """Lowered for the mesh."""
-        present = [i for i, r in enumerate(self.results) if r is not None]
-
-        def tensors_only(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            out = self._fn(*tensors)
-            return [out[i] for i in present]
-
-        named = _with_parameters(tensors_only, [spec.name for spec in self.args])
+        named = _with_parameters(self._fn, [spec.name for spec in self.args])
         results: Any = self._splits
         if results is not AUTO:
-            specs = [r for r in self.results if r is not None]
-            results = [
-                TensorSpec(r.shape, r.dtype, split) for r, split in zip(specs, results, strict=True)
-            ]
+            pairs = zip(self.results, results, strict=True)
+            results = [TensorSpec(r.shape, r.dtype, split) for r, split in pairs]
         return lower(named, self.args, self._engine.mesh, results=results, name=self.name)
 
     @functools.cached_property
@@ -122,24 +110,26 @@ class Operation:
         return self._engine.Compile(self.program)
 
     def Gradient(self, by: Sequence[int] | None = None) -> "Operation":
-        """The gradient of the floating-point results by the floating-point arguments.
+        """The gradient of the floating-point results by the floating-point arguments that they depend on.
 
-        It takes all arguments, then the cotangents of those results. Gradients of other arguments are
-        None.
+        It takes all arguments, then the cotangents of those results.
 
         `by` are the numbers of the arguments to differentiate by; by default all.
         """
-        among = range(len(self.args)) if by is None else by
-        wanted = tuple(i for i in among if _is_differentiable(self.args[i]))
+        return self._GradientBy(range(len(self.args)) if by is None else by)[0]
+
+    def _GradientBy(self, by: Sequence[int]) -> "tuple[Operation, list[int]]":
+        """`Gradient`, and the numbers of the arguments whose gradients it returns."""
+        wanted = tuple(i for i in by if _is_differentiable(self.args[i]))
         if wanted not in self._gradients:
             self._gradients[wanted] = self._MakeGradient(wanted)
         return self._gradients[wanted]
 
-    def _MakeGradient(self, wanted: tuple[int, ...]) -> "Operation":
-        count = len(self.args)
+    def _MakeGradient(self, wanted: tuple[int, ...]) -> "tuple[Operation, list[int]]":
+        count, connected = len(self.args), list[int]()
         chosen = self._Differentiable()
 
-        def gradient(*tensors: tf.Tensor) -> list[tf.Tensor | None]:
+        def gradient(*tensors: tf.Tensor) -> list[tf.Tensor]:
             args, cotangents = list(tensors[:count]), list(tensors[count:])
             with tf.GradientTape() as tape:
                 tape.watch([args[i] for i in wanted])
@@ -147,37 +137,24 @@ class Operation:
             found = tape.gradient(
                 [out[i] for i in chosen], [args[i] for i in wanted], output_gradients=cotangents
             )
-            gradients: list[tf.Tensor | None] = [None] * count
-            for i, g in zip(wanted, found):
-                gradients[i] = None if g is None else tf.convert_to_tensor(g)  # IndexedSlices too
-            return gradients
+            connected[:] = [i for i, g in zip(wanted, found) if g is not None]
+            return [tf.convert_to_tensor(g) for g in found if g is not None]  # IndexedSlices too
 
-        splits = self._SplitsOfResults()
+        splits = [()] * len(self.results) if self._splits is AUTO else self._splits
         taken = {spec.name for spec in self.args}
         names = (n for n in map("cotangent_{}".format, itertools.count()) if n not in taken)
+        results = self.results
         cotangents = [
-            TensorSpec(r.shape, r.dtype, splits[i], name)
+            TensorSpec(results[i].shape, results[i].dtype, splits[i], name)
             for i, name in zip(chosen, names)
-            if (r := self.results[i]) is not None
         ]
 
         def as_arguments(found: list[TensorSpec]) -> list[Any]:
-            return [self.args[int(spec.name[len("result[") : -1])].split for spec in found]
+            return [self.args[i].split for i in connected]
 
-        return Operation(
-            f"gradient of {self.name}",
-            gradient,
-            [*self.args, *cotangents],
-            self._engine,
-            as_arguments,
-        )
-
-    def _SplitsOfResults(self) -> list[Any]:
-        """The requested sharding of each result; () where the partitioner chooses."""
-        if self._splits is AUTO:
-            return [()] * len(self.results)
-        splits = iter(self._splits)
-        return [() if r is None else next(splits) for r in self.results]
+        args = [*self.args, *cotangents]
+        name = f"gradient of {self.name}"
+        return Operation(name, gradient, args, self._engine, as_arguments), connected
 
     def _Gradient(
         self,
@@ -192,24 +169,23 @@ class Operation:
                 "its own, run from eager code. For tape.jacobian give experimental_use_pfor=False, and "
                 "the tape persistent=True"
             )
-        present = [i for i, r in enumerate(self.results) if r is not None]
-        by_result = dict(zip(present, cotangents, strict=True))
         chosen = self._Differentiable()
+        gradients: list[tf.Tensor | None] = [None] * len(self.args)
         if not chosen or not any(_is_differentiable(self.args[i]) for i in wanted):
-            return [None] * len(self.args)
-        given = []
-        for i in chosen:
-            spec = self.results[i]
-            assert spec is not None
-            dy = by_result[i]
-            given.append(
-                tf.zeros(spec.shape, spec.dtype) if dy is None else tf.convert_to_tensor(dy)
-            )
-        found = self.Gradient(wanted)(*tensors, *given, placed=on_devices)
-        return found[: len(self.args)]
+            return gradients
+        pairs = [(self.results[i], cotangents[i]) for i in chosen]
+        given = [
+            tf.zeros(spec.shape, spec.dtype) if dy is None else tf.convert_to_tensor(dy)
+            for spec, dy in pairs
+        ]
+        operation, connected = self._GradientBy(wanted)
+        found = operation(*tensors, *given, placed=on_devices) if connected else []
+        for i, g in zip(connected, found, strict=True):
+            gradients[i] = g
+        return gradients
 
     def _Differentiable(self) -> list[int]:
-        return [i for i, r in enumerate(self.results) if r is not None and _is_differentiable(r)]
+        return [i for i, r in enumerate(self.results) if _is_differentiable(r)]
 
     def _Trace(self) -> Any:
         """The function's graph, made under the mesh without compiling anything."""
