@@ -7,6 +7,7 @@ which stays the default; the tests that are for GPUs then run too.
 """
 
 import ctypes
+import functools
 import gc
 import os
 import sys
@@ -18,6 +19,7 @@ import hypothesis
 import pytest
 
 NUM_DEVICES = 8
+_TESTS = os.path.dirname(__file__)
 _MOST_BYTES = 2 << 30  # held by a test process before it returns freed memory between files
 # Tests run each compiled program a few times, so short compile times matter more than speed: machine code is not
 # optimized, and fusions are compiled the quicker way, which saves a third of a model's compile. Partitioning is the
@@ -77,6 +79,11 @@ def _user_without_a_key(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _forget_what_was_compiled() -> Iterator[None]:
     """Frees compiled programs. Hundreds of them would otherwise fill the memory of the process that runs all tests."""
     yield
+    for module in list(sys.modules.values()):
+        if (getattr(module, "__file__", None) or "").startswith(_TESTS):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     gc.collect()
