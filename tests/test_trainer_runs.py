@@ -137,11 +137,10 @@ def test_a_run_that_is_done_is_left_alone(reference, data_dir, capfd):
 @pytest.mark.parametrize(
     "machine",
     [
-        ["--engine=tf"],
         ["--engine=tf_graph"],
         ["--mesh=expert:2"],
     ],
-    ids=["tf", "tf_graph", "2 devices"],
+    ids=["tf_graph", "2 devices"],
 )
 def test_losses_do_not_depend_on_the_machine(reference, data_dir, tmp_path, machine):
     for begin, steps in ((0, 4), (12, 2)):

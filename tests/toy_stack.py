@@ -7,14 +7,13 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.engine.loop.steps import train_step
-from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.layers.repeat import Repeat
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adam import Adam
-from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 from lingvo_moe.core.task.base_task import BaseTask
 
 M, H, L, ROWS = 16, 64, 3, 16
@@ -74,9 +73,9 @@ def compiled_step(level, num=1, **others):
 
 def begun(task, engine):
     """The state before the first step; the same whatever its sharding."""
-    specs = [TensorSpec((), "int32")]
-    init = engine.Build(task.InitState, specs, results=task.StateSpecs(), name="init")
-    return init(np.int32(3))
+    with use_mesh(single_device()):
+        state = task.InitState(tf.constant(3))
+    return engine.Put(state.Transform(np.asarray), task.StateSpecs())
 
 
 def batch_of(i):

@@ -36,15 +36,13 @@ from lingvo_moe.core.planner.memory import host_link
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.state.offload import OffloadError, of_weight
 
-WI, WO = "blocks.body.wi", "blocks.body.wo"
 _BOTH = ("*.w?", "activations")
 _FORMS = [
     ({"offload": "slots", "dtype": "bfloat16", "level": "weights"}, "slots"),
     ({"offload": "master", "dtype": "bfloat16", "clip_gradient_norm": 0.01}, "master"),
     ({"offload": "slots", "optimizer": Adafactor, "num": 2}, "slots"),
-    ({"offload": ("*.wi",)}, WI),
     ({"offload": _BOTH, "dtype": "bfloat16", "level": "weights"}, "body"),
-    ({"offload": _BOTH, "optimizer": Sgd, "clip_gradient_norm": 0.01}, "body"),
+    ({"offload": ("*.wi", "activations"), "optimizer": Sgd, "clip_gradient_norm": 0.01}, "body.wi"),
 ]
 
 

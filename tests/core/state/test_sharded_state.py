@@ -20,11 +20,19 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.task.inspect import bytes_per_device
 
-_FORMS = [{}, {"optimizer": Adafactor}, {"num": 2}, {"dtype": "bfloat16"}, {"ema_decay": 0.9}]
 
-
-@pytest.mark.parametrize("level", STATE_LEVELS[1:])
-@pytest.mark.parametrize("form", _FORMS, ids=str)
+@pytest.mark.parametrize(
+    "level, form",
+    [
+        ("slots", {}),
+        ("slots", {"optimizer": Adafactor}),
+        ("gradients", {"num": 2}),
+        ("weights", {}),
+        ("weights", {"optimizer": Adafactor, "num": 2}),
+        ("weights", {"dtype": "bfloat16", "ema_decay": 0.9}),
+    ],
+    ids=str,
+)
 def test_training_is_that_of_copied_state(level, form):
     want, whole = trained("none", **form)
     found, state = trained(level, **form)

@@ -1,5 +1,7 @@
 """BaseTask: one step of training, and steps that are not finite, on one device and on eight."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -56,7 +58,10 @@ def _batch(step=0, scale=1.0):
     return NestedMap(x=x, scale=np.float32(scale))
 
 
-def _build(task, name, devices):
+@functools.cache
+def _built(name, devices):
+    """The engine, and the first state and the step of a task with all that a step can have."""
+    task = _task(ema_decay=0.2, clip_gradient_norm=0.1)
     engine = make_engine(name, Mesh(("expert",), (devices,)))
     specs = NestedMap(
         x=TensorSpec((8, 4), "float32", ("expert", None)), scale=TensorSpec((), "float32")
@@ -67,9 +72,9 @@ def _build(task, name, devices):
     return engine, init, step
 
 
-@pytest.fixture(scope="module", params=NAMES, ids=["tf", "eight devices"])
+@pytest.fixture(params=NAMES, ids=["tf", "eight devices"])
 def built(request):
-    return _build(_task(), *request.param)
+    return _built(*request.param)
 
 
 def test_training_lowers_the_loss_and_counts_steps(built):
@@ -109,10 +114,9 @@ def test_steps_that_are_not_finite_change_nothing(built, scale):
     assert not np.array_equal(went_on.theta.w, after.theta.w)
 
 
-@pytest.mark.parametrize(("name", "devices"), NAMES, ids=["tf", "eight devices"])
-def test_the_moving_average_follows_the_weights(name, devices):
+def test_the_moving_average_follows_the_weights(built):
     """Against NumPy; a step that is not finite leaves it alone and counts as no update."""
-    engine, init, step = _build(_task(ema_decay=0.2), name, devices)
+    engine, init, step = built
     state = init(np.int32(3))
     want = engine.Get(state).theta.w
     np.testing.assert_array_equal(engine.Get(state).ema.w, want)
@@ -160,7 +164,7 @@ def test_the_moving_average_of_narrow_weights_is_wide_and_others_are_copied():
 def test_one_device_and_eight_agree():
     results = []
     for name, devices in NAMES:
-        engine, init, step = _build(_task(clip_gradient_norm=0.1), name, devices)
+        engine, init, step = _built(name, devices)
         state, losses = init(np.int32(3)), []
         for i in range(3):
             state, metrics = step(state, _batch(i))
