@@ -22,6 +22,8 @@ from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import export
 
 M = 12
+# Overrides of mt.M4Tiny for tests that need no experts: the smallest model, which is traced the fastest.
+SMALL = "task.num_experts=0;task.num_encoder_layers=1;task.num_decoder_layers=1"
 _WORDS = ["red", "green", "house", "tree", "stone", "open", "close", "save", "file", "edit", "view"]
 
 

@@ -67,7 +67,7 @@ def _chosen(names: tuple[str, ...]) -> list[str]:
 class Comparison:
     """The steps of the experiment, in order."""
 
-    def __init__(self, args: Any):
+    def __init__(self, args: Flags):
         self._args = args
         self._out = Path(args.output)
         self._corpus = Path(args.corpus) if args.corpus else self._out / "corpus"

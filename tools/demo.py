@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median_high
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
@@ -20,6 +21,11 @@ from lingvo_moe.core.files import files
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, footnote, with_margin
 
 from . import _cli
+
+if TYPE_CHECKING:  # they import NumPy or TensorFlow
+    from lingvo_moe.core.nested_map import NestedMap
+    from lingvo_moe.core.task.base_task import BaseTask
+    from lingvo_moe.tasks.mt.quality.scoring import EvalReport
 
 _DEVICES = 8
 # An untrained model translates nothing, and its beams end late: a few lines of each language show it.
@@ -117,7 +123,7 @@ class Demo:
         program = RunDir(self._run).program
         return program["collectives"] if program else {}
 
-    def _evaluate(self) -> tuple[Any, Any]:
+    def _evaluate(self) -> "tuple[EvalReport, EvalReport]":
         """Exports the trained model; returns the scores of the untrained one (on few lines) and of the trained one."""
         from lingvo_moe.tasks.mt.decoding import translator
         from lingvo_moe.tasks.mt.input.dev_set import DevSet
@@ -134,7 +140,7 @@ class Demo:
         self._say("exporting")
         export.export(model, self._saved_model, about)
 
-        def score(name: str, devset: DevSet) -> Any:
+        def score(name: str, devset: DevSet) -> scoring.EvalReport:
             self._say(f"translating {len(devset.languages)} languages with the {name} model")
             report = scoring.evaluate(
                 lambda lines, langs: [row[0] for row in model.Translate(lines, langs).translations],
@@ -150,7 +156,7 @@ class Demo:
         most = min(_UNTRAINED_LINES, self._args.max_per_language)
         return score("untrained", DevSet(self._corpus, most)), trained
 
-    def _report(self, untrained: Any, trained: Any) -> dict[str, Any]:
+    def _report(self, untrained: "EvalReport", trained: "EvalReport") -> dict[str, Any]:
         from lingvo_moe.core.engine.loop.summaries import read_metrics
         from lingvo_moe.core.task import inspect
         from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -159,6 +165,7 @@ class Demo:
         mean, before = trained.Average(), untrained.Average()
         task = RunDir(self._run, trust_run=self._args.trust_run).Task()
         collectives = self._collectives()
+        rates = [row["tokens_per_second"] for row in rows[1:]]
         report = {
             "model": self._args.model,
             "devices": _DEVICES,
@@ -173,7 +180,7 @@ class Demo:
             "languages": len(trained.languages),
             "all_to_all_ops": collectives["all-to-all"],
             "collectives": collectives,
-            "tokens_per_s": _median([row["tokens_per_second"] for row in rows[1:]]),
+            "tokens_per_s": median_high(rates) if rates else 0.0,
             "groups": trained.ToDict()["groups"],
             "signatures": trained.signatures,
             "seconds": round(time.monotonic() - self._start, 1),
@@ -183,7 +190,7 @@ class Demo:
         files.write_json(self._out / "report.json", report)
         return report
 
-    def _write_page(self, trained: Any, untrained: Any) -> None:
+    def _write_page(self, trained: "EvalReport", untrained: "EvalReport") -> None:
         """Writes report.html, and its scores and texts where tools.report looks for them."""
         from lingvo_moe.tasks.mt.input.dev_set import DevSet
         from lingvo_moe.tasks.mt.reports import report
@@ -198,17 +205,15 @@ class Demo:
             self._run, measure_routing(self._run, devset, trust_run=trust), trust_run=trust
         )
         before = untrained.Average()
-        found.extra += [
-            (
-                "untrained",
-                f"BLEU {before['bleu']:.1f}, chrF {before['chrf']:.1f} on {before['lines']:,} of the lines",
-            ),
-            ("exported", str(self._saved_model)),
-        ]
+        scores = f"BLEU {before['bleu']:.1f}, chrF {before['chrf']:.1f}"
+        untrained_scores = f"{scores} on {before['lines']:,} of the lines"
+        found.extra += [("untrained", untrained_scores), ("exported", str(self._saved_model))]
         page = report.html_report(found).encode("utf-8", "replace")
         files.write_atomic(self._out / "report.html", page)
 
-    def _show(self, report: Mapping[str, Any], untrained: Any, trained: Any) -> None:
+    def _show(
+        self, report: Mapping[str, Any], untrained: "EvalReport", trained: "EvalReport"
+    ) -> None:
         from lingvo_moe.core.pages.tables import Table, numbers, show, words
 
         columns = words("languages") + numbers("BLEU", "untrained", "chrF", "untrained")
@@ -223,7 +228,7 @@ class Demo:
         _cli.made(*files, next=f"python -m tools.translate --saved_model={self._saved_model}")
 
 
-def _group_rows(trained: Any, untrained: Any) -> list[list[str]]:
+def _group_rows(trained: "EvalReport", untrained: "EvalReport") -> list[list[str]]:
     """A row for each resource group and one for all: name, BLEU and chrF, each beside the untrained model's."""
     out = []
     for group in (*trained.groups, ""):
@@ -238,21 +243,21 @@ def _group_rows(trained: Any, untrained: Any) -> list[list[str]]:
     return out
 
 
-def _initial_theta(task: Any) -> Any:
+def _initial_theta(task: "BaseTask") -> "NestedMap":
     """The weights before step 0."""
     import tensorflow as tf
 
     from lingvo_moe.core import randomness
     from lingvo_moe.core.sharding import single_device, use_mesh
 
-    def init() -> Any:
+    def init() -> "NestedMap":
         with use_mesh(single_device()):
             return task.InitTheta(randomness.make_seed(task.p.seed, 0))
 
     return tf.function(init, autograph=False, jit_compile=True)()
 
 
-def _samples(report: Any, count: int) -> list[tuple[str, str, str]]:
+def _samples(report: "EvalReport", count: int) -> list[tuple[str, str, str]]:
     """(language, translation, reference) of some languages: a line of median length from each."""
     out = []
     names = sorted(report.languages, key=lambda lang: -report.languages[lang].train_pairs)
@@ -261,10 +266,6 @@ def _samples(report: Any, count: int) -> list[tuple[str, str, str]]:
         lines = sorted(zip(r.hypotheses, r.references, strict=True), key=lambda line: len(line[1]))
         out.append((lang, *lines[len(lines) // 2]))
     return out
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
 
 
 if __name__ == "__main__":

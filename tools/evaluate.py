@@ -16,7 +16,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console import units
@@ -24,6 +24,11 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
 
 from . import _cli
+
+if TYPE_CHECKING:  # they import NumPy
+    from lingvo_moe.tasks.mt.input.dev_set import DevSet
+    from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations, TranslateLines
+    from lingvo_moe.tasks.mt.quality.scoring import EvalReport
 
 # Flags on which no translation depends.
 _NO_TRANSLATORS = [
@@ -148,7 +153,7 @@ def _output(args: Flags) -> Path | None:
     return Path(args.logdir) / "eval" if args.logdir else None
 
 
-def _identity(args: Flags, about: dict[str, Any]) -> list[Any]:
+def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
     """The identity of a translator: every flag on which it could depend, its description, and its files' times."""
     flags = {name: value for name, value in args.Values().items() if name not in _NO_TRANSLATORS}
     files = [Path(value) for value in flags.values() if isinstance(value, str)]
@@ -163,7 +168,7 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[Any]:
     return [flags, about, [file.stat().st_mtime_ns for file in files if file.exists()]]
 
 
-def _progress(kept: Any, done: int, lines: int) -> str:
+def _progress(kept: "KeptTranslations", done: int, lines: int) -> str:
     """The progress: lines done, and the time left."""
     text = f"evaluate: {done:,} of {lines:,} lines"
     if kept.reused:
@@ -174,7 +179,7 @@ def _progress(kept: Any, done: int, lines: int) -> str:
     return text
 
 
-def _translating(args: Flags) -> tuple[Any, dict[str, Any]]:
+def _translating(args: Flags) -> "tuple[TranslateLines, dict[str, Any]]":
     """Returns the function that translates lines, and a description of the model."""
     _cli.load_tensorflow()
     translator, about = _cli.open_translator(args)
@@ -184,7 +189,7 @@ def _translating(args: Flags) -> tuple[Any, dict[str, Any]]:
     )
 
 
-def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
+def _rescored(output: Path | None, devset: "DevSet") -> "tuple[TranslateLines, dict[str, Any]]":
     """Like _translating, with the translations of an earlier evaluation."""
     from lingvo_moe.tasks.mt.quality.scoring import read_translations, verify_scores
 
@@ -214,7 +219,7 @@ def _data_of_run(args: Flags) -> str:
     return _cli.data_dir(args, inputs)
 
 
-def _print_scores(report: Any) -> None:
+def _print_scores(report: "EvalReport") -> None:
     from rich.console import Console
 
     from lingvo_moe.core.pages.tables import Table, numbers, show, words
@@ -234,7 +239,7 @@ def _print_scores(report: Any) -> None:
     rows = []
     for lang in report.InOrder():
         r = report.languages[lang]
-        delta = r.delta and r.delta["bleu"]
+        delta = r.delta["bleu"] if r.delta else None
         rows.append(row(lang, r.group, f"{r.train_pairs:,}", r.ToDict(), delta))
     for group in (*report.groups, ""):
         mean = report.Average(group)

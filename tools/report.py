@@ -11,13 +11,18 @@ page.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.command import as_typed
 from lingvo_moe.core.console.flags import Flags
 
 from . import _cli
+
+if TYPE_CHECKING:  # they import NumPy
+    from lingvo_moe.tasks.mt.reports.routing import RoutingReport
+    from lingvo_moe.tasks.mt.reports.run_report import Missing
+    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
 
 def define_flags() -> Flags:
@@ -96,7 +101,7 @@ def _run(args: Flags) -> int:
     return 0
 
 
-def _routing(args: Flags, run: Any) -> Any:
+def _routing(args: Flags, run: "RunDir") -> "RoutingReport | Missing":
     """The RoutingReport of the run's model, or why there is none."""
     from lingvo_moe.core.console.waiting import LineProgress
     from lingvo_moe.tasks.mt.input.dev_set import DevSet

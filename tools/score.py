@@ -13,7 +13,7 @@ perplexity of each language.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.command import say
@@ -23,6 +23,9 @@ from lingvo_moe.tasks.mt.decoding.line_stream import Line
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, FEW, has_few
 
 from . import _cli, _lines
+
+if TYPE_CHECKING:  # they import TensorFlow
+    from lingvo_moe.tasks.mt.quality.forced_decoding import Score, Scorer
 
 _MOST_LANGUAGES = 1000
 
@@ -104,23 +107,25 @@ def _run(args: Flags) -> int:
     return status
 
 
-def _open(args: Flags) -> Any:
+def _open(args: Flags) -> "Scorer":
     from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 
     options = ScoreOptions(args.max_source_length, args.max_length)
     return Scorer(args.logdir, options, _cli.chosen(args), args.trust_run)
 
 
-def _answer(scorer: Any, lines: list[Line], args: Flags, losses: Losses) -> list[tuple[str, str]]:
+def _answer(
+    scorer: "Scorer", lines: list[Line], args: Flags, losses: Losses
+) -> list[tuple[str, str]]:
     """(text, warning) of each line; adds the scores to `losses`."""
     columns = [line.text.decode("utf-8", "replace").split("\t") for line in lines]
     warnings = [_warning(column, args.language_column) for column in columns]
     pairs = [column for column, warning in zip(columns, warnings) if warning is None]
-    languages: Any = args.language
+    names = [args.language or ""] * len(pairs)
     if args.language_column:
-        languages = [column[args.language_column - 1].strip() for column in pairs]
+        names = [column[args.language_column - 1].strip() for column in pairs]
+    languages = names if args.language_column else args.language
     scores = scorer.Score([c[0] for c in pairs], [c[1] for c in pairs], languages)
-    names = languages if args.language_column else [args.language or ""] * len(pairs)
     for name, score in zip(names, scores, strict=True):
         losses.Add(name, score.log_prob, len(score.pieces))
     rest = iter(scores)
@@ -141,7 +146,7 @@ def _warning(column: list[str], language_column: int | None) -> str | None:
     return None
 
 
-def _scored(score: Any, is_cut: bool, tokens: bool) -> tuple[str, str]:
+def _scored(score: "Score", is_cut: bool, tokens: bool) -> tuple[str, str]:
     """(text, warning) of a line that is scored."""
     cells = [f"{score.log_prob:.6f}", str(len(score.pieces))]
     cells.append(f"{score.log_prob / len(score.pieces):.6f}")

@@ -12,13 +12,16 @@ produced. A larger --per_piece covers more and is slower. tools.evaluate --short
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
 
 from . import _cli
+
+if TYPE_CHECKING:  # it imports NumPy
+    from lingvo_moe.tasks.mt.input.dev_set import DevSet
 
 
 def define_flags() -> Flags:
@@ -85,7 +88,7 @@ def _run(args: Flags) -> int:
     return 0
 
 
-def _held_out(data_dir: str, languages: Sequence[str]) -> Any:
+def _held_out(data_dir: str, languages: Sequence[str]) -> "DevSet":
     """The DevSet of the languages that have dev pairs; no languages mean all. Raises DataError: none of them has."""
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.input.errors import DataError

@@ -13,13 +13,17 @@ import contextlib
 import io
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import translation_of
 
 from . import _cli, _lines
+
+if TYPE_CHECKING:  # they import TensorFlow
+    from lingvo_moe.tasks.mt.decoding.translator import Translator
+    from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 
 
 def define_flags() -> Flags:
@@ -50,7 +54,7 @@ def _run(args: Flags) -> int:
         return _lines.answer_all("translate", args, answer, source, sink)
 
 
-def _converse(translator: Any, language: str | None) -> int:
+def _converse(translator: "Translator | SavedTranslator", language: str | None) -> int:
     """Translates typed lines until the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # gives input() a history and line editing

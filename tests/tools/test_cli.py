@@ -1,7 +1,6 @@
 """Helpers that the commands share."""
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -12,20 +11,9 @@ import pytest
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.flags import Flags
-from tools import _cli, build_corpus, evaluate, export, train_vocab, translate, verify
+from tools import _cli, verify
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize("tool", [translate, evaluate, export, build_corpus, train_vocab])
-def test_help_shows_a_command_and_every_flag_s_meaning(tool, capsys):
-    with pytest.raises(SystemExit) as stop:
-        tool.main(["--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    assert f"python -m tools.{tool.__name__.split('.')[-1]} --" in out
-    if tool in (translate, evaluate, export):
-        assert "--beam_size" in out
 
 
 _PATHS = re.compile(
@@ -36,7 +24,7 @@ _PATHS = re.compile(
 COMMANDS = [
     f"{folder}.{path.stem}"
     for folder in ("tools", "benchmarks")
-    for path in sorted((Path(__file__).parents[2] / folder).glob("*.py"))
+    for path in sorted((ROOT / folder).glob("*.py"))
     if "def main(argv" in path.read_text()
 ] + ["lingvo_moe.training.flags"]
 
@@ -74,25 +62,11 @@ def test_every_flag_that_names_a_path_is_checked(name, capsys):
 def test_every_flag_can_be_read_from_a_file_and_is_explained(name, tmp_path):
     define = importlib.import_module(name).define_flags
     flags = define()
-    assert all(flags[n].help.strip() for n in flags.Names())
+    assert all(flags[n].help.strip() for n in flags.Names()) and "python -m " in flags.Help()
     text = _needed(flags)
     (tmp_path / "flags").write_text("".join(f"--{n}={value}\n" for n, value in text.items()))
     read = define().Parse([f"--flagfile={tmp_path / 'flags'}"]).Values()
     assert read == {**{n: flags[n].default for n in flags.Names()}, **text}
-
-
-def test_quiet_imports_shows_notes_of_what_fails(capfd):
-    with _cli.quiet_imports():
-        os.write(2, b"a note\n")
-    assert capfd.readouterr().err == ""
-    with pytest.raises(ImportError), _cli.quiet_imports():
-        _fail_loudly()
-    assert "the reason" in capfd.readouterr().err
-
-
-def _fail_loudly() -> None:
-    os.write(2, b"the reason\n")
-    raise ImportError
 
 
 def test_commands_start_without_tensorflow():
@@ -149,6 +123,3 @@ def test_a_model_flag_alone_lists_the_experiments(capsys):
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
     (tiny,) = (line for line in lines if line.startswith("mt.M4Tiny "))
     assert tiny.endswith("Seconds, not minutes: for tests and for trying things out.")
-    with pytest.raises(SystemExit):
-        verify.main([])
-    assert "--model is required; --model alone lists all" in capsys.readouterr().err

@@ -18,7 +18,8 @@ _FLAGS = ["--beam_size=2", "--max_source_length=8", "--max_length=12"]
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("run")
-    toy.save_run(path, toy.train_vocab(toy.sentences(200), bytes_too=False), step=3)
+    vocab = toy.train_vocab(toy.sentences(200), bytes_too=False)
+    toy.save_run(path, vocab, step=3, more=toy.SMALL)
     return str(path)
 
 

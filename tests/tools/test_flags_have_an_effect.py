@@ -30,53 +30,23 @@ from tools.import_graph import ROOT
 
 _GOLDEN = ROOT / "tests/plans/M4Tiny-v3_2x2.json"
 _RUN, _MODEL = "--logdir=RUN", "--saved_model=MODEL"
-_SETTABLE = {
-    # By name: another value than the default. Numbers and switches have one by themselves.
-    **{"input": "lines.txt", "output": "out", "json": "out.json", "html": "out.html"},
-    **{"out": "page.html", "png_dir": "pictures", "eval_dir": "DATA", "cache_dir": "CACHE"},
-    **{"data_dir": "OTHER", "corpus": "DATA", "docs": "DOCS", "shortlist": "lines.txt"},
-    **{
-        "baselines": "DATA",
-        "logdir": "IMAGES",
-        "saved_model": "OTHER",
-        "program": "lines.txt",
-        "init_from": "RUN",
-        "compare": "plan.json",
-    },
-    **{"strategy": "strategy.txt", "model": "mt.M4Demo", "mesh": "expert:4", "topology": "v3:2x2"},
-    "price": "v3:2",
-    **{
-        "model_params_override": "task.hidden_dim=64",
-        "variants": "|task.hidden_dim=64",
-        "what": "decode",
-    },
-    **{"language": "de", "languages": "aa", "target_lang": "de", "resource_bounds": "9,2"},
-    **{"checkpoint_step": "5", "init_from_step": "best", "engine": "tf_graph", "tensor": "loss"},
-    **{"known_faults": "warn", "objective": "smallest", "activations": "bfloat16"},
-    **{"weights": "int8", "host": "0.0.0.0", "server_names": "mt.example.org", "name": "other"},
-    **{"columns": "target,source", "json_fields": "a,b", "tfds": "opus/medical"},
-    **{
-        "packages": "Babel",
-        "demo.model": "mt.M4Tiny",
-        "compare_experts.only": "dense",
-        "reproduce.only": "M4MoE2048E36L-v3_32x32",
-        "coordinator_address": "host:1",
-        "mode": "inspect_params",
-    },
-    **{"memory": "4", "language_column": "3", "num_devices": "4", "max_waiting_lines": "99999"},
-    **{
-        "max_lines": "7",
-        "average_last": "2",
-        "source_vocab_size": "300",
-        "target_vocab_size": "300",
-        "vocab_sentences": "500",
-        "batch_size": "1",
-        "max_per_language": "2",
-        "steps": "7",
-        "dev_share": "0.5",
-        "max_steps": "7",
-    },
-}
+# By name: another value than the default. Numbers and switches have one by themselves.
+_SETTABLE = """
+input=lines.txt output=out json=out.json html=out.html out=page.html png_dir=pictures
+eval_dir=DATA cache_dir=CACHE data_dir=OTHER corpus=DATA docs=DOCS shortlist=lines.txt
+baselines=DATA logdir=IMAGES saved_model=OTHER program=lines.txt init_from=RUN compare=plan.json
+strategy=strategy.txt model=mt.M4Demo mesh=expert:4 topology=v3:2x2 price=v3:2
+model_params_override=task.hidden_dim=64 variants=|task.hidden_dim=64 what=decode language=de
+languages=aa target_lang=de resource_bounds=9,2 checkpoint_step=5 init_from_step=best
+engine=tf_graph tensor=loss known_faults=warn objective=smallest activations=bfloat16 weights=int8
+host=0.0.0.0 server_names=mt.example.org name=other columns=target,source json_fields=a,b
+tfds=opus/medical packages=Babel demo.model=mt.M4Tiny compare_experts.only=dense
+reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_params memory=4
+language_column=3 num_devices=4 max_waiting_lines=99999 max_lines=7 average_last=2
+source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2
+steps=7 dev_share=0.5 max_steps=7
+"""
+_SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
 # The trainer's flags go with --mode=eval, too, so that its command only needs that flag.
 _OF_THE_TRAINER = (
     "engine num_devices mesh known_faults verify coordinator_address num_processes process_id init_from "

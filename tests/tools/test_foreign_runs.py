@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,22 +124,6 @@ def test_a_run_that_this_user_made_needs_no_trust(command, run, marker, tmp_path
     main, flags = _commands(run, tmp_path)[command]
     main(flags)
     assert marker.exists()
-
-
-def test_as_a_process_in_the_run_itself(run, marker):
-    _name_class(run, "mischief")
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.translate", "--logdir=."],
-        cwd=run,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        input="red house\n",
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"translate: {REFUSED.format(module='mischief')}")
-    assert done.stderr.count("\n") == 1
-    assert not marker.exists()
 
 
 def test_a_run_of_the_user_s_own_class_goes_on_without_trust(run, marker, monkeypatch):

@@ -71,17 +71,8 @@ def test_the_table_has_shares_of_the_fastest_product():
         point("torch_grouped", 8, 1e-3, 200e9),
     ]
     device = {"kind": "NVIDIA H200", "platform": "gpu", "data_sheet_flops": 989.4e12}
-    said = layer.table({"device": device, "size": SIZE, "points": points}).splitlines()
-    assert said == [
-        "NVIDIA H200 (gpu), M=8, H=16, 2 groups of 8 tokens.",
-        "",
-        "bfloat16: 100% is 800 TFLOP/s, the fastest large product; the data sheet's peak is 989.",
-        "",
-        "| | ms, E=8 | ms, E=32 | %, E=8 | %, E=32 |",
-        "| --- | --- | --- | --- | --- |",
-        "| here, index | 1 | 2 | 50 | 25 |",
-        "| dense layer, here | 1 | 1 | 75 | 75 |",
-        "| product alone, here | 1e+03 | 1e+03 | 100 | 100 |",
-        "| PyTorch, grouped_mm | 1 | - | 25 | - |",
-        "| product alone, PyTorch | 1e+03 | 1e+03 | 87.5 | 87.5 |",
-    ]
+    said = layer.table({"device": device, "size": SIZE, "points": points})
+    assert "bfloat16: 100% is 800 TFLOP/s, the fastest large product;" in said
+    rows = [line.split(" | ")[-2:] for line in said.splitlines() if line.startswith("| ")][2:]
+    shares = [[50, 25], [75, 75], [100, 100], [25, None], [87.5, 87.5]]
+    assert rows == [[f"{row[0]:g}", f"{row[1]:g} |" if row[1] else "- |"] for row in shares]

@@ -73,6 +73,8 @@ def _serving(argv: list[str]) -> Iterator[str]:
             process.send_signal(signal.SIGINT)
             rest = process.communicate(timeout=60)[1]
     assert process.returncode == 0, rest
+    assert "127.0.0.1 POST /translate 200, 2 lines" in rest
+    assert "stopped; 0 requests cut off" in rest and "Traceback" not in said + rest
 
 
 def _ask(words: list[str]) -> dict:

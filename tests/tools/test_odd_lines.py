@@ -72,10 +72,8 @@ def _count(data: bytes) -> int:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Toy:
-    path = tmp_path_factory.mktemp("saved") / "model"
-    translator = toy.save_export(path)
-    return Toy(translator, path, SavedTranslator(path), {})
+def model(translator, saved_model, opened) -> Toy:
+    return Toy(translator, saved_model, opened, {})
 
 
 def in_python(translator: Translator | SavedTranslator, data: bytes, batch_lines: int) -> bytes:
@@ -215,7 +213,7 @@ def test_tools_serve(name, model, server):
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory) -> Scorer:
     path = tmp_path_factory.mktemp("run")
-    toy.save_run(path, toy.train_vocab(toy.sentences(200)))
+    toy.save_run(path, toy.train_vocab(toy.sentences(200)), more=toy.SMALL)
     return Scorer(path, ScoreOptions(max_source_length=8, max_length=8, rows=4))
 
 

@@ -149,19 +149,6 @@ def test_the_trainer_takes_it_as_it_lies(data: Path, tmp_path: Path) -> None:
         iter(some).SetState(state)
 
 
-@pytest.mark.parametrize("side, size, prepared", [("source", 8000, 420), ("target", 331, 330)])
-def test_sizes_that_do_not_match_name_both_numbers(
-    data: Path, side: str, size: int, prepared: int
-) -> None:
-    sizes = {"source_vocab_size": 420, "target_vocab_size": 330, f"{side}_vocab_size": size}
-    message = (
-        rf"{side}.model has {prepared} ids, but input.{side}_vocab_size is {size}: set --model_params_override="
-        rf"'input.{side}_vocab_size={prepared};.*or run tools.prepare with --{side}_vocab_size={size}"
-    )
-    with pytest.raises(DataError, match=message):
-        MtInput.Params().Set(data_dir=str(data), **sizes).Instantiate().Prepare()
-
-
 def test_sizes_that_do_not_match_are_reported_together(data: Path) -> None:
     message = (
         r"source.model has 420 ids, .* is 64000; .*target.model has 330 ids, .* is 32000: set --model_params_override="

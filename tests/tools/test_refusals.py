@@ -27,9 +27,6 @@ translate --logdir=x --beam_size=1000000 | --beam_size=1000000: must be an integ
 translate --logdir=x --max_length=0 | --max_length=0: must be an integer from
 translate --logdir=x --max_source_length=9999999 | --max_source_length=9999999: must be an integer from 1 to 1000000
 translate --model=x | no flag --model
-translate --saved_model=m --input=gs://bucket/x | --input=gs://bucket/x: remote storage is not
-translate --saved_model=m --output=http://host/x | --output=http://host/x: remote
-translate --saved_model=s3://x/y | --saved_model=s3://x/y: remote
 translate --logdir='~/run' | --logdir=~/run: '~' is only replaced by a shell
 translate --saved_model=x --trust_run | --trust_run goes with --logdir
 translate --saved_model=x --shortlist=s | --shortlist=s goes with --logdir
@@ -38,12 +35,9 @@ evaluate --logdir=x --length_alpha=nan | --length_alpha=nan: must be a number in
 evaluate --logdir=x --length_alpha=-1 | --length_alpha=-1: must be a number in
 evaluate --saved_model=x --beam_sise=2 | did you mean '--beam_size'
 evaluate --logdir=x --resource_bounds=5,7 | HIGH must be more than MID
-evaluate --logdir='runs[1]' | --logdir=runs[1]: checkpoints and models could not
-evaluate --saved_model=m --data_dir=hdfs://x/y | --data_dir=hdfs://x/y: remote
 export --logdir=x | --output is required
 export --logdir=x --output=y --top_k=0 | --top_k=0: must be an integer of at least 1
 export --logdir=x --output=y --checkpoint_step=-1 | --checkpoint_step=-1: must be
-export --logdir=x --output='a\\b' | --output=a\\b: checkpoints and models could not be read
 score --logdir=x --average_last=0 | --average_last=0: must be an integer of at least 1
 serve | give exactly one of --saved_model and --logdir
 serve --saved_model=x --prot=1 | no flag --prot (did you mean '--port'
@@ -60,10 +54,8 @@ build_corpus --output=x --langs=de | did you mean '--languages'
 build_corpus --out=x | no flag --out
 build_corpus --output=x --max_per_language=-1 | --max_per_language=-1: must be
 build_corpus --output=x --packages=, | --packages is empty
-build_corpus --output=gs://x/y | --output=gs://x/y: remote
 prepare --output=x | nothing to read: give --input or --tfds
 prepare --output=y --inptu=x | no flag --inptu (did you mean '--input'
-prepare --output=y --input=gs://x/y | --input=gs://x/y: remote
 prepare --output=y --input=x --target_lang=../x | --target_lang=../x: must be the code of a language, e.g. en
 prepare --output=y --input=x --workers=100000 | --workers=100000: must be an integer from 1 to 1024
 prepare --output=y --input=x --temperature=nan | --temperature=nan: must be a positive number

@@ -18,7 +18,7 @@ from lingvo_moe.tasks.mt.serving.export import load_theta
 from tools import report
 
 E, MOST = 8, 23  # of mt.M4Tiny: experts, ids of a row beside eos or bos
-_PAIRS = {"de": (6, 4), "fi": (3, 40), "sw": (1, 3)}  # how many, and the words of the longest
+_PAIRS = {"de": (3, 4), "fi": (2, 40), "sw": (1, 3)}  # how many, and the words of the longest
 
 
 def _lines(lang: str) -> list[tuple[str, str]]:

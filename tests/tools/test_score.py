@@ -15,7 +15,7 @@ from tools import score
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
-    toy.save_run(path, toy.train_vocab(toy.sentences(200)))
+    toy.save_run(path, toy.train_vocab(toy.sentences(200)), more=toy.SMALL)
     return Scorer(path, ScoreOptions(max_source_length=8, max_length=8, rows=4))
 
 

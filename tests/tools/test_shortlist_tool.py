@@ -27,8 +27,7 @@ LINES = [
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("run")
-    small = "task.num_experts=0;task.num_encoder_layers=1;task.num_decoder_layers=1"
-    toy.save_run(path, toy.train_vocab(toy.sentences(200)), step=3, more=small)
+    toy.save_run(path, toy.train_vocab(toy.sentences(200)), step=3, more=toy.SMALL)
     return path
 
 
