@@ -212,18 +212,12 @@ def define_search_flags(flags: Flags) -> None:
     define_run_flags. Those that are not given are None."""
     with flags.Section("with --logdir (an exported model has these inside)"):
         define_run_flags(flags)
-        flags.DEFINE_integer(
-            "beam_size", None, "hypotheses; 1 is greedy search, the fastest (default: 4)", BEAM_SIZE
-        )
-        flags.DEFINE_integer(
-            "max_length", None, "tokens of a translation at most (default: 256)", LENGTH
-        )
-        flags.DEFINE_integer(
-            "max_source_length",
-            None,
-            "tokens of a line; longer lines are truncated (default: 256)",
-            LENGTH,
-        )
+        for name, help, check in (
+            ("beam_size", "hypotheses; 1 is greedy search, the fastest (default: 4)", BEAM_SIZE),
+            ("max_length", "tokens of a translation at most (default: 256)", LENGTH),
+            ("max_source_length", "tokens of a line; longer ones are cut (default: 256)", LENGTH),
+        ):
+            flags.DEFINE_integer(name, None, help, check)
         flags.DEFINE_float(
             "length_alpha", None, "length normalisation, 0 for none (default: 0.6)", LENGTH_ALPHA
         )

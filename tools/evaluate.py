@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # they import NumPy
     from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations, TranslateLines
     from lingvo_moe.tasks.mt.quality.scoring import EvalReport
 
+_COLOURS = {"high": "blue", "mid": "cyan", "low": "yellow"}  # of resource groups, in a terminal
 # Flags on which no translation depends.
 _NO_TRANSLATORS = [
     "data_dir",
@@ -231,7 +232,9 @@ def _print_scores(report: "EvalReport") -> None:
         name: str, group: str, pairs: str, scores: Mapping[str, Any], delta: float | None
     ) -> list[str]:
         few = intervals.FEW * intervals.has_few(scores["lines"])
-        cells = [name, group, pairs, f"{scores['lines']:,}{few}"]
+        colour = _COLOURS.get(group, "default")
+        cells = [f"[{colour}]{text}[/]" for text in (name, group)]
+        cells += [pairs, f"{scores['lines']:,}{few}"]
         for kind in ("bleu", "chrf"):
             cells.append(intervals.with_margin(scores[kind], scores[f"{kind}_margin"]))
         return cells + ["" if delta is None else f"{delta:+.1f}"] * compared
