@@ -14,7 +14,7 @@ After Ctrl-C or another interruption the same command resumes.
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # they import NumPy
     from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations, TranslateLines
     from lingvo_moe.tasks.mt.quality.scoring import EvalReport
 
-_COLOURS = {"high": "blue", "mid": "cyan", "low": "yellow"}  # of resource groups, in a terminal
 # Flags on which no translation depends.
 _NO_TRANSLATORS = [
     "data_dir",
@@ -223,35 +222,16 @@ def _data_of_run(args: Flags) -> str:
 def _print_scores(report: "EvalReport") -> None:
     from rich.console import Console
 
-    from lingvo_moe.core.pages.tables import Table, numbers, show, words
+    from lingvo_moe.core.pages.tables import show
     from lingvo_moe.tasks.mt.quality import intervals
+    from lingvo_moe.tasks.mt.reports import score_tables
 
-    compared = "delta_bleu" in report.Average()
-
-    def row(
-        name: str, group: str, pairs: str, scores: Mapping[str, Any], delta: float | None
-    ) -> list[str]:
-        few = intervals.FEW * intervals.has_few(scores["lines"])
-        colour = _COLOURS.get(group, "default")
-        cells = [f"[{colour}]{text}[/]" for text in (name, group)]
-        cells += [pairs, f"{scores['lines']:,}{few}"]
-        for kind in ("bleu", "chrf"):
-            cells.append(intervals.with_margin(scores[kind], scores[f"{kind}_margin"]))
-        return cells + ["" if delta is None else f"{delta:+.1f}"] * compared
-
-    rows = []
-    for lang in report.InOrder():
-        r = report.languages[lang]
-        delta = r.delta["bleu"] if r.delta else None
-        rows.append(row(lang, r.group, f"{r.train_pairs:,}", r.ToDict(), delta))
-    for group in (*report.groups, ""):
-        mean = report.Average(group)
-        name = f"mean of {mean['languages']}"
-        rows.append(row(name, group or "all", "", mean, mean.get("delta_bleu")))
-    columns = words("language", "group") + numbers("training pairs", "dev pairs", "BLEU", "chrF")
-    show(Table(columns + numbers("delta BLEU") * compared, rows))
+    scores, console = report.ToDict(), Console()
+    for table in (score_tables.by_language(scores), score_tables.by_group(scores)):
+        show(table, console)
+        console.print()
     for line in (intervals.footnote(), *report.signatures.values()):
-        Console().print(line, soft_wrap=True, highlight=False)
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

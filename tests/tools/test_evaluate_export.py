@@ -59,7 +59,7 @@ def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path,
         "train_pairs": 9,
         "group": "mid",
     }
-    for text in ("de", "12*", "±", "mean of 3", "BLEU", "nrefs:1", f"{logdir}/eval/report.json"):
+    for text in ("de", "12*", "±", "all    3 ", "BLEU", "nrefs:1", f"{logdir}/eval/report.json"):
         assert text in table.replace("\n", "")
     assert "evaluate: 36 of 36 lines" in err
     hypotheses = (scored / "texts/sw.hyp").read_text()

@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+# Colours of a terminal for those of pages.
+_COLOURS = {"first": "blue", "third": "cyan", "fourth": "yellow"}
+
 
 @dataclass(frozen=True)
 class Column:
@@ -30,15 +33,33 @@ def numbers(*headings: str) -> list[Column]:
     return [Column(heading) for heading in headings]
 
 
+class Piece(NamedTuple):
+    """A piece of a stacked bar: its name, its colour in the style of pages, its value and the value in words."""
+
+    what: str
+    colour: str
+    value: float
+    text: str
+
+
 class Cell(str):
-    """A cell that a page shows with a patch of a colour before it, or as a link."""
+    """A cell that a page shows with a patch of a colour before it, as a link, or with a bar, of which 100 is all."""
 
     colour: str
     link: str
+    piece: Piece | None
+    faint: bool  # whether the bar is pale
 
-    def __new__(cls, text: str, colour: str = "", link: str = "") -> "Cell":
+    def __new__(
+        cls,
+        text: str,
+        colour: str = "",
+        link: str = "",
+        piece: Piece | None = None,
+        faint: bool = False,
+    ) -> "Cell":
         cell = super().__new__(cls, text)
-        cell.colour, cell.link = colour, link
+        cell.colour, cell.link, cell.piece, cell.faint = colour, link, piece, faint
         return cell
 
 
@@ -68,15 +89,6 @@ class Section:
     aside: str = ""
 
 
-class Piece(NamedTuple):
-    """A piece of a stacked bar: its name, its colour in the style of pages, its value and the value in words."""
-
-    what: str
-    colour: str
-    value: float
-    text: str
-
-
 def terminal(table: Table, wide: bool = True, bars: Sequence[Text] = ()) -> RichTable:
     """The table for a terminal, without lines; rows without a cell that is shown are left out.
 
@@ -92,10 +104,16 @@ def terminal(table: Table, wide: bool = True, bars: Sequence[Text] = ()) -> Rich
         out.add_column(column.heading, justify=side, header_style=style, overflow="fold")
     for number, row in enumerate(table.rows):
         if any(row[i] for i in shown):
-            out.add_row(*(row[i] for i in shown), *bars[number : number + 1])
+            out.add_row(*(_coloured(row[i]) for i in shown), *bars[number : number + 1])
     if table.foot:
         out.add_row(*(table.foot[i] for i in shown), style="bold")
     return out
+
+
+def _coloured(cell: str) -> str | Text:
+    """The cell in the colour that a terminal has for a page's, if it has one."""
+    colour = _COLOURS.get(cell.colour) if isinstance(cell, Cell) else None
+    return Text(cell, style=colour) if colour else cell
 
 
 def show(table: Table, console: Console | None = None, wide: bool = True) -> None:

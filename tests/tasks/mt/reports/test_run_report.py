@@ -96,7 +96,7 @@ def test_a_page_with_everything(run):
     assert page.count("<svg xmlns:xlink") == 3  # loss, learning rate, deltas
     assert "Quelle &lt;" in page and "reference &lt;b&gt;" in page and "<b> " not in page
     assert "lang='ar'" in page and "dir='auto'" in page
-    assert "Arabic <span class='code'>ar</span>" in page and "German, de, chrF" in text
+    assert "</i>Arabic, ar</td>" in page and "German, de, chrF" in text
     assert re.findall("href='#(.*?)'", page) == re.findall("<h2 id='(.*?)'>", page)
     mean = found.scores["average"]
     assert f"{mean['delta_bleu']:+.1f}" in text and "over 1 bilingual models" in text
@@ -120,10 +120,10 @@ def test_scores_have_margins_and_few_lines_are_marked(run):
     assert "<td class=n>50</td>" in row and "few" not in row
     row = page[page.index("</i>high<") :].partition("</tr>")[0]
     assert "<td class=n>5*</td>" in row and "class='b few'" in row
-    row = page[page.index("Arabic <span") :].partition("</tr>")[0]
+    row = page[page.index("</i>Arabic, ar") :].partition("</tr>")[0]
     assert f">{arabic['chrf']:.1f} ± {arabic['chrf_margin']:.1f}<" in row
     assert "<td class=n>50</td>" in row and "few" not in row and "var(--third)" in row
-    row = page[page.index("German <span") :].partition("</tr>")[0]
+    row = page[page.index("</i>German, de") :].partition("</tr>")[0]
     assert "<td class=n>5*</td>" in row and "class='b few'" in row and "var(--first)" in row
     assert f"± {found.scores['average']['bleu_margin']:.1f}, mean of 2 languages" in text
     assert intervals.footnote() in text
