@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.config import checks
+from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.planner.machines.machine import parse_machine
@@ -171,6 +171,10 @@ def planned(
 
     plans, failed = list[dict[str, Any]](), dict[tuple[str, str], ValueError]()
     cache = _cli.plan_cache(args.cache_dir)
+    _cli.load_tensorflow()
+    for variant in dict.fromkeys(variant for _, variant in cases):
+        # A mistake in any of them is found before the first is compiled.
+        registry.GetParams(args.model, strategy_override(args, variant.strip()))
     with _cli.Progress() as progress:
         for case, path in zip(cases, outputs or itertools.repeat("")):
             try:
@@ -193,7 +197,6 @@ def make(
     args: Flags, topology: str, variant: str, cache: Path | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The plan of one machine and one variant."""
-    _cli.load_tensorflow()
     from lingvo_moe.planning import step_plan
 
     request = step_plan.Request(
