@@ -129,8 +129,8 @@ def _case(window: Window, forward: dict[str, int], gradient: dict[str, int], **r
         dilated_conv(window),
         (floats(2, window.size, 3), floats(window.kernel, 3, 2)),
         mesh=f"d:{window.parts}",
-        collectives=forward,
-        gradient_collectives=gradient,
+        forward=forward,
+        backward=gradient,
         whole=True,
         reference=by_hand(window),
         **rest,
@@ -184,8 +184,8 @@ def _transposed_case(size, mesh, stride, kernel, padding, permutes) -> Case:
         transposed(stride, padding, "d", None, mesh=mesh),
         (floats(2, size, 2, 3), floats(kernel, 2, 2, 3)),
         mesh=mesh,
-        collectives=moved,
-        gradient_collectives={**back, "all-reduce": 1},
+        forward=moved,
+        backward={**back, "all-reduce": 1},
         whole=True,
     )
 
@@ -202,8 +202,8 @@ TRANSPOSED = [
         transposed(2, "SAME", "y", "x", mesh="y:2,x:4"),
         (floats(2, 4, 8, 3), floats(3, 3, 2, 3)),
         mesh="y:2,x:4",
-        collectives={"collective-permute": 2},
-        gradient_collectives={"collective-permute": 4, "all-reduce": 1},
+        forward={"collective-permute": 2},
+        backward={"collective-permute": 4, "all-reduce": 1},
         several_processes=True,
     ),
 ]

@@ -5,18 +5,17 @@ Bytes are those of the float32 tensor that one device holds afterwards. Where a 
 the paper leads one to expect, a comment says so.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from spmd_case import Case, floats, moves, permutations
+from spmd_case import Case, floats, moves
 
-from lingvo_moe.core.engine.eager.testing import Collectives
 from lingvo_moe.core.sharding import current_mesh, mesh_split, replicate, shard, split
 
 XY, YX = "x:2,y:4", "x:4,y:2"
+ALONG_X, ALONG_Y = [[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]  # of XY
 A = floats(16, 8)  # 512 bytes
 
 
@@ -41,52 +40,6 @@ def contracted(axes: Any) -> Callable[..., tf.Tensor]:
     return fn
 
 
-def among(kind: str, *wanted: list[list[int]]) -> Callable[[Collectives], None]:
-    """For `Case.inspect`: the replica groups of each collective of a kind, in order of appearance."""
-
-    def inspect(found: Collectives) -> None:
-        lines = [line for line in found.hlo.splitlines() if f" {kind}(" in line]
-        have = [_groups(line) for line in lines]
-        assert have == list(wanted), have
-
-    return inspect
-
-
-def _groups(line: str) -> list[list[int]]:
-    """The replica groups of an instruction, written out or as axes of a mesh of devices in order."""
-    found = re.search(r"replica_groups=\{(\{.*?\})\}", line)
-    if found:
-        return [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]*)\}", found[1])]
-    found = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
-    assert found, line
-    names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", found[1]))
-    along = [names.index(name) for name in re.findall(r"'(\w+)'", found[2])]
-    order = [i for i in range(len(names)) if i not in along] + along
-    devices = np.arange(np.prod([int(n) for n in sizes])).reshape([int(n) for n in sizes])
-    count = int(np.prod([devices.shape[i] for i in along]))
-    return devices.transpose(order).reshape(-1, count).tolist()
-
-
-def pairs(*wanted: tuple[int, int]) -> Callable[[Collectives], None]:
-    """For `Case.inspect`: one collective-permute, with these (source, target) pairs in any order."""
-
-    def inspect(found: Collectives) -> None:
-        (have,) = permutations(found.hlo)
-        assert sorted(have) == sorted(wanted), have
-
-    return inspect
-
-
-def each(*inspections: Callable[[Collectives], None]) -> Callable[[Collectives], None]:
-    """Combines several `Case.inspect` functions."""
-
-    def inspect(found: Collectives) -> None:
-        for inspection in inspections:
-            inspection(found)
-
-    return inspect
-
-
 _ROWS, _COLUMNS = ("d", None), (None, "d")
 
 GATHERS = [
@@ -97,28 +50,14 @@ GATHERS = [
             _ROWS,
             (None, None),
             f"d:{n}",
-            inspect=each(moves(("all-gather", 512)), among("all-gather", [list(range(n))])),
+            inspect=moves(("all-gather", 512, [list(range(n))])),
             several_processes=n == 8,
         )
         for n in (2, 4, 8)
     ],
     recut("gather_columns", _COLUMNS, (None, None), inspect=moves(("all-gather", 512))),
-    recut(
-        "gather_x",
-        ("x", "y"),
-        (None, "y"),
-        XY,
-        inspect=each(
-            moves(("all-gather", 128)), among("all-gather", [[0, 4], [1, 5], [2, 6], [3, 7]])
-        ),
-    ),
-    recut(
-        "gather_y",
-        ("x", "y"),
-        ("x", None),
-        XY,
-        inspect=each(moves(("all-gather", 256)), among("all-gather", [[0, 1, 2, 3], [4, 5, 6, 7]])),
-    ),
+    recut("gather_x", ("x", "y"), (None, "y"), XY, inspect=moves(("all-gather", 128, ALONG_X))),
+    recut("gather_y", ("x", "y"), ("x", None), XY, inspect=moves(("all-gather", 256, ALONG_Y))),
     # One collective for each dimension, not one for both.
     recut(
         "gather_x_and_y",
@@ -132,9 +71,7 @@ GATHERS = [
         (("x", "y"), None),
         ("x", None),
         YX,
-        inspect=each(
-            moves(("all-gather", 128)), among("all-gather", [[0, 1], [2, 3], [4, 5], [6, 7]])
-        ),
+        inspect=moves(("all-gather", 128, [[0, 1], [2, 3], [4, 5], [6, 7]])),
     ),
     # The parts that a device needs are on several devices, so they are collected first.
     recut(
@@ -150,9 +87,7 @@ GATHERS = [
         ("x", None, "z"),
         "x:2,y:2,z:2",
         args=(floats(4, 4, 4),),
-        inspect=each(
-            moves(("all-gather", 64)), among("all-gather", [[0, 2], [1, 3], [4, 6], [5, 7]])
-        ),
+        inspect=moves(("all-gather", 64, [[0, 2], [1, 3], [4, 6], [5, 7]])),
     ),
     # The paper's "in the order given": the group lists devices in the order of their parts.
     Case(
@@ -160,7 +95,7 @@ GATHERS = [
         lambda a: 3.0 * replicate(shard(2 * a, np.array([3, 1, 7, 5, 2, 0, 6, 4]).reshape(8, 1))),
         (A,),
         splits=(None,),
-        inspect=among("all-gather", [[3, 1, 7, 5, 2, 0, 6, 4]]),
+        inspect=moves(("all-gather", 512, [[3, 1, 7, 5, 2, 0, 6, 4]])),
     ),
     # 15 rows are sent as 16; the padding is removed afterwards.
     Case(
@@ -168,15 +103,6 @@ GATHERS = [
         lambda a: 3.0 * replicate(split(2 * a + 1, 0, 8)),
         (floats(15, 4),),
         inspect=moves(("all-gather", 256)),
-    ),
-    # At the very end of a program whose result shardings the partitioner chooses (results=AUTO), an annotation
-    # directly after another has no effect, since nothing uses the tensor. Set the results' shardings.
-    Case(
-        "gather_that_nothing_needs",
-        lambda a: replicate(split(2 * a + 1, 0, 8)),
-        (A,),
-        splits=(_ROWS,),
-        collectives={},
     ),
 ]
 
@@ -189,8 +115,8 @@ REDUCTIONS = [
             (A, floats(8, 4)),
             mesh=f"d:{n}",
             splits=(_COLUMNS, _ROWS),
-            inspect=each(moves(("all-reduce", 256)), among("all-reduce", [list(range(n))])),
-            gradient_collectives={},  # whole cotangent, operands sharded: local
+            inspect=moves(("all-reduce", 256, [list(range(n))])),
+            backward={},  # whole cotangent, operands sharded: local
             gradients=(0, 1) if n == 8 else (),
             several_processes=n == 8,
         )
@@ -201,23 +127,21 @@ REDUCTIONS = [
         contracted("x"),
         (A, floats(8, 4)),
         mesh=XY,
-        inspect=each(
-            moves(("all-reduce", 256)), among("all-reduce", [[0, 4], [1, 5], [2, 6], [3, 7]])
-        ),
+        inspect=moves(("all-reduce", 256, ALONG_X)),
     ),
     Case(
         "reduce_y",
         contracted("y"),
         (A, floats(8, 4)),
         mesh=XY,
-        inspect=each(moves(("all-reduce", 256)), among("all-reduce", [[0, 1, 2, 3], [4, 5, 6, 7]])),
+        inspect=moves(("all-reduce", 256, ALONG_Y)),
     ),
     Case(
         "reduce_both_axes_of_one_dimension",
         contracted(("x", "y")),
         (A, floats(8, 4)),
         mesh=YX,
-        inspect=each(moves(("all-reduce", 256)), among("all-reduce", [list(range(8))])),
+        inspect=moves(("all-reduce", 256, [list(range(8))])),
     ),
     # Two dimensions, each along an axis of its own: one all-reduce for each axis.
     Case(
@@ -235,24 +159,18 @@ REDUCTIONS = [
         mesh=XY,
         splits=(("x", "y"),),
         inspect=moves(("all-reduce", 32)),
-        gradient_collectives={},
+        backward={},
     ),
     # Sums travel together, a sum and a maximum do not.
     Case(
         "reduce_two_sums_at_once",
-        lambda a, b: (
-            tf.reduce_sum(split(a * a, 0, 8), 0),
-            tf.reduce_sum(split(b * b, 0, 8), 0),
-        ),
+        lambda a, b: (tf.reduce_sum(split(a * a, 0, 8), 0), tf.reduce_sum(split(b * b, 0, 8), 0)),
         (A, floats(16, 4)),
         inspect=moves(("all-reduce", 32 + 16)),
     ),
     Case(
         "reduce_sum_and_max",
-        lambda a, b: (
-            tf.reduce_sum(split(a * a, 0, 8), 0),
-            tf.reduce_max(split(b * b, 0, 8), 0),
-        ),
+        lambda a, b: (tf.reduce_sum(split(a * a, 0, 8), 0), tf.reduce_max(split(b * b, 0, 8), 0)),
         (A, floats(16, 4)),
         inspect=moves(("all-reduce", 32), ("all-reduce", 16)),
     ),
@@ -264,7 +182,7 @@ REDUCTIONS = [
         (A, floats(8, 4)),
         splits=(_COLUMNS, _ROWS),
         inspect=moves(("all-reduce", 256)),
-        gradient_collectives={"all-gather": 1},
+        backward={"all-gather": 1},
     ),
 ]
 
@@ -276,9 +194,9 @@ ALL_TO_ALLS = [
             _ROWS,
             _COLUMNS,
             f"d:{n}",
-            inspect=each(moves(("all-to-all", 512 // n)), among("all-to-all", [list(range(n))])),
+            inspect=moves(("all-to-all", 512 // n, [list(range(n))])),
             gradients=(0,) if n == 8 else (),
-            gradient_collectives={"all-to-all": 1},
+            backward={"all-to-all": 1},
             several_processes=n == 8,
         )
         for n in (2, 4, 8)
@@ -289,9 +207,7 @@ ALL_TO_ALLS = [
         (None, "x", "y"),
         XY,
         args=(floats(4, 4, 8),),
-        inspect=each(
-            moves(("all-to-all", 64)), among("all-to-all", [[0, 4], [1, 5], [2, 6], [3, 7]])
-        ),
+        inspect=moves(("all-to-all", 64, ALONG_X)),
     ),
     recut(
         "all_to_all_along_y",
@@ -299,9 +215,9 @@ ALL_TO_ALLS = [
         ("x", None, "y"),
         XY,
         args=(floats(4, 4, 8),),
-        inspect=each(moves(("all-to-all", 64)), among("all-to-all", [[0, 1, 2, 3], [4, 5, 6, 7]])),
+        inspect=moves(("all-to-all", 64, ALONG_Y)),
         gradients=(0,),
-        gradient_collectives={"all-to-all": 1},
+        backward={"all-to-all": 1},
         several_processes=True,
     ),
     recut(
@@ -309,7 +225,7 @@ ALL_TO_ALLS = [
         (("x", "y"), None),
         (None, ("x", "y")),
         XY,
-        inspect=each(moves(("all-to-all", 64)), among("all-to-all", [list(range(8))])),
+        inspect=moves(("all-to-all", 64, [list(range(8))])),
     ),
     # Copies along y are in separate groups.
     recut(
@@ -317,16 +233,14 @@ ALL_TO_ALLS = [
         ("x", None),
         (None, "x"),
         XY,
-        inspect=each(
-            moves(("all-to-all", 256)), among("all-to-all", [[0, 4], [1, 5], [2, 6], [3, 7]])
-        ),
+        inspect=moves(("all-to-all", 256, ALONG_X)),
     ),
     recut(
         "all_to_all_of_the_minor_axis",
         (("x", "y"), None),
         ("x", "y"),
         XY,
-        inspect=each(moves(("all-to-all", 64)), among("all-to-all", [[0, 1, 2, 3], [4, 5, 6, 7]])),
+        inspect=moves(("all-to-all", 64, ALONG_Y)),
     ),
     recut(
         "all_to_all_that_joins_axes",
@@ -349,15 +263,15 @@ ALL_TO_ALLS = [
         ("x", "y"),
         ("y", "x"),
         "x:2,y:2",
-        inspect=each(moves(("collective-permute", 128)), pairs((0, 0), (1, 2), (2, 1), (3, 3))),
+        inspect=moves(("collective-permute", 128, [(0, 0), (1, 2), (2, 1), (3, 3)])),
     ),
     # 15 x 13 over 8 both ways: parts of 2 x 2, padded.
     Case(
         "all_to_all_uneven",
         lambda a: split(split(2 * a + 1, 0, 8), 1, 8),
         (floats(15, 13),),
-        collectives={"all-to-all": 1},
-        gradient_collectives={"all-to-all": 1},
+        forward={"all-to-all": 1},
+        backward={"all-to-all": 1},
         whole=True,
     ),
 ]
@@ -369,8 +283,8 @@ PERMUTES = [
         lambda a: shard(split(2 * a + 1, 0, 8), np.arange(7, -1, -1).reshape(8, 1)),
         (A,),
         splits=(_ROWS,),
-        inspect=each(moves(("collective-permute", 64)), pairs(*[(i, 7 - i) for i in range(8)])),
-        gradient_collectives={"collective-permute": 1},
+        inspect=moves(("collective-permute", 64, [(i, 7 - i) for i in range(8)])),
+        backward={"collective-permute": 1},
         several_processes=True,
     ),
     Case(
@@ -379,7 +293,7 @@ PERMUTES = [
         (A,),
         mesh="d:4",
         splits=(_ROWS,),
-        inspect=each(moves(("collective-permute", 128)), pairs((0, 1), (1, 2), (2, 3), (3, 0))),
+        inspect=moves(("collective-permute", 128, [(0, 1), (1, 2), (2, 3), (3, 0)])),
     ),
     # From one device assignment of figure 10 to the other.
     Case(
@@ -390,11 +304,14 @@ PERMUTES = [
         (A,),
         mesh=XY,
         splits=(("x", "y"),),
-        inspect=each(
-            moves(("collective-permute", 64)),
-            pairs((0, 0), (1, 2), (2, 4), (3, 6), (4, 1), (5, 3), (6, 5), (7, 7)),
+        inspect=moves(
+            (
+                "collective-permute",
+                64,
+                [(0, 0), (1, 2), (2, 4), (3, 6), (4, 1), (5, 3), (6, 5), (7, 7)],
+            )
         ),
-        gradient_collectives={"collective-permute": 1},
+        backward={"collective-permute": 1},
     ),
     recut(
         "permute_axes_in_other_order",
@@ -409,7 +326,7 @@ PERMUTES = [
         ("x", None),
         ("y", None),
         "x:2,y:2",
-        inspect=each(moves(("collective-permute", 256)), pairs((0, 0), (1, 2), (2, 1), (3, 3))),
+        inspect=moves(("collective-permute", 256, [(0, 0), (1, 2), (2, 1), (3, 3)])),
     ),
     # Two parts become four: a device splits its own and sends half; back, parts are gathered.
     recut(
@@ -432,8 +349,8 @@ PERMUTES = [
         lambda a: split(tf.pad(split(2 * a + 1, 0, 8)[:-1], [[1, 0], [0, 0]]), 0, 8),
         (A,),
         splits=(_ROWS,),
-        inspect=each(moves(("collective-permute", 32)), pairs(*[(i, i + 1) for i in range(7)])),
-        gradient_collectives={"collective-permute": 1},
+        inspect=moves(("collective-permute", 32, [(i, i + 1) for i in range(7)])),
+        backward={"collective-permute": 1},
         several_processes=True,
     ),
 ]
@@ -447,8 +364,8 @@ LOCAL = [
         lambda a, b: tf.nn.relu(split(a, 0, 8) * b + 1.0),
         (A, A + 1),
         splits=(_ROWS, _ROWS),
-        collectives={},
-        gradient_collectives={},
+        forward={},
+        backward={},
     ),
 ]
 

@@ -36,7 +36,7 @@ def formatted(
 ) -> Case:
     """The first argument is sharded by rows, the result along dimension `to`, or as the partitioner chooses.
 
-    `gradient`: as gradient_collectives.
+    `gradient`: as backward.
     """
 
     def cut(a: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
@@ -44,7 +44,7 @@ def formatted(
         return y if to is None else split(y, to, n) * 3.0
 
     options.setdefault("whole", True)
-    return Case(name, cut, args, mesh=f"d:{n}", gradient_collectives=gradient, **options)
+    return Case(name, cut, args, mesh=f"d:{n}", backward=gradient, **options)
 
 
 def recut(
@@ -81,37 +81,26 @@ RESHAPES = [
         "reshape_merge",
         lambda a: tf.reshape(a, [64]),
         EVEN,
-        collectives=LOCAL,
+        forward=LOCAL,
         gradient=LOCAL,
         whole=False,
     ),
     # Parts of 2 rows are parts of 8 numbers, and so is the padding.
     formatted(
-        "reshape_merge_uneven",
-        lambda a: tf.reshape(a, [60]),
-        ODD,
-        collectives=LOCAL,
-        gradient=LOCAL,
+        "reshape_merge_uneven", lambda a: tf.reshape(a, [60]), ODD, forward=LOCAL, gradient=LOCAL
     ),
     formatted(
-        "reshape_merge_others",
-        lambda a: tf.reshape(a, [8, 6]),
-        floats(8, 2, 3),
-        collectives=LOCAL,
+        "reshape_merge_others", lambda a: tf.reshape(a, [8, 6]), floats(8, 2, 3), forward=LOCAL
     ),
     formatted(
-        "reshape_divide",
-        lambda a: tf.reshape(a, [8, 2, 4]),
-        EVEN,
-        collectives=LOCAL,
-        whole=False,
+        "reshape_divide", lambda a: tf.reshape(a, [8, 2, 4]), EVEN, forward=LOCAL, whole=False
     ),
     formatted(
         "reshape_divide_uneven",
         lambda a: tf.reshape(a, [3, 5, 4]),
         ODD,
         n=2,
-        collectives=permutes(1),
+        forward=permutes(1),
         gradient=permutes(1),
     ),
     # Differs: 15 over 8 becomes 3 x 5, of which neither can be sharded in 8: gathered.
@@ -120,21 +109,16 @@ RESHAPES = [
         lambda a: tf.reshape(a, [3, 5, 4]),
         ODD,
         to=None,
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
     ),
     # Differs: parts of 8 numbers become parts of 10, which is a halo too, but XLA gathers.
-    formatted(
-        "reshape_across_rows",
-        lambda a: tf.reshape(a, [12, 5]),
-        ODD,
-        collectives=ONE_GATHER,
-    ),
+    formatted("reshape_across_rows", lambda a: tf.reshape(a, [12, 5]), ODD, forward=ONE_GATHER),
     # The sharded dimension becomes the minor one of the merged, so numbers of a part lie far apart.
     formatted(
         "reshape_merge_as_minor",
         lambda a: tf.reshape(tf.transpose(a), [64]),
         EVEN,
-        collectives={"all-to-all": 1, "collective-permute": 1},
+        forward={"all-to-all": 1, "collective-permute": 1},
     ),
     # Over two axes: numbers of one row lie on four devices. Whole axes that merge or part stay put.
     recut(
@@ -143,7 +127,7 @@ RESHAPES = [
         ("x", "y"),
         (("x", "y"),),
         floats(8, 8),
-        collectives={"all-to-all": 1},
+        forward={"all-to-all": 1},
     ),
     recut(
         "reshape_divide_2d",
@@ -151,7 +135,7 @@ RESHAPES = [
         (("x", "y"),),
         ("x", "y"),
         floats(64),
-        collectives={"all-to-all": 1},
+        forward={"all-to-all": 1},
     ),
     recut(
         "reshape_divide_2d_by_axes",
@@ -159,7 +143,7 @@ RESHAPES = [
         (("x", "y"), None),
         ("x", "y", None),
         floats(8, 8),
-        collectives=LOCAL,
+        forward=LOCAL,
     ),
     recut(
         "reshape_merge_2d_by_axes",
@@ -167,21 +151,21 @@ RESHAPES = [
         ("x", "y", None),
         (("x", "y"), None),
         floats(2, 4, 8),
-        collectives=LOCAL,
+        forward=LOCAL,
     ),
     formatted(
         "squeeze_and_expand",
         lambda a: tf.squeeze(2 * a[:, None], 1)[None],
         EVEN,
         to=1,
-        collectives=LOCAL,
+        forward=LOCAL,
     ),
-    formatted("transpose", lambda a: tf.transpose(a), ODD, to=1, collectives=LOCAL, gradient=LOCAL),
+    formatted("transpose", lambda a: tf.transpose(a), ODD, to=1, forward=LOCAL, gradient=LOCAL),
     formatted(
         "transpose_and_cut_the_other",
         lambda a: tf.transpose(a),
         floats(15, 9),
-        collectives={"all-to-all": 1},
+        forward={"all-to-all": 1},
         gradient={"all-to-all": 1},
     ),
 ]
@@ -210,20 +194,13 @@ REVERSALS = [
         n=2,
         inspect=moves(("collective-permute", 128), ("collective-permute", 16)),
     ),
-    formatted(
-        "reverse_9_over_8",
-        lambda a: tf.reverse(a, [0]),
-        floats(9, 4),
-        collectives=permutes(3),
-    ),
-    formatted(
-        "reverse_the_other", lambda a: tf.reverse(a, [1]), ODD, collectives=LOCAL, gradient=None
-    ),
+    formatted("reverse_9_over_8", lambda a: tf.reverse(a, [0]), floats(9, 4), forward=permutes(3)),
+    formatted("reverse_the_other", lambda a: tf.reverse(a, [1]), ODD, forward=LOCAL, gradient=None),
     formatted(
         "negative_stride_2",
         lambda a: a[::-2],
         floats(31, 4),
-        collectives=permutes(2),
+        forward=permutes(2),
         gradient=permutes(1),
     ),
 ]
@@ -234,11 +211,11 @@ SLICES = [
         "slice_figure_5b",
         lambda a: a[3:11],
         EVEN,
-        collectives=permutes(2),
+        forward=permutes(2),
         gradient=permutes(2),
         whole=False,
     ),
-    formatted("slice_first", lambda a: a[:9], EVEN, collectives=LOCAL, gradient=LOCAL),
+    formatted("slice_first", lambda a: a[:9], EVEN, forward=LOCAL, gradient=LOCAL),
     formatted(
         "slice_last",
         lambda a: a[1:],
@@ -246,30 +223,24 @@ SLICES = [
         inspect=moves(("collective-permute", 16)),
         gradient=permutes(1),
     ),
-    formatted("slice_the_other", lambda a: a[:, 1:3], ODD, collectives=LOCAL, gradient=LOCAL),
-    formatted(
-        "slice_of_one_device",
-        lambda a: a[2:4],
-        EVEN,
-        to=None,
-        collectives=permutes(1),
-    ),
+    formatted("slice_the_other", lambda a: a[:, 1:3], ODD, forward=LOCAL, gradient=LOCAL),
+    formatted("slice_of_one_device", lambda a: a[2:4], EVEN, to=None, forward=permutes(1)),
     formatted(
         "slice_one_row",
         lambda a: a[13],
         ODD,
         to=None,
-        collectives={"collective-permute": 1, "all-reduce": 1},
+        forward={"collective-permute": 1, "all-reduce": 1},
     ),
-    formatted("strided_slice", lambda a: a[::2], EVEN, collectives=LOCAL, gradient=LOCAL),
+    formatted("strided_slice", lambda a: a[::2], EVEN, forward=LOCAL, gradient=LOCAL),
     formatted(
-        "strided_slice_uneven", lambda a: a[1::2], floats(31, 4), collectives=LOCAL, gradient=None
+        "strided_slice_uneven", lambda a: a[1::2], floats(31, 4), forward=LOCAL, gradient=None
     ),
     formatted(
         "strided_slice_by_3",
         lambda a: a[::3],
         floats(31, 4),
-        collectives=permutes(2),
+        forward=permutes(2),
         gradient=permutes(4),
     ),
 ]
@@ -279,34 +250,25 @@ PADS = [
         "pad_low",
         lambda a: tf.pad(a, [[3, 0], [0, 0]]),
         ODD,
-        collectives=permutes(3),
+        forward=permutes(3),
         gradient=permutes(3),
     ),
-    formatted(
-        "pad_high",
-        lambda a: tf.pad(a, [[0, 3], [0, 0]]),
-        ODD,
-        collectives=permutes(2),
-    ),
+    formatted("pad_high", lambda a: tf.pad(a, [[0, 3], [0, 0]]), ODD, forward=permutes(2)),
     formatted(
         "pad_both_with_7",
         lambda a: tf.pad(a, [[1, 8], [0, 0]], constant_values=7.0),
         ODD,
-        collectives=permutes(2),
+        forward=permutes(2),
     ),
     # What was padding becomes the pad.
     formatted(
         "pad_into_the_padding",
         lambda a: tf.pad(a, [[0, 1], [0, 0]], constant_values=7.0),
         ODD,
-        collectives=LOCAL,
+        forward=LOCAL,
     ),
     formatted(
-        "pad_the_other",
-        lambda a: tf.pad(a, [[0, 0], [1, 2]]),
-        ODD,
-        collectives=LOCAL,
-        gradient=LOCAL,
+        "pad_the_other", lambda a: tf.pad(a, [[0, 0], [1, 2]]), ODD, forward=LOCAL, gradient=LOCAL
     ),
     # Interior padding doubles every part.
     formatted(
@@ -322,20 +284,20 @@ PADS = [
                 constant_values=7.0,
             )
         ),
-        collectives=LOCAL,
+        forward=LOCAL,
     ),
     # Differs: mirrored rows are put before and after the others by concatenation, which gathers.
     formatted(
         "pad_reflect",
         lambda a: tf.pad(a, [[2, 3], [0, 0]], mode="REFLECT"),
         ODD,
-        collectives={"all-gather": 1, "collective-permute": 4, "all-reduce": 1},
+        forward={"all-gather": 1, "collective-permute": 4, "all-reduce": 1},
     ),
     formatted(
         "pad_symmetric",
         lambda a: tf.pad(a, [[2, 3], [0, 0]], mode="SYMMETRIC"),
         ODD,
-        collectives={"all-gather": 1, "collective-permute": 4, "all-reduce": 1},
+        forward={"all-gather": 1, "collective-permute": 4, "all-reduce": 1},
     ),
 ]
 

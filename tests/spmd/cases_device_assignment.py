@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
-from spmd_case import Case, floats, permutations
+from spmd_case import Case, devices_of, floats
 from tensorflow.python.compiler.xla.experimental import xla_sharding
 
-from lingvo_moe.core.engine.eager.testing import Collectives
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.annotate import mesh_split, shard
 
@@ -37,11 +36,11 @@ def pairs(now: np.ndarray, then: np.ndarray) -> list[tuple[int, int]]:
     return sorted((int(a), int(b)) for a, b in zip(now.flat, then.flat, strict=True))
 
 
-def permutes(*wanted: Sequence[tuple[int, int]]) -> Callable[[Collectives], None]:
+def permutes(*wanted: Sequence[tuple[int, int]]) -> Callable[[str], None]:
     """For `Case.inspect`: the collective-permutes are exactly these, in any order."""
 
-    def inspect(found: Collectives) -> None:
-        have = [sorted(p) for p in permutations(found.hlo)]
+    def inspect(hlo: str) -> None:
+        have = devices_of(hlo, "collective-permute")
         assert sorted(have) == sorted(sorted(p) for p in wanted), have
 
     return inspect
@@ -61,8 +60,8 @@ def _reassigned_case(name: str, now: np.ndarray, then: np.ndarray, **rest) -> Ca
         name,
         reassigned(now, then),
         (floats(4, 8),),
-        collectives={"collective-permute": 1},
-        gradient_collectives={"collective-permute": 1},
+        forward={"collective-permute": 1},
+        backward={"collective-permute": 1},
         whole=True,
         inspect=permutes(pairs(now, then)),
         **rest,
@@ -83,8 +82,8 @@ REASSIGNED = [
         "transposed",
         lambda x: shard(tf.transpose(shard(x, RINGS)), RINGS.T),
         (floats(4, 8),),
-        collectives={},
-        gradient_collectives={},
+        forward={},
+        backward={},
         whole=True,
     ),
 ]
@@ -106,8 +105,8 @@ FIGURE_10 = [
         f"rows_{name}",
         row_halos(assignment),
         (floats(2, 16, 3), floats(3, 3, 2)),
-        collectives={"collective-permute": 2},
-        gradient_collectives={"collective-permute": 4, "all-reduce": 2},
+        forward={"collective-permute": 2},
+        backward={"collective-permute": 4, "all-reduce": 2},
         whole=True,
         inspect=permutes(*_row_pairs(assignment)),
     )
@@ -134,8 +133,8 @@ OPERANDS = [
         "sum_of_two_assignments",
         summed,
         (floats(4, 8), floats(4, 8, seed=1)),
-        collectives={"collective-permute": 1},
-        gradient_collectives={"collective-permute": 1},
+        forward={"collective-permute": 1},
+        backward={"collective-permute": 1},
         whole=True,
     ),
     # The parts of one operand move to the devices of the other's; then the product is local.
@@ -143,8 +142,8 @@ OPERANDS = [
         "contracted_over_two_assignments",
         contracted,
         (floats(4, 8), floats(8, 4)),
-        collectives={"collective-permute": 1, "all-reduce": 1},
-        gradient_collectives={"collective-permute": 2},
+        forward={"collective-permute": 1, "all-reduce": 1},
+        backward={"collective-permute": 2},
         whole=True,
         inspect=permutes(pairs(IN_ORDER, MIXED)),
         several_processes=True,
@@ -153,8 +152,8 @@ OPERANDS = [
         "product_reassigned",
         multiplied,
         (floats(8, 4), floats(4, 4)),
-        collectives={"collective-permute": 1},
-        gradient_collectives={"collective-permute": 2, "all-reduce": 1},
+        forward={"collective-permute": 1},
+        backward={"collective-permute": 2, "all-reduce": 1},
         whole=True,
         inspect=permutes(pairs(MIXED, IN_ORDER)),
     ),
@@ -176,8 +175,8 @@ def _mesh_case(name, fn, forward, gradient, inspect=None, **rest) -> Case:
         name,
         fn,
         (floats(8, 8),),
-        collectives=forward,
-        gradient_collectives=gradient,
+        forward=forward,
+        backward=gradient,
         whole=True,
         inspect=inspect,
         **rest,
@@ -195,10 +194,7 @@ MESHES = [
     ),
     # Each part has two copies, and each copy moves to one of its two new devices.
     _mesh_case(
-        "mesh_to_mesh_with_copies",
-        between(MESH, ("b", None), BACKWARDS, ("b", None)),
-        ONE,
-        ONE,
+        "mesh_to_mesh_with_copies", between(MESH, ("b", None), BACKWARDS, ("b", None)), ONE, ONE
     ),
     _mesh_case(
         "axes_exchanged",

@@ -5,7 +5,7 @@ Others are b batch, i and k non-contracting, j contracting. Where a case differs
 one to expect, a comment says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,46 +15,49 @@ from spmd_case import Case, floats, ints, moves
 from lingvo_moe.core.sharding import current_mesh, mesh_split, split
 
 XY = "x:2,y:4"
-N, D, X, Y, Z = None, "d", "x", "y", "z"
-_MATRICES = ((8, 16), (16, 24))
-_BATCHED = ((8, 8, 8), (8, 8, 8))
-SIZES = {"G": 8, "S": 4, "E": 8, "C": 2, "M": 6, "H": 10}
+_MATRICES = {"i": 8, "j": 16, "k": 24}
+_BATCHED = dict.fromkeys("bijk", 8)
+_EXPERTS = {"G": 8, "S": 4, "E": 8, "C": 2, "M": 6, "H": 10}
+LOCAL: dict[str, int] = {}
+ONE_REDUCE, ONE_GATHER, ONE_EXCHANGE = {"all-reduce": 1}, {"all-gather": 1}, {"all-to-all": 1}
 
 
-def einsum(
-    name: str,
-    equation: str,
-    lhs: tuple,
-    rhs: tuple,
-    result: tuple | None = None,
-    shapes: tuple = _BATCHED,
-    mesh: str = "d:8",
-    **options: Any,
-) -> Case:
-    """Two operands that lie as `lhs` and `rhs` say; the result is wanted as `result` says, or it is left
-    to the partitioner."""
+def einsum(name: str, equation: str, cuts: str, sizes: Mapping[str, int], **options: Any) -> Case:
+    """Two operands of these sizes, sharded as `cuts` says, with a mesh axis or a dot in the place of each letter.
+
+    If it names the result, that is annotated too; else it is left to the partitioner.
+    """
+    terms, (*operands, result) = equation.replace("->", ",").split(","), _mappings(cuts)
 
     def fn(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
         mesh = current_mesh()
-        y = tf.einsum(equation, mesh_split(2.0 * a, mesh, lhs), mesh_split(b, mesh, rhs))
+        y = tf.einsum(
+            equation, mesh_split(2.0 * a, mesh, operands[0]), mesh_split(b, mesh, operands[1])
+        )
         return y if result is None else mesh_split(y, mesh, result) * 1.5
 
-    args = (floats(*shapes[0]), floats(*shapes[1], seed=1))
-    return Case(name, fn, args, mesh=mesh, splits=(lhs, rhs), **options)
+    args = [floats(*(sizes[c] for c in t), seed=i) for i, t in enumerate(terms[:2])]
+    return Case(name, fn, args, splits=operands, **options)
 
 
-def matrices(
-    name: str, lhs: tuple, rhs: tuple, result: tuple | None = None, **options: Any
-) -> Case:
-    return einsum(name, "ij,jk->ik", lhs, rhs, result, _MATRICES, **options)
+def _mappings(cuts: str) -> list[tuple[str | None, ...] | None]:
+    """The mapping of each operand and of the result; None for a result without one."""
+    operands, arrow, result = cuts.partition("->")
+    found = [tuple(None if c == "." else c for c in t) for t in (*operands.split(","), result)]
+    return found if arrow else [*found[:2], None]
 
 
-def moe(name: str, equation: str, lhs: tuple, rhs: tuple, result: tuple, **options: Any) -> Case:
-    """One of Algorithm 2's einsums, by its letters' sizes."""
-    sizes = SIZES | options.pop("sizes", {})
-    left, right = equation.split("->")[0].split(",")
-    shapes = (tuple(sizes[c] for c in left), tuple(sizes[c] for c in right))
-    return einsum(name, equation, lhs, rhs, result, shapes, **options)
+def matrices(name: str, cuts: str, **options: Any) -> Case:
+    return einsum(name, "ij,jk->ik", cuts, _MATRICES, **options)
+
+
+def batched(name: str, cuts: str, **options: Any) -> Case:
+    return einsum(name, "bij,bjk->bik", cuts, _BATCHED, **options)
+
+
+def moe(name: str, equation: str, cuts: str, sizes: Mapping[str, int] = {}, **options: Any) -> Case:
+    """One of Algorithm 2's einsums."""
+    return einsum(name, equation, cuts, _EXPERTS | sizes, **options)
 
 
 def in_bfloat16(fn: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
@@ -68,52 +71,30 @@ def small_integers(*shape: int) -> np.ndarray:
 
 BATCH = [
     # The same sharding of the batch in both operands and the result: nothing is sent, forward or backward.
-    einsum(
-        "batch",
-        "bij,bjk->bik",
-        (D, N, N),
-        (D, N, N),
-        collectives={},
-        gradient_collectives={},
-    ),
-    einsum("batch_in_the_middle", "ibj,jbk->ibk", (N, D, N), (N, D, N), collectives={}),
+    batched("batch", "d..,d..", forward=LOCAL, backward=LOCAL),
+    einsum("batch_in_the_middle", "ibj,jbk->ibk", ".d.,.d.", _BATCHED, forward=LOCAL),
     einsum(
         "batch_two_dimensions",
         "abij,abjk->abik",
-        (X, Y, N, N),
-        (X, Y, N, N),
-        shapes=((4, 4, 3, 5), (4, 4, 5, 2)),
+        "xy..,xy..",
+        {"a": 4, "b": 4, "i": 3, "j": 5, "k": 2},
         mesh=XY,
-        collectives={},
-        gradient_collectives={},
+        forward=LOCAL,
+        backward=LOCAL,
     ),
     # The other operand is whole: each device takes its slice of it, and its gradient is gathered.
-    einsum(
-        "batch_of_one_operand",
-        "bij,bjk->bik",
-        (D, N, N),
-        (N, N, N),
-        collectives={},
-        gradient_collectives={"all-gather": 1},
-    ),
+    batched("batch_of_one_operand", "d..,...", forward=LOCAL, backward=ONE_GATHER),
     # The operands disagree: one is brought to the other's sharding.
-    einsum(
-        "batch_against_columns",
-        "bij,bjk->bik",
-        (D, N, N),
-        (N, N, D),
-        inspect=moves(("all-to-all", 256)),
-    ),
+    batched("batch_against_columns", "d..,..d", inspect=moves(("all-to-all", 256))),
 ]
 
 CONTRACTING = [
     # Figure 4b: one all-reduce, of the result.
     matrices(
         "contracting",
-        (N, D),
-        (D, N),
+        ".d,d.",
         inspect=moves(("all-reduce", 768)),
-        gradient_collectives={},
+        backward=LOCAL,
         several_processes=True,
     ),
     # One operand is sharded and the other whole. A large one is contracted where it lies; differs: one that
@@ -121,34 +102,26 @@ CONTRACTING = [
     einsum(
         "contracting_of_one_large_operand",
         "ij,jk->ik",
-        (N, D),
-        (N, N),
-        shapes=((8, 64), (64, 4)),
+        ".d,..",
+        {"i": 8, "j": 64, "k": 4},
         inspect=moves(("all-reduce", 128)),
     ),
-    matrices(
-        "contracting_of_one_small_operand",
-        (N, D),
-        (N, N),
-        inspect=moves(("all-gather", 512)),
-    ),
+    matrices("contracting_of_one_small_operand", ".d,..", inspect=moves(("all-gather", 512))),
     einsum(
         "contracting_two_dimensions",
         "ijk,jkl->il",
-        (N, X, Y),
-        (X, Y, N),
+        ".xy,xy.",
+        dict.fromkeys("ijkl", 8),
         mesh=XY,
-        collectives={"all-reduce": 2},
-        gradient_collectives={},
+        forward={"all-reduce": 2},
+        backward=LOCAL,
     ),
     # Differs: a result that is annotated as sharded could be reduce-scattered; XLA for CPUs sums it all everywhere.
     matrices(
         "contracting_wanted_by_rows",
-        (N, D),
-        (D, N),
-        (D, N),
+        ".d,d.->d.",
         inspect=moves(("all-reduce", 768)),
-        gradient_collectives={"all-gather": 1},
+        backward=ONE_GATHER,
     ),
     # What to write instead: the parts of each sum as a batch, exchanged, and summed where they belong.
     Case(
@@ -162,11 +135,10 @@ CONTRACTING = [
     einsum(
         "contracting_to_a_scalar",
         "ij,ij->",
-        (D, N),
-        (D, N),
-        shapes=((8, 16), (8, 16)),
+        "d.,d.",
+        _MATRICES,
         inspect=moves(("all-reduce", 4)),
-        gradient_collectives={},
+        backward=LOCAL,
     ),
     # A label of one operand only is summed before the product, and that sum is what is reduced.
     Case(
@@ -178,74 +150,44 @@ CONTRACTING = [
     # Partial sums over x of a result that is sharded along y.
     matrices(
         "contracting_x_result_by_y",
-        (Y, X),
-        (X, N),
-        (Y, N),
+        "yx,x.->y.",
         mesh=XY,
         inspect=moves(("all-reduce", 192)),
-        gradient_collectives={"all-reduce": 1},
+        backward=ONE_REDUCE,
     ),
-    einsum(
+    moe(
         "partial_sums_then_cut_anew",
         "GSM,MH->GSH",
-        (N, N, D),
-        (D, N),
-        (N, N, D),
-        shapes=((8, 4, 16), (16, 8)),
+        "..d,d.->..d",
+        {"M": 16, "H": 8},
         inspect=moves(("all-reduce", 1024)),
     ),
 ]
 
 NON_CONTRACTING = [
-    matrices("rows_of_lhs", (D, N), (N, N), collectives={}, gradient_collectives={"all-gather": 1}),
+    matrices("rows_of_lhs", "d.,..", forward=LOCAL, backward=ONE_GATHER),
     # The gradient of the whole operand sums over the sharded dimension.
-    matrices(
-        "columns_of_rhs", (N, N), (N, D), collectives={}, gradient_collectives={"all-reduce": 1}
-    ),
-    einsum(
-        "outer_product",
-        "i,k->ik",
-        (X,),
-        (Y,),
-        shapes=((8,), (12,)),
-        mesh=XY,
-        collectives={},
-    ),
+    matrices("columns_of_rhs", "..,.d", forward=LOCAL, backward=ONE_REDUCE),
+    einsum("outer_product", "i,k->ik", "x,y", {"i": 8, "k": 12}, mesh=XY, forward=LOCAL),
     # Both, each along its own axis: local, and each gradient is summed over the other's axis.
     matrices(
         "rows_and_columns_2d",
-        (X, N),
-        (N, Y),
-        (X, Y),
+        "x.,.y->xy",
         mesh=XY,
-        collectives={},
-        gradient_collectives={"all-reduce": 2},
+        forward=LOCAL,
+        backward={"all-reduce": 2},
         several_processes=True,
     ),
     # Differs from figure 4c: both along one axis. XLA gathers an operand, here the one that the result
     # does not follow; it loops only over operands above its threshold. `looped_einsum` always loops.
-    matrices(
-        "rows_and_columns_1d_by_rows",
-        (D, N),
-        (N, D),
-        (D, N),
-        inspect=moves(("all-gather", 1536)),
-    ),
-    matrices(
-        "rows_and_columns_1d_by_columns",
-        (D, N),
-        (N, D),
-        (N, D),
-        inspect=moves(("all-gather", 512)),
-    ),
+    matrices("rows_and_columns_1d_by_rows", "d.,.d->d.", inspect=moves(("all-gather", 1536))),
+    matrices("rows_and_columns_1d_by_columns", "d.,.d->.d", inspect=moves(("all-gather", 512))),
     # Without annotations XLA gathers the smaller operand.
-    matrices("rows_and_columns_1d_free", (D, N), (N, D), inspect=moves(("all-gather", 512))),
+    matrices("rows_and_columns_1d_free", "d.,.d", inspect=moves(("all-gather", 512))),
     # Both operands and the result sharded both ways: a row and a column of parts are gathered.
     matrices(
         "everything_2d",
-        (X, Y),
-        (X, Y),
-        (X, Y),
+        "xy,xy->xy",
         mesh=XY,
         inspect=moves(("all-gather", 384), ("all-gather", 256)),
     ),
@@ -255,150 +197,107 @@ MIXTURE_OF_EXPERTS = [
     moe(
         "moe_gating",
         "GSM,ME->GSE",
-        (D, N, N),
-        (N, N),
-        (D, N, N),
-        collectives={},
-        gradient_collectives={"all-reduce": 1},  # of the gate's weights, which are whole
+        "d..,..->d..",
+        forward=LOCAL,
+        backward=ONE_REDUCE,  # of the gate's weights, which are whole
     ),
     # Figure 4a: by groups first, then the result goes from groups to experts.
     moe(
         "moe_dispatch",
         "GSEC,GSM->EGCM",
-        (D, N, N, N),
-        (D, N, N),
-        (D, N, N, N),
+        "d...,d..->d...",
         inspect=moves(("all-to-all", 384)),
-        gradient_collectives={"all-to-all": 1},
+        backward=ONE_EXCHANGE,
         several_processes=True,
     ),
-    moe(
-        "moe_expert_in",
-        "EGCM,EMH->EGCH",
-        (D, N, N, N),
-        (D, N, N),
-        (D, N, N, N),
-        collectives={},
-        gradient_collectives={},
-    ),
+    moe("moe_expert_in", "EGCM,EMH->EGCH", "d...,d..->d...", forward=LOCAL, backward=LOCAL),
     # Back from experts to groups.
     moe(
         "moe_expert_out",
         "EGCH,EHM->GECM",
-        (D, N, N, N),
-        (D, N, N),
-        (D, N, N, N),
+        "d...,d..->d...",
         inspect=moves(("all-to-all", 384)),
-        gradient_collectives={"all-to-all": 1},
+        backward=ONE_EXCHANGE,
     ),
-    moe(
-        "moe_combine",
-        "GSEC,GECM->GSM",
-        (D, N, N, N),
-        (D, N, N, N),
-        (D, N, N),
-        collectives={},
-        gradient_collectives={},
-    ),
+    moe("moe_combine", "GSEC,GECM->GSM", "d...,d...->d..", forward=LOCAL, backward=LOCAL),
     # The model dimension along the other axis: each device sends what it has of it.
     moe(
         "moe_dispatch_2d",
         "GSEC,GSM->EGCM",
-        (X, N, N, N),
-        (X, N, Y),
-        (X, N, N, Y),
+        "x...,x.y->x..y",
+        {"M": 8},
         mesh=XY,
-        sizes={"M": 8},
         inspect=moves(("all-to-all", 512)),
     ),
     moe(
         "moe_expert_in_2d",
         "EGCM,EMH->EGCH",
-        (X, N, N, N),
-        (X, N, Y),
-        (X, N, N, Y),
+        "x...,x.y->x..y",
+        {"H": 8},
         mesh=XY,
-        sizes={"H": 8},
-        collectives={},
-        gradient_collectives={"all-reduce": 1},
+        forward=LOCAL,
+        backward=ONE_REDUCE,
     ),
     moe(
         "moe_expert_out_2d",
         "EGCH,EHM->EGCM",
-        (X, N, N, Y),
-        (X, Y, N),
-        (X, N, N, N),
+        "x..y,xy.->x...",
+        {"H": 8},
         mesh=XY,
-        sizes={"H": 8},
         inspect=moves(("all-reduce", 1536)),
-        gradient_collectives={},
+        backward=LOCAL,
     ),
     # Experts along x, groups along y: weights are shared along y, their gradients summed there.
     moe(
         "moe_experts_and_groups",
         "EGCM,EMH->EGCH",
-        (X, Y, N, N),
-        (X, N, N),
-        (X, Y, N, N),
+        "xy..,x..->xy..",
         mesh=XY,
-        collectives={},
-        gradient_collectives={"all-reduce": 1},
+        forward=LOCAL,
+        backward=ONE_REDUCE,
     ),
 ]
 
 MIXED = [
-    einsum(
+    batched(
         "batch_and_contracting",
-        "bij,bjk->bik",
-        (X, N, Y),
-        (X, Y, N),
-        (X, N, N),
+        "x.y,xy.->x..",
         mesh=XY,
         inspect=moves(("all-reduce", 1024)),
-        gradient_collectives={},
+        backward=LOCAL,
     ),
-    einsum(
-        "batch_and_non_contracting",
-        "bij,bjk->bik",
-        (X, Y, N),
-        (X, N, N),
-        (X, Y, N),
-        mesh=XY,
-        collectives={},
-        gradient_collectives={"all-reduce": 1},
+    batched(
+        "batch_and_non_contracting", "xy.,x..->xy.", mesh=XY, forward=LOCAL, backward=ONE_REDUCE
     ),
-    einsum(
+    batched(
         "contracting_and_non_contracting",
-        "bij,bjk->bik",
-        (N, X, Y),
-        (N, Y, N),
-        (N, X, N),
+        ".xy,.y.->.x.",
         mesh=XY,
         inspect=moves(("all-reduce", 1024)),
-        gradient_collectives={"all-reduce": 1},
+        backward=ONE_REDUCE,
     ),
-    einsum(
+    batched(
         "batch_contracting_and_non_contracting",
-        "bij,bjk->bik",
-        (X, Y, Z),
-        (X, Z, N),
-        (X, Y, N),
+        "xyz,xz.->xy.",
         mesh="x:2,y:2,z:2",
         inspect=moves(("all-reduce", 512)),
-        gradient_collectives={"all-reduce": 1},
+        backward=ONE_REDUCE,
     ),
 ]
 
 FORMS = [
-    einsum(
+    Case(
         "ellipsis",
-        "...ij,jk->...ik",
-        (X, N, Y),
-        (Y, N),
-        shapes=((4, 3, 8), (8, 5)),
+        lambda a, b: tf.einsum(
+            "...ij,jk->...ik",
+            mesh_split(2.0 * a, current_mesh(), ("x", None, "y")),
+            mesh_split(b, current_mesh(), ("y", None)),
+        ),
+        (floats(4, 3, 8), floats(8, 5)),
         mesh=XY,
+        splits=(("x", None, "y"), ("y", None)),
         inspect=moves(("all-reduce", 120)),
-        gradient_collectives={"all-reduce": 1},
+        backward=ONE_REDUCE,
     ),
     Case(
         "repeated_label",
@@ -417,37 +316,37 @@ FORMS = [
         "three_operands_2d",
         lambda a, b, c: tf.einsum(
             "ij,jk,kl->il",
-            mesh_split(a, current_mesh(), (X, N)),
-            mesh_split(b, current_mesh(), (N, Y)),
-            mesh_split(c, current_mesh(), (Y, N)),
+            mesh_split(a, current_mesh(), ("x", None)),
+            mesh_split(b, current_mesh(), (None, "y")),
+            mesh_split(c, current_mesh(), ("y", None)),
         ),
         (floats(8, 6), floats(6, 8), floats(8, 5)),
         mesh=XY,
-        collectives={"all-reduce": 1},
+        forward=ONE_REDUCE,
     ),
     Case(
         "matmul_transpose_b",
         lambda a, b: tf.matmul(split(a, 1, 8), split(b, 1, 8), transpose_b=True),
         (floats(6, 16), floats(5, 16)),
-        splits=((N, D), (N, D)),
+        splits=((None, "d"), (None, "d")),
         inspect=moves(("all-reduce", 120)),
-        gradient_collectives={},
+        backward=LOCAL,
     ),
     Case(
         "matmul_transpose_a",
         lambda a, b: tf.matmul(split(a, 0, 8), split(b, 0, 8), transpose_a=True),
         (floats(16, 6), floats(16, 5)),
-        splits=((D, N), (D, N)),
+        splits=(("d", None), ("d", None)),
         inspect=moves(("all-reduce", 120)),
-        gradient_collectives={},
+        backward=LOCAL,
     ),
     # The batch of 1 is broadcast; its gradient is summed over the devices.
     Case(
         "matmul_broadcast_batch",
         lambda a, b: tf.matmul(split(a, 0, 8), b),
         (floats(8, 4, 6), floats(1, 6, 5)),
-        collectives={},
-        gradient_collectives={"all-reduce": 1},
+        forward=LOCAL,
+        backward=ONE_REDUCE,
     ),
     Case(
         "tensordot",

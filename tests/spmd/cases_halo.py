@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from spmd_case import Case, floats, permutations
+from spmd_case import Case, devices_of, floats
 
-from lingvo_moe.core.engine.eager.testing import Collectives
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.annotate import mesh_split, split
 
@@ -82,13 +81,7 @@ def case(
         name,
         fn,
         (floats(*shape), floats(*kernel)),
-        **{
-            "splits": splits,
-            "collectives": forward,
-            "gradient_collectives": gradient,
-            "whole": True,
-            **rest,
-        },
+        **{"splits": splits, "forward": forward, "backward": gradient, "whole": True, **rest},
     )
 
 
@@ -106,11 +99,12 @@ def halo(permutes: int) -> dict[str, Counts]:
     }
 
 
-def neighbours(*distances: int) -> Callable[[Collectives], None]:
+def neighbours(*distances: int) -> Callable[[str], None]:
     """For `Case.inspect`: each collective-permute shifts all parts by one distance, and the distances are these."""
 
-    def inspect(found: Collectives) -> None:
-        moved = [{target - source for source, target in p} for p in permutations(found.hlo)]
+    def inspect(hlo: str) -> None:
+        pairs = devices_of(hlo, "collective-permute")
+        moved = [{target - source for source, target in p} for p in pairs]
         assert sorted(moved, key=str) == sorted(({d} for d in distances), key=str), moved
 
     return inspect
@@ -474,11 +468,7 @@ WRONG_KERNEL_GRADIENT = [*_IDLE, _PADDED]
 
 # The gradient of the input: XLA slices more than there is and its own verifier refuses the program.
 NOT_COMPILED = _fault(
-    "stride_2_kernel_4_valid_10",
-    (1, 10, 1, 1),
-    (4, 1, 1, 1),
-    conv(rows(4), 2, "VALID"),
-    "d:4",
+    "stride_2_kernel_4_valid_10", (1, 10, 1, 1), (4, 1, 1, 1), conv(rows(4), 2, "VALID"), "d:4"
 )
 
 # A negative low padding of a dilated base, which is what padding deeper than the kernel reaches becomes

@@ -128,8 +128,8 @@ CASES = [
         (floats(16, 6, 4), ints(3, 16, 5, below=6)),
         splits=(("d", None, None), (None, "d", None)),
         reference=_global_gather,
-        collectives={},
-        gradient_collectives={},
+        forward={},
+        backward={},
         several_processes=True,
     ),
     Case(
@@ -137,8 +137,8 @@ CASES = [
         _grid(_relu, [WHOLE, WHOLE], WHOLE),
         (_x, _w),
         reference=_relu,
-        collectives={},
-        gradient_collectives={"all-reduce": 1},  # of both operands, over the copies
+        forward={},
+        backward={"all-reduce": 1},  # of both operands, over the copies
     ),
     Case(
         "copies along one axis: their gradients are summed",
@@ -146,7 +146,7 @@ CASES = [
         (_x, _w),
         "a:2,b:4",
         reference=_relu,
-        collectives={},
+        forward={},
         several_processes=True,
     ),
     Case(
@@ -155,7 +155,7 @@ CASES = [
         (_x, floats(8, 8)),
         "a:2,b:4",
         reference=_two_matrices,
-        collectives={},
+        forward={},
     ),
     Case(
         "one dimension along two axes",
@@ -165,7 +165,7 @@ CASES = [
         (floats(16, 8), _w),
         "a:2,b:4",
         reference=_relu,
-        collectives={},
+        forward={},
     ),
     Case(
         "device_index",
@@ -173,7 +173,7 @@ CASES = [
         (_x,),
         "a:2,b:4",
         reference=lambda x: x * np.arange(4, dtype=np.float32)[:, None],
-        collectives={},
+        forward={},
     ),
     Case(
         "all_reduce along one axis",
@@ -181,7 +181,7 @@ CASES = [
         (_x,),
         "a:2,b:4",
         reference=lambda x: x / (1.0 + tf.reduce_sum(x * x, 0, keepdims=True)),
-        collectives={"all-reduce": 1},
+        forward={"all-reduce": 1},
     ),
     Case(
         "all_reduce along all axes",
@@ -191,15 +191,15 @@ CASES = [
         (_x,),
         "a:2,b:4",
         reference=lambda x: x * tf.reduce_sum(x),
-        collectives={"all-reduce": 1},
+        forward={"all-reduce": 1},
     ),
     Case(
         "rotate by one",
         lambda x: manual_region(lambda x: x * rotate(x, "d"), [ROWS], ROWS)(x),
         (floats(8, 4),),
         reference=lambda x: x * tf.roll(x, -1, 0),
-        collectives={"collective-permute": 1},
-        gradient_collectives={"collective-permute": 2},
+        forward={"collective-permute": 1},
+        backward={"collective-permute": 2},
         several_processes=True,
     ),
     Case(
@@ -208,7 +208,7 @@ CASES = [
         (_x,),
         "a:2,b:4",
         reference=lambda x: x * tf.roll(x, -3, 0),
-        collectives={"collective-permute": 1},
+        forward={"collective-permute": 1},
     ),
     Case(
         "a region between automatic parts that use its constants",
@@ -221,23 +221,23 @@ CASES = [
         _looped(inside=True),
         (0.5 * floats(8, 4),),
         reference=_loop_reference,
-        collectives={},
-        gradient_collectives={},
+        forward={},
+        backward={},
     ),
     Case(
         "a region in a loop",
         lambda x: _looped_with_index(x),
         (0.5 * floats(8, 4),),
         reference=_loop_reference,
-        collectives={},
-        gradient_collectives={},
+        forward={},
+        backward={},
     ),
     Case(
         "devices that take different branches",
         _branch,
         (floats(8, 4),),
         reference=lambda x: tf.concat([2 * x[:4], tf.sin(x[4:])], 0),
-        collectives={},
+        forward={},
     ),
     Case(
         "a permuted mesh: devices in another order",
@@ -250,7 +250,7 @@ CASES = [
         (floats(16, 4),),
         splits=(ROWS,),
         reference=lambda x: 3 * x,
-        collectives={"collective-permute": 1},
+        forward={"collective-permute": 1},
     ),
     Case(
         "a region's own mesh is in force inside",
@@ -258,7 +258,7 @@ CASES = [
         (floats(8, 4),),
         splits=(ROWS,),
         reference=lambda x: tf.roll(x, -1, 0) + tf.range(8.0)[:, tf.newaxis],
-        collectives={"collective-permute": 2},  # in, and round
+        forward={"collective-permute": 2},  # in, and round
         whole=True,
     ),
     Case(
@@ -270,8 +270,8 @@ CASES = [
         "a:1,b:8",
         splits=(("a", "b"),),
         reference=_relu_alone,
-        collectives={},
-        gradient_collectives={},
+        forward={},
+        backward={},
     ),
     Case(
         "a region of one axis, the other one automatic",
@@ -282,9 +282,7 @@ CASES = [
         "a:2,b:4",
         splits=(("a", "b"), ("b", None)),
         reference=_relu,
-        collectives={
-            "all-reduce": 1
-        },  # the contraction over b, by the partitioner, inside the region
+        forward={"all-reduce": 1},  # the contraction over b, by the partitioner, inside the region
     ),
 ]
 

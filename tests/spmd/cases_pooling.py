@@ -41,8 +41,8 @@ def _case(kind, size, stride, padding, forward, gradient, shape=(2, 24, 4, 2)) -
         pool(kind, size, stride, padding, rows(4)),
         (floats(*shape),),
         mesh="d:4",
-        collectives={"collective-permute": forward} if forward else {},
-        gradient_collectives={"collective-permute": gradient} if gradient else {},
+        forward={"collective-permute": forward} if forward else {},
+        backward={"collective-permute": gradient} if gradient else {},
         whole=True,
     )
 
@@ -67,16 +67,16 @@ CASES = [
         pool("max", 3, 2, "SAME", over(YX, None, "y", "x", None)),
         (floats(2, 8, 16, 2),),
         mesh=YX,
-        collectives={"collective-permute": 2},
-        gradient_collectives={"collective-permute": 6},
+        forward={"collective-permute": 2},
+        backward={"collective-permute": 6},
     ),
     # Unlike convolutions (`cases_halo.INPUT_ONLY`), pooling propagates the input's sharding by itself.
     Case(
         "max_input_only",
         pool("max", 3, 2, "SAME", rows(8), uncut),
         (floats(2, 32, 4, 2),),
-        collectives={"collective-permute": 1},
-        gradient_collectives={"collective-permute": 3},
+        forward={"collective-permute": 1},
+        backward={"collective-permute": 3},
         several_processes=True,
     ),
     Case(
@@ -84,8 +84,8 @@ CASES = [
         max_of_shifts(3, rows(4)),
         (floats(2, 24, 4, 2),),
         mesh="d:4",
-        collectives={"collective-permute": 2},
-        gradient_collectives={"collective-permute": 4},
+        forward={"collective-permute": 2},
+        backward={"collective-permute": 4},
         whole=True,
     ),
 ]

@@ -8,7 +8,6 @@ import tensorflow as tf
 from spmd_case import Case, floats, largest_array
 
 from lingvo_moe.core import kernels, randomness
-from lingvo_moe.core.engine.eager.testing import Collectives
 from lingvo_moe.core.sharding.annotate import split
 
 SEED = np.array([3, 5], np.int32)
@@ -16,14 +15,14 @@ SHAPE = (16, 24)
 PARTS = 8
 
 
-def within_a_part(found: Collectives) -> None:
+def within_a_part(hlo: str) -> None:
     """For `Case.inspect`: no device holds more than its part of any tensor."""
-    assert largest_array(found.hlo) == np.prod(SHAPE) // PARTS
+    assert largest_array(hlo) == np.prod(SHAPE) // PARTS
 
 
-def whole_everywhere(found: Collectives) -> None:
+def whole_everywhere(hlo: str) -> None:
     """For `Case.inspect`: every device computes the complete tensor."""
-    assert largest_array(found.hlo) == np.prod(SHAPE)
+    assert largest_array(hlo) == np.prod(SHAPE)
 
 
 def draws(seed: tf.Tensor, cut: Callable[[tf.Tensor], tf.Tensor], shape: tuple[int, ...] = SHAPE):
@@ -56,7 +55,7 @@ CASES = [
             f"rows_{name}",
             lambda seed, draw=draw: split(draw(seed, SHAPE), 0, PARTS),
             (SEED,),
-            collectives={},
+            forward={},
             inspect=within_a_part,
         )
         for name, draw in [("bits", randomness.bits), ("normal", randomness.normal)]
@@ -67,8 +66,8 @@ CASES = [
         dropout,
         (floats(*SHAPE), SEED),
         splits=[("d", None), None],
-        collectives={},
-        gradient_collectives={},
+        forward={},
+        backward={},
         inspect=within_a_part,
         several_processes=True,
     ),
@@ -77,8 +76,8 @@ CASES = [
         dropout_in_loop,
         (floats(*SHAPE), SEED),
         splits=[("d", None), None],
-        collectives={},
-        gradient_collectives={},
+        forward={},
+        backward={},
         inspect=within_a_part,
     ),
     # TensorFlow's own are the same on any number of devices too, without communication, but differ from
@@ -90,7 +89,7 @@ CASES = [
                 tf.random.stateless_uniform(SHAPE, seed, alg=algorithm), 0, PARTS
             ),
             (SEED,),
-            collectives={},
+            forward={},
             jit_reference=True,
             inspect=whole_everywhere,
         )
@@ -101,8 +100,8 @@ CASES = [
         lambda x, seed: tf.nn.experimental.stateless_dropout(split(x, 0, PARTS), 0.3, seed),
         (floats(*SHAPE), SEED),
         splits=[("d", None), None],
-        collectives={},
-        gradient_collectives={},
+        forward={},
+        backward={},
         jit_reference=True,
         inspect=whole_everywhere,
     ),

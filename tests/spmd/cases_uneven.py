@@ -49,7 +49,7 @@ def reduction(kind: str, n: int) -> Case:
         lambda a: tuple(fn(a, axis) for axis in (0, 1, (0, 1))),
         numbers,
         n=n,
-        collectives={"all-reduce": 2} if kind == "logsumexp" else ONE_REDUCE,  # max, then sum
+        forward={"all-reduce": 2} if kind == "logsumexp" else ONE_REDUCE,  # max, then sum
         gradients=None if n == 8 and kind not in ("min", "any", "all") else (),
         several_processes=n == 8 and kind == "max",
     )
@@ -63,7 +63,7 @@ REDUCTIONS = [
             f"{kind}_9_over_8",
             lambda a, fn=KINDS[kind][0]: fn(a, 0),
             KINDS[kind][1][:9],
-            collectives=ONE_REDUCE,
+            forward=ONE_REDUCE,
         )
         for kind in ("sum", "prod", "max", "min")
     ],
@@ -71,40 +71,37 @@ REDUCTIONS = [
         "integers_max",
         lambda a: tf.reduce_max(a, 0),
         -1 - ints(15, 6, below=99),
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
     ),
     rows(
-        "integers_min",
-        lambda a: tf.reduce_min(a, 0),
-        1 + ints(15, 6, below=99),
-        collectives=ONE_REDUCE,
+        "integers_min", lambda a: tf.reduce_min(a, 0), 1 + ints(15, 6, below=99), forward=ONE_REDUCE
     ),
     rows(
         "integers_prod",
         lambda a: tf.reduce_prod(a, 0),
         1 + ints(15, 6, below=3),
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
     ),
     rows(
         "sum_of_reciprocals",  # infinite in the padding
         lambda a: tf.reduce_sum(1.0 / a, 0),
         POSITIVE,
-        collectives=ONE_REDUCE,
-        gradient_collectives={},
+        forward=ONE_REDUCE,
+        backward={},
     ),
     rows(
         "sum_of_quotients",  # not a number in the padding
         lambda a: tf.reduce_sum(a / a * a, 0),
         POSITIVE,
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
     ),
-    rows("norm", lambda a: tf.norm(a + 5.0, axis=0), A, collectives=ONE_REDUCE),
+    rows("norm", lambda a: tf.norm(a + 5.0, axis=0), A, forward=ONE_REDUCE),
     rows(
         "sum_of_selected",
         lambda a, chosen: tf.reduce_sum(tf.where(chosen, a + 5.0, 1.0), 0),
         A,
         ints(15, 6, below=2).astype(bool),
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
     ),
     Case(
         "two_uneven_dimensions",
@@ -114,7 +111,7 @@ REDUCTIONS = [
         ),
         (-np.abs(floats(5, 7)) - 1,),
         mesh="x:2,y:4",
-        collectives={"all-reduce": 3},
+        forward={"all-reduce": 3},
         whole=True,
     ),
 ]
@@ -127,7 +124,7 @@ ARGUMENTS = [
             lambda a: tf.argmax(a, 0, output_type=tf.int32),
             NEGATIVE,
             n=n,
-            collectives={"all-gather": 2},
+            forward={"all-gather": 2},
         )
         for n in (2, 4, 8)
     ],
@@ -135,25 +132,25 @@ ARGUMENTS = [
         "argmin",
         lambda a: tf.argmin(a, 0, output_type=tf.int32),
         POSITIVE,
-        collectives={"all-gather": 2},
+        forward={"all-gather": 2},
     ),
     rows(
         "argmax_of_equals",
         lambda a: tf.argmax(a, 0, output_type=tf.int32),
         TIES,
-        collectives={"all-gather": 2},
+        forward={"all-gather": 2},
     ),
     rows(
         "argmin_of_equals",
         lambda a: tf.argmin(a, 0, output_type=tf.int32),
         TIES,
-        collectives={"all-gather": 2},
+        forward={"all-gather": 2},
     ),
     rows(
         "argmax_along_the_other",
         lambda a: tf.argmax(a, 1, output_type=tf.int32),
         NEGATIVE,
-        collectives={},
+        forward={},
     ),
 ]
 
@@ -162,7 +159,7 @@ NORMALIZATIONS = [
         "softmax",
         lambda a: tf.nn.softmax(a, 0),
         FAR_NEGATIVE,
-        collectives={"all-reduce": 2},
+        forward={"all-reduce": 2},
         several_processes=True,
     ),
     rows(
@@ -170,117 +167,89 @@ NORMALIZATIONS = [
         lambda a: tf.nn.softmax(a, 0),
         FAR_NEGATIVE,
         n=2,
-        collectives={"all-reduce": 2},
+        forward={"all-reduce": 2},
     ),
-    rows(
-        "softmax_along_the_other",
-        lambda a: tf.nn.softmax(a, 1),
-        A,
-        collectives={},
-        gradient_collectives={},
-    ),
-    rows(
-        "log_softmax",
-        lambda a: tf.nn.log_softmax(a, 0),
-        FAR_NEGATIVE,
-        collectives={"all-reduce": 2},
-    ),
+    rows("softmax_along_the_other", lambda a: tf.nn.softmax(a, 1), A, forward={}, backward={}),
+    rows("log_softmax", lambda a: tf.nn.log_softmax(a, 0), FAR_NEGATIVE, forward={"all-reduce": 2}),
     rows(
         "layer_norm",
         lambda a: (
             (a + 5 - tf.reduce_mean(a + 5, 0)) * tf.math.rsqrt(tf.math.reduce_variance(a, 0) + 1e-3)
         ),
         A,
-        collectives={"all-reduce": 2},
+        forward={"all-reduce": 2},
     ),
     rows(
         "batch_norm_moments",
         lambda a: tuple(tf.nn.moments(a + 5.0, [0])),
         A,
-        collectives={"all-reduce": 2},
+        forward={"all-reduce": 2},
     ),
 ]
 
 # Differs: a prefix sum along the sharded dimension is computed on every device, from a gathered operand.
 PREFIXES = [
-    rows("cumsum", lambda a: tf.cumsum(a + 5.0, 0), A, collectives=ONE_GATHER),
+    rows("cumsum", lambda a: tf.cumsum(a + 5.0, 0), A, forward=ONE_GATHER),
     rows(
-        "cumsum_exclusive",
-        lambda a: tf.cumsum(a + 5.0, 0, exclusive=True),
-        A,
-        collectives=ONE_GATHER,
+        "cumsum_exclusive", lambda a: tf.cumsum(a + 5.0, 0, exclusive=True), A, forward=ONE_GATHER
     ),
-    rows(
-        "cumsum_reverse", lambda a: tf.cumsum(a + 5.0, 0, reverse=True), A, collectives=ONE_GATHER
-    ),
+    rows("cumsum_reverse", lambda a: tf.cumsum(a + 5.0, 0, reverse=True), A, forward=ONE_GATHER),
     rows(
         "cumsum_exclusive_reverse",
         lambda a: tf.cumsum(a + 5.0, 0, exclusive=True, reverse=True),
         A,
-        collectives={"all-gather": 1, "collective-permute": 1},
+        forward={"all-gather": 1, "collective-permute": 1},
     ),
-    rows("cumprod", lambda a: tf.math.cumprod(a, 0), POSITIVE, collectives=ONE_GATHER),
+    rows("cumprod", lambda a: tf.math.cumprod(a, 0), POSITIVE, forward=ONE_GATHER),
     rows(
         "cumprod_reverse",
         lambda a: tf.math.cumprod(a, 0, reverse=True),
         POSITIVE,
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
     ),
     rows(
         "cumulative_logsumexp",
         lambda a: tf.math.cumulative_logsumexp(a, 0),
         FAR_NEGATIVE / 10,
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
     ),
-    rows("cumsum_along_the_other", lambda a: tf.cumsum(a + 5.0, 1), A, collectives={}),
+    rows("cumsum_along_the_other", lambda a: tf.cumsum(a + 5.0, 1), A, forward={}),
 ]
 
 # A dimension that has to be in one piece is exchanged for one that can be sharded, by all-to-all, or else
 # gathered: here the other dimension has 6 elements, fewer than devices, but where the name says 8.
 ORDERS = [
-    rows("sort", lambda a: tf.sort(a, 0), NEGATIVE, collectives=ONE_GATHER),
-    rows(
-        "sort_15x8",
-        lambda a: tf.sort(2.0 * a, 0),
-        floats(15, 8) - 9,
-        collectives={"all-to-all": 2},
-    ),
+    rows("sort", lambda a: tf.sort(a, 0), NEGATIVE, forward=ONE_GATHER),
+    rows("sort_15x8", lambda a: tf.sort(2.0 * a, 0), floats(15, 8) - 9, forward={"all-to-all": 2}),
     rows(
         "sort_descending",
         lambda a: tf.sort(a, 0, direction="DESCENDING"),
         POSITIVE,
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
     ),
-    rows(
-        "argsort_of_equals", lambda a: tf.argsort(a, 0, stable=True), TIES, collectives=ONE_GATHER
-    ),
+    rows("argsort_of_equals", lambda a: tf.argsort(a, 0, stable=True), TIES, forward=ONE_GATHER),
     rows(
         "argsort_of_equals_descending",
         lambda a: tf.argsort(a, 0, direction="DESCENDING", stable=True),
         TIES,
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
     ),
-    rows("sort_along_the_other", lambda a: tf.sort(a, 1), A, collectives={}),
+    rows("sort_along_the_other", lambda a: tf.sort(a, 1), A, forward={}),
     Case(
         "top_k",
         lambda a: tuple(tf.math.top_k(split(a, 1, 8), 4)),
         (NEGATIVE.T.copy(),),
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
         whole=True,
     ),
     Case(
         "top_k_of_equals",
         lambda a: tuple(tf.math.top_k(split(a, 1, 8), 9)),
         (TIES.T.copy(),),
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
         whole=True,
     ),
-    rows(
-        "top_k_along_the_other",
-        lambda a: tuple(tf.math.top_k(a, 4)),
-        NEGATIVE,
-        collectives={},
-    ),
+    rows("top_k_along_the_other", lambda a: tuple(tf.math.top_k(a, 4)), NEGATIVE, forward={}),
 ]
 
 # Contracted over 15 and over padding that holds infinities.
@@ -289,21 +258,16 @@ PRODUCTS = [
         "matmul_contracting",
         lambda a, b: split(a + 5.0, 1, 8) @ split(b, 0, 8),
         (floats(4, 15), floats(15, 6)),
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
     ),
     Case(
         "matmul_contracting_reciprocals",
         lambda a, b: (1.0 / split(a, 1, 8)) @ split(b, 0, 8),
         (POSITIVE.T.copy(), A),
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
     ),
     rows(
-        "matmul_rows",
-        lambda a, b: (a + 5.0) @ b,
-        A,
-        floats(6, 4),
-        collectives={},
-        gradient_collectives=ONE_REDUCE,
+        "matmul_rows", lambda a, b: (a + 5.0) @ b, A, floats(6, 4), forward={}, backward=ONE_REDUCE
     ),
 ]
 

@@ -37,30 +37,30 @@ def both(name: str, fn: Callable[..., Any], *args: np.ndarray, **options: Any) -
 
 
 ONE_HOT = [
-    rows("one_hot_of_cut_ids", lambda i: tf.one_hot(i, 9) * 2.0, ints(15, below=9), collectives={}),
+    rows("one_hot_of_cut_ids", lambda i: tf.one_hot(i, 9) * 2.0, ints(15, below=9), forward={}),
     Case(
         "one_hot_of_cut_classes",
         lambda i: tf.reduce_sum(split(tf.one_hot(i, 15) + 1.0, 1, 8), 1),
         (ints(6, below=15),),
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
     ),
 ]
 
 # Along the sharded dimension each device takes the rows that it has, zeros for others, and all are summed.
 GATHERS = [
-    rows("gather", tf.gather, A, ROWS, collectives=ONE_REDUCE),
+    rows("gather", tf.gather, A, ROWS, forward=ONE_REDUCE),
     rows(
         "gather_along_the_other",
         lambda a, i: tf.gather(a, i, axis=1),
         A,
         ints(10, below=6),
-        collectives={},
+        forward={},
     ),
     Case(
         "gather_by_cut_indices",
         lambda a, i: tf.gather(a, split(i, 0, 8)),
         (A, ints(15, below=15)),
-        collectives={},
+        forward={},
         whole=True,
     ),
     rows(
@@ -68,22 +68,22 @@ GATHERS = [
         lambda a, i: tf.gather(a, i, batch_dims=1),
         A,
         ints(15, 3, below=6),
-        collectives={},
+        forward={},
     ),
     Case(
         "gather_in_batches_along_the_cut",
         lambda a, i: tf.gather(split(a, 1, 8), i, batch_dims=1),
         (floats(6, 15), ints(6, 3, below=15)),
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
         whole=True,
     ),
-    rows("gather_nd", tf.gather_nd, A, PLACES, collectives=ONE_REDUCE),
+    rows("gather_nd", tf.gather_nd, A, PLACES, forward=ONE_REDUCE),
     rows(
         "reverse_sequence",
         lambda a, n: tf.reverse_sequence(a, n, seq_axis=0, batch_axis=1),
         A,
         1 + ints(6, below=15),
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
     ),
 ]
 
@@ -95,7 +95,7 @@ SCATTERS = [
         A,
         ROWS[:, None],
         floats(10, 6),
-        collectives={},
+        forward={},
     ),
     rows(
         "scatter_update",
@@ -103,7 +103,7 @@ SCATTERS = [
         A,
         SOME_ROWS,
         floats(5, 6),
-        collectives={},
+        forward={},
     ),
     rows(
         "scatter_min",
@@ -111,7 +111,7 @@ SCATTERS = [
         POSITIVE,
         ROWS[:, None],
         np.abs(floats(10, 6)),
-        collectives={},
+        forward={},
     ),
     rows(
         "scatter_max",
@@ -119,7 +119,7 @@ SCATTERS = [
         NEGATIVE,
         ROWS[:, None],
         -np.abs(floats(10, 6)),
-        collectives={},
+        forward={},
     ),
 ]
 
@@ -147,7 +147,7 @@ CUT_UPDATES = [
             lambda a, i, fn=fn, add=add: fn(a + add, i, 4),
             numbers,
             SEGMENTS,
-            collectives=BOTH,
+            forward=BOTH,
             gradients=None if kind == "sum" else (),
         )
         for kind, (fn, numbers, add) in KINDS.items()
@@ -157,7 +157,7 @@ CUT_UPDATES = [
         lambda u, i: tf.scatter_nd(i, u + 5.0, [7, 6]),
         A,
         SEGMENTS[:, None],
-        collectives=BOTH,
+        forward=BOTH,
     ),
     both(
         "scatter_max_of_cut_updates",
@@ -165,14 +165,14 @@ CUT_UPDATES = [
         NEGATIVE,
         SEGMENTS[:, None],
         NEGATIVE[:4] - 1.0,
-        collectives=BOTH,
+        forward=BOTH,
     ),
     Case(
         "embedding_by_cut_ids",
         lambda table, ids: embedding(table, split(ids, 0, 8)),
         (floats(4, 6), SEGMENTS),
-        collectives=ONE_REDUCE,
-        gradient_collectives=BOTH,
+        forward=ONE_REDUCE,
+        backward=BOTH,
         whole=True,
     ),
     # Or pad explicitly, with segment -1, which no result has.
@@ -184,7 +184,7 @@ CUT_UPDATES = [
             4,
         ),
         (A, SEGMENTS),
-        collectives=ONE_REDUCE,
+        forward=ONE_REDUCE,
     ),
 ]
 
@@ -233,14 +233,14 @@ RUNTIME_SLICES = [
         lambda a, i: tf.slice(a + 5.0, tf.stack([i, 0]), [7, 6]),
         A,
         np.int32(8),
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
     ),
     rows(
         "slice_past_the_end_is_moved_back",
         lambda a, i: gen_xla_ops.xla_dynamic_slice(a + 5.0, tf.stack([i, 0]), [7, 6]),
         A,
         np.int32(13),
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
         gradients=(),  # TensorFlow has none for this operator
         reference=lambda a, i: split(a, 0, 8)[8:] + 5.0,
     ),
@@ -250,7 +250,7 @@ RUNTIME_SLICES = [
         A,
         floats(4, 6),
         np.int32(9),
-        collectives=ONE_GATHER,
+        forward=ONE_GATHER,
         gradients=(),  # TensorFlow has none for this operator
         reference=lambda a, u, i: tf.tensor_scatter_nd_update(a + 5.0, i + tf.range(4)[:, None], u),
     ),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # in all
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_base_dilation(case):
-    check(case)
+    check(case, CASES)
 
 
 def test_the_figures_cases_are_all_there():

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.slow  # in all
 
 @pytest.mark.parametrize("case", cases_data_formatting.CASES, ids=str)
 def test_data_formatting(case):
-    check(case)
+    check(case, cases_data_formatting.CASES)
 
 
 @pytest.mark.parametrize("case", cases_joining.CASES, ids=str)
 def test_joining(case):
-    check(case)
+    check(case, cases_joining.CASES)

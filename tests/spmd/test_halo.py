@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # in all
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_convolution(case):
-    check(case)
+    check(case, CASES)
 
 
 @pytest.mark.parametrize("case", WRONG_KERNEL_GRADIENT, ids=str)

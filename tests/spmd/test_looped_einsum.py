@@ -36,16 +36,14 @@ CASES = [
         "IK,KJ->IJ",
         (16, 12),
         (12, 24),
-        collectives=LOOP,
-        gradient_collectives=TWO,
+        forward=LOOP,
+        backward=TWO,
     ),
-    _case(
-        "by rows of both", "IK,JK->IJ", (8, 4), (24, 4), collectives=LOOP, several_processes=True
-    ),
-    _case("the result transposed", "IK,JK->JI", (8, 4), (24, 4), collectives=LOOP),
-    _case("a batch dimension", "BIK,BKJ->BIJ", (3, 8, 4), (3, 4, 16), collectives=LOOP),
-    _case("two contracted dimensions", "IKL,LJK->IJ", (8, 2, 3), (3, 8, 2), collectives=LOOP),
-    _case("an outer product", "I,J->JI", (8,), (16,), collectives=LOOP),
+    _case("by rows of both", "IK,JK->IJ", (8, 4), (24, 4), forward=LOOP, several_processes=True),
+    _case("the result transposed", "IK,JK->JI", (8, 4), (24, 4), forward=LOOP),
+    _case("a batch dimension", "BIK,BKJ->BIJ", (3, 8, 4), (3, 4, 16), forward=LOOP),
+    _case("two contracted dimensions", "IKL,LJK->IJ", (8, 2, 3), (3, 8, 2), forward=LOOP),
+    _case("an outer product", "I,J->JI", (8,), (16,), forward=LOOP),
     _case(
         "letters chosen",
         "IHK,JNK->IHJN",
@@ -53,15 +51,15 @@ CASES = [
         (3, 16, 4),
         lhs_letter="H",
         rhs_letter="N",
-        collectives=LOOP,
+        forward=LOOP,
     ),
-    _case("copies along another axis", "IK,KJ->IJ", (8, 4), (4, 8), "c:2,d:4", collectives=LOOP),
+    _case("copies along another axis", "IK,KJ->IJ", (8, 4), (4, 8), "c:2,d:4", forward=LOOP),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case):
-    check(case)
+    check(case, CASES)
 
 
 ROWS, COLUMNS, INNER = 16, 1024, 64

@@ -7,4 +7,4 @@ from spmd_case import check
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case):
-    check(case)
+    check(case, CASES)

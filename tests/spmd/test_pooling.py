@@ -9,7 +9,7 @@ from spmd_case import check
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pooling(case):
-    check(case)
+    check(case, CASES)
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)

@@ -12,7 +12,7 @@ from lingvo_moe.core.sharding.annotate import mesh_split
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_random(case):
-    check(case)
+    check(case, CASES)
 
 
 @pytest.mark.parametrize(

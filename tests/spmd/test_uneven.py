@@ -15,12 +15,12 @@ pytestmark = pytest.mark.slow  # in all
 
 @pytest.mark.parametrize("case", cases_uneven.CASES, ids=str)
 def test_uneven(case):
-    check(case)
+    check(case, cases_uneven.CASES)
 
 
 @pytest.mark.parametrize("case", indexing.CASES, ids=str)
 def test_uneven_indexing(case):
-    check(case)
+    check(case, indexing.CASES)
 
 
 @pytest.mark.xfail(

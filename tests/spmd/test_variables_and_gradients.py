@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tensorflow as tf
-from spmd_case import assert_close, floats
+from spmd_case import assert_close, devices_of, floats
 
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.engine.collectives import parse_collectives
@@ -129,22 +129,6 @@ APART = np.array([[[0, 4]], [[1, 5]], [[2, 6]], [[3, 7]]])  # four bands of rows
 BESIDE = np.array([[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]])
 
 
-def _groups(hlo, kind):
-    """The groups of devices of the one collective of a kind."""
-    (line,) = [text for text in hlo.splitlines() if re.search(rf" {kind}(-start)?\(", text)]
-    explicit = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
-    if explicit:
-        groups = [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", explicit[1])]
-        return sorted(sorted(g) for g in groups)
-    shape, reshape, order = re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
-    ).groups()
-    numbers = np.arange(8).reshape([int(n) for n in reshape.split(",")])
-    if order:
-        numbers = numbers.transpose([int(n) for n in order.split(",")])
-    return sorted(sorted(g) for g in numbers.reshape([int(n) for n in shape.split(",")]).tolist())
-
-
 @pytest.mark.parametrize(
     "assignment, tiles, groups",
     [
@@ -164,7 +148,8 @@ def test_subgroups_say_which_devices_hold_the_same_part(assignment, tiles, group
     got, collectives = run_sharded(fn, [a, b], LINE, results=None)
     assert_close("value", got, a.T @ b, 1e-5)
     assert dict(collectives) == {"all-reduce": 1}
-    assert _groups(collectives.hlo, "all-reduce") == groups
+    (found,) = devices_of(collectives.hlo, "all-reduce")
+    assert sorted(map(sorted, found)) == groups
 
     text = lower(fn, [TensorSpec((8, 4), "float32")] * 2, LINE).Text()
     assert text.count(f"{{devices=[{tiles} last_tile_dim_replicate}}") >= 2, text

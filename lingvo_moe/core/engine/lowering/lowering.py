@@ -12,9 +12,10 @@ from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.lowering.embedding import embedded
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.regions import isolate_regions
+from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.sources import record
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec, numpy_dtype
-from lingvo_moe.core.engine.lowering.tracing import LoweringError, Traced, trace
+from lingvo_moe.core.engine.lowering.tracing import LoweringError, trace
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.task.step import Step
 
@@ -48,12 +49,15 @@ def lower_step(step: Step, mesh: Mesh) -> Program:
             f"{mesh.device_ids}; give the engine its devices in that order instead"
         )
     with paused_collection():
-        return _lower(trace(step, mesh))
+        traced = trace(step, mesh)
+        specs = [tf.TensorSpec(a.shape, a.dtype) for a in traced.signature.args]
+        exported = exported_bytes(embedded(traced.function, specs), traced.signature)
+        return Program(traced.signature, exported, record(traced.graph))
 
 
-def _lower(traced: Traced) -> Program:
-    """The program of a traced function."""
-    signature, mesh = traced.signature, traced.signature.mesh
+def exported_bytes(call: Callable[..., Sequence[jax.Array]], signature: Signature) -> bytes:
+    """A function of JAX of the signature's flat tensors, as `jax.export` serialises it."""
+    mesh = signature.mesh
     abstract = jax.sharding.AbstractMesh(mesh.shape, mesh.axis_names)
 
     def sharding(spec: TensorSpec) -> Any:
@@ -63,11 +67,7 @@ def _lower(traced: Traced) -> Program:
             abstract, jax.sharding.PartitionSpec(*spec.split), memory_kind=xla.memory_kind(spec)
         )
 
-    specs = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
-    jitted = jax.jit(
-        embedded(traced.function, specs),
-        out_shardings=tuple(sharding(spec) for spec in signature.results),
-    )
+    jitted = jax.jit(call, out_shardings=tuple(sharding(spec) for spec in signature.results))
     # TensorFlow lowers for the platform that it has; what it emits is plain StableHLO for any.
     exporter = export.export(
         jitted, platforms=["cpu"], disabled_checks=[export.DisabledSafetyCheck.platform()]
@@ -78,5 +78,4 @@ def _lower(traced: Traced) -> Program:
             for spec in signature.args
         ]
     )
-    exported = isolate_regions(exported)
-    return Program(signature, bytes(exported.serialize()), record(traced.graph))
+    return bytes(isolate_regions(exported).serialize())
