@@ -263,7 +263,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
             watch = HeldOutWatch(trained, held_out, run_dir, writes=first_process)
             stack.enter_context(watch)
         elif (evaluations := run_dir.evaluations) and evaluations.best:
-            saved.KeepBest(evaluations.best.step)  # of a run that is evaluated no more
+            saved.rotation.best = evaluations.best.step  # of a run that is evaluated no more
         peak = job_peak(run.engine, engine.mesh.size)
         loop = TrainLoop(trained, summaries, initial, peak, watch, run.time_limit)
         result = loop.Run(

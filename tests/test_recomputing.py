@@ -1,6 +1,7 @@
 """Whether a step recomputes, where task.repeat=auto leaves it open: from sizes and memory, alike everywhere."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,7 +128,8 @@ def test_the_number_of_micro_batches_may_change_while_a_run_goes_on():
 
 def test_a_machine_s_memory_is_its_total_without_swap(monkeypatch):
     monkeypatch.setattr(trainer_memory, "machine_bytes", lambda: 10 * 2**30)
-    monkeypatch.setattr(trainer_memory, "_swap_bytes", lambda: 2 * 2**30)
+    swap = SimpleNamespace(total=2 * 2**30)
+    monkeypatch.setattr(trainer_memory.psutil, "swap_memory", lambda: swap)
     memory = trainer_memory.memory_of("pjrt", MESH)
     assert memory == Memory(8 * 2**30, "this machine's", 8)
 
@@ -157,5 +159,6 @@ def test_trainer_planner_and_verifier_choose_by_the_same_rule(monkeypatch):
     assert forms[0] == forms[1] and forms[0].repeat is False
     for size, repeat in ((2**40, False), (2**30, True)):
         monkeypatch.setattr(trainer_memory, "machine_bytes", lambda size=size: size)
-        monkeypatch.setattr(trainer_memory, "_swap_bytes", lambda: 0)
+        swap = SimpleNamespace(total=0)
+        monkeypatch.setattr(trainer_memory.psutil, "swap_memory", lambda swap=swap: swap)
         assert verifying.shrunk("mt.M4Tiny", MESH, "task.repeat=auto").task.repeat is repeat

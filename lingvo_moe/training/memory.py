@@ -1,8 +1,9 @@
 """The memory of a job's devices; refuses a run that cannot fit into it, from a lower bound of what the run needs."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config.hyperparams import Params
@@ -36,7 +37,11 @@ def memory_of(engine: str, mesh: Mesh, num_processes: int = 1) -> Memory:
         num_processes: processes of the job; each has an equal share of the devices.
     """
     on_cpu = devices.runs_on_cpu(engine)
-    size = machine_bytes() - _swap_bytes() if on_cpu else devices.accelerator_bytes(engine)
+    size = (
+        machine_bytes() - psutil.swap_memory().total
+        if on_cpu
+        else devices.accelerator_bytes(engine)
+    )
     if num_processes > 1:
         size = int(devices.from_first_process(f"{size or 0:020d}")) or None
     if on_cpu:
@@ -46,7 +51,7 @@ def memory_of(engine: str, mesh: Mesh, num_processes: int = 1) -> Memory:
 
 def machine_bytes() -> int:
     """Memory in bytes that all processes of this machine (or container) can use, swap included."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = psutil.virtual_memory().total
     for path in _CGROUP_LIMITS:
         try:
             text = Path(path).read_text("ascii").strip()
@@ -54,15 +59,7 @@ def machine_bytes() -> int:
             continue
         if text.isdigit():
             total = min(total, int(text))
-    return total + _swap_bytes()
-
-
-def _swap_bytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+    return total + psutil.swap_memory().total
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,9 @@ class Checkpointer:
         with Checkpointer(os.path.join(logdir, "checkpoints"), keep=3) as checkpointer:
             checkpointer.Save(step, state, {"input": ...})
             state, extra = checkpointer.Restore(state_specs, engine)
+
+    Attributes:
+        rotation: says which steps stay from the next Save on.
     """
 
     def __init__(self, directory: str, keep: int = 3, read_only: bool = False):
@@ -65,9 +68,9 @@ class Checkpointer:
         self.directory = os.path.abspath(directory)
         # Orbax logs at length, and each error several times over; errors come as exceptions too.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self._kept = Rotation(keep)
+        self.rotation = Rotation(keep)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=None if read_only else self._kept,
+            preservation_policy=None if read_only else self.rotation,
             create=not read_only,
             read_only=read_only,
             cleanup_tmp_directories=not read_only,
@@ -109,14 +112,6 @@ class Checkpointer:
         """The newest complete step, or None."""
         steps = self.Steps()
         return steps[-1] if steps else None
-
-    def KeepBest(self, step: int | None) -> None:
-        """Keeps this step beside the newest ones from the next Save on; the one that was best goes then."""
-        self._kept.best = step
-
-    def KeepBefore(self, step: int) -> None:
-        """Keeps the newest checkpoint before this step beside the newest ones from the next Save on."""
-        self._kept.before = step
 
     def Save(
         self,

@@ -23,13 +23,7 @@ class Evaluator:
     def __init__(self, task: BaseTask, inputs: BaseInput, engine: Engine, average: bool = False):
         self._task, self._engine = task, engine
         self._step = held_out_step(task, inputs, average)
-        self._compiled: Compiled | None = None
-
-    def Compile(self) -> Compiled:
-        """The compiled step, which is compiled once. Raises as Engine.BuildStep."""
-        if self._compiled is None:
-            self._compiled = self._engine.BuildStep(self._step)
-        return self._compiled
+        self.compiled: Compiled | None = None  # the step, after the first call
 
     def __call__(self, weights: NestedMap, batches: Iterable[HeldOutBatch]) -> NestedMap:
         """Evaluates weights. In a job of several processes all have to call it.
@@ -42,9 +36,10 @@ class Evaluator:
             `groups`, where there are several.
 
         Raises:
-            ValueError: the batches hold nothing.
+            ValueError: the batches hold nothing; or, at the first call, as Engine.BuildStep.
         """
-        step, names = self.Compile(), self._task.HELD_OUT_METRICS
+        step = self.compiled = self.compiled or self._engine.BuildStep(self._step)
+        names = self._task.HELD_OUT_METRICS
         weights = self._engine.Put(weights, self._step.arg_specs[0])
         sums: dict[str, np.ndarray] = {}
         for one in batches:

@@ -47,7 +47,6 @@ class HeldOutWatch:
         self._summaries = Summaries(str(run_dir.held_out_dir), enabled=writes)
         average = bool(self._task.p.ema_decay)
         self._evaluator = Evaluator(self._task, trained.inputs, trained.engine, average)
-        self._is_compiled = False
         self._evaluations = Evaluations(_digest(batches))
         # Before anything is written: process 0 may be ahead of the others later.
         self._before = run_dir.evaluations
@@ -78,7 +77,7 @@ class HeldOutWatch:
         self._evaluations = evaluations
         best = self._evaluations.best
         self.why_stopped = self._evaluations.WhyStopped(self._train.early_stopping_evals)
-        self._checkpointer.KeepBest(best.step if best else None)
+        self._checkpointer.rotation.best = best.step if best else None
         if self._writes and evaluations != self._before:
             self._run_dir.WriteEvaluations(self._evaluations)
 
@@ -96,10 +95,8 @@ class HeldOutWatch:
             Whether this is the best step so far, so that its checkpoint is needed.
         """
         start = time.monotonic()
-        if not self._is_compiled:
+        if not self._evaluator.compiled:
             say("compiling the evaluation ...")
-            self._evaluator.Compile()
-            self._is_compiled = True
         metrics = self._evaluator(state.get("ema", state.theta), self._batches)
         loss = float(metrics[self._task.HELD_OUT_METRICS[0]])
         self._summaries.Write(step, metrics)

@@ -42,7 +42,7 @@ class SkippedSteps:
             if self.total == before:
                 self.updated, self.in_row = self.updated + self.in_row, 0
         self._counters = []
-        self._checkpointer.KeepBefore(self.updated)
+        self._checkpointer.rotation.before = self.updated
 
     @property
     def too_many(self) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.files.files import append, naming
+from lingvo_moe.core.nested_map import flatten_items
 
 METRICS_FILE = "metrics.jsonl"
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Summaries:
         """
         if not self._enabled:
             return
-        flat = dict(_flatten(metrics))
+        flat = {path.replace(".", "/"): np.asarray(x) for path, x in flatten_items(metrics)}
         with self._events(), self._writer.as_default(step):
             for name, value in flat.items():
                 _write_tensorboard(name, value, _layer_names(name, value, layers or {}))
@@ -166,15 +167,6 @@ def read_metrics(directory: str) -> list[dict[str, Any]]:
                     number,
                 )
     return [rows[step] for step in sorted(rows)]
-
-
-def _flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    for name in sorted(metrics):
-        value = metrics[name]
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", np.asarray(value)
 
 
 def _layer_names(

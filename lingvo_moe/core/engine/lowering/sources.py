@@ -60,10 +60,13 @@ class SourceLine:
 
 
 class _Entry(NamedTuple):
-    line: SourceLine | None  # not the traceback, which lives no longer than its graph
-    type: str
-    reads: str
-    forward: str
+    line: SourceLine | None = None  # not the traceback, which lives no longer than its graph
+    type: str = ""
+    reads: str = ""
+    forward: str = ""
+
+
+_UNKNOWN = _Entry()
 
 
 class Sources:
@@ -84,27 +87,25 @@ class Sources:
 
     def Line(self, name: str) -> SourceLine | None:
         """The user's source line of operation `name`, or, for a gradient, of its forward operation."""
-        entry = self._entries.get(name)
-        return None if entry is None else entry.line
+        return self._entries.get(name, _UNKNOWN).line
 
     def Same(self, name: str) -> list[str]:
         """`name`, followed by the operations whose value it forwards, e.g. through tf.identity."""
         names = [name]
-        entry = self._entries.get(name)
-        while entry is not None and entry.type in _SAME_VALUE and entry.reads not in names:
+        entry = self._entries.get(name, _UNKNOWN)
+        while entry.type in _SAME_VALUE and entry.reads not in names:
             names.append(entry.reads)
-            entry = self._entries.get(entry.reads)
+            entry = self._entries.get(entry.reads, _UNKNOWN)
         return names
 
     def Annotated(self, name: str) -> str:
         """The operation whose tensor the annotation `name` annotates; '' for any other operation."""
-        entry = self._entries.get(name)
-        return entry.reads if entry is not None and entry.type == _ANNOTATION else ""
+        entry = self._entries.get(name, _UNKNOWN)
+        return entry.reads if entry.type == _ANNOTATION else ""
 
     def Forward(self, name: str) -> str:
         """The forward operation of the gradient operation `name`; '' if it is no gradient."""
-        entry = self._entries.get(name)
-        return entry.forward if entry else ""
+        return self._entries.get(name, _UNKNOWN).forward
 
 
 def record(graph: tf.Graph) -> Sources:
