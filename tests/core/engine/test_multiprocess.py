@@ -85,7 +85,7 @@ def train(directory, first, last):
 
 
 def restore_damaged(directory, step):
-    """Flips a bit of each file of a step in turn. Prints, as a JSON line, how restoring it ends on this process."""
+    """Flips a bit of two files of a step, of which each process verifies one. Prints how restoring ends here, as JSON."""
     import jax
 
     from lingvo_moe.core import sharding
@@ -97,7 +97,7 @@ def restore_damaged(directory, step):
     engine = make_engine("pjrt", sharding.Mesh.parse("expert:8"))
     specs = NestedMap(step=TensorSpec((), "int32"), w=TensorSpec((8, 4, 4), "float32"))
     found = []
-    for path in sorted(p for p in Path(directory, str(step)).rglob("*") if p.is_file()):
+    for path in sorted(p for p in Path(directory, str(step)).rglob("*") if p.is_file())[:2]:
         if jax.process_index() == 0:
             content = path.read_bytes()
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -146,7 +146,7 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
     assert lines[0][0]["any"] == [True, False]
     assert lines[0] == lines[1]
     damage = [worker.pop(-1)["damage_found"] for worker in lines]
-    assert len(damage[0]) >= 8 and all(all(found) for found in damage)
+    assert damage == [[True, True]] * 2
     # The same with one process; then one process resumes what two have saved.
     train(str(tmp_path / "one"), None, 3)
     train(str(tmp_path / "one"), 3, 5)
