@@ -1,7 +1,7 @@
 """Helpers for functions of tensors: sizes of dimensions, custom gradients whose operations have names, and marks on
 activations that a loop over layers keeps for its backward pass, instead of computing them again.
 
-Layers mark activations with `keep(x, name)`, and a loop (layers/repeat.py) says which names it keeps. In its forward
+Layers mark activations with `keep(x, name)`, and a loop (layers/scan.py) says which names it keeps. In its forward
 pass the loop collects the marked activations; in its backward pass, where it computes a layer again, their stored
 values take the place of the computed ones. Nothing then needs the computed ones, so XLA removes what only led to them.
 Outside of such a loop a mark does nothing. The names are in layers/kept.py.

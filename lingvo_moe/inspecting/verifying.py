@@ -195,9 +195,9 @@ def _with_gradients(task: BaseTask, step: Step) -> Step:
     """The step of a task, whose metrics become NestedMap(metrics, gradients): those of trainable variables."""
     update, recorded = task.optimizer.Update, dict[str, list[tf.Tensor]]()
 
-    def recording(theta: NestedMap, grads: NestedMap, *rest: Any) -> Any:
+    def recording(before: NestedMap, grads: NestedMap, *rest: Any) -> Any:
         recorded["gradients"] = [g for g in grads.Flatten() if g is not None]
-        return update(theta, grads, *rest)
+        return update(before, grads, *rest)
 
     def fn(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
         state, metrics = step.fn(state, batch)

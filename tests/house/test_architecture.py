@@ -1,5 +1,6 @@
 """docs/architecture.md is true: which directory may import which, and how long a file may be."""
 
+import ast
 import subprocess
 import sys
 
@@ -10,6 +11,15 @@ from tools.import_graph import ROOT, ImportGraph
 GRAPH = ImportGraph()
 MAX_LINES = 500
 MAX_MODULES = 24
+MAX_PARAMETERS = 6  # beside self
+# Functions with more: options that users give by name, and results of a compiler.
+_MORE_PARAMETERS = {
+    "lingvo_moe/core/auto_shard/function.py: auto_shard",
+    "lingvo_moe/core/engine/aot/aot_result.py: __init__",
+    "lingvo_moe/core/engine/lowering/tracing.py: _result_specs",
+    "lingvo_moe/core/engine/lowering/tracing.py: trace",
+    "lingvo_moe/tasks/mt/decoding/translator.py: __init__",
+}
 
 # Outermost first; a file imports from its own or from one of a later line. Those of one line do not know each
 # other: trainer and planner import no task.
@@ -178,6 +188,20 @@ def test_a_layer_can_be_read_in_one_sitting() -> None:
 def test_files_can_be_read_in_one_sitting(path: str) -> None:
     lines = (ROOT / path).read_text(encoding="utf-8").count("\n")
     assert lines < MAX_LINES, f"{path} has {lines} lines; a file is one idea, split it"
+
+
+def test_functions_take_few_parameters() -> None:
+    found = set()
+    for path in GRAPH.files:
+        if path.startswith(("tests/", "benchmarks/")):
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                args = node.args
+                names = [a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+                if len([name for name in names if name not in ("self", "cls")]) > MAX_PARAMETERS:
+                    found.add(f"{path}: {node.name}")
+    assert not found - _MORE_PARAMETERS, found - _MORE_PARAMETERS
 
 
 def test_a_directory_holds_few_modules() -> None:

@@ -19,10 +19,10 @@ TWO = {"collective-permute": 2}
 
 
 def _case(name: str, equation: str, lhs: tuple, rhs: tuple, mesh: str = "d:8", **kwargs) -> Case:
-    letters = {k: kwargs.pop(k) for k in ("lhs_letter", "rhs_letter") if k in kwargs}
+    letters = kwargs.pop("letters", "")
     return Case(
         name,
-        lambda a, b: looped_einsum(equation, a, b, "d", **letters),
+        lambda a, b: looped_einsum(equation, a, b, "d", letters),
         (floats(*lhs), floats(*rhs, seed=1)),
         mesh,
         reference=lambda a, b: tf.einsum(equation, a, b),
@@ -49,8 +49,7 @@ CASES = [
         "IHK,JNK->IHJN",
         (2, 8, 4),
         (3, 16, 4),
-        lhs_letter="H",
-        rhs_letter="N",
+        letters="HN",
         forward=LOOP,
     ),
     _case("copies along another axis", "IK,KJ->IJ", (8, 4), (4, 8), "c:2,d:4", forward=LOOP),
@@ -168,9 +167,10 @@ def test_on_one_device_it_is_the_einsum():
         ("IK,KI->I", {}, "lhs shares all its letters"),
         (
             "IK,KJ->IJ",
-            {"rhs_letter": "K"},
-            r"rhs_letter='K' has to be in rhs and the result alone: one of",
+            {"letters": "IK"},
+            "letters has 'K', which has to be in rhs and the result alone: one of",
         ),
+        ("IK,KJ->IJ", {"letters": "I"}, "letters='I' has to be one of each operand"),
         ("IK,KJ->IJ", {"axis": "e"}, "has no axis 'e'"),
         (
             "IK,KJ->IJ",

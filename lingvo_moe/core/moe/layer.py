@@ -180,14 +180,8 @@ class MoELayer(BaseLayer):
         else:
             x_GSM, paddings_GS, capacity, context = self._InGroups(x_BTM, paddings_BT, context)
         x_GSM = self.Shard(x_GSM, "GSM")
-        routing = self.router.FProp(
-            theta.router,
-            x_GSM,
-            paddings_GS,
-            capacity,
-            seed=self.FoldSeed(seed, "router"),
-            context=context,
-        )
+        own = self.FoldSeed(seed, "router")
+        routing = self.router.FProp(theta.router, x_GSM, paddings_GS, capacity, own, context)
         dispatcher = self.dispatcher
         if seed is None and self.experts.TAKES_ROWS:
             dispatcher = self.inference_dispatcher

@@ -127,10 +127,8 @@ class BaseOptimizer:
 
     def Update(
         self,
-        theta: NestedMap,
+        state: NestedMap,
         grads: NestedMap,
-        slots: NestedMap,
-        step: tf.Tensor,
         specs: NestedMap,
         max_grad_norm: float = 0.0,
         finite: tf.Tensor | None = None,
@@ -138,11 +136,10 @@ class BaseOptimizer:
         """One step. Pure: nothing is assigned.
 
         Args:
-            theta: the weights.
+            state: theta, the weights; slots, as SlotSpecs lays them out; and step, int32 scalar, 0 at the first update.
+                Other entries are ignored.
             grads: in theta's structure; tf.IndexedSlices are made dense; None for variables that are not
                 trainable.
-            slots: as SlotSpecs lays them out.
-            step: int32 scalar, 0 at the first update.
             specs: theta's VariableSpecs, as SlotSpecs got them; `stack_dims` keeps the layers of a `repeat` apart.
             max_grad_norm: gradients are first scaled to at most this global norm; 0 leaves them alone.
             finite: bool scalar; False, or a norm of the gradients that is not finite: variables with slots in the
@@ -157,15 +154,15 @@ class BaseOptimizer:
         Raises:
             ValueError: a trainable variable without a gradient, by its path.
         """
-        grads = _dense(grads, specs)
-        theta = _in_parts(theta, specs)
+        grads, step = _dense(grads, specs), state.step
+        theta = _in_parts(state.theta, specs)
         squares = _squares(grads, specs)
         scale: tf.Tensor | None = None
         if max_grad_norm:
             grad_norm = tf.sqrt(tf.add_n(squares))
             scale = clip_scale(grad_norm, max_grad_norm)
         rate = self.learning_rate.Value(step)
-        slots_of = self._SlotsOf(specs, slots)
+        slots_of = self._SlotsOf(specs, state.slots)
         if finite is not None:
             finite &= tf.math.is_finite(tf.add_n(squares))
         numbers = _Numbers(rate, step, scale, finite)
@@ -185,7 +182,7 @@ class BaseOptimizer:
                 new_theta[i] = delta.SubtractFrom(new_theta[i])
         metrics = NestedMap(learning_rate=rate, update_norm=update_norm, grad_norm=grad_norm)
         flat_slots = [x for slot in new_slots for x in slot.Flatten()]
-        return _in_parts(theta.Pack(new_theta), specs), slots.Pack(flat_slots), metrics
+        return _in_parts(theta.Pack(new_theta), specs), state.slots.Pack(flat_slots), metrics
 
     def _Deltas(
         self,
@@ -211,9 +208,9 @@ class BaseOptimizer:
                         finite = numbers.finite
                         assert finite is not None
                         update = functools.partial(_layer, of_one)
-                        delta, slot = update_by_layer(
-                            update, spec, weight, grad, slot, slot_specs, finite
-                        )
+                        stack_specs = NestedMap(slots=slot_specs, weight=spec)
+                        stack = NestedMap(slots=slot, weight=weight)
+                        delta, slot = update_by_layer(update, stack_specs, stack, grad, finite)
                     else:
                         delta, slot = of_one(spec, weight, grad, slot)
             deltas.append(delta)

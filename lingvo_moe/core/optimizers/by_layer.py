@@ -65,26 +65,24 @@ def squares_by_layer(grad: tf.Tensor, spec: VariableSpec) -> tf.Tensor:
 
 def update_by_layer(
     update: UpdateLayer,
-    spec: VariableSpec,
-    weight: tf.Tensor,
+    specs: NestedMap,
+    values: NestedMap,
     grad: tf.Tensor,
-    slots: NestedMap,
-    slot_specs: NestedMap,
     finite: tf.Tensor,
 ) -> tuple[Applied, NestedMap]:
-    """The update of a stack [L, ...].
+    """The update of a stack.
 
     Args:
         update: of one layer.
-        spec: of the stack, and of its gradient.
-        weight, grad: [L, ...].
-        slots, slot_specs: of the stack.
+        specs: NestedMap(slots, weight) of the stack's VariableSpecs.
+        values: its tensors [L, ...].
+        grad: of the weight, [L, ...].
         finite: bool scalar; False: weight and slots keep their values.
+
+    Returns:
+        The update of the weight, and the new slots.
     """
-    num = spec.shape[0]
-    on_host = [s.memory == HOST for s in slot_specs.Flatten()]
-    weight_there = spec.memory == HOST
-    splits = [_split(s) for s in (spec, *slot_specs.Flatten())]
+    spec, places = specs.weight, [(_split(s), s.memory == HOST) for s in specs.Flatten()]
     layer = replace(
         spec,
         shape=spec.shape[1:],
@@ -95,24 +93,24 @@ def update_by_layer(
     )
 
     def body(
-        i: tf.Tensor, weight: tf.Tensor, rows: list[tf.Tensor], square: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
-        w, g = (_row(x, i, splits[0], weight_there) for x in (weight, grad))
-        before = [_row(*each) for each in zip(rows, [i] * len(rows), splits[1:], on_host)]
-        new, after, found = update(layer, w, g, slots.Pack(before))
-        new = tf.cast(new, weight.dtype)
-        new, *kept = kernels.current().select(finite, [new, *after.Flatten()], [w, *before])
-        kept = [sharded(x, split) for x, split in zip(kept, splits[1:], strict=True)]
-        placed = [to_host(x) if host else x for x, host in zip(kept, on_host, strict=True)]
+        i: tf.Tensor, stacks: list[tf.Tensor], square: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor], tf.Tensor]:
+        rows = [_row(x, i, *place) for x, place in zip(stacks, places, strict=True)]
+        before = values.Pack(rows)
+        g = _row(grad, i, _split(spec), spec.memory == HOST)
+        weight, slots, found = update(layer, before.weight, g, before.slots)
+        after = NestedMap(slots=slots, weight=tf.cast(weight, values.weight.dtype))
+        kept = kernels.current().select(finite, after.Flatten(), rows)
+        kept = [sharded(x, split) for x, (split, _) in zip(kept, places, strict=True)]
+        kept = [to_host(x) if host else x for x, (_, host) in zip(kept, places, strict=True)]
         with_row = kernels.current().with_row
-        rows = [with_row(x, i, one) for x, one in zip(rows, placed, strict=True)]
-        new = sharded(new, splits[0])
-        new = to_host(new) if weight_there else new
-        return i + 1, with_row(weight, i, new), rows, square + found
+        stacks = [with_row(x, i, row) for x, row in zip(stacks, kept, strict=True)]
+        return i + 1, stacks, square + found
 
-    start = (tf.constant(0), weight, slots.Flatten(), tf.constant(0.0))
-    _, weight, rows, square = tf.while_loop(lambda i, *_: i < num, body, start)
-    return Applied(weight, square), slots.Pack(rows)
+    start = (tf.constant(0), values.Flatten(), tf.constant(0.0))
+    _, stacks, square = tf.while_loop(lambda i, *_: i < spec.shape[0], body, start)
+    new = values.Pack(stacks)
+    return Applied(new.weight, square), new.slots
 
 
 def _row(x: tf.Tensor, i: tf.Tensor, split: DimsMapping, host: bool) -> tf.Tensor:

@@ -2,7 +2,7 @@
 
 In tick t stage k works on micro-batch t - k. The forward loop has M + K - 1 ticks and keeps the input of each stage in
 each tick. The backward loop runs the ticks in reverse order, computes the stages again and differentiates them. The
-loops are ours, under one custom gradient, as those of layers/repeat.py are.
+loops are ours, under one custom gradient, as those of layers/scan.py are.
 
 A stage's weights are a row of packed variables [K, P], which a mesh axis shards. What passes between stages is a
 packed vector too. Within a tick a manual region over all axes picks the device's stage: one branch of a conditional

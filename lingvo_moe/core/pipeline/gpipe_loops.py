@@ -13,7 +13,7 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.nested_map import NestedMap, flatten, pack_as
 from lingvo_moe.core.pipeline.cell_program import EXTRAS, CellProgram, Vectors
 from lingvo_moe.core.pipeline.packing import largest
-from lingvo_moe.core.pipeline.ticks import ROWS, STAGE, Stages
+from lingvo_moe.core.pipeline.ticks import ROWS, STAGE, Stages, Work
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.tensors import sum_type
 
@@ -87,12 +87,11 @@ class Loops:
             kept = {name: array.write(t, state[name]) for name, array in kept.items()}
             own = {"weights": weights, "state": state, "sums": sums}
             shared = {"t": t, "given": self._At(given, t), "seeds": seeds}
-            state, (final, sums) = self._stages.Tick(
-                t, self._num, self._ForwardStage, self._Idle, own, shared, 1
-            )
+            state, (final, sums) = self._stages.Tick(t, work, own, shared)
             finals = {name: array.write(t, final[name]) for name, array in finals.items()}
             return t + 1, state, sums, kept, finals
 
+        work = Work(self._num, self._ForwardStage, self._Idle, by=1)
         start = (
             tf.constant(0),
             state,
@@ -153,12 +152,12 @@ class Loops:
             shared = {"t": t, "given": self._At(given, t), "seeds": seeds}
             shared |= {"upstream": self._At(dfinal, first)}
             # Sums stay out of the conditional, which would copy them.
-            dstate, (dgiven, rows) = self._stages.Tick(t, self._num, work, idle, own, shared, -1)
+            dstate, (dgiven, rows) = self._stages.Tick(t, work, own, shared)
             dweights = {name: x + rows[name] for name, x in dweights.items()}
             arrays = {name: array.write(t, dgiven[name]) for name, array in arrays.items()}
             return t - 1, dstate, dweights, arrays
 
-        def work(k: int, block: tf.Tensor, own: Any, shared: Any) -> tuple:
+        def backward(k: int, block: tf.Tensor, own: Any, shared: Any) -> tuple:
             return self._BackwardStage(k, block, own, shared, lengths)
 
         def idle(own: Any, shared: Any) -> tuple:
@@ -167,6 +166,7 @@ class Loops:
                 self._ZeroRows(shared["t"]),
             )
 
+        work = Work(self._num, backward, idle, by=-1)
         start = (
             tf.constant(self._ticks - 1),
             dstate,

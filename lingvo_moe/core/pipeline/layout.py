@@ -5,6 +5,7 @@ something is kept, D micro-batches at the same time, one for each device along a
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -21,6 +22,17 @@ from lingvo_moe.core.sharding.manual import manual_region
 from lingvo_moe.core.tensors import runtime_zeros
 
 
+@dataclass(frozen=True)
+class StackTensors:
+    """The tensors of a stack of L blocks."""
+
+    carry: Mapping[str, DimsMapping]  # the mesh axes of what passes from stage to stage, by name
+    weights: NestedMap  # [L, ...]
+    # For each weight the mesh axes of its dimensions. If the parts have different sizes, axis `stage` may shard another
+    # dimension than L, and weights and gradients are exchanged once in a step.
+    splits: Sequence[DimsMapping]
+
+
 class Layout:
     """Annotates the tensors of a pipeline, and lays them out by stage."""
 
@@ -28,10 +40,7 @@ class Layout:
         self,
         schedule: Schedule,
         division: Division,
-        *,
-        carries: Sequence[Mapping[str, DimsMapping]],
-        weights: Sequence[NestedMap],
-        splits: Sequence[Sequence[DimsMapping]],
+        stacks: Sequence[StackTensors],
         rest_splits: Mapping[str, DimsMapping],
         ends: tuple[int, ...] = (),
     ):
@@ -39,10 +48,7 @@ class Layout:
         Args:
             schedule: of the stacks.
             division: of the batch, whose specs have no axis `data`.
-            carries: for each stack, the mesh axes of what passes from stage to stage, by name.
-            weights: for each stack its weights [L, ...].
-            splits: for each of them the mesh axes of its dimensions. If the parts have different sizes, axis `stage`
-                may shard another dimension than L, and weights and gradients are exchanged once in a step.
+            stacks: in order.
             rest_splits: the mesh axes of the other weights, by the names of their gradients (see stage.py).
             ends: Blocks.ends of each stack.
         """
@@ -51,19 +57,18 @@ class Layout:
         self.D = division.num // schedule.micro_batches
         self._data = DATA if self.D > 1 else None
         self._carries = [
-            {name: (self._data, *without_data(split)) for name, split in carry.items()}
-            for carry in carries
+            {name: (self._data, *without_data(split)) for name, split in stack.carry.items()}
+            for stack in stacks
         ]
-        self._outside, self._rest = splits, rest_splits
-        self._splits = [[without(STAGE, s[1:]) for s in each] for each in splits]
-        self._blocks = [
-            Blocks(w.Flatten()[0].shape[0], schedule.stages, schedule.repeats, ends)
-            for w in weights
-        ]
-        self._weights = [
-            w.Pack([self._ByStage(j, x, s) for x, s in zip(w.Flatten(), splits[j], strict=True)])
-            for j, w in enumerate(weights)
-        ]
+        self._outside, self._rest = [stack.splits for stack in stacks], rest_splits
+        self._splits = [[without(STAGE, s[1:]) for s in each] for each in self._outside]
+        self._blocks, self._weights = list[Blocks](), list[NestedMap]()
+        for j, stack in enumerate(stacks):
+            leaves = stack.weights.Flatten()
+            num = leaves[0].shape[0]
+            self._blocks.append(Blocks(num, schedule.stages, schedule.repeats, ends))
+            items = zip(leaves, stack.splits, strict=True)
+            self._weights.append(stack.weights.Pack([self._ByStage(j, x, s) for x, s in items]))
 
     # --- weights
 

@@ -18,10 +18,19 @@ from lingvo_moe.core.sharding.manual import (
 )
 from lingvo_moe.core.sharding.row_parts import rows_spread_over
 
-# (stage, block of rows: int32 scalar, the stage's own tensors, shared tensors) -> (what moves on, what stays): trees
-# of tensors [D, ...].
-Work = Callable[[int, tf.Tensor, Any, Any], tuple[Any, Any]]
 STAGE, ROWS = "stage", "rows"  # in the mappings of Stages.Sharded
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of the stages. Results are (what moves on, what stays): trees of tensors [D, ...]."""
+
+    num: int  # M, of micro-batches
+    # (stage, block of rows: int32 scalar, the stage's own tensors, shared tensors) -> results
+    do: Callable[[int, tf.Tensor, Any, Any], tuple[Any, Any]]
+    # (own, shared) -> results of the same structure, of a stage without a micro-batch
+    idle: Callable[[Any, Any], tuple[Any, Any]]
+    by: int  # results that move go to the stage this many further; 1 or -1
 
 
 @dataclass(frozen=True)
@@ -69,36 +78,22 @@ class Stages:
         named = {STAGE: self.axis, ROWS: self.row_axes or None, None: None}
         return tuple(named[name] for name in mapping)
 
-    def Tick(
-        self,
-        t: tf.Tensor,
-        num: int,
-        work: Work,
-        idle: Callable[[Any, Any], tuple[Any, Any]],
-        own: Any,
-        shared: Any,
-        by: int,
-    ) -> tuple[Any, Any]:
+    def Tick(self, t: tf.Tensor, work: Work, own: Any, shared: Any) -> tuple[Any, Any]:
         """The work of every stage in one tick.
 
         Args:
-            t: the tick, int32 scalar. Stage k works if k <= t < k + num, else it is idle.
-            num: M.
+            t: the tick, int32 scalar. Stage k works if k <= t < k + M, else it is idle.
             work: of a stage.
-            idle: (own, shared) -> results of the same structure as work's.
             own: tensors [K, ...] of which each stage sees its row: [K, P], or [K, D, A] whose blocks of rows are
                 spread over devices.
             shared: tensors that all stages see: scalars, vectors, or [D, A].
-            by: results that move go to the stage this many further; 1 or -1.
 
         Returns:
             (what moved, what stayed), in the structures of work's results, with a leading dimension K.
         """
-        tick = _Tick(self, t, num, work, idle, (own, shared))
-        own_flat, shared_flat = flatten(own), flatten(shared)
-        if self.axis is None:
-            return tick.InTurn(own_flat, shared_flat, by)
-        return tick.AtOnce(own_flat, shared_flat, by)
+        tick = _Tick(self, t, work, (own, shared))
+        run = tick.InTurn if self.axis is None else tick.AtOnce
+        return run(flatten(own), flatten(shared))
 
 
 @dataclass
@@ -107,14 +102,12 @@ class _Tick:
 
     stages: Stages
     t: tf.Tensor
-    num: int
     work: Work
-    idle: Callable[[Any, Any], tuple[Any, Any]]
     structure: Any
     results: Any = None
     num_moving: int = 0
 
-    def InTurn(self, own: list[tf.Tensor], shared: list[tf.Tensor], by: int) -> tuple[Any, Any]:
+    def InTurn(self, own: list[tf.Tensor], shared: list[tf.Tensor]) -> tuple[Any, Any]:
         """All stages on all devices, one after another."""
         found, block = [], tf.constant(0)
         for k in range(self.stages.count):
@@ -123,7 +116,7 @@ class _Tick:
             branches = [self._Branch(None, block, flat), self._Branch(k, block, flat)]
             found.append(flatten(tf.switch_case(index, branches)))
         stacked = [tf.stack(rows) for rows in zip(*found)]
-        moved = [tf.roll(x, by, 0) for x in stacked[: self.num_moving]]
+        moved = [tf.roll(x, self.work.by, 0) for x in stacked[: self.num_moving]]
         mapping = (STAGE, ROWS, None)
         sharded = [
             self.stages.Sharded(x, mapping) if x.shape[1] == self.stages.devices else x
@@ -131,7 +124,7 @@ class _Tick:
         ]
         return pack_as(self.results, sharded)
 
-    def AtOnce(self, own: list[tf.Tensor], shared: list[tf.Tensor], by: int) -> tuple[Any, Any]:
+    def AtOnce(self, own: list[tf.Tensor], shared: list[tf.Tensor]) -> tuple[Any, Any]:
         """Each stage on its own devices, in a manual region."""
         stages = self.stages
         mesh, axis = stages.mesh, stages.axis
@@ -159,18 +152,19 @@ class _Tick:
             branches.append(self._Branch(None, block, given))
             index = tf.where(self._Works(stage), stage, stages.count)
             found = [x[tf.newaxis] for x in flatten(tf.switch_case(index, branches))]
-            moved = [rotate(x, axis, mesh, -by) for x in found[: self.num_moving]]
+            moved = [rotate(x, axis, mesh, -self.work.by) for x in found[: self.num_moving]]
         results = [*moved, *found[self.num_moving :]]
         return pack_as(self.results, [manual_to_auto(x, each, None, mesh) for x in results])
 
     def _Works(self, stage: tf.Tensor) -> tf.Tensor:
         """Whether a stage has a micro-batch in this tick."""
-        return (self.t >= stage) & (self.t < stage + self.num)
+        return (self.t >= stage) & (self.t < stage + self.work.num)
 
     def _Branch(self, k: int | None, block: tf.Tensor, flat: list[tf.Tensor]) -> Callable:
         def branch() -> list[tf.Tensor]:
             own, shared = pack_as(self.structure, flat)
-            found = self.idle(own, shared) if k is None else self.work(k, block, own, shared)
+            work = self.work
+            found = work.idle(own, shared) if k is None else work.do(k, block, own, shared)
             self.results, self.num_moving = found, len(flatten(found[0]))
             return flatten(found)
 

@@ -21,8 +21,7 @@ def looped_einsum(
     lhs: tf.Tensor,
     rhs: tf.Tensor,
     axis: str,
-    lhs_letter: str = "",
-    rhs_letter: str = "",
+    letters: str = "",
     mesh: Mesh | None = None,
 ) -> tf.Tensor:
     """`tf.einsum(equation, lhs, rhs)` with both operands sharded over `axis`, without gathering either.
@@ -35,15 +34,15 @@ def looped_einsum(
     Args:
         equation: of two operands, e.g. 'IK,JK->IJ'; each letter is in at least two of the three terms,
             and at most once in each.
-        lhs: the left operand, which is annotated here: `lhs_letter` sharded over the axis.
-        rhs: the right operand, likewise with `rhs_letter`.
+        lhs: the left operand, which is annotated here: the first of `letters` sharded over the axis.
+        rhs: the right operand, likewise with the second.
         axis: a mesh axis. Along other axes operands and result are replicated.
-        lhs_letter: a letter of lhs and the result only; by default the first such letter of lhs.
-        rhs_letter: a letter of rhs and the result only, likewise.
+        letters: one of lhs and the result only, then one of rhs and the result only, e.g. 'IJ'; by default the first
+            such letter of each.
         mesh: by default the one in force.
 
     Returns:
-        The result, sharded along `lhs_letter` over the axis, unsharded along `rhs_letter`.
+        The result, sharded along the first of `letters` over the axis, unsharded along the second.
 
     Raises:
         ShardingError: no mesh is in force; an unknown axis, or several; an equation of another form; no
@@ -51,7 +50,7 @@ def looped_einsum(
     """
     what = f"looped_einsum({equation!r}, axis={axis!r})"
     mesh = mesh_of(what, mesh)
-    terms = _Terms(what, equation, lhs_letter, rhs_letter)
+    terms = _Terms(what, equation, letters)
     if not isinstance(axis, str):
         raise ShardingError(f"{what}: axis must be the name of one mesh axis")
     if mesh.axis_size(axis) == 1:
@@ -68,12 +67,16 @@ def looped_einsum(
 class _Terms:
     """A checked equation; `i` and `j` are the letters that are sharded."""
 
-    def __init__(self, what: str, equation: str, i: str, j: str):
+    def __init__(self, what: str, equation: str, sharded: str):
         equation = equation.replace(" ", "")
         operands, arrow, self.out = equation.partition("->")
         self.lhs, comma, self.rhs = operands.partition(",")
         terms = (self.lhs, self.rhs, self.out)
         letters = set("".join(terms))
+        if sharded and len(sharded) != 2:
+            raise ShardingError(
+                f"{what}: letters={sharded!r} has to be one of each operand, e.g. 'IJ'"
+            )
         if not arrow or not comma or not all(t.isalpha() for t in letters):
             raise ShardingError(f"{what}: expected an equation of two operands such as 'IK,JK->IJ'")
         for letter in sorted(letters):
@@ -82,10 +85,11 @@ class _Terms:
                     f"{what}: letter {letter!r} has to be in two of the three terms at least, and not "
                     "twice in one"
                 )
-        self.i = self._Free(what, "lhs", i, self.lhs, self.rhs)
-        self.j = self._Free(what, "rhs", j, self.rhs, self.lhs)
+        self.i = self._Free(what, "lhs", sharded[:1])
+        self.j = self._Free(what, "rhs", sharded[1:])
 
-    def _Free(self, what: str, name: str, letter: str, term: str, other: str) -> str:
+    def _Free(self, what: str, name: str, letter: str) -> str:
+        term, other = (self.lhs, self.rhs) if name == "lhs" else (self.rhs, self.lhs)
         free = [x for x in term if x in self.out and x not in other]
         if not free:
             raise ShardingError(
@@ -93,7 +97,7 @@ class _Terms:
             )
         if letter and letter not in free:
             raise ShardingError(
-                f"{what}: {name}_letter={letter!r} has to be in {name} and the result alone: one of {free}"
+                f"{what}: letters has {letter!r}, which has to be in {name} and the result alone: one of {free}"
             )
         return letter or free[0]
 

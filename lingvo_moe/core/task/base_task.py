@@ -387,10 +387,8 @@ class BaseTask(BaseLayer):
     ) -> tuple[NestedMap, NestedMap]:
         """The state after a step with these gradients and updates; see TrainStep."""
         theta, slots, optimizer_metrics = self.optimizer.Update(
-            state.theta,
+            state,
             grads,
-            state.slots,
-            state.step,
             self._UpdatedSpecs(),
             self.p.clip_gradient_norm,
             tf.math.is_finite(loss) if items_of(self.p.offload) else None,

@@ -12,10 +12,10 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import name_scope
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.layout import Layout, dims_of, without_data
+from lingvo_moe.core.pipeline.layout import Layout, StackTensors, dims_of, without_data
 from lingvo_moe.core.pipeline.loops import Loops
 from lingvo_moe.core.pipeline.params import schedule_on, settings_of
-from lingvo_moe.core.pipeline.parts import Parts
+from lingvo_moe.core.pipeline.parts import Parts, Stack
 from lingvo_moe.core.pipeline.stage import Programs
 from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
@@ -49,8 +49,9 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
     by_part = division.specs.Transform(lambda s: replace(s, split=without_data(s.split)))
     division = replace(division, specs=by_part)
     specs = task.VariableSpecs()
-    stack_specs = [specs.Get(stack.weights).Flatten() for stack in parts.stacks]
-    trainable = [[spec.trainable for spec in each] for each in stack_specs]
+    trainable = [
+        [spec.trainable for spec in specs.Get(stack.weights).Flatten()] for stack in parts.stacks
+    ]
     rest_splits = {f"g{i}": spec.split for i, spec in enumerate(_rest(specs, parts).Flatten())}
 
     def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
@@ -65,11 +66,9 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
             layout = Layout(
                 schedule,
                 division,
-                carries=[dims_of(stack.carry, task.p.activation_split) for stack in parts.stacks],
-                weights=[theta.Get(stack.weights) for stack in parts.stacks],
-                splits=[[spec.split for spec in each] for each in stack_specs],
-                rest_splits=rest_splits,
-                ends=settings.splits,
+                [_tensors(task, stack, theta) for stack in parts.stacks],
+                rest_splits,
+                settings.splits,
             )
             programs = Programs(small.path, small.Units, parts, trainable, shared)
             given = tf.cast(state.step, tf.float32)
@@ -95,6 +94,12 @@ def _loss_and_metrics(parts: Parts, layout: Layout, end: NestedMap) -> tuple[tf.
     loss = tf.add_n([tf.reduce_sum(x) for x in (end.loss, *(s.loss for s in end.stacks))])
     sums = end.metrics.Transform(lambda x: tf.reduce_sum(x, 0))
     return loss, parts.metrics(sums, loss, NestedMap(extras))
+
+
+def _tensors(task: BaseTask, stack: Stack, theta: NestedMap) -> StackTensors:
+    splits = [spec.split for spec in task.VariableSpecs().Get(stack.weights).Flatten()]
+    carry = dims_of(stack.carry, task.p.activation_split)
+    return StackTensors(carry, theta.Get(stack.weights), splits)
 
 
 def _gradients(

@@ -7,24 +7,14 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
-from layer_testing import (
-    init,
-    normal,
-    self_aux,
-    set_dropout,
-    single,
-    stack_params,
-    value_and_grads,
-    wave,
-)
+from equivalence import assert_same, compare, with_gradients
+from layer_testing import init, normal, self_aux, set_dropout, single, stack_params, wave
 from rows import bound
 
 from lingvo_moe.core import kernels, tensors
-from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
-from lingvo_moe.core.layers import kept, repeat
+from lingvo_moe.core.layers import kept, scan
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh
 
 B, T = 4, 6
 CHOICES = [("hidden",), ("query", "attention"), kept.PRODUCTS, tuple(kept.NAMES)]
@@ -38,22 +28,13 @@ def _run(remat=(), rate=0.0, **kwargs):
     aux = self_aux(np.ones([B, T], int), np.tile(np.arange(T), (B, 1)), causal=True)
 
     def fn(theta, x):
-        def loss(theta, x):
-            return wave(layer.FProp(theta, x, aux, seed=make_seed(1, 2))[0]), []
+        return layer.FProp(theta, x, aux, seed=make_seed(1, 2))[0]
 
-        return value_and_grads(loss, theta, x)
-
-    return layer, fn
+    return layer, with_gradients(fn, wave)
 
 
 def _args(layer):
     return init(layer), normal(0, B, T, 8)
-
-
-def _assert_equal(got, want, tol=1e-6):
-    """To `tol` of each tensor's largest number."""
-    for x, y in zip([got.loss, *got.grads], [want.loss, *want.grads], strict=True):
-        np.testing.assert_allclose(x, y, atol=tol * np.abs(y).max(), rtol=0)
 
 
 def _recomputed(remat):
@@ -72,7 +53,7 @@ def test_same_values_and_gradients(remat, rate):
     args = _args(layer)
     want = single(plain, *args)
     got = single(_run(remat, rate)[1], *args)
-    _assert_equal(got, want)
+    assert_same(got, want, 1e-6, floor=0.0)
 
 
 @pytest.mark.parametrize("remat", CHOICES[::2])
@@ -82,7 +63,7 @@ def test_same_numbers_with_the_kernels_of_tensorflow(remat):
         with kernels.using(tensorflow_kernels):
             return tf.function(lambda *args: single(fn, *args), autograph=False)(*_args(layer))
 
-    _assert_equal(run(remat), run(()))
+    assert_same(run(remat), run(()), 1e-6, floor=0.0)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +84,8 @@ def test_on_several_devices_each_keeps_its_part():
     layer, plain = _run(rate=0.3)
     args = list(_args(layer))
     splits = [layer.VariableSpecs(), ("expert", None, None)]
-    want = single(plain, *args)
-    got, collectives = run_sharded(
-        _run(kept.PRODUCTS, 0.3)[1], args, Mesh.parse("expert:4"), splits
-    )
-    _assert_equal(got, want, bound(1e-6, 4e-6))
+    fn, tol = _run(kept.PRODUCTS, 0.3)[1], bound(1e-6, 4e-6)
+    _, collectives = compare(fn, args, splits, "expert:4", plain, tol=tol)
     assert "f32[2,1,6,16]" in collectives.hlo  # a device's part of the hidden layers
     assert "f32[2,4,6,16]" not in collectives.hlo
 
@@ -159,7 +137,7 @@ def test_inference_keeps_nothing(monkeypatch):
             found.append(tuple(names))
             return tensors.collecting(names)
 
-        monkeypatch.setattr(repeat, "collecting", collecting)
+        monkeypatch.setattr(scan, "collecting", collecting)
         single(layer.FProp, *args, aux, seed=seed)
         return found
 

@@ -5,11 +5,11 @@ import resource
 import numpy as np
 import pytest
 import tensorflow as tf
-from layer_testing import assert_close, init, normal, single, value_and_grads, wave
+from equivalence import assert_same, compare, with_gradients
+from layer_testing import init, normal, single, wave
 
 from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
-from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.initializers import WeightInit
@@ -81,9 +81,7 @@ def test_scanned_equals_unrolled(seed, compiled):
         args.append(make_seed(seed, 1))
 
     def run(unroll):
-        def fn(*args):
-            return value_and_grads(_loss(_layer(unroll, rate=0.3)), *args)
-
+        fn = with_gradients(_loss(_layer(unroll, rate=0.3)))
         if compiled:
             fn = tf.function(fn, jit_compile=True, autograph=False)
         return single(fn, *args)
@@ -94,7 +92,7 @@ def test_scanned_equals_unrolled(seed, compiled):
     np.testing.assert_array_equal(scanned.grads[index], np.zeros([3, 4]))
     scanned.grads.pop(index), unrolled.grads.pop(index)
     assert len(scanned.grads) == 3
-    assert_close(scanned, unrolled)
+    assert_same(scanned, unrolled)
     assert scanned.rest[1].aux.shape == [3]
 
 
@@ -107,21 +105,21 @@ def test_repetitions_beyond_the_count_change_nothing_even_with_nan(unroll):
             y, extras = _layer(unroll).FProp(theta, x, shared, chunk=Chunk(count=count))
             return wave(y) + tf.reduce_sum(extras.aux), extras.aux
 
-        return single(value_and_grads, fn, theta, x, shared)
+        return single(with_gradients(fn), theta, x, shared)
 
     want = run(None, theta.Transform(lambda w: w[:2]))
     found = run(tf.constant(2), theta.Transform(lambda w: tf.concat([w[:2], w[2:] * np.nan], 0)))
-    assert_close(found.loss, want.loss)
-    assert_close(found.rest, tf.concat([want.rest, [0.0]], 0))
+    assert_same(found.loss, want.loss)
+    assert_same(found.rest, tf.concat([want.rest, [0.0]], 0))
     (_, of_w, *of_others), (_, want_of_w, *want_of_others) = found.grads, want.grads
-    assert_close(of_w, tf.pad(want_of_w, [[0, 1], [0, 0], [0, 0], [0, 0]]))
-    assert_close(of_others, want_of_others)
+    assert_same(of_w, tf.pad(want_of_w, [[0, 1], [0, 0], [0, 0], [0, 0]]))
+    assert_same(of_others, want_of_others)
 
 
 def test_gradient_against_differences():
     args = [init(_layer()), normal(0, 2, 3, 4), _shared()]
     fn = _loss(_layer())
-    grads = single(value_and_grads, fn, *args).grads
+    grads = single(with_gradients(fn), *args).grads
     flat = tf.nest.flatten(args)
     for t, g in zip([t for t in flat if t.dtype.is_floating], grads, strict=True):
         direction = normal(1, *t.shape)
@@ -152,8 +150,8 @@ def test_bfloat16_carry():
     layer = _layer(fprop_dtype="bfloat16")
     x = tf.cast(normal(0, 2, 3, 4), tf.bfloat16)
     args = [init(layer), x, _shared()]
-    out = single(value_and_grads, _loss(layer), *args)
-    full = single(value_and_grads, _loss(_layer()), args[0], tf.cast(x, tf.float32), args[2])
+    out = single(with_gradients(_loss(layer)), *args)
+    full = single(with_gradients(_loss(_layer())), args[0], tf.cast(x, tf.float32), args[2])
     assert out.rest[0].dtype == out.grads[2].dtype == tf.bfloat16
     assert out.grads[1].dtype == out.grads[3].dtype == tf.float32
     for got, want in zip(out.grads, full.grads, strict=True):
@@ -194,7 +192,7 @@ def _train_program(length, batch, time, dim):
             scale = tf.cast(factor[0, 0, 0], tf.float32)
             return scale * (tf.reduce_sum(y * y) + tf.reduce_sum(extras.aux)), NestedMap()
 
-        return value_and_grads(loss, theta, x, memory)
+        return with_gradients(loss)(theta, x, memory)
 
     rows = TensorSpec((batch, time, dim), "float32", ("expert", None, None))
     factor, seed = TensorSpec((batch, 1, 1), "int32"), TensorSpec((2,), "int32")
@@ -217,14 +215,8 @@ def test_programs_do_not_grow_with_depth_or_size():
 def test_sharded_with_split_weights():
     """With batch and experts sharded over eight devices the numbers are the same, and stacked weights stay sharded."""
     layer = _layer(rate=0.3, length=3)
-    fn = _loss(layer)
-
-    def run(*args):
-        return value_and_grads(fn, *args)
-
     args = [init(layer), normal(0, 8, 3, 4), _shared(8), make_seed(1, 1)]
     splits = [layer.VariableSpecs(), ("expert", None, None), None, None]
-    got, collectives = run_sharded(run, args, Mesh.parse("expert:8"), splits)
-    assert_close(got, single(run, *args), 2e-5)
+    _, collectives = compare(with_gradients(_loss(layer)), args, splits)
     assert "f32[3,1,4,4]" in collectives.hlo  # a device's part of the gradient's stack
     assert "f32[3,8,4,4]" not in collectives.hlo

@@ -14,6 +14,7 @@ import tensorflow as tf
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.sharding import Mesh
 
@@ -33,7 +34,8 @@ def step(theta, slots, x, paddings, seed, step):
         # As every loss here: times a runtime scalar, or the first gradient would be a constant.
         loss = (tf.reduce_sum(y * x) + extras.aux_loss) * tf.cast(step + 1, tf.float32)
     grads = theta.Pack(tape.gradient(loss, weights))
-    theta, slots, metrics = optimizer.Update(theta, grads, slots, step, specs)
+    state = NestedMap(theta=theta, slots=slots, step=step)
+    theta, slots, metrics = optimizer.Update(state, grads, specs)
     metrics.update(extras.metrics)
     return theta, slots, metrics
 

@@ -40,7 +40,8 @@ def _run(cls, shape, **params):
     slots = optimizer.InitSlots(specs, make_seed(0, 0), theta)
     for t, grad in enumerate(grads):
         grad = NestedMap(w=tf.constant(grad, tf.float32))
-        theta, slots, _ = optimizer.Update(theta, grad, slots, tf.constant(t), specs)
+        state = NestedMap(theta=theta, slots=slots, step=tf.constant(t))
+        theta, slots, _ = optimizer.Update(state, grad, specs)
     return theta.w, slots.w, weight, grads
 
 

@@ -28,9 +28,8 @@ def _updated(grads, limit):
     theta = dense.Transform(lambda x: tf.zeros(x.shape))
     step = tf.constant(0)
     rate = optimizer.learning_rate.Value(step)
-    new, _, metrics = optimizer.Update(
-        theta, grads, optimizer.SlotSpecs(specs), step, specs, max_grad_norm=limit
-    )
+    state = NestedMap(theta=theta, slots=optimizer.SlotSpecs(specs), step=step)
+    new, _, metrics = optimizer.Update(state, grads, specs, max_grad_norm=limit)
     return new.Transform(lambda x: -x / rate), metrics.grad_norm
 
 

@@ -47,7 +47,8 @@ def test_the_weights_are_those_of_optax(name, params, make):
     state = reference.init(want)
     for step, grad in enumerate(grads):
         given = NestedMap(w=tf.constant(grad))
-        theta, slots, _ = optimizer.Update(theta, given, slots, tf.constant(step), specs)
+        state_before = NestedMap(theta=theta, slots=slots, step=tf.constant(step))
+        theta, slots, _ = optimizer.Update(state_before, given, specs)
         updates, state = reference.update(jnp.asarray(grad), state, want)
         want = optax.apply_updates(want, updates)
         np.testing.assert_allclose(theta.w, want, rtol=2e-5, atol=1e-6)

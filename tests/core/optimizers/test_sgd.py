@@ -36,7 +36,8 @@ def test_three_steps(momentum, nesterov):
     rng = np.random.RandomState(0)
     for step in range(3):
         grads = specs.Transform(lambda s: tf.constant(rng.randn(*s.shape), tf.float32))
-        theta, slots, _ = optimizer.Update(theta, grads, slots, tf.constant(step), specs)
+        state = NestedMap(theta=theta, slots=slots, step=tf.constant(step))
+        theta, slots, _ = optimizer.Update(state, grads, specs)
         for name, grad in grads.items():
             # The scales of stacked layers are vectors, which do not decay.
             grad = grad.numpy() + (DECAY * want[name] if name == "kernel" else 0.0)

@@ -110,8 +110,9 @@ def test_decoupled_decay_is_beside_the_update(cls, used):
             p.min_dim_size_to_factor = 8
         optimizer = p.Instantiate()
         slots = optimizer.InitSlots(specs, make_seed(0, 0), theta)
+        state = NestedMap(theta=theta, slots=slots, step=tf.constant(3))
         with kernels.using(used):
-            new[decay] = optimizer.Update(theta, grads, slots, tf.constant(3), specs)
+            new[decay] = optimizer.Update(state, grads, specs)
     (plain, slots, metrics), (decayed, slots_2, metrics_2) = new[0.0], new[0.5]
     np.testing.assert_allclose(decayed.w, plain.w - 0.25 * 0.5 * theta.w, rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(decayed.b, plain.b)
@@ -126,7 +127,8 @@ def test_a_small_decay_of_a_bfloat16_weight_is_rounded_once():
     grads = theta.Transform(lambda w: tf.ones(w.shape, tf.bfloat16))
     optimizer = AdamW.Params().Set(learning_rate=RATE, weight_decay=0.1).Instantiate()
     slots = optimizer.InitSlots(specs, make_seed(0, 0), theta)
-    new, _, _ = optimizer.Update(theta, grads, slots, tf.constant(0), specs)
+    state = NestedMap(theta=theta, slots=slots, step=tf.constant(0))
+    new, _, _ = optimizer.Update(state, grads, specs)
     wide = tf.cast(theta.w, tf.float32)
     want = tf.cast(wide - 0.25 - 0.025 * wide, tf.bfloat16)
     np.testing.assert_allclose(tf.cast(new.w, tf.float32), tf.cast(want, tf.float32), rtol=1e-2)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import assert_same
 from pipeline_toys import Dense, WithExtras, cells, make, step
 
 from lingvo_moe.core import randomness
@@ -59,13 +60,10 @@ def plain():
 
 def _assert_equal(layer, found, plain, rtol=1e-5):
     want = plain[2]
-    np.testing.assert_allclose(found.y, want.y, rtol=rtol, atol=rtol)
-    np.testing.assert_allclose(found.loss, want.loss, rtol=rtol)
-    np.testing.assert_allclose(found.dx, want.dx, rtol=rtol, atol=rtol)
+    for name in ("y", "loss", "dx"):
+        assert_same(found[name], want[name], rtol)
     grads = by_path(layer.VariableSpecs(), found.grads)
-    for path, grad in by_path(plain[0].VariableSpecs(), want.grads).items():
-        largest = np.abs(grad).max()
-        np.testing.assert_allclose(grads[path], grad, rtol=0, atol=rtol * largest, err_msg=path)
+    assert_same(grads, by_path(plain[0].VariableSpecs(), want.grads), rtol, floor=0.0)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +172,9 @@ def test_nested_maps_with_none_and_another_batch_dimension(mesh):
     else:
         found = run_single(run(layer), [theta, x, ids])
     np.testing.assert_array_equal(found.ids, ids + 4)
-    for name in ("x", "dx"):
-        np.testing.assert_allclose(found[name], want[name], rtol=1e-5, atol=1e-6)
+    assert_same([found.x, found.dx], [want.x, want.dx])
     grads = by_path(layer.VariableSpecs(), found.grads)
-    for path, grad in by_path(seq.VariableSpecs(), want.grads).items():
-        np.testing.assert_allclose(grads[path], grad, rtol=1e-5, atol=1e-5, err_msg=path)
+    assert_same(grads, by_path(seq.VariableSpecs(), want.grads))
 
 
 def _with_extras(layer):
@@ -248,8 +244,7 @@ def test_extras_are_means_and_seeds_are_those_of_micro_batch_and_layer(mesh):
         NestedMap(x=[s for s in of.VariableSpecs().Flatten() if s.trainable]) for of in (seq, layer)
     ]
     grads = by_path(specs[1], NestedMap(x=found.grads))
-    for path, grad in by_path(specs[0], NestedMap(x=want.grads)).items():
-        np.testing.assert_allclose(grads[path], grad, rtol=1e-4, atol=1e-5, err_msg=path)
+    assert_same(grads, by_path(specs[0], NestedMap(x=want.grads)), 2e-5)
 
 
 def test_the_program_does_not_grow_with_the_number_of_micro_batches(plain):

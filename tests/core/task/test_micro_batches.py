@@ -130,9 +130,9 @@ def _after(task, batch, specs, num):
     update = task.optimizer.Update
     grads = []
 
-    def recording(theta, gradients, *rest):
+    def recording(before, gradients, *rest):
         grads.append(gradients.w)
-        return update(theta, gradients, *rest)
+        return update(before, gradients, *rest)
 
     task.optimizer.Update = recording
     step = task.TrainStep if num == 1 else accumulating_step(task, num, specs)

@@ -109,7 +109,7 @@ def state_variables(task: BaseTask) -> Iterator[tuple[str, VariableSpec]]:
     """Each variable of a task's training state with its part, one of PARTS.
 
     A gradient has the number format of its weight. A loop over a stack of layers collects gradients in the format of
-    the activations, if this is narrower and they stay on the device (layers/repeat.py).
+    the activations, if this is narrower and they stay on the device (layers/scan.py).
     """
     state = task.StateSpecs()
     looped = not ("repeat" in task.p and task.p.repeat is False)
