@@ -3,7 +3,11 @@
 Letters: B batch, T time, M model, H hidden, E expert.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+import tensorflow as tf
+from equivalence import with_gradients
 
 from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.lowering.lowering import lower
@@ -39,6 +43,19 @@ def layer(**params) -> MoELayer:
         **SPLITS,
     )
     return p.Set(**params).Instantiate()
+
+
+def train(moe: MoELayer) -> Callable:
+    """Returns a function of `arguments` that gives the layer's results, and the gradients of theta and inputs."""
+
+    def run(theta, x, paddings, seed):
+        def loss(theta, x):
+            y, extras = moe.FProp(theta, x, paddings, seed=seed)
+            return tf.reduce_sum(y * tf.sin(x)) + extras.aux_loss, (y, extras)
+
+        return with_gradients(loss)(theta, x)
+
+    return run
 
 
 def arguments(moe: MoELayer) -> tuple[list, list]:

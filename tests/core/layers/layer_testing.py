@@ -1,4 +1,4 @@
-"""Helpers for the tests of layers: small stacks and batches, values with gradients, eight devices."""
+"""Helpers for the tests of layers: small stacks and batches. tests/equivalence.py compares them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +7,12 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer
-from lingvo_moe.core.engine.eager.testing import Collectives, run_sharded
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+from lingvo_moe.core.sharding import single_device, use_mesh
 
 SPLITS = {
     "activation_split": {"G": "expert", "B": "expert", "E": "expert"},
@@ -35,45 +34,6 @@ def single(fn: Callable, *args: Any, **kwargs: Any) -> Any:
     """Runs fn eagerly on the mesh of one device."""
     with use_mesh(single_device()):
         return fn(*args, **kwargs)
-
-
-def value_and_grads(fn: Callable, *args: Any) -> NestedMap:
-    """fn(*args) -> (scalar, rest): returns loss, rest and grads, a list for the float tensors in args.
-
-    A gradient that does not exist is a scalar NaN, which the tests that compare would see.
-    """
-    floats = [t for t in tf.nest.flatten(args) if t.dtype.is_floating]
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(floats)
-        loss, rest = fn(*args)
-    grads = [
-        tf.constant(np.nan) if g is None else tf.convert_to_tensor(g)
-        for g in tape.gradient(loss, floats)
-    ]
-    return NestedMap(loss=loss, rest=rest, grads=grads)
-
-
-def assert_close(a: Any, b: Any, tol: float = 1e-5) -> None:
-    """Asserts that two structures have close values: `tol` absolute and relative; NaN never equals NaN."""
-    tf.nest.assert_same_structure(a, b)
-    for i, (x, y) in enumerate(zip(tf.nest.flatten(a), tf.nest.flatten(b), strict=True)):
-        x, y = np.asarray(x, "float64"), np.asarray(y, "float64")
-        message = f"tensor {i}"
-        np.testing.assert_allclose(x, y, atol=tol, rtol=tol, equal_nan=False, err_msg=message)
-
-
-def assert_sharded_equal(
-    fn: Callable, args: list, splits: list | None = None, tol: float = 2e-5
-) -> Collectives:
-    """Asserts that fn -> (scalar, rest) has the same values and gradients on one device and on eight."""
-
-    def run(*args: Any) -> NestedMap:
-        return value_and_grads(fn, *args)
-
-    expected = single(run, *args)
-    got, collectives = run_sharded(run, args, Mesh.parse("expert:8"), splits)
-    assert_close(got, expected, tol)
-    return collectives
 
 
 def wave(y: tf.Tensor) -> tf.Tensor:

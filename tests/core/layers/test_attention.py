@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, wave
+from equivalence import assert_steps, compare, with_gradients
+from layer_testing import SPLITS, init, normal, single, wave
 
-from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh
 
 
 def _layer(**kwargs):
@@ -70,15 +69,12 @@ def test_steps_equal_the_whole_sequence():
     theta, x = init(layer), normal(0, 2, 5, 8)
     causal = tf.constant(np.tril(np.ones([2, 5, 5], bool)))
     whole = single(layer.FProp, theta, x, x, causal)
-    cache = layer.InitCache(2, 5)
 
     @tf.function(jit_compile=True, autograph=False)
     def step(x, cache, time, mask):
         return single(layer.ExtendStep, theta, x, cache, time, mask)
 
-    for t in range(5):
-        y, cache = step(x[:, t : t + 1], cache, tf.constant(t), causal[:, t : t + 1])
-        np.testing.assert_allclose(y[:, 0], whole[:, t], atol=1e-5)
+    assert_steps(step, x, layer.InitCache(2, 5), causal, whole)
 
 
 def test_flat_beam_equals_separate_sequences():
@@ -135,13 +131,12 @@ def test_sharded():
     layer = _layer(atten_dropout_prob=0.2)
 
     def fn(theta, x, source, mask, seed):
-        y = layer.FProp(theta, x, source, mask, seed=seed)
-        return wave(y), y
+        return layer.FProp(theta, x, source, mask, seed=seed)
 
     mask = tf.constant(np.random.RandomState(0).rand(8, 2, 3) < 0.7)
     args = [init(layer), normal(0, 8, 2, 8), normal(1, 8, 3, 8), mask, make_seed(1, 1)]
     rows = ("expert", None, None)
-    collectives = assert_sharded_equal(fn, args, [None, rows, rows, rows, None])
+    _, collectives = compare(with_gradients(fn, wave), args, [None, rows, rows, rows, None])
     assert collectives["all-gather"] == collectives["all-to-all"] == 0
 
 
@@ -156,10 +151,6 @@ def test_sharded_step():
     rows = ("expert", None, None)
     by_row = (None, "expert", None, None, None)
     split = cache.Transform(lambda c: TensorSpec(c.shape, "float32", by_row))
-    got, collectives = run_sharded(
-        layer.ExtendStep, args, Mesh.parse("expert:8"), [None, rows, split, None, rows]
-    )
-    expected = single(layer.ExtendStep, *args)
-    np.testing.assert_allclose(got[0], expected[0], atol=1e-5)
-    np.testing.assert_allclose(got[1].k, expected[1].k, atol=1e-5)
+    splits = [None, rows, split, None, rows]
+    _, collectives = compare(layer.ExtendStep, args, splits)
     assert not collectives

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, value_and_grads, wave
+from equivalence import compare, with_gradients
+from layer_testing import SPLITS, init, normal, single, wave
 
 from lingvo_moe.core.layers.embedding import Embedding
 from lingvo_moe.core.layers.positions import PositionalEmbedding
@@ -44,7 +45,7 @@ def test_bfloat16_sums_gradients_in_float32():
         y = layer.FProp(theta, ids)
         return tf.reduce_sum(tf.cast(y, tf.float32)), y
 
-    out = single(value_and_grads, fn, init(layer))
+    out = single(with_gradients(fn), init(layer))
     assert out.rest.dtype == tf.bfloat16
     assert out.grads[0].dtype == tf.float32
     np.testing.assert_allclose(out.grads[0][3], 512 * 2.0)
@@ -79,10 +80,9 @@ def test_sharded():
     position = PositionalEmbedding.Params().Set(name="pos", model_dim=4).Instantiate()
 
     def fn(theta, ids):
-        y = _layer().FProp(theta, ids) + position.FProp(NestedMap(), ids)
-        return wave(y), y
+        return _layer().FProp(theta, ids) + position.FProp(NestedMap(), ids)
 
     ids = tf.constant(np.random.RandomState(0).randint(0, 11, [8, 3]).astype("int32"))
     theta = NestedMap(table=normal(0, 11, 4))
-    collectives = assert_sharded_equal(fn, [theta, ids], [None, ("expert", None)])
+    _, collectives = compare(with_gradients(fn, wave), [theta, ids], [None, ("expert", None)])
     assert collectives["all-gather"] == 0

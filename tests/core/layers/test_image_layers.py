@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from layer_testing import assert_close, init, normal, single, value_and_grads, wave
+from equivalence import assert_same, compare, with_gradients
+from layer_testing import init, normal, single, wave
 
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.convolution import Conv2D
@@ -14,7 +14,6 @@ from lingvo_moe.core.layers.elementwise import Activation, Dropout
 from lingvo_moe.core.layers.pooling import GlobalAveragePool, Pool2D
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh
 
 SHAPE, SEED = (2, 16, 6, 3), make_seed(0, 0)
 
@@ -123,15 +122,9 @@ def test_pooling_equals_tensorflows(kind, window, stride, padding):
     x = tf.nn.relu(normal(0, 2, 8, 7, 3))  # zeros: windows with several largest elements
     reference = {"max": tf.nn.max_pool2d, "average": tf.nn.avg_pool2d}[kind]
 
-    def run(pool):
-        def loss(x):
-            y = pool(x)
-            return wave(y), y
-
-        return value_and_grads(loss, x)
-
-    got = single(run, lambda x: layer.FProp(NestedMap(), x))
-    assert_close(got, run(lambda x: reference(x, window, stride, padding)))
+    got = single(with_gradients(lambda x: layer.FProp(NestedMap(), x), wave), x)
+    want = with_gradients(lambda x: reference(x, window, stride, padding), wave)(x)
+    assert_same(got, want)
     meta = Pool2D.FPropMeta(layer.p, x.shape)
     assert meta.out_shapes == (tuple(got.rest.shape),)
     assert meta.flops == got.rest.shape.num_elements() * window**2
@@ -232,14 +225,11 @@ def test_sharded_images_equal_one_device_with_halos_alone(mesh, images):
     x, labels = normal(0, 4, 32, 6, 3), tf.constant([0, 7, 3, 3])
 
     def run(x, labels, *thetas):
-        return value_and_grads(lambda thetas, x: fn(thetas, x, labels), thetas, x)
+        return fn(thetas, x, labels)
 
-    want = single(run, x, labels, *thetas)
     place = ("data" if "B" in images else None, "rows", None, None)
-    got, found = run_sharded(
-        run, [x, labels, *thetas], Mesh.parse(mesh), splits=[place, None, *specs]
-    )
-    assert_close(got, want, 3e-5)
+    splits = [place, None, *specs]
+    _, found = compare(with_gradients(run), [x, labels, *thetas], splits, mesh, tol=3e-5)
     assert found["collective-permute"] > 0
     moved = [
         c

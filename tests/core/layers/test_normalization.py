@@ -2,7 +2,8 @@
 
 import numpy as np
 import tensorflow as tf
-from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, wave
+from equivalence import compare, with_gradients
+from layer_testing import SPLITS, init, normal, single, wave
 
 from lingvo_moe.core.layers.normalization import LayerNorm, RmsNorm
 from lingvo_moe.core.nested_map import NestedMap
@@ -52,8 +53,5 @@ def test_meta():
 
 
 def test_sharded():
-    def fn(theta, x):
-        y = _layer().FProp(theta, x)
-        return wave(y), y
-
-    assert_sharded_equal(fn, [_theta(), normal(0, 8, 2, 8)], [None, ("expert", None, None)])
+    args = [_theta(), normal(0, 8, 2, 8)]
+    compare(with_gradients(_layer().FProp, wave), args, [None, ("expert", None, None)])

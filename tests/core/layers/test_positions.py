@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, wave
+from equivalence import compare, with_gradients
+from layer_testing import SPLITS, init, normal, single, wave
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow, xla
@@ -61,12 +62,11 @@ def test_sharded(weight_split):
     layer = _layer(num_heads=8, activation_split=split, weight_split=weight_split)
 
     def fn(theta, x, mask, positions):
-        y = layer.FProp(theta, x, x, mask, positions=positions)
-        return wave(y), y
+        return layer.FProp(theta, x, x, mask, positions=positions)
 
     positions = tf.constant(np.tile(np.arange(3, dtype="int32"), [8, 1]))
     args = [init(layer), normal(0, 8, 3, 8), tf.ones([8, 1, 3], tf.bool), positions]
     rows = None if weight_split else ("expert", None, None)
     specs = [layer.VariableSpecs() if weight_split else None, rows, rows, rows and rows[:2]]
-    collectives = assert_sharded_equal(fn, args, specs)
+    _, collectives = compare(with_gradients(fn, wave), args, specs)
     assert collectives["all-gather"] == collectives["all-to-all"] == 0

@@ -9,16 +9,15 @@ Letters: B batch, T query, S key, M model, N head, A head of keys and values, K 
 import numpy as np
 import pytest
 import tensorflow as tf
-from layer_testing import SPLITS, assert_close, init, normal, single, value_and_grads, wave
+from equivalence import assert_same, compare, with_gradients
+from layer_testing import SPLITS, init, normal, single, wave
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh
 
 M, N, K = 8, 8, 3
 
@@ -61,14 +60,13 @@ def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cr
     source, mask = normal(1, 2, 4, M), _mask(2, 5, 4 if cross else 5)
 
     def run(layer, theta, x):
-        y = layer.FProp(theta, x, source if cross else x, mask, seed=make_seed(3, 4))
-        return wave(y), y
+        return layer.FProp(theta, x, source if cross else x, mask, seed=make_seed(3, 4))
 
     x = normal(0, 2, 5, M)
-    want = single(value_and_grads, lambda t, x: run(plain, _repeated(t), x), theta, x)
+    want = single(with_gradients(lambda t, x: run(plain, _repeated(t), x), wave), theta, x)
     with kernels.using(own):
-        got = single(value_and_grads, lambda t, x: run(few, t, x), theta, x)
-    assert_close(got, want)
+        got = single(with_gradients(lambda t, x: run(few, t, x), wave), theta, x)
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -107,20 +105,13 @@ def test_memory_of_shared_heads():
 def _sent(layer):
     """Runs a training step of a layer over eight devices and compares it with one; returns the collectives."""
 
-    def run(theta, x, mask):
-        def fn(theta, x):
-            y = layer.Shard(layer.FProp(theta, layer.Shard(x, "BTM"), x, mask), "BTM")
-            return wave(y), y
-
-        return value_and_grads(fn, theta, x)
+    def fn(theta, x, mask):
+        return layer.Shard(layer.FProp(theta, layer.Shard(x, "BTM"), x, mask), "BTM")
 
     args = [init(layer), normal(0, 8, 4, M), _mask(8, 4, 4)]
     specs = layer.VariableSpecs().Transform(lambda s: TensorSpec(s.shape, s.dtype, s.split))
-    expected = single(run, *args)
     rows = ("data", None, None)
-    got, collectives = run_sharded(run, args, Mesh.parse("data:2,model:4"), [specs, rows, rows])
-    assert_close(got, expected, 2e-5)
-    return collectives
+    return compare(with_gradients(fn, wave), args, [specs, rows, rows], "data:2,model:4")[1]
 
 
 @pytest.mark.parametrize("kv_heads, letters, gathers", [(1, "N", 0), (2, "N", 2), (4, "NA", 0)])
@@ -163,6 +154,5 @@ def test_a_step_cut_by_heads_sends_its_result_alone(kv_heads, axis):
     rows, by_row = ("data", None, None), (None, "data", None, axis, None)
     split = cache.Transform(lambda c: TensorSpec(c.shape, "float32", by_row))
     splits = [layer.VariableSpecs(), rows, split, None, rows]
-    got, collectives = run_sharded(layer.ExtendStep, args, Mesh.parse("data:2,model:4"), splits)
-    assert_close(got, single(layer.ExtendStep, *args))
+    _, collectives = compare(layer.ExtendStep, args, splits, "data:2,model:4")
     assert collectives == {"all-reduce": 1}

@@ -3,19 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from layer_testing import (
-    SPLITS,
-    assert_close,
-    assert_sharded_equal,
-    init,
-    normal,
-    self_aux,
-    set_dropout,
-    single,
-    stack_params,
-    value_and_grads,
-    wave,
-)
+from equivalence import assert_same, assert_steps, compare, with_gradients
+from layer_testing import SPLITS, init, normal, self_aux, set_dropout, single, stack_params, wave
 
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
@@ -87,9 +76,9 @@ def test_padding_never_matters():
             loss += tf.reduce_sum(extras.layer_1.aux_loss)
             return loss, extras
 
-        return single(value_and_grads, fn, theta, x)
+        return single(with_gradients(fn), theta, x)
 
-    assert_close(run(0.0), run(50.0), 1e-5)
+    assert_same(run(0.0), run(50.0), 1e-5)
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -105,8 +94,8 @@ def test_repeat_equals_unrolled(seed):
             y, extras = stack.FProp(theta, x, NestedMap(aux, memory=memory), seed=seed)
             return wave(y) + tf.reduce_sum(extras.layer_1.aux_loss), [y, extras]
 
-        results.append(single(value_and_grads, fn, init(stack), x, aux.memory))
-    assert_close(*results)
+        results.append(single(with_gradients(fn), init(stack), x, aux.memory))
+    assert_same(*results)
     extras = results[0].rest[1]
     assert list(extras) == ["layer_1"]
     assert extras.layer_1.aux_loss.shape == [2]
@@ -143,14 +132,13 @@ def test_steps_equal_the_whole_sequence():
     aux = self_aux(np.ones([2, 5], "int32"), np.tile(np.arange(5, dtype="int32"), [2, 1]), True)
     aux.memory, aux.cross_mask = normal(1, 2, 3, 8), tf.constant([[[1, 1, 0]], [[1, 1, 1]]]) > 0
     whole, _ = single(stack.FProp, theta, x, aux)
-    cache = stack.InitCache(2, 5)
     memory = single(stack.PrecomputeMemory, theta, aux.memory)
-    for t in range(5):
-        step = NestedMap(self_mask=aux.self_mask[:, t : t + 1], cross_mask=aux.cross_mask)
-        y, cache = single(
-            stack.ExtendStep, theta, x[:, t : t + 1], cache, tf.constant(t), step, memory
-        )
-        np.testing.assert_allclose(y[:, 0], whole[:, t], atol=2e-5)
+
+    def step(x, cache, time, mask):
+        of_step = NestedMap(self_mask=mask, cross_mask=aux.cross_mask)
+        return single(stack.ExtendStep, theta, x, cache, time, of_step, memory)
+
+    assert_steps(step, x, stack.InitCache(2, 5), aux.self_mask, whole, tol=2e-5)
 
 
 def test_flat_steps_equal_separate_steps():
@@ -187,7 +175,7 @@ def test_bfloat16_is_close():
             y, _ = stack.FProp(theta, x, NestedMap(aux, memory=memory))
             return wave(y), y
 
-        outs.append(single(value_and_grads, fn, init(stack), tf.cast(x, cast)))
+        outs.append(single(with_gradients(fn), init(stack), tf.cast(x, cast)))
     full, low = outs
     assert low.rest.dtype == tf.bfloat16
     np.testing.assert_allclose(tf.cast(low.rest, tf.float32), full.rest, atol=0.1)
@@ -231,6 +219,6 @@ def test_sharded_stack():
     args = [init(stack), x, aux, make_seed(1, 1)]
     splits = [stack.VariableSpecs(), ("expert", None, None), None, None]
     # Gradients of weights are sums of many terms in another order.
-    collectives = assert_sharded_equal(fn, args, splits, tol=1e-4)
+    _, collectives = compare(with_gradients(fn), args, splits, tol=1e-4)
     # Dispatch and combine, forward, recomputed and backward: once for all blocks.
     assert collectives["all-to-all"] == 6

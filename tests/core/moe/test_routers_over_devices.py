@@ -6,8 +6,8 @@ Letters: G group, S token in group, E expert, M model.
 import numpy as np
 import tensorflow as tf
 import toy_moe
+from equivalence import compare
 
-from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.moe.routers.base import Router
 from lingvo_moe.core.nested_map import NestedMap
@@ -30,12 +30,6 @@ def _routers() -> dict[str, Router]:
         key: ROUTERS[name].Params().Set(name=key, **dims, **params).Instantiate()
         for key, (name, params) in ROUTED.items()
     }
-
-
-def _same(got: NestedMap, want: NestedMap) -> None:
-    for (path, a), (other, b) in zip(got.FlattenItems(), want.FlattenItems(), strict=True):
-        assert path == other
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=path)
 
 
 def test_values_gradients_and_nothing_gathered():
@@ -65,8 +59,7 @@ def test_values_gradients_and_nothing_gathered():
     args = [theta, x, paddings, np.array([3, 4], np.int32), *context]
     rows = ("expert", None)
     splits = [specs, ("expert", None, None), rows, None, rows, rows, rows]
-    got, collectives = run_sharded(route, args, toy_moe.MESH, splits)
-    _same(got, run_single(route, args, jit_compile=False))
+    got, collectives = compare(route, args, splits)
     # Sums over the batch: metrics, and the gradients of gating networks and task embeddings.
     assert set(collectives) == {"all-reduce"}, dict(collectives)
     assert all(np.abs(g).max() > 1e-3 for g in got.grads.Flatten())
@@ -76,17 +69,6 @@ def test_a_layer_whose_experts_choose_crosses_as_others_do():
     """Slots go to experts and back, and so do their gradients."""
     layer = toy_moe.layer(router=ROUTERS["expert_choice"].Params())
     args, splits = toy_moe.arguments(layer)
-
-    def train(theta, x, paddings, seed):
-        weights = theta.Flatten()
-        with tf.GradientTape() as tape:
-            tape.watch([x, *weights])
-            y, _ = layer.FProp(theta, x, paddings, seed=seed)
-            loss = tf.reduce_sum(y * tf.sin(x))
-        dx, *grads = tape.gradient(loss, [x, *weights])
-        return NestedMap(y=y, dx=dx, grads=theta.Pack(grads))
-
-    got, collectives = run_sharded(train, args, toy_moe.MESH, splits)
-    _same(got, run_single(train, args, jit_compile=False))
+    _, collectives = compare(toy_moe.train(layer), args, splits)
     assert collectives["all-to-all"] == 4, dict(collectives)
     assert set(collectives) == {"all-to-all", "all-reduce"}, dict(collectives)

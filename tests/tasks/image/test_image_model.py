@@ -5,14 +5,14 @@ from functools import partial
 import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import compare
 
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.layers.classifier import Classifier
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.model import ImageClassifier
 from lingvo_moe.tasks.image.networks import ConvNet, ResNet
 
@@ -106,15 +106,10 @@ def test_sharded_along_height(mesh, split, height):
     task, batch = _tiny(activation_split=split), _batch(4, height)
     theta = task.InitTheta(SEED)
     run = _value_grads_updates(task)
-    want = run_single(run, [theta, batch], jit_compile=False)
     place = ("data" if "B" in split else None, "rows", None, None)
     specs = batch.Transform(lambda a: TensorSpec(a.shape, a.dtype.name, place[: a.ndim]))
-    got, found = run_sharded(
-        run, [theta, batch], Mesh.parse(mesh), splits=[task.VariableSpecs(), specs]
-    )
-    for (path, a), (_, b) in zip(got.FlattenItems(), want.FlattenItems(), strict=True):
-        scale = max(float(np.abs(b).max()), 1e-3)
-        np.testing.assert_allclose(a, b, atol=2e-4 * scale, err_msg=path)
+    splits = [task.VariableSpecs(), specs]
+    _, found = compare(run, [theta, batch], splits, mesh, tol=2e-4, floor=1e-3)
     assert found["collective-permute"] > 10
     moved = [c for c in parse_collectives(found.hlo) if c.kind in ("all-gather", "all-to-all")]
     assert not moved
@@ -131,13 +126,10 @@ def test_classes_sharded_while_images_are():
     )
     batch = _batch(8, size=8, classes=1024)
     theta, run = task.InitTheta(SEED), _value_grads_updates(task)
-    want = run_single(run, [theta, batch], jit_compile=False)
     place = ("data", None, None, None)
     specs = batch.Transform(lambda a: TensorSpec(a.shape, a.dtype.name, place[: a.ndim]))
     splits = [task.VariableSpecs(), specs]
-    got, found = run_sharded(run, [theta, batch], Mesh.parse("data:4"), splits=splits)
-    for (path, a), (_, b) in zip(got.FlattenItems(), want.FlattenItems(), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5, err_msg=path)
+    _, found = compare(run, [theta, batch], splits, "data:4", tol=1e-5)
     row_of_logits = 1024 * 4  # bytes
     assert max(c.num_bytes for c in parse_collectives(found.hlo)) < row_of_logits
     assert task.VariableSpecs().head.w.split == (None, "data")

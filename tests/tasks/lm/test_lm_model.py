@@ -5,15 +5,15 @@ Letters: B row, T time, S key, L layer, N head, M model, V vocabulary.
 
 import numpy as np
 import pytest
-import tensorflow as tf
+from equivalence import assert_same, compare, with_gradients
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.layers.positions import POSITIONS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.core.task.inspect import count_parameters
 from lingvo_moe.tasks.lm.model import LmModel
@@ -149,37 +149,32 @@ def test_a_token_sees_those_before_it_in_its_own_text(theta):
 
 def _loss_and_grads(model, theta, batch):
     """The results and gradients of a training step, with dropout."""
-    leaves = theta.Flatten()
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(leaves)
-        loss, metrics = model.FProp(theta, batch, seed=STEP)
-    return NestedMap(loss=loss, metrics=metrics, grads=theta.Pack(tape.gradient(loss, leaves)))
-
-
-def _assert_close(got, want, rtol=1e-5):
-    for (path, a), (other, b) in zip(got.FlattenItems(), want.FlattenItems(), strict=True):
-        assert path == other and np.abs(b).max() > 0, path
-        np.testing.assert_allclose(a, b, rtol, rtol * np.abs(b).max(), err_msg=path)
+    found = with_gradients(lambda theta: model.FProp(theta, batch, seed=STEP))(theta)
+    return NestedMap(found, grads=theta.Pack(found.grads))
 
 
 def test_the_scan_equals_the_layers_unrolled(theta):
     args, scanned, unrolled = [theta, _batch()], _model(), _model(repeat=False)
     want = run_single(lambda *a: _loss_and_grads(scanned, *a), args)
     got = run_single(lambda *a: _loss_and_grads(unrolled, *a), args)
-    _assert_close(got, want)
+    assert_same(got, want, floor=0.0)
+    assert all(np.abs(x).max() > 0 for x in want.Flatten())
 
 
 def test_sharded_over_four_devices_values_and_gradients_are_those_of_one(theta):
     inside = {"N": "model", "H": "model", "V": "model"}
     sharded = _model(weight_split=inside, activation_split={"B": "data", **inside})
-    batch, mesh = _batch(), Mesh.parse("data:2,model:2")
+    batch = _batch()
     rows = batch.Transform(lambda ids: TensorSpec(ids.shape, "int32", ("data", None)))
     splits = [sharded.VariableSpecs(), rows]
-    got, collectives = run_sharded(
-        lambda *args: _loss_and_grads(sharded, *args), [theta, batch], mesh, splits
+    _, collectives = compare(
+        lambda *args: _loss_and_grads(sharded, *args),
+        [theta, batch],
+        splits,
+        "data:2,model:2",
+        lambda *args: _loss_and_grads(_model(), *args),
+        floor=0.0,
     )
-    want = run_single(lambda *args: _loss_and_grads(_model(), *args), [theta, batch])
-    _assert_close(got, want, 2e-5)
     assert collectives["all-reduce"] > 0
 
 

@@ -2,15 +2,13 @@
 
 import re
 
-import numpy as np
 import pytest
-import tensorflow as tf
+from equivalence import assert_same, compare_steps, state_and_batch
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.engine.loop.steps import train_step
-from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.sharding import Mesh, use_mesh
+from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.training.checks import check_divisible
 
 STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=4"
@@ -22,13 +20,6 @@ def _experiment(*overrides):
     return params, params.task.Instantiate(), params.input.Instantiate()
 
 
-def _after(step, mesh, state, batch):
-    engine = PjrtEngine(Mesh.parse(mesh))
-    program = engine.BuildStep(step)
-    args = zip((state, batch), step.arg_specs, strict=True)
-    return [engine.Get(tree) for tree in program(*[engine.Put(x, spec) for x, spec in args])]
-
-
 @pytest.mark.parametrize(
     "schedule, tied, position", [("gpipe", False, "sinusoidal"), ("1f1b", True, "rotary")]
 )
@@ -38,16 +29,7 @@ def test_a_step_in_stages_is_the_step_without(schedule, tied, position):
     model = f"task.tied_softmax={tied};task.position={position}"
     _, plain, inputs = _experiment(model)
     _, staged, _ = _experiment(STAGES, f"task.pipeline.schedule={schedule}", model)
-    batch = plain.SampleBatch(inputs, np.random.RandomState(0))
-    with use_mesh(Mesh.parse("data:1")):
-        state = tf.function(plain.InitState, autograph=False)(tf.constant(3))
-    state = state.Transform(lambda x: x.numpy())
-    want = _after(train_step(plain, inputs, 4), "data:1", state, batch)
-    got = _after(train_step(staged, inputs), "stage:2,data:2", state, batch)
-    for have, wanted in zip(got, want, strict=True):
-        assert [p for p, _ in have.FlattenItems()] == [p for p, _ in wanted.FlattenItems()]
-        for (path, x), (_, y) in zip(have.FlattenItems(), wanted.FlattenItems(), strict=True):
-            np.testing.assert_allclose(x, y, 1e-5, 1e-5 * max(np.abs(y).max(), 1e-3), err_msg=path)
+    compare_steps(train_step(staged, inputs), train_step(plain, inputs, 4), plain, inputs)
 
 
 def test_a_stage_keeps_the_products_that_remat_names():
@@ -56,17 +38,10 @@ def test_a_stage_keeps_the_products_that_remat_names():
     for remat in ("full", "dots"):
         override = f"task.num_layers=4;task.dropout=0.3;task.remat={remat}"
         _, task, inputs = _experiment(STAGES, override, "task.pipeline.schedule=gpipe")
-        if not found:
-            batch = task.SampleBatch(inputs, np.random.RandomState(0))
-            with use_mesh(Mesh.parse("data:1")):
-                state = tf.function(task.InitState, autograph=False)(tf.constant(3))
-        step = train_step(task, inputs)
-        mesh = Mesh.parse("stage:2,data:2")
-        found[remat] = run_sharded(step.fn, [state, batch], mesh, step.arg_specs)
+        step, mesh = train_step(task, inputs), Mesh.parse("stage:2,data:2")
+        found[remat] = run_sharded(step.fn, state_and_batch(task, inputs), mesh, step.arg_specs)
     (want, full), (got, dots) = found["full"], found["dots"]
-    for have, wanted in zip(got, want, strict=True):
-        for x, y in zip(have.Flatten(), wanted.Flatten(), strict=True):
-            np.testing.assert_allclose(x, y, 1e-6, 1e-6 * max(np.abs(y).max(), 1e-3))
+    assert_same(got, want, 1e-6, floor=1e-3)
     # Five products of a block, in each of two loops: nothing needs its last one's output.
     assert full.hlo.count(" dot(") - dots.hlo.count(" dot(") == 2 * 5
 
