@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import compare
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.initializers import WeightInit
@@ -265,19 +264,3 @@ def test_gshard_s_recipe_is_all_its_own():
         "weight_decay": 0.0,
     }
     assert p.learning_rate == SqrtDecay.Params().Set(multiplier=1.0, constant_steps=10_000)
-
-
-def test_over_devices_only_scalars_cross():
-    optimizer = _optimizer()
-    specs = NestedMap(wi=_spec((8, 4, 6), "EMH", "wi").Stacked(2))
-    weight, *grads = _normals(7, (2, 8, 4, 6), 2)
-    theta, grads = NestedMap(wi=weight), NestedMap(wi=grads[0])
-    slots = optimizer.InitSlots(specs, make_seed(0, 0), theta)
-
-    def update(state, grads):
-        return optimizer.Update(state, grads, specs)
-
-    args = [NestedMap(theta=theta, slots=slots, step=np.int32(3)), grads]
-    splits = [NestedMap(theta=specs, slots=optimizer.SlotSpecs(specs), step=None), specs]
-    _, collectives = compare(update, args, splits, tol=1e-5)
-    assert set(collectives) == {"all-reduce"}

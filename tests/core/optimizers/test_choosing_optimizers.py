@@ -7,6 +7,7 @@ from equivalence import compare
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
@@ -140,7 +141,10 @@ def test_over_devices_it_is_that_of_one(name):
         return optimizer.Update(state, grads, specs)
 
     args = [NestedMap(theta=theta, slots=slots, step=np.int32(3)), grads]
-    splits = [NestedMap(theta=specs, slots=optimizer.SlotSpecs(specs), step=None), specs]
+    splits = [
+        NestedMap(theta=specs, slots=optimizer.SlotSpecs(specs), step=TensorSpec((), "int32")),
+        specs,
+    ]
     got, collectives = compare(update, args, splits, tol=1e-5)
     assert set(collectives) == {"all-reduce"}
     assert not tf.reduce_all(got[0].wi == theta.wi)
