@@ -242,17 +242,10 @@ def read_mapping(op: tf.Operation, mesh: Mesh) -> DimsMapping | None:
         op: an XlaSharding operation, whose tensor is of known rank.
         mesh: whose axes are looked for.
     """
-    proto = xla_data_pb2.OpSharding()
-    proto.ParseFromString(op.get_attr("sharding"))
     rank = op.outputs[0].shape.rank
-    if proto.type == xla_data_pb2.OpSharding.REPLICATED:
-        return (None,) * rank
-    if proto.type != xla_data_pb2.OpSharding.OTHER:
+    devices = read_tiles(op.get_attr("sharding"), rank, mesh)
+    if devices is None:
         return None
-    devices = np.array(proto.tile_assignment_devices)
-    devices = devices.reshape(list(proto.tile_assignment_dimensions))
-    if not proto.replicate_on_last_tile_dim:
-        devices = devices[..., np.newaxis]
     wanted = np.sort(devices, axis=-1)
     axes = [a for a, n in zip(mesh.axis_names, mesh.shape) if n > 1]
     for places in itertools.product(range(-1, rank), repeat=len(axes)):
@@ -266,6 +259,24 @@ def read_mapping(op: tf.Operation, mesh: Mesh) -> DimsMapping | None:
             if np.array_equal(np.sort(tile_devices(mapping, mesh), axis=-1), wanted):
                 return mapping
     return None
+
+
+def read_tiles(sharding: bytes, rank: int, mesh: Mesh) -> np.ndarray | None:
+    """The devices of a serialised sharding, as `tile` takes them; None where it is of another kind.
+
+    Args:
+        sharding: XLA's OpSharding.
+        rank: of the tensor.
+        mesh: whose devices hold it if it is replicated.
+    """
+    proto = xla_data_pb2.OpSharding.FromString(sharding)
+    if proto.type == xla_data_pb2.OpSharding.REPLICATED:
+        return mesh.device_array().reshape([1] * rank + [-1])
+    if proto.type != xla_data_pb2.OpSharding.OTHER:
+        return None
+    devices = np.array(proto.tile_assignment_devices)
+    devices = devices.reshape(list(proto.tile_assignment_dimensions))
+    return devices if proto.replicate_on_last_tile_dim else devices[..., np.newaxis]
 
 
 def tile_sharding(devices: np.ndarray) -> xla_sharding.Sharding:

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.private import tensorflow as private
-from lingvo_moe.core.private.tensorflow import xla_data_pb2
 from lingvo_moe.core.sharding import annotate
 from lingvo_moe.core.sharding.letters import DimsMapping, check_mapping, tile_devices
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
@@ -20,6 +19,7 @@ from lingvo_moe.core.sharding.redistribution_plan import (
     plan_redistribution,
     total_bytes,
 )
+from lingvo_moe.core.tensors import origin
 
 __all__ = ["Layout", "Step", "plan_redistribution", "redistribute", "total_bytes"]
 
@@ -99,31 +99,15 @@ def _check_source(what: str, tensor: tf.Tensor, source: Layout) -> None:
     """Raises ShardingError if the tensor has another annotation than `source`."""
     if tf.executing_eagerly() or not hasattr(tensor, "op"):
         return
-    op = tensor.op
-    while op.type == "Identity":
-        op = op.inputs[0].op
+    op = origin(tensor, ("Identity",)).op
     if op.type != "XlaSharding":
         return
-    proto = xla_data_pb2.OpSharding.FromString(op.get_attr("sharding"))
-    if proto.type == xla_data_pb2.OpSharding.REPLICATED:
-        tiles = (1,) * tensor.shape.rank
-        devices = np.arange(source[0].size)
-    elif proto.type == xla_data_pb2.OpSharding.OTHER and proto.tile_assignment_devices:
-        tiles = tuple(proto.tile_assignment_dimensions)[: tensor.shape.rank]
-        devices = np.array(proto.tile_assignment_devices)
-    else:
+    devices = annotate.read_tiles(op.get_attr("sharding"), tensor.shape.rank, source[0])
+    if devices is None:
         return
     wanted = tile_devices(source[1], source[0])
-    copies = wanted.shape[-1]
-    if tiles != wanted.shape[:-1] or (_parts(devices, copies) != _parts(wanted, copies)).any():
+    if not np.array_equal(np.sort(devices, -1), np.sort(wanted, -1)):
         raise ShardingError(
-            f"{what}: but the tensor is annotated ({op.name}) with {list(tiles)} parts "
-            f"on devices {devices.tolist()}; give its own sharding as the source"
+            f"{what}: but the tensor is annotated ({op.name}) with {list(devices.shape[:-1])} parts "
+            f"on devices {devices.flatten().tolist()}; give its own sharding as the source"
         )
-
-
-def _parts(devices: np.ndarray, copies: int) -> np.ndarray:
-    """For each device the number of the part that it holds; in `devices`, holders of a part are adjacent."""
-    part = np.empty(devices.size, np.int64)
-    part[devices.flatten()] = np.arange(devices.size) // copies
-    return part

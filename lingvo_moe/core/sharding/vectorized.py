@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.private import tensorflow as private
-from lingvo_moe.core.private.tensorflow import gen_xla_ops, pfor, xla_data_pb2
-from lingvo_moe.core.sharding.annotate import mesh_of, tile
+from lingvo_moe.core.private.tensorflow import gen_xla_ops, pfor
+from lingvo_moe.core.sharding.annotate import mesh_of, read_tiles, tile
 from lingvo_moe.core.sharding.mesh import (
     Mesh,
     ShardingError,
@@ -153,19 +153,9 @@ def _converters(mesh: Mesh, axis: str, count: int) -> contextlib.AbstractContext
 
 def _annotation(given: Any, mesh: Mesh, axis: str) -> Any:
     x = given.stacked_input(0)
-    parts = _parts(given.get_attr("sharding"), x.shape.rank - 1, mesh)
+    parts = read_tiles(given.get_attr("sharding"), x.shape.rank - 1, mesh)
+    assert parts is not None
     return pfor.wrap(tile(x, _with_leading(parts, mesh, axis), mesh), True)
-
-
-def _parts(serialized: bytes, rank: int, mesh: Mesh) -> np.ndarray:
-    """The devices that hold each part of a tensor; the last dimension counts the copies of a part."""
-    proto = xla_data_pb2.OpSharding()
-    proto.ParseFromString(serialized)
-    if proto.type == xla_data_pb2.OpSharding.REPLICATED:
-        return mesh.device_array().reshape([1] * rank + [-1])
-    devices = np.array(proto.tile_assignment_devices)
-    devices = devices.reshape(list(proto.tile_assignment_dimensions))
-    return devices if proto.replicate_on_last_tile_dim else devices[..., np.newaxis]
 
 
 def _with_leading(parts: np.ndarray, mesh: Mesh, axis: str) -> np.ndarray:
