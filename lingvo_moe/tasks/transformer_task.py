@@ -85,9 +85,12 @@ class TransformerTask(BaseTask):
     @classmethod
     def OptimizerParams(cls, task: HyperParams) -> InstantiableParams:
         p = super().OptimizerParams(task)
-        if "model_dim" in p.learning_rate:
-            p.learning_rate.model_dim = task.model_dim
+        p.learning_rate.cls.SetModelDim(p.learning_rate, task.model_dim)
         return p
+
+    @classmethod
+    def PipelineSettings(cls, task: HyperParams) -> pipeline.Settings | None:
+        return pipeline.Settings.Of(task.pipeline)
 
     def CheckMarks(self, marks: Collection[str]) -> None:
         """See BaseTask: layers mark what a list in task.remat names."""
@@ -190,7 +193,8 @@ class TransformerTask(BaseTask):
     def PositionParams(self) -> InstantiableParams:
         """The positions that embeddings take."""
         p = self.p.position.Copy()
-        return p.Set(model_dim=self.p.model_dim) if "model_dim" in p else p
+        p.cls.SetModelDim(p, self.p.model_dim)
+        return p
 
     # --- training
 

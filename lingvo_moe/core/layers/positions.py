@@ -25,6 +25,10 @@ class Positions(BaseLayer):
     NAMES_ITS_PARTS: ClassVar[bool] = True
     IN_ATTENTION: ClassVar[bool] = False  # whether queries and keys take them
 
+    @classmethod
+    def SetModelDim(cls, params: HyperParams, model_dim: int) -> None:
+        """Sets in the Params of positions that need it the width of the embeddings that they are added to."""
+
     def Add(self, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
         """Adds to embeddings x [B, T, M] the positions of their tokens, int32 [B, T], each counted in its segment."""
         del segment_pos
@@ -72,6 +76,10 @@ class PositionalEmbedding(Positions):
         super().__init__(params)
         if self.p.model_dim % 2:
             raise ParamError(f"{self.path}.model_dim", str(self.p.model_dim), "must be even")
+
+    @classmethod
+    def SetModelDim(cls, params: HyperParams, model_dim: int) -> None:
+        params.model_dim = model_dim
 
     def FProp(self, theta: NestedMap, segment_pos: tf.Tensor) -> tf.Tensor:
         """Embeds segment_pos, int32 [B, T]: [B, T, M] in the activations' type."""

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 
 
 class Mismatch(NamedTuple):
@@ -32,6 +33,10 @@ class Schedule:
 
     def __init__(self, params: InstantiableParams):
         self.p = params.Copy().Freeze()
+
+    @classmethod
+    def SetModelDim(cls, params: HyperParams, model_dim: int) -> None:
+        """Sets in the Params of a schedule that depends on it the width of the model."""
 
     def Value(self, step: tf.Tensor) -> tf.Tensor:
         """The rate (float32 scalar) of the update that turns state `step` (0 is the first) into the next."""
@@ -191,6 +196,10 @@ class Transformer(Schedule):
             check=checks.SIZE,
         )
         return p
+
+    @classmethod
+    def SetModelDim(cls, params: HyperParams, model_dim: int) -> None:
+        params.model_dim = model_dim
 
     def Value(self, step: tf.Tensor) -> tf.Tensor:
         p = self.p

@@ -95,21 +95,22 @@ class Settings:
     by_replica: bool
     splits: tuple[int, ...] = ()  # the blocks at which stages end; () for stages as equal as can be
 
+    @classmethod
+    def Of(cls, p: Params) -> "Settings | None":
+        """The settings in `pipeline_params`; None for one stage."""
+        if p.stages == 1:
+            return None
+        return cls(p.stages, p.micro_batches, p.schedule, p.repeats, True, tuple(p.splits))
+
     def Replicas(self, activation_split: SplitMap, mesh: Mesh) -> int:
         """D, how many micro-batches are worked on at the same time."""
         by_rows = DATA in mesh.axis_names and DATA in axes_of(activation_split.get("B"))
         return mesh.axis_size(DATA) if self.by_replica and by_rows else 1
 
 
-def settings_of(task: Params) -> Settings | None:
+def settings_of(task: InstantiableParams) -> Settings | None:
     """Reads the settings of a pipeline from Params of a task; None if they ask for none."""
-    if "pipeline" not in task or task.pipeline.stages == 1:
-        return None
-    p = task.pipeline
-    if "schedule" not in p:
-        return Settings(p.stages, p.micro_batches, "gpipe", 1, by_replica=False)
-    splits = tuple(p.splits)
-    return Settings(p.stages, p.micro_batches, p.schedule, p.repeats, True, splits)
+    return task.cls.PipelineSettings(task)
 
 
 def micro_batches_of(params: Params) -> tuple[str, int]:

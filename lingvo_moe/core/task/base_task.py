@@ -23,6 +23,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers import moving_average
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.registry import OPTIMIZERS
+from lingvo_moe.core.pipeline.params import Settings
 from lingvo_moe.core.pipeline.parts import Parts
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, shards
@@ -123,6 +124,10 @@ class BaseTask(BaseLayer):
     def OptimizerParams(cls, task: HyperParams) -> InstantiableParams:
         """Returns Params of the optimizer, with what follows in them from other Params of the task."""
         return task.optimizer.Copy().Set(offload=task.offload or checks.NO_OFFLOAD)
+
+    @classmethod
+    def PipelineSettings(cls, task: HyperParams) -> Settings | None:
+        """Returns the settings of the pipeline that a task of these Params runs in; None if it runs in none."""
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:

@@ -13,6 +13,7 @@ from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.elementwise import Dropout
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.params import Settings
 from lingvo_moe.core.pipeline.partition import PartitionError
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
@@ -106,6 +107,13 @@ class ImageClassifier(BaseTask):
     def _Network(cls, p: HyperParams) -> InstantiableParams:
         """The network's Params, with what follows in them from the model's."""
         return p.network.Copy().Set(input_channels=p.channels, pipeline=p.pipeline.Copy())
+
+    @classmethod
+    def PipelineSettings(cls, task: HyperParams) -> Settings | None:
+        p = task.pipeline
+        if p.stages == 1:
+            return None
+        return Settings(p.stages, p.micro_batches, "gpipe", 1, by_replica=False)
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
