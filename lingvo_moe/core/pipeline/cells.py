@@ -1,6 +1,6 @@
 """Layers in sequence: what the stages of a pipeline are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
@@ -67,6 +67,25 @@ def fprop_in_sequence(
         outputs.append(args)
         join_extras(extras, name, found)
     return outputs, extras
+
+
+def metas_in_sequence(
+    layers: Iterable[InstantiableParams], *shapes: Sequence[int] | None
+) -> list[NestedMap]:
+    """FPropMeta of each of some layers, one after another; the first one has inputs of these shapes."""
+    metas = []
+    for layer in layers:
+        metas.append(layer.cls.FPropMeta(layer, *shapes))
+        shapes = tuple(metas[-1].out_shapes)
+    return metas
+
+
+def meta_of_sequence(
+    layers: Iterable[InstantiableParams], *shapes: Sequence[int] | None
+) -> NestedMap:
+    """FPropMeta of one or more layers one after another."""
+    metas = metas_in_sequence(layers, *shapes)
+    return NestedMap(flops=sum(meta.flops for meta in metas), out_shapes=metas[-1].out_shapes)
 
 
 def join_extras(extras: NestedMap, name: str, found: NestedMap) -> None:
@@ -183,13 +202,11 @@ class FeatureExtractionLayer(LayerWithExtras):
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """The sum of the layers, and the shapes of all results."""
         shapes, carried = _divided(params, input_shapes)
-        flops, fetched = 0, {}
-        for sub in params.sub:
-            meta = sub.cls.FPropMeta(sub, *shapes)
-            flops, shapes = flops + meta.flops, tuple(meta.out_shapes)
-            fetched[sub.name] = shapes[0]
+        metas = metas_in_sequence(params.sub, *shapes)
+        fetched = {sub.name: m.out_shapes[0] for sub, m in zip(params.sub, metas, strict=True)}
         fetches = tuple(fetched[name] for name in params.act_fetch_layers)
-        return NestedMap(flops=flops, out_shapes=shapes + carried + fetches)
+        last = tuple(metas[-1].out_shapes) if metas else shapes
+        return NestedMap(flops=sum(m.flops for m in metas), out_shapes=last + carried + fetches)
 
 
 def _divided(p: HyperParams, args: Sequence[Any]) -> tuple[Args, Args]:

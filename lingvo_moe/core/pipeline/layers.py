@@ -17,6 +17,7 @@ from lingvo_moe.core.pipeline.cells import (
     fprop_in_sequence,
     fprop_with_extras,
     join_all_extras,
+    meta_of_sequence,
 )
 from lingvo_moe.core.pipeline.gpipe import GPipe, PipelineError
 
@@ -58,11 +59,8 @@ class SeqLayer(LayerWithExtras):
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Any) -> NestedMap:
         """The sum of all layers."""
-        flops = 0
-        for layer in [*params.before_tpl, *params.cell_tpl, *params.after_tpl]:
-            meta = layer.cls.FPropMeta(layer, *input_shapes)
-            flops, input_shapes = flops + meta.flops, tuple(meta.out_shapes)
-        return NestedMap(flops=flops, out_shapes=tuple(input_shapes))
+        layers = [*params.before_tpl, *params.cell_tpl, *params.after_tpl]
+        return meta_of_sequence(layers, *input_shapes)
 
 
 class PipeliningLayer(SeqLayer):

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer, sub_layers
+from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer, metas_in_sequence, sub_layers
 
 Shape = Sequence[int]
 
@@ -91,16 +91,6 @@ RULES: dict[str, Callable[[Sequence[int], int], Partition]] = {
 }
 
 
-def sequence_costs(layers: Sequence[InstantiableParams], *shapes: Shape | None) -> list[int]:
-    """Forward FLOPs of each of the layers one after another, by their FPropMeta."""
-    costs = []
-    for layer in layers:
-        meta = layer.cls.FPropMeta(layer, *shapes)
-        costs.append(meta.flops)
-        shapes = meta.out_shapes
-    return costs
-
-
 def flattened(
     params: InstantiableParams | Sequence[InstantiableParams],
 ) -> list[InstantiableParams]:
@@ -137,7 +127,7 @@ def PartitionSequentialLayers(
     layers = flattened(params)
     for i, layer in enumerate(layers):
         layer.name = f"cell_{i:03d}"
-    partition = RULES[rule](sequence_costs(layers, *shapes), num_partitions)
+    partition = RULES[rule](_costs(layers, *shapes), num_partitions)
     return [
         FeatureExtractionLayer.Params().Set(name=f"d{j}", sub=part)
         for j, part in enumerate(partition.Parts(layers))
@@ -146,8 +136,11 @@ def PartitionSequentialLayers(
 
 def partition_of(cells: Sequence[InstantiableParams], *shapes: Shape | None) -> Partition:
     """Finds the cost of each of some cells for inputs of given shapes, e.g. those of PartitionSequentialLayers."""
-    costs = sequence_costs(cells, *shapes)
-    return Partition(tuple(range(len(cells) + 1)), tuple(costs))
+    return Partition(tuple(range(len(cells) + 1)), tuple(_costs(cells, *shapes)))
+
+
+def _costs(layers: Sequence[InstantiableParams], *shapes: Shape | None) -> list[int]:
+    return [meta.flops for meta in metas_in_sequence(layers, *shapes)]
 
 
 def _check_counts(costs: Sequence[int], num_partitions: int) -> None:

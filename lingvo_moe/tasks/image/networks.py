@@ -5,27 +5,21 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import BaseLayer, updates_of
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.pooling import GlobalAveragePool, Pool2D
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.cells import sub_layers
-from lingvo_moe.core.pipeline.partition import (
-    Partition,
-    flattened,
-    optimal_partition,
-    sequence_costs,
-)
+from lingvo_moe.core.pipeline.cells import metas_in_sequence, sub_layers
+from lingvo_moe.core.pipeline.partition import Partition, flattened, optimal_partition
 from lingvo_moe.tasks.image.pipelined import NamedLayer, PipelinedLayers, at, pipeline_params
-from lingvo_moe.tasks.image.stages import Bottleneck, ConvNorm, ConvPool, Sequential
+from lingvo_moe.tasks.image.stages import Bottleneck, ConvNorm, ConvPool, Sequential, Stage
 
 _SIZES = checks.ListOf(checks.SIZE, "a list of integers of at least 1")
 
 
-class Network(BaseLayer):
+class Network(Stage):
     """The base of networks: stages in sequence (see stages.py), then the average of each channel."""
 
     @classmethod
@@ -59,11 +53,10 @@ class Network(BaseLayer):
         """
         raise NotImplementedError(f"{cls.__name__}.Shrink")
 
-    def __init__(self, params: InstantiableParams):
-        super().__init__(params)
-        for name, stage in self.Stages(self.p).items():
-            self.CreateChild(name, stage)
-        self.CreateChild("average", GlobalAveragePool.Params())
+    @classmethod
+    def Layers(cls, params: HyperParams) -> dict[str, InstantiableParams]:
+        """The stages, then `average`."""
+        return {**cls.Stages(params), "average": GlobalAveragePool.Params()}
 
     @functools.cached_property
     def _pipeline(self) -> PipelinedLayers | None:
@@ -76,24 +69,20 @@ class Network(BaseLayer):
     @classmethod
     def PipelineParts(cls, params: HyperParams) -> Partition:
         """The layers' FLOPs for one image, divided into the stages of the pipeline. Raises PartitionError."""
-        size, layers = params.pipeline.image_size, cls._Layers(params)
-        costs = sequence_costs(layers, (1, size, size, params.input_channels))
-        return optimal_partition(costs, params.pipeline.stages)
-
-    @classmethod
-    def _Layers(cls, params: HyperParams) -> list[InstantiableParams]:
-        """The layers that a pipeline may divide."""
-        return [*flattened(list(cls.Stages(params).values())), GlobalAveragePool.Params()]
+        size = params.pipeline.image_size
+        layers = flattened(list(cls.Layers(params).values()))
+        metas = metas_in_sequence(layers, (1, size, size, params.input_channels))
+        return optimal_partition([meta.flops for meta in metas], params.pipeline.stages)
 
     @classmethod
     def _LayerPaths(cls, params: HyperParams) -> list[str]:
-        """Paths in theta and `children` of the layers, in the order of `_Layers`."""
+        """Paths in theta and `children` of the layers that a pipeline may divide, in order."""
         paths = []
-        for name, stage in cls.Stages(params).items():
+        for name, stage in cls.Layers(params).items():
             count = len(flattened(stage))
             is_one = sub_layers(stage) is None
             paths += [name] if is_one else [f"{name}.stages[{i}]" for i in range(count)]
-        return [*paths, "average"]
+        return paths
 
     def VariableSpecs(self) -> NestedMap:
         """Specs of the stages' variables, which a pipeline packs; see core/pipeline/packing.py."""
@@ -116,30 +105,14 @@ class Network(BaseLayer):
         """
         if self._pipeline is not None:
             return self._pipeline.FProp(theta, images, training)
-        x, all_extras = images, []
-        for name in self.Stages(self.p):
-            x, extras = self.children[name].FProp(theta[name], x, training)
-            all_extras.append(extras)
-        return self.average.FProp(theta.average, x), updates_of(*all_extras)
+        return super().FProp(theta, images, training)
 
     @classmethod
     def FlopsByStage(cls, params: HyperParams, shape: Sequence[int]) -> dict[str, int]:
         """Forward operations of each stage for images of a shape [B, Y, X, channels]."""
-        flops = {}
-        for name, stage in cls.Stages(params).items():
-            meta = stage.cls.FPropMeta(stage, shape)
-            flops[name], shape = meta.flops, meta.out_shapes[0]
-        flops["average"] = GlobalAveragePool.FPropMeta(GlobalAveragePool.Params(), shape).flops
-        return flops
-
-    @classmethod
-    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """The sum of the stages."""
-        shape = input_shapes[0]
-        return NestedMap(
-            flops=sum(cls.FlopsByStage(params, shape).values()),
-            out_shapes=((shape[0], cls.OutputChannels(params)),),
-        )
+        layers = cls.Layers(params)
+        metas = metas_in_sequence(layers.values(), shape)
+        return {name: meta.flops for name, meta in zip(layers, metas, strict=True)}
 
 
 class ResNet(Network):

@@ -18,13 +18,28 @@ from lingvo_moe.core.layers.convolution import Conv2D
 from lingvo_moe.core.layers.elementwise import ELEMENTWISE, Activation
 from lingvo_moe.core.layers.pooling import Pool2D
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.cells import Args
+from lingvo_moe.core.pipeline.cells import Args, meta_of_sequence
 
 _EXPANSION = 4  # output channels of a bottleneck, in those of its 3x3 convolution
 
 
 class Stage(BaseLayer):
-    """The base of stages: see above."""
+    """The base of stages: by default the layers that `Layers` names, one after another."""
+
+    @classmethod
+    def Layers(cls, params: HyperParams) -> dict[str, InstantiableParams]:
+        """The Params of each layer by the name of the child, in order; stages, or layers without extras."""
+        raise NotImplementedError(f"{cls.__name__}.Layers")
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        for name, layer in self.Layers(self.p).items():
+            self.CreateChild(name, layer)
+
+    def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
+        """See above."""
+        layers = [(self.children[name], theta[name]) for name in self.Layers(self.p)]
+        return in_order(layers, x, training)
 
     @scoped
     def FPropWithExtras(
@@ -33,6 +48,25 @@ class Stage(BaseLayer):
         """See core/pipeline/cells.py. Stages draw nothing: they train where there is a seed."""
         y, extras = self.FProp(theta, *args, training=seed is not None)
         return (y,), extras
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """The sum of the layers."""
+        return meta_of_sequence(cls.Layers(params).values(), input_shapes[0])
+
+
+def in_order(
+    layers: Iterable[tuple[BaseLayer, NestedMap]], x: tf.Tensor, training: bool
+) -> tuple[tf.Tensor, NestedMap]:
+    """Applies layers with their weights one after another, and joins their updates."""
+    found = []
+    for layer, theta in layers:
+        if isinstance(layer, Stage | BatchNorm):
+            x, extras = layer.FProp(theta, x, training)
+            found.append(extras)
+        else:
+            x = layer.FProp(theta, x)
+    return x, updates_of(*found)
 
 
 class ConvNorm(Stage):
@@ -53,13 +87,9 @@ class ConvNorm(Stage):
         )
         return p
 
-    def __init__(self, params: InstantiableParams):
-        super().__init__(params)
-        for name, layer in self._Layers(self.p).items():
-            self.CreateChild(name, layer)
-
     @classmethod
-    def _Layers(cls, p: HyperParams) -> dict[str, InstantiableParams]:
+    def Layers(cls, params: HyperParams) -> dict[str, InstantiableParams]:
+        p = params
         return {
             "conv": Conv2D.Params().Set(
                 input_channels=p.input_channels,
@@ -70,16 +100,6 @@ class ConvNorm(Stage):
             "norm": p.norm.Copy().Set(channels=p.output_channels),
             "activation": Activation.Params().Set(activation=p.activation),
         }
-
-    def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
-        """See above."""
-        y, extras = self.norm.FProp(theta.norm, self.conv.FProp(theta.conv, x), training)
-        return self.activation.FProp(theta.activation, y), extras
-
-    @classmethod
-    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """The sum of the three."""
-        return in_sequence(cls._Layers(params).values(), input_shapes[0])
 
 
 class Bottleneck(Stage):
@@ -110,16 +130,16 @@ class Bottleneck(Stage):
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        for name, layer in self._Convolutions(self.p).items():
-            self.CreateChild(name, layer)
+        if (shortcut := _shortcut(self.p)) is not None:
+            self.CreateChild("shortcut", shortcut)
 
     @classmethod
-    def _Convolutions(cls, p: HyperParams) -> dict[str, InstantiableParams]:
-        """The convolutions by name: those of the main path in order, then the shortcut, if it has one."""
+    def Layers(cls, params: HyperParams) -> dict[str, InstantiableParams]:
+        """The convolutions beside the shortcut."""
+        p = params
         conv = ConvNorm.Params().Set(norm=p.norm)
         last = p.norm.Copy().Set(initial_scale=0.0) if p.zero_init_last_scale else p.norm
-        out = _EXPANSION * p.channels
-        convolutions = {
+        return {
             "reduce": conv.Copy().Set(
                 input_channels=p.input_channels, output_channels=p.channels, kernel_size=1
             ),
@@ -128,45 +148,40 @@ class Bottleneck(Stage):
             ),
             "expand": conv.Copy().Set(
                 input_channels=p.channels,
-                output_channels=out,
+                output_channels=_EXPANSION * p.channels,
                 kernel_size=1,
                 norm=last,
                 activation="identity",
             ),
         }
-        if p.stride > 1 or p.input_channels != out:
-            convolutions["shortcut"] = conv.Copy().Set(
-                input_channels=p.input_channels,
-                output_channels=out,
-                kernel_size=1,
-                stride=p.stride,
-                activation="identity",
-            )
-        return convolutions
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
         """See above."""
-        y, reduce = self.reduce.FProp(theta.reduce, x, training)
-        y, convolve = self.convolve.FProp(theta.convolve, y, training)
-        y, expand = self.expand.FProp(theta.expand, y, training)
-        extras = [reduce, convolve, expand]
+        y, extras = super().FProp(theta, x, training)
         if "shortcut" in self.children:
             x, shortcut = self.shortcut.FProp(theta.shortcut, x, training)
-            extras.append(shortcut)
-        return tf.nn.relu(x + y), updates_of(*extras)
+            extras = updates_of(extras, shortcut)
+        return tf.nn.relu(x + y), extras
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """The sum of the convolutions, and one addition and one activation for each element."""
-        convolutions = cls._Convolutions(params)
-        shortcut = convolutions.pop("shortcut", None)
-        meta = in_sequence(convolutions.values(), input_shapes[0])
+        meta = super().FPropMeta(params, *input_shapes)
         out = meta.out_shapes[0]
-        if shortcut is not None:
+        if (shortcut := _shortcut(params)) is not None:
             meta.flops += ConvNorm.FPropMeta(shortcut, input_shapes[0]).flops
         relu = Activation.Params().Set(activation="relu")
         meta.flops += 2 * Activation.FPropMeta(relu, out).flops
         return meta
+
+
+def _shortcut(p: HyperParams) -> InstantiableParams | None:
+    """The convolution of a Bottleneck's shortcut, if it has one."""
+    out = _EXPANSION * p.channels
+    if p.stride == 1 and p.input_channels == out:
+        return None
+    conv = ConvNorm.Params().Set(input_channels=p.input_channels, output_channels=out, norm=p.norm)
+    return conv.Set(kernel_size=1, stride=p.stride, activation="identity")
 
 
 class ConvPool(Stage):
@@ -181,20 +196,9 @@ class ConvPool(Stage):
         p.Define("pool", Pool2D.Params(), "The pooling.")
         return p
 
-    def __init__(self, params: InstantiableParams):
-        super().__init__(params)
-        self.CreateChild("conv", self.p.conv)
-        self.CreateChild("pool", self.p.pool)
-
-    def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
-        """See above."""
-        y, extras = self.conv.FProp(theta.conv, x, training)
-        return self.pool.FProp(theta.pool, y), extras
-
     @classmethod
-    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """The sum of the two."""
-        return in_sequence([params.conv, params.pool], input_shapes[0])
+    def Layers(cls, params: HyperParams) -> dict[str, InstantiableParams]:
+        return {"conv": params.conv, "pool": params.pool}
 
 
 class Sequential(Stage):
@@ -205,6 +209,10 @@ class Sequential(Stage):
         p = super().Params()
         p.Define("stages", [], "Params of the stages, in order.")
         return p
+
+    @classmethod
+    def Layers(cls, params: HyperParams) -> dict[str, InstantiableParams]:
+        return {}
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
@@ -217,22 +225,9 @@ class Sequential(Stage):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
         """See above."""
-        all_extras = []
-        for stage, weights in zip(self.stages, theta.stages, strict=True):
-            x, extras = stage.FProp(weights, x, training)
-            all_extras.append(extras)
-        return x, updates_of(*all_extras)
+        return in_order(zip(self.stages, theta.stages, strict=True), x, training)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """The sum of the stages."""
-        return in_sequence(params.stages, input_shapes[0])
-
-
-def in_sequence(layers: Iterable[InstantiableParams], shape: Sequence[int]) -> NestedMap:
-    """FPropMeta's result for layers that run one after another; the first reads an input of `shape`."""
-    flops = 0
-    for layer in layers:
-        meta = layer.cls.FPropMeta(layer, shape)
-        flops, shape = flops + meta.flops, meta.out_shapes[0]
-    return NestedMap(flops=flops, out_shapes=(tuple(shape),))
+        return meta_of_sequence(params.stages, input_shapes[0])
