@@ -12,7 +12,6 @@ from rows import assert_rows_equal
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.layers.transformer import TransformerLayer
-from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.experts import BaseExperts, Experts
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.base import LearnedRouter
@@ -179,13 +178,3 @@ def test_experts_of_one_s_own_on_slots_and_rows():
             results.append(layer.FProp(theta, _tokens(B, T, M), tf.zeros([B, T]))[0])
     np.testing.assert_allclose(*results, atol=1e-6)
     assert np.abs(results[0]).max() > 0.01
-
-
-def test_dispatchers_that_cannot_serve_are_refused():
-    p = _params(Top2Router.Params())
-    p.inference_dispatcher = DroplessDispatcher.Params().Set(device_capacity_factor=2.0)
-    with pytest.raises(ValueError, match=r"device_capacity_factor=2\.0: must be 0"):
-        p.Instantiate()
-    p = _params(Top2Router.Params()).Set(dispatcher="dropless", experts=SlotExperts.Params())
-    with pytest.raises(ValueError, match="SlotExperts has no GroupedFProp"):
-        p.Instantiate()

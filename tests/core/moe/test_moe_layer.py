@@ -203,22 +203,3 @@ def test_flops_by_hand():
     assert meta.out_shapes == ((16, 512, 1024),)
     by_einsums = MoELayer.FPropMeta(p.Set(dispatcher="einsum"), (16, 512, 1024), (16, 512))
     assert by_einsums.flops == gating + masks + experts
-
-
-def test_tokens_that_do_not_fall_into_groups():
-    layer, theta = _layer(num_groups=5)
-    with pytest.raises(ValueError, match="num_groups=5: 4 x 6 = 24 tokens"):
-        layer.FProp(theta, *_inputs(), seed=tf.constant(SEED))
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"dispatcher": "einsun"}, "did you mean 'einsum'"),
-        ({"hidden_dim": 0}, r"moe\.hidden_dim=0: must be an integer of at least 1"),
-        ({"num_experts": 1}, "two experts or more"),
-    ],
-)
-def test_errors_teach(params, message):
-    with pytest.raises(ValueError, match=message):
-        _layer(**params)

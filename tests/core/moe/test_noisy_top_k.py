@@ -178,32 +178,3 @@ def test_both_weights_learn_from_both_losses():
         up = by_loops(wg + moved["wg"], wnoise + moved["wnoise"])
         down = by_loops(wg - moved["wg"], wnoise - moved["wnoise"])
         np.testing.assert_allclose(grads[name].numpy()[place], (up - down) / (2 * step), 5e-3, 1e-5)
-
-
-def test_padding_moves_no_number():
-    rng = np.random.default_rng(2)
-    logits = rng.normal(size=(1, 6, 4)).astype(np.float32)
-    deviation = np.full(logits.shape, 0.5)
-    paddings = np.array([[0, 0, 1, 0, 1, 1]])
-    other = np.where(paddings[..., None] > 0, rng.normal(size=logits.shape) * 9, logits)
-    router = _router(4, k=2)
-    one, two = (_route(router, x, paddings, 2, SEED, deviation) for x in (logits, other))
-    np.testing.assert_allclose(one.aux_loss, two.aux_loss, rtol=1e-6)
-    np.testing.assert_array_equal(one.kept, two.kept)
-    for name, value in one.metrics.FlattenItems():
-        np.testing.assert_allclose(value, two.metrics.Get(name), 1e-5, 1e-6, err_msg=name)
-    nothing = _route(router, logits, np.ones((1, 6)), 2, SEED, deviation)
-    assert nothing.aux_loss == 0 and not nothing.kept.numpy().any()
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"k": 5}, "k=5: must be between 1 and the 4 experts"),
-        ({"noise_epsilon": 0.0}, "noise_epsilon=0.0: must be a positive number"),
-        ({"load_weight": -1.0}, "load_weight=-1.0: must be a number of at least 0"),
-    ],
-)
-def test_errors_teach(params, message):
-    with pytest.raises(ValueError, match=message):
-        _router(4, **params)

@@ -121,24 +121,6 @@ def test_gradients_reach_sentences_and_task_embeddings():
             assert np.abs(used[0]).max() > 0 and not used[1].numpy().any()
 
 
-def test_what_it_takes():
-    with pytest.raises(ValueError, match=r"level='sentance': .*did you mean 'sentence'"):
-        router("top2", M, E, level="sentance")
-    with pytest.raises(ValueError, match=r"num_tasks=0: level 'task' needs the number of tasks"):
-        router("top2", M, E, level="task")
-    layer = _layer("sentence", num_groups=4)
-    x, none = tf.zeros([2, 6, M]), tf.zeros([2, 6])
-    segments = NestedMap(segment_ids=tf.ones([2, 6], tf.int32))
-    with use_mesh(single_device()):
-        theta = layer.InitTheta(make_seed(1, 0))
-        with pytest.raises(
-            ValueError, match="4 groups of 3 tokens split rows of 6: num_groups must"
-        ):
-            layer.FProp(theta, x, none, seed=SEED, context=segments)
-        with pytest.raises(ValueError, match=r"moe routes by segment_ids .* given: none"):
-            layer.FProp(theta, x, none)
-
-
 @pytest.mark.parametrize("seed", [None, SEED], ids=["inference", "training"])
 def test_the_dense_mixture(seed):
     """It computes sum_e softmax_e FFN_e(x), in training too, whatever the capacity; padding gives zero."""

@@ -115,6 +115,15 @@ def test_what_padding_holds_moves_nothing(name, params, data_seed):
 
 
 @_every_router
+def test_nothing_but_padding_costs_nothing(name, params):
+    tokens = _Tokens(0)
+    tokens.real_GS = np.zeros((G, S), bool)
+    found = tokens.Route(name, params, router_testing.SEED)
+    assert found.aux_loss == 0 and not found.kept.numpy().any()
+    assert all(np.isfinite(value).all() for value in _sums(found).values())
+
+
+@_every_router
 @settings(max_examples=3)
 @given(data_seed=st.integers(0, 1000))
 def test_how_much_padding_there_is_moves_nothing(name, params, data_seed):

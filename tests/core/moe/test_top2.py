@@ -158,37 +158,6 @@ def test_equals_the_sequential_algorithm(shape, capacity, reading, train, seed):
     np.testing.assert_allclose(r.aux_loss, want["aux_loss"], rtol=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 1000), capacity=st.integers(1, 4))
-def test_padding_takes_no_slot_and_moves_no_number(seed, capacity):
-    """Real tokens are routed as if the padding between them were not there."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.normal(size=(2, 5, 4)).astype(np.float32)
-    places = np.sort(rng.permutation(9)[:5])
-    padded = rng.normal(size=(3, 9, 4)).astype(np.float32)  # a third group, of nothing but padding
-    padded[:2, places] = tokens
-    paddings = np.ones((3, 9), np.float32)
-    paddings[:2, places] = 0
-    alone = route_logits(_router(4), tokens, capacity=capacity)
-    among = route_logits(_router(4), padded, paddings, capacity=capacity)
-    for name in ("expert_index", "gate", "kept"):
-        a, b = getattr(alone, name).numpy(), getattr(among, name).numpy()[:2, places]
-        np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
-    assert among.kept.numpy().sum() == alone.kept.numpy().sum()
-    np.testing.assert_allclose(alone.aux_loss, among.aux_loss, rtol=1e-5)
-    for name, value in alone.metrics.FlattenItems():
-        if name != "effective_capacity":  # a static fact: E C / S with the padded S
-            np.testing.assert_allclose(value, among.metrics.Get(name), rtol=1e-5, err_msg=name)
-
-
-def test_nothing_but_padding():
-    r = route_logits(_router(4), np.zeros((2, 3, 4)), np.ones((2, 3), bool), 2, tf.constant([1, 2]))
-    assert r.aux_loss == 0
-    assert not r.kept.numpy().any()
-    for name, value in r.metrics.FlattenItems():
-        assert np.isfinite(value).all(), name
-
-
 def test_the_loss_reaches_the_logits_through_mean_gates_alone():
     logits = tf.Variable(np.random.default_rng(0).normal(size=(2, 6, 3)).astype(np.float32))
     first = tf.one_hot(tf.argmax(logits, -1), 3)
@@ -220,24 +189,3 @@ def test_gating_weights_are_replicated_unless_asked_otherwise():
     assert _router(3, weight_split=split).VariableSpecs().wg.split == (None, None)
     split["wg.E"] = "expert"
     assert _router(3, weight_split=split).VariableSpecs().wg.split == (None, "expert")
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"reading": "papr"}, "did you mean 'paper'"),
-        ({"second_expert_policy": "some"}, "must be one of random, sampling, all"),
-        ({"normalize_gates": "never"}, "before_drops, after_drops"),
-        ({"second_expert_threshold": 0.0}, "must be a positive number"),
-        ({"model_dim": 0}, "model_dim"),
-    ],
-)
-def test_errors_teach(params, message):
-    p = Top2Router.Params().Set(name="router", model_dim=4, num_experts=4)
-    with pytest.raises(ValueError, match=message):
-        p.Set(**params).Instantiate()
-
-
-def test_one_expert_is_not_enough():
-    with pytest.raises(ValueError, match="two experts or more"):
-        _router(1)

@@ -223,32 +223,6 @@ def test_jitter_multiplies_inputs_in_training_alone():
     np.testing.assert_allclose(noise(None), 1, atol=1e-4)
 
 
-@settings(max_examples=5, deadline=None)
-@given(seed=st.integers(0, 1000), capacity=st.integers(1, 4))
-def test_padding_takes_no_slot_and_moves_no_number(seed, capacity):
-    """Real tokens are routed as if the padding between them were not there."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.normal(size=(2, 5, 4)).astype(np.float32)
-    places = np.sort(rng.permutation(9)[:5])
-    padded = rng.normal(size=(3, 9, 4)).astype(np.float32)  # a third group, of nothing but padding
-    padded[:2, places] = tokens
-    paddings = np.ones((3, 9), np.float32)
-    paddings[:2, places] = 0
-    router = _router(4, k=3, z_loss_weight=0.1, balance_bias=0.1)
-    bias = rng.normal(size=4).astype(np.float32) * 0.1
-    alone = _route(router, tokens, None, capacity, SEED, bias)
-    among = _route(router, padded, paddings, capacity, SEED, bias)
-    for name in ("expert_index", "gate", "kept"):
-        a, b = getattr(alone, name).numpy(), getattr(among, name).numpy()[:2, places]
-        np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
-    assert among.kept.numpy().sum() == alone.kept.numpy().sum()
-    np.testing.assert_allclose(alone.aux_loss, among.aux_loss, rtol=1e-5)
-    np.testing.assert_allclose(alone.updates.router.balance_bias, among.updates.router.balance_bias)
-    for name, value in alone.metrics.FlattenItems():
-        if name != "effective_capacity":  # a static fact: E C / S with the padded S
-            np.testing.assert_allclose(value, among.metrics.Get(name), 1e-5, 1e-6, err_msg=name)
-
-
 def test_equal_and_overflowing_logits_still_give_k_experts():
     r = _route(_router(4, k=3), [[[0.0] * 4, [900.0, 900.0, -900.0, -900.0]]], capacity=2)
     np.testing.assert_array_equal(r.expert_index[0], [[0, 1, 2], [0, 1, 2]])
@@ -262,21 +236,3 @@ def test_float32_whatever_the_activations():
     x = tf.cast(tf.random.stateless_normal([1, 5, 4], [1, 2]), tf.bfloat16)
     r = router.FProp(theta, x, tf.zeros([1, 5]), 2, seed=SEED)
     assert (r.gate.dtype, r.aux_loss.dtype) == (tf.float32, tf.float32)
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"softmax_order": "befor"}, "did you mean 'before'"),
-        ({"normalize_gates": "always"}, "must be one of never, before_drops, after_drops, or None"),
-        ({"k": 5}, "k=5: must be between 1 and the 4 experts"),
-        ({"k": 0}, "k=0: must be an integer of at least 1"),
-        ({"k": 1, "normalize_gates": "before_drops"}, "make every gate 1, which trains nothing"),
-        ({"k": 1, "softmax_order": "after"}, "make every gate 1"),
-        ({"jitter": 1.0}, r"jitter=1.0: must be a number in \[0, 1\)"),
-        ({"balance_bias": -0.1}, "balance_bias=-0.1: must be a number of at least 0"),
-    ],
-)
-def test_errors_teach(params, message):
-    with pytest.raises(ValueError, match=message):
-        _router(4, **params)

@@ -156,36 +156,3 @@ def test_no_gradient_but_through_the_experts(name):
     assert theta.router == NestedMap()
     np.testing.assert_allclose(y, want, atol=1e-6)
     np.testing.assert_allclose(tape.gradient(loss, x), tape.gradient(want_loss, x), atol=1e-5)
-
-
-def test_context_is_asked_for_by_name():
-    p = MoELayer.Params().Set(name="moe", model_dim=4, hidden_dim=4, num_experts=4)
-    p.SetFromText("router", "hash")
-    layer = p.Set(**{"router.vocab_size": 9}).Instantiate()
-    with use_mesh(single_device()):
-        theta = layer.InitTheta(make_seed(1, 0))
-        for context in (None, NestedMap(task_ids=tf.zeros([2, 3], tf.int32))):
-            with pytest.raises(ValueError, match=r"moe routes by ids .*must be in `context`"):
-                layer.FProp(theta, tf.zeros([2, 3, 4]), tf.zeros([2, 3]), context=context)
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("hash", {"table": "modula"}, "did you mean 'modular'"),
-        ("hash", {}, "vocab_size=0: a random table needs"),
-        ("hash", {"table": "modular", "k": 7}, "k=7: must be between 1 and the 6 experts"),
-        ("lsh", {"hash": "planes"}, "did you mean 'hyperplanes'"),
-        ("lsh", {"hash": "hyperplanes"}, "2.n experts, not 6"),
-        (
-            "lsh",
-            {"hash": "hyperplanes", "num_experts": 4, "k": 4},
-            "2 bits to flip, so k is at most 3",
-        ),
-        ("lsh", {"num_experts": 5}, "even number of corners, not 5"),
-        ("random", {"k": 0}, "k=0"),
-    ],
-)
-def test_errors_teach(name, params, message):
-    with pytest.raises(ValueError, match=message):
-        router(name, 4, **{"num_experts": 6, **params})

@@ -1,0 +1,111 @@
+"""Parameters and inputs of the MoE layer and its routers that are refused: what is set, and a part of the message."""
+
+import functools
+import re
+
+import pytest
+import tensorflow as tf
+from router_testing import router
+
+from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
+from lingvo_moe.core.moe.experts import BaseExperts
+from lingvo_moe.core.moe.layer import ROUTERS, MoELayer
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import single_device, use_mesh
+
+
+class SlotExperts(BaseExperts):
+    """Experts without rows."""
+
+
+PARAMETERS = [
+    ("top2", {"reading": "papr"}, "did you mean 'paper'"),
+    ("top2", {"second_expert_policy": "some"}, "must be one of random, sampling, all"),
+    ("top2", {"normalize_gates": "never"}, "before_drops, after_drops"),
+    ("top2", {"second_expert_threshold": 0.0}, "must be a positive number"),
+    ("top2", {"model_dim": 0}, "model_dim"),
+    ("top2", {"num_experts": 1}, "two experts or more"),
+    ("top2", {"level": "sentance"}, "level='sentance'"),
+    ("top2", {"level": "sentance"}, "did you mean 'sentence'"),
+    ("top2", {"level": "task"}, "num_tasks=0: level 'task' needs the number of tasks"),
+    ("top_k", {"softmax_order": "befor"}, "did you mean 'before'"),
+    ("top_k", {"normalize_gates": "always"}, "one of never, before_drops, after_drops, or None"),
+    ("top_k", {"k": 7}, "k=7: must be between 1 and the 6 experts"),
+    ("top_k", {"k": 0}, "k=0: must be an integer of at least 1"),
+    ("top_k", {"k": 1, "normalize_gates": "before_drops"}, "make every gate 1, which trains"),
+    ("top_k", {"k": 1, "softmax_order": "after"}, "make every gate 1"),
+    ("top_k", {"jitter": 1.0}, "jitter=1.0: must be a number in [0, 1)"),
+    ("top_k", {"balance_bias": -0.1}, "balance_bias=-0.1: must be a number of at least 0"),
+    ("noisy_top_k", {"k": 7}, "k=7: must be between 1 and the 6 experts"),
+    ("noisy_top_k", {"noise_epsilon": 0.0}, "noise_epsilon=0.0: must be a positive number"),
+    ("noisy_top_k", {"load_weight": -1.0}, "load_weight=-1.0: must be a number of at least 0"),
+    ("expert_choice", {"inference_k": 7}, "router.inference_k=7"),
+    ("hash", {"table": "modula"}, "did you mean 'modular'"),
+    ("hash", {}, "vocab_size=0: a random table needs"),
+    ("hash", {"table": "modular", "k": 7}, "k=7: must be between 1 and the 6 experts"),
+    ("lsh", {"hash": "planes"}, "did you mean 'hyperplanes'"),
+    ("lsh", {"hash": "hyperplanes"}, "2^n experts, not 6"),
+    ("lsh", {"hash": "hyperplanes", "num_experts": 4, "k": 4}, "2 bits to flip, so k is at most 3"),
+    ("lsh", {"num_experts": 5}, "even number of corners, not 5"),
+    ("random", {"k": 0}, "k=0"),
+    ("moe", {"dispatcher": "einsun"}, "did you mean 'einsum'"),
+    ("moe", {"hidden_dim": 0}, "moe.hidden_dim=0: must be an integer of at least 1"),
+    ("moe", {"num_experts": 1}, "two experts or more"),
+    (
+        "moe",
+        {"inference_dispatcher": DroplessDispatcher.Params().Set(device_capacity_factor=2.0)},
+        "device_capacity_factor=2.0: must be 0",
+    ),
+    (
+        "moe",
+        {"dispatcher": "dropless", "experts": SlotExperts.Params()},
+        "SlotExperts has no GroupedFProp",
+    ),
+]
+
+
+def _layer(**params):
+    sizes = {"model_dim": 4, "hidden_dim": 4, "num_experts": 6}
+    return MoELayer.Params().Set(name="moe", **sizes).Set(**params).Instantiate()
+
+
+def _router(name, model_dim=4, num_experts=6, **params):
+    return router(name, model_dim, num_experts, **params)
+
+
+@pytest.mark.parametrize("name, params, message", PARAMETERS)
+def test_parameters(name, params, message):
+    make = _layer if name == "moe" else functools.partial(_router, name)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**params)
+
+
+SEGMENTS = {"segment_ids": tf.ones([2, 6], tf.int32)}
+SENTENCES = {"router": ROUTERS["top2"].Params().Set(level="sentence")}
+MODULAR = {"router": ROUTERS["hash"].Params().Set(table="modular")}
+
+
+@pytest.mark.parametrize(
+    "params, context, message",
+    [
+        ({"num_groups": 5}, None, "num_groups=5: 2 x 6 = 12 tokens"),
+        (
+            {**SENTENCES, "num_groups": 4},
+            SEGMENTS,
+            "4 groups of 3 tokens split rows of 6: num_groups must",
+        ),
+        (SENTENCES, None, "moe routes by segment_ids"),
+        (SENTENCES, None, "given: none"),
+        (MODULAR, None, "moe routes by ids"),
+        (MODULAR, SEGMENTS, "must be in `context`"),
+    ],
+)
+def test_inputs(params, context, message):
+    layer = _layer(**params)
+    context = None if context is None else NestedMap(context)
+    x, paddings = tf.zeros([2, 6, 4]), tf.zeros([2, 6])
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(1, 0))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            layer.FProp(theta, x, paddings, seed=make_seed(3, 4), context=context)
