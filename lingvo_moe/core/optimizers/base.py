@@ -208,9 +208,9 @@ class BaseOptimizer:
                         finite = numbers.finite
                         assert finite is not None
                         update = functools.partial(_layer, of_one)
-                        stack_specs = NestedMap(slots=slot_specs, weight=spec)
-                        stack = NestedMap(slots=slot, weight=weight)
-                        delta, slot = update_by_layer(update, stack_specs, stack, grad, finite)
+                        delta, slot = update_by_layer(
+                            update, (spec, slot_specs), (weight, slot), grad, finite
+                        )
                     else:
                         delta, slot = of_one(spec, weight, grad, slot)
             deltas.append(delta)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec, name_scope
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, flatten, pack_as
 from lingvo_moe.core.sharding import DimsMapping, current_mesh
 from lingvo_moe.core.sharding.annotate import sharded
 from lingvo_moe.core.sharding.letters import HOST
@@ -65,8 +65,8 @@ def squares_by_layer(grad: tf.Tensor, spec: VariableSpec) -> tf.Tensor:
 
 def update_by_layer(
     update: UpdateLayer,
-    specs: NestedMap,
-    values: NestedMap,
+    specs: tuple[VariableSpec, NestedMap],
+    values: tuple[tf.Tensor, NestedMap],
     grad: tf.Tensor,
     finite: tf.Tensor,
 ) -> tuple[Applied, NestedMap]:
@@ -74,15 +74,15 @@ def update_by_layer(
 
     Args:
         update: of one layer.
-        specs: NestedMap(slots, weight) of the stack's VariableSpecs.
-        values: its tensors [L, ...].
+        specs: of the stack's weight and of its slots.
+        values: the same tensors [L, ...].
         grad: of the weight, [L, ...].
         finite: bool scalar; False: weight and slots keep their values.
 
     Returns:
         The update of the weight, and the new slots.
     """
-    spec, places = specs.weight, [(_split(s), s.memory == HOST) for s in specs.Flatten()]
+    spec, places = specs[0], [(_split(s), s.memory == HOST) for s in flatten(specs)]
     layer = replace(
         spec,
         shape=spec.shape[1:],
@@ -95,22 +95,21 @@ def update_by_layer(
     def body(
         i: tf.Tensor, stacks: list[tf.Tensor], square: tf.Tensor
     ) -> tuple[tf.Tensor, list[tf.Tensor], tf.Tensor]:
-        rows = [_row(x, i, *place) for x, place in zip(stacks, places, strict=True)]
-        before = values.Pack(rows)
-        g = _row(grad, i, _split(spec), spec.memory == HOST)
-        weight, slots, found = update(layer, before.weight, g, before.slots)
-        after = NestedMap(slots=slots, weight=tf.cast(weight, values.weight.dtype))
-        kept = kernels.current().select(finite, after.Flatten(), rows)
+        w, g = (_row(x, i, *places[0]) for x in (stacks[0], grad))
+        rows = [w, *(_row(x, i, *place) for x, place in zip(stacks[1:], places[1:], strict=True))]
+        weight, slots, found = update(layer, w, g, pack_as(values, rows)[1])
+        after = [tf.cast(weight, w.dtype), *slots.Flatten()]
+        kept = kernels.current().select(finite, after, rows)
         kept = [sharded(x, split) for x, (split, _) in zip(kept, places, strict=True)]
         kept = [to_host(x) if host else x for x, (_, host) in zip(kept, places, strict=True)]
         with_row = kernels.current().with_row
         stacks = [with_row(x, i, row) for x, row in zip(stacks, kept, strict=True)]
         return i + 1, stacks, square + found
 
-    start = (tf.constant(0), values.Flatten(), tf.constant(0.0))
+    start = (tf.constant(0), flatten(values), tf.constant(0.0))
     _, stacks, square = tf.while_loop(lambda i, *_: i < spec.shape[0], body, start)
-    new = values.Pack(stacks)
-    return Applied(new.weight, square), new.slots
+    weight, slots = pack_as(values, stacks)
+    return Applied(weight, square), slots
 
 
 def _row(x: tf.Tensor, i: tf.Tensor, split: DimsMapping, host: bool) -> tf.Tensor:
