@@ -46,7 +46,8 @@ class Stage(BaseLayer):
         self, theta: NestedMap, args: Args, seed: tf.Tensor | None
     ) -> tuple[Args, NestedMap]:
         """See core/pipeline/cells.py. Stages draw nothing: they train where there is a seed."""
-        y, extras = self.FProp(theta, *args, training=seed is not None)
+        (x,) = args
+        y, extras = self.FProp(theta, x, training=seed is not None)
         return (y,), extras
 
     @classmethod
