@@ -1,14 +1,15 @@
 """Optimizers and schedules by name on the command line, and each of them over devices."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import compare
+from optimizer_testing import spec
 
-from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
 from lingvo_moe.core.optimizers.adam import Adam
@@ -128,12 +129,57 @@ def test_bytes_of_state_are_those_of_the_page(name, expected, capsys):
     assert f": {expected} bytes a parameter, " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "name, params, slots",
+    [
+        ("adam", {}, ["mean", "square"]),
+        ("adam", {"beta1": 0.0}, ["square"]),
+        ("adamw", {}, ["mean", "square"]),
+        ("sgd", {"momentum": 0.5}, ["velocity"]),
+        ("sgd", {"momentum": 0.0}, []),
+    ],
+)
+def test_slots_are_float32_and_sharded_like_the_weight(name, params, slots):
+    """No slot holds an average of nothing."""
+    optimizer = OPTIMIZERS[name].Params().Set(**params).Instantiate()
+    found = optimizer.SlotSpecs(NestedMap(w=spec((4, 6), "ME").Stacked(3))).w
+    assert sorted(found) == slots
+    for slot in found.Flatten():
+        assert (slot.shape, slot.letters, slot.dtype) == ((3, 4, 6), "LME", "float32")
+        assert slot.split == (None, None, "expert") and slot.path.startswith("w.")
+
+
+@pytest.mark.parametrize(
+    "name, params, message",
+    [
+        ("adam", {"beta1": 1.0}, "beta1=1.0: must be a"),
+        ("adam", {"beta2": -0.1}, "beta2=-0.1: must be a"),
+        ("adam", {"epsilon": 0.0}, "epsilon=0.0: must be a"),
+        ("adafactor", {"beta2": 1.5}, "beta2=1.5: must be a"),
+        ("adafactor", {"decay_exponent": 0.0}, "decay_exponent=0.0: must be a"),
+        ("adafactor", {"clip_threshold": -1.0}, "clip_threshold=-1.0: must be a"),
+        (
+            "adafactor",
+            {"multiply_by_parameter_scale": False, "epsilon2": 0.5},
+            "epsilon2=0.5: has no effect with multiply_by_param",
+        ),
+        (
+            "sgd",
+            {"momentum": 0.0, "nesterov": True},
+            "nesterov=True: has no effect without momentum",
+        ),
+    ],
+)
+def test_parameters_that_are_refused(name, params, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OPTIMIZERS[name].Params().Set(**params).Instantiate()
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "gshard"])
 def test_over_devices_it_is_that_of_one(name):
     """Sharded weights, gradients and slots; only the sums of squares cross between devices."""
     optimizer = OPTIMIZERS[name].Params().Set(weight_decay=0.1).Instantiate()
-    init, split = WeightInit.Gaussian(), (None, "expert", None, None)
-    specs = NestedMap(wi=VariableSpec("wi", (2, 8, 4, 6), "float32", "LEMH", init, split, 1))
+    specs = NestedMap(wi=spec((8, 4, 6), "EMH").Stacked(2))
     theta, grads = (specs.Transform(lambda s, i=i: s.Init(make_seed(i, 0)).numpy()) for i in (1, 2))
     slots = optimizer.InitSlots(specs, make_seed(0, 0), theta).Transform(lambda x: x.numpy() + 0.5)
 

@@ -5,20 +5,35 @@ import numpy as np
 import optax
 import pytest
 import tensorflow as tf
+from optimizer_testing import run, spec
 
-from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.registry import OPTIMIZERS, SCHEDULES
 from lingvo_moe.core.optimizers.schedules import Constant
-from lingvo_moe.core.randomness import make_seed
 
-RATE, STEPS = 0.03, 4
+RATE, STEPS, DECAY = 0.03, 4, 0.2
+
+
+def _coupled(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """With a decay that is added to the gradient."""
+    return optax.chain(optax.add_decayed_weights(DECAY), optimizer)
+
+
 _FACTORED = {"beta2": 1.0, "min_dim_size_to_factor": 4}
+_BETAS = {"beta1": 0.5, "beta2": 0.98, "epsilon": 0.1}
 _CASES = [
     ("adam", {}, lambda: optax.adam(RATE)),
-    ("adamw", {"weight_decay": 0.2}, lambda: optax.adamw(RATE, weight_decay=0.2)),
-    ("sgd", {"momentum": 0.5}, lambda: optax.sgd(RATE, momentum=0.5)),
+    ("adam", {"weight_decay": DECAY}, lambda: _coupled(optax.adam(RATE))),
+    ("adam", _BETAS, lambda: optax.adam(RATE, 0.5, 0.98, 0.1)),
+    ("adam", {"beta1": 0.0, "beta2": 0.0}, lambda: optax.adam(RATE, 0.0, 0.0)),
+    ("adamw", {"weight_decay": DECAY}, lambda: optax.adamw(RATE, weight_decay=DECAY)),
+    ("adamw", {"weight_decay": 0.0}, lambda: optax.adam(RATE)),
+    ("sgd", {"momentum": 0.0}, lambda: optax.sgd(RATE)),
+    (
+        "sgd",
+        {"momentum": 0.9, "weight_decay": DECAY},
+        lambda: _coupled(optax.sgd(RATE, momentum=0.9)),
+    ),
     ("sgd", {"momentum": 0.5, "nesterov": True}, lambda: optax.sgd(RATE, 0.5, nesterov=True)),
     ("adafactor", _FACTORED, lambda: optax.adafactor(RATE, min_dim_size_to_factor=4)),
     (
@@ -31,27 +46,20 @@ _CASES = [
 
 @pytest.mark.parametrize("name, params, make", _CASES)
 def test_the_weights_are_those_of_optax(name, params, make):
-    chosen = {"weight_decay": 0.0} | params
-    if name == "adafactor":
-        chosen.pop("weight_decay")
-    optimizer = OPTIMIZERS[name].Params().Set(learning_rate=Constant.Params().Set(value=RATE))
-    optimizer = optimizer.Set(**chosen).Instantiate()
-    specs = NestedMap(
-        w=VariableSpec("w", (6, 8), "float32", "MH", WeightInit.Gaussian(), (None,) * 2)
-    )
+    rate = Constant.Params().Set(value=RATE)
+    chosen = {"learning_rate": rate, "weight_decay": 0.0} | params
+    optimizer = OPTIMIZERS[name].Params().Set(**chosen).Instantiate()
     weight, *grads = np.random.RandomState(0).randn(STEPS + 1, 6, 8).astype("float32")
-    theta = NestedMap(w=tf.constant(weight))
-    slots = optimizer.InitSlots(specs, make_seed(0, 0), theta)
-    reference = make()
-    want = jnp.asarray(weight)
+    given = [NestedMap(w=tf.constant(grad)) for grad in grads]
+    theta, _, _ = run(
+        optimizer, NestedMap(w=spec((6, 8), "MH")), NestedMap(w=tf.constant(weight)), given
+    )
+    reference, want = make(), jnp.asarray(weight)
     state = reference.init(want)
-    for step, grad in enumerate(grads):
-        given = NestedMap(w=tf.constant(grad))
-        state_before = NestedMap(theta=theta, slots=slots, step=tf.constant(step))
-        theta, slots, _ = optimizer.Update(state_before, given, specs)
+    for grad in grads:
         updates, state = reference.update(jnp.asarray(grad), state, want)
         want = optax.apply_updates(want, updates)
-        np.testing.assert_allclose(theta.w, want, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(theta.w, want, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
