@@ -1,7 +1,6 @@
 """FeatureExtractionLayer: layers in sequence, with activations fetched and carried along."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from pipeline_toys import WithExtras, cells
 
@@ -49,22 +48,3 @@ def test_extras_are_joined_and_seeds_are_those_of_names():
     (again,), _ = layer.FPropWithExtras(theta, (tf.ones([3, 5]),), SEED)
     np.testing.assert_array_equal(y, again)
     assert not np.allclose(y, layer.FProp(theta, tf.ones([3, 5])))
-
-
-@pytest.mark.parametrize(
-    "params, message",
-    [
-        ({"num_act_outputs": 1}, "num_act_outputs=1: must be 0, the sum of num_act_inputs=0"),
-        ({"act_fetch_layers": ["c9"], "num_act_outputs": 1}, "'c9' is none of"),
-        ({"sub": [cells()[0].Set(name="")]}, "layer 0 of sub="),
-    ],
-)
-def test_what_cannot_be(params, message):
-    with pytest.raises(ValueError, match=message):
-        _layer(**params)
-
-
-def test_too_few_arguments():
-    layer = _layer(num_act_inputs=1, num_act_outputs=1)
-    with pytest.raises(ValueError, match="1 arguments, which must be more than num_act_inputs=1"):
-        layer.FProp(layer.InitTheta(SEED), tf.ones([3, 5]))

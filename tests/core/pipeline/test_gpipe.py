@@ -14,10 +14,9 @@ from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import gpipe_loops
-from lingvo_moe.core.pipeline.gpipe import PipelineError
 from lingvo_moe.core.pipeline.layers import PipeliningLayer, SeqLayer
 from lingvo_moe.core.pipeline.packing import by_path, from_paths
-from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.sharding import Mesh
 
 ROWS = 16
 SEED = np.array([3, 4], np.int32)
@@ -273,66 +272,7 @@ def test_the_program_does_not_grow_with_the_number_of_micro_batches(plain):
     assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "params, mesh, message",
-    [
-        ({"num_micro_batches": 3}, "", r"num_micro_batches=3: a batch of 16 rows does not divide .* one of 1, 2, 4"),
-        ({"micro_batch_size": 5}, "", r"seq: micro_batch_size=5: does not divide the 16 rows"),
-        (
-            {"micro_batch_size": 8, "num_micro_batches": 4},
-            "",
-            r"micro_batch_size=8 and num_micro_batches=4: make 32 rows, but the batch has 16; set one",
-        ),
-        ({"num_micro_batches": 16}, "stage:4,data:2", r"1 rows of a micro-batch do not divide among the 2 devices"),
-    ],
-)  # fmt: skip
-def test_numbers_that_do_not_fit(plain, params, mesh, message):
-    layer = make(PipeliningLayer, **params, **_splits(mesh))
-    with pytest.raises(PipelineError, match=message):
-        _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK], mesh)
-
-
-def test_a_mesh_axis_of_another_number_of_stages(plain):
-    layer = _pipelined(2, "stage:2")
-    with pytest.raises(ShardingError, match=r"has 2 devices along axis 'stage' .* has 4 stages"):
-        _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK], "stage:2")
-
-
-def test_stages_over_two_mesh_axes(plain):
-    layer = make(PipeliningLayer, weight_split={"Z": ("stage", "more")})
-    with pytest.raises(ShardingError, match=r"letter Z of the stages to .*; give it one mesh axis"):
-        _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK], "stage:2,more:2")
-
-
-def test_fewer_than_one_micro_batch_and_no_cell():
-    with pytest.raises(ValueError, match="num_micro_batches=0: must be an integer of at least 1"):
-        make(PipeliningLayer, num_micro_batches=0)
-    with pytest.raises(ValueError, match=r"cell_tpl=\[\]: must have at least one cell"):
-        make(PipeliningLayer, cell_tpl=[])
-
-
 def test_a_micro_batch_size_is_another_way_to_say_it(plain):
     layer = make(PipeliningLayer, micro_batch_size=4)
     found, _ = _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK])
     _assert_equal(layer, found, plain)
-
-
-class _LosesRows(Dense):
-    def FProp(self, theta, x, mask=None):
-        return super().FProp(theta, x[:1])
-
-
-def test_cells_keep_the_rows_in_their_dimension():
-    layer = PipeliningLayer.Params().Set(name="seq", cell_tpl=cells(_LosesRows)).Instantiate()
-    theta = run_single(layer.InitTheta, [SEED])
-    with pytest.raises(
-        PipelineError, match=r"cell 0 returns a tensor of shape \(1, 7\) for 16 rows"
-    ):
-        run_single(layer.FProp, [theta, X])
-
-
-def test_inputs_without_the_same_rows():
-    layer = PipeliningLayer.Params().Set(name="seq", cell_tpl=cells()).Instantiate()
-    theta = run_single(layer.InitTheta, [SEED])
-    with pytest.raises(PipelineError, match=r"inputs of shapes .* batch_dim=0 of all of them"):
-        run_single(layer.FProp, [theta, X, MASK[:4]])

@@ -20,8 +20,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import layout
 from lingvo_moe.core.pipeline.layout import padded
 from lingvo_moe.core.pipeline.loops import Loops
-from lingvo_moe.core.pipeline.params import Settings, schedule_on
-from lingvo_moe.core.pipeline.schedule import ScheduleError, make_schedule
+from lingvo_moe.core.pipeline.schedule import make_schedule
 from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh
 from lingvo_moe.core.task.micro_batches import accumulating_step
 from lingvo_moe.core.task.pipelined_step import pipelined_step
@@ -116,22 +115,6 @@ def test_stages_that_end_where_splits_says(monkeypatch):
     want = _after(_without_pipeline(4), *toy(16, "float64", blocks=5))
     asked = {**_pipeline("1f1b", 3, 4, 1), "splits": [1, 4, 5]}
     _same(_after(pipelined_step, *toy(16, "float64", blocks=5, **asked)), want, 1e-10)
-
-
-@pytest.mark.parametrize(
-    ("splits", "repeats", "why"),
-    [
-        ([2, 4], 1, r"splits=\[2, 4\]: must be 2 ascending numbers .* the last is the 5 of the"),
-        ([5], 1, "must be 2 ascending numbers"),
-        ([5, 5], 1, "must be 2 ascending numbers"),
-        ([2, 5], 2, "goes with task.pipeline.repeats=1"),
-    ],
-)
-def test_splits_that_cannot_be(splits, repeats, why):
-    schedule = "1f1b" if repeats == 1 else "gpipe"
-    settings = Settings(2, 4, schedule, repeats, True, tuple(splits))
-    with pytest.raises(ScheduleError, match=why):
-        schedule_on(settings, [("decoder", 5)], {}, single_device())
 
 
 def test_losses_of_twenty_steps_are_those_without_a_pipeline():
@@ -240,11 +223,3 @@ def test_loops_run_as_often_as_the_schedule_says():
     assert [trip_count(module, module.entry, loop) for loop in loops] == [
         phase.stop - phase.start for phase in phases if phase.stop - phase.start > 1
     ]
-
-
-def test_micro_batches_that_do_not_fit_the_devices_are_refused():
-    task, batch, specs = toy(32, stages=4, micro_batches=8)
-    step = pipelined_step(task, _sharded(task, specs))
-    wrong = pytest.raises(ScheduleError, match=r"micro_batches=8: must be a multiple of 3, since")
-    with use_mesh(Mesh.parse("stage:1,data:3")), wrong:
-        step(task.StateSpecs(), batch)

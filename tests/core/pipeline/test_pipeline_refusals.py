@@ -1,0 +1,133 @@
+"""Pipelines that are refused, in one table: the call, and a part of the message."""
+
+import re
+
+import pytest
+import tensorflow as tf
+from pipeline_toys import Dense, WithExtras, cells, make
+
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.sgd import Sgd
+from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer
+from lingvo_moe.core.pipeline.layers import PipeliningLayer
+from lingvo_moe.core.pipeline.packing import from_paths
+from lingvo_moe.core.pipeline.params import Settings, schedule_on
+from lingvo_moe.core.pipeline.partition import (
+    PartitionSequentialLayers,
+    histogram_partition,
+    optimal_partition,
+)
+from lingvo_moe.core.pipeline.schedule import make_schedule
+from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+from tests.core.pipeline.toy_stacks import toy
+
+STAGES = {"weight_split": {"Z": "stage"}}
+
+
+class LosesRows(Dense):
+    def FProp(self, theta, x, mask=None):
+        return super().FProp(theta, x[:1])
+
+
+def _stages(stages, micro_batches, devices="stage:1", name="1f1b", repeats=1, splits=()):
+    settings = Settings(stages, micro_batches, name, repeats, True, splits)
+    return schedule_on(settings, [("decoder", 5)], {"B": "data"}, Mesh.parse(devices))
+
+
+def _sequence(rows=1, **params):
+    layer = FeatureExtractionLayer.Params().Set(name="d0", sub=cells()).Set(**params).Instantiate()
+    with use_mesh(single_device()):
+        return layer.FProp(_zeros(layer), tf.ones([rows, 5]))
+
+
+def _gpipe(mesh="stage:1", masked=16, **params):
+    layer = make(PipeliningLayer, **params)
+    with use_mesh(Mesh.parse(mesh)):
+        return layer.FProp(_zeros(layer), tf.ones([16, 5]), tf.ones([masked], tf.int32))
+
+
+def _zeros(layer):
+    return layer.VariableSpecs().Transform(lambda s: tf.zeros(s.shape, s.dtype))
+
+
+def _packed():
+    return make(PipeliningLayer, WithExtras, **STAGES).VariableSpecs()
+
+
+REFUSED = [
+    (lambda: make_schedule("1f1b", 0, 4), "stages=0: must be 1 or more"),
+    (lambda: make_schedule("1f1b", 2, 0), "micro_batches=0: must be 1 or more"),
+    (lambda: make_schedule("1f1b", 2, 4, 2), "schedule=1f1b has repeats=1, got 2; schedule=interl"),
+    (lambda: make_schedule("interleaved", 2, 4), "schedule=interleaved needs repeats=2 or more"),
+    (lambda: make_schedule("interleaved", 4, 6, 2), "must be a multiple of stages=4"),
+    (lambda: make_schedule("2f1b", 4, 6), "schedule='2f1b': choose one of gpipe, 1f1b, interleav"),
+    (lambda: _stages(2, 4, splits=(2, 4)), "splits=[2, 4]: must be 2 ascending numbers of blocks"),
+    (lambda: _stages(2, 4, splits=(2, 4)), "of which the last is the 5 of the decoder"),
+    (lambda: _stages(2, 4, splits=(5,)), "must be 2 ascending numbers"),
+    (lambda: _stages(2, 4, splits=(5, 5)), "must be 2 ascending numbers"),
+    (
+        lambda: _stages(2, 4, name="gpipe", repeats=2, splits=(2, 5)),
+        "goes with task.pipeline.repeats=1",
+    ),
+    (
+        lambda: _stages(4, 8, "stage:1,data:3"),
+        "micro_batches=8: must be a multiple of 3, since each of the 3 devices",
+    ),
+    (lambda: histogram_partition([7] * 4, 4), "gives part 0 no layer"),
+    (lambda: histogram_partition([1, 1], 3), "num_partitions=3: there are only 2 layers"),
+    (lambda: optimal_partition([1, 1], 3), "num_partitions=3: there are only 2 layers"),
+    (lambda: optimal_partition([1, 1], 0), "num_partitions=0: must be an integer of at least 1"),
+    (
+        lambda: PartitionSequentialLayers(cells(), 2, (8, 5), rule="best"),
+        "rule=best: must be one of",
+    ),
+    (lambda: _sequence(num_act_outputs=1), "num_act_outputs=1: must be 0, the sum of num_act_in"),
+    (lambda: _sequence(act_fetch_layers=["c9"], num_act_outputs=1), "'c9' is none of"),
+    (lambda: _sequence(sub=[cells()[0].Set(name="")]), "layer 0 of sub="),
+    (
+        lambda: _sequence(num_act_inputs=1, num_act_outputs=1),
+        "1 arguments, which must be more than num_act_inputs=1",
+    ),
+    (lambda: _gpipe(num_micro_batches=0), "num_micro_batches=0: must be an integer of at least 1"),
+    (lambda: _gpipe(cell_tpl=[]), "cell_tpl=[]: must have at least one cell"),
+    (lambda: _gpipe(num_micro_batches=3), "a batch of 16 rows does not divide into that many equ"),
+    (lambda: _gpipe(num_micro_batches=3), "one of 1, 2, 4"),
+    (lambda: _gpipe(micro_batch_size=5), "seq: micro_batch_size=5: does not divide the 16 rows"),
+    (
+        lambda: _gpipe(micro_batch_size=8, num_micro_batches=4),
+        "micro_batch_size=8 and num_micro_batches=4: make 32 rows, but the batch has 16; set one",
+    ),
+    (
+        lambda: _gpipe(
+            "stage:4,data:2", num_micro_batches=16, activation_split={"B": "data"}, **STAGES
+        ),
+        "1 rows of a micro-batch do not divide among the 2 devices",
+    ),
+    (lambda: _gpipe("stage:2", **STAGES), "has 2 devices along axis 'stage' of the stages"),
+    (
+        lambda: _gpipe("stage:2,more:2", weight_split={"Z": ("stage", "more")}),
+        "letter Z of the stages to ('stage', 'more'); give it one mesh axis",
+    ),
+    (lambda: _gpipe(masked=4, before_tpl=[]), "batch_dim=0 of all of them counts rows"),
+    (
+        lambda: _gpipe(cell_tpl=cells(LosesRows)),
+        "cell 0 returns a tensor of shape (1, 7) for 16 rows",
+    ),
+    (lambda: from_paths(_packed(), {}), "seq.after.b: there is no value for this variable"),
+    (
+        lambda: Sgd.Params().Set(decay_exclude=["seq.c1.w"]).Instantiate().SlotSpecs(_packed()),
+        "seq.c0.w decays and seq.c1.w does not",
+    ),
+    (
+        lambda: Adafactor.Params().Instantiate().SlotSpecs(_packed()),
+        "optimizer's update depends on their shapes; choose Adam, AdamW or Sgd",
+    ),
+    (lambda: toy(stages=2, schedule="gpip"), "schedule='gpip': must be one of"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_is_refused(number):
+    call, message = REFUSED[number]
+    with pytest.raises((ValueError, KeyError), match=re.escape(message)):
+        call()
