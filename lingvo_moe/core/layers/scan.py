@@ -22,7 +22,7 @@ from lingvo_moe.core.tensors import Annotate, collecting, replacing, runtime_zer
 
 
 class Given(NamedTuple):
-    """What all repetitions get."""
+    """The arguments that all repetitions get."""
 
     shared: NestedMap  # tensors that the body reads beside its weights and the carry
     seeds: list[tf.Tensor]  # one, int32 [2], or none
