@@ -33,6 +33,12 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _TALKING = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
+def num_devices(module_attributes: str) -> int:
+    """The number of devices that a program is for, of its first line; 0 where that does not say it."""
+    found = _PARTITIONS.search(module_attributes)
+    return int(found[1]) if found else 0
+
+
 def device_groups(instruction: Instruction, module_attributes: str = "") -> Groups:
     """Returns the ids of the devices in each replica group; of a permute, each (source, target) pair.
 
@@ -46,16 +52,16 @@ def device_groups(instruction: Instruction, module_attributes: str = "") -> Grou
     """
     if instruction.opcode.startswith("collective-permute"):
         return _lists(instruction.attribute("source_target_pairs"))
-    partitions = _PARTITIONS.search(module_attributes)
+    devices = num_devices(module_attributes)
     if instruction.opcode == "send":
-        return megascale.transfer_groups(instruction, int(partitions[1]) if partitions else 1)
+        return megascale.transfer_groups(instruction, devices or 1)
     text = instruction.attribute("replica_groups")
     if text.startswith("mesh["):  # its list of devices follows a comma
         mesh = _MESH.search(instruction.attributes)
         text = mesh[0] if mesh else text
     groups = _read(text)
-    if not groups and text in ("", "{}", "{{}}") and partitions:
-        groups = (tuple(range(int(partitions[1]))),)
+    if not groups and text in ("", "{}", "{{}}") and devices:
+        groups = (tuple(range(devices)),)
     if not groups or len({len(group) for group in groups}) != 1:
         raise HloError(
             f"{instruction.opcode} {instruction.name}: cannot read replica_groups={text[:80]}"

@@ -20,10 +20,10 @@ still be wrong. These cases are not detected:
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lingvo_moe.core.config import checks
+from lingvo_moe.core.hlo.groups import num_devices
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.module import Module
 from lingvo_moe.core.hlo.sharding import TensorSharding, parse_sharding
@@ -125,7 +125,6 @@ _TEXTS = {
         "use a mesh whose devices are in ascending order",
     ),
 }
-_PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _DOTS: Sequence[tuple[str, Callable[[Dot], bool]]] = (
     (BATCH, sums.reshards_the_batch),
     (EXCHANGED, sums.exchanges_parts),
@@ -165,16 +164,15 @@ def known_faults(module: Module) -> list[Fault]:
     Args:
         module: the module after sharding propagation and before partitioning, e.g. `partition(program).before`.
     """
-    found = _PARTITIONS.search(module.attributes)
-    num_devices = int(found[1]) if found else 1
-    if num_devices == 1:
+    devices = num_devices(module.attributes)
+    if devices <= 1:
         return []
     return [
         fault
         for computation in module.computations.values()
         for instruction in computation.instructions
         if instruction.opcode in _CHECKS
-        for fault in _At(module, computation, instruction, num_devices).Faults()
+        for fault in _At(module, computation, instruction, devices).Faults()
     ]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from lingvo_moe.core.hlo import parts
 from lingvo_moe.core.hlo.collectives import collective_use
+from lingvo_moe.core.hlo.groups import num_devices
 from lingvo_moe.core.hlo.instructions import Instruction
 from lingvo_moe.core.hlo.module import Executed, Module
 from lingvo_moe.core.hlo.sharding import REPLICATED, TensorSharding, parse_sharding
@@ -29,7 +30,6 @@ REASONS = {
     RESULT: "the program's results are brought into the requested sharding",
 }
 
-_PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _ANNOTATION = re.compile(r"(?:^|/)XlaSharding(?:_\d+)?$")
 _BORDER = re.compile(r"(?:^|/)(?:call_exported|XLA_Retvals)$")
 _REDUCING = ("dot", "convolution", "reduce", "scatter", "select-and-scatter", "reduce-window")
@@ -111,8 +111,7 @@ class Propagated:
 
     def __init__(self, module: Module):
         self.module = module
-        found = _PARTITIONS.search(module.attributes)
-        self.num_devices = int(found[1]) if found else 1
+        self.num_devices = num_devices(module.attributes) or 1
         self._all = list(module.executions(once=True))
         self._loops = {
             e.instruction.attribute("body").lstrip("%")
