@@ -120,23 +120,23 @@ class Placer:
         self._module, self._layers = module, layers
         self.place_name = layers.place
 
-    def place(self, executed: Executed, products: Sequence[str] = ()) -> Place:
+    def place(self, at: Executed, products: Sequence[str] = ()) -> Place:
         """Returns where an instruction belongs.
 
         Uses the first of these that names a layer: its matrix products, its own name, the
         instructions inside it (for a fusion), its producers and consumers.
 
         Args:
-          executed: from `Module.executions`.
+          at: from `Module.executions`.
           products: names of the matrix products that it computes, the largest first.
         """
-        at, instruction = executed, executed.instruction
+        instruction = at.instruction
         own = self.place_name(at.op_name, at.in_backward_loop)
         if instruction.opcode in ("parameter", "constant", "tuple", "while"):
             return own
-        if instruction.opcode == "send" and (sent := self._of_sent(executed)):
+        if instruction.opcode == "send" and (sent := self._of_sent(at)):
             return sent
-        if combined := self._combined(executed):
+        if combined := self._combined(at):
             return combined
         for op_name in [*products, at.op_name]:
             found = self.place_name(op_name, at.in_backward_loop)
@@ -147,12 +147,12 @@ class Placer:
             near = self._of_sum(at) if own.part == LOOP else self._by_neighbours(at)
         return near or own
 
-    def _of_sent(self, executed: Executed) -> Place | None:
+    def _of_sent(self, at: Executed) -> Place | None:
         """Place of the value that is sent to another TPU slice: that of its nearest named producer.
 
         The compiler leaves out the names of what it sends, and may have combined it with other values before.
         """
-        inside, piece = executed.computation, executed.instruction
+        inside, piece = at.computation, at.instruction
         nearest = None
         for _ in range(_SEARCH_LIMIT):
             sources = inside.operands(piece)
@@ -162,20 +162,20 @@ class Placer:
             piece = max(sources, key=lambda source: source.num_bytes)
             if collective_kind(piece) is not None and len(piece.operands) > index:
                 piece = inside.operands(piece)[index]
-            found = self.place_name(piece.op_name, executed.in_backward_loop)
+            found = self.place_name(piece.op_name, at.in_backward_loop)
             if not found.is_clear:  # inside a fusion an index may have another's name
-                found = self._by_insides(piece, executed.in_backward_loop) or found
+                found = self._by_insides(piece, at.in_backward_loop) or found
                 nearest = nearest or (found if found.is_clear else None)
             if found.is_clear and (found.layer or piece.op_name):
                 return found
         return nearest
 
-    def _combined(self, executed: Executed) -> Place | None:
+    def _combined(self, at: Executed) -> Place | None:
         """Place of the largest tensor in a collective that the GPU compiler combined from several; None for others.
 
         That compiler joins the tensors of small collectives to one array first, which has no name.
         """
-        instruction, inside = executed.instruction, executed.computation
+        instruction, inside = at.instruction, at.computation
         if instruction.op_name or collective_kind(instruction) is None:
             return None
         joins = [o for o in inside.operands(instruction) if self._joins(o)]
@@ -183,9 +183,9 @@ class Placer:
             return None
         pieces = inside.operands(joins[0])
         for piece in sorted(pieces, key=lambda i: -i.num_bytes):
-            found = self._of_piece(dataclasses.replace(executed, instruction=piece))
+            found = self._of_piece(dataclasses.replace(at, instruction=piece))
             if found.is_clear:
-                return self._named_piece(executed, piece.num_bytes, found)
+                return self._named_piece(at, piece.num_bytes, found)
         return None
 
     def _named_piece(self, at: Executed, num_bytes: int, found: Place) -> Place:

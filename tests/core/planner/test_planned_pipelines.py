@@ -1,5 +1,7 @@
 """Pipelines of compiled programs: the bubble from trip counts equals the law of each schedule."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from tests.core.planner.pipelines_in_jax import DIM, ROWS, SCOPE, Pipeline
 BOUNDARY = ROWS * DIM * 4  # bytes of a micro-batch between stages
 
 
+@functools.cache
 def _program(schedule, stages, num, topology="", repeats=1):
     devices = np.array(aot.devices_of(topology) if topology else jax.devices("cpu"))[:stages]
     mesh = jax.sharding.Mesh(devices.reshape(stages), ("stage",))
