@@ -89,11 +89,6 @@ def auto_shard(
 class AutoSharded(ShardedFunction):
     """A function that finds its sharding; see `auto_shard`."""
 
-    _differentiate: Sequence[str] | None = None
-    _topology = ""
-    _memory_limit: int | None = None
-    _given: strategies.Strategy | None = None
-
     def Configure(
         self,
         differentiate: Sequence[str] | None,

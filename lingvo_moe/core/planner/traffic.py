@@ -66,10 +66,8 @@ def _touched(module: Module, user: Instruction, operand: str) -> int:
         return everything
     if user.opcode in ("dynamic-slice", "slice", "gather"):
         return _size(user)
-    if user.opcode == "dynamic-update-slice":
-        return 0
-    if user.opcode == "scatter":
-        return 0  # `_results` counts both the read and the write of the updated elements.
+    if user.opcode in ("dynamic-update-slice", "scatter"):
+        return 0  # Of a scatter `_results` counts the read and the write of the updated elements.
     return everything
 
 

@@ -19,6 +19,16 @@ def _signature(*specs: TensorSpec) -> Signature:
     return Signature("step", _MESH, specs, (), {"names": [], "trees": []}, {}, ())
 
 
+def _refused(needed: float, limit: float, text: str = "", holders=()) -> SimpleNamespace:
+    """The compiler's report on a program that needs so many GiB."""
+    return SimpleNamespace(
+        needed_bytes=round(needed * _GIB),
+        limit_bytes=round(limit * _GIB),
+        holders=holders,
+        hlo_text=text,
+    )
+
+
 _LAYERS = Layers(
     {
         "m": ("", ""),
@@ -166,9 +176,7 @@ def test_holders_name_layer_part_and_phase_largest_first():
 
 
 def test_a_refused_module_is_traced_like_a_compiled_one():
-    error = SimpleNamespace(
-        needed_bytes=_HBM + 3 * _GIB, limit_bytes=_HBM, holders=[], hlo_text=_STEP
-    )
+    error = _refused(_HBM / _GIB + 3, _HBM / _GIB, _STEP)
     plan, compiled = (
         misfit_plan(error, _SIGNATURE, _LAYERS),
         memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM, _LAYERS),
@@ -186,10 +194,7 @@ def test_a_refused_program_has_the_compilers_figures_and_holders():
         op_name="jit(f)/call_tensorflow/gradient_tape/m/body/layers_0/ffn/experts/x",
         shape="f32[1]",
     )
-    error = SimpleNamespace(
-        needed_bytes=20 * _GIB, limit_bytes=16 * _GIB, holders=[holder] * 2, hlo_text=""
-    )
-    plan = misfit_plan(error, _SIGNATURE, _LAYERS)
+    plan = misfit_plan(_refused(20, 16, holders=[holder] * 2), _SIGNATURE, _LAYERS)
     assert not plan["fits"] and plan["misses_by"] == 4 * _GIB
     assert plan["peak"] == plan["needed"] == 20 * _GIB == sum(plan["kinds"].values())
     (row,) = plan["holders"]
@@ -244,8 +249,7 @@ def test_fewer_tokens_do_not_help_where_weights_alone_are_too_large():
 
 def test_gradients_of_a_refused_program_are_not_taken_to_shrink_with_its_tokens():
     specs = [TensorSpec((2**30,), "float32", (None,), f"state.{n}.w") for n in ("theta", "slots")]
-    error = SimpleNamespace(needed_bytes=20 * _GIB, limit_bytes=16 * _GIB, holders=[], hlo_text="")
-    advice = misfit_plan(error, _signature(*specs))["advice"]
+    advice = misfit_plan(_refused(20, 16), _signature(*specs))["advice"]
     # 4 GiB each of weights, slots and gradients leave 8 that grow with tokens; 4 are missing.
     assert any("50% of the tokens a device" in line and "8.00 GiB" in line for line in advice)
 
@@ -256,6 +260,5 @@ def test_twice_the_devices_help_only_where_a_device_has_two_experts(experts, hal
     signature = _signature(
         TensorSpec(size, "float32", ("expert", None, None), "state.theta.wi"),
     )
-    error = SimpleNamespace(needed_bytes=40 * _GIB, limit_bytes=16 * _GIB, holders=[], hlo_text="")
-    advice = misfit_plan(error, signature)["advice"]
+    advice = misfit_plan(_refused(40, 16), signature)["advice"]
     assert any("Twice the devices" in line for line in advice) == halves
