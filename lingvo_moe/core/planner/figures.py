@@ -26,6 +26,9 @@ KINDS = {
     "code": "program",
 }
 PHASES = ("forward", "recompute", "backward", "optimizer")
+# Seconds on the chip: for arithmetic alone, for memory traffic alone, for the longer of both in each instruction, and
+# by the compiler's own estimate.
+ESTIMATES = ("compute", "memory", "roofline", "compiler")
 # What a step's time is stacked of, by its name in the style of pages.
 STACKED = {name: name for name in (*PHASES, "network")}
 
@@ -39,10 +42,7 @@ class PartTime:
     num_bytes: int = 0  # its memory traffic
     # Seconds on the chip by phase, without collectives.
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    compute: float = 0.0  # seconds for its arithmetic alone
-    memory: float = 0.0  # seconds for its memory traffic alone
-    roofline: float = 0.0  # the sum over instructions of the longer of compute and memory
-    compiler: float = 0.0  # the compiler's own estimate of the seconds on the chip
+    estimates: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ESTIMATES, 0.0))
     network: float = 0.0  # seconds of its collectives
 
     @property
@@ -59,8 +59,8 @@ def time_by_part(plan: Plan) -> list[PartTime]:
         entry.phases[item["phase"]] += item["seconds"]
         entry.flops += item["flops"]
         entry.num_bytes += item["bytes"]
-        for figure in ("compute", "memory", "roofline", "compiler"):
-            setattr(entry, figure, getattr(entry, figure) + item[f"{figure}_seconds"])
+        for name in ESTIMATES:
+            entry.estimates[name] += item[f"{name}_seconds"]
     for item in plan.get("collectives") or ():
         entry = parts.setdefault(item["part"], PartTime(item["part"]))
         entry.network += item.get("seconds") or 0.0

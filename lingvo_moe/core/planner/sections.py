@@ -138,12 +138,13 @@ def time(plan: Plan) -> Table | None:
 
 def _times(name: str, parts: Sequence[PartTime]) -> list[str]:
     """The cells of some parts together; a dash for zero."""
-    seconds = ("total", "compute", "memory", "roofline", "compiler", "network")
+    estimates = (sum(part.estimates[key] for part in parts) for key in figures.ESTIMATES)
+    seconds = sum(p.total for p in parts), *estimates, sum(p.network for p in parts)
     return [
         name,
         units.work(sum(part.flops for part in parts) or None),
         units.size(sum(part.num_bytes for part in parts) or None),
-        *(units.duration(sum(getattr(part, key) for part in parts) or None) for key in seconds),
+        *(units.duration(each or None) for each in seconds),
     ]
 
 
