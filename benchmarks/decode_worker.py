@@ -168,7 +168,7 @@ def _full(fast: Any, src: Any, length: int) -> Any:
             memory=encoded.memory,
             cross_mask=masks.segment_mask(tgt.segment_ids, encoded.segment_ids),
         )
-        x = model._embed(theta, "target_embedding", tgt, None)
+        x = model.Embed(theta, "target_embedding", tgt, None)
         y, _ = model.decoder.FProp(theta.decoder, x, aux)
         logits = model.softmax.FProp(theta.target_embedding, y[:, -1:])
         best = tf.argmax(logits, -1, output_type=tf.int32)

@@ -115,7 +115,9 @@ def save_export(path: str | os.PathLike) -> Translator:
     size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
     model = ToyModel(size, size)
     options = TranslateOptions(beam_size=2, max_source_length=8, max_length=10, rows=4)
-    translator = Translator(model, model.InitTheta(), vocab, vocab, options)
+    translator = Translator(
+        model, model.InitTheta(), NestedMap(source=vocab, target=vocab), options
+    )
     export(translator, path, {"model": "mt.Toy"})
     return translator
 

@@ -274,7 +274,7 @@ def search_options(args: Flags, top_k: int = 1) -> "TranslateOptions":
 
     given = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
     try:
-        return TranslateOptions(**given, top_k=top_k)
+        return TranslateOptions(**given, top_k=top_k, weights=args.weights or "float32")
     except checks.ParamError as e:
         raise ValueError(f"--{e}") from None
 
@@ -316,10 +316,7 @@ def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator
     """Calls `load_translator` for --logdir with the flags of define_search_flags. Raises ValueError, OSError."""
     from lingvo_moe.tasks.mt.serving.export import load_translator
 
-    weights = args.weights or "float32"
-    return load_translator(
-        args.logdir, options, chosen(args), args.shortlist, weights, args.trust_run
-    )
+    return load_translator(args.logdir, options, chosen(args), args.shortlist, args.trust_run)
 
 
 def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[str, Any]]":

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions, StepFn
+from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
@@ -55,9 +58,13 @@ class FastDecoder:
         Returns:
             NestedMap(ids_BKT, lengths_BK, scores_BK, steps); see `GrowingBeamSearch.Run`.
         """
-        weights = self._model.Tensors()
-        encoded = self._model.Encode(weights, src)
-        cache, letters = self._model.InitCache(weights, encoded, self._beam_size, BLOCK)
+        with use_mesh(single_device()), kernels.using(tensorflow):
+            return self._Search(src, max_lengths_B)
+
+    def _Search(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
+        model, weights = self._model.model, self._model.Tensors()
+        cache = model.InitCache(weights, model.Encode(weights, src), self._beam_size, BLOCK)
+        letters = model.CacheLetters()
         if self._shortlist is None:
             return self._search.Run(self._StepFn(weights), cache, max_lengths_B, letters)
         cache.shortlist, union_U = self._shortlist.Lists(src.ids)
@@ -68,7 +75,7 @@ class FastDecoder:
 
     def _StepFn(self, weights: NestedMap) -> StepFn:
         def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
-            logits, cache = self._model.Step(weights, ids, cache, time, mask)
+            logits, cache = self._model.model.ExtendStep(weights, ids, cache, time, mask)
             return logits[..., : self._vocab_size], cache
 
         return step
@@ -78,7 +85,7 @@ class FastDecoder:
 
         def step(places: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
             ids = tokens_of_places(cache.shortlist, places)
-            logits, cache = self._model.Step(weights, ids, cache, time, mask)
+            logits, cache = self._model.model.ExtendStep(weights, ids, cache, time, mask)
             return logits_of_lists(cache.shortlist, logits), cache
 
         return step

@@ -1,27 +1,65 @@
-"""A translation model arranged once for TensorFlow's kernels: `Encode`, `InitCache` and `Step` of a search on a CPU.
+"""The weights of a translation model as variables: as they are, or packed for TensorFlow's kernels on a CPU."""
 
-The weights of products are packed (`BaseLayer.PackWeights`); the layers compute the same with them, by the same code.
-"""
-
-import contextlib
-from collections.abc import Iterator
-from typing import cast
+import re
+from typing import Any, cast
 
 import tensorflow as tf
 
-from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer
-from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.kernels.eight_bit import EightBit
 from lingvo_moe.core.kernels.packed_weights import PackAs
+from lingvo_moe.core.kernels.weights import Heads, Packed
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.decode_step import TranslationModel
-from lingvo_moe.tasks.mt.decoding.saved_weights import SavedWeights
 from lingvo_moe.tasks.mt.model import MtModel
 
 
-class FastModel(tf.Module):
-    """A model and its weights, for a search that TensorFlow's kernels run. The weights are its variables.
+class SavedWeights(tf.Module):
+    """One variable for each tensor of a tree of weights, plain (tensors, arrays) or packed."""
+
+    def __init__(self, theta: NestedMap):
+        super().__init__(name="weights")
+        self._variables = [
+            tf.Variable(value, trainable=False, name=re.sub(r"[\[\]]+", "_", path))
+            for path, leaf in theta.FlattenItems()
+            for value in _tensors(leaf)
+        ]
+        # Packed leaves without their tensors. tf.Module would track, and wrap, a NestedMap, but no closure.
+        structure = theta.Transform(_empty)
+        self._structure = lambda: structure
+
+    def Tensors(self) -> NestedMap:
+        """The weights as tensors of the graph that is being traced, in the structure of the tree."""
+        values = map(tf.convert_to_tensor, self._variables)
+
+        def read(leaf: Packed | None) -> Packed | tf.Tensor:
+            if leaf is None:
+                return next(values)
+            return leaf.With(*(next(values) for _ in leaf.tensors))
+
+        return self._structure().Transform(read)
+
+    def Assign(self, theta: NestedMap) -> None:
+        """Assigns other values to all variables, from a tree of the same structure and shapes.
+
+        Raises:
+            ValueError: some weights are of 8 bits.
+        """
+        leaves = theta.Flatten()
+        if any(_has_8_bits(leaf) for leaf in leaves):
+            raise ValueError(
+                "weights of 8 bits cannot be assigned: TensorFlow packs them when they are first used and does not"
+                " read them again"
+            )
+        values = [value for leaf in leaves for value in _tensors(leaf)]
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.assign(value)
+
+
+class FastModel(SavedWeights):
+    """A model and its weights, which are packed (`BaseLayer.PackWeights`) and read by the layers' own code.
+
+    The model's methods take `Tensors` as theta, and must be traced while TensorFlow's kernels are in use.
 
     Args:
         model: an MtModel, or another one, which runs as it is.
@@ -33,68 +71,31 @@ class FastModel(tf.Module):
     """
 
     def __init__(self, model: TranslationModel, theta: NestedMap, kind: str = "float32"):
-        super().__init__(name="fast_model")
-        packed = _packed(model)
+        packs = isinstance(model, MtModel) and type(model).PackWeights is not BaseLayer.PackWeights
+        packed = cast(MtModel, model) if packs else None
         if kind == "int8" and packed is None:
             raise ValueError(
                 f"weights=int8 is for mt.MtModel itself; {type(model).__name__} runs as it is: take float32"
             )
-        packing = PackAs(kind)
-        # tf.Module would track layers and NestedMaps, but no closures.
-        self._model, self._packed = lambda: model, lambda: packed
-        self._pack = lambda theta: packed.PackWeights(theta, packing) if packed else theta
-        self._weights = SavedWeights(self._pack(theta))
 
-    def Assign(self, theta: NestedMap) -> None:
-        """Assigns other weights of the same model.
+        def pack(theta: NestedMap) -> NestedMap:
+            return packed.PackWeights(theta, PackAs(kind)) if packed else theta
 
-        Raises:
-            ValueError: with weights of 8 bits, which TensorFlow packs when they are first used.
-        """
-        self._weights.Assign(self._pack(theta))
-
-    def Tensors(self) -> NestedMap:
-        """Reads the weights into the graph that is being traced, as the argument `weights` of the methods below.
-
-        Call it once, outside of the search's loop.
-        """
-        return self._weights.Tensors()
+        super().__init__(pack(theta))
+        # tf.Module would track layers, but no closures.
+        self._model, self._packed, self._pack = lambda: model, lambda: packed, pack
 
     @property
     def model(self) -> TranslationModel:
-        """The model. Its methods take `Tensors` as theta and must be traced while TensorFlow's kernels are in use."""
+        """The model, as it was given."""
         return self._model()
 
-    def Encode(self, weights: NestedMap, src: NestedMap) -> NestedMap:
-        """See MtModel.Encode."""
-        with _tensorflows_kernels():
-            return self.model.Encode(weights, src)
-
-    def InitCache(
-        self, weights: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
-    ) -> tuple[NestedMap, NestedMap]:
-        """See MtModel.InitCache.
-
-        Returns:
-            The cache, and the letters of each of its tensors, in the same structure: B is the row, L the step.
-        """
-        with _tensorflows_kernels():
-            cache = self.model.InitCache(weights, encoded, beam_size, max_length)
-            return cache, self.model.CacheLetters()
-
-    def Step(
-        self, weights: NestedMap, ids: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
-    ) -> tuple[tf.Tensor, NestedMap]:
-        """Returns logits of the next token, float32 [B,J,V], and the cache with one more position.
-
-        Args as for MtModel.ExtendStep, with `weights` from `Tensors` for theta. The cache's memory is overwritten: the
-        old cache must not be used again.
-        """
-        with _tensorflows_kernels():
-            return self.model.ExtendStep(weights, ids, cache, time, mask)
+    def Assign(self, theta: NestedMap) -> None:
+        """As SavedWeights; `theta` is not packed yet."""
+        super().Assign(self._pack(theta))
 
     def OfTokens(self, weights: NestedMap, ids: tf.Tensor) -> NestedMap:
-        """Returns the weights with which `Step` computes the logits of the target tokens `ids` only: [B,J,U].
+        """Returns the weights with which `ExtendStep` gives the logits of the target tokens `ids` only: [B,J,U].
 
         Args:
             weights: from `Tensors`.
@@ -110,14 +111,13 @@ class FastModel(tf.Module):
         return NestedMap(weights, target_embedding=some)
 
 
-@contextlib.contextmanager
-def _tensorflows_kernels() -> Iterator[None]:
-    """Layers compute with TensorFlow's kernels, on one device."""
-    with use_mesh(single_device()), kernels.using(tensorflow):
-        yield
+def _has_8_bits(leaf: Any) -> bool:
+    return isinstance(leaf.packed if isinstance(leaf, Heads) else leaf, EightBit)
 
 
-def _packed(model: TranslationModel) -> MtModel | None:
-    """The model if it is an MtModel whose weights can be packed."""
-    packs = isinstance(model, MtModel) and type(model).PackWeights is not BaseLayer.PackWeights
-    return cast(MtModel, model) if packs else None
+def _tensors(leaf: Any) -> tuple:
+    return leaf.tensors if isinstance(leaf, Packed) else (leaf,)
+
+
+def _empty(leaf: Any) -> Packed | None:
+    return leaf.With(*(None for _ in leaf.tensors)) if isinstance(leaf, Packed) else None

@@ -27,8 +27,7 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding.decode_step import Decoder, TranslationModel
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
-from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
-from lingvo_moe.tasks.mt.decoding.saved_weights import SavedWeights
+from lingvo_moe.tasks.mt.decoding.fast_model import FastModel, SavedWeights
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -56,6 +55,7 @@ class TranslateOptions:
         xla: whether XLA compiles the search, a program for each bucket of exactly R rows; otherwise
             TensorFlow's own kernels run it, which is much faster on a CPU. None: where there is an
             accelerator.
+        weights: "float32", or "int8" for the weights of matrix products (with TensorFlow's kernels only).
     """
 
     beam_size: int = 4
@@ -65,6 +65,7 @@ class TranslateOptions:
     max_length: int = 256
     rows: int | None = None
     xla: bool | None = None
+    weights: str = "float32"
 
     def __post_init__(self) -> None:
         self.Search()
@@ -76,6 +77,12 @@ class TranslateOptions:
             object.__setattr__(self, "xla", found)
         if self.rows is None:
             object.__setattr__(self, "rows", 8 if self.xla else 32)
+        checks.check_one_of("weights", self.weights, WEIGHTS)
+        if self.weights == "int8" and self.xla:
+            raise ValueError(
+                "weights=int8 is for TensorFlow's own kernels; XLA, which runs the search where there is an"
+                " accelerator, has no fast products of 8 bits: leave it out, or hide the accelerator"
+            )
 
     def Search(self) -> SearchOptions:
         """The options of the beam search."""
@@ -104,72 +111,57 @@ class Translator(tf.Module):
     Args:
         model: e.g. an MtModel.
         theta: NestedMap of arrays or tensors.
-        source_vocab, target_vocab: serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
+        vocabs: NestedMap(source, target) of serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
         options: see TranslateOptions.
         languages: source languages in the order of their task ids, for a model that routes by language; else empty.
         shortlist: the tokens that each line is scored for; None: all.
-        weights: "float32", or "int8" for the weights of matrix products (with TensorFlow's kernels only).
 
     Raises:
         ValueError: a vocabulary with more pieces than the model has embeddings for, a shortlist for other
-            vocabularies or under XLA, weights of another kind, or int8 where it is not supported.
+            vocabularies or under XLA, or weights of 8 bits where they are not supported.
     """
 
     def __init__(
         self,
         model: TranslationModel,
         theta: NestedMap,
-        source_vocab: bytes,
-        target_vocab: bytes,
+        vocabs: NestedMap,
         options: TranslateOptions | None = None,
         languages: Sequence[str] = (),
         shortlist: Shortlist | None = None,
-        weights: str = "float32",
     ):
         super().__init__(name="translator")
-        self.options = options or TranslateOptions()
+        self.options = o = options or TranslateOptions()
+        self._languages = tuple(languages)
         self.traces = 0  # of searches; grows no more once `translate` was traced
-        self._source = _tokenizer(source_vocab)
-        self._target = _tokenizer(target_vocab)
-        self._target_size = int(self._target.vocab_size())
-        for side, have in (
-            ("source", int(self._source.vocab_size())),
-            ("target", self._target_size),
-        ):
+        self._source, self._target = _tokenizer(vocabs.source), _tokenizer(vocabs.target)
+        sizes = {"source": int(self._source.vocab_size()), "target": int(self._target.vocab_size())}
+        for side, size in sizes.items():
             room = getattr(model.p, f"{side}_vocab_size")
-            if have > room:
+            if size > room:
                 raise ValueError(
-                    f"the {side} vocabulary has {have} pieces, the model's {side}_vocab_size is {room}"
+                    f"the {side} vocabulary has {size} pieces, the model's {side}_vocab_size is {room}"
                 )
+        self._target_size = sizes["target"]
         self._shortlist = None
         if shortlist is not None:
-            self._shortlist = self._ColumnsOf(
-                shortlist, {"source": source_vocab, "target": target_vocab}
-            )
-        self._weights = _weights(model, theta, self.options, weights)
+            if o.xla:
+                raise ValueError(
+                    "a shortlist is for TensorFlow's own kernels; under XLA, which runs the search where there is an"
+                    " accelerator, a program has one number of tokens: leave it out, or hide the accelerator"
+                )
+            shortlist.Check(vocabs, sizes)
+            self._shortlist = ShortlistColumns(shortlist, self._target_size, 2 * o.beam_size + 3)
+        if o.weights == "int8":
+            eight_bit.check_supported()
+        self._weights = SavedWeights(theta) if o.xla else FastModel(model, theta, o.weights)
         self._model = lambda: model
-        self._languages = tuple(languages)
-        strings = tf.TensorSpec([None], tf.string, name="text")
-        if languages:
-            signature = [strings, tf.TensorSpec([None], tf.string, name="language")]
-            self.translate = tf.function(
-                self._TranslateFrom, input_signature=signature, autograph=False
-            )
-        else:
-            self.translate = tf.function(
-                self._Translate, input_signature=[strings], autograph=False
-            )
-
-    def _ColumnsOf(self, shortlist: Shortlist, vocabs: dict[str, bytes]) -> ShortlistColumns:
-        """A shortlist as the search takes it, checked; see __init__."""
-        if self.options.xla:
-            raise ValueError(
-                "a shortlist is for TensorFlow's own kernels; under XLA, which runs the search where there is an"
-                " accelerator, a program has one number of tokens: leave it out, or hide the accelerator"
-            )
-        sizes = {"source": int(self._source.vocab_size()), "target": self._target_size}
-        shortlist.Check(vocabs, sizes)
-        return ShortlistColumns(shortlist, self._target_size, 2 * self.options.beam_size + 3)
+        names = ("text", "language") if languages else ("text",)
+        self.translate = tf.function(
+            self._TranslateFrom if languages else self._Translate,
+            input_signature=[tf.TensorSpec([None], tf.string, name=name) for name in names],
+            autograph=False,
+        )
 
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
@@ -224,35 +216,32 @@ class Translator(tf.Module):
         is_cut = tf.strings.length(text) > longest
         tokens = self._source.tokenize(tf.strings.substr(text, 0, longest))
         lengths = tf.cast(tokens.row_lengths(), tf.int32)
-        is_blank = lengths == 0
         truncated = is_cut | (lengths + 1 > o.max_source_length)
         tokens = tokens[:, : o.max_source_length - 1]
-        end = tf.fill([tf.shape(text)[0], 1], EOS_ID)
+        n = tf.shape(text)[0]
+        end = tf.fill([n, 1], EOS_ID)
         tokens = tf.concat([tokens, end], 1)
-        lengths = tf.where(is_blank, 0, tf.minimum(lengths + 1, o.max_source_length))
+        lengths = tf.where(lengths == 0, 0, tf.minimum(lengths + 1, o.max_source_length))
 
-        parts = [_Part.Empty(o.top_k)]
+        source = NestedMap(tokens=tokens, lengths=lengths)
+        if tasks is not None:
+            source.tasks = tasks
+        found = tf.fill([n, o.top_k], ""), tf.zeros([n, o.top_k])
         if not o.xla:
             lines = tf.argsort(lengths, direction="DESCENDING", stable=True)
             lines = lines[: tf.math.count_nonzero(lengths, dtype=tf.int32)]
-            parts.append(self._in_batches(tokens, lengths, tasks, lines))
+            found = self._in_batches(source, lines, found)
         shorter = 0
         for length in o.Buckets() if o.xla else ():
             lines = tf.where((lengths > shorter) & (lengths <= length))[:, 0]
-            lines = tf.cast(lines, tf.int32)
-            parts.append(self._in_batches(tokens, lengths, tasks, lines, length))
+            found = self._in_batches(source, tf.cast(lines, tf.int32), found, length)
             shorter = length
-        return {**_Part.Collect(parts, is_blank), "truncated": truncated}
+        return {"translations": found[0], "scores": found[1], "truncated": truncated}
 
     def _in_batches(
-        self,
-        tokens: tf.RaggedTensor,
-        lengths: tf.Tensor,
-        tasks: tf.Tensor | None,
-        lines: tf.Tensor,
-        length: int | None = None,
-    ) -> "_Part":
-        """Translates the given lines in their order.
+        self, source: NestedMap, lines: tf.Tensor, found: tuple, length: int | None = None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Translates the given lines in their order, and puts them into `found`: texts [N,K] and scores [N,K].
 
         With a `length` XLA compiles the search for it, for batches of exactly `rows` rows, and no line is longer.
         Otherwise the longest lines come first, and rows are padded to the longest of their batch, at a multiple of 16.
@@ -260,45 +249,33 @@ class Translator(tf.Module):
         o, n = self.options, tf.shape(lines)[0]
         search = self._search(length)
 
-        def one(start: tf.Tensor, texts: tf.TensorArray, scores: tf.TensorArray) -> tuple:
+        def one(start: tf.Tensor, texts: tf.Tensor, scores: tf.Tensor) -> tuple:
             size, rows = length, o.rows
             if size is None:
-                longest = lengths[lines[start]]
+                longest = source.lengths[lines[start]]
                 size = (longest + (_SOURCE_STEP - 1)) // _SOURCE_STEP * _SOURCE_STEP
                 rows = tf.clip_by_value(_MOST_TOKENS // size, 1, o.rows)
-            at = lines[start : tf.minimum(start + rows, n)]
-            found = tf.shape(at)[0]
-            n_at = tf.gather(lengths, at)
+            now = at = lines[start : tf.minimum(start + rows, n)]
+            found = tf.shape(now)[0]
+            n_at = tf.gather(source.lengths, at)
             shape = tf.stack([found, size])
             if length is not None:  # filled up with line 0 at length 0, which costs no step
                 shape, missing = [rows, length], [[0, rows - found]]
                 at, n_at = (tf.ensure_shape(tf.pad(x, missing), [rows]) for x in (at, n_at))
-            ids = tf.gather(tokens, at).to_tensor(PAD_ID, shape=shape)
-            tasks_at = [] if tasks is None else [tf.gather(tasks, at)]
+            ids = tf.gather(source.tokens, at).to_tensor(PAD_ID, shape=shape)
+            tasks_at = [tf.gather(source.tasks, at)] if "tasks" in source else []
             text, best = self._texts(*search(ids, n_at, *tasks_at))
-            index = texts.size()
-            return (
-                start + found,
-                texts.write(index, text[:found]),
-                scores.write(index, best[:found]),
+            texts, scores = (
+                tf.tensor_scatter_nd_update(x, now[:, tf.newaxis], y[:found])
+                for x, y in ((texts, text), (scores, best))
             )
+            return start + found, texts, scores
 
-        texts, scores = (
-            tf.TensorArray(
-                kind, 0, dynamic_size=True, infer_shape=False, element_shape=[None, o.top_k]
-            )
-            for kind in (tf.string, tf.float32)
-        )
-        # An empty batch, so that there is always one.
-        texts = texts.write(0, tf.fill([0, o.top_k], ""))
-        scores = scores.write(0, tf.zeros([0, o.top_k]))
+        start = tf.constant(0)
         _, texts, scores = tf.while_loop(
-            lambda start, *_: start < n,
-            one,
-            (tf.constant(0), texts, scores),
-            parallel_iterations=1,
+            lambda start, *_: start < n, one, (start, *found), parallel_iterations=1
         )
-        return _Part(lines, texts.concat(), scores.concat())
+        return texts, scores
 
     def _texts(
         self, ids_RKT: tf.Tensor, lengths_RK: tf.Tensor, scores_RK: tf.Tensor
@@ -348,21 +325,6 @@ class Translator(tf.Module):
         return lambda src, max_lengths: decoder.Search(weights.Tensors(), src, max_lengths)
 
 
-def _weights(
-    model: TranslationModel, theta: NestedMap, options: TranslateOptions, kind: str
-) -> SavedWeights | FastModel:
-    """The weights as variables: theta as it is under XLA, else in a FastModel. Raises ValueError; see Translator."""
-    checks.check_one_of("weights", kind, WEIGHTS)
-    if kind == "int8":
-        if options.xla:
-            raise ValueError(
-                "weights=int8 is for TensorFlow's own kernels; XLA, which runs the search where there is an"
-                " accelerator, has no fast products of 8 bits: leave it out, or hide the accelerator"
-            )
-        eight_bit.check_supported()
-    return SavedWeights(theta) if options.xla else FastModel(model, theta, kind)
-
-
 def _tokenizer(vocab: bytes) -> Any:
     """A tokenizer with a unique name.
 
@@ -373,30 +335,3 @@ def _tokenizer(vocab: bytes) -> Any:
         quiet()
     ):  # it logs that a vocabulary does not normalise text, at no level that could be turned off
         return tf_text.SentencepieceTokenizer(model=vocab, name=name)
-
-
-@dataclass
-class _Part:
-    """The results of some lines: int32 [n], string [n,K], float32 [n,K]."""
-
-    lines: tf.Tensor
-    texts: tf.Tensor
-    scores: tf.Tensor
-
-    @classmethod
-    def Empty(cls, top_k: int) -> "_Part":
-        """The result of blank lines: one empty row that belongs to no line."""
-        return cls(tf.constant([-1]), tf.fill([1, top_k], ""), tf.zeros([1, top_k]))
-
-    @staticmethod
-    def Collect(parts: list["_Part"], is_blank: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The results of all lines, in order."""
-        lines = tf.concat([p.lines for p in parts], 0)[1:]
-        # The place of each line among the results; 0, the empty one, for blank lines.
-        place = tf.scatter_nd(
-            lines[:, tf.newaxis], tf.range(1, tf.shape(lines)[0] + 1), tf.shape(is_blank)
-        )
-        return {
-            "translations": tf.gather(tf.concat([p.texts for p in parts], 0), place),
-            "scores": tf.gather(tf.concat([p.scores for p in parts], 0), place),
-        }

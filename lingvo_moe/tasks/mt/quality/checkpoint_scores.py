@@ -41,8 +41,9 @@ class CheckpointScorer(BaseCheckpointScorer):
     def __call__(self, theta: NestedMap) -> CheckpointScores:
         """See BaseCheckpointScorer: bleu and chrf with their margins, as means over all languages and by group."""
         if self._translator is None:
-            sides = self._vocabs.source, self._vocabs.target
-            self._translator = Translator(self._model, theta, *sides, languages=self._languages)
+            self._translator = Translator(
+                self._model, theta, self._vocabs, languages=self._languages
+            )
         else:
             self._translator.SetTheta(theta)
         translate = self._translator.Translate

@@ -26,7 +26,6 @@ def load_translator(
     options: TranslateOptions | None = None,
     chosen: Chosen = NEWEST,
     shortlist: str | os.PathLike | None = None,
-    weights: str = "float32",
     trust_run: bool = False,
 ) -> tuple[Translator, dict[str, Any]]:
     """The model of a run at a checkpoint.
@@ -35,7 +34,6 @@ def load_translator(
         logdir: a trainer's.
         options, chosen: how to translate, and with which weights.
         shortlist: a file of tools.shortlist; None to score all tokens.
-        weights: see Translator.
         trust_run: see RunDir.
 
     Returns:
@@ -47,18 +45,17 @@ def load_translator(
         DataError: no shortlist there, or one for other vocabularies.
         CheckpointError: no such checkpoint, fewer than asked for, a damaged one, or one that is not of the run's
             model; or the run keeps no moving average.
-        ValueError: weights that are not, or not here.
+        ValueError: as Translator.
     """
     run = RunDir(logdir, trust_run=trust_run)
     model, vocabs = run.Task(), run.vocabs
     some = Shortlist.Load(shortlist) if shortlist else None
     theta, about = load_theta(run, model, chosen)
-    about["weights"] = weights
+    about["weights"] = options.weights if options else "float32"
     if some:
         about["shortlist"] = some.About()
     languages = run.languages or () if model.RoutesByTask(model.p) else ()
-    vocabularies = vocabs.source, vocabs.target
-    return Translator(model, theta, *vocabularies, options, languages, some, weights), about
+    return Translator(model, theta, vocabs, options, languages, some), about
 
 
 def load_theta(

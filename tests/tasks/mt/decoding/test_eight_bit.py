@@ -17,7 +17,7 @@ from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.kernels.eight_bit import EightBit
 from lingvo_moe.core.kernels.packed_weights import FloatBlocks, PackAs
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.decoding.saved_weights import SavedWeights
+from lingvo_moe.tasks.mt.decoding.fast_model import SavedWeights
 
 _EXTREMES = """
 import numpy as np

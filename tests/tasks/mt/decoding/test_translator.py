@@ -40,7 +40,7 @@ def vocab() -> bytes:
 def make(vocab: bytes, options: TranslateOptions = OPTIONS, seed: int = 0) -> Translator:
     size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
     model = toy.ToyModel(size + 3, size + 5)  # larger than the vocabulary, as with a small corpus
-    return Translator(model, model.InitTheta(seed), vocab, vocab, options)
+    return Translator(model, model.InitTheta(seed), NestedMap(source=vocab, target=vocab), options)
 
 
 @pytest.fixture(scope="module", params=[OPTIONS, TENSORFLOW], ids=["xla", "tensorflow"])
@@ -98,13 +98,17 @@ def test_rows_and_results(vocab, translator, short):
     assert (want.scores[:, 0] >= want.scores[:, 1]).all()
 
 
-def test_padding_changes_nothing(vocab, translator, short):
-    """A line in a longer bucket than necessary gives the same text."""
+@pytest.fixture(scope="module")
+def padded(vocab) -> Translator:
+    """A translator with one bucket, longer than necessary."""
     options = replace(OPTIONS, max_source_length=40)
     object.__setattr__(options, "Buckets", lambda: [40])
-    other = make(vocab, options)
-    want, got = translator.Translate(short), other.Translate(short)
-    assert other.traces == 1
+    return make(vocab, options)
+
+
+def test_padding_changes_nothing(padded, translator, short):
+    want, got = translator.Translate(short), padded.Translate(short)
+    assert padded.traces == 1
     assert got.translations == want.translations
     np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
 
@@ -166,7 +170,7 @@ def test_program_sees_the_tokens(vocab):
     processor = sentencepiece.SentencePieceProcessor(model_proto=vocab)
     size = processor.vocab_size()
     spy = Spy(size, size)
-    translator = Translator(spy, spy.InitTheta(), vocab, vocab, OPTIONS)
+    translator = Translator(spy, spy.InitTheta(), NestedMap(source=vocab, target=vocab), OPTIONS)
     ids = processor.encode("red house")
     program = translator._search(8)
     tf.config.run_functions_eagerly(True)
@@ -191,7 +195,9 @@ def test_translations_are_in_the_target_vocabulary(vocab, short):
         sentencepiece.SentencePieceProcessor(model_proto=v).vocab_size() for v in (vocab, target)
     ]
     model = toy.ToyModel(*sizes)
-    got = Translator(model, model.InitTheta(), vocab, target, OPTIONS).Translate(short)
+    got = Translator(
+        model, model.InitTheta(), NestedMap(source=vocab, target=target), TENSORFLOW
+    ).Translate(short)
     text = " ".join(row[0] for row in got.translations)
     assert "z" in text
     assert "b" not in text.replace("\ufffd", "")
@@ -200,7 +206,7 @@ def test_translations_are_in_the_target_vocabulary(vocab, short):
 def test_vocabulary_larger_than_the_model(vocab):
     model = toy.ToyModel(10, 1000)
     with pytest.raises(ValueError, match=r"source vocabulary has \d+ pieces, .* is 10"):
-        Translator(model, model.InitTheta(), vocab, vocab)
+        Translator(model, model.InitTheta(), NestedMap(source=vocab, target=vocab))
 
 
 @pytest.mark.parametrize("name", ["beam_size", "top_k", "max_source_length", "max_length", "rows"])
