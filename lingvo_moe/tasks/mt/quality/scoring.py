@@ -26,6 +26,7 @@ from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
 # (lines that are done, all lines).
 Progress = Callable[[int, int], None]
 
+METRICS = {"bleu": BLEU, "chrf": CHRF}  # sacreBLEU's
 LIST = "report.sha256"
 _SUFFIXES = ("src", "ref", "hyp")
 
@@ -34,15 +35,12 @@ _SUFFIXES = ("src", "ref", "hyp")
 class LanguageReport:
     """The translations of one language, and their scores (0 to 100)."""
 
-    bleu: float
-    chrf: float
+    scores: dict[str, float]  # `bleu` and `chrf`
+    margins: dict[str, float | None]  # of the scores; see intervals.margin
     train_pairs: int  # in training
     sources: list[str]
     references: list[str]
     hypotheses: list[str]
-    # `bleu_margin`, `chrf_margin`: of the scores; see intervals.margin.
-    bleu_margin: float | None = None
-    chrf_margin: float | None = None
     group: str = ""  # of GROUPS, or ''
     # `bleu` and `chrf` of another model on the same lines; see baselines.py.
     baseline: dict[str, float] | None = None
@@ -52,10 +50,7 @@ class LanguageReport:
         """The gain over the baseline in `bleu` and `chrf`; None without a baseline."""
         if self.baseline is None:
             return None
-        return {
-            "bleu": self.bleu - self.baseline["bleu"],
-            "chrf": self.chrf - self.baseline["chrf"],
-        }
+        return {kind: score - self.baseline[kind] for kind, score in self.scores.items()}
 
     @property
     def pairs_digest(self) -> str:
@@ -65,10 +60,8 @@ class LanguageReport:
     def ToDict(self) -> dict[str, Any]:
         """The fields for JSON, without the texts."""
         out: dict[str, Any] = {
-            "bleu": self.bleu,
-            "chrf": self.chrf,
-            "bleu_margin": self.bleu_margin,
-            "chrf_margin": self.chrf_margin,
+            **self.scores,
+            **{f"{kind}_margin": margin for kind, margin in self.margins.items()},
             "lines": len(self.references),
             "few_lines": intervals.has_few(len(self.references)),
             "pairs_digest": self.pairs_digest,
@@ -98,20 +91,18 @@ class EvalReport:
         """
         chosen = [r for r in self.languages.values() if not group or r.group == group]
         out: dict[str, Any] = {
-            "bleu": _mean([r.bleu for r in chosen]),
-            "chrf": _mean([r.chrf for r in chosen]),
-            "bleu_margin": intervals.margin_of_mean(r.bleu_margin for r in chosen),
-            "chrf_margin": intervals.margin_of_mean(r.chrf_margin for r in chosen),
+            **{kind: _mean([r.scores[kind] for r in chosen]) for kind in METRICS},
+            **{
+                f"{kind}_margin": intervals.margin_of_mean(r.margins[kind] for r in chosen)
+                for kind in METRICS
+            },
             "languages": len(chosen),
             "lines": sum(len(r.references) for r in chosen),
         }
         deltas = [r.delta for r in chosen if r.delta is not None]
         if deltas:
-            out |= {
-                "delta_bleu": _mean([d["bleu"] for d in deltas]),
-                "delta_chrf": _mean([d["chrf"] for d in deltas]),
-                "baselines": len(deltas),
-            }
+            out |= {f"delta_{kind}": _mean([d[kind] for d in deltas]) for kind in METRICS}
+            out["baselines"] = len(deltas)
         return out
 
     @property
@@ -121,14 +112,12 @@ class EvalReport:
 
     def InOrder(self) -> list[str]:
         """The languages in the order of `reading_order`."""
-        return sorted(
-            self.languages,
-            key=lambda lang: reading_order(
-                self.languages[lang].group,
-                len(self.languages[lang].references),
-                self.languages[lang].train_pairs,
-            ),
-        )
+
+        def key(lang: str) -> tuple[int, bool, int]:
+            one = self.languages[lang]
+            return reading_order(one.group, len(one.references), one.train_pairs)
+
+        return sorted(self.languages, key=key)
 
     def ToDict(self) -> dict[str, Any]:
         """The scores for JSON, without the texts."""
@@ -248,28 +237,26 @@ def evaluate(
         if progress:
             progress(len(translated), len(sources))
     seconds = time.monotonic() - start
-    bleu, chrf = BLEU(), CHRF()
+    metrics = {kind: make() for kind, make in METRICS.items()}
     rest = iter(translated)
     languages = {}
     for lang, pairs in data.items():
-        references = [reference for _, reference in pairs]
+        own_sources, references = ([pair[side] for pair in pairs] for side in (0, 1))
         hypotheses = list(itertools.islice(rest, len(pairs)))
         languages[lang] = LanguageReport(
-            bleu=bleu.corpus_score(hypotheses, [references]).score,
-            chrf=chrf.corpus_score(hypotheses, [references]).score,
-            train_pairs=(train_pairs or {}).get(lang, 0),
-            sources=[source for source, _ in pairs],
-            references=references,
-            hypotheses=hypotheses,
-            bleu_margin=intervals.margin(bleu, hypotheses, references),
-            chrf_margin=intervals.margin(chrf, hypotheses, references),
+            {k: m.corpus_score(hypotheses, [references]).score for k, m in metrics.items()},
+            {k: intervals.margin(m, hypotheses, references) for k, m in metrics.items()},
+            (train_pairs or {}).get(lang, 0),
+            own_sources,
+            references,
+            hypotheses,
         )
     languages = dict(sorted(languages.items()))
     if train_pairs is not None:
         counts = {k: r.train_pairs for k, r in languages.items()}
         for lang, group in resource_groups(counts, bounds).items():
             languages[lang].group = group
-    signatures = {"bleu": str(bleu.get_signature()), "chrf": str(chrf.get_signature())}
+    signatures = {kind: str(metric.get_signature()) for kind, metric in metrics.items()}
     return EvalReport(languages, signatures, seconds)
 
 

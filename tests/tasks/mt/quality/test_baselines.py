@@ -38,14 +38,15 @@ def test_deltas_and_the_curve(tmp_path):
     baselines = read_baselines(tmp_path, DATA.items())
     assert set(baselines) == {"de", "sw"}
     add_baselines(report, baselines)
-    delta = {lang: report.languages[lang].bleu - base.languages[lang].bleu for lang in DATA}
+    ours, theirs = ({k: r.scores["bleu"] for k, r in x.languages.items()} for x in (report, base))
+    delta = {lang: ours[lang] - theirs[lang] for lang in DATA}
     assert report.languages["de"].delta["bleu"] == delta["de"] != 0
     mean = report.Average()
     assert mean["baselines"] == 2
     assert mean["delta_bleu"] == pytest.approx((delta["de"] + delta["sw"]) / 2)
     assert "delta_bleu" not in report.Average("low")  # fi
     found = json.loads(json.dumps(report.ToDict()))
-    assert found["languages"]["sw"]["baseline"]["chrf"] == base.languages["sw"].chrf
+    assert found["languages"]["sw"]["baseline"]["chrf"] == base.languages["sw"].scores["chrf"]
     assert "delta" not in found["languages"]["fi"]
     curve = delta_curve(found, window=2)
     assert curve["languages"] == ["sw", "de"]

@@ -63,19 +63,6 @@ def test_equals_what_the_search_reports(run, scorer):
         assert (found_BT[np.arange(16) >= lengths_BK[:, k : k + 1]] == 0).all()
 
 
-def test_equals_the_loss(run):
-    task, vocabs = run.Task(), run.vocabs.Transform(Vocabulary)
-    theta = load_theta(run, task)[0].Transform(tf.constant)
-    pairs = [vocabs[side].EncodeBatch(t) for side, t in (("source", SOURCES), ("target", TARGETS))]
-    batch = to_batch([[pair] for pair in zip(*pairs)], Shape(4, 16, 16, pack=False))
-    batch = batch.Transform(tf.constant)
-    with use_mesh(single_device()):
-        wanted = task.EvalStep(theta, batch)
-        found_BT = task.LogProbs(theta, batch)
-    assert wanted.tokens == sum(len(t) + 1 for t in pairs[1])
-    np.testing.assert_allclose(-tf.reduce_sum(found_BT) / wanted.tokens, wanted.nll, rtol=1e-5)
-
-
 def test_one_program_has_the_capacities_of_each_length(tmp_path):
     """How many tokens an expert chooses follows from the tokens of the batch."""
     vocab = toy.train_vocab(toy.sentences(50), bytes_too=False)

@@ -13,12 +13,10 @@ from lingvo_moe.tasks.mt.reports.language_names import english_name, name_and_co
         ("deu", "German"),  # ISO 639-3
         ("iw", "Hebrew"),  # of old
         ("zh_Hans", "Simplified Chinese"),
-        ("zh-hans", "Simplified Chinese"),
         ("pt-BR", "Brazilian Portuguese"),
         ("deu_Latn", "German (Latin)"),
         ("zh-TW", "Chinese (Taiwan)"),
         ("", ""),
-        ("qqq", ""),
         ("made up", ""),
         ("../x", ""),
     ],
