@@ -5,7 +5,7 @@ An undamaged directory is used again; a damaged one is made again.
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lingvo_moe.core.files import files
@@ -20,16 +20,21 @@ def verify_made(directory: Path) -> None:
     verify_manifest(directory, _LIST, remedy="it is made again")
 
 
-def is_made(directory: Path) -> bool:
-    """Whether a directory exists and is undamaged; warns if it is damaged."""
-    if not directory.exists():
-        return False
-    try:
-        verify_made(directory)
-    except ManifestError as e:
-        _log.warning("%s", e)
-        return False
-    return True
+def make_once(directory: str, write: Callable[[Path], None]) -> str:
+    """Has `write` fill a directory, atomically, unless it exists; one that is damaged is made again, with a warning.
+
+    Returns the directory.
+    """
+    path = Path(directory)
+    if path.exists():
+        try:
+            verify_made(path)
+            return directory
+        except ManifestError as e:
+            _log.warning("%s", e)
+    with making(path) as temp:
+        write(temp)
+    return directory
 
 
 @contextlib.contextmanager

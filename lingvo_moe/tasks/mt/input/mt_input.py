@@ -47,7 +47,6 @@ _TOO_LONG = ("drop", "truncate")
 _SIDES = ("source", "target")
 _Text = TypeVar("_Text")  # ids, or a string
 _CACHE_REMEDY = "set input.cache_dir, or XDG_CACHE_HOME, to a directory that can be written"
-_VOCAB_REMEDY = "--model_params_override='{settings}'"
 
 
 class MtInput(BaseInput):
@@ -231,14 +230,7 @@ class MtInput(BaseInput):
         directory = p.vocab_dir or (found.prepared.vocab_dir if found.prepared else "")
         if given is None and not directory:
             sizes = p.source_vocab_size, p.target_vocab_size
-            options = VocabOptions(
-                *sizes,
-                p.temperature,
-                p.vocab_sentences,
-                settings=self.VOCAB_SETTINGS,
-                between=";",
-                remedy=_VOCAB_REMEDY,
-            )
+            options = VocabOptions(*sizes, p.temperature, p.vocab_sentences, flags=self._VocabFlags)
             return cached_vocabularies(found, options, self._CacheDir(), progress)
         if given is None:
             if found.prepared and not p.vocab_dir:
@@ -295,6 +287,11 @@ class MtInput(BaseInput):
         source, target = (self.vocabs[side].Encode for side in self.SIDES)
         return held_out_batches(groups, (source, target), self.shape, self.p.too_long == "truncate")
 
+    def _VocabFlags(self, sizes: Mapping[str, int]) -> str:
+        """The trainer's flag that sets these sizes of vocabularies, by side."""
+        settings = (self.VOCAB_SETTINGS[side].format(most=size) for side, size in sizes.items())
+        return f"--model_params_override='{';'.join(settings)}'"
+
     def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
         wanted = {side: self.p.Get(f"{side}_vocab_size") for side in ("source", "target")}
         wrong = {side: vocabs[side] for side, size in wanted.items() if vocabs[side].size != size}
@@ -305,8 +302,7 @@ class MtInput(BaseInput):
             f" {self.p.name}.{side}_vocab_size is {wanted[side]}"
             for side, vocabulary in wrong.items()
         ]
-        settings = [self.VOCAB_SETTINGS[side].format(most=v.size) for side, v in wrong.items()]
-        remedy = f"set {_VOCAB_REMEDY.format(settings=';'.join(settings))}"
+        remedy = f"set {self._VocabFlags({side: v.size for side, v in wrong.items()})}"
         own = found.prepared.vocab_dir if found.prepared else None
         if all(v.path and own in v.path.parents for v in wrong.values()):
             flags = " ".join(f"--{side}_vocab_size={wanted[side]}" for side in wrong)

@@ -3,8 +3,8 @@
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,11 +47,8 @@ class VocabOptions:
     temperature: float = 5.0  # of the sample, as in mixing
     max_sentences: int = 500_000  # the most pairs in the sample, which is held in memory
     name: str = "input.{side}_vocab_size"  # of the sizes in errors, with {side}
-    # `settings`, `between`, `remedy`: what to set where they are too large: by side, with {most}, the largest size
-    # that works, by default the name and this size; what stands between two; and the whole, with {settings}.
-    settings: Mapping[str, str] = field(default_factory=dict)
-    between: str = " "
-    remedy: str = "{settings}"
+    # The flags that set sizes, by side; None: the name and the size.
+    flags: Callable[[Mapping[str, int]], str] | None = None
 
     def size(self, side: str) -> int:
         return self.source_size if side == "source" else self.target_size
@@ -59,15 +56,12 @@ class VocabOptions:
     def TooLarge(self, sides: Mapping[str, VocabularyTooLarge]) -> DataError:
         """The error for all sides that are too large, which says at once what to set."""
         text = "; ".join(str(error) for error in sides.values())
-        if min(error.most for error in sides.values()) < MIN_SIZE:
+        most = {side: error.most for side, error in sides.items()}
+        if min(most.values()) < MIN_SIZE:
             return DataError(f"{text}; the smallest vocabulary has {MIN_SIZE}: give more data")
-        default = f"{self.name}={{most}}"
-        settings = (
-            self.settings.get(side, default).format(side=side, most=error.most)
-            for side, error in sides.items()
-        )
-        remedy = self.remedy.format(settings=self.between.join(settings))
-        return DataError(f"{text}; give more data, or set {remedy}")
+        own = " ".join(f"{self.name.format(side=side)}={size}" for side, size in most.items())
+        flags = self.flags(most) if self.flags else own
+        return DataError(f"{text}; give more data, or set {flags}")
 
 
 def cached_vocabularies(

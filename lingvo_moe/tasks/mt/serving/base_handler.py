@@ -29,7 +29,8 @@ class BaseHandler(tornado.web.RequestHandler):
     """Answers one path. Every error is `{"error": "what is wrong, and what would be right"}`."""
 
     def initialize(self, service: Service, route: str) -> None:
-        """Called by Tornado; `route` is the path's name in metrics."""
+        """Called by Tornado once the headers have come; `route` is the path's name in metrics."""
+        service.StopHeaderTimer(self.request.connection.stream)  # type: ignore[union-attr]
         self.service, self.route = service, route
         self.lines = 0  # of the request, for the log
         self._body, self._received = bytearray(), 0

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import tornado.httpserver
 import tornado.httputil
@@ -33,7 +33,6 @@ class Server(tornado.httpserver.HTTPServer):
     def initialize(self, service: Service, name: str) -> None:  # type: ignore[override]
         """Called by Tornado, with the arguments."""
         self._service = service
-        self._timers: dict[object, asyncio.TimerHandle] = {}  # of connections that wait for headers
         super().initialize(
             make_app(service, name),
             max_header_size=16 << 10,
@@ -59,42 +58,14 @@ class Server(tornado.httpserver.HTTPServer):
         stream = request_conn.stream  # type: ignore[attr-defined]
         seconds = self._service.limits.read_timeout
         timer = asyncio.get_running_loop().call_later(seconds, stream.close)
-        self._timers[server_conn] = timer
-        return _Message(super().start_request(server_conn, request_conn), timer.cancel)
+        self._service.header_timers[stream] = timer
+        return super().start_request(server_conn, request_conn)
 
     def on_close(self, server_conn: object) -> None:
         """A connection ended."""
-        self._timers.pop(server_conn).cancel()
+        self._service.StopHeaderTimer(server_conn.stream)  # type: ignore[attr-defined]
         self._service.connections -= 1
         super().on_close(server_conn)
-
-
-class _Message(tornado.httputil.HTTPMessageDelegate):
-    """A request as it comes in. `on_headers` is called when its headers have come and are well formed."""
-
-    def __init__(self, inner: tornado.httputil.HTTPMessageDelegate, on_headers: Callable[[], None]):
-        self._inner, self._on_headers = inner, on_headers
-
-    def headers_received(
-        self,
-        start_line: tornado.httputil.RequestStartLine | tornado.httputil.ResponseStartLine,
-        headers: tornado.httputil.HTTPHeaders,
-    ) -> Awaitable[None] | None:
-        """Called by Tornado."""
-        self._on_headers()
-        return self._inner.headers_received(start_line, headers)
-
-    def data_received(self, chunk: bytes) -> Awaitable[None] | None:
-        """Called by Tornado."""
-        return self._inner.data_received(chunk)
-
-    def finish(self) -> None:
-        """Called by Tornado."""
-        self._inner.finish()
-
-    def on_connection_close(self) -> None:
-        """Called by Tornado."""
-        self._inner.on_connection_close()
 
 
 def bind(host: str, port: int) -> list[socket.socket]:

@@ -35,6 +35,7 @@ class Service:
     Attributes:
         state: 'warming up', 'ready' or 'stopping'.
         connections: open ones, kept by the server.
+        header_timers: by the stream of a connection, what ends it unless the headers of a request come in time.
         running: requests that are being translated or answered.
     """
 
@@ -50,6 +51,7 @@ class Service:
         self.about = {**about, "languages": list(translator.languages)}
         self.state = WARMING_UP
         self.connections = 0
+        self.header_timers: dict[object, asyncio.TimerHandle] = {}
         self.running = 0
         self.metrics = Metrics(
             lambda: self._batcher.lines, lambda: self.connections, lambda: self.state == READY
@@ -78,6 +80,11 @@ class Service:
     async def Run(self) -> None:
         """Translates incoming lines until it is cancelled."""
         await self._batcher.Run()
+
+    def StopHeaderTimer(self, stream: object) -> None:
+        """The headers of a request have come on this connection, or it ended."""
+        if timer := self.header_timers.pop(stream, None):
+            timer.cancel()
 
     def CheckReady(self) -> None:
         """Raises RequestError 503 unless translations are served."""

@@ -19,27 +19,48 @@ def read_source(source: Source, fields: Fields) -> Iterator[Line]:
         from lingvo_moe.tasks.mt.input.preparing.tfds_source import read_builder
 
         return read_builder(source.path, fields)
-    readers = {"tsv": _read_tsv, "jsonl": _read_json, "lines": _read_two_files, "txt": _read_texts}
-    return readers[source.form](source, fields)
+    if source.form == "lines":
+        return _read_two_files(source)
+    return _read_lines(source, fields)
 
 
-def _read_tsv(source: Source, fields: Fields) -> Iterator[Line]:
-    at = {name: fields.columns.index(name) for name in fields.columns}
-    last = max(i for name, i in at.items() if name != "_")
+def _read_lines(source: Source, fields: Fields) -> Iterator[Line]:
+    parse = {"tsv": _of_columns, "jsonl": _of_json, "txt": _of_text}[source.form]
     for number, text, reason in read_lines(source.path):
         if text is None:
             yield bad(number, source.lang, reason)
-            continue
-        columns = text.split("\t", last + 1)
-        if len(columns) <= last:
-            yield bad(number, source.lang, "no_tab")
-            continue
-        lang = source.lang or columns[at["lang"]].strip()
+        else:
+            yield from parse(number, text, source.lang, fields)
+
+
+def _of_columns(number: int, text: str, lang: str | None, fields: Fields) -> Iterator[Line]:
+    at = {name: i for i, name in enumerate(fields.columns) if name != "_"}
+    last = max(at.values())
+    columns = text.split("\t", last + 1)
+    if len(columns) <= last:
+        yield bad(number, lang, "no_tab")
+    else:
+        lang = lang or columns[at["lang"]].strip()
         yield pair(number, lang, columns[at["source"]], columns[at["target"]])
 
 
-def _read_two_files(source: Source, fields: Fields) -> Iterator[Line]:
+def _of_text(number: int, text: str, lang: str | None, fields: Fields) -> Iterator[Line]:
     del fields
+    yield pair(number, lang, text, text)
+
+
+def _of_json(number: int, text: str, lang: str | None, fields: Fields) -> Iterator[Line]:
+    try:
+        item = json.loads(text)
+    except (ValueError, RecursionError):
+        item = None
+    if isinstance(item, dict):
+        yield from pairs_of_item(number, item, lang, fields)
+    else:
+        yield bad(number, lang, "bad_json")
+
+
+def _read_two_files(source: Source) -> Iterator[Line]:
     lines = read_lines(source.path), read_lines(source.target or "")
     for ours, theirs in itertools.zip_longest(*lines):
         if ours is None or theirs is None:
@@ -55,27 +76,3 @@ def _read_two_files(source: Source, fields: Fields) -> Iterator[Line]:
             yield bad(number, source.lang, reason or theirs[2])
         else:
             yield pair(number, source.lang, text, theirs[1])
-
-
-def _read_texts(source: Source, fields: Fields) -> Iterator[Line]:
-    del fields
-    for number, text, reason in read_lines(source.path):
-        if text is None:
-            yield bad(number, source.lang, reason)
-        else:
-            yield pair(number, source.lang, text, text)
-
-
-def _read_json(source: Source, fields: Fields) -> Iterator[Line]:
-    for number, text, reason in read_lines(source.path):
-        if text is None:
-            yield bad(number, source.lang, reason)
-            continue
-        try:
-            item = json.loads(text)
-        except (ValueError, RecursionError):
-            item = None
-        if not isinstance(item, dict):
-            yield bad(number, source.lang, "bad_json")
-            continue
-        yield from pairs_of_item(number, item, source.lang, fields)

@@ -11,7 +11,7 @@ from typing import Any
 from lingvo_moe.core.files import files
 from lingvo_moe.tasks.mt.input.corpus import split
 from lingvo_moe.tasks.mt.input.corpus.clean import sentence_key
-from lingvo_moe.tasks.mt.input.made_once import is_made, making
+from lingvo_moe.tasks.mt.input.made_once import make_once
 from lingvo_moe.tasks.mt.input.prepared import content_digest
 from lingvo_moe.tasks.mt.input.preparing.dedup import keep_first
 from lingvo_moe.tasks.mt.input.preparing.formats import read_source
@@ -46,18 +46,19 @@ def language_stage(job: LanguageJob, report: Callable[[int], None]) -> str:
         DataError: see read_source.
         OSError: the directory cannot be written.
     """
-    output = Path(job.output)
-    if not is_made(output):
-        with making(output) as temp:
-            kept, total = _write_train(job, temp)
-            dev = _write_dev(job, temp)
-            summary: dict[str, Any] = {"kept": kept, "duplicates": total - kept, "dev": dev}
-            if kept:
-                path = temp / TRAIN
-                summary |= {"bytes": path.stat().st_size, "digest": content_digest(path)}
-            files.write_atomic(temp / SUMMARY, json.dumps(summary).encode())
+
+    def write(directory: Path) -> None:
+        kept, total = _write_train(job, directory)
+        dev = _write_dev(job, directory)
+        summary: dict[str, Any] = {"kept": kept, "duplicates": total - kept, "dev": dev}
+        if kept:
+            path = directory / TRAIN
+            summary |= {"bytes": path.stat().st_size, "digest": content_digest(path)}
+        files.write_atomic(directory / SUMMARY, json.dumps(summary).encode())
+
+    made = make_once(job.output, write)
     report(1)
-    return job.output
+    return made
 
 
 def _write_train(job: LanguageJob, directory: Path) -> tuple[int, int]:

@@ -163,8 +163,7 @@ class _Preparation:
 
     def _Read(self) -> None:
         """Reads all sources, and adds up what was found."""
-        place, options = self._work / f"read-{self._read_key}", self._options
-        place.mkdir(exist_ok=True)
+        place, options = self._Place("read", self._read_key), self._options
         dev_keys = self._DevKeys(place)
         jobs = [
             reading.ReadJob(
@@ -187,6 +186,12 @@ class _Preparation:
             for lang, counts in summary["languages"].items():
                 _add(self._tables.setdefault(lang, reading.LanguageCounts()), counts)
 
+    def _Place(self, stage: str, key: str) -> Path:
+        """The directory of a stage's results for the settings of a key."""
+        place = self._work / f"{stage}-{key}"
+        place.mkdir(exist_ok=True)
+        return place
+
     def _DevKeys(self, place: Path) -> str | None:
         """The file of hashes of given held-out sentences; None where none are given."""
         if not self._found.dev:
@@ -202,8 +207,7 @@ class _Preparation:
 
     def _Languages(self) -> dict[str, str]:
         """Makes the training and held-out files; returns a directory for each language that has pairs."""
-        place = self._work / f"languages-{self._read_key}"
-        place.mkdir(exist_ok=True)
+        place = self._Place("languages", self._read_key)
         langs = {lang for lang in self._tables if lang != reading.NO_LANGUAGE}
         langs |= self._given.sources.keys()
         jobs = [
@@ -233,8 +237,7 @@ class _Preparation:
         train = {lang: Path(directories[lang]) / languages.TRAIN for lang in pairs}
         digests = {lang: found[lang]["digest"] for lang in pairs}
         self._scan = Scan(train, pairs, {}, prepared.fingerprint(digests))
-        place = self._work / f"vocab-{self._vocab_key}"
-        place.mkdir(exist_ok=True)
+        place = self._Place("vocab", self._vocab_key)
         jobs = [
             tokens.VocabularyJob(
                 side,
@@ -252,13 +255,12 @@ class _Preparation:
         self._vocabs: NestedMap = load_vocabularies(place)
 
     def _Records(self, directories: Mapping[str, str]) -> dict[str, str]:
-        place = self._work / f"records-{self._records_key}"
-        place.mkdir(exist_ok=True)
+        place = self._Place("records", self._records_key)
         jobs = [
             tokens.RecordsJob(
                 lang,
                 directories[lang],
-                str(self._work / f"vocab-{self._vocab_key}"),
+                str(self._Place("vocab", self._vocab_key)),
                 self._options.pairs_per_shard,
                 str(place / lang),
             )
@@ -335,7 +337,7 @@ class _Preparation:
                 _place(train, temp / f"{lang}.tsv.gz")
                 _place(dev, temp / "dev" / f"{lang}.tsv.gz")
             for side in ("source", "target"):
-                model = self._work / f"vocab-{self._vocab_key}" / f"{side}.model"
+                model = self._Place("vocab", self._vocab_key) / f"{side}.model"
                 for path in (model, list_of(model)):
                     _place(path, temp / "vocab" / path.name)
             entries = {lang: tokens.shards_of(directory) for lang, directory in records.items()}

@@ -18,7 +18,7 @@ from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.corpus import split
 from lingvo_moe.tasks.mt.input.corpus.clean import sentence_key, tidy_text
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.made_once import is_made, making
+from lingvo_moe.tasks.mt.input.made_once import make_once
 from lingvo_moe.tasks.mt.input.preparing.filters import REASONS, Rules
 from lingvo_moe.tasks.mt.input.preparing.formats import read_source
 from lingvo_moe.tasks.mt.input.preparing.lines import Line
@@ -71,12 +71,7 @@ def read_stage(job: ReadJob, report: Callable[[int], None]) -> str:
         DataError: see read_source; or none of the lines of a source can be used.
         OSError: the directory cannot be written.
     """
-    output = Path(job.output)
-    if is_made(output):
-        return job.output
-    with making(output) as temp:
-        _Reader(job, temp).Run(report)
-    return job.output
+    return make_once(job.output, lambda directory: _Reader(job, directory).Run(report))
 
 
 class _Reader:

@@ -9,7 +9,7 @@ from pathlib import Path
 from lingvo_moe.core.files import files
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.file_list import write_listed
-from lingvo_moe.tasks.mt.input.made_once import is_made, making
+from lingvo_moe.tasks.mt.input.made_once import make_once
 from lingvo_moe.tasks.mt.input.preparing.language_stage import TRAIN
 from lingvo_moe.tasks.mt.input.scan import Scan
 from lingvo_moe.tasks.mt.input.shards import LanguageShards, write_shards
@@ -87,15 +87,14 @@ def records_stage(job: RecordsJob, report: Callable[[int], None]) -> str:
     Raises:
         OSError: the directory cannot be written.
     """
-    output = Path(job.output)
-    if not is_made(output):
+
+    def write(directory: Path) -> None:
         vocabs = load_vocabularies(job.vocab_dir)
-        with making(output) as temp:
-            pairs = tsv.read_pairs(Path(job.directory) / TRAIN)
-            shards = write_shards(pairs, temp, job.lang, vocabs, job.pairs_per_shard, report)
-            summary = json.dumps(dataclasses.asdict(shards))
-            files.write_atomic(temp / SUMMARY, summary.encode())
-    return job.output
+        pairs = tsv.read_pairs(Path(job.directory) / TRAIN)
+        shards = write_shards(pairs, directory, job.lang, vocabs, job.pairs_per_shard, report)
+        files.write_atomic(directory / SUMMARY, json.dumps(dataclasses.asdict(shards)).encode())
+
+    return make_once(job.output, write)
 
 
 def shards_of(directory: str) -> LanguageShards:
