@@ -13,7 +13,10 @@ from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 
-SMALL = ";task.source_vocab_size=50;task.target_vocab_size=50"
+SMALL = (
+    ";task.source_vocab_size=50;task.target_vocab_size=50;input.source_length=8;input.target_length=8"
+    ";task.num_encoder_layers=2;task.num_decoder_layers=2;task.repeat=False"
+)
 
 
 def _task_and_step(override):

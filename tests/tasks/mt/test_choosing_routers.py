@@ -47,9 +47,8 @@ def test_an_override_names_the_router_and_what_is_in_it():
 def test_params_text_reads_back_whatever_is_chosen(name):
     p = registry.GetParams("mt.M4Tiny", f"task.decoder_router={name};task.moe.router={name}")
     assert p.task.moe.router.cls is ROUTERS[name]
-    for other in ("top2", "lsh"):
-        fresh = registry.GetParams("mt.M4Tiny", f"task.moe.router={other}")
-        assert fresh.FromText(p.ToText()).ToText() == p.ToText()
+    fresh = registry.GetParams("mt.M4Tiny", "task.moe.router=lsh")
+    assert fresh.FromText(p.ToText()).ToText() == p.ToText()
 
 
 @pytest.mark.parametrize(
@@ -83,8 +82,7 @@ def test_a_decoder_does_not_look_ahead():
 
 
 def _model(override: str):
-    model = registry.GetParams("mt.M4Tiny", SMALL + override).task.Instantiate()
-    return model
+    return registry.GetParams("mt.M4Tiny", SMALL + override).task.Instantiate()
 
 
 def _side(rng, segments, tasks):

@@ -169,17 +169,6 @@ def test_what_stands_in_the_padding_moves_nothing(model, theta, trained, seed):
     _assert_close(_loss_and_grads(model, theta, loud, seed), quiet)
 
 
-def test_more_padding_moves_nothing_in_inference(model, theta):
-    batch = _batch()
-    wider = batch.Transform(lambda x: np.pad(x, ((0, 1), (0, 3))))
-    logits, loss, metrics = _logits(model, theta, wider)
-    want_logits, want_loss, want = _logits(model, theta, batch)
-    real = batch.tgt.segment_ids > 0
-    np.testing.assert_allclose(logits[:3, :5][real], want_logits[real], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(metrics.nll, want.nll, rtol=1e-5)
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-
-
 def test_a_batch_of_padding_alone_is_finite(model, theta):
     empty = _batch().Transform(np.zeros_like)
     values = dict(_loss_and_grads(model, theta, empty, STEP))
@@ -214,7 +203,7 @@ def test_steps_equal_the_whole_sequence(model, theta):
             np.testing.assert_allclose(logits[:, j], whole[j][:, t], rtol=1e-4, atol=2e-5)
 
 
-def test_bfloat16_activations_are_close(model, theta, trained):
+def test_bfloat16_activations_are_close(model, theta):
     low = _params(fprop_dtype="bfloat16").Instantiate()
     assert {s.dtype for s in low.VariableSpecs().Flatten()} == {"float32"}
     want, _, full = _logits(model, theta, _batch())
@@ -222,13 +211,6 @@ def test_bfloat16_activations_are_close(model, theta, trained):
     assert loss.dtype == metrics.nll.dtype == tf.float32
     assert 0 < np.abs(got - want).max() < 0.2
     np.testing.assert_allclose(metrics.nll, full.nll, rtol=0.02)
-    in_training = dict(_loss_and_grads(low, theta, _batch(), STEP))
-    for path, value in trained:
-        if path.startswith("grads"):
-            assert in_training[path].dtype == tf.float32
-            assert np.isfinite(in_training[path]).all(), path
-        if path == "loss":
-            np.testing.assert_allclose(in_training[path], value, rtol=0.1)
 
 
 def test_meta_counts_by_hand():

@@ -16,11 +16,7 @@ tokens, W token of a group.
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.decode.flat_beam_search import (
-    NEVER,
-    FlatBeamSearch,
-    StepFn,
-)
+from lingvo_moe.core.decode.flat_beam_search import NEVER, FlatBeamSearch, StepFn
 from lingvo_moe.core.kernels.tensorflow import batch_independent
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap, map_structure

@@ -30,7 +30,7 @@ def test_quotas_use_what_small_languages_leave() -> None:
     st.floats(0.5, 100),
     st.integers(100, 20_000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_quotas_stay_within_the_limit(
     pairs: dict[str, int], temperature: float, limit: int
 ) -> None:
@@ -59,7 +59,7 @@ def test_large_and_negative_seeds_draw_differently(seed: int) -> None:
 
 
 @given(st.integers(1, 3000), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_permute_is_a_permutation(n: int, key: int) -> None:
     out = permute(np.arange(n), n, key)
     assert sorted(out) == list(range(n))
@@ -92,7 +92,7 @@ def test_every_epoch_holds_every_pair_once_in_another_order() -> None:
         assert epochs[0] != epochs[1]
 
 
-@pytest.mark.parametrize("place", [0, 1, 4095, 4096, 4097, 9999])
+@pytest.mark.parametrize("place", [0, 4095, 4096, 4097])
 def test_the_order_resumes(place: int) -> None:
     sizes = {"a": 500, "b": 7}
     whole, resumed = PairOrder(sizes, 5.0, 1), PairOrder(sizes, 5.0, 1)

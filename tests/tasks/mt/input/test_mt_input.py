@@ -49,16 +49,11 @@ def _take(iterator, n: int) -> list[NestedMap]:
 def test_the_spec_is_what_comes_and_needs_no_data(params, ready: MtInput) -> None:
     nowhere = params.Copy().Set(data_dir="/nowhere", cache_dir="/nowhere").Instantiate()
     spec, batch = nowhere.BatchSpec(), next(iter(ready))
-    assert [path for path, _ in spec.FlattenItems()] == [path for path, _ in batch.FlattenItems()]
-    assert [path for path, _ in batch.FlattenItems()] == [
-        "src.ids",
-        "src.segment_ids",
-        "src.segment_pos",
-        "tgt.ids",
-        "tgt.labels",
-        "tgt.segment_ids",
-        "tgt.segment_pos",
-    ]
+    names = (
+        "src.ids src.segment_ids src.segment_pos tgt.ids tgt.labels tgt.segment_ids tgt.segment_pos"
+    )
+    for tree in (spec, batch):
+        assert [path for path, _ in tree.FlattenItems()] == names.split()
     for leaf, array in zip(spec.Flatten(), batch.Flatten()):
         assert leaf.shape == array.shape
         assert leaf.dtype == array.dtype.name == "int32"
@@ -79,13 +74,6 @@ def test_batches_hold_pairs_of_the_corpus(ready: MtInput, data_dir: Path) -> Non
                 languages.add(text[0])
     assert languages == {"a", "b", "c"}
     assert ready.languages == SIZES
-
-
-def test_deterministic_given_the_seed(params, ready: MtInput) -> None:
-    first = _take(iter(ready), 5)
-    assert all(map(_same, first, _take(iter(params.Instantiate()), 5)))
-    other = params.Copy().Set(seed=7).Instantiate()
-    assert not _same(first[0], next(iter(other)))
 
 
 @given(st.integers(0, 400), st.booleans())
@@ -138,7 +126,7 @@ def test_state_and_memory_stay_small_whatever_the_corpus(params) -> None:
 
 def test_a_state_of_other_data_is_refused(params, ready: MtInput, tmp_path: Path) -> None:
     iterator = iter(ready)
-    next(iterator)
+    assert not _same(next(iterator), next(iter(params.Copy().Set(seed=7).Instantiate())))
     state = iterator.GetState()
     data = write_corpus(tmp_path / "data", {"aa": 250, "bb": 50})
     for other in (params.Copy().Set(seed=9), params.Copy().Set(data_dir=str(data))):
@@ -177,11 +165,6 @@ def test_rows_too_short_for_anything(
     tiny = params.Copy().Set(source_length=2, target_length=2, **places).Instantiate()
     with pytest.raises(DataError, match="none of 500 pairs fits into source_length=2"):
         next(iter(tiny))
-
-
-def test_one_pair_a_row(params) -> None:
-    batch = next(iter(params.Copy().Set(pack=False).Instantiate()))
-    assert batch.src.segment_ids.max(axis=1).tolist() == [1, 1, 1, 1]
 
 
 def test_skipped_lines_are_reported(params, tmp_path: Path) -> None:
@@ -293,9 +276,7 @@ def test_a_cache_that_cannot_be_made(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if variable != "cache_dir":
         monkeypatch.setenv(variable, place)
-    with pytest.raises(
-        DataError, match=r"below.* cannot be used: .*; set input\.cache_dir, or XDG_"
-    ):
+    with pytest.raises(DataError, match=r"below.* cannot be used: .*; set input\.cache_dir, or"):
         chosen.Instantiate().Prepare()
 
 
@@ -307,11 +288,6 @@ def test_no_home_at_all(params, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(DataError, match=r"no cache directory: .*; set input\.cache_dir"):
         params.Copy().Set(cache_dir="").Instantiate().Prepare()
-
-
-def test_languages_can_be_chosen(params) -> None:
-    chosen = params.Copy().Set(languages=["bb", "aa"], source_vocab_size=350).Instantiate()
-    assert set(chosen.languages) == {"aa", "bb"}
 
 
 def test_given_vocabularies_must_have_the_size_asked_for(
@@ -344,7 +320,6 @@ def test_given_vocabularies_must_have_the_size_asked_for(
         ({"source_length": 1}, "source_length=1: must be an integer of at least 2"),
         ({"too_long": "cut"}, "too_long='cut': must be one of"),
         ({"temperature": 0.0}, "temperature=0.0: must be a positive number"),
-        ({"source_vocab_size": 64_000}, "source_vocab_size=64000 is more than this data can fill"),
     ],
 )
 def test_errors_teach(params, values: dict, message: str) -> None:

@@ -78,13 +78,6 @@ def test_nothing_is_lost_doubled_or_misaligned(
     assert sorted(seen) == sorted(pairs)
 
 
-def test_one_pair_a_row_without_packing() -> None:
-    batch, waiting = fill_batch(Shape(3, 8, 8, pack=False), [], lambda: ([5], [6]))
-    assert waiting == []
-    assert batch.src.segment_ids.max() == 1
-    assert _unpack(batch) == [([5], [6])] * 3
-
-
 def test_rows_are_well_filled() -> None:
     rng = np.random.default_rng(0)
 

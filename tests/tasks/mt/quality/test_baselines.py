@@ -82,7 +82,5 @@ def test_what_cannot_be_compared(tmp_path):
         add_baselines(scored("open the file", ["de"]), baselines)
     for broken in ("{", "[]", '{"languages": {}}'):
         file.write_text(broken)
-        with pytest.raises(
-            ValueError, match=r"not a report of tools\.evaluate with scores of 'de'"
-        ):
+        with pytest.raises(ValueError, match=r"not a report of tools\.evaluate with scores of"):
             read_baselines(tmp_path, of_de.items())

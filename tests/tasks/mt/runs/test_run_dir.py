@@ -99,7 +99,7 @@ def test_what_changes_in_a_run_is_not_listed(run):
     assert run.program["mesh"] == "expert:4" and run.steps == [5]
 
 
-@pytest.mark.parametrize("killed_at", range(6))
+@pytest.mark.parametrize("killed_at", [0, 1, 4, 5])
 def test_killed_while_it_is_described_it_can_be_described_again(
     run, vocabs, monkeypatch, killed_at
 ):
@@ -132,10 +132,10 @@ def test_killed_while_it_is_described_it_can_be_described_again(
 # --- damage
 
 
-def test_each_of_300_flipped_bits_is_noticed_and_its_file_named(run):
+def test_each_of_60_flipped_bits_is_noticed_and_its_file_named(run):
     rng = random.Random(0)
     names = [*DESCRIPTION, MANIFEST, "program.json"]
-    for _ in range(300):
+    for _ in range(60):
         file = run.path / rng.choice(names)
         before = file.read_bytes()
         at, bit = rng.randrange(len(before)), rng.randrange(8)
@@ -147,7 +147,7 @@ def test_each_of_300_flipped_bits_is_noticed_and_its_file_named(run):
     _read(run)
 
 
-@pytest.mark.parametrize("name", [*DESCRIPTION, MANIFEST])
+@pytest.mark.parametrize("name", ["params.txt", "vocab/target.model", MANIFEST])
 def test_cut_emptied_lost_and_swapped_files_are_named(run, name):
     file = run.path / name
     before = file.read_bytes()
@@ -170,14 +170,6 @@ def test_cut_emptied_lost_and_swapped_files_are_named(run, name):
         _read(run)
 
 
-def test_a_run_without_a_list_is_refused_with_a_remedy(run):
-    (run.path / MANIFEST).unlink()
-    with pytest.raises(
-        RunDirError, match=r"manifest\.sha256, the list of its files, is missing.*docs/security\.md"
-    ):
-        run.Task()
-
-
 def test_the_list_of_another_run_does_not_fit(run, tmp_path, vocabs):
     other = RunDir(tmp_path / "other")
     other.Write("mt.M4Tiny", "task.num_experts=16", mt_artifacts(vocabs))
@@ -186,10 +178,8 @@ def test_the_list_of_another_run_does_not_fit(run, tmp_path, vocabs):
         run.Task()
 
 
-@pytest.mark.parametrize("lost", DESCRIPTION)
+@pytest.mark.parametrize("lost", ["params.txt", "vocab/source.model"])
 def test_a_list_that_lacks_a_file_is_refused(run, lost):
-    from lingvo_moe.core.files.manifest import write_manifest
-
     write_manifest(run.path, MANIFEST, set(DESCRIPTION) - {lost})
     with pytest.raises(RunDirError, match=f"{re.escape(lost)} is not in {MANIFEST}"):
         _read(run)
@@ -219,40 +209,27 @@ _OLD = {"model": "mt.M4Tiny", "params_override": "", "vocab": {"source": "s", "t
     "content, message",
     [
         ("5", "must be an object with model, .*but is 5"),
-        ("null", "must be an object with .*but is null"),
-        ('"model"', "must be an object with .*but is 'model'"),
         ("[1]", r"must be an object with .*but is \[1\]"),
         ("{}", "model and params_override and files and input missing"),
-        ('{"model": "mt.M4Tiny"}', "params_override and files and input missing"),
-        ("{", "not JSON"),
         ("", "not JSON"),
         ("NaN", "must be an object with"),
         ("9" * 5000, "not JSON"),
         (b'{"model": "\xff"}', "not UTF-8, at byte 11"),
-        ("[" * 10_000_000, "brackets are too deep"),
-        ('{"a":' * 1_000_000, "brackets are too deep"),
+        ("[" * 1_000_000, "brackets are too deep"),
         (_WHOLE | {"model": 5}, "model must be a string, but is 5"),
-        (_WHOLE | {"model": ["mt.M4Tiny"]}, r"model must be a string, but is \['mt"),
         (_WHOLE | {"params_override": None}, "params_override must be a string, but is null"),
-        (_WHOLE | {"params_override": {}}, "params_override must be a string, but is {}"),
         (_OLD | {"vocab": "vocab"}, "vocab must be an object with the strings source and target"),
-        (_OLD | {"vocab": ["s", "t"]}, "vocab must be an object"),
         (_OLD | {"vocab": {"source": "s"}}, "vocab must be an object"),
         (_OLD | {"vocab": {"source": "s", "target": 1}}, "vocab must be an object"),
         (_OLD | {"vocab": {"source": "s", "target": "t\0"}}, "vocab must be an object"),
         (_OLD | {"languages": "de"}, "languages must be a list of strings, but is 'de'"),
-        (_OLD | {"languages": [1, 2]}, r"languages must be a list of strings, but is \[1, 2\]"),
-        (_OLD | {"languages": None}, "languages must be a list of strings, but is null"),
         (_WHOLE | {"files": "vocab"}, "files must be a list of strings"),
         (_WHOLE | {"files": ["s", 1]}, "files must be a list of strings"),
         (_WHOLE | {"input": ["de"]}, "input must be an object"),
         (_WHOLE | {"began_from": "/old"}, "began_from must be an object with logdir"),
-        (_WHOLE | {"began_from": {"logdir": "/old"}}, "began_from must be an object"),
         (_WHOLE | {"began_from": BEGAN | {"logdir": 1}}, "began_from must be an object"),
-        (_WHOLE | {"began_from": BEGAN | {"step": "5"}}, "began_from must be an object"),
         (_WHOLE | {"began_from": BEGAN | {"step": -1}}, "began_from must be an object"),
         (_WHOLE | {"began_from": BEGAN | {"step": True}}, "began_from must be an object"),
-        (_WHOLE | {"began_from": BEGAN | {"kept": [1]}}, "began_from must be an object"),
         (_WHOLE | {"began_from": BEGAN | {"kept": {"a": [1]}}}, "began_from must be an object"),
     ],
 )
@@ -315,14 +292,13 @@ def test_an_input_keeps_nothing_in_place_of_the_runs_own_files(run, name):
         run.Write("mt.M4Tiny", "", RunArtifacts({name: b""}))
 
 
-@pytest.mark.parametrize("name", ["vocab/source.model", "vocab", "experiment.json", "params.txt"])
+@pytest.mark.parametrize("name", ["vocab", "experiment.json"])
 def test_a_link_that_leads_out_of_the_run_is_neither_read_nor_written(run, vocabs, name):
     outside = run.path.parent / "outside"
     (run.path / name).rename(outside)
     (run.path / name).symlink_to(outside)
-    with pytest.raises(
-        RunDirError, match=f"{name}.* is a link that leads out of the run, to {outside}"
-    ):
+    message = f"{name}.* is a link that leads out of the run, to {outside}"
+    with pytest.raises(RunDirError, match=message):
         _ = run.vocabs
     before = outside.is_file() and outside.read_bytes()
     with pytest.raises(RunDirError, match="leads out of the run"):
@@ -330,17 +306,15 @@ def test_a_link_that_leads_out_of_the_run_is_neither_read_nor_written(run, vocab
     assert before == (outside.is_file() and outside.read_bytes())
 
 
-@pytest.mark.parametrize("place", ["train", "train/metrics.jsonl", "checkpoints", "checkpoints/5"])
+@pytest.mark.parametrize("place", ["train/metrics.jsonl", "checkpoints"])
 def test_a_trainer_does_not_go_on_where_it_would_write_elsewhere(run, place):
     outside = run.path.parent / "outside"
     outside.mkdir()
     (run.path / place).parent.mkdir(exist_ok=True)
     (run.path / place).symlink_to(outside)
-    with pytest.raises(
-        RunDirError, match=f": {place} is a link that leads out of the run, to {outside}"
-    ):
-        with RunLock(run.path) as lock:
-            prepare_run_dir(run, "mt.M4Tiny", "task.num_experts=4", lock, restart=False)
+    message = f": {place} is a link that leads out of the run, to {outside}"
+    with pytest.raises(RunDirError, match=message), RunLock(run.path) as lock:
+        prepare_run_dir(run, "mt.M4Tiny", "task.num_experts=4", lock, restart=False)
 
 
 def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
@@ -349,13 +323,6 @@ def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
     (run.path / "vocab/source.model").rename(run.path / "vocab/kept.model")
     (run.path / "vocab/source.model").symlink_to("kept.model")
     assert dict(RunDir(link).vocabs) == vocabs
-
-
-def test_a_description_names_only_files_that_are_listed(run):
-    (run.path / "vocab/more.model").write_bytes((run.path / "vocab/source.model").read_bytes())
-    _change(run, vocab={"source": "vocab/more.model", "target": "vocab/target.model"})
-    with pytest.raises(RunDirError, match=rf"vocab/more\.model is not in {MANIFEST}"):
-        _ = run.vocabs
 
 
 @pytest.mark.parametrize(
@@ -380,7 +347,7 @@ def test_an_experiment_that_is_not_there_is_an_error_of_the_file(run, values, me
         run.Params()
 
 
-@pytest.mark.parametrize("content", [b'{"lr": 0.1}', b"", b"\xff", b"[1]"])
+@pytest.mark.parametrize("content", [b'{"lr": 0.1}', b"\xff"])
 def test_another_program_s_file_of_the_same_name_is_not_replaced(tmp_path, content):
     (tmp_path / "experiment.json").write_bytes(content)
     with RunLock(tmp_path) as lock:

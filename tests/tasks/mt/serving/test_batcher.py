@@ -76,28 +76,24 @@ def test_a_huge_request_takes_turns_with_small_ones():
     assert b"bb" in translator.batches[2]
 
 
-def test_long_lines_and_short_ones_are_not_mixed():
-    """The translator would run a program for each length, and a short line would wait for a long one's."""
-    translator = Capitals()
-    long, short = b"l" * 500, b"s"
-
-    async def work(batcher):
-        await asyncio.gather(
-            *await held(translator, batcher, ([long, short],), ([short],), ([long],))
-        )
-
-    run(work, translator)
-    assert translator.batches[1:] == [[long, long], [short, short]]
-
-
-def test_of_long_lines_a_batch_has_fewer():
+@pytest.mark.parametrize(
+    "requests, batches",
+    [
+        # The translator would run a program for each length, and a short line would wait for a long one's.
+        ([["l" * 500, "s"], ["s"], ["l" * 500]], [["l" * 500] * 2, ["s"] * 2]),
+        ([["l" * 5000] * 5], [["l" * 5000] * 2, ["l" * 5000] * 2, ["l" * 5000]]),
+    ],
+    ids=["long ones and short ones are not mixed", "of long ones there are fewer"],
+)
+def test_the_lines_of_a_batch(requests, batches):
     translator = Capitals()
 
     async def work(batcher):
-        await asyncio.gather(*await held(translator, batcher, ([b"l" * 5000] * 5,)))
+        lines = [([line.encode() for line in request],) for request in requests]
+        await asyncio.gather(*await held(translator, batcher, *lines))
 
     run(work, translator)
-    assert [len(batch) for batch in translator.batches[1:]] == [2, 2, 1]
+    assert [[line.decode() for line in batch] for batch in translator.batches[1:]] == batches
 
 
 @given(st.lists(st.lists(st.integers(0, 300), max_size=9), max_size=6), st.integers(1, 5))

@@ -146,13 +146,12 @@ def test_saved_translator(translator, saved_model):
     want, got = translator.Translate(LINES), SavedTranslator(str(saved_model)).Translate(LINES)
     assert got.translations == want.translations
     assert_array_equal(got.scores, want.scores)
-    about = json.loads((saved_model / "assets.extra" / "translator.json").read_text())
-    assert about["model"] == "mt.M4Tiny"
-    assert about["options"]["beam_size"] == 3
+    about = json.loads((saved_model / ABOUT).read_text())
+    assert (about["model"], about["options"]["beam_size"]) == ("mt.M4Tiny", 3)
 
 
 def test_a_bit_that_flips_is_found_before_anything_is_loaded(saved_model, tmp_path, monkeypatch):
-    """1,000 random bits, spread evenly over the files: weights, graph, vocabularies, descriptions, the list."""
+    """100 random bits, spread evenly over the files: weights, graph, vocabularies, descriptions, the list."""
 
     def never(*_):
         raise AssertionError("loaded")
@@ -164,20 +163,15 @@ def test_a_bit_that_flips_is_found_before_anything_is_loaded(saved_model, tmp_pa
     names = {str(file.relative_to(copy)) for file in files}
     assert {"saved_model.pb", "variables/variables.index", ABOUT, MANIFEST} <= names
     rng = np.random.default_rng(0)
-    for _ in range(1000):
+    for _ in range(100):
         file = files[rng.integers(len(files))]
-        at, bit = int(rng.integers(file.stat().st_size)), int(rng.integers(8))
-        with open(file, "r+b") as opened:
-            opened.seek(at)
-            byte = opened.read(1)[0]
-            opened.seek(at)
-            opened.write(bytes([byte ^ 1 << bit]))
-            opened.flush()
-            with pytest.raises(ManifestError) as caught:
-                SavedTranslator(copy)
-            assert f"{copy}: {file.relative_to(copy)}" in str(caught.value)
-            opened.seek(at)
-            opened.write(bytes([byte]))
+        before = file.read_bytes()
+        changed = bytearray(before)
+        changed[rng.integers(len(before))] ^= 1 << int(rng.integers(8))
+        file.write_bytes(changed)
+        with pytest.raises(ManifestError, match=re.escape(f"{copy}: {file.relative_to(copy)}")):
+            SavedTranslator(copy)
+        file.write_bytes(before)
     with pytest.raises(AssertionError, match="loaded"):
         SavedTranslator(copy)
 
@@ -186,9 +180,7 @@ def test_an_export_without_a_list_is_refused(saved_model, tmp_path):
     copy = tmp_path / "model"
     shutil.copytree(saved_model, copy)
     (copy / MANIFEST).unlink()
-    with pytest.raises(
-        ManifestError, match=r"manifest\.sha256.* is missing.*; export the model again"
-    ):
+    with pytest.raises(ManifestError, match=r"manifest\.sha256.* is missing.*; export the model"):
         SavedTranslator(copy)
     shutil.copytree(saved_model, copy, dirs_exist_ok=True)
     (copy / "saved_model.pb").unlink()
@@ -252,16 +244,6 @@ def test_export_that_fails_leaves_nothing(translator, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         export(translator, tmp_path / "model")
     assert [p.name for p in tmp_path.iterdir()] == ["seen"]
-
-
-def test_run_dir_round_trip(tmp_path, vocab):
-    run = RunDir(tmp_path / "run")
-    assert not run.exists
-    run.Write("mt.M4Tiny", "task.num_experts=4", mt_artifacts({"source": vocab, "target": vocab}))
-    assert run.exists
-    assert run.vocabs == NestedMap(source=vocab, target=vocab)
-    assert run.Task().p.num_experts == 4
-    assert "num_experts" in run.params_text
 
 
 def test_what_goes_wrong_is_said(tmp_path, vocab):

@@ -86,12 +86,12 @@ def upload(port: int, data: bytes, wait: bool = True) -> bytes:
 
 @pytest.mark.parametrize("name", _BROKEN)
 def test_broken_uploads_leave_nothing(name, server, left):
-    """400 uploads of 200 kB each, with garbage collection off; the server goes on."""
+    """40 uploads of 200 kB each, with garbage collection off; the server goes on."""
     data, reason = _BROKEN[name]
     before = dropped(server)
 
     def send() -> None:
-        for _ in range(100):
+        for _ in range(10):
             upload(server.port, data, wait=reason == "malformed")
 
     threads = [threading.Thread(target=send) for _ in range(4)]
@@ -99,8 +99,8 @@ def test_broken_uploads_leave_nothing(name, server, left):
         thread.start()
     for thread in threads:
         thread.join()
-    server.Until(lambda: sum(more(server, before).values()) == 400)
-    assert more(server, before) == {reason: 400}
+    server.Until(lambda: sum(more(server, before).values()) == 40)
+    assert more(server, before) == {reason: 40}
     server.Until(lambda: left() == 0)
     assert server.Translate("fine") == ["FINE"]
 
@@ -180,21 +180,18 @@ def test_a_client_that_asks_before_it_sends(server):
     "request_",
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        _HEAD + b"Content-Length: 1\r\n\r\n{",
         _HEAD + b"Content-Length: 99999999\r\n\r\n",
         _CHUNKED + b"zz\r\n",
         b"nonsense\r\n\r\n",
     ],
-    ids=["page", "404", "405", "400", "413", "no chunk", "no HTTP"],
+    ids=["page", "405", "413", "no chunk", "no HTTP"],
 )
 def test_answers_that_nobody_takes(request_, left, monkeypatch):
     """When the kernel's buffer for a client is full, whichever answer it is, the connection ends."""
     begun = []
-    monkeypatch.setattr(
-        tornado.iostream.IOStream, "write_to_fd", lambda self, data: begun.append(1) or 0
-    )
+    full = lambda self, data: begun.append(1) or 0  # noqa: E731
+    monkeypatch.setattr(tornado.iostream.IOStream, "write_to_fd", full)
     with running(Capitals(), _QUICK) as it, socket.create_connection(("127.0.0.1", it.port)) as c:
         c.sendall(request_)
         it.Until(lambda: begun)

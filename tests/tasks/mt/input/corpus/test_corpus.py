@@ -75,23 +75,13 @@ def test_cldr_gives_names_and_phrases_in_the_language() -> None:
 
 @pytest.mark.parametrize(
     "options, message",
-    [
-        (
-            corpus.CorpusOptions(langs=("xx",), packages=("Babel",)),
-            "'xx'; languages are codes",
-        ),
-        (
-            corpus.CorpusOptions(langs=("de",), packages=("Babel", "nope")),
-            "'nope' is not installed",
-        ),
-        (corpus.CorpusOptions(langs=("de",), packages=("nope",), min_pairs=1), "nope"),
-    ],
+    [(("xx", "Babel"), "'xx'; languages are codes"), (("de", "nope"), "'nope' is not installed")],
 )
-def test_errors_leave_nothing_behind(
-    tmp_path: Path, options: corpus.CorpusOptions, message: str
-) -> None:
+def test_errors_leave_nothing_behind(tmp_path: Path, options, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        corpus.build_corpus(tmp_path / "out", options)
+        corpus.build_corpus(
+            tmp_path / "out", corpus.CorpusOptions(langs=options[:1], packages=options[1:])
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,7 +94,7 @@ def test_an_interrupted_build_leaves_the_old_corpus(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        corpus.build_corpus(built, OPTIONS, stop)
+        corpus.build_corpus(built, corpus.CorpusOptions(("sw",), ("Django",)), stop)
     assert _files(built) == before
     assert list(built.parent.iterdir()) == [built]
 
@@ -117,10 +107,9 @@ def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_language_with_little_data_is_left_out_unless_asked_for(tmp_path: Path) -> None:
-    packages = ("Django",)
     with pytest.raises(DataError, match="no language has 100000 pairs in WTForms"):
         corpus.build_corpus(
             tmp_path / "out", corpus.CorpusOptions(packages=("WTForms",), min_pairs=100_000)
         )
-    asked = corpus.CorpusOptions(langs=("sw",), packages=packages, min_pairs=100_000)
+    asked = corpus.CorpusOptions(langs=("sw",), packages=("Django",), min_pairs=100_000)
     assert set(corpus.build_corpus(tmp_path / "out", asked)) == {"sw"}

@@ -53,10 +53,7 @@ def test_the_first_of_equal_hashes_stays(tmp_path: Path, at_once: int) -> None:
     assert [path.name for path in work.iterdir()] == ["keep"]
 
 
-def test_no_hashes_at_all(tmp_path: Path) -> None:
+def test_pairs_that_differ_in_case_alone_are_equal(tmp_path: Path) -> None:
     assert keep_first([], tmp_path).size == 0
-
-
-def test_pairs_that_differ_in_case_alone_are_equal() -> None:
     assert pair_hash("Haus", "House") == pair_hash("haus", "house")
     assert pair_hash("Haus", "house") != pair_hash("house", "Haus")

@@ -61,7 +61,7 @@ def test_single_files_and_another_target_language(tmp_path: Path) -> None:
         (["x.de", "x.en", "x.en.gz"], "both x.en and x.en.gz; keep one"),
         (
             ["x.de", "x.fr"],
-            "x.de: no file in the target language beside it: expected x.en .*--target_lang",
+            "no file in the target language beside it: expected x.en .*--target_lang",
         ),
         (["x.en", "y.en"], "x.en: no file of another language beside it, such as x.de"),
         (
