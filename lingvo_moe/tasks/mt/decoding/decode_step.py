@@ -106,38 +106,6 @@ class Decoder:
         return step
 
 
-class DecodeSpecs:
-    """Specs of the arguments of a `Decoder.Step` of an MtModel: shapes, types and shardings.
-
-    Attributes:
-        state, cache, theta: specs in the structures of Step's arguments. Rows are sharded as activations
-            are, heads where their letter is, theta as in training.
-    """
-
-    def __init__(self, decoder: Decoder, rows: int, source_length: int):
-        model: Any = decoder.model
-        self._split = model.p.activation_split
-        with use_mesh(single_device()):
-            state = _traced(decoder.search.Start, tf.TensorSpec([rows], tf.int32))
-            memory = tf.TensorSpec([rows, source_length, model.p.model_dim], model.fprop_dtype)
-            segment_ids = tf.TensorSpec([rows, source_length], tf.int32)
-            encoded = NestedMap(memory=memory, segment_ids=segment_ids)
-            if "task_ids" in model.Needs(model.p, decoder=True):
-                encoded.task_ids = tf.TensorSpec([rows], tf.int32)
-            self.theta = model.VariableSpecs()
-            cache = _traced(
-                decoder.InitCache,
-                self.theta.Transform(lambda s: tf.TensorSpec(s.shape, s.dtype)),
-                encoded,
-            )
-        self.state = map_structure(self._Spec, state, decoder.search.STATE_LETTERS)
-        self.cache = map_structure(self._Spec, cache, model.CacheLetters())
-
-    def _Spec(self, value: tf.Tensor, letters: str) -> TensorSpec:
-        split = dims_mapping(letters, self._split)
-        return TensorSpec(tuple(value.shape), value.dtype.name, split)
-
-
 def decode_step(
     task: Any, rows: int, source_length: int, beam_size: int = 4, max_length: int = 0
 ) -> Step:
@@ -153,8 +121,32 @@ def decode_step(
     """
     options = SearchOptions(beam_size, 1, bos_id=BOS_ID, eos_id=EOS_ID, pad_id=PAD_ID)
     decoder = Decoder(task, options, max_length or 2 * source_length + 10)
-    specs = DecodeSpecs(decoder, rows, source_length)
-    return Step("decode_step", decoder.Step, (specs.state, specs.cache, specs.theta), (0, 1))
+    return Step("decode_step", decoder.Step, _step_specs(decoder, rows, source_length), (0, 1))
+
+
+def _step_specs(decoder: Decoder, rows: int, source_length: int) -> tuple:
+    """Specs of the arguments of an MtModel's `Decoder.Step`.
+
+    Rows are sharded as activations are, heads where their letter is, theta as in training.
+    """
+    model: Any = decoder.model
+    theta = model.VariableSpecs()
+    memory = tf.TensorSpec([rows, source_length, model.p.model_dim], model.fprop_dtype)
+    segment_ids = tf.TensorSpec([rows, source_length], tf.int32)
+    encoded = NestedMap(memory=memory, segment_ids=segment_ids)
+    if "task_ids" in model.Needs(model.p, decoder=True):
+        encoded.task_ids = tf.TensorSpec([rows], tf.int32)
+    weights = theta.Transform(lambda s: tf.TensorSpec(s.shape, s.dtype))
+    with use_mesh(single_device()):
+        state = _traced(decoder.search.Start, tf.TensorSpec([rows], tf.int32))
+        cache = _traced(decoder.InitCache, weights, encoded)
+
+    def spec(value: tf.Tensor, letters: str) -> TensorSpec:
+        split = dims_mapping(letters, model.p.activation_split)
+        return TensorSpec(tuple(value.shape), value.dtype.name, split)
+
+    state = map_structure(spec, state, decoder.search.STATE_LETTERS)
+    return state, map_structure(spec, cache, model.CacheLetters()), theta
 
 
 def _traced(fn: Callable[..., Any], *specs: Any) -> Any:
