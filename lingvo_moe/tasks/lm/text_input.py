@@ -6,7 +6,7 @@ from typing import ClassVar
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.input.base_input import ArraySpec, HeldOutBatch
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input.lengths import Lengths, Loss, target_loss
+from lingvo_moe.tasks.mt.input.lengths import Lengths, Loss, loss_of
 from lingvo_moe.tasks.mt.input.mt_input import BatchIterator, MtInput
 from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape
 
@@ -39,7 +39,7 @@ class LmInput(MtInput):
         return Shape(p.batch_size, p.target_length, p.target_length, p.pack)
 
     def _LossOf(self, lengths: Lengths) -> Loss:
-        return target_loss(lengths, self.p.target_length)
+        return loss_of(lengths, (self.p.target_length,))
 
     def __iter__(self) -> "TextIterator":
         """Endless batches from the beginning; each call starts from the beginning."""

@@ -113,15 +113,12 @@ def of_targets(lengths: Lengths) -> Lengths:
     return Lengths(alone, lengths.pairs)
 
 
-def target_loss(lengths: Lengths, target_length: int) -> Loss:
-    """The pairs whose target is too long for rows that hold the target side alone."""
-    loss = of_targets(lengths).Loss(1, target_length)
-    return replace(loss, rows=loss.rows[1:], enough=loss.enough[1:], names=NAMES[1:])
-
-
 def loss_of(lengths: Lengths, rows: tuple[int, ...]) -> Loss:
-    """The pairs too long for rows of a source and a target length; a single length is that of the target."""
-    return lengths.Loss(*rows) if len(rows) == 2 else target_loss(lengths, *rows)
+    """The pairs too long for rows of a source and a target length; or of a target length, in rows without a source."""
+    if len(rows) == 2:
+        return lengths.Loss(*rows)
+    loss = of_targets(lengths).Loss(1, *rows)
+    return replace(loss, rows=loss.rows[1:], enough=loss.enough[1:], names=NAMES[1:])
 
 
 def measure(records: Records, most: int = _MOST_READ) -> Lengths:

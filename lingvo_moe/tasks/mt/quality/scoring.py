@@ -140,35 +140,29 @@ class EvalReport:
         return {"min_train_pairs": min(pairs), "max_train_pairs": max(pairs)}
 
     def Write(self, directory: str | Path) -> None:
-        """Writes report.json, texts/ and comet/, and LIST, the list of their SHA-256. Raises OSError."""
-        directory = Path(directory)
-        self.WriteTexts(directory / "texts")
-        self.WriteComet(directory / "comet")
-        content = json.dumps(self.ToDict(), indent=2, ensure_ascii=False)
-        write_atomic(directory / "report.json", content.encode() + b"\n")
-        texts = [f"texts/{lang}.{suffix}" for lang in self.languages for suffix in _SUFFIXES]
-        comet = [f"comet/{suffix}.txt" for suffix in (*_SUFFIXES, "lang")]
-        write_manifest(directory, LIST, ["report.json", *texts, *comet])
+        """Writes report.json, the texts for other scorers, and LIST, the list of their SHA-256. Raises OSError.
 
-    def WriteTexts(self, directory: str | Path) -> None:
-        """`<lang>.src`, `<lang>.ref` and `<lang>.hyp`, a line for each pair, for other scorers."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        for lang, r in self.languages.items():
-            for suffix, lines in _texts(r).items():
-                write_atomic(directory / f"{lang}.{suffix}", _lines(lines))
-
-    def WriteComet(self, directory: str | Path) -> None:
-        """The lines of all languages as comet-score takes them: src.txt, hyp.txt, ref.txt; and lang.txt, the language
-        of each, to take its scores apart again."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        reports = self.languages.values()
+        `texts/<lang>.src`, `.ref` and `.hyp` have a line for each pair. `comet/src.txt`, `ref.txt` and `hyp.txt` have
+        the lines of all languages, as comet-score takes them, and `lang.txt` the language of each, to take its scores
+        apart again.
+        """
+        found = {
+            f"texts/{lang}.{suffix}": _lines(lines)
+            for lang, r in self.languages.items()
+            for suffix, lines in zip(_SUFFIXES, (r.sources, r.references, r.hypotheses))
+        }
         for suffix in _SUFFIXES:
-            lines = [line for r in reports for line in _texts(r)[suffix]]
-            write_atomic(directory / f"{suffix}.txt", _lines(lines))
+            texts = (found[f"texts/{lang}.{suffix}"] for lang in self.languages)
+            found[f"comet/{suffix}.txt"] = b"".join(texts)
         langs = [lang for lang, r in self.languages.items() for _ in r.references]
-        write_atomic(directory / "lang.txt", _lines(langs))
+        found["comet/lang.txt"] = _lines(langs)
+        found["report.json"] = (
+            json.dumps(self.ToDict(), indent=2, ensure_ascii=False).encode() + b"\n"
+        )
+        for name, data in found.items():
+            (Path(directory) / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(Path(directory) / name, data)
+        write_manifest(Path(directory), LIST, list(found))
 
 
 def reading_order(group: str, lines: int, train_pairs: int) -> tuple[int, bool, int]:
@@ -190,10 +184,6 @@ def pairs_digest(sources: Iterable[str], references: Iterable[str]) -> str:
     """A digest of the lines, which shows whether two models were scored on the same lines."""
     lines = "\n".join(map(one_line, (*sources, *references)))
     return hashlib.sha256(lines.encode("utf-8", "replace")).hexdigest()[:16]
-
-
-def _texts(report: LanguageReport) -> dict[str, list[str]]:
-    return {"src": report.sources, "ref": report.references, "hyp": report.hypotheses}
 
 
 def _lines(lines: Iterable[str]) -> bytes:
@@ -286,7 +276,7 @@ def count_train_pairs(
 def read_translations(
     directory: str | os.PathLike, devset: Iterable[tuple[str, Sequence[tuple[str, str]]]]
 ) -> list[str]:
-    """The translations of all pairs of a dev set, in order, as `WriteTexts` left them, so as to score them again.
+    """The translations of all pairs of a dev set, in order, as `Write` left them in `texts`, so as to score them again.
 
     Raises ValueError: a file is missing or damaged, or its lines are not those of these pairs.
     """

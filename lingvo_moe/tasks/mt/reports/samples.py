@@ -26,7 +26,7 @@ class Sample:
 
 
 def read_texts(directory: str | os.PathLike, languages: Iterable[str]) -> dict[str, list[Line]]:
-    """(source, reference, translation) of every line by language, as EvalReport.WriteTexts left them.
+    """(source, reference, translation) of every line by language, as EvalReport.Write left them.
 
     Raises ValueError: a file is missing, or has not as many lines as its neighbours; all of them are named.
     """

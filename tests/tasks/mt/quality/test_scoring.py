@@ -100,14 +100,13 @@ def test_count_train_pairs(tmp_path):
 def test_texts_are_scored_again_and_comet_has_them_all(tmp_path):
     data = {"de": [("eins\u2028zwei", "one two"), (" drei\r", "three")], "fi": [("yksi", "one")]}
     report = evaluate(lambda lines, _: [line.upper() for line in lines], data.items())
-    report.WriteTexts(tmp_path / "texts")
+    report.Write(tmp_path)
     again = scoring.read_translations(tmp_path / "texts", data.items())
     assert again == ["EINS ZWEI", " DREI", "YKSI"]
     with pytest.raises(ValueError, match="does not have the 1 requested sources"):
         scoring.read_translations(tmp_path / "texts", {"de": [("drei", "three")]}.items())
     with pytest.raises(ValueError, match=r"sw.src: missing; translate first"):
         scoring.read_translations(tmp_path / "texts", {"sw": []}.items())
-    report.WriteComet(tmp_path / "comet")
     found = {p.name: p.read_text().splitlines() for p in (tmp_path / "comet").iterdir()}
     assert found == {
         "src.txt": ["eins zwei", " drei", "yksi"],

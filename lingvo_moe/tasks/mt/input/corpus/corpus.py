@@ -136,11 +136,6 @@ def _build_language(
     return len(train), len(dev)
 
 
-def in_dev(english: str) -> bool:
-    """Whether an English sentence is held out."""
-    return split.is_held_out(clean.sentence_key(english), _DEV_SHARE)
-
-
 def _catalogs_by_language(packages: Sequence[str]) -> dict[str, list[tuple[str, Path]]]:
     out: dict[str, list[tuple[str, Path]]] = {}
     for package in packages:
@@ -196,9 +191,10 @@ def _split(
             continue
         sources.add(source)
         englishes[english] = englishes.get(english, 0) + 1
-        if in_dev(pair.english):
+        key = clean.sentence_key(pair.english)
+        if split.is_held_out(key, _DEV_SHARE):
             # One dev pair per sentence: "in 2 days" beside "in 5 days" would measure the same twice.
-            dev.setdefault(clean.sentence_key(pair.english), pair)
+            dev.setdefault(key, pair)
         else:
             train.append(pair)
     longest = sorted(train, key=lambda p: (-len(p.english), p.english, p.source))
