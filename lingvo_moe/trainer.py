@@ -17,7 +17,7 @@ from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
 from lingvo_moe.core.engine.loop.interrupt import TimeLimit
-from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch
+from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import RunLock
@@ -230,7 +230,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     from lingvo_moe.core.engine.checkpoints import init_from
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.engine.loop import job
-    from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
+    from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch, read_batches
     from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.engine.loop.train_loop import TrainLoop
     from lingvo_moe.core.engine.loop.trained import Trained
@@ -244,7 +244,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         follow=lambda: run.inputs.Prepare(artifacts=run_dir.artifacts),
     )
     initial = job.together(lambda: initial_weights(run))
-    held_out = job.together(lambda: held_out_batches(run))
+    held_out = job.together(lambda: read_batches(run.inputs, params.train))
     if first_process:
         say(machine_line(run, engine.mesh))
     task = trained_task(run, engine.mesh)
@@ -378,14 +378,6 @@ def initial_weights(run: Run) -> "InitialWeights | None":
     return init_from.begin_from(
         about["logdir"], about["step"], run.params.task, artifacts, trust
     ).weights
-
-
-def held_out_batches(run: Run) -> list[HeldOutBatch]:
-    """Returns the batches to evaluate on while the run trains; none if it is not evaluated. Called on every process."""
-    from lingvo_moe.core.engine.loop.held_out_watch import read_batches
-
-    train = run.params.train
-    return read_batches(run.inputs, train) if train.eval_interval_steps else []
 
 
 def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:

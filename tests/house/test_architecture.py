@@ -114,6 +114,12 @@ def test_the_trainer_is_imported_without_search_and_planner() -> None:
     assert not [m for m in found if m.removeprefix("lingvo_moe.").startswith(late)]
 
 
+def test_gradients_end_with_their_graphs() -> None:
+    """TensorFlow's own decorator keeps each gradient until the process ends; core/private/tensorflow.py has another."""
+    files = (ROOT / "lingvo_moe").rglob("*.py")
+    assert not [str(path) for path in files if "@tf.custom_gradient" in path.read_text()]
+
+
 def test_jax_is_behind_the_engines_door() -> None:
     wrong = [
         f"{path} imports {name}"

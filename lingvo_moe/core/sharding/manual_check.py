@@ -33,6 +33,8 @@ _BRANCHES = {
 _PAIRWISE = ("IdentityN", "XlaOptimizationBarrier")
 # Operations whose results are known before the program runs.
 _STATIC = ("Shape", "ShapeN", "Rank", "Size")
+# Files that make operations on behalf of the model's code.
+_PLUMBING = ("/site-packages/", "/lingvo_moe/core/sharding/", "/lingvo_moe/core/private/")
 
 # The kind of a tensor: NEITHER, FULL, the operation that opened its region (local), or a mixture's error.
 NEITHER, FULL = "neither", "full"
@@ -288,6 +290,6 @@ def _where(op: Any) -> str:
     """The innermost line of the model's code that created an operation."""
     for frame in reversed(op.traceback or ()):
         path = frame.filename.replace("\\", "/")
-        if "/site-packages/" not in path and "/lingvo_moe/core/sharding/" not in path:
+        if not any(part in path for part in _PLUMBING):
             return f" (at {path.rpartition('/')[2]}:{frame.lineno})"
     return ""

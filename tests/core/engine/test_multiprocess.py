@@ -85,7 +85,7 @@ def train(directory, first, last):
 
 
 def restore_damaged(directory, step):
-    """Flips a bit of two files of a step, of which each process verifies one. Prints how restoring ends here, as JSON."""
+    """Flips a bit of two files of a step, of which each process verifies one. Prints, as JSON, how restoring ends."""
     import jax
 
     from lingvo_moe.core import sharding

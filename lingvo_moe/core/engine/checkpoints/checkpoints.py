@@ -410,26 +410,22 @@ class Checkpointer:
         names = [n for n in saved if re.split(r"[.\[]", n)[0] in roots]
         wanted = [s.name for s in specs if not is_master(s.name)]
         if names != wanted:
-            raise CheckpointError(
-                f"{self._where(step)}: the checkpoint is of another model: "
-                f"{first_difference(wanted, names)} in it"
-            )
+            raise self._another_model(step, f"{first_difference(wanted, names)} in it")
         stored = Stored(about)
         self._check_tensors(step, stored, sources(specs, stored.types))
 
     def _check_tensors(self, step: int, stored: Stored, specs: Sequence[TensorSpec]) -> None:
         for spec in specs:
             if spec.name not in stored.types:
-                raise CheckpointError(
-                    f"{self._where(step)}: the checkpoint is of another model: {spec.name!r} is "
-                    "missing in it"
-                )
+                raise self._another_model(step, f"{spec.name!r} is missing in it")
             shape, dtype = stored.types[spec.name]
             if (shape, dtype) != (spec.shape, spec.dtype):
-                raise CheckpointError(
-                    f"{self._where(step)}: the checkpoint is of another model: {spec.name} is "
-                    f"{dtype}{list(shape)} in it, {spec.dtype}{list(spec.shape)} here"
-                )
+                here = f"{spec.dtype}{list(spec.shape)} here"
+                what = f"{spec.name} is {dtype}{list(shape)} in it, {here}"
+                raise self._another_model(step, what)
+
+    def _another_model(self, step: int, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._where(step)}: the checkpoint is of another model: {what}")
 
 
 def _in_one_line(error: Exception) -> str:

@@ -133,12 +133,16 @@ def first_batches(inputs: BaseInput, count: int) -> list[HeldOutBatch]:
 
 
 def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
-    """The first `train.eval_batches` held-out batches; none, which is said, where there is no held-out data.
+    """The first `train.eval_batches` held-out batches to evaluate on while a run trains.
+
+    None where `train.eval_interval_steps` is 0; and, which is said, where there is no held-out data.
 
     Raises:
         ParamError: early stopping needs them.
         ValueError: the data is damaged.
     """
+    if not train.eval_interval_steps:
+        return []
     try:
         batches = first_batches(inputs, train.eval_batches)
     except NoHeldOutError as e:
