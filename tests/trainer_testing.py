@@ -37,6 +37,14 @@ def status(*flags: str) -> int | str | None:
         return e.code
 
 
+def in_this_process(command: list[str], check: bool) -> None:
+    """In place of subprocess.run, for commands that start the trainer, whose own process takes long to begin."""
+    from lingvo_moe import trainer
+
+    assert command[1:3] == ["-m", "lingvo_moe.trainer"] and check
+    assert trainer.main(command[3:]) == 0
+
+
 def write_corpus(directory: Path) -> Path:
     """Writes three languages, 600 pairs: words spelled backwards, preceded by each language's letter."""
     rng = random.Random(0)

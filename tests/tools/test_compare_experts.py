@@ -14,7 +14,7 @@ from lingvo_moe.reproduction.expert_variants import GROUPS, VARIANTS
 from lingvo_moe.tasks.mt.input import file_list
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from tools import compare_experts
+from tools import _cli, compare_experts
 
 
 def _rows():
@@ -93,6 +93,7 @@ def test_trains_measures_and_goes_on(tmp_path, capfd, monkeypatch):
         shutil.copy(file, corpus / "dev" / file.name)
     flags = [f"--output={tmp_path / 'out'}", f"--corpus={corpus}", "--model=mt.M4Tiny"]
     flags += ["--only=top2_e4", "--steps=2", "--batches=2", "--engine=tf_graph"]
+    monkeypatch.setattr(_cli.subprocess, "run", trainer_testing.in_this_process)
     assert compare_experts.main(flags) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert list(results) == ["top2_e4"] and results["top2_e4"]["steps"] == 2

@@ -4,8 +4,8 @@ import json
 import os
 
 import pytest
+import trainer_testing
 
-from lingvo_moe import trainer
 from tools import _cli, demo
 
 _REPORTED = {
@@ -27,15 +27,9 @@ _REPORTED = {
 }
 
 
-def _in_this_process(command, check):
-    """In place of subprocess.run: the trainer's own process takes long to begin."""
-    assert command[1:3] == ["-m", "lingvo_moe.trainer"] and check
-    assert trainer.main(command[3:]) == 0
-
-
 @pytest.mark.slow
 def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(_cli.subprocess, "run", _in_this_process)
+    monkeypatch.setattr(_cli.subprocess, "run", trainer_testing.in_this_process)
     flags = ["--model=mt.M4Tiny", "--languages=de,sw,ja", "--max_steps=6", "--max_per_language=2"]
     assert demo.main([f"--output={tmp_path}", *flags]) == 0
     told = capfd.readouterr().out

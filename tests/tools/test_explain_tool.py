@@ -11,7 +11,7 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.sharding import Mesh
 from tools import explain
 
-SMALL = "task.num_encoder_layers=2;task.num_decoder_layers=2"
+SMALL = "task.num_encoder_layers=2;task.num_decoder_layers=2;task.optimizer=sgd"
 
 
 @pytest.fixture(scope="module")
