@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lingvo_moe.core.console import units
 from lingvo_moe.core.planner.figures import needed
 
 from . import text
@@ -62,7 +63,7 @@ def machine_cells(plan: Plan) -> list[str]:
         held(plan),
         f"{time['step_seconds']:.2f} s",
         f"{time['tokens_per_second']:,.0f}",
-        text.figure(time["days"]),
+        units.number(time["days"]),
         f"{time['chip_days']:,.0f}",
     ]
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lingvo_moe.core.console import units
+
 from . import measures, paper, requests, text, thresholds
 from .measures import Plan
 from .text import DASH, Finding
@@ -80,7 +82,7 @@ def _speed_row(row: paper.Row, plan: Plan, note: str) -> list[str]:
     ours = [DASH] * 3
     if measures.has_time(plan):
         time = plan["time"]
-        ours = [text.figure(time[key]) for key in ("steps_per_second", "device_years", "days")]
+        ours = [units.number(time[key]) for key in ("steps_per_second", "device_years", "days")]
     return [
         row.label + note,
         f"{row.cores}",
@@ -177,7 +179,7 @@ def findings(plans: Plans) -> list[Finding]:
             ("steps/s", row.steps_per_second, "steps_per_second"),
             ("core-years", row.core_years, "device_years"),
         ):
-            figure = text.figure(ours["time"][key])
+            figure = units.number(ours["time"][key])
             out.append(
                 Finding(f"{what} of {row.label}, table 3", f"{papers:g}", figure, "estimated")
             )

@@ -58,21 +58,11 @@ def gib(num_bytes: float) -> str:
     return units.size(num_bytes, 1)
 
 
-def figure(value: float, digits: int = 3) -> str:
-    """Three figures, with all digits before the point: '0.715', '22.4', '1,036'."""
-    if value == 0:
-        return "0"
-    whole = len(f"{abs(value):.0f}") if abs(value) >= 1 else 0
-    if whole == 0:
-        return f"{value:.{digits}g}"
-    return f"{value:,.{max(digits - whole, 0)}f}"
-
-
 def count(value: float) -> str:
     """A rounded number of parameters: '619.4 billion', '1.03 trillion'."""
     for scale, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if value >= scale:
-            return f"{figure(value / scale, 4).rstrip('0').rstrip('.')} {name}"
+            return f"{value / scale:.4g} {name}"
     return f"{value:,.0f}"
 
 
