@@ -58,7 +58,7 @@ def write(
         forward=forward,
         pictures=drawn,
         left_out=[_TITLES[group] for group in missing],
-        findings=[[f.claim, f.paper, f.ours, f.kind] for f in findings],
+        findings=findings,
         **{module.__name__.rpartition(".")[2]: module for module in _MODULES},
     )
     return text.fill(page), lambda: {name: draw() for name, draw in drawn.items()}

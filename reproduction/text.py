@@ -3,16 +3,15 @@
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lingvo_moe.core.console import units
 from lingvo_moe.core.pages.tables import Table, markdown, words
 
-DASH = "–"
+DASH = units.DASH
 
 
-@dataclass
-class Finding:
+class Finding(NamedTuple):
     """A row of the page's summary."""
 
     claim: str  # in words, with its place in the paper

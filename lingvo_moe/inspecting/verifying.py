@@ -297,9 +297,5 @@ def _is_floating(dtype: Any) -> bool:
 
 def _weighted(y: tf.Tensor) -> tf.Tensor:
     """A float32 sum of a result whose summands have weights of their own."""
-    return tf.reduce_sum(tf.cast(y, tf.float32) * _weights(y.shape))
-
-
-def _weights(shape: tf.TensorShape) -> tf.Tensor:
-    count = shape.num_elements()
-    return tf.reshape(tf.cos(tf.cast(tf.range(count), tf.float32)), shape)
+    weights = tf.cos(tf.cast(tf.range(y.shape.num_elements()), tf.float32))
+    return tf.reduce_sum(tf.cast(y, tf.float32) * tf.reshape(weights, y.shape))

@@ -84,9 +84,12 @@ class Flags(flags.FlagValues):
         self.__dict__["_section"] = _HELP
         self.__dict__["_alone"] = {}
         for name, short, text, show in (
-            ("help", "h", "show this help", self._ShowHelp),
-            ("helpshort", "?", "the same as --help", self._ShowHelp),
-            ("helpfull", "", "also show the flags that every command has", self._ShowFullHelp),
+            ("help", "h", "show this help", lambda: print(self.Help())),
+            ("helpshort", "?", "the same as --help", lambda: print(self.Help())),
+            (
+                *("helpfull", "", "also show the flags that every command has"),
+                lambda: print(self.Help(full=True)),
+            ),
             ("helpxml", "", "show all flags as XML", self.write_help_in_xml_format),
         ):
             flags.DEFINE_flag(_ShowFlag(name, text, show, short), self, _HELP)
@@ -333,12 +336,6 @@ class Flags(flags.FlagValues):
         text = "\n".join(self.module_help(section) for section in sections)
         text = f"{self._about}\n{text}\n\n--helpfull also shows --flagfile and what else every command takes."
         return as_typed(text)
-
-    def _ShowHelp(self) -> None:
-        print(self.Help())
-
-    def _ShowFullHelp(self) -> None:
-        print(self.Help(full=True))
 
     def _Define(
         self, name: str, default: Any, help: str, parser: "_Parser", required: bool = False
