@@ -33,40 +33,33 @@ test_several_processes.work(json.loads(names))
 def work(names: list[str]) -> None:
     """Checks the named cases and prints a JSON line for each, and one about the process."""
     import jax
+    from spmd_case import check
 
     print(json.dumps({"processes": jax.process_count(), "devices": jax.local_device_count()}))
-    cases = chosen()
-    for name in names:
+    found = chosen()
+    cases = [found[name] for name in names]
+    for name, case in zip(names, cases, strict=True):
         problem = ""
         try:
-            _check(cases[name])
+            check(case, cases)
         except Exception as e:  # reported by name, so that the other cases run too
             problem = f"{type(e).__name__}: {str(e)[:500]}"
         print(json.dumps({"case": name, "problem": problem}), flush=True)
 
 
-def _check(case) -> None:
-    from spmd_case import check
-
-    try:
-        check(case)
-    except TypeError as e:
-        # JAX cannot fetch from other processes what no axis of a mesh names, such as a sharding over devices
-        # in another order. Then the program itself has to bring its results together.
-        if "GSPMDSharding" not in str(e):
-            raise
-        check(replace(case, whole=True))
-
-
 def chosen() -> dict:
-    """All cases that run in several processes, by 'module::name'."""
+    """All cases that run in several processes, by 'module::name'.
+
+    Their results are replicated: JAX cannot fetch from other processes what no axis of a mesh names, such as a sharding
+    over devices in another order.
+    """
     from lingvo_moe.core.sharding import Mesh
 
     found = {}
     for path in sorted(HERE.glob("cases_*.py")):
         for case in importlib.import_module(path.stem).CASES:
             if case.several_processes and Mesh.parse(case.mesh).size == 8:
-                found[f"{path.stem}::{case.name}"] = case
+                found[f"{path.stem}::{case.name}"] = replace(case, whole=True)
     return found
 
 
