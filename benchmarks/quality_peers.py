@@ -22,7 +22,7 @@ from benchmarks import quality_report
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Process, update_page
 from lingvo_moe.core.config import checks, registry
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import BEAM_SIZE
 from lingvo_moe.core.files import files

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.command import say
 
 _TOOLS = "lingvo_moe.tools"

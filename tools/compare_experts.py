@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 from lingvo_moe.reproduction import expert_comparison

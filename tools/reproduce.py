@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 from lingvo_moe.reproduction import goldens, making

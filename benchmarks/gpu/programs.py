@@ -15,7 +15,7 @@ from benchmarks import moe_layer_worker
 from benchmarks.gpu.layer import FORMATS, MANIFEST, VERSION
 from benchmarks.moe_layer import SIZE
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 from tools import _cli

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 

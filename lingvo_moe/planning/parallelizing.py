@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.config.suggest import did_you_mean, either
 from lingvo_moe.core.console import units
 from lingvo_moe.core.console.flags import join_overrides
 from lingvo_moe.core.layers.kept import names_of

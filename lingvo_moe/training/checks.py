@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.config.suggest import did_you_mean, either
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES

@@ -23,7 +23,7 @@ from lingvo_moe.core.auto_shard import strategy as strategies
 from lingvo_moe.core.auto_shard.annotating import annotated
 from lingvo_moe.core.auto_shard.operators import Argument
 from lingvo_moe.core.auto_shard.search import Search, Traced
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.engine.eager.functional import ShardedFunction, tensor_items
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, dtype_name
 from lingvo_moe.core.nested_map import flatten, flatten_items, map_structure, pack_as

@@ -1,4 +1,5 @@
-"""Checks: objects that test the value of a parameter or flag and describe the allowed range.
+"""Checks: objects that test the value of a parameter or flag and describe the allowed range; and words for errors:
+lists of choices, and the known names nearest to an unknown one.
 
 `Params.Define(..., check=SIZE)` runs the check whenever the parameter is set; `core/console/flags.py` runs the
 same checks on the flags of the command lines.
@@ -6,18 +7,40 @@ same checks on the flags of the command lines.
 
 import ast
 import contextlib
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
-
-from lingvo_moe.core.config.suggest import did_you_mean, either, nearest
 
 # Sizes, steps and seeds are int32 in every program; numbers with a fraction are float32.
 LARGEST_INTEGER = 2**31 - 1
 LARGEST_NUMBER = 3.4028234663852886e38
 SMALLEST_NUMBER = 1.1754943508222875e-38
 _SHOWN = 80  # characters of a value in a message
+
+
+def either(choices: Iterable[object]) -> str:
+    """Returns '1', '1 or 2', or '1, 2 or 4'. There is at least one choice."""
+    *first, last = map(str, choices)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns ' (did you mean ...?)' with the nearest known names, else the list of known names,
+    else ''."""
+    known = sorted(known)
+    if hint := nearest(name, known):
+        return hint
+    if known and len(known) <= 30:
+        return f" (known: {', '.join(known)})"
+    return ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns ' (did you mean ...?)' with the nearest known names, else ''."""
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(repr(n) for n in near)}?)" if near else ""
 
 
 class ParamError(ValueError):

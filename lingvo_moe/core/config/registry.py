@@ -15,10 +15,10 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.checks import did_you_mean, nearest
 from lingvo_moe.core.config.class_names import NOT_OWN, any_class, own_class
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params
 from lingvo_moe.core.config.param_text import leaves
-from lingvo_moe.core.config.suggest import did_you_mean, nearest
 
 _ROOT = "lingvo_moe.params"
 _registry: dict[str, type["Experiment"]] = {}

@@ -30,7 +30,7 @@ from typing import Any, NoReturn, Self
 from absl import flags
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.suggest import did_you_mean, either, nearest
+from lingvo_moe.core.config.checks import did_you_mean, either, nearest
 from lingvo_moe.core.console.command import as_typed, say
 from lingvo_moe.core.files.paths import PathError, check_local, check_portable
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
-from lingvo_moe.core.config.suggest import either
+from lingvo_moe.core.config.checks import either
 from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding.annotate import sharded

@@ -12,9 +12,9 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.param_text import shown
-from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.nested_map import NestedMap
 
 _MASK = ("decay_min_dims", "decay_include", "decay_exclude")

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from lingvo_moe.core.config.checks import STATE_LEVELS
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import STATE_LEVELS, did_you_mean
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 
 # The letters of the existing layers. A layer with a new letter adds it in its own file.

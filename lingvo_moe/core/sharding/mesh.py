@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 
 
 class ShardingError(ValueError):

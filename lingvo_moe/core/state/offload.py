@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec
-from lingvo_moe.core.config.checks import NO_OFFLOAD, OFFLOADS
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import NO_OFFLOAD, OFFLOADS, did_you_mean
 from lingvo_moe.core.sharding.letters import HOST
 
 SLOTS, MASTER, EXPERTS, ACTIVATIONS = OFFLOADS

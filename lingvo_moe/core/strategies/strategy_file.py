@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.strategies.paths import PATHS
 
 AUTO = "auto"  # in place of a file's name: search

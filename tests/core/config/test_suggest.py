@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingvo_moe.core.config.suggest import either
+from lingvo_moe.core.config.checks import either
 
 
 @pytest.mark.parametrize(

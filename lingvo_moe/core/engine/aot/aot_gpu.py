@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.engine import cuda_plugin, gpu_settings
 from lingvo_moe.core.engine.aot.aot_compiler import Compiler, first_line, use_cpu

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lingvo_moe.core.config.suggest import either
+from lingvo_moe.core.config.checks import either
 from lingvo_moe.core.gpu_memory import MEMORY_BYTES, usable_bytes
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.base import Machine

@@ -1,6 +1,6 @@
 """The machine that a plan is for: a TPU slice or a GPU cluster, by name."""
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, Cluster

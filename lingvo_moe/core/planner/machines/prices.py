@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.figures import Plan
 from lingvo_moe.core.topology_names import TopologyName

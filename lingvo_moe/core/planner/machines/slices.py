@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, NODE_SIZES
 from lingvo_moe.core.planner.machines.topology import CHIPS

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.core.config.suggest import did_you_mean, either
+from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.topology_names import TopologyName

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.checks import either
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
-from lingvo_moe.core.config.suggest import either
 from lingvo_moe.core.console import units
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.pipeline.params import micro_batches_of, settings_of

@@ -1,6 +1,6 @@
 """Estimates how long a collective takes, by the interconnect model of the machine: TPU slices or GPU cluster."""
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.hlo.groups import Groups
 from lingvo_moe.core.planner.errors import PlanError

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.files import manifest
 from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.tasks.mt.input import tsv

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.tasks.mt.input.errors import DataError
 
 

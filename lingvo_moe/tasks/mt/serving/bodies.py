@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
 from lingvo_moe.tasks.mt.serving.batcher import Translation
 from lingvo_moe.tasks.mt.serving.errors import RequestError

@@ -6,7 +6,7 @@ from typing import Any
 
 import tornado.web
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.tasks.mt.serving import bodies, metrics
 from lingvo_moe.tasks.mt.serving.base_handler import GONE, REQUESTS, BaseHandler
 from lingvo_moe.tasks.mt.serving.errors import RequestError

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.files import files
 from lingvo_moe.core.runs.directories import CORPUS, check_replaceable
 from lingvo_moe.tasks.mt.input.corpus import clean, gettext_catalogs, split

@@ -13,7 +13,7 @@ from pathlib import Path
 from babel.messages.mofile import read_mo
 from babel.messages.pofile import PoFileError, read_po
 
-from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.tasks.mt.input.errors import DataError
 
 # Permissively licensed (BSD, MIT, Apache) and with many languages; Babel's CLDR comes besides.
