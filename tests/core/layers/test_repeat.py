@@ -72,8 +72,7 @@ def _loss(layer):
     return fn
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("seed, compiled", [(None, False), (7, True)])
 def test_scanned_equals_unrolled(seed, compiled):
     """Values, extras, and gradients of weights, carry and shared tensors, aux loss included."""
     args = [init(_layer()), normal(0, 2, 3, 4), _shared()]

@@ -86,11 +86,7 @@ def _pipeline(schedule, stages, micro_batches, repeats):
 @pytest.mark.parametrize(
     ("schedule", "stages", "micro_batches", "repeats", "blocks"),
     [
-        ("gpipe", 4, 3, 1, 4),
-        ("1f1b", 2, 8, 1, 4),
         ("1f1b", 4, 1, 1, 4),
-        ("zb_h1", 2, 4, 1, 4),
-        ("interleaved", 2, 4, 2, 4),
         ("gpipe", 2, 2, 2, 4),
         # Parts of different sizes: 2 and 1; 2, 2 and 1; 2, 1, 1 and 1.
         ("1f1b", 2, 4, 1, 3),
@@ -104,10 +100,9 @@ def test_every_schedule_gives_the_step_without_a_pipeline(
 ):
     """Whatever the weights of padding are."""
     monkeypatch.setattr(layout, "padded", _padded_with_nan)
-    rows = 6 if micro_batches == 3 else 16
-    want = _after(_without_pipeline(micro_batches), *toy(rows, "float64", blocks=blocks))
+    want = _after(_without_pipeline(micro_batches), *toy(16, "float64", blocks=blocks))
     asked = _pipeline(schedule, stages, micro_batches, repeats)
-    _same(_after(pipelined_step, *toy(rows, "float64", blocks=blocks, **asked)), want, 1e-10)
+    _same(_after(pipelined_step, *toy(16, "float64", blocks=blocks, **asked)), want, 1e-10)
 
 
 def test_stages_that_end_where_splits_says(monkeypatch):
@@ -115,23 +110,6 @@ def test_stages_that_end_where_splits_says(monkeypatch):
     want = _after(_without_pipeline(4), *toy(16, "float64", blocks=5))
     asked = {**_pipeline("1f1b", 3, 4, 1), "splits": [1, 4, 5]}
     _same(_after(pipelined_step, *toy(16, "float64", blocks=5, **asked)), want, 1e-10)
-
-
-def test_losses_of_twenty_steps_are_those_without_a_pipeline():
-    losses = []
-    for asked in ({}, _pipeline("1f1b", 2, 4, 1)):
-        task, batch, specs = toy(**asked)
-        specs = _sharded(task, specs)
-        step = pipelined_step(task, specs) if asked else accumulating_step(task, 4, specs)
-        with use_mesh(single_device()), kernels.using(tensorflow):
-            run = tf.function(step, autograph=False)
-            state, found = task.InitState(tf.constant(1)), []
-            for _ in range(20):
-                state, metrics = run(state, batch.Transform(tf.constant))
-                found.append(float(metrics.loss))
-        losses.append(found)
-    assert losses[0][-1] < losses[0][0]
-    np.testing.assert_allclose(losses[1], losses[0], 1e-5)
 
 
 def test_rubbish_in_the_bubble_changes_nothing(monkeypatch):
