@@ -27,17 +27,12 @@ Keep = Callable[[tf.Tensor], tf.Tensor]
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function of the products of a feed-forward layer's input (layers/feed_forward.py has their table).
+    """An elementwise function of the products of a feed-forward layer's input: see layers/feed_forward.py."""
 
-    Attributes:
-        function: of the input's product with wi; if gated, of its product with wi_gate and of that with wi.
-        flops: about how many operations it takes for each element.
-        gated: whether there is a second product (Shazeer 2020, "GLU Variants Improve Transformer").
-    """
-
+    # Of the input's product with wi; if gated, of its product with wi_gate and of that with wi.
     function: Callable[..., tf.Tensor]
-    flops: int
-    gated: bool = False
+    flops: int  # about how many operations it takes for each element
+    gated: bool = False  # whether there is a second product (Shazeer 2020, "GLU Variants Improve Transformer")
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -134,23 +129,14 @@ MEMORY, CACHE = "BSNK", "LBJNK"
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The sizes and the type of the keys, or the values, of a search.
+    """The sizes and the type of the keys, or the values, of a search."""
 
-    Attributes:
-        batch: B, an int or an int32 scalar.
-        length: L, steps.
-        hypotheses: J.
-        heads: A.
-        size: K.
-        dtype: of the activations.
-    """
-
-    batch: int | tf.Tensor
-    length: int
-    hypotheses: int
-    heads: int
-    size: int
-    dtype: tf.DType
+    batch: int | tf.Tensor  # B, an int or an int32 scalar
+    length: int  # L, steps
+    hypotheses: int  # J
+    heads: int  # A
+    size: int  # K
+    dtype: tf.DType  # of the activations
 
 
 def project_heads(

@@ -28,15 +28,12 @@ from lingvo_moe.core.tensors import with_gradient_if
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive repetitions, e.g. those that a stage of a pipeline computes in a tick.
+    """Consecutive repetitions, e.g. those that a stage of a pipeline computes in a tick."""
 
-    Attributes:
-        first: int32 scalar, the number of the first one, for the seeds; None: 0.
-        count: int32 scalar, how many of those in theta are applied. The others are computed too, but whatever comes of
-            it, even NaN, changes nothing: they pass the carry on, and their extras and gradients are zeros. None: all.
-    """
-
+    # Int32 scalar, the number of the first one, for the seeds. None: 0.
     first: tf.Tensor | None = None
+    # Int32 scalar, how many of those in theta are applied. The others are computed too, but whatever comes of it,
+    # even NaN, changes nothing: they pass the carry on, and their extras and gradients are zeros. None: all.
     count: tf.Tensor | None = None
 
 

@@ -262,23 +262,14 @@ class DroplessDispatcher(Dispatcher):
 
 @dataclass(frozen=True)
 class _Layout:
-    """The mesh axes over which tokens and experts are sharded.
+    """The mesh axes over which tokens and experts are sharded."""
 
-    Attributes:
-        devices: the axes of the tokens.
-        experts: the axes of the experts, the last of `devices`.
-        model: the axes of M.
-        num_devices: D.
-        parts: Q.
-        local_experts: e.
-    """
-
-    devices: Axis
-    experts: Axis
-    model: Axis
-    num_devices: int
-    parts: int
-    local_experts: int
+    devices: Axis  # the axes of the tokens
+    experts: Axis  # the axes of the experts, the last of `devices`
+    model: Axis  # the axes of M
+    num_devices: int  # D
+    parts: int  # Q
+    local_experts: int  # e
 
     def largest_buffer(self, tokens: int, ranks: int) -> int:
         """The most rows that one device can send another."""

@@ -38,24 +38,17 @@ Product = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, DimsMapping], tf.Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens sorted by expert, in groups of any size: the input and output of experts without capacity.
+    """Tokens sorted by expert, in groups of any size: the input and output of experts without capacity."""
 
-    Attributes:
-        values: [D,N,M], the rows of each device's experts, those of its first expert first; rows past the
-            groups are padding, zeros.
-        group_sizes: int32 [D,e], how many rows each of a device's e experts has.
-        choices: int32 [D,N], the global id token * k + rank of each row; keys its random draws.
-        product: the dispatcher's, which knows on which devices rows and experts are.
-        notes: what `Dispatch` leaves for `Combine`.
-        metrics: float32 scalars about dropped rows.
-    """
-
+    # [D,N,M], the rows of each device's experts, those of its first expert first; rows past the groups are padding,
+    # zeros.
     values: tf.Tensor
-    group_sizes: tf.Tensor
+    group_sizes: tf.Tensor  # int32 [D,e], how many rows each of a device's e experts has
+    # int32 [D,N], the global id token * k + rank of each row; keys its random draws.
     choices: tf.Tensor
-    product: Product
-    notes: tuple = ()
-    metrics: NestedMap = field(default_factory=NestedMap)
+    product: Product  # the dispatcher's, which knows on which devices rows and experts are
+    notes: tuple = ()  # what `Dispatch` leaves for `Combine`
+    metrics: NestedMap = field(default_factory=NestedMap)  # float32 scalars about dropped rows
 
     def With(self, values: tf.Tensor) -> "Rows":
         """The same rows with other values, [D,N,anything]."""

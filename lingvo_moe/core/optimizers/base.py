@@ -288,19 +288,12 @@ class BaseOptimizer:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The scalars that the updates of all variables share in a step.
+    """The scalars that the updates of all variables share in a step."""
 
-    Attributes:
-        rate: the learning rate.
-        step: the number of the step.
-        scale: the factor of the gradients; None: 1.
-        finite: see BaseOptimizer.Update.
-    """
-
-    rate: tf.Tensor
-    step: tf.Tensor
-    scale: tf.Tensor | None
-    finite: tf.Tensor | None
+    rate: tf.Tensor  # the learning rate
+    step: tf.Tensor  # the number of the step
+    scale: tf.Tensor | None  # the factor of the gradients; None: 1
+    finite: tf.Tensor | None  # see BaseOptimizer.Update
 
 
 def _layer(

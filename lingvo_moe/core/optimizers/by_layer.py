@@ -27,15 +27,10 @@ UpdateLayer = Callable[
 
 @dataclass(frozen=True)
 class Applied:
-    """A `kernels.Delta` that was subtracted already.
+    """A `kernels.Delta` that was subtracted already."""
 
-    Attributes:
-        weight: the new one.
-        square: the sum of squares of the update.
-    """
-
-    weight: tf.Tensor
-    square: tf.Tensor
+    weight: tf.Tensor  # the new one
+    square: tf.Tensor  # the sum of squares of the update
     grad_square: None = None
 
     def SumOfSquares(self) -> tf.Tensor:

@@ -35,19 +35,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a pipeline: each on its own devices, or one after another on all of them.
+    """The stages of a pipeline: each on its own devices, or one after another on all of them."""
 
-    Attributes:
-        count: K.
-        mesh: that of the program; None for one device.
-        axis: the mesh axis of the stages; None: they run one after another.
-        row_axes: the axes that rows are spread over.
-    """
-
-    count: int
-    mesh: Mesh | None = None
-    axis: str | None = None
-    row_axes: tuple[str, ...] = ()
+    count: int  # K
+    mesh: Mesh | None = None  # that of the program; None for one device
+    axis: str | None = None  # the mesh axis of the stages; None: they run one after another
+    row_axes: tuple[str, ...] = ()  # the axes that rows are spread over
 
     @property
     def devices(self) -> int:
