@@ -369,14 +369,32 @@ class BaseLayer:
     @scoped
     def PackChildren(self, theta: NestedMap, packing: Packing) -> NestedMap:
         """`PackWeights` of a layer that has none of its own to pack: that of its children."""
-        packed = NestedMap(theta)
+        return self._of_children(lambda child, w: child.PackWeights(w, packing), theta)
+
+    def Grow(self, small: NestedMap, fresh: NestedMap) -> NestedMap:
+        """The weights with which this layer computes what a smaller one does (see BaseTask.GrowsFrom).
+
+        Here they are those of the smaller one, which has the same variables and children. A layer that has others
+        overrides it.
+
+        Args:
+            small: the weights of the smaller layer.
+            fresh: initial weights of this layer, for those that the smaller one lacks.
+        """
+        return self._of_children(lambda child, *thetas: child.Grow(*thetas), small, fresh)
+
+    def _of_children(
+        self, of_child: Callable[..., NestedMap], theta: NestedMap, *more: NestedMap
+    ) -> NestedMap:
+        """theta, with of_child(child, its theta, its part of each of `more`) in place of each child's."""
+        new = NestedMap(theta)
         for name, child in self.children.items():
             if isinstance(child, list):
-                pairs = zip(child, theta[name], strict=True)
-                packed[name] = [one.PackWeights(w, packing) for one, w in pairs]
+                rows = zip(child, theta[name], *(tree[name] for tree in more), strict=True)
+                new[name] = [of_child(*row) for row in rows]
             elif name in theta:
-                packed[name] = child.PackWeights(theta[name], packing)
-        return packed
+                new[name] = of_child(child, theta[name], *(tree[name] for tree in more))
+        return new
 
     # --- helpers for FProp
 

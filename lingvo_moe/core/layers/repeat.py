@@ -161,9 +161,7 @@ class Repeat(BaseLayer):
         if _is_packed(theta):
             thetas = [NestedMap(body=one) for one in theta.body]
         else:
-            weights = theta.Flatten()
-            layers = kernels.current().slices(weights, weights[0].shape[0])
-            thetas = [theta.Pack(layer) for layer in layers]
+            thetas = slices(theta)
         for i, theta_i in enumerate(thetas):
             carry, extras = self._Numbered(tf.constant(i), theta_i, carry, given)
             all_extras.append(extras)
@@ -227,6 +225,12 @@ class Repeat(BaseLayer):
         """L times the body's."""
         meta = params.body.cls.FPropMeta(params.body, *input_shapes)
         return NestedMap(flops=params.num_repeats * meta.flops, out_shapes=meta.out_shapes)
+
+
+def slices(theta: NestedMap) -> list[NestedMap]:
+    """The weights of each repetition, from stacked ones [L, ...]."""
+    weights = theta.Flatten()
+    return [theta.Pack(w) for w in kernels.current().slices(weights, weights[0].shape[0])]
 
 
 def _is_packed(theta: NestedMap) -> bool:

@@ -26,8 +26,8 @@ from lingvo_moe.core.layers import kept
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.layers.normalization import LayerNorm
-from lingvo_moe.core.layers.repeat import ALL, Chunk, Repeat
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.layers.repeat import ALL, Chunk, Repeat, slices
+from lingvo_moe.core.nested_map import NestedMap, map_structure
 
 
 class TransformerLayer(BaseLayer):
@@ -313,6 +313,17 @@ class TransformerStack(BaseLayer):
             layers = zip(self.blocks.body.layers, thetas, strict=True)
             out.append([layer.PrecomputeMemory(th, memory) for layer, th in layers])
         return out
+
+    def Grow(self, small: NestedMap, fresh: NestedMap) -> NestedMap:
+        """See BaseLayer: each layer grows out of that of the same number, whatever the size of the other's blocks."""
+        olds = [layer for block in slices(small.blocks) for layer in block.body.layers]
+        blocks, size = [], len(self.blocks.body.layers)
+        for b, block in enumerate(slices(fresh.blocks)):
+            grown = zip(self.blocks.body.layers, olds[b * size : (b + 1) * size], block.body.layers)
+            layers = [layer.Grow(old, new) for layer, old, new in grown]
+            blocks.append(NestedMap(body=NestedMap(layers=layers)))
+        stacked = map_structure(lambda *weights: tf.stack(weights), *blocks)
+        return NestedMap(small, blocks=stacked)
 
     def CacheLetters(self) -> list[list[NestedMap]]:
         """The letters of InitCache's tensors, by block and layer."""

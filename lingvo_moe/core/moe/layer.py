@@ -204,6 +204,20 @@ class MoELayer(BaseLayer):
             packed.experts = theta.experts
         return packed
 
+    def Grow(self, small: NestedMap, fresh: NestedMap) -> NestedMap:
+        """See BaseLayer: sparse upcycling of a dense layer (Komatsuzaki et al. 2022, section 3.1).
+
+        Each expert is a copy of it, so that the outputs are the same where the gates of a token sum to one. The router
+        is new, and shared experts begin by adding zeros.
+        """
+        E = self.p.num_experts
+        grown = NestedMap(fresh)
+        grown.experts = small.Transform(lambda w: tf.repeat(w[tf.newaxis], E, axis=0))
+        if self.p.num_shared_experts:
+            shared = fresh.shared_experts
+            grown.shared_experts = NestedMap(shared, wo=tf.zeros_like(shared.wo))
+        return grown
+
     def _OfChosen(
         self,
         theta: NestedMap,

@@ -18,6 +18,7 @@ class BeganFrom(TypedDict):
     logdir: str
     step: int
     kept: dict[str, list[int]]
+    grown: NotRequired[bool]
 
 
 class Experiment(TypedDict):
@@ -150,6 +151,7 @@ def _is_beginning(value: Any) -> bool:
         and _is_text(value.get("logdir"))
         and _is_count(value.get("step"))
         and _is_mapping(value.get("kept"), is_pair)
+        and isinstance(value.get("grown", False), bool)
     )
 
 

@@ -130,6 +130,10 @@ class BaseTask(BaseLayer):
         """Returns the settings of the pipeline that a task of these Params runs in; None if it runs in none."""
 
     @classmethod
+    def GrowsFrom(cls, task: InstantiableParams) -> InstantiableParams | None:
+        """Returns the Params of the smaller task whose weights Grow takes; None: there is none."""
+
+    @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """Raises TaskError if the Params of the task and of the input contradict each other.
 

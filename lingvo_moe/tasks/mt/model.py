@@ -134,6 +134,13 @@ class MtModel(MtTask):
         if cls.RoutesByTask(task):
             inputs.task_ids = True
 
+    @classmethod
+    def GrowsFrom(cls, task: InstantiableParams) -> InstantiableParams | None:
+        """See BaseTask: a model with experts as wide as its dense layers grows out of the dense one."""
+        if not task.num_experts or task.expert_hidden_dim not in (0, task.hidden_dim):
+            return None
+        return task.Copy().Set(num_experts=0)
+
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: a router that chooses by language has a place for each."""
         if not self.RoutesByTask(self.p):

@@ -35,15 +35,16 @@ class Beginning:
     """The weights that a run takes over from another, and a record of that."""
 
     weights: InitialWeights  # what to load
-    # For experiment.json: `logdir` and `step` of the other run, and `kept`: for each kind of named rows, how many the
-    # other run has too, and how many there are.
+    # For experiment.json: `logdir` and `step` of the other run, `kept`: for each kind of named rows, how many the
+    # other run has too, and how many there are; and `grown`, true, if its model is a smaller one.
     about: dict[str, Any]
 
 
 def describe(about: Mapping[str, Any]) -> str:
     """A sentence for Beginning.about: 'began from RUN at step 500; 310 of 320 source pieces were there'."""
     kept = ", ".join(f"{n:,} of {total:,} {name}" for name, (n, total) in about["kept"].items())
-    return f"began from {about['logdir']} at step {about['step']}" + (
+    grown = ", whose model grew" if about.get("grown") else ""
+    return f"began from {about['logdir']} at step {about['step']}{grown}" + (
         f"; {kept} were there" if kept else ""
     )
 
@@ -93,7 +94,7 @@ def begin_from(
         TaskError: the other run does not say the names of its rows.
     """
     run = RunDir(logdir, _FLAG, trust_run)
-    old, new = _models(run, task)
+    old, new, grows = _models(run, task)
     rows = new.NamedRows()
     kinds = dict.fromkeys(found.kind for found in rows.values())
     names = {
@@ -107,16 +108,38 @@ def begin_from(
         if sizes[0] != sizes[1] or (places != np.arange(sizes[1])).any():
             moved[path] = Places(found.dim, places)
     kept = {kind: [len({*a} & {*b}), len(b)] for kind, (a, b) in names.items()}
-    about = {"logdir": os.path.abspath(logdir), "step": step, "kept": kept}
-    return Beginning(InitialWeights(str(run.checkpoint_dir), step, moved), about)
+    about: dict[str, Any] = {"logdir": os.path.abspath(logdir), "step": step, "kept": kept}
+    if grows:
+        about["grown"] = True
+    small = new if grows else None
+    return Beginning(InitialWeights(str(run.checkpoint_dir), step, moved, small), about)
 
 
-def _models(run: RunDir, task: Params) -> tuple[BaseTask, BaseTask]:
-    """The model of the run and the task's, whose variables are alike, however they are packed."""
+def _models(run: RunDir, task: Params) -> tuple[BaseTask, BaseTask, bool]:
+    """The model of the run, and the task's whose variables are alike, however they are packed; and whether that is the
+    smaller one that the task grows out of."""
     before = run.Params().task
-    old, new = before.Instantiate().Unpacked(), task.Instantiate().Unpacked()
+    old, whole = before.Instantiate().Unpacked(), task.Instantiate()
+    new = whole.Unpacked()
+    small = task.cls.GrowsFrom(task) if _differences(old, new) else None
+    if small is not None and not _differences(old, grown := small.Instantiate().Unpacked()):
+        if new is not whole:
+            raise InitFromError(
+                f"{_FLAG}={run.path}: the weights of a smaller model cannot be taken over by one whose stages have "
+                "layers of their own; begin with task.pipeline.stages=1 and train.max_steps=0, then go on with stages"
+            )
+        return old, grown, True
     _check_same(run, old, new, before, task)
-    return old, new
+    return old, new, False
+
+
+def _differences(old: BaseTask, new: BaseTask) -> list[tuple[str, str, str]]:
+    """The variables that differ but for the sizes along named rows: path, and how each model has it."""
+    rows = new.NamedRows()
+    there, here = (_described(model.VariableSpecs(), rows) for model in (old, new))
+    paths = dict.fromkeys((*there, *here))
+    found = ((path, there.get(path, "not"), here.get(path, "not")) for path in paths)
+    return [row for row in found if row[1] != row[2]]
 
 
 def _places(old: Sequence[str], new: Sequence[str], old_size: int, new_size: int) -> np.ndarray:
@@ -134,14 +157,10 @@ def _places(old: Sequence[str], new: Sequence[str], old_size: int, new_size: int
 
 def _check_same(run: RunDir, old: BaseTask, new: BaseTask, before: Params, after: Params) -> None:
     """Raises InitFromError unless both models have the same variables, but for the sizes along named rows."""
-    rows = new.NamedRows()
-    there, here = (_described(model.VariableSpecs(), rows) for model in (old, new))
-    differ = [p for p in dict.fromkeys((*there, *here)) if there.get(p) != here.get(p)]
+    differ, rows = _differences(old, new), new.NamedRows()
     if not differ:
         return
-    lines = [
-        f"  {p}: {there.get(p, 'not')} there, {here.get(p, 'not')} here" for p in differ[:_SHOWN]
-    ]
+    lines = [f"  {path}: {there} there, {here} here" for path, there, here in differ[:_SHOWN]]
     if len(differ) > _SHOWN:
         lines.append(f"  and {len(differ) - _SHOWN} more")
     sized_by = tuple({f"{found.sized_by} :" for found in rows.values()})

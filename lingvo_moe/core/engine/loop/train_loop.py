@@ -143,7 +143,7 @@ class TrainLoop:
         with self._Waiting(f"initialising {len(specs.theta.Flatten())} variables") as waiting:
             state = initial_state(self._task, engine, self._task.p.seed)
             if self._initial is not None:
-                state = self._initial.Into(state, specs.theta, engine, self._packing)
+                state = self._initial.Into(state, self._task, engine, self._packing)
                 copy = engine.Build(self._task.WithCopies, [specs], donate=(0,), name="with_copies")
                 state = copy(state)
             waiting("saving the state before the first step")

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import toy_translation
 
 from lingvo_moe.core.config import registry
@@ -13,6 +14,7 @@ from lingvo_moe.core.engine.checkpoints.init_from import (
     describe,
     find_step,
 )
+from lingvo_moe.core.engine.loop.steps import initial_state
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.files.artifacts import RunArtifacts
@@ -21,6 +23,7 @@ from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import load_theta
 
@@ -53,8 +56,11 @@ def new_vocabs() -> NestedMap:
 
 
 def _task(vocabs: NestedMap, more: str = _BY_TASK.format(4)):
-    sizes = ";".join(f"task.{side}_vocab_size={v.size + 8}" for side, v in vocabs.items())
-    return registry.GetParams("mt.M4Tiny", f"{sizes};{more}").task
+    return registry.GetParams("mt.M4Tiny", f"{_sizes(vocabs)};{more}").task
+
+
+def _sizes(vocabs: NestedMap, beyond: int = 8) -> str:
+    return ";".join(f"task.{side}_vocab_size={v.size + beyond}" for side, v in vocabs.items())
 
 
 def _artifacts(vocabs: NestedMap, languages: list[str]) -> RunArtifacts:
@@ -74,7 +80,7 @@ def test_rows_go_by_their_names_on_any_engine(run, vocab, new_vocabs) -> None:
     thetas = []
     for engine in (TfEngine(), PjrtEngine(Mesh.parse("expert:8"))):
         state = NestedMap(theta=engine.Put(fresh, specs), step=np.int32(0))
-        thetas.append(engine.Get(beginning.weights.Into(state, specs, engine).theta))
+        thetas.append(engine.Get(beginning.weights.Into(state, task.Instantiate(), engine).theta))
     theta, sharded = thetas
     for (path, value), other in zip(theta.FlattenItems(), sharded.Flatten(), strict=True):
         np.testing.assert_array_equal(value, other, err_msg=path)
@@ -147,3 +153,43 @@ def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
     RunDir(tmp_path).Write("mt.M4Tiny", "", mt_artifacts({"source": b"s", "target": b"t"}))
     with pytest.raises(InitFromError, match="has no checkpoint yet"):
         find_step(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make, experts, seed",
+    [
+        (TfEngine, "task.moe.router=hash", np.array([3, 4], np.int32)),
+        (
+            lambda: PjrtEngine(Mesh.parse("expert:8")),
+            "task.moe.router=top2;task.moe.num_shared_experts=1",
+            None,  # a second expert is drawn at random in training
+        ),
+    ],
+)
+def test_experts_grow_out_of_dense_layers(vocab, tmp_path, make, experts, seed) -> None:
+    """Before its first step a model with experts has the loss of the dense one."""
+    both = "task.num_encoder_layers=4;task.activation=swiglu"
+    dense_only = f"{both};task.num_experts=0"
+    toy_translation.save_run(tmp_path, vocab, more=dense_only, languages=["de"])
+    vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
+    more = f"{both};{experts};task.moe.dispatcher=dropless;task.aux_loss_weight=0"
+    params = registry.GetParams("mt.M4Tiny", f"{_sizes(vocabs, 0)};{more}")
+    beginning = begin_from(tmp_path, 7, params.task, _artifacts(vocabs, ["de"]))
+    assert ", whose model grew" in describe(beginning.about)
+    task, engine, dense = params.task.Instantiate(), make(), RunDir(tmp_path).Task()
+    fresh = initial_state(task, engine, 3)
+    routers = {p: v for p, v in engine.Get(fresh.theta).FlattenItems() if ".router." in p}
+    theta = beginning.weights.Into(fresh, task, engine).theta
+    for path, value in routers.items():
+        np.testing.assert_array_equal(engine.Get([theta.GetItem(path)])[0], value)
+    batch_spec = params.input.Instantiate().BatchSpec()
+    batch = toy_translation.batch(batch_spec, 200)
+
+    def loss(model: MtModel, theta: NestedMap) -> np.ndarray:
+        def run(theta: NestedMap, batch: NestedMap) -> tf.Tensor:
+            return model.FProp(theta, batch, seed=seed)[0]
+
+        return engine.Get([engine.Build(run, [model.VariableSpecs(), batch_spec])(theta, batch)])[0]
+
+    old = engine.Put(load_theta(RunDir(tmp_path), dense)[0], dense.VariableSpecs())
+    np.testing.assert_allclose(loss(task, theta), loss(dense, old), rtol=1e-6)
