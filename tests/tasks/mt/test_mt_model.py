@@ -3,6 +3,8 @@
 Letters: B row, S source time, T target time, V vocabulary, L layer, J hypothesis, M model.
 """
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -93,14 +95,24 @@ def _logits(model, theta, batch, seed=None):
     return seen[0].numpy(), loss, metrics
 
 
+@functools.cache
+def _program(model, training):
+    """A function of (theta, batch), which is traced once for all batches."""
+
+    @tf.function(autograph=False)
+    def loss_and_grads(theta, batch):
+        leaves = theta.Flatten()
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(leaves)
+            loss, metrics = model.FProp(theta, batch, seed=STEP if training else None)
+        return NestedMap(loss=loss, metrics=metrics, grads=theta.Pack(tape.gradient(loss, leaves)))
+
+    return loss_and_grads
+
+
 def _loss_and_grads(model, theta, batch, seed):
-    leaves = theta.Flatten()
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(leaves)
-        loss, metrics = model.FProp(theta, batch.Transform(tf.constant), seed=seed)
-    return NestedMap(
-        loss=loss, metrics=metrics, grads=theta.Pack(tape.gradient(loss, leaves))
-    ).FlattenItems()
+    found = _program(model, seed is not None)(theta, batch.Transform(tf.constant))
+    return found.Transform(lambda x: x.numpy()).FlattenItems()
 
 
 def _assert_close(got, want, tol=1e-5):
