@@ -13,7 +13,7 @@ TESTS = "tests"
 
 # In a test's strings: a module that it starts (`python -m tools.export`) or an experiment (`mt.Name`).
 _MODULE_IN_TEXT = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
-_EXPERIMENT_IN_TEXT = re.compile(r"\b(mt|lm)\.\w+")
+_EXPERIMENT_IN_TEXT = re.compile(r"\b(mt(?=\.\w)|lm(?=\.\w)|image(?=\.[A-Z]))")
 _REGISTRY = "lingvo_moe.core.config.registry"
 _LOOKED_UP_BY_NAME = "lingvo_moe.params.mt"
 # Directories beside lingvo_moe whose packages are in it: see lingvo_moe/__init__.py.
