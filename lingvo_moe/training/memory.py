@@ -67,9 +67,8 @@ class Share:
     """The share of a job that this machine has."""
 
     processes: int = 1  # of the job; each has an equal share of the devices
-    holds_state: bool = (
-        True  # whether the devices are this machine's CPU; otherwise it has only the batch
-    )
+    # Whether the devices are this machine's CPU; otherwise it has only the batch.
+    holds_state: bool = True
 
 
 def check_memory(

@@ -39,14 +39,12 @@ class Loop:
     """A body to repeat."""
 
     body: Body
-    shard_carry: (
-        Annotate  # of a carry, or of a stack of them, whose letters start with the prefix given
-    )
+    # Of a carry, or of a stack of them, whose letters start with the prefix given.
+    shard_carry: Annotate
     names: tuple[str, ...]  # of the activations that are kept
     on_host: tuple[bool, ...]  # for each weight, whether it is in the host's memory
-    stored_there: (
-        bool  # whether the activations that are stored for the backward pass are there too
-    )
+    # Whether the activations that are stored for the backward pass are there too.
+    stored_there: bool
 
     def Run(self, theta: NestedMap, carry: tf.Tensor, given: Given) -> tuple[tf.Tensor, NestedMap]:
         """See Repeat.FProp."""

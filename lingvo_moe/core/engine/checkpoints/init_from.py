@@ -43,7 +43,7 @@ class Beginning:
 def describe(about: Mapping[str, Any]) -> str:
     """A sentence for Beginning.about: 'began from RUN at step 500; 310 of 320 source pieces were there'."""
     kept = ", ".join(f"{n:,} of {total:,} {name}" for name, (n, total) in about["kept"].items())
-    grown = ", whose model grew" if about.get("grown") else ""
+    grown = ", out of whose smaller model this one grew" if about.get("grown") else ""
     return f"began from {about['logdir']} at step {about['step']}{grown}" + (
         f"; {kept} were there" if kept else ""
     )
@@ -120,17 +120,20 @@ def _models(run: RunDir, task: Params) -> tuple[BaseTask, BaseTask, bool]:
     smaller one that the task grows out of."""
     before = run.Params().task
     old, whole = before.Instantiate().Unpacked(), task.Instantiate()
-    new = whole.Unpacked()
-    small = task.cls.GrowsFrom(task) if _differences(old, new) else None
-    if small is not None and not _differences(old, grown := small.Instantiate().Unpacked()):
-        if new is not whole:
-            raise InitFromError(
-                f"{_FLAG}={run.path}: the weights of a smaller model cannot be taken over by one whose stages have "
-                "layers of their own; begin with task.pipeline.stages=1 and train.max_steps=0, then go on with stages"
-            )
-        return old, grown, True
-    _check_same(run, old, new, before, task)
-    return old, new, False
+    forms = [(whole.Unpacked(), task)]
+    if (params := task.cls.GrowsFrom(task)) is not None:
+        forms.append((params.Instantiate().Unpacked(), params))
+    differing = [_differences(old, model) for model, _ in forms]
+    nearest = min(range(len(forms)), key=lambda i: len(differing[i]))
+    new, after = forms[nearest]
+    if differing[nearest]:
+        raise _misfit(run, differing[nearest], new, before, after)
+    if nearest and forms[0][0] is not whole:
+        raise InitFromError(
+            f"{_FLAG}={run.path}: the weights of a smaller model cannot be taken over by one whose stages have "
+            "layers of their own; begin with task.pipeline.stages=1 and train.max_steps=0, then go on with stages"
+        )
+    return old, new, bool(nearest)
 
 
 def _differences(old: BaseTask, new: BaseTask) -> list[tuple[str, str, str]]:
@@ -155,20 +158,19 @@ def _places(old: Sequence[str], new: Sequence[str], old_size: int, new_size: int
     return places
 
 
-def _check_same(run: RunDir, old: BaseTask, new: BaseTask, before: Params, after: Params) -> None:
-    """Raises InitFromError unless both models have the same variables, but for the sizes along named rows."""
-    differ, rows = _differences(old, new), new.NamedRows()
-    if not differ:
-        return
+def _misfit(
+    run: RunDir, differ: list[tuple[str, str, str]], new: BaseTask, before: Params, after: Params
+) -> InitFromError:
+    """The error for a model whose variables differ from the run's."""
     lines = [f"  {path}: {there} there, {here} here" for path, there, here in differ[:_SHOWN]]
     if len(differ) > _SHOWN:
         lines.append(f"  and {len(differ) - _SHOWN} more")
-    sized_by = tuple({f"{found.sized_by} :" for found in rows.values()})
+    sized_by = tuple({f"{found.sized_by} :" for found in new.NamedRows().values()})
     params_before, params_after = (_lines(p, sized_by) for p in (before, after))
     only = set(params_before) ^ set(params_after)
     lines += [f"> {line}" for line in params_before if line in only]
     lines += [f"< {line}" for line in params_after if line in only]
-    raise InitFromError(
+    return InitFromError(
         f"{_FLAG}={run.path}: weights can be taken over by a model of the same sizes, vocabularies and number of "
         "languages aside, but these variables differ; '>' are parameters of the run there, '<' of the one that would "
         "begin:\n" + "\n".join(lines)

@@ -33,9 +33,8 @@ class InitialWeights:
     # By path, the Places of variables whose elements are reordered or new; such a variable may have another size along
     # that dimension. All other variables are copied unchanged.
     moved: Mapping[str, Places]
-    small: BaseTask | None = (
-        None  # the task of these weights, out of which the run's task grows; None: they are alike
-    )
+    # The task of these weights, out of which the run's task grows; None: they are alike.
+    small: BaseTask | None = None
 
     def Into(
         self, state: NestedMap, task: BaseTask, engine: Engine, packing: Packing | None = None

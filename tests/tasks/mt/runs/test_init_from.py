@@ -11,6 +11,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.checkpoints.init_from import (
     InitFromError,
     begin_from,
+    check_model,
     describe,
     find_step,
 )
@@ -175,7 +176,7 @@ def test_experts_grow_out_of_dense_layers(vocab, tmp_path, make, experts, seed) 
     more = f"{both};{experts};task.moe.dispatcher=dropless;task.aux_loss_weight=0"
     params = registry.GetParams("mt.M4Tiny", f"{_sizes(vocabs, 0)};{more}")
     beginning = begin_from(tmp_path, 7, params.task, _artifacts(vocabs, ["de"]))
-    assert ", whose model grew" in describe(beginning.about)
+    assert "out of whose smaller model this one grew" in describe(beginning.about)
     task, engine, dense = params.task.Instantiate(), make(), RunDir(tmp_path).Task()
     fresh = initial_state(task, engine, 3)
     routers = {p: v for p, v in engine.Get(fresh.theta).FlattenItems() if ".router." in p}
@@ -193,3 +194,16 @@ def test_experts_grow_out_of_dense_layers(vocab, tmp_path, make, experts, seed) 
 
     old = engine.Put(load_theta(RunDir(tmp_path), dense)[0], dense.VariableSpecs())
     np.testing.assert_allclose(loss(task, theta), loss(dense, old), rtol=1e-6)
+
+
+def test_experts_of_another_width_are_told_from_the_dense_layers(vocab, tmp_path) -> None:
+    toy_translation.save_run(tmp_path, vocab, more="task.num_experts=0")
+    vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
+    task = registry.GetParams("mt.M4Tiny", f"{_sizes(vocabs, 0)};task.hidden_dim=64").task
+    with pytest.raises(
+        InitFromError, match=r"layers\[0\]\.ffn\.wi: float32\[2,16,32\] there"
+    ) as error:
+        check_model(tmp_path, task)
+    message = str(error.value)
+    assert message.endswith("> task.hidden_dim : 32\n< task.hidden_dim : 64")
+    assert ".experts." not in message
