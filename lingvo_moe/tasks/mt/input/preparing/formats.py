@@ -2,12 +2,15 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.opening import read_lines
 from lingvo_moe.tasks.mt.input.preparing.lines import Line, bad, pair, pairs_of_item
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
+
+# (number of a line, its text, its language where the source has one) -> its pairs, good and bad.
+_Parse = Callable[[int, str, str | None], Iterable[Line]]
 
 
 def read_source(source: Source, fields: Fields) -> Iterator[Line]:
@@ -25,39 +28,44 @@ def read_source(source: Source, fields: Fields) -> Iterator[Line]:
 
 
 def _read_lines(source: Source, fields: Fields) -> Iterator[Line]:
-    parse = {"tsv": _of_columns, "jsonl": _of_json, "txt": _of_text}[source.form]
+    parse = {"tsv": _of_columns, "jsonl": _of_json, "txt": _of_text}[source.form](fields)
     for number, text, reason in read_lines(source.path):
         if text is None:
             yield bad(number, source.lang, reason)
         else:
-            yield from parse(number, text, source.lang, fields)
+            yield from parse(number, text, source.lang)
 
 
-def _of_columns(number: int, text: str, lang: str | None, fields: Fields) -> Iterator[Line]:
+def _of_columns(fields: Fields) -> _Parse:
     at = {name: i for i, name in enumerate(fields.columns) if name != "_"}
     last = max(at.values())
-    columns = text.split("\t", last + 1)
-    if len(columns) <= last:
-        yield bad(number, lang, "no_tab")
-    else:
+
+    def parse(number: int, text: str, lang: str | None) -> Iterable[Line]:
+        columns = text.split("\t", last + 1)
+        if len(columns) <= last:
+            return (bad(number, lang, "no_tab"),)
         lang = lang or columns[at["lang"]].strip()
-        yield pair(number, lang, columns[at["source"]], columns[at["target"]])
+        return (pair(number, lang, columns[at["source"]], columns[at["target"]]),)
+
+    return parse
 
 
-def _of_text(number: int, text: str, lang: str | None, fields: Fields) -> Iterator[Line]:
+def _of_text(fields: Fields) -> _Parse:
     del fields
-    yield pair(number, lang, text, text)
+    return lambda number, text, lang: (pair(number, lang, text, text),)
 
 
-def _of_json(number: int, text: str, lang: str | None, fields: Fields) -> Iterator[Line]:
-    try:
-        item = json.loads(text)
-    except (ValueError, RecursionError):
-        item = None
-    if isinstance(item, dict):
-        yield from pairs_of_item(number, item, lang, fields)
-    else:
-        yield bad(number, lang, "bad_json")
+def _of_json(fields: Fields) -> _Parse:
+    def parse(number: int, text: str, lang: str | None) -> Iterable[Line]:
+        try:
+            item = json.loads(text)
+        except (ValueError, RecursionError):
+            item = None
+        if isinstance(item, dict):
+            return pairs_of_item(number, item, lang, fields)
+        return (bad(number, lang, "bad_json"),)
+
+    return parse
 
 
 def _read_two_files(source: Source) -> Iterator[Line]:
