@@ -24,7 +24,6 @@ from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.console.waiting import Waiting
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.files.paths import check_local
-from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.runs.directories import Kind, check_addable, check_replaceable, check_writable
 from lingvo_moe.core.runs.run_dir import RunDir
 
@@ -185,6 +184,8 @@ def mesh_of(args: Flags, params: Params) -> "Mesh":
 
 def define_known_faults_flag(flags: Flags) -> None:
     """Defines --known_faults."""
+    from lingvo_moe.core.partitioner import known_faults  # imports NumPy
+
     kinds = known_faults.ERROR, known_faults.ACTIONS
     flags.DEFINE_enum("known_faults", *kinds, known_faults.FLAG_HELP)
 
