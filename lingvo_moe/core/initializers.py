@@ -9,15 +9,17 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
 
-_METHODS = ("constant", "gaussian", "truncated_gaussian")
+_METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian", "geo_mean_xavier")
 
 
 @dataclass(frozen=True)
 class WeightInit:
     """The distribution of a variable's initial values."""
 
-    method: str  # one of _METHODS
-    scale: float  # the constant, or the standard deviation (before the tails are cut)
+    # One of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian (standard deviation `scale`),
+    # geo_mean_xavier (uniform, limit `scale * sqrt(3 / sqrt(fan_in * fan_out))`).
+    method: str
+    scale: float  # see `method`
 
     def __post_init__(self) -> None:
         checks.check_one_of("WeightInit: method", self.method, _METHODS)
@@ -32,13 +34,25 @@ class WeightInit:
         return cls("constant", value)
 
     @classmethod
+    def Uniform(cls, scale: float = 1.0) -> "WeightInit":
+        return cls("uniform", scale)
+
+    @classmethod
     def Gaussian(cls, scale: float = 1.0) -> "WeightInit":
         return cls("gaussian", scale)
+
+    @classmethod
+    def TruncatedGaussian(cls, scale: float = 1.0) -> "WeightInit":
+        return cls("truncated_gaussian", scale)
 
     @classmethod
     def FanIn(cls, fan_in: int) -> "WeightInit":
         """Truncated Gaussian with standard deviation 1/sqrt(fan_in), as every projection here has."""
         return cls("truncated_gaussian", 1 / math.sqrt(fan_in))
+
+    @classmethod
+    def GeoMeanXavier(cls, scale: float = 1.0) -> "WeightInit":
+        return cls("geo_mean_xavier", scale)
 
     def __call__(self, seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
         """The initial value, of a static shape; `seed` is int32 [2], or [n, 2] for n stacked
@@ -48,6 +62,14 @@ class WeightInit:
             word = tf.reshape(tf.convert_to_tensor(seed, tf.int32), [-1])[0]
             nothing = tf.cast(tf.bitwise.bitwise_xor(word, word), dtype)
             return tf.fill(list(shape), tf.constant(self.scale, dtype) + nothing)
-        normal = self.method == "gaussian"
-        draw = randomness.normal if normal else randomness.truncated_normal
-        return tf.cast(draw(seed, shape) * self.scale, dtype)
+        if self.method == "gaussian":
+            value = randomness.normal(seed, shape) * self.scale
+        elif self.method == "truncated_gaussian":
+            value = randomness.truncated_normal(seed, shape) * self.scale
+        else:
+            limit = self.scale
+            if self.method == "geo_mean_xavier":
+                fan_in, fan_out = math.prod(shape[seed.shape.rank - 1 : -1]), shape[-1]
+                limit *= math.sqrt(3 / math.sqrt(fan_in * fan_out))
+            value = (2 * randomness.uniform(seed, shape) - 1) * limit
+        return tf.cast(value, dtype)

@@ -74,6 +74,18 @@ class NestedMap(dict):
             return type(value)(cls.FromNestedDict(v) for v in value)
         return value
 
+    def ToNestedDict(self) -> dict:
+        """The inverse of FromNestedDict."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {k: plain(v) for k, v in value.items()}
+            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+                return type(value)(plain(v) for v in value)
+            return value
+
+        return plain(self)
+
     def GetItem(self, path: str) -> Any:
         """Reads `a.b[2].c`. Raises KeyError naming the path and the part that is missing."""
         value: Any = self

@@ -116,15 +116,17 @@ def test_misuse_is_named():
         _ = _tree().two
     with pytest.raises(ValueError, match=r"fprop_dtype='bf16'.*bfloat16"):
         _tree(fprop_dtype="bf16")
-    with pytest.raises(ValueError, match="method=xavier: must be one of constant, gaussian"):
+    with pytest.raises(ValueError, match="method=xavier: must be one of constant, uniform"):
         WeightInit("xavier", 1.0)
 
 
 @pytest.mark.parametrize(
     "init, mean, std",
     [
+        (WeightInit.Uniform(0.5), 0, 0.5 / 3**0.5),
         (WeightInit.Gaussian(2.0), 0, 2.0),
-        (WeightInit.FanIn(4), 0, 0.8796 / 2),
+        (WeightInit.TruncatedGaussian(1.0), 0, 0.8796),
+        (WeightInit.GeoMeanXavier(1.0), 0, 1 / 100**0.5),
         (WeightInit.Constant(1.5), 1.5, 0),
     ],
 )

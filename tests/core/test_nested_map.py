@@ -24,7 +24,7 @@ def test_flatten_and_pack_agree_with_tf_nest(tree):
     m = NestedMap.FromNestedDict(tree)
     assert m.Flatten() == tf.nest.flatten(m)
     assert m.Pack(m.Flatten()) == m
-    assert m == tree
+    assert m.ToNestedDict() == tree
     doubled = tf.nest.map_structure(lambda x: 2 * x, m)
     assert doubled == m.Transform(lambda x: 2 * x)
     assert type(doubled) is NestedMap
