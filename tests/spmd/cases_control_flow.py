@@ -310,8 +310,8 @@ CONDITIONALS = [
         recut_within,
         (floats(16, 8), _number(0)),
         splits=[ROWS, None],
-        forward={"all-to-all": 1},  # and one that XLA gives no name, by which it would be counted
-        backward={"all-to-all": 2},
+        forward={"all-to-all": 2},
+        backward={"all-to-all": 4},
     ),
     Case(
         "reducing_predicate",

@@ -36,6 +36,8 @@ from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.hlo.collectives import COLLECTIVES
+from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.nested_map import skeleton
 from lingvo_moe.core.sharding import Mesh, annotate, use_mesh
 from lingvo_moe.core.task.step import Step
@@ -234,10 +236,39 @@ def _run(calls: Sequence[_Call], mesh: Mesh, whole: bool) -> tuple[list[list[np.
     engine = PjrtEngine(mesh, known_faults="off")
     compiled = engine.Compile(Program(joined, exported_bytes(program, joined)), _SOON)
     results = compiled(*[value for call in calls for value in call.args])
-    hlo = compiled.HloText()
+    hlo = _named(
+        compiled.HloText(), [i for i, f in enumerate(traced) if f for _ in f.signature.args]
+    )
     of_none = [c for c in _inner(hlo) if not re.search(r"\bcall_\d+_/", c.op_name)]
     assert not of_none, of_none
     return engine.Get(results), hlo
+
+
+def _named(hlo: str, of_arguments: Sequence[int]) -> str:
+    """The text, in which a collective that XLA left without a name has that of the call whose tensors it reads.
+
+    `of_arguments` has the number of the call that takes each argument of the program.
+    """
+    for computation in parse_module(hlo).computations.values():
+        names = [i.op_name for i in computation.instructions]
+        inside = {n for name in names for n in re.findall(r"\bcall_\d+_/", name)}
+        for instruction in computation.instructions:
+            if instruction.op_name or instruction.opcode.removesuffix("-start") not in COLLECTIVES:
+                continue
+            read = instruction
+            while not read.op_name and read.operands:
+                read = computation.by_name[read.operands[0]]
+            owner = re.search(r"\bcall_\d+_/", read.op_name)
+            argument = re.search(r"\bargs\[(\d+)\]", read.op_name)
+            if owner:
+                call = owner[0]
+            elif argument:
+                call = f"call_{of_arguments[int(argument[1])]}_/"
+            else:
+                (call,) = inside
+            line = re.compile(rf"^(.*%?{re.escape(instruction.name)} = .*)$", re.MULTILINE)
+            hlo = line.sub(rf'\1, metadata={{op_name="{call}unnamed"}}', hlo, count=1)
+    return hlo
 
 
 def _lines(hlo: str, number: int) -> str:
@@ -312,6 +343,8 @@ def _assert_cut(case: Case, hlo: str) -> None:
     takes_part = _inner(hlo) or re.search(r"partition-id|dynamic-slice", hlo)
     is_cut = comes_cut or takes_part or case.backward
     assert is_cut, f"{case.name}: nothing is sharded"
+    if not case.whole:
+        assert len(_inner(hlo)) == len(parse_collectives(hlo)), f"{case.name}: gathers results"
 
 
 def count_inner(hlo: str) -> dict[str, int]:
@@ -359,8 +392,7 @@ def largest_array(hlo: str) -> int:
 
 def _inner(hlo: str) -> list[Collective]:
     """The collectives that come from an operation; others bring results into the requested form."""
-    found = parse_collectives(hlo)
-    return [c for c in found if c.op_name and not c.op_name.endswith("call_exported")]
+    return [c for c in parse_collectives(hlo) if not c.op_name.endswith("call_exported")]
 
 
 def _differentiable(case: Case) -> list[int]:
