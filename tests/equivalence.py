@@ -19,7 +19,7 @@ from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.step import Step
 
 
-def assert_same(got: Any, want: Any, tol: float = 1e-5, floor: float = 1.0) -> None:
+def assert_same(got: Any, want: Any, tol: float = 1e-5, floor: float = 0.01) -> None:
     """Asserts that two trees have the same paths and close numbers; NaN is close to nothing.
 
     Args:
