@@ -19,7 +19,7 @@ from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import Activation
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
-from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
+from lingvo_moe.core.layers.feed_forward import ACTIVATIONS, FeedForward
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 from lingvo_moe.core.tensors import keeps
@@ -89,6 +89,13 @@ class BaseExperts(BaseLayer):
         """FLOPs of the products of so many rows, each of one expert; sizes are set in `params`."""
         return 4 * rows * params.model_dim * params.hidden_dim
 
+    @classmethod
+    def Shared(cls, params: HyperParams, count: int) -> InstantiableParams:
+        """The layer of `count` experts that every token visits, beside those of `params`, whose sizes are set."""
+        return FeedForward.Params().Set(
+            model_dim=params.model_dim, hidden_dim=count * params.hidden_dim
+        )
+
     @scoped
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, where `TAKES_ROWS`; arguments as for FProp."""
@@ -118,6 +125,15 @@ class Experts(BaseExperts):
         """See `BaseExperts`."""
         products = ACTIVATIONS[params.activation].products
         return 2 * products * rows * params.model_dim * params.hidden_dim
+
+    @classmethod
+    def Shared(cls, params: HyperParams, count: int) -> InstantiableParams:
+        """See `BaseExperts`; with the activation and dropout of the routed experts."""
+        return (
+            super()
+            .Shared(params, count)
+            .Set(activation=params.activation, relu_dropout_prob=params.relu_dropout_prob)
+        )
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)

@@ -14,7 +14,6 @@ from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.kernels.weights import Packing
-from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.moe.experts import Experts, Rows, feed_forward_of_chosen
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
@@ -123,9 +122,11 @@ class MoELayer(BaseLayer):
         self.CreateChild("router", p.router.Copy().Set(**dims))
         for name in ("dispatcher", "inference_dispatcher"):
             self.CreateChild(name, dispatcher_params(getattr(p, name)))
-        self.CreateChild("experts", p.experts.Copy().Set(hidden_dim=p.hidden_dim, **dims))
+        experts = p.experts.Copy().Set(hidden_dim=p.hidden_dim, **dims)
+        self.CreateChild("experts", experts)
         if p.num_shared_experts:
-            self.CreateChild("shared_experts", _shared_experts(p, p.model_dim))
+            shared = experts.cls.Shared(experts, p.num_shared_experts)
+            self.CreateChild("shared_experts", shared)
         self._CheckDispatchers()
 
     def _CheckDispatchers(self) -> None:
@@ -287,20 +288,9 @@ class MoELayer(BaseLayer):
         experts = p.experts.Copy().Set(model_dim=M, hidden_dim=p.hidden_dim, num_experts=E)
         computed = experts.cls.Flops(experts, rows)
         if p.num_shared_experts:
-            shared = _shared_experts(p, M)
+            shared = experts.cls.Shared(experts, p.num_shared_experts)
             computed += shared.cls.FPropMeta(shared, (B, T, M)).flops
         return NestedMap(flops=gating + 2 * each_way + computed, out_shapes=((B, T, M),))
-
-
-def _shared_experts(p: HyperParams, model_dim: int) -> InstantiableParams:
-    """The shared experts as one layer, with the activation and dropout of the routed ones."""
-    shared = FeedForward.Params().Set(
-        model_dim=model_dim, hidden_dim=p.num_shared_experts * p.hidden_dim
-    )
-    for name in ("activation", "relu_dropout_prob"):
-        if name in p.experts:
-            shared.Set(**{name: p.experts.Get(name)})
-    return shared
 
 
 def _without_capacity(p: HyperParams) -> str:

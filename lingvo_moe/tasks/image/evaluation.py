@@ -9,6 +9,7 @@ from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.tasks.image.input.errors import ImageDataError
+from lingvo_moe.tasks.image.input.image_input import FolderInput
 from lingvo_moe.tasks.image.model import ImageClassifier
 
 
@@ -51,7 +52,7 @@ def evaluate(
             f"--logdir={logdir}: {params.task.cls.__name__} does not classify images"
         )
     if data_dir:
-        if "data_dir" not in params.input:
+        if not issubclass(params.input.cls, FolderInput):
             raise ImageDataError(f"--data_dir={data_dir}: the run's images are not in a folder")
         params.input.data_dir = data_dir
     task = params.task.Instantiate().Unpacked()

@@ -128,8 +128,8 @@ class Router(BaseLayer):
 
     @classmethod
     def Choices(cls, params: HyperParams) -> int:
-        """k of `Routing`; sizes are set in `params`."""
-        return params.k if "k" in params else params.num_experts
+        """k of `Routing`; sizes are set in `params`. All experts, where a router says nothing else."""
+        return params.num_experts
 
     @classmethod
     def Flops(cls, params: HyperParams, tokens: int) -> int:

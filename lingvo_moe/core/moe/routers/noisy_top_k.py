@@ -39,6 +39,11 @@ class NoisyTopKRouter(LearnedRouter):
     """
 
     @classmethod
+    def Choices(cls, params: HyperParams) -> int:
+        """See `Router`."""
+        return params.k
+
+    @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("k", 2, "Experts of a token, 1 to E.", check=checks.SIZE)

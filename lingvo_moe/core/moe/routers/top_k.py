@@ -12,6 +12,7 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.losses_and_metrics import (
     AuxLoss,
@@ -51,6 +52,11 @@ class TopKRouter(LearnedRouter):
     down where it had more. Experts are then best by biased probability. load_balance_weight=0 goes
     with it.
     """
+
+    @classmethod
+    def Choices(cls, params: HyperParams) -> int:
+        """See `Router`."""
+        return params.k
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.losses_and_metrics import Choice
 from lingvo_moe.core.moe.routers.base import Router, check_choices, real_tokens
 from lingvo_moe.core.nested_map import NestedMap
@@ -18,6 +19,11 @@ class UnlearnedRouter(Router):
     A rule gives experts, not gates, so each kept choice weighs 1/k: with k = 1 the output is the expert's
     own (Roller et al. 2021). Gates are not renormalised after a drop. There is no loss and no gradient.
     """
+
+    @classmethod
+    def Choices(cls, params: HyperParams) -> int:
+        """See `Router`."""
+        return params.k
 
     @classmethod
     def Params(cls) -> InstantiableParams:
