@@ -130,18 +130,41 @@ class VariableSpec:
         """The mesh axis, axes or None of each dimension between two steps: `split`, and axes for `free_dims`."""
         return split_over_copies(self.shape, self.split, self.free_dims, mesh)
 
-    def Init(self, seed: tf.Tensor) -> tf.Tensor:
+    def Init(self, seed: tf.Tensor, draws: "dict[Any, Any] | None" = None) -> tf.Tensor:
         """The initial value, keyed by the seed (int32 [2]) and the path; layer i of a stack folds
-        in i. The parts of a packed variable start as they would on their own."""
+        in i. The parts of a packed variable start as they would on their own.
+
+        `draws`: what has been traced for other variables, by kind; see initial_values.
+        """
         if isinstance(self.init, InitOfVariable):
             return self.init.OfVariable(self, seed)
         if self.stack_dims > 1:
             raise ValueError(f"{self.path}: layers are stacked once, not {self.stack_dims} times")
-        if self.init.is_random:  # most values of a state are constants
-            seed = randomness.fold_in(seed, self.path)
-            if self.stack_dims:
-                seed = randomness.fold_in(seed, tf.range(self.shape[0]))
+        if not self.init.is_random:  # most values of a state
+            return self._Draw(seed)
+        seed = randomness.fold_in(seed, self.path)
+        if draws is None or type(self.init) is not WeightInit:  # another may depend on more
+            return self._Draw(seed)
+        kind = self.init, self.shape, self.dtype, self.stack_dims
+        if kind not in draws:
+            traced = tf.function(self._Draw, autograph=False)
+            draws[kind] = traced.get_concrete_function(tf.TensorSpec(seed.shape, seed.dtype))
+        return draws[kind](seed)
+
+    def _Draw(self, seed: tf.Tensor) -> tf.Tensor:
+        """The initial value; `seed` is folded with the path."""
+        if self.init.is_random and self.stack_dims:
+            seed = randomness.fold_in(seed, tf.range(self.shape[0]))
         return self.init(seed, self.shape, tf.as_dtype(self.dtype))
+
+
+def initial_values(specs: NestedMap, seed: tf.Tensor) -> NestedMap:
+    """The initial values of a tree of VariableSpecs.
+
+    A drawing of random numbers, a hundred operations, is traced once for all variables of a kind and a shape.
+    """
+    draws: dict[Any, Any] | None = None if tf.executing_eagerly() else {}
+    return specs.Transform(lambda spec: spec.Init(seed, draws))
 
 
 class BaseLayer:
@@ -348,7 +371,7 @@ class BaseLayer:
     def InitTheta(self, seed: tf.Tensor) -> NestedMap:
         """Initial values (pure; engines compile it, so that no host holds the model). `seed` is
         int32 [2]."""
-        return self.VariableSpecs().Transform(lambda spec: spec.Init(seed))
+        return initial_values(self.VariableSpecs(), seed)
 
     # --- packed weights
 

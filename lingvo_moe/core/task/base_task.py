@@ -12,7 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core import kernels, randomness
-from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope, scoped
+from lingvo_moe.core.base_layer import (
+    BaseLayer,
+    VariableSpec,
+    initial_values,
+    name_scope,
+    scoped,
+)
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
@@ -332,7 +338,7 @@ class BaseTask(BaseLayer):
     def InitState(self, global_seed: tf.Tensor) -> NestedMap:
         """The state before step 0. `global_seed` is an int32 scalar; engines compile this, sharded."""
         seed = randomness.make_seed(global_seed, 0)
-        return self.WithCopies(self.StateSpecs().Transform(lambda spec: spec.Init(seed)))
+        return self.WithCopies(initial_values(self.StateSpecs(), seed))
 
     def Warnings(self, max_steps: int) -> list[str]:
         """Returns warnings about parameters that do not suit a run of so many steps, and how to change them."""
