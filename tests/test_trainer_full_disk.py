@@ -16,7 +16,7 @@ from lingvo_moe.core.engine.loop.train_loop import TrainLoop
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
-_STEPS = 300
+_STEPS = 60
 
 
 def _steps(self: TrainLoop, on_compiled: object) -> NestedMap:
@@ -75,7 +75,7 @@ def test_summaries(data_dir, tmp_path, capfd, monkeypatch):
     run = tmp_path / "run"
 
     def on_a_full_disk(self, on_compiled):
-        with full_disk(50_000):
+        with full_disk(20_000):
             return _steps(self, on_compiled)
 
     with monkeypatch.context() as patch:
