@@ -26,6 +26,7 @@ from lingvo_moe.planning.found_strategy import with_found_strategy
 from lingvo_moe.training.checks import (
     UsageError,
     check_began_from,
+    check_budget,
     check_data_dir,
     check_data_exists,
     check_divisible,
@@ -147,6 +148,7 @@ def train(of: Job) -> int:
     Returns the exit status.
     """
     args = of.args
+    check_budget(of.params.train, args.num_processes)
     # Imported here, since inspecting a model should not wait for them.
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.loop import job

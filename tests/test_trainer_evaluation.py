@@ -240,7 +240,7 @@ def test_a_job_beside_the_trainer_scores_each_checkpoint(reference, tmp_path, mo
     assert _train(run, 12, "--mode=eval") == 0
     err = capfd.readouterr().err
     assert f"waiting for a run in {run}" in err
-    assert "scored step 12, the last one (train.max_steps=12)" in err
+    assert "scored step 12, the last one (train.max_steps=12 is reached)" in err
     rows = read_metrics(str(RunDir(run).scores_dir))
     assert [row["step"] for row in rows] == [4, 6, 8, 12]
     trained = {row["step"]: row for row in read_metrics(str(RunDir(run).held_out_dir))}

@@ -204,6 +204,15 @@ def check_state_is_sharded(override: str, mesh: Mesh) -> None:
         )
 
 
+def check_budget(train: Params, num_processes: int) -> None:
+    """Raises UsageError for a budget that the processes of a job would not see used up at the same step."""
+    if train.max_cpu_seconds and num_processes > 1:
+        raise UsageError(
+            f"train.max_cpu_seconds={train.max_cpu_seconds:g}: is the time of one process, and this job has "
+            f"{num_processes}; use train.max_units or train.max_steps"
+        )
+
+
 def _check_stage_axis(stages: int, axis: Axis, mesh: Mesh) -> None:
     """Raises ScheduleError unless each stage of cells of different shapes has devices of its own."""
     lacking = [name for name in axes_of(axis) if name not in mesh.axis_names]

@@ -109,8 +109,15 @@ def _await_run(run_dir: RunDir, once: bool) -> None:
 
 def _why_done(run_dir: RunDir, last: int, train: Params) -> str:
     """Says why no further checkpoint follows that of step `last`; '' if one may."""
-    if last >= train.max_steps:
-        return f"train.max_steps={train.max_steps}"
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.loop.budget import Budget
+
+    budget = Budget(train)
+    if train.max_units or train.max_cpu_seconds:
+        with Checkpointer(str(run_dir.checkpoint_dir), read_only=True) as saved:
+            budget.Begin(last, saved.ReadExtra(last).get("used", {}))
+    if why := budget.WhyDone(last):
+        return why
     evaluations = run_dir.evaluations
     if evaluations is None or not evaluations.done or evaluations.done[-1].step != last:
         return ""

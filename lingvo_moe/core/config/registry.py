@@ -61,6 +61,19 @@ def _DefineStep(p: Params) -> None:
     )
     p.Define("max_steps", 1_000_000, "The step at which training ends.", check=checks.COUNT)
     p.Define(
+        "max_units",
+        0,
+        "Training ends when so many tokens (images, ...) were trained on, padding left out; 0: no such limit.",
+        check=checks.COUNT,
+    )
+    p.Define(
+        "max_cpu_seconds",
+        0.0,
+        "Training ends after so many CPU seconds of the process, all threads together, without those of compiling and "
+        "of evaluations; 0: no such limit.",
+        check=checks.NOT_NEGATIVE,
+    )
+    p.Define(
         "num_micro_batches",
         1,
         "M: a step computes gradients of M equal parts of its batch, one after another, and updates the weights once. "

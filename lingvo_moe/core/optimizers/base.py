@@ -136,8 +136,8 @@ class BaseOptimizer:
         """One step. Pure: nothing is assigned.
 
         Args:
-            state: theta, the weights; slots, as SlotSpecs lays them out; and step, int32 scalar, 0 at the first update.
-                Other entries are ignored.
+            state: theta, the weights; slots, as SlotSpecs lays them out; and step, int32 scalar, 0 at the first update;
+                also last_step, where the schedule ends with the run. Other entries are ignored.
             grads: in theta's structure; tf.IndexedSlices are made dense; None for variables that are not
                 trainable.
             specs: theta's VariableSpecs, as SlotSpecs got them; `stack_dims` keeps the layers of a `repeat` apart.
@@ -161,7 +161,7 @@ class BaseOptimizer:
         if max_grad_norm:
             grad_norm = tf.sqrt(tf.add_n(squares))
             scale = clip_scale(grad_norm, max_grad_norm)
-        rate = self.learning_rate.Value(step)
+        rate = self.learning_rate.Value(step, state.get("last_step"))
         slots_of = self._SlotsOf(specs, state.slots)
         if finite is not None:
             finite &= tf.math.is_finite(tf.add_n(squares))

@@ -22,5 +22,6 @@ SCHEDULES = ClassesByName(
         "inverse_sqrt": f"{_HERE}.schedules.InverseSqrt",
         "linear": f"{_HERE}.schedules.Linear",
         "transformer": f"{_HERE}.schedules.Transformer",
+        "wsd": f"{_HERE}.schedules.WarmupStableDecay",
     }
 )

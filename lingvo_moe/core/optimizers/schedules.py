@@ -4,7 +4,7 @@
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -38,8 +38,16 @@ class Schedule:
     def SetModelDim(cls, params: HyperParams, model_dim: int) -> None:
         """Sets in the Params of a schedule that depends on it the width of the model."""
 
-    def Value(self, step: tf.Tensor) -> tf.Tensor:
-        """The rate (float32 scalar) of the update that turns state `step` (0 is the first) into the next."""
+    @property
+    def ends_with_run(self) -> bool:
+        """Whether the rate depends on the step at which the run ends, which the state then holds."""
+        return False
+
+    def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
+        """The rate (float32 scalar) of the update that turns state `step` (0 is the first) into the next.
+
+        `last`, int32 scalar, is the step at which the run ends, where `ends_with_run`; 0: nobody knows yet.
+        """
         raise NotImplementedError(f"{type(self).__name__}.Value")
 
     def Mismatch(self, max_steps: int) -> Mismatch | None:
@@ -66,16 +74,17 @@ class WarmupSchedule(Schedule):
         )
         return p
 
-    def Value(self, step: tf.Tensor) -> tf.Tensor:
+    def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
+        """See Schedule."""
         p = self.p
         now = tf.cast(step, tf.float32)
         rate = tf.constant(p.value, tf.float32)
         if p.warmup_steps:
             rate = p.value * tf.minimum((now + 1.0) / float(p.warmup_steps), 1.0)
-        return self._Decay(rate, now)
+        return self._Decay(rate, now, last)
 
-    def _Decay(self, rate: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """The rate at step `now`, from the one that the warm-up alone would have; float32 scalars.
+    def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
+        """The rate at step `now`, from the one that the warm-up alone would have; float32 scalars. `last`: see Value.
 
         It is the same until the warm-up is over.
         """
@@ -85,8 +94,8 @@ class WarmupSchedule(Schedule):
 class Constant(WarmupSchedule):
     """`value`, after the warm-up."""
 
-    def _Decay(self, rate: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        del now
+    def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
+        del now, last
         return rate
 
 
@@ -111,13 +120,14 @@ class InverseSqrt(WarmupSchedule):
             why = f"must be 0, or at least warmup_steps={p.warmup_steps}: the rate cannot rise and decay at once"
             raise checks.ParamError("decay_start", str(p.decay_start), why)
 
-    def _Decay(self, rate: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+    def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
+        del last
         start = float(self.p.decay_start or max(self.p.warmup_steps, 1))
         return rate * tf.math.rsqrt(tf.maximum(now / start, 1.0))
 
 
 class _ToTheEnd(WarmupSchedule):
-    """The base of schedules that decay from the end of the warm-up to `total_steps`, down to a share of `value`."""
+    """The base of schedules that decay up to `total_steps`, down to a share of `value`."""
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -125,7 +135,8 @@ class _ToTheEnd(WarmupSchedule):
         p.Define(
             "total_steps",
             0,
-            "The decay ends at this step, e.g. train.max_steps; more than warmup_steps.",
+            "The decay ends at this step, more than warmup_steps; 0: where the run ends, by train.max_steps or by its "
+            "budget.",
             check=checks.COUNT,
         )
         p.Define("final_share", 0.0, "The last rate, as a share of `value`.", check=checks.SHARE)
@@ -134,20 +145,32 @@ class _ToTheEnd(WarmupSchedule):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
-        if p.total_steps <= p.warmup_steps:
-            why = f"must be more than warmup_steps={p.warmup_steps}; set it to the run's train.max_steps"
+        if p.total_steps and p.total_steps <= p.warmup_steps:
+            why = f"must be 0, the end of the run, or more than warmup_steps={p.warmup_steps}"
             raise checks.ParamError("total_steps", str(p.total_steps), why)
 
-    def _Decay(self, rate: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+    @property
+    def ends_with_run(self) -> bool:
+        return not self.p.total_steps
+
+    def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
         p = self.p
-        done = (now - p.warmup_steps) / float(p.total_steps - p.warmup_steps)
+        if p.total_steps:
+            start = max(self._Start(float(p.total_steps)), float(p.warmup_steps))
+            done = (now - start) / float(max(p.total_steps - start, 1))
+        elif last is None:
+            done = tf.zeros_like(now)
+        else:
+            end = tf.cast(last, tf.float32)
+            start = tf.maximum(self._Start(end), float(p.warmup_steps))
+            done = tf.where(end > 0.0, (now - start) / tf.maximum(end - start, 1.0), 0.0)
         falling = self._Fall(rate, tf.clip_by_value(done, 0.0, 1.0))
         return p.final_share * rate + (1.0 - p.final_share) * falling if p.final_share else falling
 
     def Mismatch(self, max_steps: int) -> Mismatch | None:
         """See Schedule: the run and the decay should end together."""
         p = self.p
-        if p.total_steps == max_steps:
+        if p.total_steps in (0, max_steps):
             return None
         if p.total_steps > max_steps:
             why = f"the run ends at step {max_steps}, before the rate has decayed"
@@ -156,6 +179,12 @@ class _ToTheEnd(WarmupSchedule):
             why = f"from that step to {max_steps} the rate stays at {rate:g}"
         better = max_steps if max_steps > p.warmup_steps else None
         return Mismatch("total_steps", p.total_steps, why, better)
+
+    def _Start(self, total: Any) -> Any:
+        """The step at which the decay begins, where it ends at `total`: a number, or a float32 scalar. Not before the
+        warm-up is over."""
+        del total
+        return float(self.p.warmup_steps)
 
     def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
         """From `rate` at done = 0 to 0 at done = 1."""
@@ -174,6 +203,26 @@ class Linear(_ToTheEnd):
 
     def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
         return rate * (1.0 - done)
+
+
+class WarmupStableDecay(_ToTheEnd):
+    """`value` up to the last part of the run, then down with 1 - sqrt (Hu et al. 2024; Haegele et al. 2024).
+
+    A run that stays at `value` may end at any step: one that is stopped early, or that goes on for longer, decays in
+    its last part all the same.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("decay_share", 0.1, "The part of the run in which it decays.", check=checks.SHARE)
+        return p
+
+    def _Start(self, total: Any) -> Any:
+        return total * (1.0 - self.p.decay_share)
+
+    def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        return rate * (1.0 - tf.sqrt(done))
 
 
 class Transformer(Schedule):
@@ -201,7 +250,9 @@ class Transformer(Schedule):
     def SetModelDim(cls, params: HyperParams, model_dim: int) -> None:
         params.model_dim = model_dim
 
-    def Value(self, step: tf.Tensor) -> tf.Tensor:
+    def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
+        """See Schedule."""
+        del last
         p = self.p
         t = tf.cast(step, tf.float32) + 1.0
         shape = tf.minimum(tf.math.rsqrt(t), t * float(p.warmup_steps) ** -1.5)
@@ -229,6 +280,8 @@ class SqrtDecay(Schedule):
         )
         return p
 
-    def Value(self, step: tf.Tensor) -> tf.Tensor:
+    def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
+        """See Schedule."""
+        del last
         clock = tf.maximum(tf.cast(step, tf.float32), float(self.p.constant_steps))
         return self.p.multiplier * tf.math.rsqrt(clock)

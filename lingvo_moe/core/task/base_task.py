@@ -1,7 +1,8 @@
 """BaseTask: a model with a loss, and the training step that is lowered, planned and run.
 
 The step is one pure function, `(state, batch) -> (state, metrics)`. The state is explicit:
-NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
+NestedMap(theta, slots, step, skipped), with `ema` where `ema_decay` is set, and `last_step`, the step at which the run
+ends, which the trainer sets, where the learning rate depends on it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -299,6 +300,8 @@ class BaseTask(BaseLayer):
             step=_counter("step"),
             skipped=_counter("skipped"),
         )
+        if self.optimizer.learning_rate.ends_with_run:
+            specs.last_step = _counter("last_step")
         if self.p.ema_decay:
             specs.ema = moving_average.average_specs(updated)
         return specs
@@ -418,6 +421,8 @@ class BaseTask(BaseLayer):
         finite = tf.math.is_finite(loss) & tf.math.is_finite(optimizer_metrics.grad_norm)
         kept = _where(finite, new, state, self.optimizer.Settled(self._UpdatedSpecs()))
         kept.step = state.step + 1
+        if "last_step" in state:
+            kept.last_step = state.last_step
         kept.skipped = state.skipped + tf.cast(~finite, tf.int32)
         metrics.update(optimizer_metrics, skipped=tf.cast(kept.skipped, tf.float32))
         return kept, metrics

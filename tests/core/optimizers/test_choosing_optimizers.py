@@ -73,9 +73,12 @@ def test_mistakes_in_names(override, message):
 
 
 def test_a_mistake_in_an_optimizer_is_named_by_its_place():
-    p = registry.GetParams("mt.M4Tiny", "task.optimizer.learning_rate=linear").task
+    rate = "task.optimizer.learning_rate"
+    p = registry.GetParams(
+        "mt.M4Tiny", f"{rate}=linear;{rate}.total_steps=9;{rate}.warmup_steps=9"
+    ).task
     with pytest.raises(
-        ValueError, match=r"^task\.optimizer\.learning_rate\.total_steps=0: must be"
+        ValueError, match=r"^task\.optimizer\.learning_rate\.total_steps=9: must be"
     ):
         p.Instantiate()
     override = "task.optimizer=adamw;task.optimizer.decay_exclude=['*.router']"

@@ -15,6 +15,7 @@ from lingvo_moe.core.optimizers.schedules import (
     Linear,
     SqrtDecay,
     Transformer,
+    WarmupStableDecay,
 )
 
 STEPS = [0, 1, 4, 9, 10, 11, 19, 20, 25, 29, 30, 31, 100, 10**6]
@@ -22,6 +23,7 @@ STEPS = [0, 1, 4, 9, 10, 11, 19, 20, 25, 29, 30, 31, 100, 10**6]
 NEEDED = {
     "cosine": {"total_steps": 30},
     "linear": {"total_steps": 30},
+    "wsd": {"total_steps": 30},
     "transformer": {"model_dim": 64},
 }
 
@@ -67,6 +69,34 @@ def test_decay_to_the_end(cls, shape, share, warmup_steps):
     np.testing.assert_allclose(_values(params, STEPS), want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("warmup_steps", [0, 10, 29])
+def test_a_stable_rate_decays_in_the_last_part(warmup_steps):
+    params = WarmupStableDecay.Params().Set(
+        value=0.4, warmup_steps=warmup_steps, total_steps=30, decay_share=0.2, final_share=0.1
+    )
+    start = max(24, warmup_steps)
+
+    def at(step):
+        done = min(max(step - start, 0) / (30 - start), 1.0)
+        return 0.4 * _rise(step, warmup_steps) * (0.1 + 0.9 * (1 - math.sqrt(done)))
+
+    want = [at(step) for step in STEPS]
+    np.testing.assert_allclose(_values(params, STEPS), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_a_decay_that_ends_with_the_run(name):
+    params = SCHEDULES[name].Params().Set(value=0.4, warmup_steps=10)
+    schedule, known = params.Instantiate(), params.Copy().Set(total_steps=30).Instantiate()
+    assert schedule.ends_with_run and not known.ends_with_run
+    for step in map(tf.constant, STEPS):
+        want = known.Value(step)
+        np.testing.assert_allclose(schedule.Value(step, tf.constant(30)), want, atol=1e-7)
+        stable = 0.4 * _rise(int(step), 10)
+        for unknown in (None, tf.constant(0)):
+            np.testing.assert_allclose(schedule.Value(step, unknown), stable, rtol=1e-6)
+
+
 @pytest.mark.parametrize("warmup_steps", [0, 10])
 def test_constant(warmup_steps):
     params = Constant.Params().Set(value=0.3, warmup_steps=warmup_steps)
@@ -108,8 +138,10 @@ def test_steps_may_be_traced(name):
 @pytest.mark.parametrize(
     "params, message",
     [
-        (Cosine.Params(), "total_steps=0: must be more than warmup_steps=0; set it to .*max_steps"),
-        (Linear.Params().Set(total_steps=9, warmup_steps=9), "total_steps=9: must be more than"),
+        (
+            Linear.Params().Set(total_steps=9, warmup_steps=9),
+            "total_steps=9: must be 0, the end of",
+        ),
         (
             InverseSqrt.Params().Set(decay_start=3, warmup_steps=9),
             "decay_start=3: must be 0, or at",

@@ -81,12 +81,12 @@ class HeldOutWatch:
         if self._writes and evaluations != self._before:
             self._run_dir.WriteEvaluations(self._evaluations)
 
-    def Due(self, step: int) -> bool:
-        """Whether the state after `step` steps is to be evaluated, and was not yet."""
+    def Due(self, step: int, last: int) -> bool:
+        """Whether the state after `step` steps is to be evaluated, and was not yet; `last` is the run's last step."""
         done = self._evaluations.done
         if not step or (done and done[-1].step == step):
             return False
-        return step % self._train.eval_interval_steps == 0 or step == self._train.max_steps
+        return step % self._train.eval_interval_steps == 0 or step == last
 
     def Evaluate(self, step: int, state: NestedMap) -> bool:
         """Evaluates the state after `step` steps, or its moving average, where the task keeps one.

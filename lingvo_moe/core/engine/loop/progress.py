@@ -36,7 +36,7 @@ class Speed(NamedTuple):
 class StepProgress:
     """Shows step, loss, speed and the time left.
 
-    `doing` is shown until the first step is done; `unit` is what the speed counts, e.g. 'tokens'.
+    `doing` is shown until the first step is done; `unit` is what the speed counts, e.g. 'tokens'; `last` may change.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StepProgress:
         stream: TextIO | None = None,
     ):
         self._stream, self._unit, self._work = stream or sys.stderr, unit, work or Work()
-        self._first, self._last = first, last
+        self._first, self.last = first, last
         self._seen, self._seen_at, self._waited = first, time.monotonic(), 0.0
         self._seconds_a_step = 0.0
         self._bar: Progress | None = None
@@ -105,7 +105,7 @@ class StepProgress:
         if not is_first:
             text += self._speed_text(speed)
         if self._seconds_a_step:
-            text += f"  {clock(self._seconds_a_step * (self._last - step))} left"
+            text += f"  {clock(self._seconds_a_step * (self.last - step))} left"
         if speed.input_wait > _WAIT_TO_SHOW:
             text += f"  {speed.input_wait:.0%} waiting for input"
         if note:
@@ -113,9 +113,9 @@ class StepProgress:
         if skipped:
             text += f"  ({skipped} not finite, skipped)"
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=text)
+            self._bar.update(self._task, completed=step, total=self.last, description=text)
         else:
-            print(f"step {step}/{self._last}  {text}", file=self._stream, flush=True)
+            print(f"step {step}/{self.last}  {text}", file=self._stream, flush=True)
         return speed
 
     def Exclude(self, seconds: float) -> None:

@@ -18,6 +18,7 @@ from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Compiled
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
 from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
+from lingvo_moe.core.engine.loop.budget import Budget
 from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
 from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
@@ -26,6 +27,7 @@ from lingvo_moe.core.engine.loop.skipped_steps import SkippedSteps
 from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.engine.loop.summaries import Summaries
 from lingvo_moe.core.engine.loop.trained import Trained
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.input.base_input import BatchIterator
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.blocks import describe_padding
@@ -61,12 +63,15 @@ class TrainLoop:
         most = self._train.max_skipped_steps
         self._skipped = SkippedSteps(self._engine, self._checkpointer, most)
         self._time_limit = time_limit or TimeLimit()
+        self._budget = Budget(self._train)
+        self._last_step: int | None = None  # as the state has it
         self._work = Work(task.StepFlops(self._inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()
         self._packing = Packing.Of(self._state_specs, task.Unpacked().StateSpecs())
 
     def Run(self, on_compiled: Callable[[Compiled], None] | None = None) -> NestedMap:
-        """Trains until `train.max_steps`, or until a signal, the time, the held-out loss or skipped steps end it.
+        """Trains to `train.max_steps`, or until the budget, a signal, the time, the held-out loss or skipped steps end
+        it.
 
         `on_compiled` is called with the compiled step before the first one.
 
@@ -101,8 +106,7 @@ class TrainLoop:
             doing = "running the first step"
             if step_fn.first_call:
                 doing += f", for which {step_fn.first_call}"
-            unit, last = self._task.UNIT, self._train.max_steps
-            progress = StepProgress(first, last, unit, self._work, doing)
+            progress = StepProgress(first, self._budget.last, self._task.UNIT, self._work, doing)
             try:
                 return self._steps(step_fn, state, first, batches, progress, stop)
             finally:
@@ -134,6 +138,7 @@ class TrainLoop:
             self._state_specs, self._engine, step, self._packing
         )
         batches.SetState(extra["input"])
+        self._budget.Begin(step, extra.get("used", {}))
         say(f"resuming at step {step} from {self._checkpointer.directory}")
         return state
 
@@ -161,8 +166,7 @@ class TrainLoop:
         """The reason that training is over after a step; '' if it goes on."""
         if self._watch and self._watch.why_stopped:
             return self._watch.why_stopped
-        most = self._train.max_steps
-        return f"train.max_steps={most} is reached" if step >= most else ""
+        return self._budget.WhyDone(step)
 
     def _done(self, step: int) -> NestedMap:
         """Says why no step is left to do, waits for the checkpoints, and returns Run's result."""
@@ -173,12 +177,14 @@ class TrainLoop:
     def _evaluate(self, step: int, state: NestedMap, batches: BatchIterator) -> float:
         """Evaluates the state on held-out data if that is due, and saves a new best one; returns the seconds spent."""
         start = time.monotonic()
-        if self._watch and self._watch.Due(step) and self._watch.Evaluate(step, state):
-            self._save(step, state, batches)
+        watch = self._watch
+        with self._budget.Paused():
+            if watch and watch.Due(step, self._budget.last) and watch.Evaluate(step, state):
+                self._save(step, state, batches)
         return time.monotonic() - start
 
     def _save(self, step: int, state: NestedMap, batches: BatchIterator) -> None:
-        extra = {"input": batches.GetState()}
+        extra = {"input": batches.GetState(), "used": self._budget.GetState()}
         self._checkpointer.Save(step, state, extra, self._packing)
 
     def _steps(
@@ -190,7 +196,7 @@ class TrainLoop:
         progress: StepProgress,
         stop: StopRequest,
     ) -> NestedMap:
-        train, unit = self._train, self._task.UNIT
+        train, unit, budget = self._train, self._task.UNIT, self._budget
         units: list[Any] = []  # arrays of the engine's
         skipped = self._skipped
         skipped.Begin(first, state.skipped)
@@ -200,17 +206,21 @@ class TrainLoop:
         while not self._why_done(step) and not (stopped := self._stops(stop, step)):
             if not batches.ready:  # what the devices still have to compute is not waiting for input
                 self._engine.Get(units[-1:])
+            self._set_last_step(state)
             state, device_metrics = step_fn(state, next(batches))
             step += 1
             units.append(device_metrics[unit])
             skipped.Add(device_metrics.skipped)
-            if step % train.summary_interval_steps == 0 or step in (first + 1, train.max_steps):
+            if step % train.summary_interval_steps == 0 or step in (first + 1, budget.last):
                 metrics = self._engine.Get(device_metrics)
                 skipped.Read()
+                counted = self._sum(units)
+                budget.Count(step, counted)
+                progress.last = budget.last
                 speed = progress.Update(
                     step,
                     float(metrics.loss),
-                    self._sum(units),
+                    counted,
                     skipped.total,
                     self._task.ProgressNote(metrics),
                     batches.waited,
@@ -223,13 +233,13 @@ class TrainLoop:
                 skipped.Read()
             if skipped.too_many:
                 break
-            if (to_save and not skipped.in_row) or step == train.max_steps:
+            if (to_save and not skipped.in_row) or step == budget.last:
                 self._save(step, state, batches)
                 to_save = False
             progress.Exclude(self._evaluate(step, state, batches))
         signalled = stopped and self._engine.AnyProcess(stop.requested)
         skipped.Read()
-        if (stopped or step < train.max_steps) and not skipped.too_many:
+        if (stopped or step < budget.last) and not skipped.too_many:
             self._save(step, state, batches)
             self._checkpointer.Wait()
         self._say_end(step, stopped, signalled)
@@ -240,6 +250,13 @@ class TrainLoop:
             status=1 if skipped.too_many else status,
             metrics=metrics,
         )
+
+    def _set_last_step(self, state: NestedMap) -> None:
+        """Puts the step at which the run ends into a state that has a place for it, where that is not known there."""
+        if "last_step" in state and self._last_step != self._budget.last:
+            self._last_step = self._budget.last
+            scalar = [TensorSpec((), "int32")]
+            state.last_step = self._engine.Put([np.int32(self._last_step)], scalar)[0]
 
     def _say_end(self, step: int, stopped: bool, signalled: bool) -> None:
         """Says why training ended at a step, where that is not the last one, and how many steps were skipped."""
