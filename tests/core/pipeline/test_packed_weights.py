@@ -49,19 +49,17 @@ def test_a_stage_has_the_weights_of_its_cell_and_no_others(pipelined):
     assert pipelined.SequentialSpecs() == make(SeqLayer, WithExtras, **STAGES).VariableSpecs()
 
 
-@pytest.mark.parametrize("mesh", [None, "stage:4", "stage:4,data:2", "data:4"])
-def test_initial_values_are_those_without_a_pipeline(plain, pipelined, mesh):
+def test_initial_values_are_those_without_a_pipeline(plain, pipelined):
+    """With the stages one after another, and each on its own devices."""
     want = by_path(plain.VariableSpecs(), run_single(plain.InitTheta, [SEED]))
-    layer = pipelined if mesh and "stage" in mesh else make(PipeliningLayer, WithExtras)
-    if mesh is None:
-        theta = run_single(layer.InitTheta, [SEED])
-    else:
-        theta, collectives = run_sharded(layer.InitTheta, [SEED], Mesh.parse(mesh))
-        assert not collectives["all-gather"]
-    found = by_path(layer.VariableSpecs(), theta)
-    assert sorted(found) == sorted(want)
-    for path, value in want.items():
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
+    in_turn = make(PipeliningLayer, WithExtras)
+    at_once, collectives = run_sharded(pipelined.InitTheta, [SEED], Mesh.parse("stage:4,data:2"))
+    assert not collectives["all-gather"]
+    for layer, theta in ((in_turn, run_single(in_turn.InitTheta, [SEED])), (pipelined, at_once)):
+        found = by_path(layer.VariableSpecs(), theta)
+        assert sorted(found) == sorted(want)
+        for path, value in want.items():
+            np.testing.assert_array_equal(found[path], value, err_msg=path)
 
 
 def _as_two_stages(path):
