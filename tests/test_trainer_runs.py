@@ -23,8 +23,10 @@ from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
+from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.planning import step_plan
+from lingvo_moe.reproduction import expert_comparison
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +125,8 @@ def test_tensorboard_shows_what_is_asked_of_it(reference):
     assert value("moe/decoder/effective_capacity/layer_1") == 2.0
     assert value("moe/encoder/expert_load/layer_1")[:, 2].sum() == 8  # a histogram of 8 experts
     assert value("tokens_per_second") > 0 and value("skipped") == 0
+    routing = expert_comparison.routing(read_metrics(str(reference / "train")))
+    assert set(routing) == {"dropped", "without_expert", "imbalance"} and routing["imbalance"] >= 1
 
 
 def test_a_run_that_is_done_is_left_alone(reference, data_dir, capfd):

@@ -12,6 +12,7 @@ import numpy as np
 import sentencepiece
 import tensorflow as tf
 
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
@@ -20,10 +21,21 @@ from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import export
+from params.mt.demo import M4Tiny
 
 M = 12
 # Overrides of mt.M4Tiny for tests that need no experts: the smallest model, which is traced the fastest.
 SMALL = "task.num_experts=0;task.num_encoder_layers=1;task.num_decoder_layers=1"
+
+
+class Smallest(M4Tiny):
+    """An experiment, `toy_translation.Smallest`: mt.M4Tiny with SMALL."""
+
+    def Task(self) -> InstantiableParams:
+        p = super().Task()
+        return p.Set(num_experts=0, num_encoder_layers=1, num_decoder_layers=1, repeat=False)
+
+
 _WORDS = ["red", "green", "house", "tree", "stone", "open", "close", "save", "file", "edit", "view"]
 
 

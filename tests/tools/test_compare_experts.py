@@ -91,16 +91,20 @@ def test_trains_measures_and_goes_on(tmp_path, capfd, monkeypatch):
     (corpus / "dev").mkdir()
     for file in corpus.glob("*.tsv"):
         shutil.copy(file, corpus / "dev" / file.name)
-    flags = [f"--output={tmp_path / 'out'}", f"--corpus={corpus}", "--model=mt.M4Tiny"]
-    flags += ["--only=top2_e4", "--steps=2", "--batches=2", "--engine=tf_graph"]
+    flags = [
+        f"--output={tmp_path / 'out'}",
+        f"--corpus={corpus}",
+        "--model=toy_translation.Smallest",
+    ]
+    flags += ["--only=dense", "--steps=2", "--batches=2", "--engine=tf_graph"]
     monkeypatch.setattr(_cli.subprocess, "run", trainer_testing.in_this_process)
     assert compare_experts.main(flags) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert list(results) == ["top2_e4"] and results["top2_e4"]["steps"] == 2
-    assert VARIANTS["top2_e4"].says in capfd.readouterr().out
+    assert list(results) == ["dense"] and results["dense"]["steps"] == 2
+    assert VARIANTS["dense"].says in capfd.readouterr().out
 
-    run = tmp_path / "out" / "top2_e4"
-    assert results["top2_e4"]["held_out_nll"] == pytest.approx(
+    run = tmp_path / "out" / "dense"
+    assert results["dense"]["held_out_nll"] == pytest.approx(
         _by_hand(run, corpus, monkeypatch), rel=1e-5
     )
 

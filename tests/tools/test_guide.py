@@ -1,6 +1,6 @@
 """docs/guide.md as a newcomer follows it: every command, in order, in one directory.
 
-Three things differ from the page: the experiment is the tiny one, as the page itself suggests for a first try; the
+Three things differ from the page: the experiment is a smaller one, as the page itself suggests for a first try; the
 longer run has few steps; the server takes a free port.
 """
 
@@ -26,7 +26,7 @@ from lingvo_moe.core.engine import engines
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 
 _ROOT = Path(__file__).resolve().parents[2]
-_INSTEAD = {"mt.M4Demo": "mt.M4Tiny", "--max_steps=5000": "--max_steps=22"}
+_INSTEAD = {"mt.M4Demo": "toy_translation.Smallest", "--max_steps=5000": "--max_steps=22"}
 _BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -60,7 +60,7 @@ def _write_texts(directory: Path) -> None:
 def _serving(argv: list[str]) -> Iterator[str]:
     """Starts the server of these flags and yields its address; Ctrl-C must end it with status 0."""
     command = [sys.executable, "-m", "tools.serve", *argv, "--port=0"]
-    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    env = {**os.environ, "PYTHONPATH": f"{_ROOT}:{_ROOT / 'tests'}"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
         said = ""
         while "ready after" not in said:
@@ -116,7 +116,10 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd) -> None:
             out, err = capfd.readouterr()
             said.setdefault(module, out + err)
     assert len(answer["translations"]) == 2
-    assert "next: python -m lingvo_moe.trainer --model=mt.M4Tiny" in said["tools.prepare"]
+    assert (
+        "next: python -m lingvo_moe.trainer --model=toy_translation.Smallest"
+        in said["tools.prepare"]
+    )
     assert "step 20/20  loss" in said["lingvo_moe.trainer"]
     assert re.search(r"\nall +2 ", said["tools.evaluate"])
     assert Path("RUN/report.html").stat().st_size > 10_000
@@ -130,6 +133,6 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd) -> None:
     assert len(Path("MEDICAL/scores/texts/de.hyp").read_text().splitlines()) == 5
     assert len(Path("MEDICAL/likely.tsv").read_text().splitlines()) == 5
     # Resuming with other data, as on the page.
-    train = ["--model=mt.M4Tiny", "--data_dir=DATA2", "--logdir=RUN"]
+    train = ["--model=toy_translation.Smallest", "--data_dir=DATA2", "--logdir=RUN"]
     assert importlib.import_module("lingvo_moe.trainer").main([*train, "--max_steps=30"]) == 2
     assert "the saved position of the input is of other data" in capfd.readouterr().err
