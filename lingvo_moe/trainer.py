@@ -1,18 +1,19 @@
 """Trains an experiment, scores its checkpoints, or shows what it is: flags -> registry -> engine."""
 
 import contextlib
+import copy
 import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import run as run_command
 from lingvo_moe.core.console.command import say
-from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
@@ -31,9 +32,11 @@ from lingvo_moe.training.checks import (
     check_data_exists,
     check_divisible,
     check_flags,
+    check_same_input,
     check_state_is_sharded,
     full_override,
     has_begun,
+    override_without_unused,
     prepare_run_dir,
     strategy_override,
 )
@@ -172,6 +175,34 @@ class Run(Job):
 
 def train_in_job(of: Job) -> int:
     """Like train, after the processes of the job have connected to each other."""
+    until, args = of.params.train.upcycle_at, of.args
+    if until and (args.restart or not has_begun(RunDir(args.logdir))):
+        small = smaller_job(of)
+        status = train_model(small)
+        if status or max(RunDir(small.args.logdir).steps) < until:
+            return status
+        args = copy.deepcopy(args)
+        for name, value in (("init_from", small.args.logdir), ("init_from_state", True)):
+            setattr(args, name, value)
+        of = replace(of, args=args)
+    return train_model(of)
+
+
+def smaller_job(of: Job) -> Job:
+    """The training of the model that grows into that of a job, in a directory beside its own; see train.upcycle_at."""
+    params = of.params.Copy()
+    differ = params.task.cls.GrowsFrom(params.task)
+    params.task.Set(**differ)
+    override = override_without_unused(of.override, params)
+    override = join_overrides(override, *(f"task.{name}={value}" for name, value in differ.items()))
+    args = copy.deepcopy(of.args)
+    args.logdir = of.args.logdir.rstrip("/") + "-dense"
+    params = registry.GetParams(args.model, override)
+    return replace(of, args=args, params=params, override=override)
+
+
+def train_model(of: Job) -> int:
+    """Like train_in_job, one model."""
     from lingvo_moe.core.engine import devices, gpu_settings
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.engines import make_engine
@@ -362,8 +393,15 @@ def prepare(run: Run, lock: RunLock) -> None:
     about = None
     artifacts = inputs.Artifacts()
     if args.init_from:
+        if args.init_from_state:
+            check_same_input(RunDir(args.init_from, "--init_from"), run.params)
         about = init_from.begin_from(
-            args.init_from, step, run.params.task, artifacts, args.trust_run
+            args.init_from,
+            step,
+            run.params.task,
+            artifacts,
+            trust_run=args.trust_run,
+            keep_state=args.init_from_state,
         ).about
         say(init_from.describe(about))
     run_dir.Write(args.model, run.override, artifacts, about)
@@ -376,9 +414,13 @@ def initial_weights(run: Run) -> "InitialWeights | None":
     about = run.run_dir.began_from
     if has_begun(run.run_dir) or not about:
         return None
-    artifacts, trust = run.inputs.Artifacts(), run.args.trust_run
     return init_from.begin_from(
-        about["logdir"], about["step"], run.params.task, artifacts, trust
+        about["logdir"],
+        about["step"],
+        run.params.task,
+        run.inputs.Artifacts(),
+        trust_run=run.args.trust_run,
+        keep_state=about.get("state", False),
     ).weights
 
 

@@ -401,8 +401,9 @@ class BaseLayer:
         overrides it.
 
         Args:
-            small: the weights of the smaller layer.
-            fresh: initial weights of this layer, for those that the smaller one lacks.
+            small: the weights of the smaller layer; or, in place of each, a tensor of its shape or its optimizer's
+                slots.
+            fresh: initial weights of this layer (or slots), for those that the smaller one lacks.
         """
         return self._of_children(lambda child, *thetas: child.Grow(*thetas), small, fresh)
 

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import registry
@@ -51,7 +51,23 @@ def check_flags(args: Flags, params: Params) -> None:
             f"--init_from={args.init_from} is --logdir itself: a run that goes on needs no --init_from, and one that "
             "begins from its weights another --logdir"
         )
+    if params.train.upcycle_at:
+        check_upcycling(args, params)
     check_writable(args.logdir, f"--logdir={args.logdir}")
+
+
+def check_upcycling(args: Flags, params: Params) -> None:
+    """Raises UsageError where train.upcycle_at has no smaller model to begin with, or no time for one of the two."""
+    at, last = params.train.upcycle_at, params.train.max_steps
+    if args.init_from:
+        why = f"the run begins with the weights of --init_from={args.init_from}; leave one of the two out"
+    elif at >= last:
+        why = f"must be less than train.max_steps={last}"
+    elif not params.task.cls.GrowsFrom(params.task):
+        why = "needs a model with experts as wide as its dense layers, which grow into them"
+    else:
+        return
+    raise UsageError(f"train.upcycle_at={at}: {why}")
 
 
 def check_evaluation(params: Params) -> None:
@@ -374,9 +390,33 @@ def check_same_run(run_dir: RunDir, params: Params, remedy: str) -> None:
 def _part_of_run(override: str, params: Params) -> str:
     """The part of a run's override that the run cannot change, as run_difference has it."""
     places = _may_change(params)
+    return _part_of(override, lambda path: _is_of_run(path) and path not in places)
+
+
+def override_without_unused(override: str, params: Params) -> str:
+    """The part of an override that has an effect on these parameters."""
+    return _part_of(override, lambda path: _has_effect(params, path))
+
+
+def _part_of(override: str, belongs: Callable[[str], bool]) -> str:
+    """The part of an override whose paths belong there."""
     parts = registry.split_override(override)
-    kept = [f"{path}={value}" for path, value in parts if _is_of_run(path) and path not in places]
+    kept = [f"{path}={value}" for path, value in parts if belongs(path)]
     return join_overrides(*(part.replace(";", r"\;") for part in kept))
+
+
+def check_same_input(run_dir: RunDir, params: Params) -> None:
+    """Raises UsageError unless the run has the same `input.` parameters, so that its place in the data is one here."""
+    difference = [
+        line
+        for line in run_difference(run_dir.params_text, params).splitlines()
+        if line[2:].startswith("input.")
+    ]
+    if difference:
+        raise UsageError(
+            f"--init_from_state: {run_dir.path} has other data, so its place there is none here; leave the flag out. "
+            "'>' is the run there, '<' is what would run now:\n" + "\n".join(difference)
+        )
 
 
 def check_began_from(args: Flags, run_dir: RunDir) -> None:

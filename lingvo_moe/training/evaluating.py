@@ -87,7 +87,7 @@ def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, params
                 scored.add(step)
                 if not once:
                     continue  # the next look may find that others are gone
-            if why := "--once" if once else _why_done(run_dir, steps[-1], params.train):
+            if why := "--once" if once else _why_done(run_dir, steps[-1], params):
                 last = max(scored, default=0)
                 say(f"scored step {last}, the last one ({why}): {directory}")
                 return True
@@ -107,12 +107,13 @@ def _await_run(run_dir: RunDir, once: bool) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _why_done(run_dir: RunDir, last: int, train: Params) -> str:
+def _why_done(run_dir: RunDir, last: int, params: Params) -> str:
     """Says why no further checkpoint follows that of step `last`; '' if one may."""
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
-    from lingvo_moe.core.engine.loop.budget import Budget
+    from lingvo_moe.core.engine.loop.budget import Budget, part_of_run
 
-    budget = Budget(train)
+    train = params.train
+    budget = Budget(train, until=part_of_run(params.task, train))
     if train.max_units or train.max_cpu_seconds:
         with Checkpointer(str(run_dir.checkpoint_dir), read_only=True) as saved:
             budget.Begin(last, saved.ReadExtra(last).get("used", {}))

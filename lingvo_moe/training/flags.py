@@ -62,7 +62,7 @@ def _declare_effects(flags: Flags) -> None:
     """Declares which flags go with which mode; --mode=eval takes those of the trainer whose run it scores."""
     flags.OnlyWith("eval_lines once", mode="eval")
     flags.OnlyWith("max_minutes restart", mode="sync")
-    flags.OnlyWith("init_from_step trust_run", init_from=True)
+    flags.OnlyWith("init_from_step init_from_state trust_run", init_from=True)
     flags.OnlyWith(
         "logdir init_from engine known_faults verify coordinator_address num_processes process_id",
         mode=("sync", "eval"),
@@ -117,6 +117,11 @@ def _define_run_flags(flags: Flags) -> None:
         "new rows and the optimizer state start fresh. Vocabularies may differ, sizes of layers may not",
     )
     flags.DEFINE_step("init_from_step", f"another checkpoint of that run, by its step; {BEST_HELP}")
+    flags.DEFINE_boolean(
+        "init_from_state",
+        False,
+        "with --init_from: go on where that run stood, with its optimizer's state, its step and its place in the data",
+    )
     flags.DEFINE_boolean("trust_run", False, f"with --init_from: {TRUST_RUN_HELP}")
     flags.DEFINE_float(
         "max_minutes",

@@ -61,6 +61,13 @@ def _DefineStep(p: Params) -> None:
     )
     p.Define("max_steps", 1_000_000, "The step at which training ends.", check=checks.COUNT)
     p.Define(
+        "upcycle_at",
+        0,
+        "A model with experts is trained without them up to this step, as a run of its own in LOGDIR-dense; then they "
+        "grow out of its layers. The model without experts ends there. 0: experts from the start.",
+        check=checks.COUNT,
+    )
+    p.Define(
         "max_units",
         0,
         "Training ends when so many tokens (images, ...) were trained on, padding left out; 0: no such limit.",

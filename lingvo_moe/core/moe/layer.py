@@ -18,7 +18,7 @@ from lingvo_moe.core.moe.experts import Experts, Rows, feed_forward_of_chosen
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
 from lingvo_moe.core.moe.slots import expert_capacity
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import replicate
 
 # Names of routers and dispatchers; a class is imported when it is asked for.
@@ -216,7 +216,7 @@ class MoELayer(BaseLayer):
         grown.experts = small.Transform(lambda w: tf.repeat(w[tf.newaxis], E, axis=0))
         if self.p.num_shared_experts:
             shared = fresh.shared_experts
-            grown.shared_experts = NestedMap(shared, wo=tf.zeros_like(shared.wo))
+            grown.shared_experts = NestedMap(shared, wo=map_structure(tf.zeros_like, shared.wo))
         return grown
 
     def _OfChosen(

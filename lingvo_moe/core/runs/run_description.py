@@ -19,6 +19,7 @@ class BeganFrom(TypedDict):
     step: int
     kept: dict[str, list[int]]
     grown: NotRequired[bool]
+    state: NotRequired[bool]
 
 
 class Experiment(TypedDict):
@@ -151,7 +152,7 @@ def _is_beginning(value: Any) -> bool:
         and _is_text(value.get("logdir"))
         and _is_count(value.get("step"))
         and _is_mapping(value.get("kept"), is_pair)
-        and isinstance(value.get("grown", False), bool)
+        and all(isinstance(value.get(name, False), bool) for name in ("grown", "state"))
     )
 
 

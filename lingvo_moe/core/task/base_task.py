@@ -7,7 +7,7 @@ ends, which the trainer sets, where the learning rate depends on it.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -137,8 +137,10 @@ class BaseTask(BaseLayer):
         """Returns the settings of the pipeline that a task of these Params runs in; None if it runs in none."""
 
     @classmethod
-    def GrowsFrom(cls, task: InstantiableParams) -> InstantiableParams | None:
-        """Returns the Params of the smaller task whose weights Grow takes; None: there is none."""
+    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
+        """Returns the Params, by name, that make a task the smaller one whose weights Grow takes; {}: there is none."""
+        del task
+        return {}
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:

@@ -5,6 +5,7 @@ Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabul
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -135,11 +136,11 @@ class MtModel(MtTask):
             inputs.task_ids = True
 
     @classmethod
-    def GrowsFrom(cls, task: InstantiableParams) -> InstantiableParams | None:
+    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
         """See BaseTask: a model with experts as wide as its dense layers grows out of the dense one."""
         if not task.num_experts or task.expert_hidden_dim not in (0, task.hidden_dim):
-            return None
-        return task.Copy().Set(num_experts=0)
+            return {}
+        return {"num_experts": 0}
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: a router that chooses by language has a place for each."""

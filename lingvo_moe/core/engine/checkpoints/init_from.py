@@ -22,7 +22,8 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.task.base_task import BaseTask, NamedRows
 
-_FLAG = "--init_from"
+_FLAG, _STATE = "--init_from", "--init_from_state"
+_LAST_STEP = "last_step"  # of the run itself
 _SHOWN = 5  # differences between two models
 
 
@@ -36,7 +37,8 @@ class Beginning:
 
     weights: InitialWeights  # what to load
     # For experiment.json: `logdir` and `step` of the other run, `kept`: for each kind of named rows, how many the
-    # other run has too, and how many there are; and `grown`, true, if its model is a smaller one.
+    # other run has too, and how many there are; `grown`, true, if its model is a smaller one; and `state`, true, if the
+    # run goes on with the other one's state.
     about: dict[str, Any]
 
 
@@ -44,7 +46,8 @@ def describe(about: Mapping[str, Any]) -> str:
     """A sentence for Beginning.about: 'began from RUN at step 500; 310 of 320 source pieces were there'."""
     kept = ", ".join(f"{n:,} of {total:,} {name}" for name, (n, total) in about["kept"].items())
     grown = ", out of whose smaller model this one grew" if about.get("grown") else ""
-    return f"began from {about['logdir']} at step {about['step']}{grown}" + (
+    how = "goes on" if about.get("state") else "began"
+    return f"{how} from {about['logdir']} at step {about['step']}{grown}" + (
         f"; {kept} were there" if kept else ""
     )
 
@@ -81,16 +84,18 @@ def begin_from(
     task: Params,
     artifacts: RunArtifacts,
     trust_run: bool = False,
+    keep_state: bool = False,
 ) -> Beginning:
     """Reads the weights with which a run begins from a checkpoint of another.
 
     `task` are the Params of the model of the run that begins and `artifacts` those of its input; `trust_run` is that
-    of RunDir, of the other run.
+    of RunDir, of the other run. With `keep_state` the optimizer's state, the moving average and the step go with them.
 
     Raises:
         RunDirError: no run there, or a damaged one, or its experiment is not there any more, or it names a class
             outside lingvo_moe.
-        InitFromError: its model is another one; names the variables that differ.
+        InitFromError: its model is another one; names the variables that differ. Or its state is to be kept, and is
+            of another optimizer or other tables.
         TaskError: the other run does not say the names of its rows.
     """
     run = RunDir(logdir, _FLAG, trust_run)
@@ -111,8 +116,31 @@ def begin_from(
     about: dict[str, Any] = {"logdir": os.path.abspath(logdir), "step": step, "kept": kept}
     if grows:
         about["grown"] = True
+    more: tuple[str, ...] = ()
+    if keep_state:
+        if moved:
+            raise InitFromError(
+                f"{_STATE}: the optimizer's state belongs to the rows of {run.path}, and here {', '.join(moved)} have "
+                "others; leave the flag out"
+            )
+        about["state"], more = True, _state_of(run, old, new)
     small = new if grows else None
-    return Beginning(InitialWeights(str(run.checkpoint_dir), step, moved, small), about)
+    return Beginning(InitialWeights(str(run.checkpoint_dir), step, moved, small, more), about)
+
+
+def _state_of(run: RunDir, old: BaseTask, new: BaseTask) -> tuple[str, ...]:
+    """The parts of the state beside theta. Raises InitFromError where the two models' differ."""
+    there, here = (
+        {path: (s.dtype, s.shape) for path, s in model.StateSpecs().FlattenItems()}
+        for model in (old, new)
+    )
+    for path in dict.fromkeys((*there, *here)):
+        if path != _LAST_STEP and there.get(path) != here.get(path):
+            raise InitFromError(
+                f"{_STATE}: {run.path} has another state, e.g. {path}: {there.get(path, 'not')} there, "
+                f"{here.get(path, 'not')} here; set the optimizer and task.ema_decay as there, or leave the flag out"
+            )
+    return tuple(name for name in new.StateSpecs() if name not in ("theta", _LAST_STEP))
 
 
 def _models(run: RunDir, task: Params) -> tuple[BaseTask, BaseTask, bool]:
@@ -121,7 +149,8 @@ def _models(run: RunDir, task: Params) -> tuple[BaseTask, BaseTask, bool]:
     before = run.Params().task
     old, whole = before.Instantiate().Unpacked(), task.Instantiate()
     forms = [(whole.Unpacked(), task)]
-    if (params := task.cls.GrowsFrom(task)) is not None:
+    if differ := task.cls.GrowsFrom(task):
+        params = task.Copy().Set(**differ)
         forms.append((params.Instantiate().Unpacked(), params))
     differing = [_differences(old, model) for model, _ in forms]
     nearest = min(range(len(forms)), key=lambda i: len(differing[i]))

@@ -1,4 +1,7 @@
-"""Initialises a run with the weights of another run's checkpoint; rows of tables may be reordered."""
+"""Initialises a run with the weights of another run's checkpoint, or with all of its state.
+
+Rows of tables may be reordered, and a model may grow out of a smaller one.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +13,7 @@ from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.step import Step
 
@@ -35,6 +38,18 @@ class InitialWeights:
     moved: Mapping[str, Places]
     # The task of these weights, out of which the run's task grows; None: they are alike.
     small: BaseTask | None = None
+    # The other parts of the state to take over, e.g. ('slots', 'step').
+    more: tuple[str, ...] = ()
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the run goes on where the other one stood, instead of beginning at step 0."""
+        return bool(self.more)
+
+    def ReadExtra(self) -> dict[str, Any]:
+        """The `extra` of the checkpoint, e.g. the place in the data. Raises CheckpointError: it is damaged."""
+        with Checkpointer(self.directory, read_only=True) as checkpointer:
+            return checkpointer.ReadExtra(self.step)
 
     def Into(
         self, state: NestedMap, task: BaseTask, engine: Engine, packing: Packing | None = None
@@ -50,37 +65,40 @@ class InitialWeights:
         Raises:
             CheckpointError: no such step, a damaged one, or one of another model.
         """
-        theta, specs = state.theta, task.VariableSpecs()
-        tables = {path: theta.GetItem(path) for path in self.moved}
-        state.theta = NestedMap()
-        if self.small is None:
-            del theta  # frees memory
-            state.theta = self._read(tables, specs, engine, packing)
-            return state
-        before = self.small.VariableSpecs()
-        grow = Step("grow", task.Grow, [before, specs], results=specs)
-        state.theta = engine.Once(grow, self._read(tables, before, engine), theta)
+        there, here = (self.small or task).StateSpecs(), task.StateSpecs()
+        for name in ("theta", *self.more):
+            fresh, state[name] = state[name], NestedMap()
+            tables = {path: fresh.GetItem(path) for path in self.moved} if name == "theta" else {}
+            if self.small is None or not isinstance(fresh, NestedMap):
+                del fresh  # frees memory
+                state[name] = self._read(name, tables, here[name], engine, packing)
+                continue
+            grow = Step("grow", task.Grow, [there[name], here[name]], results=here[name])
+            state[name] = engine.Once(grow, self._read(name, tables, there[name], engine), fresh)
         return state
 
     def _read(
         self,
+        part: str,
         fresh: dict[str, Any],
-        specs: NestedMap,
+        specs: Any,
         engine: Engine,
         packing: Packing | None = None,
-    ) -> NestedMap:
-        """The checkpoint's weights of these specs; `fresh` are new values of the moved ones, and gets empty."""
-        named = {path: TensorSpec.Of(s, f"theta.{path}") for path, s in specs.FlattenItems()}
+    ) -> Any:
+        """The checkpoint's part of the state, of these specs; `fresh`, new values of moved tables, gets empty."""
+        items = flatten_items(NestedMap({part: specs}))
+        named = {path.removeprefix(f"{part}."): TensorSpec.Of(s, path) for path, s in items}
         with Checkpointer(self.directory, read_only=True) as checkpointer:
-            whole = [path for path in named if path not in self.moved]
+            whole = [path for path in named if path not in fresh]
             wanted = [named[p] for p in whole]
             tensors = checkpointer.RestoreTensors(wanted, engine, self.step, packing)
-            theta = dict(zip(whole, tensors, strict=True))
-            for path, places in self.moved.items():
+            found = dict(zip(whole, tensors, strict=True))
+            for path in fresh.copy():
+                places = self.moved[path]
                 old, _ = checkpointer.RestoreToNumpy(f"theta.{path}", self.step)
                 table = moved(old, engine.Get([fresh.pop(path)])[0], places)
-                theta[path] = engine.Put([table], [named[path]])[0]
-        return specs.Pack([theta[path] for path in named])
+                found[path] = engine.Put([table], [named[path]])[0]
+        return pack(skeleton(specs), [found[path] for path in named])
 
 
 def moved(old: Any, fresh: Any, places: Places) -> np.ndarray:

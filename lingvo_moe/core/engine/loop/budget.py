@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 
 _ROUNDING = 1e-6  # of a step
 
@@ -18,20 +18,28 @@ class Budget:
 
     Args:
         train: the run's parameters.
+        until: where this part of the run ends, if it ends before the whole does; 0: it does not.
         clock: gives the CPU seconds of the process.
 
     Attributes:
         last: the step at which the run ends, as far as is known: foretold from the steps that were done.
     """
 
-    def __init__(self, train: Params, clock: Callable[[], float] = time.process_time):
-        self._max_steps, self._clock = train.max_steps, clock
+    def __init__(
+        self, train: Params, clock: Callable[[], float] = time.process_time, until: int = 0
+    ):
+        self._max_steps, self._until, self._clock = train.max_steps, until, clock
         self._most = {"units": train.max_units, "cpu_seconds": train.max_cpu_seconds}
         self._used = dict.fromkeys(self._most, 0.0)
         self._counted = 0.0  # the clock, when it was read last
         # The first step of this start, and what had been used after it.
         self._since: tuple[int, dict[str, float]] | None = None
         self.last = train.max_steps
+
+    @property
+    def end(self) -> int:
+        """The step at which this part of the run ends, as far as is known."""
+        return min(self.last, self._until or self.last)
 
     def Begin(self, step: int, used: Mapping[str, float]) -> None:
         """Goes on at a step with what was used before it, as GetState said."""
@@ -63,8 +71,10 @@ class Budget:
 
     def WhyDone(self, step: int) -> str:
         """The reason that a run is over after a step; '' if it goes on."""
-        if step < self.last:
+        if step < self.end:
             return ""
+        if self.end < self.last:
+            return f"train.upcycle_at={self._until} is reached"
         for name, most in self._Limits().items():
             if self._used[name] >= most:
                 return f"train.max_{name}={most:g} is used up"
@@ -83,3 +93,8 @@ class Budget:
             elif spent:
                 ends.append(step + math.ceil(left * steps / spent - _ROUNDING))
         self.last = min(ends)
+
+
+def part_of_run(task: InstantiableParams, train: Params) -> int:
+    """The step at which a model makes place for the larger one that grows out of it, by train.upcycle_at; 0: none."""
+    return 0 if task.cls.GrowsFrom(task) else train.upcycle_at

@@ -18,7 +18,7 @@ from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Compiled
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
 from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
-from lingvo_moe.core.engine.loop.budget import Budget
+from lingvo_moe.core.engine.loop.budget import Budget, part_of_run
 from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
 from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
@@ -63,7 +63,7 @@ class TrainLoop:
         most = self._train.max_skipped_steps
         self._skipped = SkippedSteps(self._engine, self._checkpointer, most)
         self._time_limit = time_limit or TimeLimit()
-        self._budget = Budget(self._train)
+        self._budget = Budget(self._train, until=part_of_run(task.p, self._train))
         self._last_step: int | None = None  # as the state has it
         self._work = Work(task.StepFlops(self._inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()
@@ -100,13 +100,13 @@ class TrainLoop:
             # Before a new run is begun: what cannot be compiled leaves nothing behind.
             step_fn = self._build_step(on_compiled)
             if first is None:
-                first, state = 0, self._begin(batches)
+                first, state = self._begin(batches)
             with Waiting("making the first batch"):
                 batches.Await()
             doing = "running the first step"
             if step_fn.first_call:
                 doing += f", for which {step_fn.first_call}"
-            progress = StepProgress(first, self._budget.last, self._task.UNIT, self._work, doing)
+            progress = StepProgress(first, self._budget.end, self._task.UNIT, self._work, doing)
             try:
                 return self._steps(step_fn, state, first, batches, progress, stop)
             finally:
@@ -137,24 +137,34 @@ class TrainLoop:
         state, extra = self._checkpointer.Restore(
             self._state_specs, self._engine, step, self._packing
         )
-        batches.SetState(extra["input"])
-        self._budget.Begin(step, extra.get("used", {}))
+        self._go_on(step, extra, batches)
         say(f"resuming at step {step} from {self._checkpointer.directory}")
         return state
 
-    def _begin(self, batches: BatchIterator) -> NestedMap:
-        """The state before step 0, saved at once, so that the run can be resumed."""
-        specs, engine = self._state_specs, self._engine
+    def _begin(self, batches: BatchIterator) -> tuple[int, NestedMap]:
+        """The first step and the state before it, saved at once, so that the run can be resumed."""
+        specs, engine, first = self._state_specs, self._engine, 0
         with self._Waiting(f"initialising {len(specs.theta.Flatten())} variables") as waiting:
             state = initial_state(self._task, engine, self._task.p.seed)
             if self._initial is not None:
                 state = self._initial.Into(state, self._task, engine, self._packing)
-                copy = engine.Build(self._task.WithCopies, [specs], donate=(0,), name="with_copies")
-                state = copy(state)
+                if self._initial.keeps_state:
+                    first = self._initial.step
+                    self._go_on(first, self._initial.ReadExtra(), batches)
+                else:
+                    copy = engine.Build(
+                        self._task.WithCopies, [specs], donate=(0,), name="with_copies"
+                    )
+                    state = copy(state)
             waiting("saving the state before the first step")
-            self._save(0, state, batches)
+            self._save(first, state, batches)
             self._checkpointer.Wait()
-        return state
+        return first, state
+
+    def _go_on(self, step: int, extra: dict[str, Any], batches: BatchIterator) -> None:
+        """Sets the input and the budget to where they stood when a checkpoint was saved with this `extra`."""
+        batches.SetState(extra["input"])
+        self._budget.Begin(step, extra.get("used", {}))
 
     @contextlib.contextmanager
     def _Waiting(self, doing: str) -> Iterator[Waiting]:
@@ -179,7 +189,7 @@ class TrainLoop:
         start = time.monotonic()
         watch = self._watch
         with self._budget.Paused():
-            if watch and watch.Due(step, self._budget.last) and watch.Evaluate(step, state):
+            if watch and watch.Due(step, self._budget.end) and watch.Evaluate(step, state):
                 self._save(step, state, batches)
         return time.monotonic() - start
 
@@ -211,12 +221,12 @@ class TrainLoop:
             step += 1
             units.append(device_metrics[unit])
             skipped.Add(device_metrics.skipped)
-            if step % train.summary_interval_steps == 0 or step in (first + 1, budget.last):
+            if step % train.summary_interval_steps == 0 or step in (first + 1, budget.end):
                 metrics = self._engine.Get(device_metrics)
                 skipped.Read()
                 counted = self._sum(units)
                 budget.Count(step, counted)
-                progress.last = budget.last
+                progress.last = budget.end
                 speed = progress.Update(
                     step,
                     float(metrics.loss),
@@ -233,13 +243,13 @@ class TrainLoop:
                 skipped.Read()
             if skipped.too_many:
                 break
-            if (to_save and not skipped.in_row) or step == budget.last:
+            if (to_save and not skipped.in_row) or step == budget.end:
                 self._save(step, state, batches)
                 to_save = False
             progress.Exclude(self._evaluate(step, state, batches))
         signalled = stopped and self._engine.AnyProcess(stop.requested)
         skipped.Read()
-        if (stopped or step < budget.last) and not skipped.too_many:
+        if (stopped or step < budget.end) and not skipped.too_many:
             self._save(step, state, batches)
             self._checkpointer.Wait()
         self._say_end(step, stopped, signalled)

@@ -196,6 +196,27 @@ def test_experts_grow_out_of_dense_layers(vocab, tmp_path, make, experts, seed) 
     np.testing.assert_allclose(loss(task, theta), loss(dense, old), rtol=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "adam"])
+def test_an_expert_has_the_slots_of_the_dense_layer(optimizer) -> None:
+    override = f"task.optimizer={optimizer};task.num_encoder_layers=4;task.hidden_dim=256;task.model_dim=256"
+    task, dense = (
+        registry.GetParams("mt.M4Tiny", f"{override};{more}").task.Instantiate()
+        for more in ("task.moe.num_shared_experts=1", "task.num_experts=0")
+    )
+    rng = np.random.RandomState(0)
+    small = dense.StateSpecs().slots.Transform(lambda s: rng.normal(size=s.shape).astype("f"))
+    specs = task.StateSpecs().slots
+    grown = task.Grow(small, specs.Transform(lambda s: tf.zeros(s.shape)))
+    for (path, slot), spec in zip(grown.FlattenItems(), specs.Flatten(), strict=True):
+        assert tuple(slot.shape) == spec.shape, path
+    old = small.encoder.blocks.body.layers[0].ffn.wi
+    new = grown.encoder.blocks.body.layers[1].ffn.experts.wi
+    assert set(old) == set(new)
+    for name in old:  # [L,...] in blocks of one layer, [L,E,...] in blocks of two
+        for expert in (0, 7):
+            np.testing.assert_array_equal(new[name][:, expert], old[name][1::2])
+
+
 def test_experts_of_another_width_are_told_from_the_dense_layers(vocab, tmp_path) -> None:
     toy_translation.save_run(tmp_path, vocab, more="task.num_experts=0")
     vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
