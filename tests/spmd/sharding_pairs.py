@@ -5,11 +5,13 @@ The result's cotangent is sharded like the result, and the operand's gradient li
     check_pairs(lambda x: x[::3], floats(12, 8))
 """
 
+import functools
 import itertools
 import math
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,86 +55,141 @@ def check_pairs(fn: Callable[..., Any], *args: np.ndarray, mesh: Mesh = ROW) -> 
     """
     (result,) = run_single(lambda *tensors: [fn(*tensors)], args, mesh, jit_compile=False)
     values = [*args, floats(*result.shape, seed=7)]
+    differentiated = _Differentiated(fn, values)
     first = mesh.axis_names[0]
     for number, arg in enumerate(args):
+        of_argument = functools.partial(_Pair, differentiated, mesh, number)
         want = None
         for operand in shardings(arg.shape, mesh):
             if next(filter(None, operand), first)[0] == first:  # The other half is alike.
-                pairs = _Pairs(fn, number, operand, shardings(result.shape, mesh), mesh)
-                want = want or _on_one_device(pairs, values, mesh)
-                wrong, named = pairs.Wrong(values, want)
+                # Of one sharding of the operand alone: others in its program would change what XLA does.
+                pairs = [of_argument(operand, r) for r in shardings(result.shape, mesh)]
+                want = want or _on_one_device(pairs[0], values, mesh)
+                wrong, named = _wrong_and_named(pairs, values, want)
                 assert wrong == named, f"argument {number} sharded as {operand}"
 
 
-class _Pairs:
-    """An operation whose operand is sharded in one way and its result in several, each time on its own."""
+@dataclass(frozen=True)
+class _Pair:
+    """An operation of which one argument and the result are sharded.
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        number: int,
-        operand: DimsMapping,
-        results: Sequence[DimsMapping],
-        mesh: Mesh,
-    ):
-        """Args: `number` is that of the argument which is sharded as `operand`."""
-        self._fn, self._number, self._mesh = fn, number, mesh
-        self._operand, self._results = operand, results
+    Attributes:
+        differentiated: gives the result and the gradients, without annotations; traced once for all pairs.
+        number: of the argument that is sharded, as `operand`.
+        result: the sharding of the result and of its cotangent.
+    """
 
-    def Wrong(
-        self, values: Sequence[np.ndarray], want: Sequence[np.ndarray]
-    ) -> tuple[list[DimsMapping], list[DimsMapping]]:
-        """The shardings of the result with which numbers are wrong, and those with which a fault is named.
+    differentiated: Callable[..., list[tf.Tensor]]
+    mesh: Mesh
+    number: int
+    operand: DimsMapping
+    result: DimsMapping
 
-        Args:
-            values: the arguments and the cotangent.
-            want: the result and the gradients of one device.
-        """
-        engine = PjrtEngine(self._mesh, known_faults=OFF)
-        specs = [TensorSpec(v.shape, v.dtype.name, ()) for v in values]
-        program = lower(self, specs, self._mesh)
-        with tempfile.TemporaryDirectory() as directory:
-            compiled = engine.Compile(program, _OPTIONS | dump_options(directory))
-            faults = known_faults(parse_module(read_before(directory)))
-        named = {int(n) for fault in faults for n in re.findall(r"pair_(\d+)_", fault.op)}
-        wrong = {i for i, got in enumerate(engine.Get(compiled(*values))) if not _equal(got, want)}
-        return [self._results[i] for i in sorted(wrong)], [self._results[i] for i in sorted(named)]
-
-    def Unsharded(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """The result and the gradients, for a run on one device."""
-        return self._Under(0, tensors)
-
-    def __call__(self, *tensors: tf.Tensor) -> list[list[tf.Tensor]]:
-        return [self._Under(i, tensors) for i in range(len(self._results))]
-
-    def _Under(self, i: int, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The result, sharded in the way number i, and the gradients by all floating-point arguments."""
-        with tf.name_scope(f"pair_{i}_"):
-            *args, cotangent = tensors
-            by = [a for a in args if a.dtype.is_floating]
-            with tf.GradientTape() as tape:
-                tape.watch(by)
-                args[self._number] = self._Sharded(args[self._number], self._operand)
-                y = mesh_split(self._fn(*args), self._mesh, self._results[i])
-            if not by or not y.dtype.is_floating:
-                return [y]
-            sent = self._Sharded(cotangent, self._results[i])
-            found = tape.gradient(y, by, sent, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-            return [y, *map(tf.convert_to_tensor, found)]
+    def __call__(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """The result, and the gradients by all floating-point arguments."""
+        *args, cotangent = tensors
+        floating = [i for i, a in enumerate(args) if a.dtype.is_floating]
+        args[self.number] = self._Sharded(args[self.number], self.operand)
+        # An annotation holds for the gradient too.
+        sent = mesh_split(self._Sharded(cotangent, self.result), self.mesh, self.result)
+        y, *gradients = self.differentiated(*args, sent)
+        if gradients and self.number in floating:
+            at = floating.index(self.number)
+            gradients[at] = mesh_split(2.0 * gradients[at], self.mesh, self.operand)
+        return [mesh_split(y, self.mesh, self.result), *gradients]
 
     def _Sharded(self, x: tf.Tensor, mapping: DimsMapping) -> tf.Tensor:
         """A sharded tensor, computed after it was sharded: so the padding of uneven parts is not zero."""
-        x = mesh_split(x, self._mesh, mapping)
+        x = mesh_split(x, self.mesh, mapping)
         return 2.0 * x + 1.0 if x.dtype.is_floating else x
 
 
-def _on_one_device(pairs: _Pairs, values: Sequence[np.ndarray], mesh: Mesh) -> list[np.ndarray]:
+class _Differentiated:
+    """A function's result, and its gradients by all floating-point arguments, by a cotangent that comes last.
+
+    Attributes:
+        fn: that function itself.
+
+    It is traced once; each call copies the operations into the graph that is being built, with names of their own.
+    Loops and branches are traced each time, as the checks of a program read their bodies.
+    """
+
+    def __init__(self, fn: Callable[..., Any], values: Sequence[np.ndarray]):
+        def differentiated(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            *args, sent = tensors
+            by = [a for a in args if a.dtype.is_floating]
+            with tf.GradientTape() as tape:
+                tape.watch(by)
+                y = fn(*args)
+            if not by or not y.dtype.is_floating:
+                return [y]
+            zero = tf.UnconnectedGradients.ZERO
+            found = tape.gradient(y, by, sent, unconnected_gradients=zero)
+            return [y, *map(tf.convert_to_tensor, found)]
+
+        specs = [tf.TensorSpec(v.shape, v.dtype) for v in values]
+        # TensorFlow takes some gradients in another way for XLA.
+        compiled = tf.function(differentiated, jit_compile=True, autograph=False)
+        traced = compiled.get_concrete_function(*specs)
+        self.fn, self._graph = differentiated, traced.graph.as_graph_def()
+        placeholders = {n.name for n in self._graph.node if n.op == "Placeholder"}
+        nodes = [n for n in self._graph.node if n.name not in placeholders]
+        for node in nodes:
+            node.input[:] = [x for x in node.input if x[1:] not in placeholders or x[0] != "^"]
+            node.attr.pop("_class", None)  # beside which operation it is placed
+        del self._graph.node[:]
+        self._graph.node.extend(nodes)
+        self._args = [x.name if x.consumers() else "" for x in traced.inputs]
+        self._results = [x.name for x in traced.outputs]
+        self._shapes = [x.shape for x in traced.outputs]
+
+    def __call__(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        if self._graph.library.function:
+            return self.fn(*tensors)
+        given = {name: x for name, x in zip(self._args, tensors, strict=True) if name}
+        found = tf.graph_util.import_graph_def(self._graph, given, self._results, name="op")
+        for x, shape in zip(found, self._shapes, strict=True):
+            x.set_shape(shape)
+        return found
+
+
+def _wrong_and_named(
+    pairs: Sequence[_Pair], values: Sequence[np.ndarray], want: Sequence[np.ndarray]
+) -> tuple[list[DimsMapping], list[DimsMapping]]:
+    """The shardings of the result with which numbers are wrong, and those with which a fault is named.
+
+    Args:
+        pairs: differ in the sharding of the result.
+        values: the arguments and the cotangent.
+        want: the result and the gradients of one device.
+    """
+
+    def program(*tensors: tf.Tensor) -> list[list[tf.Tensor]]:
+        found = []
+        for i, pair in enumerate(pairs):
+            with tf.name_scope(f"pair_{i}_"):
+                found.append(pair(*tensors))
+        return found
+
+    mesh = pairs[0].mesh
+    engine = PjrtEngine(mesh, known_faults=OFF)
+    lowered = lower(program, [TensorSpec(v.shape, v.dtype.name, ()) for v in values], mesh)
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = engine.Compile(lowered, _OPTIONS | dump_options(directory))
+        faults = known_faults(parse_module(read_before(directory)))
+    named = {int(n) for fault in faults for n in re.findall(r"pair_(\d+)_", fault.op)}
+    wrong = {i for i, got in enumerate(engine.Get(compiled(*values))) if not _equal(got, want)}
+    return [pairs[i].result for i in sorted(wrong)], [pairs[i].result for i in sorted(named)]
+
+
+def _on_one_device(pair: _Pair, values: Sequence[np.ndarray], mesh: Mesh) -> Sequence[np.ndarray]:
     """The result and the gradients by TensorFlow's kernels; by XLA where TensorFlow has none, as for the gradients of
     dilated convolutions on some processors."""
+    again = replace(pair, differentiated=pair.differentiated.fn)
     try:
-        return run_single(pairs.Unsharded, values, mesh, jit_compile=False)
+        return run_single(again, values, mesh, jit_compile=False)
     except tf.errors.InvalidArgumentError:
-        return run_single(pairs.Unsharded, values, mesh)
+        return run_single(again, values, mesh)
 
 
 def _equal(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> bool:

@@ -21,9 +21,7 @@ def _bfloat16(x: tf.Tensor) -> tf.Tensor:
 STRIDED = {
     "by_2": (lambda x: x[::2], X),
     "by_3_unevenly": (lambda x: x[1::3], ODD),
-    "along_columns": (lambda x: x[:, 0:4:2], X),
     "along_both": (lambda x: x[1::2, ::3], ODD),
-    "backwards": (lambda x: x[::-2], X),
     "backwards_along_both": (lambda x: x[10:2:-3, ::-2], ODD),
     "of_bfloat16": (_bfloat16, floats(12, 8).round()),
 }
