@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy_moe
+from equivalence import assert_same
 from rows import bound
 from toy_moe import MESH, B, E, M, T
 
@@ -17,6 +18,7 @@ from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, ShardingError, dims_mapping, single_device, use_mesh
+from lingvo_moe.tasks.mt.model import MtModel
 
 
 def _side(seed: int) -> NestedMap:
@@ -190,55 +192,54 @@ def test_what_cannot_be_cut_raises(params, message):
         run_sharded(_forward(layer), args, MESH)
 
 
-@pytest.fixture(scope="module")
-def scanned():
-    """A model with a dispatcher; its loss and gradients as a function; and weights, with what einsums make of
-    them. Where experts have room for all, so that dropless dispatch drops no less."""
+KEPT = ["dispatched", "returned", "hidden", "experts_hidden"]
 
-    def model(dispatcher):
-        override = f"task.moe.dispatcher={dispatcher};task.num_encoder_layers=4"
-        if dispatcher != "dropless":
-            override += ";task.moe.capacity_factor=8"
-        small = "task.source_vocab_size=50;task.target_vocab_size=50"
-        return registry.GetParams("mt.M4Tiny", f"{override};{small}").task.Instantiate()
 
-    def step(task):
-        def loss_and_gradients(theta, batch):
-            weights = theta.Flatten()
-            with tf.GradientTape() as tape:
-                tape.watch(weights)
-                loss, _ = task.FProp(theta, batch, seed=make_seed(5, 7))
-            return NestedMap(loss=loss, grads=theta.Pack(tape.gradient(loss, weights)))
+def _model(**changes) -> MtModel:
+    """A translation model in loops over two blocks each, with random routing."""
+    sizes = {"source_vocab_size": 50, "target_vocab_size": 50}
+    changes = sizes | {"num_encoder_layers": 4, "num_decoder_layers": 4, "repeat": True} | changes
+    override = ";".join(f"task.{name}={value}" for name, value in changes.items())
+    return registry.GetParams("mt.M4Tiny", override).task.Instantiate()
 
-        return loss_and_gradients
 
-    einsum = model("einsum")
-    with use_mesh(single_device()):
-        theta = einsum.InitTheta(make_seed(1, 0))
-        want = step(einsum)(theta, BATCH.Transform(tf.constant))  # eagerly
-    return model, step, theta, want
+def _loss_and_gradients(task: MtModel):
+    def loss_and_gradients(theta, batch):
+        weights = theta.Flatten()
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            loss, _ = task.FProp(theta, batch, seed=make_seed(5, 7))
+        return NestedMap(loss=loss, grads=theta.Pack(tape.gradient(loss, weights)))
+
+    return loss_and_gradients
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "exchanges"), [("index", 6), ("dropless", 8)])
-def test_a_scanned_model_has_the_same_loss_and_gradients(scanned, name, exchanges):
-    """A whole model: regions in the bodies of loops, forward, recomputed and backward."""
-    model, step, theta, want = scanned
-    task = model(name)
-    rows = BATCH.Transform(
-        lambda x: TensorSpec(x.shape, "int32", dims_mapping("BT", task.p.activation_split))
-    )
-    splits = [task.VariableSpecs(), rows]
-    got, collectives = run_sharded(step(task), [theta, BATCH], MESH, splits)
-    for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
-        scale = max(float(np.abs(b).max()), 1e-3)
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=path)
-    # For the encoder's loop and for the decoder's: there and back, forward, recomputed and backward; and
-    # without capacity the numbers of rows, forward and recomputed.
-    assert collectives["all-to-all"] == 2 * exchanges and set(collectives) == {
-        "all-to-all",
-        "all-reduce",
-    }
+def test_a_model_in_loops_has_the_same_loss_and_gradients_whatever_it_keeps():
+    """Regions in the bodies of loops, forward, recomputed and backward; what remat names is neither sent nor
+    computed again."""
+    einsum = _model(**{"moe.dispatcher": "einsum"})
+    theta = _eagerly(lambda: einsum.InitTheta(make_seed(1, 0)), [])
+    want = _eagerly(_loss_and_gradients(einsum), [theta, BATCH])
+    found = []
+    for remat in ("full", KEPT):
+        task = _model(**{"moe.dispatcher": "index", "remat": remat})
+        rows = BATCH.Transform(
+            lambda x, task=task: TensorSpec(
+                x.shape, "int32", dims_mapping("BT", task.p.activation_split)
+            )
+        )
+        splits = [task.VariableSpecs(), rows]
+        got, collectives = run_sharded(_loss_and_gradients(task), [theta, BATCH], MESH, splits)
+        assert_same(got, want, tol=1e-4, floor=1e-3)
+        assert set(collectives) == {"all-to-all", "all-reduce"}
+        found.append(collectives)
+    full, kept = found
+    # In the encoder's loop and in the decoder's: there and back, forward, recomputed and backward.
+    assert full["all-to-all"] == 2 * 6
+    assert kept["all-to-all"] == 2 * 4
+    # Of each block, the first product of the dense layer and both of the experts.
+    assert full.hlo.count(" dot(") - kept.hlo.count(" dot(") == 2 * 3
 
 
 def test_flops_count_no_product_for_dispatch():
