@@ -4,8 +4,9 @@ import shutil
 
 import numpy as np
 import pytest
-from trainer_testing import losses, state, status
+from trainer_testing import keep_compiled, losses, state, status
 
+from lingvo_moe.core.engine import engines
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.init_from import InitFromError, check_model
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
@@ -140,10 +141,13 @@ def _run(logdir, stages, max_steps, *flags):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of two steps in three stages."""
+    """A run of two steps in three stages; from here on each step is compiled once for a mesh."""
     logdir = tmp_path_factory.mktemp("runs") / "three"
-    assert _run(logdir, 3, 2) == 0
-    return logdir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "make_engine", engines.make_engine)  # put back at the end
+        keep_compiled()
+        assert _run(logdir, 3, 2) == 0
+        yield logdir
 
 
 def test_a_run_goes_on_with_other_stages(run, tmp_path):
