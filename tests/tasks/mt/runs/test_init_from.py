@@ -15,7 +15,6 @@ from lingvo_moe.core.engine.checkpoints.init_from import (
     describe,
     find_step,
 )
-from lingvo_moe.core.engine.loop.steps import initial_state
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.files.artifacts import RunArtifacts
@@ -157,19 +156,23 @@ def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make, experts, seed",
+    "make, encoder_layers, experts, seed",
     [
-        (TfEngine, "task.moe.router=hash", np.array([3, 4], np.int32)),
+        (TfEngine, 4, "task.moe.router=hash", np.array([3, 4], np.int32)),
         (
             lambda: PjrtEngine(Mesh.parse("expert:8")),
+            2,
             "task.moe.router=top2;task.moe.num_shared_experts=1",
             None,  # a second expert is drawn at random in training
         ),
     ],
+    ids=["tf", "pjrt"],
 )
-def test_experts_grow_out_of_dense_layers(vocab, tmp_path, make, experts, seed) -> None:
+def test_experts_grow_out_of_dense_layers(
+    vocab, tmp_path, make, encoder_layers, experts, seed
+) -> None:
     """Before its first step a model with experts has the loss of the dense one."""
-    both = "task.num_encoder_layers=4;task.activation=swiglu"
+    both = f"task.num_encoder_layers={encoder_layers};task.activation=swiglu"
     dense_only = f"{both};task.num_experts=0"
     toy_translation.save_run(tmp_path, vocab, more=dense_only, languages=["de"])
     vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
@@ -178,11 +181,14 @@ def test_experts_grow_out_of_dense_layers(vocab, tmp_path, make, experts, seed) 
     beginning = begin_from(tmp_path, 7, params.task, _artifacts(vocabs, ["de"]))
     assert "out of whose smaller model this one grew" in describe(beginning.about)
     task, engine, dense = params.task.Instantiate(), make(), RunDir(tmp_path).Task()
-    fresh = initial_state(task, engine, 3)
-    routers = {p: v for p, v in engine.Get(fresh.theta).FlattenItems() if ".router." in p}
-    theta = beginning.weights.Into(fresh, task, engine).theta
-    for path, value in routers.items():
-        np.testing.assert_array_equal(engine.Get([theta.GetItem(path)])[0], value)
+    rng, specs = np.random.RandomState(3), task.VariableSpecs()
+    fresh = specs.Transform(lambda s: rng.normal(size=s.shape).astype(s.dtype))
+    state = NestedMap(theta=engine.Put(fresh, specs), step=np.int32(0))
+    theta = beginning.weights.Into(state, task, engine).theta
+    routers = [path for path, _ in fresh.FlattenItems() if ".router." in path]
+    assert len(routers) == (2 if "top2" in experts else 0)
+    for path in routers:
+        np.testing.assert_array_equal(engine.Get([theta.GetItem(path)])[0], fresh.GetItem(path))
     batch_spec = params.input.Instantiate().BatchSpec()
     batch = toy_translation.batch(batch_spec, 200)
 
