@@ -200,7 +200,11 @@ def _packed(model: MtModel, theta: NestedMap) -> set[str]:
     return {next(part for part in reversed(path) if part in ALL) for path in paths}
 
 
-def _own(monkeypatch, *parts: str) -> tuple[Any, NestedMap]:
+SIZES = {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_experts": 4}
+DENSE = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_experts": 0}
+
+
+def _own(monkeypatch, *parts: str, sizes: dict[str, int] = SIZES) -> tuple[Any, NestedMap]:
     """A model with these custom parts, and its weights."""
     plain = MtModel._layer
 
@@ -212,7 +216,6 @@ def _own(monkeypatch, *parts: str) -> tuple[Any, NestedMap]:
 
     monkeypatch.setattr(MtModel, "_layer", layer)
     cls = OtherWayModel if "model" in parts else MtModel
-    sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_experts": 4}
     return make_model(V, cls=cls, hidden_dim=64, **sizes)
 
 
@@ -231,7 +234,7 @@ def test_weights_of_a_custom_layer_stay_as_they_are(part, monkeypatch):
 )
 def test_a_layer_of_one_s_own_runs_as_it_is(parts, monkeypatch):
     """It runs beside layers whose weights are packed, and the search grows the caches of both."""
-    model, theta = _own(monkeypatch, *parts)
+    model, theta = _own(monkeypatch, *parts, sizes=DENSE if parts == ("model",) else SIZES)
     fast = FastModel(model, theta)
     options = SearchOptions(2, 1)
     lines = Lines([3, 24, 28, 12], V)
@@ -254,8 +257,7 @@ def test_a_layer_of_one_s_own_runs_as_it_is(parts, monkeypatch):
 
 
 def test_what_another_model_cannot_have_is_refused():
-    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_experts": 0}
-    model, theta = make_model(V, cls=OtherWayModel, hidden_dim=64, **layers)
+    model, theta = make_model(V, cls=OtherWayModel, hidden_dim=64, **DENSE)
     with pytest.raises(ValueError, match=r"int8 is for mt\.MtModel itself; OtherWayModel"):
         FastModel(model, theta, "int8")
     fast = FastModel(model, theta)
@@ -268,8 +270,7 @@ def test_what_another_model_cannot_have_is_refused():
 
 def test_letters_are_those_of_the_tensors():
     """The letters of packed caches, of the model's own, and of the search's state."""
-    layers = {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_experts": 4}
-    model, theta = make_model(V, hidden_dim=64, num_kv_heads=1, **layers)
+    model, theta = make_model(V, hidden_dim=64, num_kv_heads=1, **SIZES)
     B, J, T, S = 5, 3, 7, 9
     src = NestedMap(ids=tf.ones([B, S], tf.int32), segment_ids=tf.ones([B, S], tf.int32))
     src.segment_pos = tf.zeros([B, S], tf.int32)

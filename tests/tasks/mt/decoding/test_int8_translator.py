@@ -88,7 +88,10 @@ def _assert_each_line_is_what_it_is_among_others(translator):
     assert np.isfinite(together.scores).all() and len(set(together.scores[:, 0])) > 3
 
 
-def test_with_a_shortlist(logdir, tmp_path):
+def test_with_a_shortlist(tmp_path):
+    """It concerns the softmax alone, so the model has no experts."""
+    logdir = tmp_path / "run"
+    toy.save_run(logdir, toy.train_vocab(toy.sentences(200), bytes_too=False), more=toy.SMALL)
     vocabs = RunDir(logdir).vocabs
     size = RunDir(logdir).Task().p.target_vocab_size
     near = [[4 + (piece + i) % (size - 4) for i in range(3)] for piece in range(size)]

@@ -205,7 +205,7 @@ def test_signatures_are_what_tensorflow_serving_calls(saved_model, capsys):
 def test_two_vocabularies_stay_two_when_saved(tmp_path, vocab):
     """TensorFlow merges tokenizers of equal names when it loads them."""
     target = toy.train_vocab([line.upper() for line in toy.sentences(200)], bytes_too=False)
-    toy.save_run(tmp_path / "run", vocab, target_vocab=target)
+    toy.save_run(tmp_path / "run", vocab, target_vocab=target, more=toy.SMALL)
     translator, about = load_translator(tmp_path / "run", OPTIONS)
     export(translator, tmp_path / "saved", about)
     want = translator.Translate(LINES).translations
