@@ -9,12 +9,14 @@ VENV := .venv
 PY := $(VENV)/bin/python
 LOCK := requirements.lock.txt
 
-# Two test processes suit two cores; JOBS=0 runs all tests in one.
+# So many test processes run at a time. JOBS=0 runs all tests in one, with TESTS, and one after another without.
 JOBS ?= 2
 PYTEST_ARGS ?=
 TESTS ?=
-# A run of pytest for each of these and one for the rest: a process keeps programs that TensorFlow compiled until it ends.
-PARTS := tests/core/[a-l]* tests/core/[m-z]* tests/spmd tests/tasks tests/tools
+# A process for each of these and one for the rest, the longest first: a process keeps programs that TensorFlow compiled
+# until it ends.
+PARTS := tests/spmd/test_[a-d]* tests/core/p* tests/spmd/test_[e-z]* tests/tasks/mt/test_* tests/core/[m-oq-z]* \
+  tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/mt/[e-s]* tests/tasks/image tests/tools tests/tasks/lm
 # For make fuzz: a program of five expressions takes about half a second.
 EXAMPLES ?= 2000
 # And a program with its gradients about half a second as well.
@@ -75,16 +77,26 @@ lint: install ## ruff (rules and format) and mypy.
 
 test: lint ## Lint, types and every test; TESTS=PATH for some, GPU=1 for those on GPUs too.
 	@export TEST_GPU=$(if $(filter-out 0,$(GPU)),1,0)
-	parts=($(PARTS:%='%') "tests $(foreach part,$(PARTS),--ignore-glob=$(part))")
-	if [[ -n "$(TESTS)" ]]; then parts=("$(TESTS)"); fi
-	status=0
-	for part in "$${parts[@]}"; do
-	  echo "== pytest $$part"
-	  code=0
-	  $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $$part $(PYTEST_ARGS) || code=$$?
+	if [[ -n "$(TESTS)" ]]; then
+	  exec $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(TESTS) $(PYTEST_ARGS)
+	fi
+	logs=$$(mktemp -d)
+	trap 'rm -rf "$$logs"' EXIT
+	# Runs a part; what it says is shown when it ends.
+	run() {
+	  local code=0 log="$$logs/$$BASHPID"
+	  $(PY) -m pytest --durations=5 $$1 $(PYTEST_ARGS) > "$$log" 2>&1 || code=$$?
+	  echo "== pytest $$1" | cat - "$$log"
 	  # 5: PYTEST_ARGS selects none of these.
-	  if [[ $$code -ne 0 && ! ( $$code -eq 5 && -n "$(PYTEST_ARGS)" ) ]]; then status=$$code; fi
+	  [[ $$code -eq 0 || ( $$code -eq 5 && -n "$(PYTEST_ARGS)" ) ]]
+	}
+	status=0 running=0
+	for part in $(PARTS:%='%') "tests $(foreach part,$(PARTS),--ignore-glob=$(part))"; do
+	  if (( running >= $(JOBS) && running > 0 )); then wait -n || status=1; running=$$((running - 1)); fi
+	  run "$$part" &
+	  running=$$((running + 1))
 	done
+	while (( running > 0 )); do wait -n || status=1; running=$$((running - 1)); done
 	exit $$status
 
 fuzz: install ## EXAMPLES random expressions, PROGRAMS random programs and NUMBERS parameters; SEED=... repeats.
