@@ -72,6 +72,9 @@ def test_the_loss_is_that_of_the_saved_weights_on_the_same_batches(reference):
             assert row["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
             assert row["groups/odd/loss"] == pytest.approx(np.mean(losses[1::2]), rel=1e-4)
             assert row["examples"] == 64 and row["groups/even/examples"] == 32
+            # Two batches of equal size in each of two equal groups.
+            spread = [np.var(losses[group::2], ddof=1) / 2 for group in (0, 1)]
+            assert row["loss_error"] == pytest.approx(np.sqrt(sum(spread)) / 2, rel=1e-3)
     assert _steps_and_losses(reference) == [(row["step"], row["loss"]) for row in rows]
     # Training knows nothing of it.
     assert [row["step"] for row in read_metrics(str(reference / "train"))] == list(range(1, 11))
@@ -90,6 +93,8 @@ def test_the_moving_average_is_evaluated_where_there_is_one(tmp_path):
 
     ((_, found),) = _steps_and_losses(run)
     assert found == pytest.approx(loss(True), rel=1e-4) != pytest.approx(loss(False), rel=1e-2)
+    (row,) = read_metrics(str(RunDir(run).held_out_dir))
+    assert row["weights/loss"] == pytest.approx(loss(False), rel=1e-4)
 
 
 def test_the_best_checkpoint_stays_and_training_stops_early(tmp_path, given_losses, capfd):
@@ -104,8 +109,8 @@ def test_the_best_checkpoint_stays_and_training_stops_early(tmp_path, given_loss
     assert RunDir(run).steps == [8, 16, 20] and RunDir(run).BestStep("--checkpoint_step") == 8
     assert _train(run, 40, override=stop) == 0
     assert "step 20: the last 3 evaluations" in capfd.readouterr().err
-    train = registry.GetParams("toy_held_out.Line", stop).train
-    assert "step 8" in evaluating._why_done(RunDir(run), 20, train.Set(max_steps=40))
+    params = registry.GetParams("toy_held_out.Line", f"{stop};train.max_steps=40")
+    assert "step 8" in evaluating._why_done(RunDir(run), 20, params)
     given_losses += [0.5, 0.75]
     assert _train(run, 28, override="train.early_stopping_evals=4") == 0
     assert RunDir(run).steps == [24, 28] and RunDir(run).BestStep("--checkpoint_step") == 24

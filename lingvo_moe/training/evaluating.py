@@ -160,7 +160,7 @@ class _Scorer:
             step,
         )
         metrics = self._evaluator(theta, self._batches)
-        text = f"held-out loss {metrics[self._task.HELD_OUT_METRICS[0]]:.4f}"
+        text = f"held-out loss {self._evaluator.InWords(metrics)}"
         if self._scorer is None:
             return step, CheckpointScores(metrics, text)
         scores = self._scorer(theta)

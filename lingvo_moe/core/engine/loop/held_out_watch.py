@@ -46,7 +46,9 @@ class HeldOutWatch:
         self._checkpointer, self._run_dir, self._writes = trained.checkpointer, run_dir, writes
         self._summaries = Summaries(str(run_dir.held_out_dir), enabled=writes)
         average = bool(self._task.p.ema_decay)
-        self._evaluator = Evaluator(self._task, trained.inputs, trained.engine, average)
+        of = self._task, trained.inputs, trained.engine
+        self._evaluator = Evaluator(*of, average)
+        self._of_weights = Evaluator(*of) if average else None  # beside their average
         self._evaluations = Evaluations(_digest(batches))
         # Before anything is written: process 0 may be ahead of the others later.
         self._before = run_dir.evaluations
@@ -89,7 +91,7 @@ class HeldOutWatch:
         return step % self._train.eval_interval_steps == 0 or step == last
 
     def Evaluate(self, step: int, state: NestedMap) -> bool:
-        """Evaluates the state after `step` steps, or its moving average, where the task keeps one.
+        """Evaluates the state after `step` steps: its moving average, where the task keeps one, and its weights.
 
         Returns:
             Whether this is the best step so far, so that its checkpoint is needed.
@@ -98,6 +100,10 @@ class HeldOutWatch:
         if not self._evaluator.compiled:
             say("compiling the evaluation ...")
         metrics = self._evaluator(state.get("ema", state.theta), self._batches)
+        in_words = f"{self._evaluator.InWords(metrics)}{_in_words(metrics, self._task)}"
+        if self._of_weights:
+            metrics.weights = self._of_weights(state.theta, self._batches)
+            in_words += f", of the weights themselves {self._of_weights.InWords(metrics.weights)}"
         loss = float(metrics[self._task.HELD_OUT_METRICS[0]])
         self._summaries.Write(step, metrics)
         self._Record(self._evaluations.With(step, loss))
@@ -112,10 +118,7 @@ class HeldOutWatch:
             what = "best so far"
         else:
             what = f"best {best.loss:.4f} at step {best.step}" if best else "not finite"
-        say(
-            f"step {step}: held-out loss {loss:.4f}{_in_words(metrics, self._task)}, {what} "
-            f"({now - start:.1f} s{share})"
-        )
+        say(f"step {step}: held-out loss {in_words}, {what} ({now - start:.1f} s{share})")
         return is_best
 
 
