@@ -133,29 +133,33 @@ def _silent(kind: str, damage: Damage, said: list[str]) -> bool:
     return wrong or not any(name in line for line in said for name in names)
 
 
+@pytest.fixture(scope="module")
+def reader():
+    reader = Reader()
+    yield reader
+    reader.Close()
+
+
 @pytest.mark.parametrize("kind", ["run", "export"])
-def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, kind):
+def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, reader, kind):
     path = run_and_export[kind]
     files = [
         p
         for p in sorted(path.rglob("*"))
         if p.is_file() and not any(part in str(p) for part in _NOT_READ)
     ]
-    reader, wrong = Reader(), []
-    try:
-        assert reader.Read(kind, path) == []  # nothing is said of what is whole
-        # Files are drawn with equal probability: most of the bytes are in a few of them.
-        for damage in damages(files, _COUNT // 2, _SEED):
-            damage.Apply()
-            try:
-                said = reader.Read(kind, path)
-            finally:
-                damage.Undo()
-            if _silent(kind, damage, said):
-                wrong.append(f"{damage}: {said}")
-        assert reader.Read(kind, path) == []
-    finally:
-        reader.Close()
+    wrong = []
+    assert reader.Read(kind, path) == []  # nothing is said of what is whole
+    # Files are drawn with equal probability: most of the bytes are in a few of them.
+    for damage in damages(files, _COUNT // 2, _SEED):
+        damage.Apply()
+        try:
+            said = reader.Read(kind, path)
+        finally:
+            damage.Undo()
+        if _silent(kind, damage, said):
+            wrong.append(f"{damage}: {said}")
+    assert reader.Read(kind, path) == []
     assert not wrong, "\n".join(wrong)
 
 

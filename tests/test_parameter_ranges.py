@@ -185,8 +185,8 @@ def test_any_number_is_taken_or_refused_by_name(variant):
     paths = _numeric(variant)
     assert len(paths) > 35
     own = "optimizer." if variant in OPTIMIZERS else "router." if variant else ""
-    for path in (path for path in paths if own in path):
-        for value in NASTY:
+    for number, path in enumerate(path for path in paths if own in path):
+        for value in NASTY[number % 2 :: 2]:
             _refusal(path, value, variant)
         p = registry.GetParams("mt.M4Tiny", _override(variant))
         for value in (math.inf, -math.inf, math.nan, True, "1", 10**400, -(2**31)):
@@ -214,8 +214,8 @@ numbers = st.one_of(
 )
 
 
-# Continuous builds draw the same 50 every time; `make fuzz` draws as many others as requested.
-@hypothesis.settings(max_examples=int(os.environ.get("FUZZ_NUMBERS", "50")))
+# Continuous builds draw the same 30 every time; `make fuzz` draws as many others as requested.
+@hypothesis.settings(max_examples=int(os.environ.get("FUZZ_NUMBERS", "30")))
 @hypothesis.seed(int(os.environ.get("FUZZ_SEED", "0")))
 @hypothesis.given(variant=st.sampled_from(VARIANTS), data=st.data())
 def test_any_number_is_refused_by_name_or_trains(variant, data):

@@ -160,7 +160,7 @@ def test_a_line_of_progress_says_the_loss():
 @pytest.mark.slow
 def test_our_model_is_trained_and_scored(corpus, tmp_path, capsys):
     flags = _flags(corpus, tmp_path / "out", "--only=dense", "--cpu_seconds=1", "--beam_size=1")
-    small = "task.num_encoder_layers=1;task.num_decoder_layers=1"
+    small = "task.num_encoder_layers=1;task.num_decoder_layers=1;task.repeat=False"
     flags.append(f"--model_params_override={small}")
     assert quality_peers.main(flags) == 0
     (result,) = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
