@@ -37,28 +37,30 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.state.offload import OffloadError, of_weight
 
 _BOTH = ("*.w?", "activations")
+_MIXED = {"dtype": "bfloat16", "clip_gradient_norm": 0.01}
+_SGD = {"optimizer": Sgd, "clip_gradient_norm": 0.01}
 _FORMS = [
-    ({"offload": "slots", "dtype": "bfloat16", "level": "weights"}, "slots"),
-    ({"offload": "master", "dtype": "bfloat16", "clip_gradient_norm": 0.01}, "master"),
-    ({"offload": "slots", "optimizer": Adafactor, "num": 2}, "slots"),
-    ({"offload": _BOTH, "dtype": "bfloat16", "level": "weights"}, "body"),
-    ({"offload": ("*.wi", "activations"), "optimizer": Sgd, "clip_gradient_norm": 0.01}, "body.wi"),
+    ({"offload": "slots", "level": "weights", **_MIXED}, "slots"),
+    ({"offload": "master", "level": "none", **_MIXED}, "master"),
+    ({"offload": "slots", "level": "none", "num": 2, "optimizer": Adafactor}, "slots"),
+    ({"offload": _BOTH, "level": "weights", **_MIXED}, "body"),
+    ({"offload": ("*.wi", "activations"), "level": "none", **_SGD}, "body.wi"),
 ]
 
 
 @pytest.mark.parametrize("form, there", _FORMS, ids=str)
 def test_training_is_that_without_offload(form, there):
     """CPU devices have such a memory by name: the program moves what is in it there and back."""
-    level = form.get("level", "none")
+    level = form["level"]
     plain = {k: v for k, v in form.items() if k not in ("offload", "level")}
     want, whole = trained("none", **plain)
-    found, state = trained(**{"level": level, **form})
+    found, state = trained(**form)
     # Of gradients that are sharded the norm is summed in another order.
     np.testing.assert_allclose(found, want, rtol=1e-6 if level == "none" else 1e-5)
     for (path, x), y in zip(state.FlattenItems(), whole.Flatten(), strict=True):
         same = np.asarray(x, np.float32), np.asarray(y, np.float32)
         np.testing.assert_allclose(*same, rtol=1e-4, atol=1e-6, err_msg=path)
-    task, engine, _ = compiled_step(**{"level": level, **form})
+    task, engine, _ = compiled_step(**form)
     kinds = {p: x.sharding.memory_kind for p, x in begun(task, engine).FlattenItems()}
     of_stacks = {path for path in kinds if path.startswith(("slots.blocks", "theta.blocks"))}
     expected = {path for path in of_stacks if there and there in path}
@@ -66,7 +68,7 @@ def test_training_is_that_without_offload(form, there):
 
 
 def test_a_step_that_is_not_finite_changes_nothing_on_the_host():
-    task, engine, step = compiled_step("none", offload=("*.wi", "slots"))
+    task, engine, step = compiled_step(**_FORMS[3][0])
     state, _ = step(begun(task, engine), batch_of(0))
     before = state.Transform(np.asarray)
     state, metrics = step(state, NestedMap(x=np.full((ROWS, 1, M), np.inf, np.float32)))

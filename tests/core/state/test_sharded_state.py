@@ -21,15 +21,17 @@ from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.task.inspect import bytes_per_device
 
 
+_MIXED = {"dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     "level, form",
     [
         ("slots", {}),
-        ("slots", {"optimizer": Adafactor}),
-        ("gradients", {"num": 2}),
+        ("gradients", {}),
         ("weights", {}),
-        ("weights", {"optimizer": Adafactor, "num": 2}),
-        ("weights", {"dtype": "bfloat16", "ema_decay": 0.9}),
+        ("weights", {"optimizer": Adafactor, "num": 2, "ema_decay": 0.9}),
+        ("weights", _MIXED),
     ],
     ids=str,
 )
@@ -45,12 +47,19 @@ def test_training_is_that_of_copied_state(level, form):
     assert want[-1, 0] < want[0, 0]
 
 
-@pytest.mark.parametrize("level", STATE_LEVELS)
-def test_arguments_shrink_as_zero_says(level):
-    """Adam in mixed precision: 2 bytes a weight and 12 of slots, copied or over 8 devices."""
-    task, _, step = compiled_step(level, dtype="bfloat16")
-    weights = 2 * PARAMETERS // (8 if level == "weights" else 1)
-    slots = 12 * PARAMETERS // (8 if level != "none" else 1)
+@pytest.mark.parametrize(
+    "level, form, a_weight, of_slots",
+    # Adam, and in mixed precision, which has a copy of the weights among the slots.
+    [
+        *((level, {}, 4, 8) for level in STATE_LEVELS),
+        *((level, _MIXED, 2, 12) for level in ("none", "weights")),
+    ],
+)
+def test_arguments_shrink_as_zero_says(level, form, a_weight, of_slots):
+    """By bytes of a weight and of its slots, copied or over 8 devices."""
+    task, _, step = compiled_step(level, **form)
+    weights = a_weight * PARAMETERS // (8 if level == "weights" else 1)
+    slots = of_slots * PARAMETERS // (8 if level != "none" else 1)
     batch, counters = 4 * ROWS * M // 8, 2 * 4
     assert step.Memory()["arguments"] == weights + slots + batch + counters
     state = sum(bytes_per_device(spec, MESH) for spec in task.StateSpecs().Flatten())
@@ -111,13 +120,12 @@ def test_a_checkpoint_is_restored_into_any_other(saved, restored, tmp_path):
 
 
 def test_a_float32_run_goes_on_in_mixed_precision_and_back(tmp_path):
-    mixed = {"dtype": "bfloat16"}
-    before, after = _restored(("none", {}), ("weights", mixed), tmp_path / "to")
+    before, after = _restored(("none", {}), ("weights", _MIXED), tmp_path / "to")
     wi = "blocks.body.wi"
     np.testing.assert_array_equal(after[f"slots.{wi}.master"], before[f"theta.{wi}"])
     rounded = before[f"theta.{wi}"].astype(after[f"theta.{wi}"].dtype)
     np.testing.assert_array_equal(after[f"theta.{wi}"], rounded)
     np.testing.assert_array_equal(after[f"slots.{wi}.mean"], before[f"slots.{wi}.mean"])
-    before, after = _restored(("slots", mixed), ("none", {}), tmp_path / "back")
+    before, after = _restored(("weights", _MIXED), ("none", {}), tmp_path / "back")
     np.testing.assert_array_equal(after[f"theta.{wi}"], before[f"slots.{wi}.master"])
     assert not any(path.endswith("master") for path in after)

@@ -28,10 +28,12 @@ from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.micro_batches import accumulating_step
 
-# Nothing is random, routing neither; and a group has fewer slots than tokens want.
+# Nothing is random, routing neither; and a group has fewer slots than tokens want. Few layers are traced sooner without
+# a loop.
 DETERMINISTIC = (
     "input.batch_size=16;task.num_groups=16;task.moe.router=top_k;task.moe.router.z_loss_weight=0.5;"
-    "task.aux_loss_weight=0.1;task.moe.capacity_factor=1.0"
+    "task.aux_loss_weight=0.1;task.moe.capacity_factor=1.0;"
+    "task.repeat=False"
 )
 MESH = Mesh.parse("expert:4")
 
