@@ -12,7 +12,9 @@ from lingvo_moe.core.decode.flat_beam_search import NEVER, SearchOptions, flat_b
 from lingvo_moe.core.nested_map import NestedMap
 
 
-def run(model, max_lengths, options, allowed=None, step=None, compiled=True) -> NestedMap:
+def searching(model, options, allowed=None, step=None, compiled=True):
+    """(the largest length of each row) -> what the search finds, as NumPy arrays."""
+
     def search(max_lengths_B):
         return dict(
             flat_beam_search(
@@ -27,13 +29,18 @@ def run(model, max_lengths, options, allowed=None, step=None, compiled=True) -> 
 
     if compiled:
         search = tf.function(search, jit_compile=True, autograph=False)
-    out = search(tf.constant(max_lengths, tf.int32))
-    return NestedMap({k: v.numpy() for k, v in out.items()})
+
+    def run(max_lengths):
+        out = search(tf.constant(max_lengths, tf.int32))
+        return NestedMap({k: v.numpy() for k, v in out.items()})
+
+    return run
 
 
-def check(model, max_lengths, options, allowed=None, compiled=True) -> None:
-    got = run(model, max_lengths, options, allowed, compiled=compiled)
+def check(model, max_lengths, options, allowed=None, compiled=True) -> NestedMap:
+    got = searching(model, options, allowed, compiled=compiled)(max_lengths)
     assert_plain(got, model, max_lengths, options, allowed)
+    return got
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -59,7 +66,7 @@ def test_equals_plain_beam_search_when_long():
 
 def test_greedy_takes_the_best_token_each_time():
     model = ToyModel(11, 8, 12, 20)
-    got = run(model, [20] * 8, SearchOptions(beam_size=1))
+    got = searching(model, SearchOptions(beam_size=1))([20] * 8)
     ended_early = 0
     for row in range(8):
         tokens: list[int] = []
@@ -79,9 +86,8 @@ def test_early_stop_saves_steps_and_changes_nothing():
     """The reference never stops early and finds nothing more."""
     max_lengths = [30, 30, 30]
     model = ToyModel(5, 3, 9, 30, scale=3.0)
-    for top_k in (1, 2, 4):
-        check(model, max_lengths, SearchOptions(beam_size=4, top_k=top_k))
-    steps = [run(model, max_lengths, SearchOptions(beam_size=4, top_k=k)).steps for k in (1, 4)]
+    options = [SearchOptions(beam_size=4, top_k=k) for k in (1, 4)]
+    steps = [check(model, max_lengths, each).steps for each in options]
     assert steps[0] < steps[1] <= 30
 
 
@@ -96,14 +102,13 @@ def test_ties_go_to_the_lower_hypothesis_and_token():
     for beam_size in (1, 2, 3, 5):
         model = Uniform(0, 2, 40, 6)
         options = SearchOptions(beam_size=beam_size, top_k=beam_size, length_alpha=0.0)
-        check(model, [6, 4], options)
+        check(model, [6, 4], options, compiled=False)
 
 
 def test_only_allowed_tokens_come_out():
     model = ToyModel(7, 3, 20, 10)
     allowed = np.arange(20) % 3 == 1
-    check(model, [10, 10, 10], SearchOptions(beam_size=3, top_k=3), allowed)
-    got = run(model, [10] * 3, SearchOptions(beam_size=3, top_k=3), allowed)
+    got = check(model, [10, 10, 10], SearchOptions(beam_size=3, top_k=3), allowed)
     used = set(got.ids_BKT.flatten()) - {PAD, EOS}
     assert used
     assert all(t % 3 == 1 and t != BOS for t in used)
@@ -113,14 +118,15 @@ def test_rows_do_not_disturb_each_other():
     """A row gives bit-identical results alone and among others, also if some of those are skipped."""
     options = SearchOptions(beam_size=3, top_k=2)
     model = ToyModel(9, 4, 15, 12)
-    together = run(model, [12, 0, 5, 12], options)
+    run = searching(model, options)
+    together = run([12, 0, 5, 12])
     assert (together.ids_BKT[1] == PAD).all()
     assert (together.lengths_BK[1] == 0).all()
     for others in ([0, 0, 5, 0], [3, 9, 5, 1]):
-        again = run(model, others, options)
+        again = run(others)
         np.testing.assert_array_equal(again.ids_BKT[2], together.ids_BKT[2])
         np.testing.assert_array_equal(again.scores_BK[2], together.scores_BK[2])
-    assert run(model, [0, 0, 0, 0], options).steps == 0
+    assert run([0, 0, 0, 0]).steps == 0
 
 
 def test_a_model_that_breaks_still_ends():
@@ -131,7 +137,7 @@ def test_a_model_that_breaks_still_ends():
         logits_BJV, cache = model.Step(ids_BJ, cache, time, mask_BJS)
         return logits_BJV * tf.constant([np.nan, 1.0])[:, tf.newaxis, tf.newaxis], cache
 
-    got = run(model, [6, 6], SearchOptions(beam_size=2), step=step)
+    got = searching(model, SearchOptions(beam_size=2), step=step)([6, 6])
     assert got.lengths_BK[0, 0] == 0
     assert got.scores_BK[0, 0] == np.float32(NEVER)
     assert got.lengths_BK[1, 0] > 0

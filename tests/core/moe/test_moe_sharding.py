@@ -13,8 +13,10 @@ from lingvo_moe.core.engine.eager.testing import run_sharded
     "params",
     [
         pytest.param({}, id="overflow"),
-        pytest.param({"num_groups": 16, "num_experts": 8}, id="two groups a device"),
-        pytest.param({"num_groups": 16, "capacity_factor": 16.0}, id="room for all"),
+        pytest.param(
+            {"num_groups": 16, "num_experts": 8, "capacity_factor": 16.0},
+            id="two groups a device, and room for all",
+        ),
     ],
 )
 def test_values_gradients_and_collectives(params):

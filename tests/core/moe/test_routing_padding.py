@@ -100,7 +100,7 @@ def _sums(routing: Routing) -> dict[str, np.ndarray]:
 
 
 @_every_router
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data_seed=st.integers(0, 1000))
 def test_what_padding_holds_moves_nothing(name, params, data_seed):
     tokens = _Tokens(data_seed)
@@ -124,7 +124,7 @@ def test_nothing_but_padding_costs_nothing(name, params):
 
 
 @_every_router
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data_seed=st.integers(0, 1000))
 def test_how_much_padding_there_is_moves_nothing(name, params, data_seed):
     tokens = _Tokens(data_seed)

@@ -20,7 +20,6 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.task.inspect import bytes_per_device
 
-
 _MIXED = {"dtype": "bfloat16"}
 
 

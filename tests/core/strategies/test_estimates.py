@@ -130,8 +130,7 @@ def test_more_is_kept_for_less_time():
 )
 def test_what_is_kept_has_the_names_of_the_layers(model, override, lacks):
     """As the trainer finds them when it traces a step, which refuses other names in a list."""
-    params = registry.GetParams(model, override)
-    work = read_workload(params)
+    params, work = registry.GetParams(model, override), _work(model, override)
     names = set(NAMES) - lacks
     assert work.names == names
     task = params.task.Copy().Set(remat=sorted(names)).Instantiate()
@@ -209,8 +208,7 @@ def test_what_does_not_fit_is_offloaded():
 def test_moves_are_those_of_a_compiled_plan():
     """mt.M4MoE200E60LOneHost, planned for v6e:2x4 (docs/state.md): 93.9 GiB on the host, a link busy for 8.51 s."""
     params = registry.GetParams("mt.M4MoE200E60LOneHost")
-    machine = parse_machine("v6e:2x4")
-    work = read_workload(params)
+    machine, work = parse_machine("v6e:2x4"), read_workload(params)
     space = Space(params, work, machine)
     (layout,) = [each for each in layouts(work, 8) if str(each.mesh) == "expert:8"]
     estimate = space.estimator.Of(Candidate(layout, offload=("experts",)))
