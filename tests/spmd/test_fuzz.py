@@ -1,7 +1,7 @@
 """Random annotated expressions over random meshes are the same functions as on one device.
 
 A case is one expression with annotations of its own; a few of them share a program. Continuous builds
-run the same 250 every time, of which 200 are sharded; `make fuzz` runs as many others as it is asked for.
+run the same 150 every time, of which 120 are sharded; `make fuzz` runs as many others as it is asked for.
 """
 
 import os
@@ -34,7 +34,7 @@ from lingvo_moe.core.engine.eager.testing import run_sharded
 
 VALUE_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
-CASES = int(os.environ.get("FUZZ_EXAMPLES", "250"))
+CASES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 PER_PROGRAM = 5
 
@@ -114,12 +114,12 @@ def test_random_expressions(number):
 
 
 def test_the_cases_differ_and_cover_what_they_are_drawn_from():
-    drawn = [random_group(number, PER_PROGRAM) for number in range(50)]
+    drawn = [random_group(number, PER_PROGRAM) for number in range(30)]
     cases = [(g.devices, e) for g in drawn for e in g.expressions]
-    assert len(set(cases)) == len(cases) == 250
+    assert len(set(cases)) == len(cases) == 150
     assert {devices for devices, _ in cases} == set(range(1, 9))
     # The others are for one device, or have no annotation that shards anything.
-    assert sum(devices > 1 and _is_cut(e) for devices, e in cases) >= 200
+    assert sum(devices > 1 and _is_cut(e) for devices, e in cases) >= 120
     steps = [s for _, e in cases for s in e.steps]
     cuts = [x.cut for _, e in cases for x in (*e.operands, *e.steps)]
     assert {type(s.op) for s in steps} == {Einsum, Elementwise, Reduce, Transpose, Reshape}
@@ -131,7 +131,7 @@ def test_the_cases_differ_and_cover_what_they_are_drawn_from():
         for o in e.operands
         if isinstance(c := o.cut, Split) and o.shape[c.dim] % c.parts
     ]
-    assert len(uneven) >= 10
+    assert len(uneven) >= 6
 
 
 def _is_cut(e: Expression) -> bool:
