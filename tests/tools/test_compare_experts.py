@@ -85,7 +85,6 @@ def test_a_damaged_result_is_measured_again(tmp_path, capsys):
         comparison._results()
 
 
-@pytest.mark.slow
 def test_trains_measures_and_goes_on(tmp_path, capfd, monkeypatch):
     corpus = trainer_testing.write_corpus(tmp_path / "corpus")
     (corpus / "dev").mkdir()

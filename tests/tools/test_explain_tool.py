@@ -61,7 +61,6 @@ def test_wrong_numbers_are_shown_and_end_with_an_error(tmp_path, capsys):
     assert "Instead: annotate the result with the sharding of the operands' batch" in said.err
 
 
-@pytest.mark.slow
 def test_an_experiment(capsys, tmp_path):
     path = tmp_path / "tiny.json"
     argv = ["--model=mt.M4Tiny", "--num_devices=4", f"--json={path}"]
