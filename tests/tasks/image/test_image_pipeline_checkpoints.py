@@ -150,12 +150,14 @@ def run(tmp_path_factory):
         yield logdir
 
 
-def test_a_run_goes_on_with_other_stages(run, tmp_path):
+def test_a_run_goes_on_with_other_stages(run, tmp_path, capsys):
     found = {}
     for stages in (3, 1, 2):
         logdir = shutil.copytree(run, tmp_path / str(stages))
         assert _run(logdir, stages, 4) == 0
         found[stages] = losses(logdir), state(logdir)
+        said = f"of 4 micro-batches in {stages} stages, gpipe (task.pipeline)"
+        assert (said in capsys.readouterr().err) == (stages > 1)
     want, last = found[3]
     assert sorted(want) == [1, 2, 3, 4]
     for stages in (1, 2):
