@@ -9,11 +9,13 @@ import tensorflow as tf
 import toy_translation as toy
 
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.pipeline.params import schedule_on, settings_of
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh
+from lingvo_moe.core.task.step import Step
 
 TOY = (
     "task.source_vocab_size=48;task.target_vocab_size=40;task.model_dim=16;task.hidden_dim=24;"
@@ -35,8 +37,14 @@ def theta(task):
         return task.InitTheta(make_seed(1, 0)).Transform(lambda w: w.numpy())
 
 
-def _gradients(task, theta, mesh):
-    """Gradients and metrics with dropout on, and the compiled program."""
+@pytest.fixture(scope="module")
+def batch():
+    return toy.batch(PARAMS.input.Instantiate().BatchSpec(), 40)
+
+
+@pytest.fixture(scope="module")
+def step(task):
+    """(theta, batch) -> gradients and metrics, with dropout."""
     specs = PARAMS.input.Instantiate().BatchSpec()
     specs = specs.Transform(
         lambda s: TensorSpec(s.shape, s.dtype, dims_mapping(s.letters, task.p.activation_split))
@@ -49,20 +57,22 @@ def _gradients(task, theta, mesh):
             loss, metrics = task.FProp(theta, batch, seed=make_seed(2, 0))
         return theta.Pack(tape.gradient(loss, leaves)), metrics
 
-    engine, theta_specs = PjrtEngine(mesh), task.VariableSpecs()
+    theta_specs = task.VariableSpecs()
     whole = dict.fromkeys(("accuracy", "loss", "nll", "tokens"), TensorSpec((), "float32"))
-    program = engine.Build(gradients, [theta_specs, specs], results=(theta_specs, whole))
-    grads, metrics = program(theta, toy.batch(specs, 40))
-    return engine.Get(grads), engine.Get(metrics), program
+    return Step("gradients", gradients, [theta_specs, specs], results=(theta_specs, whole))
 
 
 @pytest.fixture(scope="module")
-def cut(task, theta):
-    return _gradients(task, theta, Mesh.parse("data:4,model:2"))
+def cut(step, theta, batch):
+    """Its results on eight devices, and the compiled program."""
+    engine = PjrtEngine(Mesh.parse("data:4,model:2"))
+    program = engine.BuildStep(step)
+    return *map(engine.Get, program(theta, batch)), program
 
 
-def test_loss_and_gradients_equal_those_of_one_device(task, theta, cut):
-    want_grads, want_metrics, _ = _gradients(task, theta, single_device())
+def test_loss_and_gradients_equal_those_of_one_device(step, theta, batch, cut):
+    engine = make_engine("tf_graph", single_device())
+    want_grads, want_metrics = map(engine.Get, engine.Once(step, theta, batch))
     for (path, got), want in zip(cut[1].FlattenItems(), want_metrics.Flatten(), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, err_msg=path)
     for (path, got), want in zip(cut[0].FlattenItems(), want_grads.Flatten(), strict=True):
