@@ -2,14 +2,18 @@
 
     python -m benchmarks.quality_peers --corpus=CORPUS --peers=PEERS/bin/python
     python -m benchmarks.quality_peers --corpus=CORPUS --only=experts,dense --cpu_seconds=6000 --output=long
+    python -m benchmarks.quality_peers --corpus=CORPUS --only=experts,dense --cpu_seconds=1000 --rates=0.02,0.04 \
+        --output=rates
     python -m benchmarks.quality_peers --corpus=CORPUS --peers=PEERS/bin/python --only=joeynmt --cpu_seconds=150 \
-        --rates=0.0005,0.001,0.002 --output=rates
+        --joeynmt_rates=0.0005,0.001,0.002 --output=joeynmt_rates
 
 CORPUS is what tools.build_corpus makes; PEERS is the environment that benchmarks/install_peers.sh --joeynmt makes.
 All contenders train on the same pairs in the same SentencePiece pieces, each in a process of its own on one core. CPU
 seconds count from the end of the first step, without those of scoring. The held-out loss is measured at 1/8, 1/4, 1/2
-and all of them, on the same pairs; BLEU and chrF at the end. After an interruption the same command keeps the
-contenders that were finished and begins the others again. Writes OUTPUT/results.json and OUTPUT/table.md.
+and all of them, on the same pairs; BLEU and chrF at the end. Our learning rates decay in the last tenth of each of
+these times: a run at a stable rate goes through all of them, and a branch of it decays to each. After an interruption
+the same command keeps the contenders that were finished and begins the others again. Writes OUTPUT/results.json and
+OUTPUT/table.md.
 """
 
 import json
@@ -32,13 +36,17 @@ PAGE = ROOT / "docs" / "quality.md"
 MODEL = "mt.M4Small"
 RECIPE = "task.dropout=0.0;task.repeat=False"  # less than one epoch: there is nothing to regularise
 _RATE = "task.optimizer.learning_rate"
-# Each with the better one of the schedules that were tried; see docs/quality.md.
+_WARMUP, _OUR_RATE = 30, "0.03"
+_RATES = ("rates", "joeynmt_rates")
+_UPCYCLE_AT = 200  # steps
+# What is trained, beside the recipe and a learning rate.
 OURS = {
     "experts": ("here, 24 experts, by a hash of the token", ""),
-    "dense": (
-        "here, no experts",
-        f"task.num_experts=0;{_RATE}=inverse_sqrt;{_RATE}.value=0.06;{_RATE}.warmup_steps=30;{_RATE}.decay_start=60",
+    "upcycled": (
+        f"here, 24 experts that grow out of dense layers at step {_UPCYCLE_AT}",
+        f"train.upcycle_at={_UPCYCLE_AT}",
     ),
+    "dense": ("here, no experts", "task.num_experts=0"),
 }
 JOEYNMT = "joeynmt"
 KINDS = (*OURS, JOEYNMT)
@@ -59,7 +67,8 @@ def define_flags() -> Flags:
     flags.DEFINE_list("languages", (), "the source languages (default: all of the corpus)")
     flags.DEFINE_float("cpu_seconds", 1500.0, "of training, for each", checks.POSITIVE)
     flags.DEFINE_list("seeds", ("1",), "each contender trains with each of them")
-    flags.DEFINE_list("rates", ("0.001",), "JoeyNMT's peak learning rates, a contender each")
+    flags.DEFINE_list("rates", (_OUR_RATE,), "our highest learning rates, a contender each")
+    flags.DEFINE_list("joeynmt_rates", ("0.001",), "JoeyNMT's, likewise")
     flags.DEFINE_string("model", MODEL, "our experiment")
     flags.DEFINE_string("model_params_override", RECIPE, "its parameters, as for the trainer")
     flags.DEFINE_integer("pairs", 50, "held-out pairs of each language at most", checks.SIZE)
@@ -75,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.Fail(f"--only={name}: no such contender{did_you_mean(name, KINDS)}")
     if JOEYNMT in args.only and not args.peers:
         args.Fail(f"--only={JOEYNMT} needs --peers, JoeyNMT's Python (install_peers.sh --joeynmt)")
-    for name, convert, kind in (("seeds", int, "an integer"), ("rates", float, "a number")):
+    kinds = {"seeds": (int, "an integer"), **dict.fromkeys(_RATES, (float, "a number"))}
+    for name, (convert, kind) in kinds.items():
         for value in args.Values()[name]:
             if not _is(convert, value):
                 args.Fail(f"--{name}={value}: must be {kind} above 0")
@@ -164,17 +174,25 @@ class Comparison:
         for seed in a.seeds:
             for kind in kinds:
                 if kind == JOEYNMT:
-                    for rate in a.rates:
+                    for rate in a.joeynmt_rates:
                         says = f"JoeyNMT, learning rate {float(rate):g}"
                         yield f"{kind}_{rate}_seed{seed}", says, shared | self._joeynmt(rate, seed)
                 else:
                     says, override = OURS[kind]
-                    yield f"{kind}_seed{seed}", says, shared | self._ours(override, seed)
+                    for rate in a.rates:
+                        of_rate = f"{says}, learning rate {float(rate):g}"
+                        yield (
+                            f"{kind}_{rate}_seed{seed}",
+                            of_rate,
+                            shared | self._ours(override, rate, seed),
+                        )
 
-    def _ours(self, override: str, seed: str) -> dict[str, Any]:
+    def _ours(self, override: str, rate: str, seed: str) -> dict[str, Any]:
+        schedule = f"{_RATE}=wsd;{_RATE}.value={rate};{_RATE}.warmup_steps={_WARMUP}"
+        seeds = f"task.seed={seed}", f"input.seed={seed}"
         return {
             "model": self._args.model,
-            "override": self._override(override, f"task.seed={seed}", f"input.seed={seed}"),
+            "override": self._override(override, schedule, *seeds),
             "use_ema": bool(self._params.task.ema_decay),
         }
 

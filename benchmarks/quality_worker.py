@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality_worker SETUP.json
 
-The step, the input, the summaries and the checkpoints are the trainer's, on one device with --engine=tf_graph.
+The trainer trains, on one device with --engine=tf_graph. A number of CPU seconds leaves out what compiles.
 """
 
 import json
@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.budget import Budget, report
+from benchmarks.peers.budget import report
 from benchmarks.peers.stepping import keep_memory
+
+RATE = "task.optimizer.learning_rate"
+NEVER = 1_000_000_000  # steps
 
 
 def main() -> None:
@@ -37,49 +40,42 @@ def main() -> None:
 
 
 def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
-    """Trains, and reports the scores at each point; returns the number of parameters and of steps."""
+    """Trains for each number of CPU seconds, and reports its scores; returns the number of parameters and of steps.
+
+    A run at a stable rate is trained on from one number to the next. Before each, a branch of it decays: it takes over
+    the run's state and has the last part of the time.
+    """
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
-    from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.core.engine.loop.prefetch import Prefetched
-    from lingvo_moe.core.engine.loop.steps import initial_state, train_step
-    from lingvo_moe.core.engine.loop.summaries import Summaries
-    from lingvo_moe.core.sharding import Mesh
     from lingvo_moe.core.task import inspect
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
-    params = registry.GetParams(setup["model"], setup["override"])
-    task, inputs = params.task.Instantiate(), params.input.Instantiate()
-    task.CheckInput(params.task, params.input)
-    inputs.Prepare()
-    run = RunDir(setup["run"])
-    run.Write(setup["model"], setup["override"], inputs.Artifacts())
-    engine = make_engine("tf_graph", Mesh.parse("expert:1"))
-    step_fn = engine.BuildStep(train_step(task, inputs))
-    state = initial_state(task, engine, params.task.seed)
-    budget, step, seen = Budget(setup["points"]), 0, 0
-    every = params.train.summary_interval_steps
-    with (
-        Checkpointer(str(run.checkpoint_dir), keep=len(setup["points"])) as saved,
-        Summaries(str(run.summaries_dir)) as summaries,
-        Prefetched(iter(inputs)) as batches,
-    ):
-        while not budget.done:
-            state, metrics = step_fn(state, next(batches))
-            step += 1
-            seen += int(engine.Get(metrics.tokens))
-            if step % every == 0 or step == 1:
-                summaries.Write(step, engine.Get(metrics), task.MetricLayers())
-            if budget.Due():
-                used = budget.used
-                with budget.Scoring():
-                    saved.Save(step, state, {"input": batches.GetState()})
-                    saved.Wait()
-                    point = {"step": step, "cpu_seconds": used, "trained_tokens": seen}
-                    report("point", **point, **held_out(setup, pairs, step))
-            else:
-                budget.Note(step, lambda loss=metrics.loss: float(engine.Get(loss)))
-    return inspect.count_parameters(task.VariableSpecs().Flatten()), step
+    stable, whole = setup["run"], registry.GetParams(setup["model"], setup["override"])
+    share = 1.0 - whole.task.optimizer.learning_rate.decay_share
+    for seconds in setup["points"]:
+        train_to(
+            setup, stable, f"train.max_cpu_seconds={share * seconds};{RATE}.total_steps={NEVER}"
+        )
+        setup["decayed"] = f"{stable}-{seconds:g}"
+        from_stable = f"--init_from={stable}", "--init_from_state"
+        train_to(setup, setup["decayed"], f"train.max_cpu_seconds={seconds}", *from_stable)
+        run = RunDir(setup["decayed"])
+        with Checkpointer(str(run.checkpoint_dir), read_only=True) as saved:
+            step = saved.Steps()[-1]
+            used = saved.ReadExtra(step)["used"]
+        point = {"cpu_seconds": used["cpu_seconds"], "trained_tokens": int(used["units"])}
+        report("point", step=step, **point, **held_out(setup, pairs, step))
+    return inspect.count_parameters(run.Task().VariableSpecs().Flatten()), step
+
+
+def train_to(setup: dict[str, Any], logdir: str, override: str, *flags: str) -> None:
+    """Trains a run, or goes on with it, to the end that an override sets."""
+    from lingvo_moe import trainer
+
+    override = f"{setup['override']};train.max_steps={NEVER};{override}"
+    command = [f"--model={setup['model']}", f"--logdir={logdir}", "--engine=tf_graph", *flags]
+    if status := trainer.main([*command, f"--model_params_override={override}"]):
+        sys.exit(status)
 
 
 def held_out(setup: dict[str, Any], pairs: list[list[str]], step: int) -> dict[str, float]:
@@ -87,7 +83,7 @@ def held_out(setup: dict[str, Any], pairs: list[list[str]], step: int) -> dict[s
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.tasks.mt.quality.forced_decoding import Scorer
 
-    scorer = Scorer(setup["run"], chosen=Chosen(step, use_ema=setup["use_ema"]))
+    scorer = Scorer(setup["decayed"], chosen=Chosen(step, use_ema=setup["use_ema"]))
     languages, sources, targets = zip(*pairs, strict=True)
     scores = scorer.Score(sources, targets, languages)
     return {
@@ -107,7 +103,9 @@ def translate(setup: dict[str, Any], pairs: list[list[str]], step: int) -> list[
         length_alpha=setup["length_alpha"],
         max_length=setup["max_length"],
     )
-    translator, _ = load_translator(setup["run"], options, Chosen(step, use_ema=setup["use_ema"]))
+    translator, _ = load_translator(
+        setup["decayed"], options, Chosen(step, use_ema=setup["use_ema"])
+    )
     languages, sources, _ = zip(*pairs, strict=True)
     return [row[0] for row in translator.Translate(sources, languages).translations]
 

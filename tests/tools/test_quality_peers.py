@@ -9,6 +9,7 @@ import trainer_testing
 from benchmarks import contenders, quality_data, quality_peers, quality_report
 from benchmarks.peers import budget
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.loop.summaries import read_metrics
 
 # In place of JoeyNMT: translates by heart, at log-probability -2 a token, after a warning.
 _PEER = """#!{python}
@@ -129,7 +130,7 @@ def test_a_loss_of_other_tokens_is_refused(corpus, tmp_path, capsys):
 
 def test_interrupted_it_keeps_what_was_finished(corpus, tmp_path, capsys, monkeypatch):
     flags = _flags(corpus, tmp_path / "out", f"--peers={_peer(tmp_path / 'peer')}")
-    flags += ["--only=joeynmt", "--rates=0.001,0.002"]
+    flags += ["--only=joeynmt", "--joeynmt_rates=0.001,0.002"]
     with monkeypatch.context() as context:
         line = contenders.Process.Line
         interrupt = iter([False] * 6 + [True])  # in the second contender's first point
@@ -158,13 +159,23 @@ def test_a_line_of_progress_says_the_loss():
 
 
 @pytest.mark.slow
-def test_our_model_is_trained_and_scored(corpus, tmp_path, capsys):
-    flags = _flags(corpus, tmp_path / "out", "--only=dense", "--cpu_seconds=1", "--beam_size=1")
+def test_our_model_is_trained_and_scored(corpus, tmp_path, capsys, monkeypatch):
+    """At two times: a stable run, a branch that decays, more of the stable run, and another branch."""
+    monkeypatch.setattr(quality_peers, "POINTS", (1 / 4, 1))
+    flags = _flags(corpus, tmp_path / "out", "--only=dense", "--cpu_seconds=3", "--beam_size=1")
     small = "task.num_encoder_layers=1;task.num_decoder_layers=1;task.repeat=False"
     flags.append(f"--model_params_override={small}")
     assert quality_peers.main(flags) == 0
     (result,) = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     first, *_, last = result["curve"]
     assert last["loss"] < first["loss"] and first["step"] < last["step"]
-    assert last["cpu_seconds"] >= 1.0
-    assert "| here, no experts |" in capsys.readouterr().out
+    assert last["cpu_seconds"] >= 3.0
+    runs = tmp_path / "out" / "dense_0.03_seed1"
+    rates = {}
+    for name in ("run", "run-0.75", "run-3"):
+        found = read_metrics(str(runs / name / "train"))
+        rates[name] = {row["step"]: row["learning_rate"] for row in found}
+    stable, decayed = rates["run"], rates["run-3"]
+    assert stable[max(stable)] == max(stable.values()) > 2 * decayed[max(decayed)]
+    assert max(stable) == min(decayed) - 1
+    assert "| here, no experts, learning rate 0.03 |" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 
 _ROUNDING = 1e-6  # of a step
+_EARLIER_STEPS = 10
 
 
 class Budget:
@@ -34,6 +35,7 @@ class Budget:
         self._counted = 0.0  # the clock, when it was read last
         # The first step of this start, and what had been used after it.
         self._since: tuple[int, dict[str, float]] | None = None
+        self._earlier = dict.fromkeys(self._most, 0.0)  # what a step used before this start
         self.last = train.max_steps
 
     @property
@@ -44,7 +46,8 @@ class Budget:
     def Begin(self, step: int, used: Mapping[str, float]) -> None:
         """Goes on at a step with what was used before it, as GetState said."""
         self._used.update(used)
-        self._Foretell(step, step, dict.fromkeys(self._most, 0.0))
+        self._earlier = {name: value / max(step, 1) for name, value in self._used.items()}
+        self._Foretell(step, 0, self._used)
 
     def GetState(self) -> dict[str, float]:
         """The units and CPU seconds that the run has used, for a checkpoint."""
@@ -84,14 +87,19 @@ class Budget:
         return {name: most for name, most in self._most.items() if most}
 
     def _Foretell(self, step: int, steps: int, before: Mapping[str, float]) -> None:
-        """Sets `last` for a run that is at `step`; `before` is what had been used so many steps ago."""
+        """Sets `last` for a run that is at `step`; `before` is what had been used so many steps ago.
+
+        The first steps after a start vary, so that the steps before it count as some more.
+        """
         ends = [self._max_steps]
         for name, most in self._Limits().items():
             left, spent = most - self._used[name], self._used[name] - before[name]
+            earlier = _EARLIER_STEPS if self._earlier[name] else 0
+            spent += earlier * self._earlier[name]
             if left <= 0.0:
                 ends.append(step)
             elif spent:
-                ends.append(step + math.ceil(left * steps / spent - _ROUNDING))
+                ends.append(step + math.ceil(left * (steps + earlier) / spent - _ROUNDING))
         self.last = min(ends)
 
 
