@@ -24,7 +24,7 @@ def _save_run(path, vocab, data):
     """A run with one checkpoint, of step 7; returns the trainer's overrides."""
     size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
     more = ";".join(f"input.{side}_vocab_size={size}" for side in ("source", "target"))
-    more += f";input.data_dir={registry.escape(str(data))}"
+    more += f";{toy.SMALL};input.data_dir={registry.escape(str(data))}"
     toy.save_run(path, vocab, more=more, languages=list(_LINES))
     return RunDir(path).experiment["params_override"]
 
