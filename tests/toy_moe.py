@@ -4,6 +4,7 @@ Letters: B batch, T time, M model, H hidden, E expert.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +16,7 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hlo.parts import Layers
 from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.planner import tables
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.machines.machine import parse_machine
@@ -56,6 +58,36 @@ def train(moe: MoELayer) -> Callable:
         return with_gradients(loss)(theta, x)
 
     return run
+
+
+def eagerly(fn: Callable, args: list) -> Any:
+    """The reference, without a compiler."""
+    with use_mesh(single_device()):
+        return fn(*[tf.nest.map_structure(tf.constant, arg) for arg in args])
+
+
+def differentiated(moe: MoELayer, metrics: bool = True) -> Callable[..., NestedMap]:
+    """Returns a function of `arguments` that gives the layer's results, if need be without metrics, and gradients."""
+
+    def run(theta, x, paddings, seed):
+        weights = theta.Flatten()
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights])
+            y, extras = moe.FProp(theta, x, paddings, seed=seed)
+            loss = tf.reduce_sum(tf.cast(y, x.dtype) * tf.sin(x)) + extras.aux_loss
+        dx, *grads = tape.gradient(loss, [x, *weights])
+        extras = extras if metrics else extras.aux_loss
+        return NestedMap(y=y, extras=extras, dx=dx, grads=theta.Pack(grads))
+
+    return run
+
+
+def assert_close(got: NestedMap, want: NestedMap, values: float = 1e-5) -> None:
+    """Asserts that values and gradients are equal up to a share of the tensor's largest number, 1e-4 for gradients."""
+    for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
+        scale = max(float(np.abs(b).max()), 1e-3)
+        tolerance = 1e-4 if path.startswith(("dx", "grads")) else values
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=path)
 
 
 def arguments(moe: MoELayer) -> tuple[list, list]:

@@ -3,13 +3,14 @@
 Letters: B batch, T time, G group, S token in group, k choice rank, E expert, M model.
 """
 
+import functools
 import math
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import toy_moe
-from toy_moe import MESH, B, E, M, T
+from toy_moe import MESH, B, E, M, T, assert_close, eagerly
 
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_sharded
@@ -31,30 +32,7 @@ def _layer(dispatcher, k: int = 2, **params) -> MoELayer:
     return toy_moe.layer(dispatcher=dispatcher, router=router, **params)
 
 
-def _train(layer: MoELayer):
-    def train(theta, x, paddings, seed):
-        weights = theta.Flatten()
-        with tf.GradientTape() as tape:
-            tape.watch([x, *weights])
-            y, extras = layer.FProp(theta, x, paddings, seed=seed)
-            loss = tf.reduce_sum(tf.cast(y, x.dtype) * tf.sin(x)) + extras.aux_loss
-        dx, *grads = tape.gradient(loss, [x, *weights])
-        return NestedMap(y=y, aux_loss=extras.aux_loss, dx=dx, grads=theta.Pack(grads))
-
-    return train
-
-
-def _eagerly(fn, args: list):
-    """The reference, without a compiler."""
-    with use_mesh(single_device()):
-        return fn(*[tf.nest.map_structure(tf.constant, arg) for arg in args])
-
-
-def _compare(got: NestedMap, want: NestedMap) -> None:
-    for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
-        scale = max(float(np.abs(b).max()), 1e-3)
-        tolerance = 1e-4 if path.startswith(("dx", "grads")) else 1e-5
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=path)
+_train = functools.partial(toy_moe.differentiated, metrics=False)  # those of slots differ
 
 
 def _sent(hlo: str) -> list[tuple[str, int]]:
@@ -68,9 +46,9 @@ def test_dropless_equals_the_einsum_dispatcher(k):
     """Values and gradients are equal; all-to-alls carry only rows and their numbers."""
     layer, einsum = _layer("dropless", k), _layer("einsum", k, **ROOMY)
     args, splits = toy_moe.arguments(layer)
-    want = _eagerly(_train(einsum), args)
+    want = eagerly(_train(einsum), args)
     got, collectives = run_sharded(_train(layer), args, MESH, splits)
-    _compare(got, want)
+    assert_close(got, want)
     assert set(collectives) <= {"all-to-all", "all-reduce"}
     # To each of 8 devices, 2 experts each: there and back, forward and backward; and once int32 [8,2].
     rows = 8 * TOKENS * min(k, 2) * M * 4
@@ -97,11 +75,11 @@ def test_dropout_in_the_experts_is_drawn_by_choice_not_by_device():
     def forward(theta, x, paddings, seed):
         return layer.FProp(theta, x, paddings, seed=seed)[0]
 
-    want = _eagerly(forward, args)
+    want = eagerly(forward, args)
     got, collectives = run_sharded(forward, args, MESH, splits)
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert set(collectives) == {"all-to-all"}
-    plain = _eagerly(lambda *a: _layer("dropless").FProp(*a[:3], seed=a[3])[0], args)
+    plain = eagerly(lambda *a: _layer("dropless").FProp(*a[:3], seed=a[3])[0], args)
     assert np.abs(plain - want).max() > 0.1
 
 
@@ -128,9 +106,9 @@ def test_other_meshes(mesh, split):
         for d in ("dropless", "einsum")
     )
     args, _ = toy_moe.arguments(dropless)
-    want = _eagerly(_train(einsum), args)
+    want = eagerly(_train(einsum), args)
     got, _ = run_sharded(_train(dropless), args, Mesh.parse(mesh))
-    _compare(got, want)
+    assert_close(got, want)
 
 
 def _stack(remat=()) -> TransformerStack:
@@ -173,9 +151,9 @@ def test_rows_that_are_kept_are_neither_sent_nor_computed_again():
         args = [_stack().InitTheta(make_seed(0, 0)), x]
     full, sent, products = _rows_sent((), args)
     kept, sent_less, products_less = _rows_sent(("dispatched", "experts_hidden", "returned"), args)
-    want = _eagerly(_train_stack(_stack()), args)
-    _compare(full, want)
-    _compare(kept, want)
+    want = eagerly(_train_stack(_stack()), args)
+    assert_close(full, want)
+    assert_close(kept, want)
     # There and back: in the forward pass, in what is computed again, and in the backward pass.
     assert (sent, sent_less) == (6, 4)
     assert products - products_less == 2
@@ -226,9 +204,9 @@ def test_masked_over_devices():
     """Every expert gets all tokens: E S slots a group, there and back."""
     layer, einsum = _layer("masked", **ROOMY), _layer("einsum", **ROOMY)
     args, splits = toy_moe.arguments(layer)
-    want = _eagerly(_train(einsum), args)
+    want = eagerly(_train(einsum), args)
     got, collectives = run_sharded(_train(layer), args, MESH, splits)
-    _compare(got, want)
+    assert_close(got, want)
     assert _sent(collectives.hlo) == [("all-to-all", E * TOKENS * M * 4)] * 4
 
 
@@ -258,4 +236,4 @@ def test_inference_on_tokens_that_cannot_be_cut_says_what_can_cut_them():
     with pytest.raises(ShardingError, match=r"12 tokens.*inference_dispatcher='einsum'"):
         run_sharded(lambda *a: layer.FProp(*a)[0], args, MESH)
     got, _ = run_sharded(lambda *a: einsum.FProp(*a)[0], args, MESH)
-    np.testing.assert_allclose(got, _eagerly(lambda *a: layer.FProp(*a)[0], args), atol=1e-5)
+    np.testing.assert_allclose(got, eagerly(lambda *a: layer.FProp(*a)[0], args), atol=1e-5)
