@@ -13,10 +13,11 @@ LOCK := requirements.lock.txt
 JOBS ?= 2
 PYTEST_ARGS ?=
 TESTS ?=
-# A process for each of these and one for the rest, the longest first: a process keeps programs that TensorFlow compiled
-# until it ends.
+# A process for the rest and then one for each of these, the shortest last: a process keeps programs that TensorFlow
+# compiled until it ends.
 PARTS := tests/spmd/test_[a-d]* tests/core/p* tests/spmd/test_[e-z]* tests/tasks/mt/test_* tests/core/[m-oq-z]* \
-  tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/mt/[e-s]* tests/tasks/image tests/tools tests/tasks/lm
+  tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/mt/[e-s]* tests/tasks/image tests/tools tests/tasks/lm \
+  tests/house
 # For make fuzz: a program of five expressions takes about half a second.
 EXAMPLES ?= 2000
 # And a program with its gradients about half a second as well.
@@ -91,7 +92,7 @@ test: lint ## Lint, types and every test; TESTS=PATH for some, GPU=1 for those o
 	  [[ $$code -eq 0 || ( $$code -eq 5 && -n "$(PYTEST_ARGS)" ) ]]
 	}
 	status=0 running=0
-	for part in $(PARTS:%='%') "tests $(foreach part,$(PARTS),--ignore-glob=$(part))"; do
+	for part in "tests $(foreach part,$(PARTS),--ignore-glob=$(part))" $(PARTS:%='%'); do
 	  if (( running >= $(JOBS) && running > 0 )); then wait -n || status=1; running=$$((running - 1)); fi
 	  run "$$part" &
 	  running=$$((running + 1))
