@@ -11,6 +11,7 @@ from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.planner.machines.machine import parse_machine
+from lingvo_moe.core.planner.memory import state
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.core.strategies.candidate import (
     DOTS,
@@ -27,7 +28,6 @@ from lingvo_moe.core.strategies.paths import CHOSEN, PATHS
 from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import WorkloadError, read_workload
-from lingvo_moe.planning import step_plan
 
 _MODEL = "mt.M4MoE128E12L"
 
@@ -102,8 +102,7 @@ def test_the_state_is_that_of_the_specs(mesh, level):
     pairs = Candidate(layout, level).Overrides().items()
     override = ";".join(f"{path}={value}" for path, value in pairs)
     task = registry.GetParams(_MODEL, override).task.Instantiate()
-    request = step_plan.Request(_MODEL, "v3:8x8", override)
-    rows = step_plan._state(request, task, layout.mesh)["state"]["parts"]
+    rows = state.state_plan(task, layout.mesh, {})["parts"]
     want = {row["part"]: 0 for row in rows}
     for row in rows:
         want[row["part"]] += row["bytes"]
