@@ -19,7 +19,7 @@ from lingvo_moe.core.sharding import Mesh
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason="no TPU compiler (libtpu)"
 )
-ROWS, WIDTH = 1024, 256  # of a micro-batch
+ROWS, WIDTH = 256, 128  # of a micro-batch; small tensors compile faster
 DEVICES = 2  # that its rows are spread over
 BOUNDARY = ROWS // DEVICES * WIDTH * 4  # bytes of a micro-batch between two stages, on a device
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 # Cores of this generation have little fast memory, which the peak does not count alike. So small tensors suffice, and
 # those compile faster.
 TOPOLOGY, MESH = "v3:2x2", "stage:4,data:2"
-ROWS, LENGTH, WIDTH = 64, 128, 128  # of a micro-batch
+ROWS, LENGTH, WIDTH = 8, 64, 128  # of a micro-batch
 BOUNDARY = 4 * ROWS * LENGTH * WIDTH  # bytes of one of the three tensors that pass between stages
 
 
