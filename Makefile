@@ -81,24 +81,19 @@ test: lint ## Lint, types and every test; TESTS=PATH for some, GPU=1 for those o
 	if [[ -n "$(TESTS)" ]]; then
 	  exec $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(TESTS) $(PYTEST_ARGS)
 	fi
-	logs=$$(mktemp -d)
-	trap 'rm -rf "$$logs"' EXIT
+	export LOGS=$$(mktemp -d)
+	trap 'rm -rf "$$LOGS"' EXIT
 	# Runs a part; what it says is shown when it ends.
 	run() {
-	  local code=0 log="$$logs/$$BASHPID"
+	  local code=0 log="$$LOGS/$$BASHPID"
 	  $(PY) -m pytest --durations=5 $$1 $(PYTEST_ARGS) > "$$log" 2>&1 || code=$$?
 	  echo "== pytest $$1" | cat - "$$log"
 	  # 5: PYTEST_ARGS selects none of these.
 	  [[ $$code -eq 0 || ( $$code -eq 5 && -n "$(PYTEST_ARGS)" ) ]]
 	}
-	status=0 running=0
-	for part in "tests $(foreach part,$(PARTS),--ignore-glob=$(part))" $(PARTS:%='%'); do
-	  if (( running >= $(JOBS) && running > 0 )); then wait -n || status=1; running=$$((running - 1)); fi
-	  run "$$part" &
-	  running=$$((running + 1))
-	done
-	while (( running > 0 )); do wait -n || status=1; running=$$((running - 1)); done
-	exit $$status
+	export -f run
+	printf '%s\0' "tests $(foreach part,$(PARTS),--ignore-glob=$(part))" $(PARTS:%='%') \
+	  | xargs -0 -n 1 -P $(if $(filter-out 0,$(JOBS)),$(JOBS),1) bash -c 'run "$$1"' run
 
 fuzz: install ## EXAMPLES random expressions, PROGRAMS random programs and NUMBERS parameters; SEED=... repeats.
 	@seed=$(SEED)

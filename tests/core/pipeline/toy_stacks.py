@@ -38,7 +38,7 @@ class Block(BaseLayer):
     def FProp(self, theta, x, shared, seed=None):
         h = x + shared.memory if "memory" in shared else x
         h = tf.tanh(tf.einsum("BTM,MH->BTH", h, theta.w))
-        y = x + h * (tf.cast(seed[0], x.dtype) * 2.0**-31)
+        y = x + (h if seed is None else h * (tf.cast(seed[0], x.dtype) * 2.0**-31))
         real = tf.cast(shared.real, x.dtype)[:, tf.newaxis, tf.newaxis]
         square = tf.reduce_sum(tf.square(y) * real) / tf.maximum(tf.reduce_sum(real), 1.0)
         return y, NestedMap(square=square * tf.cast(shared.share, x.dtype))
