@@ -20,10 +20,18 @@ def _experiment(*overrides):
     return params, params.task.Instantiate(), params.input.Instantiate()
 
 
+def test_a_checkpoint_does_not_depend_on_stages():
+    states = [
+        {path: (s.shape, s.dtype) for path, s in task.StateSpecs().FlattenItems()}
+        for task in (_experiment()[1], _experiment(STAGES)[1])
+    ]
+    assert states[0] == states[1]
+
+
 def test_a_step_in_stages_is_the_step_without_whatever_it_keeps():
     """With dropout, whose seeds belong to micro-batches and layers; rows are sharded beside the stages, of two blocks
-    each. Adam's slots are moments of the gradients. What remat names is not computed again."""
-    changes = "task.num_layers=4;task.dropout=0.3;task.position=rotary"
+    each. SGD's velocities are the gradients. What remat names is not computed again."""
+    changes = "task.num_layers=4;task.dropout=0.3;task.position=rotary;task.optimizer=sgd"
     _, plain, inputs = _experiment(changes)
     args = state_and_batch(plain, inputs)
     want = run_single(train_step(plain, inputs, 4).fn, args, jit_compile=False)
@@ -36,14 +44,6 @@ def test_a_step_in_stages_is_the_step_without_whatever_it_keeps():
         products[remat] = collectives.hlo.count(" dot(")
     # Five products of a block, in each of two loops: nothing needs its last one's output.
     assert products["full"] - products["dots"] == 2 * 5
-
-
-def test_a_checkpoint_does_not_depend_on_stages():
-    states = [
-        {path: (s.shape, s.dtype) for path, s in task.StateSpecs().FlattenItems()}
-        for task in (_experiment()[1], _experiment(STAGES)[1])
-    ]
-    assert states[0] == states[1]
 
 
 def test_micro_batches_that_do_not_divide_the_rows_are_refused():
