@@ -176,7 +176,8 @@ class Run(Job):
 def train_in_job(of: Job) -> int:
     """Like train, after the processes of the job have connected to each other."""
     until, args = of.params.train.upcycle_at, of.args
-    if until and (args.restart or not has_begun(RunDir(args.logdir))):
+    grown = args.init_from or (has_begun(RunDir(args.logdir)) and not args.restart)
+    if until and not grown:
         small = smaller_job(of)
         status = train_model(small)
         if status or max(RunDir(small.args.logdir).steps) < until:

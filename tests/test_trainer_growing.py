@@ -80,6 +80,12 @@ def test_a_model_grows_out_of_a_smaller_one_in_one_command(tmp_path, capsys):
     np.testing.assert_allclose(rates, want, rtol=1e-6)
     assert _train(run, 12, override) == 0  # it is not grown again
     assert max(losses(run)) == 12
+    # A branch of it does not grow again.
+    branch = tmp_path / "branch"
+    flags = [f"--init_from={run}", "--init_from_state", "--init_from_step=10"]
+    assert _train(branch, 12, override, flags=flags) == 0
+    before = losses(run)
+    assert losses(branch) == {step: before[step] for step in (11, 12)}
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def check_flags(args: Flags, params: Params) -> None:
 def check_upcycling(args: Flags, params: Params) -> None:
     """Raises UsageError where train.upcycle_at has no smaller model to begin with, or no time for one of the two."""
     at, last = params.train.upcycle_at, params.train.max_steps
-    if args.init_from:
+    # A branch of a run that has grown does not grow again.
+    if args.init_from and not args.init_from_state:
         why = f"the run begins with the weights of --init_from={args.init_from}; leave one of the two out"
     elif at >= last:
         why = f"must be less than train.max_steps={last}"
