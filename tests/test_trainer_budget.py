@@ -1,6 +1,7 @@
 """Runs that end well: the rate decays to where the run ends, by its steps or by its budget. On the toy task."""
 
 import functools
+import json
 
 import pytest
 import toy_held_out  # noqa: F401 (registers the experiment)
@@ -58,6 +59,29 @@ def test_a_run_ends_where_so_many_examples_were_trained_on(tmp_path, capsys):
     # A job that scores its checkpoints knows that it is over.
     assert _train(run, f"train.max_units={8 * _EXAMPLES}") == 0
     assert "step 8: train.max_units=128 is used up" in capsys.readouterr().err
+
+
+def test_a_checkpoint_between_two_summaries_has_all_that_was_used(tmp_path):
+    run, seldom = tmp_path / "run", "train.summary_interval_steps=100"
+    assert _train(run, seldom, "train.max_units=96", max_steps=20) == 0  # saves after step 4
+    with Checkpointer(str(run / "checkpoints"), read_only=True) as saved:
+        assert saved.ReadExtra(4)["used"]["units"] == 4 * _EXAMPLES
+        assert saved.LatestStep() == 6
+
+
+def test_on_several_devices_another_end_is_the_same_program(tmp_path):
+    run = tmp_path / "run"
+    override = (
+        f"--model_params_override={_WSD};train.eval_interval_steps=0;train.num_micro_batches=2"
+    )
+    flags = ["--model=toy_held_out.Line", f"--logdir={run}", "--mesh=data:8", override]
+    hashes = []
+    for last in (6, 20):
+        assert trainer.main([*flags, f"--max_steps={last}"]) == 0
+        hashes.append(json.loads((run / "program.json").read_text())["hash"])
+    assert hashes[0] == hashes[1]
+    again = {step: pytest.approx(0.1) for step in range(7, 11)}
+    assert _rates(run) == _stable(3) | _decayed(3, 6) | again | _decayed(10, 20)
 
 
 def test_a_run_ends_after_so_many_cpu_seconds(tmp_path, monkeypatch, capsys):

@@ -64,20 +64,21 @@ def _DefineStep(p: Params) -> None:
         "upcycle_at",
         0,
         "A model with experts is trained without them up to this step, as a run of its own in LOGDIR-dense; then they "
-        "grow out of its layers. The model without experts ends there. 0: experts from the start.",
+        "grow out of its layers. 0: experts from the start.",
         check=checks.COUNT,
     )
     p.Define(
         "max_units",
         0,
-        "Training ends when so many tokens (images, ...) were trained on, padding left out; 0: no such limit.",
+        "Training ends when so many tokens (images, ...) were trained on, padding left out; it is looked for at "
+        "summaries and checkpoints. 0: no such limit.",
         check=checks.COUNT,
     )
     p.Define(
         "max_cpu_seconds",
         0.0,
         "Training ends after so many CPU seconds of the process, all threads together, without those of compiling and "
-        "of evaluations; 0: no such limit.",
+        "of evaluations; it is looked for at summaries and checkpoints. 0: no such limit.",
         check=checks.NOT_NEGATIVE,
     )
     p.Define(

@@ -82,7 +82,7 @@ def test_a_state_is_restored_bit_for_bit_with_any_stages(of, values, tmp_path):
             _assert_same(engine.Get(found), _packed(task, values))
             # Weights of another run, without its slots and averages.
             initial = InitialWeights(str(tmp_path), 1, {})
-            begun = initial.Into(NestedMap(found), task, engine, _packing(task))
+            begun, _ = initial.Into(NestedMap(found), task, engine, _packing(task))
             _assert_same(engine.Get(begun.theta), _packed(task, values).theta)
         # Also without XLA; and as NumPy arrays, which are those of the model without a pipeline.
         engine = make_engine("tf_graph", Mesh.parse("data:1"))

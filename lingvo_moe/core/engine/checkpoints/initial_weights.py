@@ -46,16 +46,11 @@ class InitialWeights:
         """Whether the run goes on where the other one stood, instead of beginning at step 0."""
         return bool(self.more)
 
-    def ReadExtra(self) -> dict[str, Any]:
-        """The `extra` of the checkpoint, e.g. the place in the data. Raises CheckpointError: it is damaged."""
-        with Checkpointer(self.directory, read_only=True) as checkpointer:
-            return checkpointer.ReadExtra(self.step)
-
     def Into(
         self, state: NestedMap, task: BaseTask, engine: Engine, packing: Packing | None = None
-    ) -> NestedMap:
-        """Returns the state of the task with these weights; new elements keep their value. `state` must not be used
-        again.
+    ) -> tuple[NestedMap, dict[str, Any]]:
+        """Returns the state of the task with these weights, and the `extra` of the checkpoint, e.g. the place in the
+        data. New elements keep their value. `state` must not be used again.
 
         Reordered tables pass through the memory of every process in full. Other variables are read onto the
         devices with their sharding, and none is held twice, unless the task grows.
@@ -66,19 +61,24 @@ class InitialWeights:
             CheckpointError: no such step, a damaged one, or one of another model.
         """
         there, here = (self.small or task).StateSpecs(), task.StateSpecs()
-        for name in ("theta", *self.more):
-            fresh, state[name] = state[name], NestedMap()
-            tables = {path: fresh.GetItem(path) for path in self.moved} if name == "theta" else {}
-            if self.small is None or not isinstance(fresh, NestedMap):
-                del fresh  # frees memory
-                state[name] = self._read(name, tables, here[name], engine, packing)
-                continue
-            grow = Step("grow", task.Grow, [there[name], here[name]], results=here[name])
-            state[name] = engine.Once(grow, self._read(name, tables, there[name], engine), fresh)
-        return state
+        # One Checkpointer for all parts: each reads the files of the step to verify them.
+        with Checkpointer(self.directory, read_only=True) as saved:
+            for name in ("theta", *self.more):
+                fresh, state[name] = state[name], NestedMap()
+                moving = self.moved if name == "theta" else ()
+                tables = {path: fresh.GetItem(path) for path in moving}
+                if self.small is None or not isinstance(fresh, NestedMap):
+                    del fresh  # frees memory
+                    state[name] = self._read(saved, name, tables, here[name], engine, packing)
+                    continue
+                grow = Step("grow", task.Grow, [there[name], here[name]], results=here[name])
+                small = self._read(saved, name, tables, there[name], engine)
+                state[name] = engine.Once(grow, small, fresh)
+            return state, saved.ReadExtra(self.step)
 
     def _read(
         self,
+        saved: Checkpointer,
         part: str,
         fresh: dict[str, Any],
         specs: Any,
@@ -88,16 +88,13 @@ class InitialWeights:
         """The checkpoint's part of the state, of these specs; `fresh`, new values of moved tables, gets empty."""
         items = flatten_items(NestedMap({part: specs}))
         named = {path.removeprefix(f"{part}."): TensorSpec.Of(s, path) for path, s in items}
-        with Checkpointer(self.directory, read_only=True) as checkpointer:
-            whole = [path for path in named if path not in fresh]
-            wanted = [named[p] for p in whole]
-            tensors = checkpointer.RestoreTensors(wanted, engine, self.step, packing)
-            found = dict(zip(whole, tensors, strict=True))
-            for path in fresh.copy():
-                places = self.moved[path]
-                old, _ = checkpointer.RestoreToNumpy(f"theta.{path}", self.step)
-                table = moved(old, engine.Get([fresh.pop(path)])[0], places)
-                found[path] = engine.Put([table], [named[path]])[0]
+        whole = [path for path in named if path not in fresh]
+        tensors = saved.RestoreTensors([named[p] for p in whole], engine, self.step, packing)
+        found = dict(zip(whole, tensors, strict=True))
+        for path in fresh.copy():
+            old, _ = saved.RestoreToNumpy(f"theta.{path}", self.step)
+            table = moved(old, engine.Get([fresh.pop(path)])[0], self.moved[path])
+            found[path] = engine.Put([table], [named[path]])[0]
         return pack(skeleton(specs), [found[path] for path in named])
 
 

@@ -12,7 +12,7 @@ _EARLIER_STEPS = 10
 
 
 class Budget:
-    """Counts what a run has used, and foretells the step at which that is as much as it may use.
+    """Counts what a run has used, and predicts the step at which that is as much as it may use.
 
     train.max_units limits the task's UNITs, e.g. tokens; train.max_cpu_seconds the user and system time of all threads
     of the process. Time counts from the end of the first step after each start, since that step also compiles.
@@ -23,7 +23,7 @@ class Budget:
         clock: gives the CPU seconds of the process.
 
     Attributes:
-        last: the step at which the run ends, as far as is known: foretold from the steps that were done.
+        last: the step at which the run ends, as far as is known: predicted from the steps that were done.
     """
 
     def __init__(
@@ -39,6 +39,11 @@ class Budget:
         self.last = train.max_steps
 
     @property
+    def units(self) -> float:
+        """The units that the run has trained on so far."""
+        return self._used["units"]
+
+    @property
     def end(self) -> int:
         """The step at which this part of the run ends, as far as is known."""
         return min(self.last, self._until or self.last)
@@ -47,7 +52,7 @@ class Budget:
         """Goes on at a step with what was used before it, as GetState said."""
         self._used.update(used)
         self._earlier = {name: value / max(step, 1) for name, value in self._used.items()}
-        self._Foretell(step, 0, self._used)
+        self._Predict(step, 0, self._used)
 
     def GetState(self) -> dict[str, float]:
         """The units and CPU seconds that the run has used, for a checkpoint."""
@@ -63,7 +68,7 @@ class Budget:
             self._used["cpu_seconds"] += now - self._counted
         self._counted = now
         first, used = self._since
-        self._Foretell(step, step - first, used)
+        self._Predict(step, step - first, used)
 
     @contextlib.contextmanager
     def Paused(self) -> Iterator[None]:
@@ -86,7 +91,7 @@ class Budget:
     def _Limits(self) -> dict[str, float]:
         return {name: most for name, most in self._most.items() if most}
 
-    def _Foretell(self, step: int, steps: int, before: Mapping[str, float]) -> None:
+    def _Predict(self, step: int, steps: int, before: Mapping[str, float]) -> None:
         """Sets `last` for a run that is at `step`; `before` is what had been used so many steps ago.
 
         The first steps after a start vary, so that the steps before it count as some more.
@@ -104,5 +109,5 @@ class Budget:
 
 
 def part_of_run(task: InstantiableParams, train: Params) -> int:
-    """The step at which a model makes place for the larger one that grows out of it, by train.upcycle_at; 0: none."""
+    """The step at which a model makes room for the larger one that grows out of it, by train.upcycle_at; 0: none."""
     return 0 if task.cls.GrowsFrom(task) else train.upcycle_at

@@ -65,6 +65,10 @@ class TrainLoop:
         self._time_limit = time_limit or TimeLimit()
         self._budget = Budget(self._train, until=part_of_run(task.p, self._train))
         self._last_step: int | None = None  # as the state has it
+        self._uncounted: list[
+            Any
+        ] = []  # units of steps that the budget does not know of, arrays of the engine's
+        self._shown = 0.0  # units of the steps that progress has shown
         self._work = Work(task.StepFlops(self._inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()
         self._packing = Packing.Of(self._state_specs, task.Unpacked().StateSpecs())
@@ -147,10 +151,10 @@ class TrainLoop:
         with self._Waiting(f"initialising {len(specs.theta.Flatten())} variables") as waiting:
             state = initial_state(self._task, engine, self._task.p.seed)
             if self._initial is not None:
-                state = self._initial.Into(state, self._task, engine, self._packing)
+                state, extra = self._initial.Into(state, self._task, engine, self._packing)
                 if self._initial.keeps_state:
                     first = self._initial.step
-                    self._go_on(first, self._initial.ReadExtra(), batches)
+                    self._go_on(first, extra, batches)
                 else:
                     copy = engine.Build(
                         self._task.WithCopies, [specs], donate=(0,), name="with_copies"
@@ -165,6 +169,7 @@ class TrainLoop:
         """Sets the input and the budget to where they stood when a checkpoint was saved with this `extra`."""
         batches.SetState(extra["input"])
         self._budget.Begin(step, extra.get("used", {}))
+        self._shown = self._budget.units
 
     @contextlib.contextmanager
     def _Waiting(self, doing: str) -> Iterator[Waiting]:
@@ -188,10 +193,20 @@ class TrainLoop:
         """Evaluates the state on held-out data if that is due, and saves a new best one; returns the seconds spent."""
         start = time.monotonic()
         watch = self._watch
+        due = watch is not None and watch.Due(step, self._budget.end)
+        if due:
+            self._count(step)
         with self._budget.Paused():
-            if watch and watch.Due(step, self._budget.end) and watch.Evaluate(step, state):
+            if due and watch and watch.Evaluate(step, state):
                 self._save(step, state, batches)
         return time.monotonic() - start
+
+    def _count(self, step: int) -> None:
+        """Tells the budget of all steps up to this one, where it does not know of them."""
+        if self._uncounted:
+            units = sum(float(n) for n in self._engine.Get(self._uncounted))
+            self._uncounted = []
+            self._budget.Count(step, units)
 
     def _save(self, step: int, state: NestedMap, batches: BatchIterator) -> None:
         extra = {"input": batches.GetState(), "used": self._budget.GetState()}
@@ -206,41 +221,25 @@ class TrainLoop:
         progress: StepProgress,
         stop: StopRequest,
     ) -> NestedMap:
-        train, unit, budget = self._train, self._task.UNIT, self._budget
-        units: list[Any] = []  # arrays of the engine's
-        skipped = self._skipped
+        train, budget, skipped = self._train, self._budget, self._skipped
         skipped.Begin(first, state.skipped)
         metrics: NestedMap | None = None
         step = first
         stopped = to_save = False
         while not self._why_done(step) and not (stopped := self._stops(stop, step)):
             if not batches.ready:  # what the devices still have to compute is not waiting for input
-                self._engine.Get(units[-1:])
+                self._engine.Get(self._uncounted[-1:])
             self._set_last_step(state)
             state, device_metrics = step_fn(state, next(batches))
             step += 1
-            units.append(device_metrics[unit])
+            self._uncounted.append(device_metrics[self._task.UNIT])
             skipped.Add(device_metrics.skipped)
             if step % train.summary_interval_steps == 0 or step in (first + 1, budget.end):
-                metrics = self._engine.Get(device_metrics)
-                skipped.Read()
-                counted = self._sum(units)
-                budget.Count(step, counted)
-                progress.last = budget.end
-                speed = progress.Update(
-                    step,
-                    float(metrics.loss),
-                    counted,
-                    skipped.total,
-                    self._task.ProgressNote(metrics),
-                    batches.waited,
-                )
-                units = []
-                metrics.update(_speeds(unit, speed))
-                self._summaries.Write(step, metrics, self._task.MetricLayers())
+                metrics = self._show(step, device_metrics, progress, batches.waited)
             to_save = to_save or step % train.save_interval_steps == 0
             if to_save:
                 skipped.Read()
+                self._count(step)
             if skipped.too_many:
                 break
             if (to_save and not skipped.in_row) or step == budget.end:
@@ -250,6 +249,7 @@ class TrainLoop:
         signalled = stopped and self._engine.AnyProcess(stop.requested)
         skipped.Read()
         if (stopped or step < budget.end) and not skipped.too_many:
+            self._count(step)
             self._save(step, state, batches)
             self._checkpointer.Wait()
         self._say_end(step, stopped, signalled)
@@ -260,6 +260,28 @@ class TrainLoop:
             status=1 if skipped.too_many else status,
             metrics=metrics,
         )
+
+    def _show(
+        self, step: int, device_metrics: NestedMap, progress: StepProgress, waited: float
+    ) -> NestedMap:
+        """Shows and writes the metrics of a step, and returns them, NumPy, with the speed."""
+        metrics = self._engine.Get(device_metrics)
+        self._skipped.Read()
+        self._count(step)
+        progress.last = self._budget.end
+        counted = self._budget.units
+        speed = progress.Update(
+            step,
+            float(metrics.loss),
+            counted - self._shown,
+            self._skipped.total,
+            self._task.ProgressNote(metrics),
+            waited,
+        )
+        self._shown = counted
+        metrics.update(_speeds(self._task.UNIT, speed))
+        self._summaries.Write(step, metrics, self._task.MetricLayers())
+        return metrics
 
     def _set_last_step(self, state: NestedMap) -> None:
         """Puts the step at which the run ends into a state that has a place for it, where that is not known there."""
@@ -290,9 +312,6 @@ class TrainLoop:
         if devices.process_count() > 1 and step % self._train.summary_interval_steps:
             return False
         return self._engine.AnyProcess(stop.requested or self._time_limit.over)
-
-    def _sum(self, units: list[Any]) -> float:
-        return float(sum(float(n) for n in self._engine.Get(units)))
 
 
 def _speeds(unit: str, speed: Speed) -> NestedMap:

@@ -80,7 +80,9 @@ def test_rows_go_by_their_names_on_any_engine(run, vocab, new_vocabs) -> None:
     thetas = []
     for engine in (TfEngine(), PjrtEngine(Mesh.parse("expert:8"))):
         state = NestedMap(theta=engine.Put(fresh, specs), step=np.int32(0))
-        thetas.append(engine.Get(beginning.weights.Into(state, task.Instantiate(), engine).theta))
+        thetas.append(
+            engine.Get(beginning.weights.Into(state, task.Instantiate(), engine)[0].theta)
+        )
     theta, sharded = thetas
     for (path, value), other in zip(theta.FlattenItems(), sharded.Flatten(), strict=True):
         np.testing.assert_array_equal(value, other, err_msg=path)
@@ -184,7 +186,7 @@ def test_experts_grow_out_of_dense_layers(
     rng, specs = np.random.RandomState(3), task.VariableSpecs()
     fresh = specs.Transform(lambda s: rng.normal(size=s.shape).astype(s.dtype))
     state = NestedMap(theta=engine.Put(fresh, specs), step=np.int32(0))
-    theta = beginning.weights.Into(state, task, engine).theta
+    theta = beginning.weights.Into(state, task, engine)[0].theta
     routers = [path for path, _ in fresh.FlattenItems() if ".router." in path]
     assert len(routers) == (2 if "top2" in experts else 0)
     for path in routers:
