@@ -9,12 +9,12 @@ VENV := .venv
 PY := $(VENV)/bin/python
 LOCK := requirements.lock.txt
 
-# So many test processes run at a time. JOBS=0 runs all tests in one, with TESTS, and one after another without.
+# How many test processes run at a time. JOBS=0: one after another; with TESTS, all tests in this process.
 JOBS ?= 2
 PYTEST_ARGS ?=
 TESTS ?=
-# A process for the rest and then one for each of these, the shortest last: a process keeps programs that TensorFlow
-# compiled until it ends.
+# make test has a process for each of these, after one for all other tests, since a process keeps programs that TensorFlow
+# compiled until it ends. The shortest comes last.
 PARTS := tests/spmd/test_[a-d]* tests/core/p* tests/spmd/test_[e-z]* tests/tasks/mt/test_* tests/core/[m-oq-z]* \
   tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/mt/[e-s]* tests/tasks/image tests/tools tests/tasks/lm \
   tests/house

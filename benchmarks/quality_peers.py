@@ -251,6 +251,7 @@ class Comparison:
             command = [sys.executable, "-m", "benchmarks.quality_worker"]
         answers: list[dict[str, Any]] = []
         log = directory / "log.txt"
+        print(f"{directory.name}: what it does is in {log}", file=sys.stderr, flush=True)
         with (
             LineProgress() as show,
             Process(directory.name, [*command, str(file)], threads=1, log=log) as process,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality_worker SETUP.json
 
-The trainer trains, on one device with --engine=tf_graph. A number of CPU seconds leaves out what compiles.
+Each run is one of the trainer, on one device with --engine=tf_graph. Compiling does not count as training.
 """
 
 import json
@@ -30,17 +30,19 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     pairs = json.loads(Path(setup["held_out"]).read_text())
-    parameters, step = train(setup, pairs)
+    parameters, run, step = train(setup, pairs)
     report(
         "end",
         parameters=parameters,
         version=f"TensorFlow {tf.__version__}",
-        hypotheses=translate(setup, pairs, step),
+        hypotheses=translate(setup, run, pairs, step),
     )
 
 
-def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
-    """Trains for each number of CPU seconds, and reports its scores; returns the number of parameters and of steps.
+def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, str, int]:
+    """Trains for each number of CPU seconds, and reports its scores.
+
+    Returns the number of parameters, and the directory and the last step of the last run.
 
     A run at a stable rate is trained on from one number to the next. Before each, a branch of it decays: it takes over
     the run's state and has the last part of the time.
@@ -56,16 +58,16 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
         train_to(
             setup, stable, f"train.max_cpu_seconds={share * seconds};{RATE}.total_steps={NEVER}"
         )
-        setup["decayed"] = f"{stable}-{seconds:g}"
+        decayed = f"{stable}-{seconds:g}"
         from_stable = f"--init_from={stable}", "--init_from_state"
-        train_to(setup, setup["decayed"], f"train.max_cpu_seconds={seconds}", *from_stable)
-        run = RunDir(setup["decayed"])
+        train_to(setup, decayed, f"train.max_cpu_seconds={seconds}", *from_stable)
+        run = RunDir(decayed)
         with Checkpointer(str(run.checkpoint_dir), read_only=True) as saved:
             step = saved.Steps()[-1]
             used = saved.ReadExtra(step)["used"]
         point = {"cpu_seconds": used["cpu_seconds"], "trained_tokens": int(used["units"])}
-        report("point", step=step, **point, **held_out(setup, pairs, step))
-    return inspect.count_parameters(run.Task().VariableSpecs().Flatten()), step
+        report("point", step=step, **point, **held_out(setup, decayed, pairs, step))
+    return inspect.count_parameters(run.Task().VariableSpecs().Flatten()), decayed, step
 
 
 def train_to(setup: dict[str, Any], logdir: str, override: str, *flags: str) -> None:
@@ -78,12 +80,14 @@ def train_to(setup: dict[str, Any], logdir: str, override: str, *flags: str) -> 
         sys.exit(status)
 
 
-def held_out(setup: dict[str, Any], pairs: list[list[str]], step: int) -> dict[str, float]:
+def held_out(
+    setup: dict[str, Any], run: str, pairs: list[list[str]], step: int
+) -> dict[str, float]:
     """The log-probability of all targets in nats, and their number of tokens, of a checkpoint."""
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.tasks.mt.quality.forced_decoding import Scorer
 
-    scorer = Scorer(setup["decayed"], chosen=Chosen(step, use_ema=setup["use_ema"]))
+    scorer = Scorer(run, chosen=Chosen(step, use_ema=setup["use_ema"]))
     languages, sources, targets = zip(*pairs, strict=True)
     scores = scorer.Score(sources, targets, languages)
     return {
@@ -92,7 +96,7 @@ def held_out(setup: dict[str, Any], pairs: list[list[str]], step: int) -> dict[s
     }
 
 
-def translate(setup: dict[str, Any], pairs: list[list[str]], step: int) -> list[str]:
+def translate(setup: dict[str, Any], run: str, pairs: list[list[str]], step: int) -> list[str]:
     """The translation of each source."""
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
@@ -103,9 +107,7 @@ def translate(setup: dict[str, Any], pairs: list[list[str]], step: int) -> list[
         length_alpha=setup["length_alpha"],
         max_length=setup["max_length"],
     )
-    translator, _ = load_translator(
-        setup["decayed"], options, Chosen(step, use_ema=setup["use_ema"])
-    )
+    translator, _ = load_translator(run, options, Chosen(step, use_ema=setup["use_ema"]))
     languages, sources, _ = zip(*pairs, strict=True)
     return [row[0] for row in translator.Translate(sources, languages).translations]
 

@@ -1,7 +1,6 @@
 """Trains an experiment, scores its checkpoints, or shows what it is: flags -> registry -> engine."""
 
 import contextlib
-import copy
 import os
 import time
 import traceback
@@ -182,10 +181,7 @@ def train_in_job(of: Job) -> int:
         status = train_model(small)
         if status or max(RunDir(small.args.logdir).steps) < until:
             return status
-        args = copy.deepcopy(args)
-        for name, value in (("init_from", small.args.logdir), ("init_from_state", True)):
-            setattr(args, name, value)
-        of = replace(of, args=args)
+        of = replace(of, args=args.With(init_from=small.args.logdir, init_from_state=True))
     return train_model(of)
 
 
@@ -196,8 +192,7 @@ def smaller_job(of: Job) -> Job:
     params.task.Set(**differ)
     override = override_without_unused(of.override, params)
     override = join_overrides(override, *(f"task.{name}={value}" for name, value in differ.items()))
-    args = copy.deepcopy(of.args)
-    args.logdir = of.args.logdir.rstrip("/") + "-dense"
+    args = of.args.With(logdir=of.args.logdir.rstrip("/") + "-dense")
     params = registry.GetParams(args.model, override)
     return replace(of, args=args, params=params, override=override)
 

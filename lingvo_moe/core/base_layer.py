@@ -130,7 +130,7 @@ class VariableSpec:
         """The mesh axis, axes or None of each dimension between two steps: `split`, and axes for `free_dims`."""
         return split_over_copies(self.shape, self.split, self.free_dims, mesh)
 
-    def Init(self, seed: tf.Tensor, draws: "dict[Any, Any] | None" = None) -> tf.Tensor:
+    def Init(self, seed: tf.Tensor, draws: "_Draws | None" = None) -> tf.Tensor:
         """The initial value, keyed by the seed (int32 [2]) and the path; layer i of a stack folds
         in i. The parts of a packed variable start as they would on their own.
 
@@ -158,12 +158,16 @@ class VariableSpec:
         return self.init(seed, self.shape, tf.as_dtype(self.dtype))
 
 
+# From the initializer, the shape, the type and the stacked dimensions of variables to how they are drawn from a seed.
+_Draws = dict[tuple[WeightInit, tuple[int, ...], str, int], Callable[[tf.Tensor], tf.Tensor]]
+
+
 def initial_values(specs: NestedMap, seed: tf.Tensor) -> NestedMap:
     """The initial values of a tree of VariableSpecs.
 
     A drawing of random numbers, a hundred operations, is traced once for all variables of a kind and a shape.
     """
-    draws: dict[Any, Any] | None = None if tf.executing_eagerly() else {}
+    draws: _Draws | None = None if tf.executing_eagerly() else {}
     return specs.Transform(lambda spec: spec.Init(seed, draws))
 
 

@@ -90,7 +90,9 @@ def make_plan(
             say(line)
     step, job = describe_job(request, params, task)
     key = request.model, request.override, request.what, form.ToText(), str(mesh)
-    program, lower_seconds = _lowered(key, step, mesh, say)
+    if key not in _last_lowered:
+        say(f"lowering the {job.what} step of {request.model} for mesh {mesh}")
+    program, lower_seconds = _lowered(key, step, mesh)
     out: dict[str, Any] = {
         "version": tables.VERSION,
         "model": request.model,
@@ -124,17 +126,16 @@ def make_plan(
     return out
 
 
-_last_lowered: dict[Any, tuple[Program, float]] = {}
+_last_lowered: dict[tuple[str, ...], tuple[Program, float]] = {}
 
 
-def _lowered(key: Any, step: Step, mesh: Mesh, say: Say) -> tuple[Program, float]:
+def _lowered(key: tuple[str, ...], step: Step, mesh: Mesh) -> tuple[Program, float]:
     """The program of a step and how many seconds it took; that of the last plan where `key` is its key.
 
     The program is the same for all machines of so many devices.
     """
     if key not in _last_lowered:
         _last_lowered.clear()
-        say(f"lowering the {step.name} of {key[0]} for mesh {mesh}")
         started = time.monotonic()
         program = lower_step(step, mesh)
         _last_lowered[key] = program, time.monotonic() - started

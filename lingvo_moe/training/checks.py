@@ -65,7 +65,7 @@ def check_upcycling(args: Flags, params: Params) -> None:
     elif at >= last:
         why = f"must be less than train.max_steps={last}"
     elif not params.task.cls.GrowsFrom(params.task):
-        why = "needs a model with experts as wide as its dense layers, which grow into them"
+        why = "needs a model with experts that are as wide as its dense layers, since each begins as a copy of one"
     else:
         return
     raise UsageError(f"train.upcycle_at={at}: {why}")
@@ -415,8 +415,9 @@ def check_same_input(run_dir: RunDir, params: Params) -> None:
     ]
     if difference:
         raise UsageError(
-            f"--init_from_state: {run_dir.path} has other data, so its place there is none here; leave the flag out. "
-            "'>' is the run there, '<' is what would run now:\n" + "\n".join(difference)
+            f"--init_from_state: {run_dir.path} has other data, so this run cannot go on at its place in them; leave "
+            "the flag out. '>' is the run there, '<' is what would run now:\n"
+            + "\n".join(difference)
         )
 
 

@@ -109,14 +109,17 @@ def _await_run(run_dir: RunDir, once: bool) -> None:
 
 def _why_done(run_dir: RunDir, last: int, params: Params) -> str:
     """Says why no further checkpoint follows that of step `last`; '' if one may."""
-    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
     from lingvo_moe.core.engine.loop.budget import Budget, part_of_run
 
     train = params.train
     budget = Budget(train, until=part_of_run(params.task, train))
     if train.max_units or train.max_cpu_seconds:
-        with Checkpointer(str(run_dir.checkpoint_dir), read_only=True) as saved:
-            budget.Begin(last, saved.ReadExtra(last).get("used", {}))
+        try:
+            with Checkpointer(str(run_dir.checkpoint_dir), read_only=True) as saved:
+                budget.Begin(last, saved.ReadExtra(last).get("used", {}))
+        except CheckpointError:  # it has made place for newer ones, or the run was begun again
+            return ""
     if why := budget.WhyDone(last):
         return why
     evaluations = run_dir.evaluations

@@ -75,7 +75,7 @@ class Evaluator:
 
 
 def _standard_error(groups: Sequence[Sequence[np.ndarray]]) -> float | None:
-    """The standard error of a mean over units; None of less than two batches.
+    """The standard error of a mean over units; None of less than two batches, or where it is not finite.
 
     Args:
         groups: of each group its batches: units, and units times their mean of the metric. Batches of a group differ by
@@ -83,7 +83,7 @@ def _standard_error(groups: Sequence[Sequence[np.ndarray]]) -> float | None:
     """
     if min(map(len, groups)) < 2:
         groups = [[row for rows in groups for row in rows]]
-    if len(groups[0]) < 2:
+    if len(groups[0]) < 2 or not np.isfinite(np.concatenate(groups)).all():
         return None
     variance, units = 0.0, 0.0
     for rows in groups:

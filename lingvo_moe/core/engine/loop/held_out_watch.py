@@ -46,9 +46,10 @@ class HeldOutWatch:
         self._checkpointer, self._run_dir, self._writes = trained.checkpointer, run_dir, writes
         self._summaries = Summaries(str(run_dir.held_out_dir), enabled=writes)
         average = bool(self._task.p.ema_decay)
-        of = self._task, trained.inputs, trained.engine
-        self._evaluator = Evaluator(*of, average)
-        self._of_weights = Evaluator(*of) if average else None  # beside their average
+        self._evaluator = Evaluator(self._task, trained.inputs, trained.engine, average)
+        self._of_weights: Evaluator | None = None  # beside their average
+        if average:
+            self._of_weights = Evaluator(self._task, trained.inputs, trained.engine)
         self._evaluations = Evaluations(_digest(batches))
         # Before anything is written: process 0 may be ahead of the others later.
         self._before = run_dir.evaluations
