@@ -374,6 +374,12 @@ def prepare(run: Run, lock: RunLock) -> None:
     if args.init_from and not goes_on:  # before a run is moved aside
         step = init_from.find_step(args.init_from, args.init_from_step)
         init_from.check_model(args.init_from, run.params.task, args.trust_run)
+        last = run.params.train.max_steps
+        if args.init_from_state and step >= last:
+            raise UsageError(
+                f"--init_from_state: the run would go on from step {step} of {args.init_from}, but ends at "
+                f"train.max_steps={last}; give --max_steps more than {step}"
+            )
     prepare_run_dir(run_dir, args.model, run.override, lock, restart=args.restart)
     if goes_on:
         check_began_from(args, run_dir)

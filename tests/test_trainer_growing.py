@@ -59,6 +59,13 @@ def test_a_branch_decays_from_where_it_begins(run, tmp_path):
     np.testing.assert_allclose(rates, 0.1 * (1 - np.sqrt(np.arange(8) / 8)), rtol=1e-6)
 
 
+def test_a_branch_that_would_end_before_it_begins_is_refused(run, tmp_path, capsys):
+    assert _branch(run, tmp_path / "branch", 8) == 2
+    assert "from step 8 of" in (err := capsys.readouterr().err)
+    assert "ends at train.max_steps=8; give --max_steps more than 8" in err
+    assert not (tmp_path / "branch" / "experiment.json").exists()
+
+
 def test_a_model_grows_out_of_a_smaller_one_in_one_command(tmp_path, capsys):
     run, dense = tmp_path / "run", tmp_path / "run-dense"
     override = "train.upcycle_at=4;train.save_max_to_keep=9"
