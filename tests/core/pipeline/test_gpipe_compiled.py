@@ -14,6 +14,9 @@ from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.layers import PipeliningLayer
+from lingvo_moe.core.planner.costs import costs
+from lingvo_moe.core.planner.machines.machine import parse_machine
+from lingvo_moe.core.planner.pipeline import Schedule, pipelines
 from lingvo_moe.core.sharding import Mesh
 
 pytestmark = pytest.mark.skipif(
@@ -65,6 +68,20 @@ def test_a_tick_has_one_permute_each_way_and_gradients_are_reduced_once(num):
     assert len(permutes) + len(reductions) == len(found)  # No weight is gathered.
     # The outputs from the last stage, and the gradients of weights over rows; none in a loop.
     assert [times for _, times, _ in reductions] == [1] * len(reductions)
+
+
+def test_its_plan_has_the_ticks_and_the_bubble_of_the_law():
+    module, machine = parse_module(_compiled(8).hlo_text), parse_machine("v5e:2x4")
+    (found,) = pipelines(module, costs(module), machine, Schedule("gpipe", 4, 8))
+    ticks = {loop["phase"]: loop["ticks"] for loop in found["loops"]}
+    assert (found["name"], ticks) == ("seq", {"forward": 11, "backward": 11})
+    assert found["bubble"] == pytest.approx(3 / 11)
+    assert found["seconds"] == pytest.approx(
+        sum(loop["ticks"] * loop["tick_seconds"] for loop in found["loops"])
+    )
+    rows = [row for loop in found["loops"] for row in loop["permutes"]]
+    assert [(row["count"], row["bytes"]) for row in rows] == [(1, BOUNDARY)] * 2
+    assert all(0 <= row["overlapped_seconds"] <= row["seconds"] for row in rows)
 
 
 def test_reduced_bytes_of_gradients_do_not_depend_on_the_number_of_micro_batches():

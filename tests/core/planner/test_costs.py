@@ -176,15 +176,6 @@ def test_traffic_counts_what_is_touched():
     assert found["same"].bytes == found["both"].bytes == found["stack"].bytes == 0
 
 
-def test_padding_is_traffic():
-    found = _costs(
-        """  %a = f32[9]{0:T(256)} parameter(0)
-  ROOT %b = f32[9]{0:T(256)} negate(%a), backend_config={"estimated_cycles":"77"}"""
-    )
-    assert found["b"].bytes == 2 * 1024
-    assert found["b"].estimated_cycles == 77
-
-
 # --- collectives
 
 _ASYNC = """

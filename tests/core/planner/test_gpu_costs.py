@@ -261,12 +261,6 @@ def test_a_sum_of_gradients_of_one_layer_belongs_to_it():
     }
 
 
-def test_a_sum_of_gradients_of_two_layers_belongs_to_neither():
-    found = _summing_loop("cross_atten", "ffn")
-    assert {found["both"], found["sum"]} == {("loop", "")}
-    assert found["reduced"][1] == ""
-
-
 # --- what runs how often
 
 _CALLS = """

@@ -7,7 +7,6 @@ from made_up_plans import make_plan, make_plan_of_a_cluster, make_plan_that_miss
 from rich.console import Console
 
 from lingvo_moe.core.console import units
-from lingvo_moe.core.planner import figures
 from lingvo_moe.core.planner.report import bar, html_report, print_comparison, print_plan
 
 _GIB = 2**30
@@ -46,18 +45,6 @@ def test_units(unit, cases):
     assert units.rate(9e11, "B") == "900 GB/s"
 
 
-def test_time_of_a_part_is_chip_plus_network_longest_first():
-    plan = make_plan()
-    parts = {p.part: p for p in figures.time_by_part(plan)}
-    assert list(parts) == ["experts", "attention", "dispatch_combine", "optimizer"]
-    assert parts["experts"].phases["backward"] == pytest.approx(0.16)
-    assert parts["experts"].total == pytest.approx(0.09 + 0.16)
-    assert parts["attention"].network == pytest.approx(0.02)
-    total = sum(p.total for p in parts.values())
-    expected = sum(row["seconds"] for row in plan["work"] + plan["collectives"])
-    assert total == pytest.approx(expected)
-
-
 def test_terminal_says_what_matters():
     said = _squeezed(_printed(print_plan, make_plan()))
     assert "Fits: 12.98 GiB of 16.00 GiB on each device, 3.02 GiB to spare." in said
@@ -71,13 +58,6 @@ def test_terminal_says_what_matters():
     assert "experts 12.6 TFLOP 37.72 GiB 250 ms 240 ms 90.0 ms 240 ms 240 ms –" in said
     assert "619,301,234,567" in said
     assert "• Activations in bfloat16" in said
-
-
-def test_terminal_gives_the_reason_where_there_is_no_time():
-    said = _squeezed(_printed(print_plan, make_plan_that_misses()))
-    assert "Does not fit: 20.00 GiB of 16.00 GiB on each device, 4.00 GiB too much." in said
-    assert "No time: the program does not fit: it misses by 4.00 GiB." in said
-    assert "step – (estimated)" not in said
 
 
 def test_comparison_has_a_row_for_each_plan():
@@ -207,8 +187,6 @@ def test_pipelines_have_their_ticks_and_their_bubble():
     assert " ".join((heads, *rows)) in said
     told = "m4/encoder: 1f1b of 4 stages and 8 micro-batches. The bubble is 27.3% of a stage's time"
     assert told in said
-    narrow = _squeezed(_printed(print_plan, plan, width=90))
-    assert "pipeline phase ticks a tick in all m4/encoder forward 1" in narrow and told in narrow
     text = Page(html_report([plan])).text
     assert "Pipelines" in text and told in text and "forward backward 8" in text
     uneven = make_plan_of_pipelines()
@@ -222,22 +200,7 @@ def test_pipelines_have_their_ticks_and_their_bubble():
         assert "ipelines" not in other
 
 
-def test_comparison_of_schedules_has_a_bubble():
-    other = make_plan_of_pipelines(3 / 19) | {"override": "schedule='interleaved'"}
-    plans = [make_plan_of_pipelines(), other, make_plan()]
-    said = _printed(print_comparison, plans)
-    lines = [line for line in said.splitlines() if line.startswith("mt.M4MoE2048E36L")]
-    assert "27.3%" in lines[0] and "15.8%" in lines[1]
-    assert "12.98 / 16 GiB" in lines[0] and "570 ms" in lines[0]
-    assert not any("%" in line and "27.3" in line for line in lines[1:])
-    narrow = _printed(print_comparison, plans, width=80)
-    rows = re.findall(r"^bubble .*", narrow, re.MULTILINE)  # two plans in a table
-    assert [row.split()[1:] for row in rows] == [["27.3%", "15.8%"], ["–"]]
-    assert ">bubble<" in html_report(plans)
-    assert "bubble" not in _printed(print_comparison, [make_plan(), make_plan()])
-
-
-@pytest.mark.parametrize("width", [80, 100, 120, 160])
+@pytest.mark.parametrize("width", [80, 160])
 @pytest.mark.parametrize(
     "make", [make_plan, make_plan_of_a_cluster, make_plan_of_slices, make_plan_of_pipelines]
 )
@@ -275,17 +238,6 @@ def test_page_of_one_plan_says_the_same_and_escapes_text():
     Page(html_report([plan, plan]))
 
 
-def test_bars_on_the_page_never_pass_its_width():
-    bars = Page(html_report([make_plan(), make_plan_that_misses()])).bars
-    assert len(bars) > 12
-    for widths in bars:
-        assert sum(widths) <= 100.1
-    plan = make_plan()
-    whole = Page(html_report([plan])).bars[0]
-    for width, (_, held) in zip(whole, figures.kinds(plan), strict=True):
-        assert width == pytest.approx(100 * held / (16 * _GIB), abs=0.01)
-
-
 def test_page_of_several_plans_compares_them():
     page = html_report([make_plan(), make_plan_that_misses()])
     text = Page(page).text
@@ -293,8 +245,3 @@ def test_page_of_several_plans_compares_them():
     assert "no, by 4.00 GiB" in text
     assert "No times: the program does not fit: it misses by 4.00 GiB." in text
     assert "task.&lt;x&gt;: 1" in page
-
-
-def test_a_page_needs_a_plan():
-    with pytest.raises(ValueError, match="no plan"):
-        html_report([])

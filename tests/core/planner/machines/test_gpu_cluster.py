@@ -5,14 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, Cluster
-
-
-def test_a_cluster_by_name():
-    cluster = Cluster.parse(" H100:32x8 ")
-    assert (cluster.name, cluster.card) == ("h100:32x8", CARDS["h100"])
-    assert (cluster.nodes, cluster.gpus_per_node) == (32, 8)
-    assert cluster.num_devices == 256
+from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=str)

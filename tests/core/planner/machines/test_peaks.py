@@ -42,11 +42,6 @@ def test_a_device_has_the_peak_of_its_data_sheet(kind, peak):
     assert peak_flops(kind) == peak
 
 
-def test_a_cpu_is_measured():
-    """The measured peak lies between 10 million and 10^15 FLOP/s."""
-    assert 1e7 < matmul_flops_per_second(0.05) < 1e15
-
-
 def test_other_programs_do_not_lower_a_cpus_peak(monkeypatch):
     """The peak follows from the CPU time of a product, not from the time that passes meanwhile."""
     cpu_time = itertools.count()

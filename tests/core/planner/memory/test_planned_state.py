@@ -4,7 +4,6 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import STATE_LEVELS
-from lingvo_moe.core.planner import sections
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.planning import step_plan
@@ -49,15 +48,6 @@ def test_the_copies_of_each_part(level, copies):
     assert [row["part"] for row in rows] == ["weights", "gradients", "master weights", "slots"]
     assert [row["dtype"] for row in rows] == ["bfloat16", "bfloat16", "float32", "float32"]
     assert tuple(row["copies"] for row in rows) == copies
-
-
-def test_what_the_levels_and_offloads_hold():
-    levels, offloads = sections.state({"state": _state("none")}).notes
-    assert (
-        levels.startswith("train.shard_state=none holds 111.") and "1.75 GiB with weights" in levels
-    )
-    # 12 of 16 bytes of a parameter are those of slots, but for the embeddings'.
-    assert "28." in offloads and "with slots" in offloads
 
 
 def test_an_offload_that_the_compiler_does_not_carry_out_is_refused():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.planner.memory.remedies import Choice, advice, remedies, saved
+from lingvo_moe.core.planner.memory.remedies import Choice, advice, saved
 from lingvo_moe.core.planner.memory.state import Held, held
 from lingvo_moe.core.sharding import Mesh
 
@@ -52,34 +52,6 @@ def test_without_a_schedule_gradients_are_among_the_temporaries():
     kinds = {"weights": 4 * _GIB, "slots": 8 * _GIB, "temporaries": 9 * _GIB}
     other = _choice(gradients=_GIB)
     assert saved({"kinds": kinds}, NOW, other) == 3 * _GIB
-
-
-def test_one_change_is_enough():
-    others = [_choice("a", "1", slots=7 * _GIB), _choice("a", "2", slots=3 * _GIB)]
-    assert remedies(MEMORY, NOW, others, []) == [
-        "By estimate a device would need less: 5.00 GiB with a=2, 1.00 GiB with a=1.",
-        "a=2 would make it fit. That is enough for 5.00 GiB.",
-    ]
-
-
-def test_the_smallest_combination_is_enough():
-    both, more = {"a": "1", "b": "1"}, {"a": "1", "b": "1", "c": "1"}
-    alone = [_choice("a", slots=4 * _GIB), _choice("b")]
-    several = [_choice(changes=both, slots=2 * _GIB), _choice(changes=more, slots=0)]
-    found = remedies(MEMORY, NOW, alone, several)
-    assert found == [
-        "By estimate a device would need less: 4.00 GiB with a=1.",
-        "None of them alone makes it fit. By estimate a=1 and b=1 together do: 6.00 GiB less, and 5.00 GiB are "
-        "missing.",
-    ]
-
-
-def test_nothing_is_enough():
-    others = [_choice("b", slots=9 * _GIB), _choice("a", slots=6 * _GIB)]
-    assert remedies(MEMORY, NOW, others, [])[1] == (
-        "None of a, b makes it fit, nor do they together: by estimate 2.00 GiB less at most, and 5.00 GiB are missing."
-    )
-    assert remedies(MEMORY, NOW, [], []) == []
 
 
 # --- a task's choices
@@ -142,10 +114,7 @@ def test_what_is_there_already_is_not_proposed():
 
 @pytest.mark.parametrize(
     "override, name",
-    [
-        ("task.remat=dots", "task.remat=full"),
-        ("task.repeat=False", "task.repeat=True"),
-    ],
+    [("task.remat=dots", "task.remat=full"), ("task.repeat=False", "task.repeat=True")],
 )
 def test_recomputation_keeps_the_inputs_of_blocks(override, name):
     (less, *_) = _advice(override, activations=8 * MIB)

@@ -1,8 +1,5 @@
 """The interconnect model of GPU clusters: closed forms, bounds, and how groups lie in nodes."""
 
-import dataclasses
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,27 +97,6 @@ def test_no_level_is_faster_than_its_links(kind, card, lies, num_bytes):
     assert found * slack >= into_node / (lies.inside * cluster.card.nic_bandwidth)
 
 
-@given(st.sampled_from(sorted(CARDS)), st.integers(1, 10), st.integers(0, 2**36))
-def test_nodes_of_one_gpu_are_a_flat_network(card, doublings, num_bytes):
-    cluster = Cluster.parse(f"{card}:{2**doublings}x1")
-    count = cluster.num_devices
-    each = num_bytes * (count - 1) / count / CARDS[card].nic_bandwidth
-    steps = doublings * model.SECONDS_PER_NETWORK_STEP
-    expected = {
-        "all-gather": each + steps,
-        "all-reduce": 2 * (each + steps),
-        "all-to-all": each + model.SECONDS_PER_NETWORK_STEP,
-    }
-    for kind, seconds in expected.items():
-        found = interconnect.seconds(kind, num_bytes, count, cluster)
-        assert found == pytest.approx(seconds + model.SECONDS_PER_OPERATION)
-
-
-def test_an_all_reduce_hardly_depends_on_the_number_of_nodes():
-    times = [_moving("all-reduce", GB, f"h100:{nodes}x8") for nodes in (4, 16, 64, 256)]
-    assert max(times) < 1.4 * min(times)
-
-
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
@@ -144,20 +120,3 @@ def test_a_compact_group_has_consecutive_devices(participants):
         tuple(range(i, i + participants)) for i in range(0, cluster.num_devices, participants)
     )
     assert two_levels.compact(participants, 8) == interconnect.spread(groups, cluster)
-
-
-def test_a_slower_interface_slows_only_what_leaves_the_node():
-    slow = dataclasses.replace(H100, nic_bandwidth=H100.nic_bandwidth / 4)
-    cluster = Cluster.parse("h100:4x8")
-    other = dataclasses.replace(cluster, card=slow)
-    for kind in REDUCING:
-        assert _seconds(kind, GB, Spread(1, 8), cluster) == _seconds(kind, GB, Spread(1, 8), other)
-        ratio = _seconds(kind, GB, Spread(4, 8), other) / _seconds(kind, GB, Spread(4, 8), cluster)
-        assert math.isclose(ratio, 4, rel_tol=0.1)
-
-
-def test_the_description_has_the_figures():
-    text = interconnect.describe(Cluster.parse("h100:32x8"))
-    for part in ("32 nodes of 8", "NVLink", "450 GB/s", "50 GB/s", "assumption", "8.4 us", "14 us"):
-        assert part in text
-    assert "PCI Express carries 32 GB/s" in interconnect.describe(Cluster.parse("l4:2x4"))

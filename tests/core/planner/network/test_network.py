@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
+from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.planner.network import interconnect
 
@@ -49,3 +50,18 @@ def test_only_a_cluster_has_nodes():
     groups = ((0, 1), (2, 3))
     assert interconnect.spread(groups, Topology.parse("v3:2x2")) is None
     assert interconnect.spread(groups, Cluster.parse("h100:2x2")) == interconnect.Spread(1, 2)
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("v3:32x32", "32x32 chips, 82 GB/s, The 2 devices of a chip, 1 us, assumptions"),
+        ("v5e:4x4", "no dimension closes"),
+        ("v5p:4x4x4*2", "2 slices, 6.25 GB/s, not measured, 50 us, a grid of 4x4x4"),
+        ("h100:32x8", "32 nodes of 8, NVLink, 450 GB/s, 50 GB/s, assumption, 8.4 us, 14 us"),
+        ("l4:2x4", "PCI Express carries 32 GB/s"),
+    ],
+)
+def test_a_description_has_the_figures(name, parts):
+    text = interconnect.describe(parse_machine(name))
+    assert [part for part in parts.split(", ") if part not in text] == []
