@@ -140,11 +140,6 @@ def test_what_no_axis_can_name_has_no_mapping(text):
     assert parse(text).OnMesh(Mesh.parse("d:8")) is None
 
 
-def test_whole_is_mapped_to_nothing():
-    assert parse("{replicated}").OnMesh(MESH) == ()
-    assert parse("{devices=[1,1,8]<=[8] last_tile_dim_replicate}").OnMesh(MESH) == ()
-
-
 # --- parts
 
 
@@ -170,26 +165,3 @@ def test_an_uneven_part():
     assert sharding.Padding((15, 6)) == (1, 0)
     assert sharding.Extent((15, 6), (3, 0)) == ((12, 15), (0, 6))
     assert sharding.DeviceOf((3, 0)) == (6, 7)
-
-
-def test_another_rank_or_part_is_refused():
-    sharding = parse("{devices=[8,1]<=[8]}")
-    with pytest.raises(HloError, match=r"expected 2 dimensions.*; got 1"):
-        sharding.PartShape((8,))
-    with pytest.raises(HloError, match="there are 8x1 parts"):
-        sharding.DeviceOf((8, 0))
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("{replicated}", "replicated"),
-        ("{maximal device=3}", "unsharded on device 3"),
-        ("{devices=[2,4]<=[8]}", "dim 0 in 2 and dim 1 in 4 parts"),
-        ("{devices=[4,2]<=[8] last_tile_dim_replicate}", "dim 0 in 4 parts, 2 copies of each"),
-        ("{devices=[4]3,2,1,0}", "dim 0 in 4 parts, on devices 3,2,1,0"),
-        ("{devices=[2,4]<=[8] last_tile_dims={manual}}", "dim 0 in 2 parts, manual over 4"),
-    ],
-)
-def test_words(text, words):
-    assert str(parse(text)) == words

@@ -13,6 +13,7 @@ B_OF_6 = "{devices=[3,1,2]0,3,1,4,2,5 last_tile_dim_replicate}"
 BOTH_OF_6 = "{devices=[3,2]0,3,1,4,2,5}"
 A_OF_8 = "{devices=[2,1,4]<=[8] last_tile_dim_replicate}"
 B_OF_8 = "{devices=[4,1,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}"
+COUNTED = "iota(), iota_dimension=0"
 _ELEMENTS = (
     "offset_dims={}, collapsed_slice_dims={0,1}, start_index_map={0,1}, index_vector_dim=2, "
     "slice_sizes={1,1}"
@@ -22,19 +23,13 @@ _ELEMENTS = (
 @pytest.mark.parametrize(
     "operand, indices, count, devices, is_wrong",
     [
-        (B_OF_6, A_OF_6, "iota(), iota_dimension=0", 6, True),
-        (A_OF_6, B_OF_6, "iota(), iota_dimension=0", 6, True),
-        (A_OF_6, A_OF_6, "iota(), iota_dimension=0", 6, False),
-        (BOTH_OF_6, A_OF_6, "iota(), iota_dimension=0", 6, False),
-        ("{replicated}", A_OF_6, "iota(), iota_dimension=0", 6, False),
+        (B_OF_6, A_OF_6, COUNTED, 6, True),
+        (A_OF_6, B_OF_6, COUNTED, 6, True),
+        (A_OF_6, A_OF_6, COUNTED, 6, False),
+        (BOTH_OF_6, A_OF_6, COUNTED, 6, False),
+        ("{replicated}", A_OF_6, COUNTED, 6, False),
         (B_OF_6, A_OF_6, "copy(%numbers)", 6, False),  # Not known to be the batch.
-        (
-            B_OF_8,
-            A_OF_8,
-            "iota(), iota_dimension=0",
-            8,
-            False,
-        ),  # The parts of one lie in the other's.
+        (B_OF_8, A_OF_8, COUNTED, 8, False),  # The parts of one lie in the other's.
     ],
 )
 def test_gather_in_batches(

@@ -98,12 +98,7 @@ def test_padding_of_indices(ids: str, is_wrong: bool) -> None:
 
 @pytest.mark.parametrize(
     "updates, target, source, is_wrong",
-    [
-        (1, B, WHOLE, True),
-        (2, B, WHOLE, False),
-        (1, WHOLE, WHOLE, False),
-        (1, B, B, False),
-    ],
+    [(1, B, WHOLE, True), (2, B, WHOLE, False), (1, WHOLE, WHOLE, False), (1, B, B, False)],
 )
 def test_one_index(updates: int, target: str, source: str, is_wrong: bool) -> None:
     module = _scatter(updates, "copy(%cut)", (target, WHOLE, WHOLE), source=source)

@@ -94,23 +94,6 @@ def test_a_grid_has_a_cell_for_each_part():
     assert "dim 0 in 2 and dim 1 in 4 parts, shape 4x8" in grid.label
 
 
-def test_copies_and_padding_are_said():
-    cells = _cells(figure(_sharding("{devices=[4,2]<=[8] last_tile_dim_replicate}"), (15,), 8))
-    assert cells[0] == "[0:4] on device 0,1"
-    assert cells[3] == "[12:15] on device 6,7; the rest of the part is padding"
-
-
-def test_whole_tensors_are_one_cell():
-    assert _cells(figure(_sharding(WHOLE), (4, 8), 8)) == ["[0:4, 0:8] on every device"]
-    assert _cells(figure(_sharding(WHOLE), (), 8)) == ["[scalar] on every device"]
-
-
-def test_more_than_two_dimensions_are_laid_out_in_rows():
-    grid = figure(_sharding("{devices=[2,2,2]<=[8]}"), (2, 2, 2), 8)
-    assert [cell[-1] for cell in _cells(grid)] == list("01234567")
-    assert (grid.width, grid.height) == (2 * 34, 4 * 18)
-
-
 def test_of_many_parts_the_first_and_the_last_are_drawn():
     sharding = TensorSharding("tiled", (2048, 1), tuple(range(2048)))
     grid = figure(sharding, (4096, 8), 2048)
