@@ -75,35 +75,6 @@ def test_mindspore_s_example_has_one_redistribution_and_its_gradient() -> None:
     assert found.results[0].mapping == (None, "device")
 
 
-def test_the_gradient_of_that_redistribution_is_a_sum_of_which_each_keeps_its_rows() -> None:
-    sharded = xs.auto_shard(_submodel, _FOUR)
-    x, w = tf.constant(_random(64, 32)), tf.constant(_random(32, 128))
-    product = next(r for r in sharded.Strategy(x, w).reads if r.type == "MatMul" and not r.operand)
-    assert product.backward == ("all-reduce over device",)  # the slice that follows is free
-    explanation = xs.explain(sharded.CompiledGradient(x, w).program)
-    backward = [e.what for e in explanation.exchanges if e.what.num_bytes == 64 * 32 * 4]
-    # The all-gather again, as the gradient computes the function again, and its adjoint.
-    assert sorted(e.kind for e in backward) in (
-        ["all-gather", "all-reduce"],
-        ["all-gather", "reduce-scatter"],
-    )
-
-
-def test_annotations_inside_are_kept() -> None:
-    """The search would shard the rows."""
-
-    def annotated(x: tf.Tensor, w1: tf.Tensor, w2: tf.Tensor) -> tf.Tensor:
-        return functions.perceptron(x, xs.mesh_split(w1, _EIGHT, (None, "model")), w2)
-
-    free, held = (
-        xs.auto_shard(fn, _EIGHT).Strategy(spec(65536, 1024), spec(1024, 1024), spec(1024, 1024))
-        for fn in (functions.perceptron, annotated)
-    )
-    assert free.arguments[1].mapping == (None, None)
-    assert held.arguments[1].mapping == (None, "model")
-    assert held.seconds > free.seconds
-
-
 def test_given_shardings_of_arguments_and_results_are_kept() -> None:
     sharded = xs.auto_shard(
         lambda x: tf.nn.relu(x) * 2,

@@ -36,17 +36,12 @@ def _all(choices: list[Choices], edges: list[Edge]) -> list:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_it_finds_what_trying_all_finds(seed: int) -> None:
-    choices, edges = _problem(seed)
-    found = solve(choices, edges, None)
-    assert found.seconds == pytest.approx(min(s.seconds for s in _all(choices, edges)))
-    assert solve(choices, edges, None) == found
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_it_keeps_a_limit_of_memory(seed: int) -> None:
+def test_it_finds_what_trying_all_finds_and_keeps_a_limit_of_memory(seed: int) -> None:
     choices, edges = _problem(seed)
     every = _all(choices, edges)
+    found = solve(choices, edges, None)
+    assert found.seconds == pytest.approx(min(s.seconds for s in every))
+    assert solve(choices, edges, None) == found
     sizes = sorted(s.kept + s.working for s in every)
     assert least_memory(choices) <= sizes[0]
     limit = sizes[len(sizes) // 20]

@@ -42,7 +42,3 @@ def test_a_start_counts_and_its_done_does_not():
         "collective-permute": 16,
         "reduce-scatter": 64,
     }
-
-
-def test_nothing_to_find():
-    assert parse_collectives("ENTRY %main { ROOT %all-reduce = f32[] parameter(0) }") == []

@@ -13,18 +13,17 @@ from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.sharding import Mesh
 
 
-def _devices(platform):
+def _devices():
     try:
-        found = jax.devices(platform)
+        found = jax.devices("gpu")
     except RuntimeError:
         pytest.skip("needs an NVIDIA GPU: make install GPU=1, then make test GPU=1")
     # As many as divide four experts.
     return found[: max(n for n in (1, 2, 4) if n <= len(found))]
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_an_moe_layer_computes_the_same_on_every_platform(platform):
-    devices = _devices(platform)
+def test_an_moe_layer_computes_the_same_as_on_a_cpu():
+    devices = _devices()
     mesh = Mesh(("expert",), (len(devices),))
     params = MoELayer.Params().Set(name="moe", model_dim=16, hidden_dim=32, num_experts=4)
     splits = {"activation_split": {"E": "expert", "G": "expert"}, "weight_split": {"E": "expert"}}

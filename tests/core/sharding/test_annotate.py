@@ -72,71 +72,23 @@ def test_gradients_carry_the_annotation():
 
 
 @pytest.mark.parametrize(
-    "letters, expected",
+    "letters, groups, expected",
     [
-        ("GSEC", ("expert", None, None, None)),
-        ("EGCM", ("expert", None, None, None)),
-        ("GECM", ("expert", None, None, None)),
-        ("SGEM", (None, "expert", None, None)),
-        ("MH", (None, None)),
+        ("GSEC", "expert", ("expert", None, None, None)),
+        ("EGCM", "expert", ("expert", None, None, None)),
+        ("SGEM", "expert", (None, "expert", None, None)),
+        ("EGCM", ("data", "expert"), ("expert", "data", None, None)),
+        ("GECM", ("data", "expert"), (("data", "expert"), None, None, None)),
     ],
 )
-def test_the_leftmost_letter_takes_the_axis(letters, expected):
-    split = {"G": "expert", "E": "expert"}
-    assert sharding.dims_mapping(letters, split) == expected
-
-
-def test_a_letter_takes_the_axes_that_are_left():
-    split = {"G": ("data", "expert"), "E": "expert"}
-    assert sharding.dims_mapping("EGCM", split) == ("expert", "data", None, None)
-    assert sharding.dims_mapping("GECM", split) == (("data", "expert"), None, None, None)
+def test_the_leftmost_letter_takes_the_axis_and_another_what_is_left(letters, groups, expected):
+    assert sharding.dims_mapping(letters, {"G": groups, "E": "expert"}) == expected
 
 
 def test_a_weights_own_key_wins_over_the_letter():
     split = {"H": None, "wi.H": "model", "E": ("x", "y")}
     assert sharding.dims_mapping("EMH", split, "wi") == (("x", "y"), None, "model")
     assert sharding.dims_mapping("EHM", split, "wo") == (("x", "y"), None, None)
-
-
-@pytest.mark.parametrize(
-    "fn, shape, match",
-    [
-        (lambda x: sharding.split(x, 2, 8), [8, 8], r"dimensions 0\.\.1"),
-        (lambda x: sharding.split(x, 0, 16), [32, 8], "must divide the 8 devices"),
-        (lambda x: sharding.split(x, 0, 3), [32, 8], "must divide the 8 devices"),
-        (lambda x: sharding.split(x, 1, 8), [32, 4], "dimension 1 .* has 4 elements, fewer than 8"),
-        (lambda x: sharding.shard(x, [0, 1, 2]), [8, 8], "2 dimensions"),
-        (lambda x: sharding.shard(x, [[0, 1, 2, 3, 4, 5, 6, 6]]), [8, 8], "each of 0..7 once"),
-        (lambda x: sharding.shard(x, [[0, 1, 2, 3]]), [8, 8], "each of 0..7 once"),
-        (lambda x: sharding.mesh_split(x, MESH, ("x",)), [8, 8], "1 dimensions"),
-        (lambda x: sharding.mesh_split(x, MESH, ("x", "x")), [8, 8], "shards both dimension 0 and"),
-        (lambda x: sharding.mesh_split(x, MESH, ("z", None)), [8, 8], "no axis 'z'"),
-        (
-            lambda x: sharding.mesh_split(x, MESH, ("y", None)),
-            [2, 8],
-            "2 elements, fewer than the 4",
-        ),
-        (lambda x: sharding.mesh_split(x, Mesh(("x",), (2,)), ("x", None)), [8, 8], "has 8"),
-    ],
-)
-def test_wrong_use_raises_before_lowering(fn, shape, match):
-    with pytest.raises(ShardingError, match=match):
-        _annotated(fn, shape)
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        sharding.replicate,
-        lambda x: sharding.split(x, 0, 2),
-        lambda x: sharding.shard(x, [0, 1]),
-        lambda x: sharding.mesh_split(x, MESH, (None,)),
-        lambda x: sharding.shard_letters(x, "B", {}),
-    ],
-)
-def test_an_annotation_that_cannot_take_effect_raises(fn):
-    with pytest.raises(ShardingError, match="no mesh is in force"):
-        fn(tf.zeros([8]))
 
 
 def test_on_one_device_letters_have_nothing_to_cut():

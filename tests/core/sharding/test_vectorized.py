@@ -74,16 +74,7 @@ def _region(x, ids):
     return y, total, tape.gradient(loss, x)
 
 
-FUNCTIONS = [
-    _gather_rows,
-    _pad,
-    _bits,
-    _sums,
-    _loop,
-    _gradient_of_a_loop,
-    _annotated,
-    _region,
-]
+FUNCTIONS = [_gather_rows, _pad, _bits, _sums, _loop, _gradient_of_a_loop, _annotated, _region]
 
 
 def _flat(results):
@@ -115,23 +106,6 @@ def _of_halves(one):
         [np.concatenate(parts) for parts in zip(one(x[:2], i[:2]), one(x[2:], i[2:]), strict=True)]
         for x, i in zip(X, IDS, strict=True)
     ]
-
-
-def test_one_mapping_lies_inside_another():
-    def inner(x, scale):
-        return [tf.einsum("TM,MH->TH", mesh_split(x, current_mesh(), (None, None)), scale)]
-
-    def outer(x, scale):
-        return vectorized(lambda part: inner(part, scale), "data", [tf.reshape(x, [2, 2, 6])])
-
-    def mapped(x, scale):
-        return vectorized(outer, "stage", [x, scale])[0]
-
-    scale = RNG.randn(4, 6, 3).astype(np.float32)
-    specs = [TensorSpec(X.shape, "float32", ()), TensorSpec(scale.shape, "float32", ())]
-    found = PjrtEngine(MESH).Build(mapped, specs)(X, scale)
-    want = np.einsum("KTM,KMH->KTH", X, scale).reshape(4, 2, 2, 3)
-    np.testing.assert_allclose(found, want, 2e-6, 2e-6)
 
 
 def test_a_region_lies_inside_two_mappings():

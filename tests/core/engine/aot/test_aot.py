@@ -38,27 +38,6 @@ Total hbm usage >= 19.24G:
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("v2:2x2", 8),  # two cores a chip
-        ("v3:2x2", 8),
-        ("v3:32x32", 2048),
-        ("v4:2x2x1", 4),  # the cores of a chip work as one device
-        ("v4:4x4x4", 64),
-        ("v5p:2x2x1", 4),
-        ("v5e:1x1", 1),
-        ("v5e:16x16", 256),
-        ("v6e:4x4", 16),
-        ("v5p:2x2x1*2", 8),
-        ("v4:2x2x1*3", 12),
-        ("v3:2x2*2", 16),
-    ],
-)
-def test_devices(name, count):
-    assert len(aot.devices_of(name)) == count
-
-
 @pytest.mark.parametrize("name", ["v9:2x2", "v9:2x2*2", "v3:3x3", "v3:7", "v3:axb", "v3"])
 def test_a_topology_that_the_compiler_does_not_know(name, capfd):
     with pytest.raises(EngineError, match=r"the TPU compiler knows no such slice .*v3:32x32") as e:
@@ -68,14 +47,9 @@ def test_a_topology_that_the_compiler_does_not_know(name, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_no_topology():
-    with pytest.raises(EngineError, match="topology '': a name is a generation"):
-        aot.devices_of("")
-
-
-@pytest.mark.parametrize("name", ["v5p:2x2x1*", "v5p:2x2x1*0", "v5p:2x2x1*two"])
-def test_no_number_of_slices(name):
-    with pytest.raises(EngineError, match=r"a name is a generation .*'\*2' for two such slices"):
+@pytest.mark.parametrize("name", ["", "v5p:2x2x1*", "v5p:2x2x1*0"])
+def test_no_topology_or_no_number_of_slices(name):
+    with pytest.raises(EngineError, match=r"a name is a generation"):
         aot.devices_of(name)
 
 

@@ -97,12 +97,6 @@ def test_a_cluster_that_cannot_be_described(name, told):
     assert "\n" not in str(e.value)
 
 
-@needs_gpu_compiler
-def test_a_mesh_of_another_size():
-    with pytest.raises(EngineError, match="mesh expert:8, of 8 devices, but h100:2x8 has 16"):
-        aot.compile_for_topology(gram(1024), "h100:2x8")
-
-
 def test_no_compiler_installed(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)

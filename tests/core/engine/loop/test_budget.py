@@ -34,7 +34,7 @@ def _steps(budget, clock, first, until, seconds, units=32, every=1):
             {"max_cpu_seconds": 50.0},
             101,
             "train.max_cpu_seconds=50 is used up",
-        ),  # the first step is free
+        ),  # the first is free
         ({"max_units": 3200, "max_cpu_seconds": 20.0}, 41, "train.max_cpu_seconds=20 is used up"),
         ({"max_units": 3200, "max_steps": 60}, 60, "train.max_steps=60 is reached"),
     ],

@@ -33,16 +33,6 @@ def test_elsewhere_the_first_the_last_and_one_in_five_seconds():
     assert lines == [f"reading {i}" for i in (0, 20, 40, 60, 80, 96)]
 
 
-def test_a_line_is_not_shown_twice_at_the_end():
-    out, clock = io.StringIO(), Clock()
-    with LineProgress(out, clock=clock) as progress:
-        progress("one")
-    assert out.getvalue() == "one\n"
-    with LineProgress(out):
-        pass
-    assert out.getvalue() == "one\n"
-
-
 def test_at_a_terminal_lines_take_each_others_place(monkeypatch):
     monkeypatch.setenv("COLUMNS", "11")
     out = Terminal()
@@ -136,15 +126,6 @@ def test_waiting_for_input_is_shown_where_it_matters(monkeypatch):
     assert speed.input_wait == pytest.approx(0.2)
     _, first, second = out.getvalue().splitlines()
     assert "waiting" not in first and "20% waiting for input" in second
-
-
-def test_steps_at_a_terminal():
-    out = Terminal()
-    progress = StepProgress(0, 10, "images", stream=out)
-    progress.Update(5, 1.25, 10.0)
-    progress.Close()
-    assert "step 5/10" in out.getvalue()
-    assert "loss 1.2500" in out.getvalue()
 
 
 @pytest.mark.parametrize(

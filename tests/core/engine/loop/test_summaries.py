@@ -97,20 +97,20 @@ def test_a_line_cut_by_a_kill_takes_nothing_with_it(tmp_path, caplog):
     assert caplog.messages == []
 
 
-def test_no_flipped_bit_goes_unseen(tmp_path, caplog):
-    """Flips each bit of the second of three lines. The others are read, unless the flip joins them with it."""
+def test_no_flipped_bit_of_a_line_goes_unseen(tmp_path, caplog):
+    """Flips a bit of each byte of the second of three lines. The others are read, unless it joins them."""
     _write(tmp_path, (10, 3.0), (20, 2.0), (30, 1.0))
     path = tmp_path / METRICS_FILE
     lines = path.read_bytes().splitlines(keepends=True)
     rows = read_metrics(str(tmp_path))
-    for bit in range(8 * len(lines[1])):
+    for place in range(len(lines[1])):
         damaged = bytearray(lines[1])
-        damaged[bit // 8] ^= 1 << bit % 8
+        damaged[place] ^= 1 << place % 8
         path.write_bytes(lines[0] + damaged + lines[2])
         caplog.clear()
-        joined = bit // 8 == len(lines[1]) - 1
-        assert read_metrics(str(tmp_path)) == [rows[0], rows[2]][: 1 if joined else 2], bit
-        assert f"{path}: line 2 was damaged and is left out" in caplog.messages[0], bit
+        joined = place == len(lines[1]) - 1
+        assert read_metrics(str(tmp_path)) == [rows[0], rows[2]][: 1 if joined else 2], place
+        assert f"{path}: line 2 was damaged and is left out" in caplog.messages[0], place
 
 
 def test_lines_of_older_runs_have_no_checksum(tmp_path, caplog):

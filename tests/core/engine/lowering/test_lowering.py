@@ -63,9 +63,8 @@ def _train(mesh, steps=3):
     return engine, step, state, losses
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_any_number_of_devices_gives_the_same_training(devices):
-    engine, _, state, losses = _train(Mesh(("expert",), (devices,)))
+def test_any_number_of_devices_gives_the_same_training():
+    engine, _, state, losses = _train(MESH)
     _, _, want, want_losses = _train(sharding.single_device())
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     got, want = engine.Get(state), engine.Get(want)
@@ -117,22 +116,6 @@ def test_contracting_a_cut_dimension_is_one_all_reduce():
     np.testing.assert_allclose(run_single(fn, [a, b], MESH), a @ b, atol=1e-5)
 
 
-def test_resharding_is_one_all_to_all():
-    def fn(x):
-        return sharding.split(sharding.split(x, 0, 8) * 2.0, 1, 8)
-
-    x = np.arange(256, dtype=np.float32).reshape(16, 16)
-    got, collectives = run_sharded(fn, [x], MESH, [("expert", None)])
-    np.testing.assert_array_equal(got, x * 2)
-    assert collectives["all-to-all"] == 1
-    assert collectives["all-gather"] == 0
-
-
-def test_no_annotation_no_collective():
-    _, collectives = run_sharded(lambda x: x * 2.0, [np.ones((8, 2), np.float32)], MESH)
-    assert collectives == {}
-
-
 def test_bfloat16_and_bool_cross_the_border():
     x = tf.constant([1.5, 2.5], tf.bfloat16)
     flags = np.array([True, False])
@@ -162,19 +145,6 @@ def test_wrong_arguments_are_named():
         compiled(NestedMap(x=np.zeros((16, 8))))
     with pytest.raises(SpecError, match=r"takes 1 argument\(s\) \(batch\), got 2"):
         compiled(NestedMap(), 1)
-
-
-def test_partial_tiling_over_two_axes():
-    mesh = Mesh.parse("data:2,expert:4")
-
-    def fn(x, w):
-        y = tf.matmul(x, sharding.mesh_split(w, mesh, (None, "expert")))
-        return sharding.mesh_split(y, mesh, ("data", "expert"))
-
-    x, w = np.random.RandomState(1).randn(2, 8, 8).astype(np.float32)
-    got, collectives = run_sharded(fn, [x, w], mesh, [("data", None), (None, "expert")])
-    np.testing.assert_allclose(got, x @ w, atol=1e-5)
-    assert collectives == {}
 
 
 _PAIR = NestedMap(a=TensorSpec((2,), "float32"), b=TensorSpec((2,), "int32"))

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -12,7 +11,6 @@ from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.program import Program, ProgramError, normalized_text
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 
@@ -77,14 +75,6 @@ def test_other_names_leave_the_hash_and_have_one_of_their_own(program):
     assert renamed.names_hash != program.names_hash
 
 
-def test_another_function_has_another_hash(program):
-    def other(state, batch):
-        state, metrics = scale_and_loop(state, batch)
-        return state, NestedMap(total=metrics.total * 2.0)
-
-    assert _lower(other).hash != program.hash
-
-
 def test_names_of_functions_are_normalized_and_targets_of_calls_are_not():
     text = 'func.func private @body_17(%a) {\n call @body_17\n custom_call @Sharding loc("x")\n}'
     assert (
@@ -132,15 +122,6 @@ def test_a_program_runs_in_another_process_without_tensorflow(program, tmp_path)
     assert (float(total), float(w), devices) == (64.0, 64.0, "8")
 
 
-def test_a_loaded_program_gives_the_same_results(program, tmp_path):
-    path = str(tmp_path / "p")
-    program.Save(path)
-    args = [NestedMap(w=np.zeros((8, 2), np.float32)), NestedMap(x=np.ones((8, 2), np.float32))]
-    engine = PjrtEngine(MESH)
-    results = [engine.Compile(p)(*args)[1].total for p in (program, Program.Load(path))]
-    assert results[0] == results[1] == 64.0
-
-
 @pytest.mark.parametrize(
     "damage, match",
     [
@@ -149,7 +130,6 @@ def test_a_loaded_program_gives_the_same_results(program, tmp_path):
         (lambda b: b + b"x", "was cut short or has grown"),
         (lambda b: b[:-200] + bytes([b[-200] ^ 1]) + b[-199:], "are damaged"),
         (lambda b: b"", "no program file"),
-        (lambda b: b"PK" + b, "no program file"),
     ],
 )
 def test_damaged_files(program, tmp_path, damage, match):
@@ -159,11 +139,6 @@ def test_damaged_files(program, tmp_path, damage, match):
     with pytest.raises(ProgramError, match=match) as error:
         Program.Load(str(path))
     assert str(path) in str(error.value)
-
-
-def test_no_such_file(tmp_path):
-    with pytest.raises(ProgramError, match="No such file"):
-        Program.Load(str(tmp_path / "none"))
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(program, tmp_path, monkeypatch):
