@@ -73,23 +73,6 @@ def test_dropout_keeps_the_mean_and_is_identity_in_inference():
         kernels.dropout(x, 1.0, seed)
 
 
-def test_seeds_and_places_are_independent():
-    base = randomness.make_seed(0, 0)
-    seeds = [
-        base,
-        randomness.make_seed(0, 1),
-        randomness.make_seed(1, 0),
-        randomness.fold_in(base, "a"),
-        randomness.fold_in(base, 1),
-        randomness.fold_in(base, tf.constant(2)),
-    ]
-    draws = np.stack([randomness.uniform(s, [4000]).numpy() for s in seeds])
-    correlation = np.corrcoef(draws) - np.eye(len(seeds))
-    assert np.abs(correlation).max() < 0.06
-    u = randomness.uniform(base, [100, 20, 30]).numpy()
-    assert len(np.unique(u)) > 0.99 * u.size
-
-
 def test_the_order_and_the_number_of_names_matter():
     base = randomness.make_seed(3, 5)
 

@@ -22,15 +22,9 @@ def test_a_name_has_a_kind_and_sizes(text, kind, sizes):
     assert str(name) == text
 
 
-@pytest.mark.parametrize(
-    "sizes", ["", "8x", "x8", "0x8", "08x8", "onex8", "8x8x", "1234567x8", "-1x8"]
-)
+@pytest.mark.parametrize("sizes", ["", "8x", "x8", "08x8", "onex8", "1234567x8", "-1x8"])
 def test_sizes_that_cannot_be_read_are_none(sizes):
     assert TopologyName.parse(f"h100:{sizes}") == TopologyName("h100", ())
-
-
-def test_a_name_may_have_no_sizes():
-    assert TopologyName.parse("h100") == TopologyName("h100", ())
 
 
 @pytest.mark.parametrize("text", ["v3:2x2", "v9:2x2", "v5p", "v12e:2x2", ""])
@@ -50,10 +44,6 @@ def test_a_machine_of_several_slices(text, slices):
     name = TopologyName.parse(text)
     assert (name.slices, str(name)) == (slices, text)
     assert str(name.one_slice) == text.partition("*")[0]
-
-
-def test_one_slice_needs_no_number():
-    assert str(TopologyName.parse("v5e:4x4*1")) == "v5e:4x4"
 
 
 @pytest.mark.parametrize("slices", ["", "0", "two", "-2", "02", "2*2", "2x", "1234567", " 2"])

@@ -26,10 +26,6 @@ def marker(tmp_path, monkeypatch):
     sys.modules.pop("leaves_a_file", None)
 
 
-def test_classes_of_the_package_need_no_trust():
-    assert own_class(TOP2) is any_class(TOP2) is Top2Router
-
-
 def test_another_module_is_imported_only_where_any_may_be(marker):
     with pytest.raises(
         ValueError, match=r"'type/leaves_a_file/Thing' is not of lingvo_moe.*--trust_run"
@@ -66,17 +62,12 @@ def test_any_parameter_is_read_by_the_given_function():
         "type/lingvo_moe_of_another/Thing",
         "type/lingvo_moe..os/Thing",
         "type/lingvo_moe.core.files.files\n/Path",
-        "type/.lingvo_moe.core.files/Path",
         "type/params.mt.demo/M4Tiny",
         "type/lingvo_moe.runs.one.leaves_a_file/Thing",  # a run in a checkout, which may hold code
         "type/lingvo_moe.core.files.files/Path",  # imported there, but another package's
-        "type/lingvo_moe.core.files.files/os",
-        "type/lingvo_moe.core.no_such/Thing",
         "type/lingvo_moe.core.moe.routers.top2/Top3Router",
         "type/lingvo_moe.core.config.registry/RegistryError",  # no Params
         "type/lingvo_moe.core.moe.routers.top2",
-        "type/",
-        "top2",
     ],
 )
 def test_what_names_no_class_of_the_package(text):

@@ -81,15 +81,6 @@ def test_logging_stays_as_python_has_it() -> None:
     assert _ends(body, reads=True) == (3, b"", b"one\ntwo\ncleaned up\n")
 
 
-def test_unbuffered_it_stays() -> None:
-    body = "print('now'); sys.stderr.write('then ')"
-    command = [sys.executable, "-u", "-c", _MAIN.format(body=body)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout) == (3, b"now\nthen cleaned up\n")
-
-
 def test_a_tool_of_ours() -> None:
     command = [sys.executable, "-m", "tools.reproduce", "--list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

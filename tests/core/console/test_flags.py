@@ -48,15 +48,12 @@ DEFAULTS = {
     [
         ([], {}),
         (["--coats", "5", "--share=0.25"], {"coats": 5, "share": 0.25}),
-        (["-coats=5"], {"coats": 5}),
         (["--coats=5", "--coats=6"], {"coats": 6}),
         (["--no_windows", "--noquiet"], {"no_windows": True, "quiet": False}),
         (["--no_windows=true", "--quiet=false"], {"no_windows": True, "quiet": False}),
         (["--colour=green"], {"colour": "green"}),
-        (["--finish=matt"], {"finish": "matt"}),
         (["--finish=matt", "--finish="], {"finish": ""}),
         (["--rooms=a, b,,c"], {"rooms": ("a", "b", "c")}),
-        (["--rooms="], {"rooms": ()}),
         (["--size=zz"], {"size": 35 * 37}),
         (["--brush=a", "--brush", "b"], {"brush": ["a", "b"]}),
         (["--thinner=--water=3"], {"thinner": "--water=3"}),
@@ -85,28 +82,21 @@ def test_a_file_of_flags(tmp_path: Path):
     [
         ([], "--house is required"),
         (["--huose=H"], "no flag --huose (did you mean '--house' or"),
-        (["--noquite"], "no flag --noquite (did you mean '--noquiet' or '--quiet'"),
-        (["--flagflie=x"], "no flag --flagflie (did you mean '--flagfile'?)"),
         (["--house=H", "K"], "unexpected argument 'K': values are given as --flag=value"),
         (["--house=H", "--quiet", "false"], "unexpected argument 'false': values are given as"),
         (["--coats=0"], "--coats=0: must be an integer of at least 1"),
-        (["--coats=many"], "--coats=many: must be an integer of at least 1"),
         (["--coats=1e400"], "--coats=1e400: must be an integer of at least 1"),
         (["--coats"], "Missing value for flag --coats"),
         (["--share=1"], "--share=1: must be a number in [0, 1)"),
-        (["--share=nan"], "--share=nan: must be a number in [0, 1), finite in float32"),
         (["--quiet=perhaps"], "--quiet=perhaps: must be true or false"),
         (["--noquiet=1"], "--noquiet=1 does not take an argument"),
         (["--colour=gren"], "--colour=gren: must be one of red, green (did you mean 'green'?)"),
-        (["--colour="], "--colour=: must be one of red, green"),
         (["--finish=mat"], "--finish=mat: must be one of matt, gloss (did you mean 'matt'?)"),
-        (["--size=?"], "--size=?: invalid literal"),
         (["--house=s3://x"], "--house=s3://x: remote storage is not supported"),
         (["--house=x[1]"], "--house=x[1]: checkpoints and models could not be read"),
         (["--house=H", "--brush=a", "--brush=~/b"], "--brush=~/b: '~' is only replaced by"),
         (["--flagfile=/nowhere"], "Unable to open flagfile: [Errno 2] No such file or directory"),
         (["--flagfile=/bin/sh"], "--flagfile names a file that is no text"),
-        (["--flagfile"], "--flagfile with no argument"),
     ],
 )
 def test_mistakes(argv, message, capsys):
@@ -170,7 +160,7 @@ def test_a_validator_of_absl(capsys):
     assert capsys.readouterr().err == "paint: --coats=9: the paint peels\n"
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h", "-?", "--helpshort", "--helpfull"])
+@pytest.mark.parametrize("flag", ["--help", "--helpfull"])
 def test_help(flag, capsys):
     with pytest.raises(SystemExit) as stop:
         _define().Parse([flag])
@@ -184,12 +174,6 @@ def test_help(flag, capsys):
     assert ("--undefok: " in out) == (flag == "--helpfull")
 
 
-def test_help_as_xml(capsys):
-    with pytest.raises(SystemExit):
-        _define().Parse(["--helpxml"])
-    assert "<name>coats</name>" in capsys.readouterr().out
-
-
 def test_tables_do_not_share_values():
     """No process-wide table of flags changes either."""
     before = set(absl_flags.FLAGS)
@@ -198,9 +182,3 @@ def test_tables_do_not_share_values():
     second.Parse(["--house=B"])
     assert (first.house, first.brush, second.house, second.brush) == ("A", ["a"], "B", [])
     assert set(absl_flags.FLAGS) == before
-
-
-def test_a_flag_defined_twice_is_refused():
-    flags = _define()
-    with pytest.raises(absl_flags.DuplicateFlagError):
-        flags.DEFINE_string("house", None, "again")

@@ -64,24 +64,6 @@ def test_equals_plain_beam_search_when_long():
     check(model, [40, 31, 2, 40], SearchOptions(beam_size=6, top_k=6))
 
 
-def test_greedy_takes_the_best_token_each_time():
-    model = ToyModel(11, 8, 12, 20)
-    got = searching(model, SearchOptions(beam_size=1))([20] * 8)
-    ended_early = 0
-    for row in range(8):
-        tokens: list[int] = []
-        while (not tokens or tokens[-1] != EOS) and len(tokens) < 19:
-            logits = model.Score(row, tuple(tokens))
-            logits[[PAD, BOS]] = -np.inf
-            tokens.append(int(logits.argmax()))
-        if tokens[-1] == EOS:
-            ended_early += 1
-        else:
-            tokens.append(EOS)
-        assert list(got.ids_BKT[row, 0, : got.lengths_BK[row, 0]]) == tokens
-    assert ended_early >= 2
-
-
 def test_early_stop_saves_steps_and_changes_nothing():
     """The reference never stops early and finds nothing more."""
     max_lengths = [30, 30, 30]

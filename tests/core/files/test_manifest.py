@@ -47,15 +47,11 @@ def _change(file, edit):
     "spoil, message",
     [
         (lambda d: _change(d / "weights", lambda b: b[:-1]), "weights was changed or damaged"),
-        (lambda d: _change(d / "weights", lambda b: b + b"\0"), "weights was changed or damaged"),
-        (lambda d: (d / "weights").write_bytes(b""), "weights was changed or damaged"),
         (lambda d: (d / "empty").unlink(), "empty is missing"),
         (lambda d: (d / "deep" / "er").rename(d / "deep" / "es"), "deep/er/größe 1 is missing"),
         (lambda d: (d / "deep" / "more").touch(), f"deep/more is not in {NAME}"),
         (lambda d: (d / NAME).unlink(), f"{NAME}, the list of files, is missing"),
         (lambda d: _change(d / NAME, lambda b: b""), f"{NAME}, the list of files, was changed"),
-        (lambda d: _change(d / NAME, lambda b: b[:-1]), "was changed"),
-        (lambda d: _change(d / NAME, lambda b: b + b"\n"), "was changed"),
         (lambda d: _change(d / NAME, lambda b: b[b.index(b"\n") + 1 :]), "was changed"),
         (lambda d: _change(d / NAME, lambda b: b.replace(b"empty", b"other")), "was changed"),
     ],
@@ -66,14 +62,6 @@ def test_the_file_that_differs_is_named(directory, spoil, message):
         verify_manifest(directory, NAME)
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"{directory}: ")
-
-
-def test_a_list_that_is_whole_but_not_of_this_kind(directory):
-    body = b"anything\n"
-    last = f"# the lines above: {hashlib.sha256(body).hexdigest()}\n".encode()
-    (directory / NAME).write_bytes(body + last)
-    with pytest.raises(ManifestError, match="was changed"):
-        verify_manifest(directory, NAME)
 
 
 def test_a_name_that_the_list_could_not_hold(directory):
@@ -109,9 +97,3 @@ def test_what_cannot_be_read_to_its_end_is_refused(directory, make, message):
     for work in (verify_manifest, write_manifest):
         with pytest.raises(ManifestError, match=rf"^{directory}: deep/odd {message}"):
             work(directory, NAME)
-
-
-def test_the_directory_itself_may_be_a_link(directory, tmp_path_factory):
-    link = tmp_path_factory.mktemp("links") / "model"
-    link.symlink_to(directory)
-    verify_manifest(link, NAME)

@@ -1,7 +1,6 @@
 """Every path either works with all libraries or is refused before anything is written."""
 
 import os
-import string
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +23,9 @@ _ALLOWED = "".join(chr(c) for c in range(1, 128) if chr(c) not in "[]\\/")
     "path, message",
     [
         ("gs://bucket/run", "--logdir=gs://bucket/run: remote storage is not supported"),
-        ("s3://bucket/run", "remote storage"),
         ("hdfs://host:9000/run", "remote storage"),
-        ("http://host/run", "remote storage"),
         ("a+b-c.d://x", "remote storage"),
         (Path("gs://bucket/run"), "remote storage"),  # pathlib makes it gs:/bucket/run
-        ("~", "write --logdir=$HOME, or ./~"),
         ("~/run", "write --logdir=$HOME/run, or ./~/run"),
         ("a\udcff", r"--logdir='a\udcff': the name is not UTF-8"),
         ("a\0b", "null"),
@@ -49,7 +45,6 @@ def test_refused_for_all(path, message):
         ("a]", "a directory with ] in its path"),
         ("a\\b", r"a directory with \ in its path"),
         ("/gs/run", "'gs' in '/gs/run' would be read as the address of remote storage"),
-        ("/s3/run", "'s3' in"),
         ("x/gs:/run", "'gs:' in"),
         ("x/" * 2000, "bytes long; at most 3840"),
     ],
@@ -114,14 +109,7 @@ def _round_trip(place):
     assert tf.saved_model.load(str(place / "model")).double(2.0) == 4.0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        _ALLOWED,
-        string.punctuation[::-1].translate({ord(c): "" for c in "[]\\/"}),
-        "日本 é\n\u200b*",
-    ],
-)
+@pytest.mark.parametrize("name", [_ALLOWED, "日本 é\n\u200b*"])
 def test_what_is_accepted_is_written_and_read_again(tmp_path, name):
     place = tmp_path / name / "below"
     check_portable(place, "--logdir")

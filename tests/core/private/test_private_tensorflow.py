@@ -123,9 +123,8 @@ def test_an_operation_records_its_forward_operation():
         assert private.forward_operation(x.op) is None
 
 
-@pytest.mark.parametrize(
-    "op_type", ["Exp", "XlaSharding"]
-)  # TensorFlow has a converter for the first
+# TensorFlow has a converter for the first.
+@pytest.mark.parametrize("op_type", ["Exp", "XlaSharding"])
 def test_operations_are_vectorized_otherwise_for_a_while(op_type):
     def convert(given):
         return private.pfor.wrap(10.0 * given.stacked_input(0), True)

@@ -5,19 +5,7 @@ import functools
 import numpy as np
 import pytest
 from gpu_compiler import needs_gpu_compiler
-from toy_stack import (
-    MESH,
-    ROWS,
-    H,
-    L,
-    M,
-    Rows,
-    batch_of,
-    begun,
-    compiled_step,
-    stack_task,
-    trained,
-)
+from toy_stack import MESH, ROWS, H, L, M, Rows, batch_of, begun, compiled_step, stack_task, trained
 
 from lingvo_moe.core.config.checks import OFFLOAD
 from lingvo_moe.core.engine.aot import aot

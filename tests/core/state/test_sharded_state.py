@@ -2,18 +2,7 @@
 
 import numpy as np
 import pytest
-from toy_stack import (
-    MESH,
-    PARAMETERS,
-    ROWS,
-    H,
-    L,
-    M,
-    batch_of,
-    begun,
-    compiled_step,
-    trained,
-)
+from toy_stack import MESH, PARAMETERS, ROWS, H, L, M, batch_of, begun, compiled_step, trained
 
 from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer

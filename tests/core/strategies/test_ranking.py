@@ -110,10 +110,3 @@ def test_every_choice_in_a_strategy_file_reaches_the_experiment(tmp_path):
     pipeline = params.task.pipeline
     assert (pipeline.schedule, pipeline.repeats, pipeline.stages) == ("interleaved", 2, 2)
     assert pipeline.micro_batches == 8 * 4  # of all devices along `data`
-
-
-def test_a_strategy_file_is_read_as_it_was_written(tmp_path):
-    path = tmp_path / "strategy.txt"
-    path.write_text(to_text(_FAST.Overrides(), ["of a test"]))
-    expected = ";".join(f"{name}={value}" for name, value in _FAST.Overrides().items())
-    assert read_overrides(path, _MODEL) == expected
