@@ -14,7 +14,6 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import kernels, randomness
-from lingvo_moe.core.config import registry
 from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
@@ -295,60 +294,3 @@ def test_no_expert_s_weights_are_transposed(slots: int) -> None:
     assert "BatchMatMulV2" in kinds and "Einsum" not in kinds
     few = slots == 4
     assert ("Transpose" in kinds) == few and ("MatMul" in kinds) == few
-
-
-def test_fused_functions_are_compiled_and_keep_python_arguments() -> None:
-    seen = []
-
-    @tensorflow.fused
-    def scaled(x: tf.Tensor, factor: float) -> tf.Tensor:
-        seen.append(tf.executing_eagerly())
-        return x * factor
-
-    x = tf.constant([1.0, 2.0])
-    assert scaled(x, 2.0).numpy().tolist() == [2.0, 4.0]
-    assert scaled(x, 3.0).numpy().tolist() == [3.0, 6.0]
-    assert seen == [False, False]
-
-
-def test_xla_s_kernels_are_the_default_and_others_are_in_use_inside() -> None:
-    assert kernels.current() is xla
-    with kernels.using(tensorflow):
-        assert kernels.current() is tensorflow
-        with kernels.using(xla):
-            assert kernels.current() is xla
-    assert kernels.current() is xla
-
-
-def test_training_steps_of_a_model() -> None:
-    """Two steps with dropout on rows with padding, then one whose loss is not finite, which leaves the
-    state as it was."""
-    params = registry.GetParams("mt.M4Tiny", "")
-    params.task.Set(repeat=False, num_experts=4, num_groups=2)
-    params.task.optimizer.min_dim_size_to_factor = 8
-    params.task.moe.dispatcher = "index"
-    task, rng = params.task.Instantiate(), np.random.RandomState(0)
-    row = {
-        "ids": rng.randint(4, 300, (4, 8)).astype(np.int32),
-        "labels": rng.randint(4, 300, (4, 8)).astype(np.int32),
-        "segment_ids": np.tile(np.int32([1, 1, 1, 2, 2, 2, 2, 0]), (4, 1)),
-        "segment_pos": np.tile(np.int32([0, 1, 2, 0, 1, 2, 3, 0]), (4, 1)),
-    }
-    batch = NestedMap(src=NestedMap(row), tgt=NestedMap(row)).Transform(tf.constant)
-    found = []
-    with use_mesh(single_device()):
-        start = task.InitState(tf.constant(7))
-        for ops in (xla, tensorflow):
-            with kernels.using(ops):
-                state, metrics = start, None
-                for _ in range(2):
-                    state, metrics = task.TrainStep(state, batch)
-            found.append([t.numpy() for t in [*state.Flatten(), *metrics.Flatten()]])
-        bad = state.Transform(tf.identity)
-        bad.theta.encoder.final_norm.scale *= np.nan
-        with kernels.using(tensorflow):
-            after = task.TrainStep(bad, batch)[0]
-    _assert_close(*found, tol=1e-4)
-    assert after.skipped == 1 and after.step == 3
-    for (path, a), (_, b) in zip(bad.theta.FlattenItems(), after.theta.FlattenItems()):
-        np.testing.assert_array_equal(a, b, path)

@@ -69,12 +69,6 @@ def test_positions():
         PositionalEmbedding.Params().Set(name="pos", model_dim=7).Instantiate()
 
 
-def test_meta():
-    assert Embedding.FPropMeta(_layer().p, (2, 3)).out_shapes == ((2, 3, 4),)
-    p = PositionalEmbedding.Params().Set(model_dim=6)
-    assert PositionalEmbedding.FPropMeta(p, (2, 3)) == {"flops": 0, "out_shapes": ((2, 3, 6),)}
-
-
 def test_sharded():
     """Ids are sharded along B, the table is replicated: nothing has to be gathered."""
     position = PositionalEmbedding.Params().Set(name="pos", model_dim=4).Instantiate()

@@ -41,20 +41,6 @@ def test_dropout_in_training_only():
     assert abs(correlation) < 0.02  # steps are independent
 
 
-def test_bfloat16_is_close():
-    x, zeros = normal(0, 2, 3, 4), tf.zeros([2, 3])
-    theta = init(_layer())
-    y, _ = single(_layer(fprop_dtype="bfloat16").FProp, theta, tf.cast(x, tf.bfloat16), zeros)
-    assert y.dtype == tf.bfloat16
-    full, _ = single(_layer().FProp, theta, x, zeros)
-    np.testing.assert_allclose(tf.cast(y, tf.float32), full, atol=0.05)
-
-
-def test_meta():
-    meta = FeedForward.FPropMeta(_layer().p, (2, 3, 4))
-    assert (meta.flops, meta.out_shapes) == (2 * 6 * 4 * 6 * 2, ((2, 3, 4),))
-
-
 def test_sharded_with_dropout():
     layer = _layer(relu_dropout_prob=0.5)
 

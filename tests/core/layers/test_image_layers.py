@@ -35,7 +35,7 @@ def _pool(**kwargs):
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("size, stride", [(1, 2), (3, 1), (3, 2), (7, 2)])
+@pytest.mark.parametrize("size, stride", [(1, 2), (3, 1), (7, 2)])
 def test_convolution(size, stride, padding):
     layer = _conv(kernel_size=size, stride=stride, padding=padding, bias=True)
     theta, x = init(layer), normal(0, 2, 15, 9, 3)
@@ -115,7 +115,7 @@ def test_batch_norm_of_bfloat16_is_computed_in_float32():
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("window, stride", [(2, 2), (3, 1), (3, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize("window, stride", [(3, 2), (1, 2), (2, 3)])
 @pytest.mark.parametrize("kind", ["max", "average"])
 def test_pooling_equals_tensorflows(kind, window, stride, padding):
     layer = _pool(kind=kind, window=window, stride=stride, padding=padding)
@@ -217,19 +217,15 @@ def _steps(**split):
     return fn, thetas, [layer.VariableSpecs().Filter(lambda s: s.trainable) for layer in layers]
 
 
-@pytest.mark.parametrize(
-    "mesh, images", [("data:2,rows:4", {"B": "data", "Y": "rows"}), ("rows:8", {"Y": "rows"})]
-)
-def test_sharded_images_equal_one_device_with_halos_alone(mesh, images):
-    fn, thetas, specs = _steps(activation_split=images)
+def test_sharded_images_equal_one_device_with_halos_alone():
+    fn, thetas, specs = _steps(activation_split={"B": "data", "Y": "rows"})
     x, labels = normal(0, 4, 32, 6, 3), tf.constant([0, 7, 3, 3])
 
     def run(x, labels, *thetas):
         return fn(thetas, x, labels)
 
-    place = ("data" if "B" in images else None, "rows", None, None)
-    splits = [place, None, *specs]
-    _, found = compare(with_gradients(run), [x, labels, *thetas], splits, mesh, tol=3e-5)
+    args, splits = [x, labels, *thetas], [("data", "rows", None, None), None, *specs]
+    _, found = compare(with_gradients(run), args, splits, "data:2,rows:4", tol=3e-5)
     assert found["collective-permute"] > 0
     moved = [
         c

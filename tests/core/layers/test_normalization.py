@@ -47,11 +47,6 @@ def test_bfloat16_activations_are_normalized_in_float32():
     np.testing.assert_allclose(tf.cast(y, tf.float32), _numpy(x, theta), atol=0.03)
 
 
-def test_meta():
-    meta = LayerNorm.FPropMeta(_layer().p, (2, 3, 8))
-    assert (meta.flops, meta.out_shapes) == (0, ((2, 3, 8),))
-
-
 def test_sharded():
     args = [_theta(), normal(0, 8, 2, 8)]
     compare(with_gradients(_layer().FProp, wave), args, [None, ("expert", None, None)])

@@ -31,8 +31,7 @@ def test_the_formula_and_that_products_depend_on_the_distance():
         _layer(dim_per_head=5)
 
 
-@pytest.mark.parametrize("ops", [xla, tensorflow], ids=["xla", "tensorflow"])
-@pytest.mark.parametrize("kv_heads", [0, 1])
+@pytest.mark.parametrize("ops, kv_heads", [(xla, 0), (tensorflow, 1)], ids=["xla", "tensorflow"])
 def test_steps_and_packed_rows_equal_whole_sequences(ops, kv_heads):
     layer = _layer(num_kv_heads=kv_heads)
     theta, x = init(layer), normal(0, 2, 5, 8)

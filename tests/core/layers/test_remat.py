@@ -108,15 +108,6 @@ def test_an_inner_loop_has_names_of_its_own():
     assert (len(outer.values), len(inner.values)) == (1, 0)
 
 
-def test_a_stored_value_has_the_gradient_of_the_computed_one():
-    x = tf.constant(3.0)
-    with tf.GradientTape() as tape, tensors.replacing(["hidden"], [tf.constant(5.0)]):
-        tape.watch(x)
-        y = tensors.keep(x * x, "hidden", lambda x, prefix="": x) ** 2
-    assert float(y) == 25.0
-    assert float(tape.gradient(y, x)) == 2 * 5.0 * 2 * 3.0
-
-
 def _marks(path):
     """The names that a file gives to `Keep`."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -6,7 +6,6 @@ from equivalence import assert_same, assert_steps, compare, with_gradients
 from layer_testing import SPLITS, init, normal, self_aux, set_dropout, single, stack_params, wave
 
 from lingvo_moe.core.layers import masks
-from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
@@ -80,25 +79,6 @@ def test_padding_never_matters():
     assert_same(run(0.0), run(50.0), 1e-5)
 
 
-def test_repeat_equals_unrolled():
-    """Values, gradients, aux losses and metrics, of blocks with dropout and random routing."""
-    x, aux = _batch()
-    seed = make_seed(3, 1)
-    results = []
-    for repeat in (True, False):
-        stack = _moe_params(dense=True, repeat=repeat).Instantiate()
-
-        def fn(theta, x, memory, stack=stack):
-            y, extras = stack.FProp(theta, x, NestedMap(aux, memory=memory), seed=seed)
-            return wave(y) + tf.reduce_sum(extras.layer_1.aux_loss), [y, extras]
-
-        results.append(single(with_gradients(fn), init(stack), x, aux.memory))
-    assert_same(*results)
-    extras = results[0].rest[1]
-    assert list(extras) == ["layer_1"]
-    assert extras.layer_1.aux_loss.shape == [2]
-
-
 def test_dropout_draws_differ_between_blocks_layers_and_places():
     """All weights are zero except those that show dropout, so that each branch adds its mask; all masks must differ."""
     p = set_dropout(stack_params(num_blocks=2), 0.5)
@@ -142,28 +122,6 @@ def test_steps_equal_the_whole_sequence():
     assert_steps(step, x, stack.InitCache(2, 5), aux.self_mask, whole, tol=2e-5)
 
 
-def test_flat_steps_equal_separate_steps():
-    """Three hypotheses in one cache, each attending to its own past only; compiled."""
-    stack = _moe_params(cross=False).Instantiate()
-    theta, x = init(stack), normal(0, 2, 4, 3, 8)
-
-    @tf.function(jit_compile=True, autograph=False)
-    def step(x, cache, time, mask):
-        return single(stack.ExtendStep, theta, x, cache, time, NestedMap(self_mask=mask))
-
-    flat = stack.InitCache(2, 4, num_hyps=3)
-    alone = [stack.InitCache(2, 4) for _ in range(3)]
-    steps = np.arange(4)
-    for t in range(4):
-        past = (steps <= t).astype("float32")
-        own = np.einsum("t,jk->jtk", past, np.eye(3)).reshape(3, 12)
-        y, flat = step(x[:, t], flat, tf.constant(t), tf.constant(np.tile(own, [2, 1, 1])))
-        for j in range(3):
-            mask = tf.constant(np.tile(past, [2, 1, 1]))
-            z, alone[j] = step(x[:, t, j : j + 1], alone[j], tf.constant(t), mask)
-            np.testing.assert_allclose(y[:, j], z[:, 0], atol=2e-5)
-
-
 def test_bfloat16_is_close():
     x, aux = _batch()
     outs = []
@@ -183,27 +141,6 @@ def test_bfloat16_is_close():
     want = tf.concat([tf.reshape(g, [-1]) for g in full.grads], 0)
     got = tf.concat([tf.reshape(tf.cast(g, tf.float32), [-1]) for g in low.grads], 0)
     assert tf.norm(got - want) < 0.05 * tf.norm(want)
-
-
-def test_meta():
-    p = stack_params(cross=True, num_blocks=3)
-    meta = TransformerStack.FPropMeta(p, (2, 7, 8), (2, 5, 8))
-    dim, attention = 8, 2 * 2 * 2  # 2 for a multiply-add, two products, rows
-    self_atten = 2 * 4 * 2 * 7 * dim * dim + attention * 7 * 7 * dim
-    cross_atten = 2 * 2 * 2 * (7 + 5) * dim * dim + attention * 7 * 5 * dim
-    ffn = 2 * 2 * 2 * 7 * dim * 16
-    assert meta.flops == 3 * 2 * (self_atten + cross_atten + ffn)
-    assert meta.out_shapes == ((2, 7, 8),)
-    assert p.Instantiate().p.model_dim == 8
-
-
-def test_layers_take_the_stacks_dimension_and_keep_their_own():
-    specs = stack_params().Instantiate().VariableSpecs()
-    assert specs.blocks.body.layers[1].ffn.wi.shape == (2, 8, 16)
-    assert specs.final_norm.scale.shape == (8,)
-    layer = TransformerLayer.Params().Set(name="layer", model_dim=8)
-    layer.ffn_tpl.Set(model_dim=4, hidden_dim=3)
-    assert layer.Instantiate().VariableSpecs().ffn.wi.shape == (4, 3)
 
 
 def test_sharded_stack():
