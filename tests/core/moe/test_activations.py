@@ -60,9 +60,7 @@ def _by_hand(name: str, x: np.ndarray, w: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_dense_layers_and_experts_compute_the_formula(name, ops):
     gated = ACTIVATIONS[name].gated
-    x = 3 * np.random.default_rng(0).normal(size=(2, N // 2, M)).astype(
-        "float32"
-    )  # up to the clamps
+    x = 3 * np.random.default_rng(0).normal(size=(2, N // 2, M)).astype("float32")
     zeros, seed = tf.zeros([2, N // 2]), make_seed(1, 2)
     dims = {"model_dim": M, "hidden_dim": H}
     dense = FeedForward.Params().Set(name="ffn", activation=name, **dims).Instantiate()

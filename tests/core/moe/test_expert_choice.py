@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_testing import SEED, check, route, route_logits, router
 
-from lingvo_moe.core.moe.layer import MoELayer
-from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -73,16 +71,6 @@ def test_equals_sorting_each_experts_tokens(seed, capacity, num_experts, coarse)
     np.testing.assert_allclose(routing.gate, gates * want, rtol=1e-6)
 
 
-def test_the_kth_largest():
-    rng = np.random.default_rng(0)
-    numbers = rng.integers(0, 2**30, (2, 50, 3)).astype(np.int32)
-    numbers[0, 10:, 0] = -1
-    got = kth_largest_bits(tf.constant(numbers), 12, 30).numpy()
-    want = -np.sort(-numbers, 1)[:, 11]
-    want[0, 0] = 0  # only ten count
-    np.testing.assert_array_equal(got, want)
-
-
 def test_the_gradient_flows_through_the_gates_of_the_chosen():
     """By hand: d/dlogits of sum_{s,e} kept weight softmax. The choice itself has no gradient."""
     rng = np.random.default_rng(1)
@@ -113,10 +101,3 @@ def test_in_inference_tokens_choose_alone():
     np.testing.assert_allclose(together.gate, gates * (1 - paddings)[..., None], rtol=1e-5)
     alone = _route(logits[1:, 2:3], paddings[1:, 2:3], None, inference_k=3)
     np.testing.assert_allclose(alone.gate[0, 0], together.gate[1, 2], rtol=1e-6)
-
-
-def test_no_decoder_can_use_it():
-    p = MoELayer.Params().router.Copy()
-    assert not p.cls.LooksAhead(p)
-    p = router("expert_choice", 4, 4).p
-    assert p.cls.LooksAhead(p)

@@ -17,31 +17,6 @@ def _metrics(want: dict, real: np.ndarray, num_experts: int, capacity: int | Non
     return routing_metrics(choice, gate, kept, num_experts, capacity)
 
 
-def test_by_hand():
-    # Four tokens, the last one padding. Expert 0 takes one first choice of two.
-    want = {
-        "index": np.array([[[0, 1], [0, 2], [1, 0], [0, 1]]], np.int32),
-        "gate": np.array([[[0.75, 0.25], [0, 0], [0.5, 0], [0, 0]]], np.float32),
-        "wanted": np.array([[[1, 1], [1, 0], [1, 1], [0, 0]]], np.float32),
-        "kept": np.array([[[1, 1], [0, 0], [1, 0], [0, 0]]], np.float32),
-    }
-    p = tf.constant([[[0.5, 0.25, 0.25], [1, 0, 0], [0.5, 0.5, 0], [0, 0, 1]]])
-    m = _metrics(want, np.array([[1, 1, 1, 0]]), 3, 2, probabilities=p)
-    np.testing.assert_allclose(m.over_capacity_1_ratio, 1 / 3, 1e-6)
-    np.testing.assert_allclose(m.over_capacity_2_ratio, 1 / 2, 1e-6)
-    np.testing.assert_allclose(m.over_capacity_ratio, 2 / 5, 1e-6)
-    np.testing.assert_allclose([m.dispatch_0, m.dispatch_1, m.dispatch_2], [1 / 3] * 3, 1e-6)
-    np.testing.assert_allclose(m.experts_per_token, 1, 1e-6)
-    np.testing.assert_allclose([m.mean_gate_1, m.mean_gate_2], [1.25 / 3, 0.25 / 3], 1e-6)
-    np.testing.assert_allclose(m.expert_load_first, [2 / 3, 1 / 3, 0], 1e-6)
-    np.testing.assert_allclose(m.expert_load, [1 / 3, 2 / 3, 0], 1e-6)
-    np.testing.assert_allclose(m.dead_experts, 1 / 3, 1e-6)
-    np.testing.assert_allclose(m.effective_capacity, 3 * 2 / 4)
-    np.testing.assert_allclose(m.importance, [2 / 3, 0.25, 0.25 / 3], 1e-6)
-    # ln 4 / 2 + ln 2 / 2 for the first token, nothing for the second, ln 2 for the third.
-    np.testing.assert_allclose(m.gate_entropy, 2.5 * np.log(2) / 3, 1e-6)
-
-
 def test_where_every_expert_chooses_there_are_no_ranks():
     # Three experts with two slots each, four tokens; the last token is padding, nobody chooses the third.
     kept = np.array([[[1, 0, 1], [1, 0, 0], [0, 0, 0], [0, 0, 0]]], np.float32)

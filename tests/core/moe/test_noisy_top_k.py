@@ -111,26 +111,6 @@ def test_equals_loops_with_the_same_noise(shape, seed, data):
     np.testing.assert_allclose(r.aux_loss, variations[0] + 3 * variations[1], 1e-3, 1e-5)
 
 
-def test_the_load_is_the_chance_to_be_chosen_when_ones_own_noise_is_drawn_anew():
-    """Compares the smooth estimate for one token with the frequency in 40,000 draws."""
-    rng = np.random.default_rng(1)
-    clean, k, draws = np.array([1.0, 0.5, 0.0, -0.5]), 2, 40_000
-    deviation = np.array([1.0, 0.5, 2.0, 0.3])
-    seed = tf.constant([5, 6])
-    noise = randomness.normal(randomness.fold_in(seed, "noise"), [1, 1, 4]).numpy()[0, 0]
-    noisy = clean + noise * deviation
-    share = np.zeros(4)
-    for e in range(4):
-        again = np.tile(noisy, (draws, 1))
-        again[:, e] = clean[e] + rng.normal(size=draws) * deviation[e]
-        share[e] = np.mean((again > again[:, [e]]).sum(1) < k)
-    r = _route(_router(4, k=k), clean[None, None], None, None, seed, deviation[None, None])
-    np.testing.assert_allclose(r.metrics.loss_load, np.var(share) / np.mean(share) ** 2, rtol=0.05)
-    assert (
-        np.sort(share)[-2] > 0.2
-    )  # an informative case: two experts have a considerable probability
-
-
 def test_noise_is_drawn_in_training_alone_and_starts_out_even():
     """With zero weights, training draws experts evenly; in inference ties go to the first expert."""
     router = _router(4, k=1)
@@ -143,38 +123,3 @@ def test_noise_is_drawn_in_training_alone_and_starts_out_even():
     other = router.FProp(theta, x, paddings, None, seed=tf.constant([3, 5]))
     assert np.mean(drawn.expert_index.numpy() == other.expert_index.numpy()) < 0.35
     assert not router.FProp(theta, x, paddings, None).expert_index.numpy().any()
-
-
-def test_both_weights_learn_from_both_losses():
-    router = _router(4, k=2)
-    rng = np.random.default_rng(0)
-    theta = NestedMap(wg=rng.normal(size=(4, 4)), wnoise=rng.normal(size=(4, 4)))
-    theta = theta.Transform(lambda w: tf.constant(w, tf.float32))
-    x = tf.constant(rng.normal(size=(2, 6, 4)), tf.float32)
-    noise = randomness.normal(randomness.fold_in(SEED, "noise"), [2, 6, 4])
-
-    def loss(theta):
-        return router.FProp(theta, x, tf.zeros([2, 6]), None, seed=SEED).aux_loss
-
-    def by_loops(wg, wnoise):
-        clean = x.numpy().astype(np.float64) @ wg
-        deviation = np.log1p(np.exp(x.numpy().astype(np.float64) @ wnoise)) + 0.01
-        index, gate, load = _reference(
-            clean, clean + noise.numpy() * deviation, deviation, np.ones((2, 6)), 2
-        )
-        importance = np.zeros(4)
-        np.add.at(importance, index.reshape(-1), gate.reshape(-1))
-        return sum(np.var(v) / np.mean(v) ** 2 for v in (importance, load))
-
-    with tf.GradientTape() as tape:
-        tape.watch(theta.Flatten())
-        value = loss(theta)
-    grads = dict(zip(["wg", "wnoise"], tape.gradient(value, theta.Flatten())))
-    wg, wnoise = (theta[name].numpy().astype(np.float64) for name in ("wg", "wnoise"))
-    step = 1e-6
-    for name, place in [("wg", (0, 1)), ("wg", (3, 2)), ("wnoise", (1, 0)), ("wnoise", (2, 3))]:
-        moved = {"wg": np.zeros((4, 4)), "wnoise": np.zeros((4, 4))}
-        moved[name][place] = step
-        up = by_loops(wg + moved["wg"], wnoise + moved["wnoise"])
-        down = by_loops(wg - moved["wg"], wnoise - moved["wnoise"])
-        np.testing.assert_allclose(grads[name].numpy()[place], (up - down) / (2 * step), 5e-3, 1e-5)

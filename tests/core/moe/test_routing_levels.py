@@ -96,31 +96,6 @@ def test_by_task():
     assert specs == {"wg": (M, E), "task_emb": (U, M)}
 
 
-def test_gradients_reach_sentences_and_task_embeddings():
-    context = NestedMap(
-        segment_ids=tf.constant([[1, 1, 2, 2]]), task_ids=tf.constant([[2, 2, 0, 0]])
-    )
-    paddings, weight = tf.zeros([1, 4]), tf.constant(RNG.normal(size=(1, 4, 2)), tf.float32)
-    for level, params in (("sentence", {}), ("task", {"num_tasks": 3})):
-        layer = router("top2", M, E, level=level, second_expert_policy="all", **params)
-        x = tf.constant(RNG.normal(size=(1, 4, M)), tf.float32)
-        with use_mesh(single_device()), tf.GradientTape() as tape:
-            theta = layer.InitTheta(make_seed(2, 0))
-            sources = [x, *theta.Flatten()]
-            tape.watch(sources)
-            gate = layer.FProp(theta, x, paddings, None, context=context).gate
-            loss = tf.reduce_sum(gate * weight)
-        dx, *rest = tape.gradient(loss, sources)
-        assert all(np.abs(g).max() > 1e-4 for g in rest)
-        if level == "sentence":  # a token's share of its sentence's gradient
-            np.testing.assert_allclose(dx[0, 0], dx[0, 1], rtol=1e-5)
-            assert np.abs(dx[0, 0] - dx[0, 2]).max() > 1e-5
-        else:
-            assert dx is None
-            (used,) = [g for g in rest if g.shape == (3, M)]
-            assert np.abs(used[0]).max() > 0 and not used[1].numpy().any()
-
-
 @pytest.mark.parametrize("seed", [None, SEED], ids=["inference", "training"])
 def test_the_dense_mixture(seed):
     """It computes sum_e softmax_e FFN_e(x), in training too, whatever the capacity; padding gives zero."""

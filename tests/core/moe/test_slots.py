@@ -36,20 +36,6 @@ def _slots(index, wanted, num_experts, capacity):
     return position.numpy(), kept.numpy()
 
 
-def test_by_hand():
-    # Three tokens of a group. Expert 0 is the first choice of tokens 0 and 2; expert 1 the first of
-    # token 1 and, after it, the second of tokens 0 and 2. Token 1 wants no second expert, so expert
-    # 2 has none before token 1's third choice, which is alone there.
-    index = [[[0, 1, 2], [1, 2, 0], [0, 1, 2]]]
-    wanted = [[[1, 1, 0], [1, 0, 1], [1, 1, 1]]]
-    position, kept = _slots(index, wanted, 3, 2)
-    # Expert 0: t0, t2, then t1 (third). Expert 1: t1, t0, t2. Expert 2: t2 (third).
-    asked = np.array(wanted) > 0
-    want = np.array([[[0, 1, 9], [0, 9, 2], [1, 2, 0]]])
-    np.testing.assert_array_equal(position[asked], want[asked])
-    np.testing.assert_array_equal(kept, [[[1, 1, 0], [1, 0, 0], [1, 0, 1]]])
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 7)),

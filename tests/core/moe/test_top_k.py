@@ -100,13 +100,6 @@ def test_sigmoid_gates_by_hand():
         np.testing.assert_allclose(r.metrics.importance, importance, 1e-6)
 
 
-def test_the_bias_is_a_variable_that_is_not_trained():
-    spec = _router(3, k=1, balance_bias=0.001, weight_split={"E": "expert"}).VariableSpecs()
-    assert (spec.balance_bias.trainable, spec.wg.trainable) == (False, True)
-    assert (spec.balance_bias.shape, spec.balance_bias.split) == ((3,), (None,))
-    assert "balance_bias" not in _router(3, k=1).VariableSpecs()
-
-
 def _reference(logits, real, k, order, normalize, capacity, bias):
     """Routes one token at a time; returns (index, gate, position or -1)."""
     G, S, E = logits.shape
@@ -167,20 +160,6 @@ def test_equals_one_token_at_a_time(shape, order, normalize, capacity, biased, s
     np.testing.assert_allclose(r.gate, gate, rtol=1e-5, atol=1e-6)
 
 
-def test_softmax_after_the_choice_is_that_before_it_normalised():
-    logits = tf.constant(np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32))
-    found = []
-    for order, normalize in [("after", "never"), ("before", "before_drops")]:
-        router = _router(6, k=3, softmax_order=order, normalize_gates=normalize)
-        with tf.GradientTape() as tape:
-            tape.watch(logits)
-            gate = _route(router, logits, capacity=5).gate
-            value = tf.reduce_sum(gate * tf.constant([1.0, 3.0, -2.0]))
-        found.append((gate, tape.gradient(value, logits)))
-    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("biased", [False, True])
 def test_gates_have_the_softmax_gradient_and_the_choice_none(biased):
     """d p_i / d l_j = p_i (delta_ij - p_j), for chosen experts i only."""
@@ -228,11 +207,3 @@ def test_equal_and_overflowing_logits_still_give_k_experts():
     np.testing.assert_array_equal(r.expert_index[0], [[0, 1, 2], [0, 1, 2]])
     np.testing.assert_allclose(r.gate[0], [[1 / 3] * 3, [0.5, 0.5, 0]], atol=1e-6)
     assert np.isfinite(r.aux_loss)
-
-
-def test_float32_whatever_the_activations():
-    router = _router(3, k=2, fprop_dtype="bfloat16", jitter=0.1)
-    theta = router.InitTheta(SEED)
-    x = tf.cast(tf.random.stateless_normal([1, 5, 4], [1, 2]), tf.bfloat16)
-    r = router.FProp(theta, x, tf.zeros([1, 5]), 2, seed=SEED)
-    assert (r.gate.dtype, r.aux_loss.dtype) == (tf.float32, tf.float32)

@@ -85,23 +85,6 @@ def test_hyperplanes_by_hand(monkeypatch):
     assert index.tolist() == [[5, 1, 4], [6, 4, 7]]
 
 
-@pytest.mark.parametrize("kind", ["cross_polytope", "hyperplanes"])
-def test_near_vectors_collide_and_far_ones_seldom(kind):
-    M, E = 16, 16
-    layer = router("lsh", M, E, hash=kind)
-    x = RNG.normal(size=(1, 400, M))
-    near = x + 0.05 * RNG.normal(size=x.shape)
-
-    def experts(x):
-        return route(layer, x, np.zeros((1, 400)), None).expert_index.numpy().ravel()
-
-    base = experts(x)
-    assert (experts(3.0 * x) == base).all()  # the direction alone
-    assert (experts(near) == base).mean() > 0.85
-    assert (experts(x[:, ::-1]) == base).mean() < 0.2
-    assert np.bincount(base, minlength=E).max() < 80  # 25 expected
-
-
 def test_random_draws_every_set_alike_and_anew():
     E, k, S = 4, 2, 3000
     layer = router("random", 2, E, k=k)
@@ -119,15 +102,9 @@ def test_random_draws_every_set_alike_and_anew():
 def test_random_in_inference_is_decided_by_the_token():
     layer = router("random", 2, 4, k=2)
     ids = [[5, 1, 9, 5, 2, 13]]
-    index = route(layer, np.zeros((1, 6, 2)), np.zeros((1, 6)), None, context={"ids": ids})
-    assert index.expert_index.numpy()[0].tolist() == [
-        [1, 3],
-        [1, 2],
-        [1, 0],
-        [1, 3],
-        [2, 3],
-        [1, 2],
-    ]
+    routing = route(layer, np.zeros((1, 6, 2)), np.zeros((1, 6)), None, context={"ids": ids})
+    index = routing.expert_index.numpy()[0].tolist()
+    assert index == [[1, 3], [1, 2], [1, 0], [1, 3], [2, 3], [1, 2]]
 
 
 @pytest.mark.parametrize("name", ["hash", "lsh", "random"])
