@@ -6,8 +6,8 @@ import tensorflow as tf
 from optimizer_testing import run, spec
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.adafactor import Adafactor, GShardAdafactor
-from lingvo_moe.core.optimizers.schedules import Constant, SqrtDecay
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.schedules import Constant
 
 RATE = 0.1
 
@@ -77,24 +77,6 @@ def test_equals_numpy(shape, factored, params):
         scale=params.get("multiply_by_parameter_scale", True),
     )
     np.testing.assert_allclose(theta.w, want, rtol=2e-5, atol=1e-6)
-
-
-def test_experts_are_factored_one_by_one():
-    """wi [E,M,H]: each expert has its own moments; clipping is by the whole variable."""
-    weight, grad = _normals(2, (3, 4, 6), 2)
-    grad[1] *= 100
-    theta, slots, _ = run(
-        _optimizer(clip_threshold=0.0),
-        NestedMap(w=spec((3, 4, 6), "EMH")),
-        NestedMap(w=tf.constant(weight)),
-        [NestedMap(w=tf.constant(grad))],
-    )
-    assert slots.w.row.shape == (3, 4)
-    assert slots.w.col.shape == (3, 6)
-    size = np.sqrt((weight**2).mean())
-    for e in range(3):
-        alone = _reference(weight[e], [grad[e]], True, clip=0, scale=False, rate=RATE * size)
-        np.testing.assert_allclose(theta.w[e], alone, rtol=1e-5)
 
 
 def test_heads_are_factored_one_by_one():
@@ -209,27 +191,3 @@ def test_a_variable_without_a_gradient_is_named():
     specs = NestedMap(w=spec((2,), name="decoder.w"))
     with pytest.raises(ValueError, match=r"no gradient for decoder\.w"):
         run(_optimizer(), specs, NestedMap(w=tf.zeros([2])), [NestedMap(w=None)])
-
-
-def test_gshard_s_recipe_is_all_its_own():
-    """Its numbers are written out, so that other defaults of Adafactor leave them alone."""
-    p = GShardAdafactor.Params()
-    found = {
-        name: value
-        for name, value in p.IterParams()
-        if name not in ("cls", "learning_rate", "offload")
-    }
-    assert found == {
-        "beta2": 0.99,
-        "clip_threshold": 1.0,
-        "decay_exclude": [],
-        "decay_exponent": 0.8,
-        "decay_include": [],
-        "decay_min_dims": 2,
-        "epsilon1": 1e-30,
-        "epsilon2": 1e-3,
-        "min_dim_size_to_factor": 128,
-        "multiply_by_parameter_scale": True,
-        "weight_decay": 0.0,
-    }
-    assert p.learning_rate == SqrtDecay.Params().Set(multiplier=1.0, constant_steps=10_000)

@@ -10,7 +10,6 @@ from lingvo_moe.core.config.hyperparams import ParamError
 from lingvo_moe.core.optimizers.registry import SCHEDULES
 from lingvo_moe.core.optimizers.schedules import (
     Constant,
-    Cosine,
     InverseSqrt,
     Linear,
     SqrtDecay,
@@ -19,13 +18,6 @@ from lingvo_moe.core.optimizers.schedules import (
 )
 
 STEPS = [0, 1, 4, 9, 10, 11, 19, 20, 25, 29, 30, 31, 100, 10**6]
-# What a schedule cannot do without.
-NEEDED = {
-    "cosine": {"total_steps": 30},
-    "linear": {"total_steps": 30},
-    "wsd": {"total_steps": 30},
-    "transformer": {"model_dim": 64},
-}
 
 
 def _values(params, steps) -> np.ndarray:
@@ -37,36 +29,6 @@ def _values(params, steps) -> np.ndarray:
 
 def _rise(step, warmup_steps):
     return min((step + 1) / warmup_steps, 1.0) if warmup_steps else 1.0
-
-
-def _falling(share, warmup_steps, shape):
-    """From 1 to `share` between the end of the warm-up and step 30."""
-
-    def at(step):
-        done = min(max(step - warmup_steps, 0) / (30 - warmup_steps), 1.0)
-        return _rise(step, warmup_steps) * (share + (1 - share) * shape(done))
-
-    return at
-
-
-def _half_cosine(done):
-    return (1 + math.cos(math.pi * done)) / 2
-
-
-@pytest.mark.parametrize("warmup_steps", [0, 10])
-@pytest.mark.parametrize("share", [0.0, 0.1])
-@pytest.mark.parametrize(
-    "cls, shape",
-    [(Cosine, _half_cosine), (Linear, lambda done: 1 - done)],
-    ids=["cosine", "linear"],
-)
-def test_decay_to_the_end(cls, shape, share, warmup_steps):
-    params = cls.Params().Set(
-        value=0.4, warmup_steps=warmup_steps, total_steps=30, final_share=share
-    )
-    at = _falling(share, warmup_steps, shape)
-    want = [0.4 * at(step) for step in STEPS]
-    np.testing.assert_allclose(_values(params, STEPS), want, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 10, 29])
@@ -125,23 +87,10 @@ def test_gshard_s_is_constant_and_then_decays():
     np.testing.assert_allclose(_values(params, [0, 100, 400]), [0.2, 0.2, 0.1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_steps_may_be_traced(name):
-    params = (
-        SCHEDULES[name].Params().Set(warmup_steps=4) if name != "gshard" else SqrtDecay.Params()
-    )
-    schedule = params.Set(**NEEDED.get(name, {})).Instantiate()
-    traced = tf.function(schedule.Value, autograph=False)
-    np.testing.assert_allclose(traced(tf.constant(7)), schedule.Value(tf.constant(7)), rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     "params, message",
     [
-        (
-            Linear.Params().Set(total_steps=9, warmup_steps=9),
-            "total_steps=9: must be 0, the end of",
-        ),
+        (Linear.Params().Set(total_steps=9, warmup_steps=9), "total_steps=9: must be 0, the end"),
         (
             InverseSqrt.Params().Set(decay_start=3, warmup_steps=9),
             "decay_start=3: must be 0, or at",
@@ -174,17 +123,3 @@ def test_no_decay_ends_with_a_run_that_ends_during_the_warm_up():
 def test_schedules_that_suit_every_length_of_a_run():
     assert Linear.Params().Set(total_steps=30).Instantiate().Mismatch(30) is None
     assert Constant.Params().Instantiate().Mismatch(30) is None
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_ranges(name):
-    params = SCHEDULES[name].Params()
-    for key, value in {
-        "value": -0.1,
-        "multiplier": -1.0,
-        "warmup_steps": -1,
-        "final_share": 1.0,
-    }.items():
-        if key in params:
-            with pytest.raises(ParamError, match=f"{key}=.*: must be"):
-                params.Set(**{key: value})

@@ -62,10 +62,6 @@ def test_gpipes_rule_puts_layers_where_their_cumulative_cost_is(costs, data):
         histogram_partition(costs, num)
 
 
-def test_equal_layers_are_divided_equally():
-    assert optimal_partition([7, 7, 7, 7], 4).imbalance == 1
-
-
 def test_layers_become_cells_with_the_sequence_opened():
     nested = FeatureExtractionLayer.Params().Set(sub=cells()[1:3])
     layers = [cells()[0], nested, cells()[3]]

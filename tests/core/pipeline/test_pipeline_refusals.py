@@ -62,41 +62,28 @@ REFUSED = [
     (lambda: make_schedule("interleaved", 4, 6, 2), "must be a multiple of stages=4"),
     (lambda: make_schedule("2f1b", 4, 6), "schedule='2f1b': choose one of gpipe, 1f1b, interleav"),
     (lambda: _stages(2, 4, splits=(2, 4)), "splits=[2, 4]: must be 2 ascending numbers of blocks"),
-    (lambda: _stages(2, 4, splits=(2, 4)), "of which the last is the 5 of the decoder"),
-    (lambda: _stages(2, 4, splits=(5,)), "must be 2 ascending numbers"),
     (lambda: _stages(2, 4, splits=(5, 5)), "must be 2 ascending numbers"),
-    (
-        lambda: _stages(2, 4, name="gpipe", repeats=2, splits=(2, 5)),
-        "goes with task.pipeline.repeats=1",
-    ),
+    (lambda: _stages(2, 4, name="gpipe", repeats=2, splits=(2, 5)), "goes with task.pipeline.repe"),
     (
         lambda: _stages(4, 8, "stage:1,data:3"),
-        "micro_batches=8: must be a multiple of 3, since each of the 3 devices",
+        "micro_batches=8: must be a multiple of 3, since each",
     ),
     (lambda: histogram_partition([7] * 4, 4), "gives part 0 no layer"),
     (lambda: histogram_partition([1, 1], 3), "num_partitions=3: there are only 2 layers"),
-    (lambda: optimal_partition([1, 1], 3), "num_partitions=3: there are only 2 layers"),
     (lambda: optimal_partition([1, 1], 0), "num_partitions=0: must be an integer of at least 1"),
-    (
-        lambda: PartitionSequentialLayers(cells(), 2, (8, 5), rule="best"),
-        "rule=best: must be one of",
-    ),
+    (lambda: PartitionSequentialLayers(cells(), 2, (8, 5), rule="best"), "rule=best: must be one"),
     (lambda: _sequence(num_act_outputs=1), "num_act_outputs=1: must be 0, the sum of num_act_in"),
     (lambda: _sequence(act_fetch_layers=["c9"], num_act_outputs=1), "'c9' is none of"),
     (lambda: _sequence(sub=[cells()[0].Set(name="")]), "layer 0 of sub="),
     (
         lambda: _sequence(num_act_inputs=1, num_act_outputs=1),
-        "1 arguments, which must be more than num_act_inputs=1",
+        "1 arguments, which must be more than",
     ),
     (lambda: _gpipe(num_micro_batches=0), "num_micro_batches=0: must be an integer of at least 1"),
     (lambda: _gpipe(cell_tpl=[]), "cell_tpl=[]: must have at least one cell"),
     (lambda: _gpipe(num_micro_batches=3), "a batch of 16 rows does not divide into that many equ"),
-    (lambda: _gpipe(num_micro_batches=3), "one of 1, 2, 4"),
     (lambda: _gpipe(micro_batch_size=5), "seq: micro_batch_size=5: does not divide the 16 rows"),
-    (
-        lambda: _gpipe(micro_batch_size=8, num_micro_batches=4),
-        "micro_batch_size=8 and num_micro_batches=4: make 32 rows, but the batch has 16; set one",
-    ),
+    (lambda: _gpipe(micro_batch_size=8, num_micro_batches=4), "make 32 rows, but the batch has 16"),
     (
         lambda: _gpipe(
             "stage:4,data:2", num_micro_batches=16, activation_split={"B": "data"}, **STAGES
@@ -109,10 +96,7 @@ REFUSED = [
         "letter Z of the stages to ('stage', 'more'); give it one mesh axis",
     ),
     (lambda: _gpipe(masked=4, before_tpl=[]), "batch_dim=0 of all of them counts rows"),
-    (
-        lambda: _gpipe(cell_tpl=cells(LosesRows)),
-        "cell 0 returns a tensor of shape (1, 7) for 16 rows",
-    ),
+    (lambda: _gpipe(cell_tpl=cells(LosesRows)), "cell 0 returns a tensor of shape (1, 7) for 16"),
     (lambda: from_paths(_packed(), {}), "seq.after.b: there is no value for this variable"),
     (
         lambda: Sgd.Params().Set(decay_exclude=["seq.c1.w"]).Instantiate().SlotSpecs(_packed()),
@@ -120,7 +104,7 @@ REFUSED = [
     ),
     (
         lambda: Adafactor.Params().Instantiate().SlotSpecs(_packed()),
-        "optimizer's update depends on their shapes; choose Adam, AdamW or Sgd",
+        "update depends on their shapes",
     ),
     (lambda: toy(stages=2, schedule="gpip"), "schedule='gpip': must be one of"),
 ]

@@ -4,14 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 
 from lingvo_moe.core.pipeline import schedule as schedules
-from lingvo_moe.core.pipeline.schedule import (
-    BACKWARD,
-    FORWARD,
-    LOSS,
-    WEIGHTS,
-    Order,
-    make_schedule,
-)
+from lingvo_moe.core.pipeline.schedule import BACKWARD, FORWARD, LOSS, WEIGHTS, Order, make_schedule
 
 STAGES, MICRO_BATCHES = st.integers(1, 8), st.integers(1, 32)
 
