@@ -16,7 +16,7 @@ def test_a_plan_keeps_its_own_promise_whatever_the_clock_says():
 
 
 @pytest.mark.parametrize(
-    "place, value, told",
+    "place, value, message",
     [
         (
             "collectives 0 count",
@@ -34,7 +34,7 @@ def test_a_plan_keeps_its_own_promise_whatever_the_clock_says():
         ("memory fits", False, "the program does not fit; the recorded one does"),
     ],
 )
-def test_a_difference_names_the_layer(place, value, told):
+def test_a_difference_names_the_layer(place, value, message):
     plan = make_plan()
     plan["memory"]["holders"][0]["bytes"] += 3000
     *path, last = place.split()
@@ -43,7 +43,7 @@ def test_a_difference_names_the_layer(place, value, told):
         found = found[int(key) if key.isdigit() else key]
     found[last] = value
     (line,) = differences(make_plan(), plan)
-    assert told in line
+    assert message in line
 
 
 def test_one_collective_in_two_rows_is_no_difference_and_a_new_one_is():
