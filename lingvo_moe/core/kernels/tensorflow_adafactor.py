@@ -1,6 +1,5 @@
 """Adafactor for TensorFlow's own kernels, in few passes over memory. Letters: R row and C column of a weight."""
 
-import math
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -29,58 +28,78 @@ class _AppliedDelta:
 def adafactor(
     weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
 ) -> tuple[Delta, NestedMap]:
-    """See `Kernels`; in few passes where the moment is factored over the last two dimensions."""
+    """See `Kernels`; in few passes where the moment is factored over the last two dimensions.
+
+    It goes matrix by matrix, which a cache holds: gradients of experts come as such, and TensorFlow then need not
+    stack them.
+    """
     rank = weight.shape.rank
     if recipe.dims != (rank - 2, rank - 1):
         return xla.adafactor(weight, grad, slots, recipe)
-    if not recipe.stack_dims:
-        weights, grads, each = [weight], [grad], [slots]
-    else:
-        # Layer by layer: a layer that fits in a cache is read faster.
-        num = weight.shape[0]
-        weights, grads = [weight[i] for i in range(num)], [grad[i] for i in range(num)]
-        rows, cols = tf.unstack(slots.row), tf.unstack(slots.col)
-        each = [NestedMap(row=r, col=c) for r, c in zip(rows, cols, strict=True)]
-    parts = [_factors(*part, recipe) for part in zip(weights, grads, each, strict=True)]
+    weights, grads = _layers(weight, recipe), _layers(grad, recipe)
+    rows, cols = (_in_pairs(slots[name], len(weights)) for name in ("row", "col"))
+    parts = [_factors(*part, recipe) for part in zip(weights, grads, rows, cols, strict=True)]
     factors = [part.factors for part in parts]
-    new = _subtract(weights, grads, factors, bool(recipe.stack_dims))
-    new_slots = parts[0].slots
-    if recipe.stack_dims:
-        names = ("row", "col")
-        new_slots = NestedMap({n: tf.stack([part.slots[n] for part in parts]) for n in names})
+    new = tf.reshape(_subtract(weights, grads, factors), weight.shape)
+    stacked = {name: tf.stack([part[name] for part in parts]) for name in ("row", "col")}
+    new_slots = NestedMap({n: tf.reshape(x, slots[n].shape) for n, x in stacked.items()})
     square = tf.add_n([part.square for part in parts])
     return _AppliedDelta(new, square, tf.add_n([part.grad_square for part in parts])), new_slots
 
 
+def _layers(value: tf.Tensor, recipe: AdafactorRecipe) -> list[list[tf.Tensor]]:
+    """The matrices [R, C] of each layer of a weight or a gradient."""
+    layers = [value[i] for i in range(value.shape[0])] if recipe.stack_dims else [value]
+    return [_matrices(layer) for layer in layers]
+
+
+def _matrices(value: tf.Tensor) -> list[tf.Tensor]:
+    """The matrices [R, C] of a tensor [..., R, C]."""
+    if value.shape.rank == 2:
+        return [value]
+    return [matrix for i in range(value.shape[0]) for matrix in _matrices(value[i])]
+
+
+def _in_pairs(slot: tf.Tensor, layers: int) -> list[tf.Tensor]:
+    """A slot [..., R] as one [P, R] for each layer, P being a layer's number of matrices."""
+    return tf.unstack(tf.reshape(slot, [layers, -1, slot.shape[-1]]))
+
+
 def _factors(
-    weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
+    weights: list[tf.Tensor],
+    grads: list[tf.Tensor],
+    row_PR: tf.Tensor,
+    col_PC: tf.Tensor,
+    recipe: AdafactorRecipe,
 ) -> NestedMap:
-    """For a weight [..., R, C] of one layer: `factors` (a [..., R], b [..., C]), so that a b grad is to be subtracted;
-    `slots`, the new ones; and the sums of squares of that product and of grad.
+    """For the P matrices [R, C] of one layer: `factors` (a [P, R], b [P, C]), so that a b grad is to be subtracted;
+    `row` and `col`, the new slots; and the sums of squares of that product and of grad.
 
     The update u is the product of the gradient g and two vectors, so that sum u^2 = a^2 . g^2 . b^2: the same matrix
     product that sums the columns of g^2 gives it, and u itself is never written.
     """
-    rows, columns = grad.shape[-2:]
-    square = tf.square(grad)
-    sums = tf.reduce_sum(square, -1)
-    row = recipe.Average(slots.row, sums * (1.0 / columns) + recipe.epsilon1)
+    rows, columns = grads[0].shape
+    squares = [tf.square(grad) for grad in grads]
+    sums = tf.stack([tf.reduce_sum(square, -1) for square in squares])
+    row = recipe.Average(row_PR, sums * (1.0 / columns) + recipe.epsilon1)
     a_square = tf.reduce_mean(row, -1, keepdims=True) / row
-    both = tf.matmul(tf.stack([tf.fill(tf.shape(row), 1.0 / rows), a_square], -2), square)
-    means, weighted = tf.unstack(both, axis=-2)
-    col = recipe.Average(slots.col, means + recipe.epsilon1)
+    left = tf.unstack(tf.stack([tf.fill(tf.shape(row), 1.0 / rows), a_square], -2))
+    both = [tf.matmul(vectors, square) for vectors, square in zip(left, squares, strict=True)]
+    means, weighted = tf.unstack(tf.stack(both), axis=-2)
+    col = recipe.Average(col_PC, means + recipe.epsilon1)
     total = tf.reduce_sum(weighted / col)
-    per_element = 1.0 / math.prod(weight.shape)
+    per_element = 1.0 / (len(grads) * rows * columns)
     scale = recipe.rate
     if recipe.clip_threshold:
         excess = tf.sqrt(total * per_element) * (1.0 / recipe.clip_threshold)
         scale *= tf.math.reciprocal(tf.maximum(excess, 1.0))
     if recipe.multiply_by_parameter_scale:
-        size = tf.sqrt(tf.nn.l2_loss(weight) * (2.0 * per_element))
-        scale *= tf.maximum(size, recipe.epsilon2)
+        halves = tf.add_n([tf.nn.l2_loss(weight) for weight in weights])
+        scale *= tf.maximum(tf.sqrt(halves * (2.0 * per_element)), recipe.epsilon2)
     return NestedMap(
         factors=[tf.sqrt(a_square) * scale, tf.math.rsqrt(col)],
-        slots=NestedMap(row=row, col=col),
+        row=row,
+        col=col,
         square=total * tf.square(scale),
         grad_square=tf.reduce_sum(sums),
     )
@@ -88,11 +107,14 @@ def _factors(
 
 @fused
 def _subtract(
-    weights: list[tf.Tensor], grads: list[tf.Tensor], factors: list[list[tf.Tensor]], stack: bool
+    weights: list[list[tf.Tensor]], grads: list[list[tf.Tensor]], factors: list[list[tf.Tensor]]
 ) -> tf.Tensor:
-    """weight [..., R, C] - a [..., R] grad b [..., C], of each layer; `stack`: all in one tensor."""
+    """weight - a grad b of each matrix [R, C] of each layer, all in one tensor."""
     new = [
-        weight - grad * a[..., tf.newaxis] * b[..., tf.newaxis, :]
-        for weight, grad, (a, b) in zip(weights, grads, factors, strict=True)
+        weight - grad * a_R[:, tf.newaxis] * b_C
+        for layer, of_layer, (a, b) in zip(weights, grads, factors, strict=True)
+        for weight, grad, a_R, b_C in zip(
+            layer, of_layer, tf.unstack(a), tf.unstack(b), strict=True
+        )
     ]
-    return tf.stack(new) if stack else new[0]
+    return tf.stack(new) if len(new) > 1 else new[0]
