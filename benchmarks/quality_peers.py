@@ -6,6 +6,8 @@
         --output=rates
     python -m benchmarks.quality_peers --corpus=CORPUS --peers=PEERS/bin/python --only=joeynmt --cpu_seconds=150 \
         --joeynmt_rates=0.0005,0.001,0.002 --output=joeynmt_rates
+    python -m benchmarks.quality_peers --corpus=CORPUS --cpu_seconds=4000 --experts=2,4,8,16,24,64 \
+        --routers=hash,top1,top2 --seeds=1,2,3 --output=frontier
 
 CORPUS is what tools.build_corpus makes; PEERS is the environment that benchmarks/install_peers.sh --joeynmt makes.
 All contenders train on the same pairs in the same SentencePiece pieces, each in a process of its own on one core. CPU
@@ -39,16 +41,23 @@ _RATE = "task.optimizer.learning_rate"
 _WARMUP, _OUR_RATE = 30, "0.03"
 _RATES = ("rates", "joeynmt_rates")
 _UPCYCLE_AT = 200  # steps
-# What is trained, beside the recipe and a learning rate.
-OURS = {
-    "experts": ("here, 24 experts, by a hash of the token", ""),
+# How models with experts begin: what is said of it, and the parameters beside the recipe.
+_BEGINNINGS = {
+    "experts": ("", ""),
     "upcycled": (
-        f"here, 24 experts that grow out of dense layers at step {_UPCYCLE_AT}",
+        f", grown out of dense layers at step {_UPCYCLE_AT}",
         f"train.upcycle_at={_UPCYCLE_AT}",
     ),
-    "dense": ("here, no experts", "task.num_experts=0"),
 }
-JOEYNMT = "joeynmt"
+_TOP = "task.aux_loss_weight=0.01;task.moe.router=top_k;task.moe.router.k="
+# How tokens find their experts, likewise.
+ROUTERS = {
+    "hash": ("by a hash of the token", ""),
+    "top1": ("the best of them", f"{_TOP}1"),
+    "top2": ("the best two of them", f"{_TOP}2"),
+}
+DENSE, JOEYNMT = "dense", "joeynmt"
+OURS = (*_BEGINNINGS, DENSE)
 KINDS = (*OURS, JOEYNMT)
 # Steps of warm-up, padded tokens a side of a batch.
 _JOEYNMT_SETTINGS = {"warmup": 200, "batch_tokens": 1024}
@@ -67,6 +76,8 @@ def define_flags() -> Flags:
     flags.DEFINE_list("languages", (), "the source languages (default: all of the corpus)")
     flags.DEFINE_float("cpu_seconds", 1500.0, "of training, for each", checks.POSITIVE)
     flags.DEFINE_list("seeds", ("1",), "each contender trains with each of them")
+    flags.DEFINE_list("experts", ("24",), "numbers of experts, a contender each")
+    flags.DEFINE_list("routers", ("hash",), f"likewise: some of {', '.join(ROUTERS)}")
     flags.DEFINE_list("rates", (_OUR_RATE,), "our highest learning rates, a contender each")
     flags.DEFINE_list("joeynmt_rates", ("0.001",), "JoeyNMT's, likewise")
     flags.DEFINE_string("model", MODEL, "our experiment")
@@ -79,12 +90,14 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    for name in args.only:
-        if name not in KINDS:
-            args.Fail(f"--only={name}: no such contender{did_you_mean(name, KINDS)}")
+    for flag, what, known in (("only", "contender", KINDS), ("routers", "router", ROUTERS)):
+        for name in args.Values()[flag]:
+            if name not in known:
+                args.Fail(f"--{flag}={name}: no such {what}{did_you_mean(name, known)}")
     if JOEYNMT in args.only and not args.peers:
         args.Fail(f"--only={JOEYNMT} needs --peers, JoeyNMT's Python (install_peers.sh --joeynmt)")
-    kinds = {"seeds": (int, "an integer"), **dict.fromkeys(_RATES, (float, "a number"))}
+    whole = (int, "an integer")
+    kinds = {"seeds": whole, "experts": whole, **dict.fromkeys(_RATES, (float, "a number"))}
     for name, (convert, kind) in kinds.items():
         for value in args.Values()[name]:
             if not _is(convert, value):
@@ -163,7 +176,7 @@ class Comparison:
     def _runs(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """(name, description, setup) of each run."""
         a = self._args
-        kinds = a.only or (KINDS if a.peers else tuple(OURS))
+        kinds = a.only or (KINDS if a.peers else OURS)
         shared = {
             "points": [a.cpu_seconds * part for part in POINTS],
             "beam_size": a.beam_size,
@@ -177,15 +190,25 @@ class Comparison:
                     for rate in a.joeynmt_rates:
                         says = f"JoeyNMT, learning rate {float(rate):g}"
                         yield f"{kind}_{rate}_seed{seed}", says, shared | self._joeynmt(rate, seed)
-                else:
-                    says, override = OURS[kind]
+                    continue
+                for name, says, override in self._models(kind):
                     for rate in a.rates:
                         of_rate = f"{says}, learning rate {float(rate):g}"
-                        yield (
-                            f"{kind}_{rate}_seed{seed}",
-                            of_rate,
-                            shared | self._ours(override, rate, seed),
-                        )
+                        setup = shared | self._ours(override, rate, seed)
+                        yield f"{name}_{rate}_seed{seed}", of_rate, setup
+
+    def _models(self, kind: str) -> Iterator[tuple[str, str, str]]:
+        """(name, description, override) of our models of a kind."""
+        if kind == DENSE:
+            yield DENSE, "here, no experts", "task.num_experts=0"
+            return
+        begins, beginning = _BEGINNINGS[kind]
+        for count in self._args.experts:
+            for router in self._args.routers:
+                chosen, by = ROUTERS[router]
+                own = (f"task.num_experts={count}", by, beginning)
+                says = f"here, {count} experts, {chosen}{begins}"
+                yield f"{kind}{count}_{router}", says, ";".join(part for part in own if part)
 
     def _ours(self, override: str, rate: str, seed: str) -> dict[str, Any]:
         schedule = f"{_RATE}=wsd;{_RATE}.value={rate};{_RATE}.warmup_steps={_WARMUP}"

@@ -83,6 +83,8 @@ benchmarks.gpu.programs --output=x --formats=float8 | no 'float8'
 benchmarks.gpu.programs --output=x --experts=8,1 | must be numbers from 2
 benchmarks.gpu.programs --output=x --experts=many | must be numbers from 2
 benchmarks.quality_peers --corpus=x --output=y --only=expert | no such contender (did you mean 'experts'?)
+benchmarks.quality_peers --corpus=x --output=y --routers=hashed | no such router (did you mean 'hash'?)
+benchmarks.quality_peers --corpus=x --output=y --experts=0 | --experts=0: must be an integer above 0
 benchmarks.quality_peers --corpus=x --output=y --only=joeynmt | --only=joeynmt needs --peers
 benchmarks.quality_peers --corpus=x --output=y --seeds=1,x | --seeds=x: must be an integer above 0
 benchmarks.quality_peers --corpus=x --output=y --rates=0 | --rates=0: must be a number above 0
