@@ -63,16 +63,6 @@ def test_moments():
     np.testing.assert_allclose([t.mean(), t.std()], [0, 0.8796], atol=5e-3)
 
 
-def test_dropout_keeps_the_mean_and_is_identity_in_inference():
-    seed = randomness.make_seed(1, 1)
-    x = tf.ones([200, 500])
-    y = kernels.dropout(x, 0.1, seed).numpy()
-    np.testing.assert_allclose([(y == 0).mean(), y.mean()], [0.1, 1.0], atol=5e-3)
-    assert kernels.dropout(x, 0.1, None) is x
-    with pytest.raises(ValueError, match=r"\[0, 1\), got 1"):
-        kernels.dropout(x, 1.0, seed)
-
-
 def test_the_order_and_the_number_of_names_matter():
     base = randomness.make_seed(3, 5)
 

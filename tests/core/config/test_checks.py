@@ -7,6 +7,8 @@ import pytest
 
 from lingvo_moe.core.config import checks
 
+TEXTS = checks.ListOf(checks.TEXT, "a list of strings")
+
 
 @pytest.mark.parametrize(
     ("check", "allowed", "refused", "message"),
@@ -37,27 +39,12 @@ from lingvo_moe.core.config import checks
         (checks.Number(), (), True, "must be a number"),
         (checks.Number(), (), "1", "must be a number"),
         (checks.one_of("ab"), ("a",), "c", "must be one of a, b"),
-        (
-            checks.one_of(("before", "after")),
-            (),
-            "befor",
-            "must be one of before, after (did you mean 'before'?)",
-        ),
+        (checks.one_of(("yes", "no")), (), "yess", "must be one of yes, no (did you mean 'yes'?)"),
         (checks.or_none(checks.SIZE), (1, None), 0, "must be an integer of at least 1, or None"),
         (checks.FLAG, (True, False), 1, "must be True or False"),
         (checks.TEXT, ("", "x"), b"x", "must be a string"),
-        (
-            checks.ListOf(checks.TEXT, "a list of strings"),
-            ([], ["a"], ("a",)),
-            [1, 2],
-            "must be a list of strings",
-        ),
-        (
-            checks.ListOf(checks.TEXT, "a list of strings"),
-            (),
-            "de, sw",
-            "must be a list of strings, e.g. ['de', 'sw']",
-        ),
+        (TEXTS, ([], ["a"], ("a",)), [1, 2], "must be a list of strings"),
+        (TEXTS, (), "de, sw", "must be a list of strings, e.g. ['de', 'sw']"),
     ],
 )
 def test_ranges(check, allowed, refused, message):

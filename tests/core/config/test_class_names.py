@@ -9,8 +9,6 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.class_names import any_class, own_class
-from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.moe.routers.top2 import Top2Router
 
 TOP2 = "type/lingvo_moe.core.moe.routers.top2/Top2Router"
 
@@ -43,15 +41,6 @@ def test_no_parameter_of_an_experiment_imports_another_module(marker, path):
     with pytest.raises(registry.RegistryError, match="is not of lingvo_moe"):
         registry.GetParams("mt.M4Tiny", f"{path}=type/leaves_a_file/Thing", trusted=False)
     assert not marker.exists()
-
-
-def test_any_parameter_is_read_by_the_given_function():
-    p = Params()
-    p.Define("kind", Top2Router, "A class.")
-    with pytest.raises(ValueError, match="is not of lingvo_moe"):
-        p.SetFromText("kind", "type/json/JSONDecoder", find_class=own_class)
-    p.SetFromText("kind", "type/json/JSONDecoder")
-    assert p.kind.__name__ == "JSONDecoder"
 
 
 @pytest.mark.parametrize(

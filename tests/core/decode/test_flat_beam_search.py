@@ -125,23 +125,6 @@ def test_a_model_that_breaks_still_ends():
     assert got.lengths_BK[1, 0] > 0
 
 
-def test_masks_show_a_hypothesis_its_own_tokens_only():
-    """Under its mask a hypothesis has one position per time: the tokens that led to it."""
-    model = ToyModel(2, 1, 10, 6)
-    seen = []
-
-    def step(ids_BJ, cache, time, mask_BJS):
-        seen.append((int(time), mask_BJS.numpy()))
-        return model.Step(ids_BJ, cache, time, mask_BJS)
-
-    flat_beam_search(step, model.Cache(3), tf.constant([6]), 6, SearchOptions(beam_size=3, top_k=3))
-    assert len(seen) > 2
-    for time, mask_BJS in seen:
-        per_time = mask_BJS.reshape(1, 3, 6, 3).sum(-1)
-        np.testing.assert_array_equal(per_time[..., : time + 1], 1)
-        np.testing.assert_array_equal(per_time[..., time + 1 :], 0)
-
-
 @pytest.mark.parametrize(
     "bad, message",
     [

@@ -12,7 +12,6 @@ import tensorflow as tf
 from lingvo_moe import trainer
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.engine import checking, xla
-from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.lowering import embedding
@@ -181,17 +180,6 @@ def test_another_version_of_the_code_has_another_key(name, monkeypatch):
     before, read = checking._version(), Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b"#" * (p.name == name))
     assert checking._version.__wrapped__() != before
-
-
-def test_a_plan_is_checked_by_what_the_tpu_compilers_partitioner_is_given():
-    def sum_by_ids(x, ids):
-        return tf.math.unsorted_segment_sum(xs.split(x, 0, 8) + 5.0, ids, 4)
-
-    specs = [TensorSpec((15, 6), "float32"), TensorSpec((15,), "int32")]
-    program = lower(sum_by_ids, specs, MESH)
-    compiled = aot.compile_for_topology(program, "v3:2x2")
-    (fault,) = checking.find_faults(compiled.partitioner_input, program)
-    assert "UnsortedSegmentSum: the updates are sharded unevenly" in str(fault)
 
 
 def test_unknown_actions_are_refused(capfd):

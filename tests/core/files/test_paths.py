@@ -56,15 +56,6 @@ def test_refused_for_runs_and_models(path, message):
     assert message in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["", "run", "/data/gs/run", "./~", "~x", "-run", "x" * 255, "a:b/c", "%41#?*{a,b}", "日本語"],
-)
-def test_accepted(path):
-    check_local(path, "--logdir")
-    check_portable(path, "--logdir")
-
-
 def test_the_working_directory_counts(tmp_path, monkeypatch):
     (tmp_path / "[x]").mkdir()
     monkeypatch.chdir(tmp_path / "[x]")

@@ -157,11 +157,3 @@ def test_parts_cover_a_tensor_once(sharding, data):
     assert tuple(holders) == sharding.devices
     held = [n * p for n, p in zip(sharding.tiles, sharding.PartShape(shape), strict=True)]
     assert sharding.Padding(shape) == tuple(h - s for h, s in zip(held, shape, strict=True))
-
-
-def test_an_uneven_part():
-    sharding = parse("{devices=[4,1,2]<=[8] last_tile_dim_replicate}")
-    assert sharding.PartShape((15, 6)) == (4, 6)
-    assert sharding.Padding((15, 6)) == (1, 0)
-    assert sharding.Extent((15, 6), (3, 0)) == ((12, 15), (0, 6))
-    assert sharding.DeviceOf((3, 0)) == (6, 7)

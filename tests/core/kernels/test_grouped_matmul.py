@@ -54,13 +54,6 @@ def test_any_sizes(xla):
             np.testing.assert_allclose(got, want, atol=1e-5, err_msg=str(sizes))
 
 
-@pytest.mark.parametrize(
-    ("rows", "experts", "tile"), [(5, 8, 2), (40, 5, 8), (4096, 4, 256), (7, 2, 2)]
-)
-def test_a_tile_is_about_a_group(rows, experts, tile):
-    assert gm._tile_rows(rows, experts) == tile
-
-
 def test_rows_without_an_expert_have_no_effect():
     """Rows after the last group change nothing, whatever values they hold, and have no gradient."""
     x, w, sizes, dy = _case([3, 0, 2], 8)
@@ -85,14 +78,3 @@ def test_the_loop_is_as_long_as_the_groups():
     for sizes, tiles in (([9, 0, 17, 3, 1], 2 + 3 + 1 + 1), ([0, 0, 0, 0, 0], 0)):
         form = gm._Tiles(tf.constant(sizes), 40, None)
         assert form._tile == 8 and int(form._last_E[-1]) == tiles
-
-
-def test_group_sizes_are_arguments_of_the_compiled_program():
-    """Group sizes are arguments: other sizes need no other program."""
-    product = tf.function(
-        lambda x, w, sizes: gm.by_tiles(x, w, sizes), jit_compile=True, autograph=False
-    )
-    args = tf.ones([6, 3]), tf.ones([2, 3, 4]), tf.constant([4, 1])
-    hlo = product.experimental_get_compiler_ir(*args)(stage="hlo")
-    layout = "{(f32[6,3]{1,0}, f32[2,3,4]{2,1,0}, s32[2]{0})->f32[6,4]{1,0}}"
-    assert f"entry_computation_layout={layout}" in hlo.splitlines()[0]

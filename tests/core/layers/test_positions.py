@@ -54,18 +54,16 @@ def test_steps_and_packed_rows_equal_whole_sequences(ops, kv_heads):
         single(layer.FProp, theta, x, x, causal)
 
 
-@pytest.mark.parametrize("weight_split", [{}, {"N": "expert"}])
-def test_sharded(weight_split):
-    """By rows, and by heads: nothing is gathered."""
-    split = {"N": "expert"} if weight_split else SPLITS["activation_split"]
-    layer = _layer(num_heads=8, activation_split=split, weight_split=weight_split)
+def test_sharded_by_heads():
+    """Nothing is gathered."""
+    split = {"N": "expert"}
+    layer = _layer(num_heads=8, activation_split=split, weight_split=split)
 
     def fn(theta, x, mask, positions):
         return layer.FProp(theta, x, x, mask, positions=positions)
 
     positions = tf.constant(np.tile(np.arange(3, dtype="int32"), [8, 1]))
     args = [init(layer), normal(0, 8, 3, 8), tf.ones([8, 1, 3], tf.bool), positions]
-    rows = None if weight_split else ("expert", None, None)
-    specs = [layer.VariableSpecs() if weight_split else None, rows, rows, rows and rows[:2]]
+    specs = [layer.VariableSpecs(), None, None, None]
     _, collectives = compare(with_gradients(fn, wave), args, specs)
     assert collectives["all-gather"] == collectives["all-to-all"] == 0

@@ -41,16 +41,6 @@ def _mask(*shape):
     return tf.constant(mask)
 
 
-def test_as_many_as_heads_is_plain_attention_to_the_bit():
-    plain, all_of_them = _layer(0), _layer(N)
-    assert plain.VariableSpecs().k == all_of_them.VariableSpecs().k
-    theta, x, mask = init(plain), normal(0, 2, 5, M), _mask(2, 5, 5)
-    for layer in (plain, all_of_them):
-        assert layer.VariableSpecs().k.letters == "MNK"
-    want, got = (single(a.FProp, theta, x, x, mask) for a in (plain, all_of_them))
-    np.testing.assert_array_equal(got, want)
-
-
 @pytest.mark.parametrize("own", [xla, tensorflow], ids=["xla", "tensorflow"])
 @pytest.mark.parametrize("kv_heads, cross", [(1, False), (2, True)])
 def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cross, own):

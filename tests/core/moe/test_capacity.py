@@ -25,11 +25,6 @@ def test_by_hand(group_size, num_experts, factor, minimum, expected):
     assert expert_capacity(group_size, num_experts, factor, minimum) == expected
 
 
-def test_effective_factor():
-    assert effective_capacity_factor(2048, 2048, 4) == 4
-    assert effective_capacity_factor(1024, 8, 256) == 2
-
-
 @given(
     group_size=st.integers(1, 5000),
     num_experts=st.integers(1, 5000),

@@ -12,7 +12,7 @@ from rows import assert_rows_equal
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.layers.transformer import TransformerLayer
-from lingvo_moe.core.moe.experts import BaseExperts, Experts
+from lingvo_moe.core.moe.experts import BaseExperts
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.routers.top2 import Top2Router
@@ -144,37 +144,6 @@ def test_gates_are_the_same_to_the_bit_for_any_number_of_tokens(k, gate):
     logits = 3 * _tokens(1, 40, 5)
     with kernels.using(tensorflow):
         together = route_logits(router, logits).gate.numpy()
-        for n in range(1, 40):
+        for n in (1, 2, 3, 5, 7, 13, 16, 17, 31, 39):
             some = route_logits(router, logits[:, :n]).gate.numpy()
             assert_rows_equal(some, together[:, :n])
-
-
-class GatedExperts(Experts):
-    """A custom layer of experts, silu(x wg) * (x wi) wo, over slots and over rows."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        spec = self._weights["wi"]
-        self.CreateVariable("wg", spec)
-
-    def FProp(self, theta, x_EGCM, seed=None):
-        gate = tf.nn.silu(tf.einsum("EGCM,EMH->EGCH", x_EGCM, theta.wg))
-        h_EGCH = gate * tf.einsum("EGCM,EMH->EGCH", x_EGCM, theta.wi)
-        return tf.einsum("EGCH,EHM->EGCM", h_EGCH, theta.wo)
-
-    def GroupedFProp(self, theta, x, seed=None):
-        gate = x.MatMul(theta.wg, (None,) * 3)
-        h = x.MatMul(theta.wi, (None,) * 3)
-        return h.With(tf.nn.silu(gate.values) * h.values).MatMul(theta.wo, (None,) * 3)
-
-
-def test_experts_of_one_s_own_on_slots_and_rows():
-    results = []
-    for dispatcher in ("einsum", "dropless"):
-        p = _params(TopKRouter.Params().Set(k=2)).Set(inference_dispatcher=dispatcher)
-        layer = p.Set(experts=GatedExperts.Params()).Instantiate()
-        with use_mesh(single_device()):
-            theta = layer.InitTheta(make_seed(1, 0))
-            results.append(layer.FProp(theta, _tokens(B, T, M), tf.zeros([B, T]))[0])
-    np.testing.assert_allclose(*results, atol=1e-6)
-    assert np.abs(results[0]).max() > 0.01

@@ -75,35 +75,6 @@ def test_load_balance_by_hand_for_two_choices():
     assert not by_gates.numpy()[1, 1].any() and not by_gates.numpy()[2].any()
 
 
-def test_for_first_choices_it_is_the_papers_loss_times_e_squared():
-    gates = tf.nn.softmax(tf.constant(LOGITS)).numpy()
-    first = np.eye(5, dtype=np.float32)[gates.argmax(-1)] * REAL[:, :, None]
-    papers = []
-    for g in range(3):
-        if REAL[g].any():
-            share = first[g].sum(0) / REAL[g].sum()  # c_e / S
-            mean = (gates[g] * REAL[g][:, None]).sum(0) / REAL[g].sum()  # m_e
-            papers.append((share * mean).sum() / 5)
-    loss = losses.load_balance(tf.constant(gates), tf.constant(first.sum(1)), tf.constant(REAL))
-    np.testing.assert_allclose(loss, 25 * np.mean(papers), 1e-5)
-
-
-def test_variation_by_hand():
-    # Mean 2, variance (1 + 1 + 0 + 0) / 4.
-    np.testing.assert_allclose(losses.cv_squared(tf.constant([1.0, 3.0, 2.0, 2.0])), 0.125)
-    # All of it on one of four: variance 12/16 of the square, mean 1/4.
-    np.testing.assert_allclose(losses.cv_squared(tf.constant([8.0, 0.0, 0.0, 0.0])), 3)
-    np.testing.assert_allclose(losses.cv_squared(tf.constant([1e-3, 3e-3])), 0.25, 1e-5)
-    assert losses.cv_squared(tf.zeros([4])) == 0
-
-
-def test_importance_by_hand():
-    gate = tf.constant([[[0.75, 0.25], [0.5, 0.5]], [[1.0, 0.0], [0.0, 0.0]]])
-    index = tf.constant([[[2, 0], [0, 1]], [[2, 1], [0, 1]]])
-    found = losses.importance(gate, index, 4)
-    np.testing.assert_allclose(found, [0.75, 0.5, 1.75, 0])
-
-
 def test_log_partition_does_not_overflow():
     logits = tf.constant([[[500.0, 500.0], [-500.0, -500.0]]])
     np.testing.assert_allclose(

@@ -6,9 +6,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.moe.slots import assign_slots
-from lingvo_moe.core.sharding import Mesh
 
 
 def one_at_a_time(index_GSk, wanted_GSk, num_experts, capacity):
@@ -89,21 +87,3 @@ def test_counts_are_exact_for_a_million_tokens(tokens):
     position, kept = _slots(index, np.ones_like(index), 2, tokens - 1)
     np.testing.assert_array_equal(position[0, :, 0], np.arange(tokens))
     assert kept.sum() == tokens - 1 and not kept[0, -1, 0]
-
-
-def test_groups_are_assigned_on_their_own_devices():
-    rng = np.random.default_rng(0)
-    index = rng.random((8, 50, 6)).argsort(-1)[..., :3].astype(np.int32)
-    wanted = (rng.random(index.shape) < 0.8).astype(np.float32)
-    rows = ("expert", None, None)
-
-    def slots(index, wanted):
-        return assign_slots(index, wanted, 6, 9)
-
-    (position, kept), sent = run_sharded(
-        slots, [index, wanted], Mesh.parse("expert:8"), [rows, rows]
-    )
-    want_position, want_kept = one_at_a_time(index, wanted, 6, 9)
-    np.testing.assert_array_equal(kept, want_kept)
-    np.testing.assert_array_equal(position[wanted > 0], want_position[wanted > 0])
-    assert not sent

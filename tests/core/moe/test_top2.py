@@ -152,17 +152,6 @@ def test_the_loss_reaches_the_logits_through_mean_gates_alone():
     )
 
 
-def test_logits_are_float32_whatever_the_activations():
-    router = _router(3, fprop_dtype="bfloat16")
-    with sharding.use_mesh(sharding.single_device()):
-        theta = router.InitTheta(tf.constant([1, 2]))
-        x = tf.cast(tf.random.stateless_normal([1, 5, 4], [1, 2]), tf.bfloat16)
-        r = router.FProp(theta, x, tf.zeros([1, 5]), 2)
-        logits = tf.einsum("GSM,ME->GSE", tf.cast(x, tf.float32), theta.wg)
-    assert r.gate.dtype == tf.float32
-    np.testing.assert_array_equal(r.expert_index[..., 0], tf.argmax(logits, -1))
-
-
 def test_gating_weights_are_replicated_unless_asked_otherwise():
     split = {"E": "expert"}
     assert _router(3, weight_split=split).VariableSpecs().wg.split == (None, None)

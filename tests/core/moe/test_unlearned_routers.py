@@ -10,11 +10,8 @@ import pytest
 import tensorflow as tf
 from router_testing import SEED, check, route, router
 
-from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.unlearned import spread
-from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import single_device, use_mesh
 
 RNG = np.random.default_rng(0)
 
@@ -105,31 +102,3 @@ def test_random_in_inference_is_decided_by_the_token():
     routing = route(layer, np.zeros((1, 6, 2)), np.zeros((1, 6)), None, context={"ids": ids})
     index = routing.expert_index.numpy()[0].tolist()
     assert index == [[1, 3], [1, 2], [1, 0], [1, 3], [2, 3], [1, 2]]
-
-
-@pytest.mark.parametrize("name", ["hash", "lsh", "random"])
-def test_no_gradient_but_through_the_experts(name):
-    """The layer's gradient is that of the chosen experts with weight 1/k; there are no weights."""
-    M, H, E, B, T = 4, 5, 4, 2, 3
-    p = MoELayer.Params().Set(name="moe", model_dim=M, hidden_dim=H, num_experts=E, num_groups=1)
-    p.SetFromText("router", name)
-    p.router.k = 2
-    if name == "hash":
-        p.router.vocab_size = 20
-    layer = p.Instantiate()
-    x = tf.constant(RNG.normal(size=(B, T, M)), tf.float32)
-    context = NestedMap(ids=tf.constant(RNG.integers(0, 20, (B, T)), tf.int32))
-    with use_mesh(single_device()), tf.GradientTape(persistent=True) as tape:
-        theta = layer.InitTheta(make_seed(1, 0))
-        tape.watch(x)
-        y, _ = layer.FProp(theta, x, tf.zeros([B, T]), context=context)
-        index = layer.router.FProp(
-            NestedMap(), x, tf.zeros([B, T]), None, context=context
-        ).expert_index
-        wi, wo = (tf.gather(w, index) for w in (theta.experts.wi, theta.experts.wo))
-        hidden = tf.nn.relu(tf.einsum("BTM,BTKMH->BTKH", x, wi))
-        want = tf.einsum("BTKH,BTKHM->BTM", hidden, wo) * 0.5
-        loss, want_loss = tf.reduce_sum(y * y), tf.reduce_sum(want * want)
-    assert theta.router == NestedMap()
-    np.testing.assert_allclose(y, want, atol=1e-6)
-    np.testing.assert_allclose(tape.gradient(loss, x), tape.gradient(want_loss, x), atol=1e-5)

@@ -45,6 +45,13 @@ def _normals(seed, shape, count):
     return [rng.normal(size=shape).astype(np.float32) for _ in range(count)]
 
 
+def _updated(optimizer, one, weight, grads):
+    """The weight and the slots of a variable after an update by each of some gradients."""
+    given = [NestedMap(w=tf.constant(grad)) for grad in grads]
+    theta, slots, _ = run(optimizer, NestedMap(w=one), NestedMap(w=tf.constant(weight)), given)
+    return theta.w, slots.w
+
+
 @pytest.mark.parametrize(
     ("shape", "factored", "params"),
     [
@@ -59,15 +66,9 @@ def _normals(seed, shape, count):
     ],
 )
 def test_equals_numpy(shape, factored, params):
-    optimizer = _optimizer(**params)
     weight, *grads = _normals(1, shape, 5)
-    theta, slots, _ = run(
-        optimizer,
-        NestedMap(w=spec(shape)),
-        NestedMap(w=tf.constant(weight)),
-        [NestedMap(w=tf.constant(g)) for g in grads],
-    )
-    assert sorted(slots.w) == (["col", "row"] if factored else ["full"])
+    found, slots = _updated(_optimizer(**params), spec(shape), weight, grads)
+    assert sorted(slots) == (["col", "row"] if factored else ["full"])
     want = _reference(
         weight,
         grads,
@@ -76,38 +77,28 @@ def test_equals_numpy(shape, factored, params):
         beta2=params.get("beta2", 0.99),
         scale=params.get("multiply_by_parameter_scale", True),
     )
-    np.testing.assert_allclose(theta.w, want, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-6)
 
 
 def test_heads_are_factored_one_by_one():
     """A query MNK is factored over its two large dimensions, M and K."""
     weight, grad = _normals(4, (6, 3, 5), 2)
     grad[:, 1] *= 100
-    theta, slots, _ = run(
-        _optimizer(clip_threshold=0.0),
-        NestedMap(w=spec((6, 3, 5), "MNK")),
-        NestedMap(w=tf.constant(weight)),
-        [NestedMap(w=tf.constant(grad))],
-    )
-    assert slots.w.row.shape == (6, 3)
-    assert slots.w.col.shape == (3, 5)
+    optimizer = _optimizer(clip_threshold=0.0)
+    found, slots = _updated(optimizer, spec((6, 3, 5), "MNK"), weight, [grad])
+    assert (slots.row.shape, slots.col.shape) == ((6, 3), (3, 5))
     size = np.sqrt((weight**2).mean())
     for n in range(3):
         alone = _reference(weight[:, n], [grad[:, n]], True, clip=0, scale=False, rate=RATE * size)
-        np.testing.assert_allclose(theta.w[:, n], alone, rtol=3e-5)
+        np.testing.assert_allclose(found[:, n], alone, rtol=3e-5)
 
 
 def test_an_expert_without_tokens_stays_as_it_is():
     weight, grad = _normals(3, (2, 4, 6), 2)
     grad[0] = 0
-    theta, _, _ = run(
-        _optimizer(),
-        NestedMap(w=spec((2, 4, 6))),
-        NestedMap(w=tf.constant(weight)),
-        [NestedMap(w=tf.constant(grad))] * 3,
-    )
-    np.testing.assert_array_equal(theta.w[0], weight[0])
-    assert np.all(np.isfinite(theta.w[1])) and np.all(theta.w[1] != weight[1])
+    found, _ = _updated(_optimizer(), spec((2, 4, 6)), weight, [grad] * 3)
+    np.testing.assert_array_equal(found[0], weight[0])
+    assert np.all(np.isfinite(found[1])) and np.all(found[1] != weight[1])
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 6)])
@@ -117,12 +108,7 @@ def test_stacked_layers_learn_as_separate_ones(shape):
     for g in grads:
         g[1] *= 50  # a layer with large gradients must not clip its neighbours
     one = spec(shape)
-    stacked, slots, _ = run(
-        _optimizer(),
-        NestedMap(w=one.Stacked(layers)),
-        NestedMap(w=tf.constant(weight)),
-        [NestedMap(w=tf.constant(g)) for g in grads],
-    )
+    stacked, slots = _updated(_optimizer(), one.Stacked(layers), weight, grads)
     names = [f"w{i}" for i in range(layers)]
     separate, separate_slots, _ = run(
         _optimizer(),
@@ -131,9 +117,9 @@ def test_stacked_layers_learn_as_separate_ones(shape):
         [NestedMap({n: tf.constant(g[i]) for i, n in enumerate(names)}) for g in grads],
     )
     for i, n in enumerate(names):
-        np.testing.assert_allclose(stacked.w[i], separate[n], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(stacked[i], separate[n], rtol=1e-6, atol=1e-7)
         for slot, value in separate_slots[n].items():
-            np.testing.assert_allclose(slots.w[slot][i], value, rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(slots[slot][i], value, rtol=1e-6, atol=1e-7)
 
 
 def test_a_stack_is_not_a_matrix():
@@ -155,22 +141,13 @@ def test_slots_are_float32_and_cut_as_their_variable():
 
 
 def test_bfloat16_weights():
-    weight, *grads = _normals(5, (4, 6), 3)
-    weight = tf.cast(weight, tf.bfloat16)
-    theta, slots, _ = run(
-        _optimizer(),
-        NestedMap(w=spec((4, 6), dtype="bfloat16")),
-        NestedMap(w=weight),
-        [NestedMap(w=tf.cast(g, tf.bfloat16)) for g in grads[:1]],
-    )
-    assert theta.w.dtype == tf.bfloat16
+    weight, grad = (tf.cast(x, tf.bfloat16) for x in _normals(5, (4, 6), 2))
+    found, slots = _updated(_optimizer(), spec((4, 6), dtype="bfloat16"), weight, [grad])
+    assert found.dtype == tf.bfloat16
     assert {s.dtype for s in slots.Flatten()} == {tf.float32}
-    exact = _reference(
-        tf.cast(weight, tf.float32).numpy(),
-        [tf.cast(tf.cast(grads[0], tf.bfloat16), tf.float32).numpy()],
-        True,
-    )
-    np.testing.assert_allclose(tf.cast(theta.w, tf.float32), exact, rtol=1e-2)
+    wide = [tf.cast(x, tf.float32).numpy() for x in (weight, grad)]
+    exact = _reference(wide[0], wide[1:], True)
+    np.testing.assert_allclose(tf.cast(found, tf.float32), exact, rtol=1e-2)
 
 
 def test_metrics_and_sparse_gradients():

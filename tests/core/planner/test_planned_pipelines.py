@@ -113,10 +113,6 @@ def _name(phase):
         ("a/jit(call)/call_tensorflow/m4/pipeline.backward/while_1", ("m4", "backward")),
         ("call_tensorflow/gradient_tape/m4/x/pipeline.backward/while", ("m4/x", "backward")),
         (
-            "jit(f)/while/body/closed_call/m/pipeline.weight_gradients/while",
-            ("m", "weight_gradients"),
-        ),
-        (
             "jit(f)/micro_batches/while/body/m/pipeline.forward_backward/while",
             ("m", "forward_backward"),
         ),

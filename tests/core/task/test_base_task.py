@@ -71,20 +71,6 @@ def built():
     return _built("pjrt", 8)
 
 
-def test_training_lowers_the_loss_and_counts_steps(built):
-    engine, init, step = built
-    state = init(np.int32(1))
-    errors = []
-    for i in range(40):
-        state, metrics = step(state, _batch(i))
-        errors.append(engine.Get(metrics).error)
-    metrics, state = engine.Get(metrics), engine.Get(state)
-    assert np.mean(errors[-10:]) < 0.7 * np.mean(errors[:10])
-    assert (state.step, state.skipped) == (40, 0)
-    assert {"loss", "grad_norm", "learning_rate", "skipped"} <= set(metrics)
-    assert metrics.grad_norm > 0 and metrics.learning_rate > 0
-
-
 @pytest.mark.parametrize("scale", [np.nan, 3e38])
 def test_steps_that_are_not_finite_change_nothing(built, scale):
     """With 3e38 the loss is finite, but the gradient's norm overflows."""

@@ -7,7 +7,7 @@ from gram import gram
 
 from lingvo_moe.core.engine.aot import aot, aot_tpu
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.collectives import count_collectives, parse_collectives
+from lingvo_moe.core.engine.collectives import parse_collectives
 
 # As libtpu words it once it has placed all buffers.
 PLACED = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. \
@@ -53,18 +53,6 @@ def test_no_topology_or_no_number_of_slices(name):
         aot.devices_of(name)
 
 
-def test_compiling_for_two_slices(capfd):
-    result = aot.compile_for_topology(gram(1024), "v5p:2x2x1*2")
-    assert "num_partitions=4" in result.hlo_text  # of one slice
-    assert '_xla_megascale_transfer_type="ALL_GATHER"' in result.hlo_text
-    # Gathered between slices, then inside.
-    assert count_collectives(result.hlo_text) == {"all-gather": 2}
-    # As in one slice of eight.
-    assert result.memory["arguments"] == 1024 // 8 * 512 * 4
-    assert result.memory["outputs"] == 1024 * 1024 * 4
-    assert capfd.readouterr().err == ""
-
-
 def test_compiling(capfd):
     result = aot.compile_for_topology(gram(1024), "v3:2x2")
     assert "is_scheduled=true" in result.hlo_text
@@ -79,11 +67,6 @@ def test_compiling(capfd):
     assert 0 < result.compile_seconds < 120
     assert result.host_peak_bytes > 2**26
     assert capfd.readouterr().err == ""
-
-
-def test_a_mesh_that_is_no_slice():
-    with pytest.raises(EngineError, match="mesh expert:4, of 4 devices, but v3:2x2 has 8"):
-        aot.compile_for_topology(gram(1024, devices=4), "v3:2x2")
 
 
 def test_a_program_that_does_not_fit():

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.engine.lowering.lowering import AUTO, LoweringError, lower
 from lingvo_moe.core.engine.lowering.specs import SpecError, TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
@@ -103,17 +103,6 @@ def test_a_step_is_traced_once():
     for _ in range(3):
         compiled(np.zeros(8, np.float32))
     assert len(calls) == 1
-
-
-def test_contracting_a_cut_dimension_is_one_all_reduce():
-    def fn(a, b):
-        return sharding.replicate(tf.matmul(sharding.split(a, 1, 8), sharding.split(b, 0, 8)))
-
-    a, b = np.random.RandomState(0).randn(2, 16, 16).astype(np.float32)
-    got, collectives = run_sharded(fn, [a, b], MESH, [(None, "expert"), ("expert", None)])
-    np.testing.assert_allclose(got, a @ b, atol=1e-5)
-    assert collectives == {"all-reduce": 1}
-    np.testing.assert_allclose(run_single(fn, [a, b], MESH), a @ b, atol=1e-5)
 
 
 def test_bfloat16_and_bool_cross_the_border():

@@ -35,17 +35,6 @@ def program():
     return _lower()
 
 
-def test_what_a_program_carries(program):
-    signature = program.signature
-    assert [s.name for s in signature.args] == ["state.w", "batch.x"]
-    assert [s.name for s in signature.results] == ["result[0].w", "result[1].total"]
-    assert signature.results[0].split == ("expert", None)
-    assert signature.donated == (0,)
-    assert program.mesh == MESH
-    assert "func.func public @main" in program.Text()
-    assert "loc(" not in program.Text()
-
-
 def test_a_saved_program_is_the_same_program(program, tmp_path):
     path = str(tmp_path / "programs" / "step.program")
     program.Save(path)

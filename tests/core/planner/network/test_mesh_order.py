@@ -2,8 +2,6 @@
 
 import pytest
 import tensorflow as tf
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
@@ -54,24 +52,6 @@ def test_axes_of_a_permute():
     ring = tuple((8 * i + j, 8 * ((i + 1) % 4) + j) for i in range(4) for j in range(8))
     assert mesh_order.axes_of(ring, MESH) == ("data",)
     assert mesh_order.axes_of((), MESH) == ()
-
-
-def test_orders_begin_with_the_mesh_itself_and_leave_single_devices_alone():
-    mesh = Mesh.parse("a:2,one:1,b:3,c:4")
-    found = list(mesh_order.orders(mesh))
-    assert found[0] == mesh
-    assert len(found) == len(set(found)) == 6
-    assert all(other.axis_names[1] == "one" and other.size == 24 for other in found)
-
-
-@given(st.permutations(["a", "b", "c"]), st.sampled_from([("a",), ("b", "c"), ("a", "c")]))
-def test_renumbered_groups_run_along_the_same_axes(order, axes):
-    mesh = Mesh(("a", "b", "c"), (2, 3, 4))
-    other = Mesh(tuple(order), tuple(mesh.axis_size(axis) for axis in order))
-    found = mesh_order.renumbered(_groups(mesh, *axes), mesh, other)
-    assert {frozenset(group) for group in found} == {
-        frozenset(group) for group in _groups(other, *axes)
-    }
 
 
 def test_a_plan_has_bytes_by_axis():

@@ -53,15 +53,6 @@ def test_four_slices_take_two_steps_each_way():
 
 
 @given(st.sampled_from(COLLECTIVES), NAMES, st.integers(0, 2**36))
-def test_inside_a_slice_the_others_do_not_matter(kind, name, num_bytes):
-    several, one = Topology.parse(name), Topology.parse(name.partition("*")[0])
-    count = several.slice_devices
-    alone = interconnect.seconds(kind, num_bytes, count, one)
-    assert interconnect.seconds(kind, num_bytes, count, several) == alone
-    assert _seconds(kind, num_bytes, Spread(1, count), several) == alone
-
-
-@given(st.sampled_from(COLLECTIVES), NAMES, st.integers(0, 2**36))
 def test_crossing_slices_is_never_faster_than_the_hosts_interfaces(kind, name, num_bytes):
     """Each slice must receive what it lacks over the interfaces of its hosts."""
     topology = Topology.parse(name)
