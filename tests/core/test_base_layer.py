@@ -87,14 +87,6 @@ def test_initial_values_depend_on_seed_and_path_alone():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-def test_layers_of_a_stack_start_as_different_layers():
-    spec = _tree().VariableSpecs().one.wi.Stacked(3)
-    value = spec.Init(randomness.make_seed(0, 0)).numpy()
-    assert value.shape == (3, 2, 4, 4)
-    assert not np.array_equal(value[0], value[1])
-    np.testing.assert_allclose(value.std(), 0.5 * 0.88, rtol=0.3)
-
-
 def test_a_constant_of_a_stack_draws_nothing():
     """Most values of a state are slots that begin at zero; each traced draw takes a hundred operations."""
     spec = _tree().VariableSpecs().one.b.Stacked(3)

@@ -51,18 +51,6 @@ def test_stacked_seeds_give_what_each_gives_alone():
         np.testing.assert_array_equal(together[i], randomness.bits(alone, [4, 5]))
 
 
-def test_moments():
-    seed = randomness.make_seed(3, 7)
-    u = randomness.uniform(seed, [500, 400]).numpy()
-    assert u.min() >= 0 and u.max() < 1
-    np.testing.assert_allclose([u.mean(), u.var()], [1 / 2, 1 / 12], atol=2e-3)
-    n = randomness.normal(seed, [500, 400]).numpy()
-    np.testing.assert_allclose([n.mean(), n.std()], [0, 1], atol=5e-3)
-    t = randomness.truncated_normal(seed, [500, 400]).numpy()
-    assert np.abs(t).max() <= 2
-    np.testing.assert_allclose([t.mean(), t.std()], [0, 0.8796], atol=5e-3)
-
-
 def test_the_order_and_the_number_of_names_matter():
     base = randomness.make_seed(3, 5)
 

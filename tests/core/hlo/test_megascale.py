@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_kind, collective_use
+from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_use
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 
@@ -84,17 +84,3 @@ def test_other_sends_are_no_collectives():
 def test_unreadable_transfers(arguments, message):
     with pytest.raises(HloError, match=message):
         _use(*arguments)
-
-
-def test_only_the_send_of_a_transfer_counts():
-    transfer = 'frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}'
-    module = parse_module(f"""HloModule m
-
-ENTRY %main (x: f32[16,8]) -> f32[16,8] {{
-  %after-all = token[] after-all()
-  %recv = (f32[16,8]{{1,0}}, u32[], token[]) recv(%after-all), channel_id=4, {transfer}
-  %recv-done = (f32[16,8]{{1,0}}, token[]) recv-done(%recv), channel_id=4, {transfer}
-  ROOT %y = f32[16,8]{{1,0}} get-tuple-element(%recv-done), index=0
-}}
-""")
-    assert not any(map(collective_kind, module.entry.instructions))

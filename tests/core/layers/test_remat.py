@@ -14,7 +14,7 @@ from layer_testing import init, normal, self_aux, set_dropout, single, stack_par
 from lingvo_moe.core import kernels, tensors
 from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
-from lingvo_moe.core.layers import kept, scan
+from lingvo_moe.core.layers import kept
 from lingvo_moe.core.randomness import make_seed
 
 B, T = 4, 6
@@ -116,26 +116,6 @@ def _marks(path):
                 yield node.args[1].value
             if node.args and getattr(node.args[0], "attr", "") == "Keep":  # functools.partial
                 yield next(k.value.value for k in node.keywords if k.arg == "name")
-
-
-def test_inference_keeps_nothing(monkeypatch):
-    layer, _ = _run(kept.PRODUCTS)
-    aux = self_aux(np.ones([B, T], int), np.tile(np.arange(T), (B, 1)), causal=True)
-    args = _args(layer)
-
-    def collected(seed):
-        found = []
-
-        def collecting(names):
-            found.append(tuple(names))
-            return tensors.collecting(names)
-
-        monkeypatch.setattr(scan, "collecting", collecting)
-        single(layer.FProp, *args, aux, seed=seed)
-        return found
-
-    assert collected(make_seed(1, 2)) == [kept.PRODUCTS]
-    assert collected(None) == [()]
 
 
 def test_the_names_are_those_of_the_marks():

@@ -13,7 +13,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers.repeat import Chunk, Repeat
+from lingvo_moe.core.layers.repeat import Repeat
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh
@@ -94,26 +94,6 @@ def test_scanned_equals_unrolled(seed, compiled):
     assert len(scanned.grads) == 3
     assert_same(scanned, unrolled)
     assert scanned.rest[1].aux.shape == [3]
-
-
-@pytest.mark.parametrize("unroll", [False, True])
-def test_repetitions_beyond_the_count_change_nothing_even_with_nan(unroll):
-    theta, x, shared = init(_layer()), normal(0, 2, 3, 4), _shared()
-
-    def run(count, theta):
-        def fn(theta, x, shared):
-            y, extras = _layer(unroll).FProp(theta, x, shared, chunk=Chunk(count=count))
-            return wave(y) + tf.reduce_sum(extras.aux), extras.aux
-
-        return single(with_gradients(fn), theta, x, shared)
-
-    want = run(None, theta.Transform(lambda w: w[:2]))
-    found = run(tf.constant(2), theta.Transform(lambda w: tf.concat([w[:2], w[2:] * np.nan], 0)))
-    assert_same(found.loss, want.loss)
-    assert_same(found.rest, tf.concat([want.rest, [0.0]], 0))
-    (_, of_w, *of_others), (_, want_of_w, *want_of_others) = found.grads, want.grads
-    assert_same(of_w, tf.pad(want_of_w, [[0, 1], [0, 0], [0, 0], [0, 0]]))
-    assert_same(of_others, want_of_others)
 
 
 def test_each_repetition_starts_and_draws_by_itself():

@@ -7,45 +7,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import WeightParams
-from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.model import MtModel
 
 M = 6
 RATE = 0.05
-
-
-class Count(BaseTask):
-    """A trained weight, a count of steps that the task returns, and a constant that it does not."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        for name, trainable in (("w", True), ("count", False), ("constant", False)):
-            weight = WeightParams((2,), "M", WeightInit.Constant(3.0), trainable=trainable)
-            self.CreateVariable(name, weight)
-
-    def FProp(self, theta, batch, seed=None):
-        loss = tf.reduce_sum(tf.square(theta.w) * theta.constant)
-        updates = NestedMap(task=NestedMap({batch: theta.count + 1}))
-        return loss, NestedMap(loss=loss, updates=updates)
-
-
-def test_any_task_may_have_state_that_is_not_trained():
-    task = Count.Params().Set(name="task", clip_gradient_norm=1.0).Instantiate()
-    with use_mesh(single_device()):
-        state = task.InitState(tf.constant(1))
-        state, metrics = task.TrainStep(state, "count")
-        np.testing.assert_array_equal(state.theta.count, [4, 4])
-        np.testing.assert_array_equal(state.theta.constant, [3, 3])
-        assert (state.theta.w.numpy() < 3).all()
-        assert [path for path, _ in state.slots.FlattenItems()] == ["w.full"]
-        np.testing.assert_allclose(metrics.grad_norm, 18 * np.sqrt(2), 1e-6)  # of w alone
-        with pytest.raises(ValueError, match=r"task\.w: an update of what is not a variable"):
-            task.TrainStep(state, "w")
 
 
 def test_the_translation_model_passes_it_on():

@@ -52,30 +52,6 @@ def _scaled(tokens: tf.Tensor | Rows, factors: list[float]) -> tf.Tensor | Rows:
     return tokens * factor_E[:, None, None, None]
 
 
-@pytest.mark.parametrize("name", ["einsum", "index"])
-@pytest.mark.parametrize("capacity", [1, 4])
-def test_each_slot_holds_its_token(name, capacity):
-    want, routing, x = _case(capacity)
-    expected = np.zeros((E, G, capacity, M), np.float32)
-    for g, s, k in np.ndindex(G, S, 2):
-        if want["kept"][g, s, k]:
-            expected[want["index"][g, s, k], g, want["position"][g, s, k]] = x[g, s]
-    with sharding.use_mesh(sharding.single_device()):
-        np.testing.assert_allclose(_dispatcher(name).Dispatch(routing, tf.constant(x)), expected)
-
-
-def test_masked_shows_all_tokens_to_all_experts():
-    want, routing, x = _case(2)
-    expected = np.zeros((E, G, S, M), np.float32)
-    for g, s, k in np.ndindex(G, S, 2):
-        if want["kept"][g, s, k]:
-            expected[want["index"][g, s, k], g, s] = x[g, s]
-    with sharding.use_mesh(sharding.single_device()):
-        np.testing.assert_allclose(
-            _dispatcher("masked").Dispatch(routing, tf.constant(x)), expected
-        )
-
-
 @pytest.mark.parametrize("capacity", [2, None])
 def test_dropless_has_a_row_for_each_kept_choice_by_expert_and_token(capacity):
     want, routing, x = _case(capacity)

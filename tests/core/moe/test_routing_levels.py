@@ -10,7 +10,6 @@ import tensorflow as tf
 from router_testing import SEED, check, route, router
 
 from lingvo_moe.core.moe.layer import MoELayer
-from lingvo_moe.core.moe.routers.base import sentence_means
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -25,14 +24,6 @@ def _layer(level: str, num_groups: int = 0, **router_params) -> MoELayer:
     )
     p.router.Set(level=level, second_expert_policy="all", **router_params)
     return p.Instantiate()
-
-
-def test_sentence_means_by_hand():
-    """Two sentences and a padding that contains a sentence number of the first."""
-    x = np.array([[[1.0], [3.0], [10.0], [20.0], [60.0], [7.0]]], np.float32)
-    segments, paddings = [[1, 1, 2, 2, 2, 1]], np.array([[0, 0, 0, 0, 0, 1]], np.float32)
-    means = sentence_means(x, tf.constant(segments), paddings)
-    np.testing.assert_allclose(means[0, :, 0], [2, 2, 30, 30, 30, 0])
 
 
 def test_a_sentence_has_one_choice_and_packed_sentences_their_own():

@@ -14,7 +14,7 @@ from lingvo_moe.core.optimizers.adam import AdamW
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer
 from lingvo_moe.core.pipeline.layers import PipeliningLayer, SeqLayer
-from lingvo_moe.core.pipeline.packing import Boundary, by_path, from_paths
+from lingvo_moe.core.pipeline.packing import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh
 
 SEED = np.array([1, 2], np.int32)
@@ -121,36 +121,3 @@ def test_optimizers_update_packed_weights_as_they_do_others(plain, pipelined, op
     packed = [from_paths(packed_specs, by_path(specs, tree)) for tree in (theta, grads)]
     found = update(packed_specs, *packed)
     assert_same(found, want, 1e-6, floor=0.1)
-
-
-@pytest.mark.parametrize("batch_dim, devices", [(0, 1), (1, 2)])
-def test_a_batch_is_packed_in_micro_batches_and_back(batch_dim, devices):
-    rows, num = 12, 3
-    rng = np.random.RandomState(0)
-    shape = [rows, 4] if batch_dim == 0 else [4, rows]
-    tree = (
-        NestedMap(x=tf.constant(rng.randn(*shape, 2), tf.float32), none=None),
-        tf.constant(rng.randint(0, 9, shape)),
-        tf.constant(rng.rand(*shape) > 0.5),
-    )
-
-    def part(x):
-        return tf.gather(x, range(0, rows, num), axis=batch_dim)
-
-    def spec(x):
-        return tf.TensorSpec(part(x).shape, x.dtype)
-
-    specs = (NestedMap(x=spec(tree[0].x), none=None), spec(tree[1]), spec(tree[2]))
-    boundary = Boundary(specs, batch_dim, devices)
-    packed = boundary.PackBatch(tree, num, devices)
-    assert sorted(packed) == ["bool", "float32", "int64"]
-    assert packed["float32"].shape == [num, devices, 32 // devices]
-    back = boundary.UnpackBatch(packed, num, devices)
-    assert back[0].none is None
-    for found, want in zip((back[0].x, *back[1:]), (tree[0].x, *tree[1:])):
-        np.testing.assert_array_equal(found, want)
-    first = boundary.Unpack({name: x[0] for name, x in packed.items()})
-    np.testing.assert_array_equal(first[1], part(tree[1]))
-    wider = {name: tf.zeros([devices, x.shape[2] + 5], x.dtype) for name, x in packed.items()}
-    again = boundary.Unpack(boundary.Pack(first, wider))
-    np.testing.assert_array_equal(again[0].x, part(tree[0].x))

@@ -23,7 +23,7 @@ from lingvo_moe.core.strategies.candidate import (
     candidates,
 )
 from lingvo_moe.core.strategies.estimates import Correction
-from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
+from lingvo_moe.core.strategies.layout import layouts, letter_sizes
 from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import WorkloadError, read_workload
@@ -154,15 +154,6 @@ def test_a_stage_gathers_all_its_weights_at_a_time():
             parts = _estimator().Of(Candidate(layout, "weights"))
             share = parts.least / copies.least
             assert share > 0.9 if layout.stages > 1 else share < 0.4
-
-
-def test_tokens_move_to_experts_on_other_devices_alone():
-    apart = _estimator().Of(Candidate(_layout("expert:128")))
-    here = Layout(apart_mesh := _layout("data:128").mesh, (("B", "data"), ("G", "data")), ())
-    together = _estimator().Of(Candidate(here))
-    assert apart_mesh.size == 128
-    # Without experts on other devices, their gradients are summed over all of them instead.
-    assert together.state > 10 * apart.state
 
 
 def test_ten_thousand_candidates_have_different_parameters():

@@ -46,12 +46,6 @@ def test_what_cannot_be_asked(arguments, message, machine):
         interconnect.seconds(*arguments, machine)
 
 
-def test_only_a_cluster_has_nodes():
-    groups = ((0, 1), (2, 3))
-    assert interconnect.spread(groups, Topology.parse("v3:2x2")) is None
-    assert interconnect.spread(groups, Cluster.parse("h100:2x2")) == interconnect.Spread(1, 2)
-
-
 @pytest.mark.parametrize(
     "name, parts",
     [
