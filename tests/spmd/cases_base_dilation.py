@@ -42,14 +42,6 @@ class Window:
         reach = (self.kernel - 1) * self.window + 1
         return ((self.size - 1) * self.base + 1 + self.low + self.high - reach) // self.stride + 1
 
-    @property
-    def figure_13(self) -> int:
-        """Returns which of the figure's cases this is."""
-        per_part = -(-self.results // self.parts)
-        if self.stride * per_part % self.base == 0:
-            return 1
-        return 2 if self.stride == 1 else 3
-
     def __str__(self) -> str:
         return (
             f"{self.size}o{self.parts}_k{self.kernel}_s{self.stride}_p{self.low},{self.high}"
@@ -123,9 +115,9 @@ def _conv(
     return y
 
 
-def _case(window: Window, forward: dict[str, int], gradient: dict[str, int], **rest) -> Case:
+def _case(number: int, window: Window, forward: dict[str, int], gradient: dict[str, int]) -> Case:
     return Case(
-        f"figure_13_case_{window.figure_13}_{window}",
+        f"figure_13_case_{number}_{window}",
         dilated_conv(window),
         (floats(2, window.size, 3), floats(window.kernel, 3, 2)),
         mesh=f"d:{window.parts}",
@@ -133,30 +125,22 @@ def _case(window: Window, forward: dict[str, int], gradient: dict[str, int], **r
         backward=gradient,
         whole=True,
         reference=by_hand(window),
-        **rest,
     )
 
 
-def _permuted(forward: int, gradient: int) -> tuple[dict[str, int], dict[str, int]]:
+def _permuted(count: int) -> tuple[dict[str, int], dict[str, int]]:
     # The kernel's gradient has both a dilated base and a dilated window: XLA gathers its two operands.
-    gathers = {"all-gather": 2}
-    return (
-        {"collective-permute": forward} if forward else {},
-        {"collective-permute": gradient, **gathers} if gradient else gathers,
-    )
+    return {"collective-permute": count}, {"collective-permute": count, "all-gather": 2}
 
 
 FIGURE_13 = [
     # Case 1, stride * per_shard_window_count divisible by dilation: every part begins in the same hole.
-    _case(Window(8, 4, 3, 1, 1, 2, base=2), *_permuted(1, 1)),
-    _case(Window(8, 4, 3, 2, 1, 1, base=3), *_permuted(0, 0)),
-    _case(Window(16, 4, 5, 2, 2, 3, base=4), *_permuted(1, 1)),
+    _case(1, Window(8, 4, 3, 1, 1, 2, base=2), *_permuted(1)),
+    _case(1, Window(16, 4, 5, 2, 2, 3, base=4), *_permuted(1)),
     # Case 2, stride 1 and not divisible: the largest low padding for all, and a slice of the results.
-    _case(Window(8, 4, 3, 1, 0, 0, base=3), *_permuted(2, 2)),
-    _case(Window(6, 4, 4, 1, 2, 2, base=2), *_permuted(1, 2)),
+    _case(2, Window(8, 4, 3, 1, 0, 0, base=3), *_permuted(2)),
     # Case 3, neither. Differs: the paper pads the window; XLA gathers the input.
-    _case(Window(12, 4, 3, 2, 0, 0, base=3), {"all-gather": 1}, {"all-gather": 2}),
-    _case(Window(10, 2, 4, 3, 2, 0, base=2), {"all-gather": 1}, {"all-gather": 2}),
+    _case(3, Window(12, 4, 3, 2, 0, 0, base=3), {"all-gather": 1}, {"all-gather": 2}),
 ]
 
 
@@ -192,10 +176,6 @@ def _transposed_case(size, mesh, stride, kernel, padding, permutes) -> Case:
 
 TRANSPOSED = [
     _transposed_case(8, "d:4", 2, 3, "SAME", 1),
-    _transposed_case(8, "d:8", 2, 2, "SAME", 0),
-    _transposed_case(8, "d:4", 2, 4, "VALID", 2),
-    _transposed_case(8, "d:4", 3, 3, "SAME", 0),
-    _transposed_case(7, "d:4", 3, 5, "SAME", 2),
     _transposed_case(15, "d:4", 2, 3, "SAME", 1),
     Case(
         "transposed_rows_and_columns",
@@ -258,8 +238,6 @@ def _sweep(number: int, windows: list[Window]) -> Case:
     )
 
 
-SWEEP = [
-    _sweep(i, _random_windows(parts, 14)[7 * i : 7 * i + 7]) for parts in (2, 4, 8) for i in (0, 1)
-]
+SWEEP = [_sweep(i, _random_windows(parts, 14)[7 * i : 7 * i + 7]) for parts, i in ((4, 0), (8, 1))]
 
 CASES = [*FIGURE_13, *TRANSPOSED, *SWEEP]

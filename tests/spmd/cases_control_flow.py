@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 from spmd_case import Case, floats
-from tensorflow.compiler.tf2xla.python import xla
 
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.sharding.annotate import split
@@ -51,34 +50,9 @@ def annotated_state(x):
     return repeat(5, lambda i, x: (split(tf.tanh(x) * 1.1 + 0.1, 0, 8),), split(x, 0, 8))
 
 
-def inferred_state(x):
-    return repeat(5, lambda i, x: (tf.tanh(x) * 1.1 + 0.1,), split(x, 0, 8))
-
-
 def contracting(x, w):
     w = split(w, 0, 8)
     return repeat(3, lambda i, x: (tf.tanh(split(x, 1, 8) @ w),), x)
-
-
-def uneven_reduction(x):
-    return repeat(
-        3, lambda i, x: (x - tf.reduce_mean(tf.exp(x), 0, keepdims=True),), split(x, 0, 8)
-    )
-
-
-def runtime_bound(x, n):
-    return tf.while_loop(
-        lambda i, x: i < n,
-        lambda i, x: (i + 1, tf.reduce_sum(x, 0, keepdims=True) * 0.01 + x),
-        (tf.constant(0), split(x, 0, 8)),
-    )[1]
-
-
-def reducing_condition(x):
-    start = (split(x, 0, 8),)
-    return tf.while_loop(
-        lambda x: tf.reduce_sum(x * x) > 1, lambda x: (split(x * 0.7, 0, 8),), start
-    )
 
 
 def nested(x, w):
@@ -90,48 +64,14 @@ def nested(x, w):
     return repeat(2, body, x)
 
 
-def tensor_array(x):
-    x = split(x, 0, 8)
-    rows, times, columns = x.shape
-    out = tf.TensorArray(x.dtype, times, element_shape=[rows, columns])
-
-    def body(i, carry, out):
-        carry = tf.tanh(carry + x[:, i])
-        return carry, out.write(i, carry)
-
-    carry, out = repeat(times, body, tf.zeros_like(x[:, 0]), out)
-    return out.stack(), carry
-
-
-def scan(dimension):
-    return lambda x: tf.scan(lambda carry, e: 0.5 * carry + e, split(x, dimension, 8))
-
-
-def mapped(dimension, operator):
-    return lambda x, w: operator(lambda e: tf.tanh(e @ w), split(x, dimension, 8))
-
-
-def branch_in_loop(x):
-    def body(i, x):
-        mean = lambda: x + tf.reduce_mean(x, 0, keepdims=True)  # noqa: E731
-        return (tf.cond(i % 2 > 0, mean, lambda: tf.tanh(x)),)
-
-    return repeat(4, body, split(x, 0, 8))
+def mapped(operator):
+    return lambda x, w: operator(lambda e: tf.tanh(e @ w), split(x, 0, 8))
 
 
 LOOPS = [
     Case(
         "annotated_state",
         annotated_state,
-        (floats(16, 4),),
-        splits=[ROWS],
-        forward={},
-        backward={},
-        inspect=has("while"),
-    ),
-    Case(
-        "inferred_state",
-        inferred_state,
         (floats(16, 4),),
         splits=[ROWS],
         forward={},
@@ -150,33 +90,6 @@ LOOPS = [
         several_processes=True,
     ),
     Case(
-        "uneven_reduction",
-        uneven_reduction,
-        (floats(15, 4),),
-        whole=True,
-        forward={"all-reduce": 1},
-        backward={"all-reduce": 2},
-        inspect=within("all-reduce", "while"),
-    ),
-    Case(
-        "runtime_bound",
-        runtime_bound,
-        (floats(16, 4), np.array(3, np.int32)),
-        splits=[ROWS, None],
-        forward={"all-reduce": 1},
-        gradients=(),
-        inspect=within("all-reduce", "while"),
-    ),
-    # A sum over all parts decides the number of iterations, so that all devices agree.
-    Case(
-        "reducing_condition",
-        reducing_condition,
-        (floats(16, 4),),
-        splits=[ROWS],
-        forward={"all-reduce": 1},
-        gradients=(),
-    ),
-    Case(
         "nested_loops",
         nested,
         (floats(4, 16), floats(16, 16)),
@@ -186,35 +99,8 @@ LOOPS = [
         backward={"all-gather": 1, "all-reduce": 1},
     ),
     Case(
-        "tensor_array",
-        tensor_array,
-        (floats(16, 4, 3),),
-        splits=[("d", None, None)],
-        forward={},
-        backward={},
-    ),
-    Case("scan", scan(1), (floats(5, 16),), splits=[(None, "d")], forward={}, backward={}),
-    # A loop over the dimension that is sharded: its element is on one device each time. XLA gathers the
-    # whole once; a vectorised map is what stays local.
-    Case(
-        "scan_along_cut",
-        scan(0),
-        (floats(16, 5),),
-        splits=[ROWS],
-        forward={"all-gather": 1, "all-reduce": 1},
-        backward={},
-    ),
-    Case(
-        "map",
-        mapped(1, tf.map_fn),
-        (floats(4, 16, 3), floats(3, 5)),
-        splits=[(None, "d", None), None],
-        forward={},
-        backward={"all-reduce": 1},
-    ),
-    Case(
         "map_along_cut",
-        mapped(0, tf.map_fn),
+        mapped(tf.map_fn),
         (floats(8, 6, 3), floats(3, 5)),
         splits=[("d", None, None), None],
         forward={"all-gather": 1},
@@ -222,20 +108,11 @@ LOOPS = [
     ),
     Case(
         "vectorized_map_along_cut",
-        mapped(0, tf.vectorized_map),
+        mapped(tf.vectorized_map),
         (floats(8, 6, 3), floats(3, 5)),
         splits=[("d", None, None), None],
         forward={},
         backward={"all-reduce": 1},
-    ),
-    Case(
-        "branch_in_loop",
-        branch_in_loop,
-        (floats(16, 4),),
-        splits=[ROWS],
-        forward={"all-reduce": 1},
-        backward={"all-reduce": 2},
-        inspect=within("all-reduce", "cond"),
     ),
 ]
 
@@ -259,52 +136,31 @@ def recut_within(x, p):
     )
 
 
-def reducing_predicate(x):
-    x = split(x, 0, 8)
-    return tf.cond(
-        tf.reduce_sum(x) > 0,
-        lambda: tf.reduce_sum(x @ tf.transpose(x), 1),
-        lambda: tf.reduce_max(x, 1),
-    )
-
-
-def switch(x, i):
-    x = split(x, 0, 8)
-    branches = [lambda: tf.reduce_sum(x, 1), lambda: tf.reduce_max(x, 1), lambda: x[:, 0]]
-    return tf.switch_case(i, branches)
-
-
 def _number(n: int) -> np.ndarray:
     return np.array(n, np.int32)
 
 
 CONDITIONALS = [
-    *[
-        Case(
-            f"branch_{p}_of_products",
-            products,
-            (floats(16, 8), floats(8, 8), _number(p)),
-            splits=[ROWS, None, None],
-            forward={},
-            backward={"all-reduce": 2},
-            inspect=has("conditional"),
-        )
-        for p in (0, 1)
-    ],
+    Case(
+        "branch_0_of_products",
+        products,
+        (floats(16, 8), floats(8, 8), _number(0)),
+        splits=[ROWS, None, None],
+        forward={},
+        backward={"all-reduce": 2},
+        inspect=has("conditional"),
+    ),
     # Both branches are in the program, each with its collective; one of them runs.
-    *[
-        Case(
-            f"branch_{p}_of_reductions",
-            reductions,
-            (floats(16, 8), _number(p)),
-            splits=[ROWS, None],
-            forward={"all-reduce": 2},
-            backward={"all-reduce": 3},
-            inspect=has("conditional"),
-            several_processes=p == 1,
-        )
-        for p in (0, 1)
-    ],
+    Case(
+        "branch_1_of_reductions",
+        reductions,
+        (floats(16, 8), _number(1)),
+        splits=[ROWS, None],
+        forward={"all-reduce": 2},
+        backward={"all-reduce": 3},
+        inspect=has("conditional"),
+        several_processes=True,
+    ),
     Case(
         "recut_within_a_branch",
         recut_within,
@@ -313,26 +169,6 @@ CONDITIONALS = [
         forward={"all-to-all": 2},
         backward={"all-to-all": 4},
     ),
-    Case(
-        "reducing_predicate",
-        reducing_predicate,
-        (floats(16, 8),),
-        splits=[ROWS],
-        forward={"all-gather": 1, "all-reduce": 1},
-        backward={"all-gather": 2, "all-reduce": 2},
-    ),
-    *[
-        Case(
-            f"switch_{i}",
-            switch,
-            (floats(16, 8), _number(i)),
-            splits=[ROWS, None],
-            forward={},
-            backward={},
-            inspect=has("conditional"),
-        )
-        for i in (0, 1, 2)
-    ],
 ]
 
 
@@ -340,23 +176,8 @@ def slice_columns(x, i):
     return tf.slice(split(x, 0, 8), [0, i], [16, 3])
 
 
-def slice_rows(x, i):
-    return tf.slice(split(x, 0, 8), [i, 0], [5, 4])
-
-
-def one_row(x, i):
-    return split(x, 0, 8)[i]
-
-
 def update_rows(x, rows, at):
     return split(tf.tensor_scatter_nd_update(split(x, 0, 8), at[:, None], rows), 0, 8)
-
-
-def update_slice(x, rows, i):
-    x = split(x, 0, 8)
-    y = xla.dynamic_update_slice(x, rows, tf.stack([i, 0]))
-    y.set_shape(x.shape)
-    return split(y, 0, 8)
 
 
 SLICES = [
@@ -368,27 +189,6 @@ SLICES = [
         forward={},
         backward={},
     ),
-    # Differs: where a slice begins is known when the program runs, so a halo cannot be; XLA gathers
-    # the tensor.
-    *[
-        Case(
-            f"slice_along_cut_from_{i}",
-            slice_rows,
-            (floats(16, 4), _number(i)),
-            splits=[ROWS, None],
-            forward={"all-gather": 1},
-            backward={},
-        )
-        for i in (0, 6, 11)
-    ],
-    Case(
-        "row_along_cut",
-        one_row,
-        (floats(16, 4), _number(6)),
-        splits=[ROWS, None],
-        forward={"all-gather": 1},
-        backward={},
-    ),
     Case(
         "update_rows",
         update_rows,
@@ -398,17 +198,6 @@ SLICES = [
         backward={"all-reduce": 1},
         several_processes=True,
     ),
-    # Differs: a slice may be written across parts, and XLA gathers what it is written into; the rows
-    # given one by one, as above, stay where they are.
-    Case(
-        "update_slice",
-        update_slice,
-        (floats(16, 4), floats(3, 4), _number(6)),
-        splits=[ROWS, None, None],
-        forward={"all-gather": 1},
-        gradients=(),
-        jit_reference=True,
-    ),
 ]
 
 
@@ -417,23 +206,11 @@ def layer(x, w):
     return tf.tanh(x @ w)
 
 
-def function_twice(x, w):
-    return layer(layer(split(x, 0, 8), w), w)
-
-
 def function_cut_two_ways(x, w):
     return split(layer(split(x, 0, 8), w), 0, 8), split(layer(split(x, 1, 8), w), 1, 8)
 
 
 FUNCTIONS = [
-    Case(
-        "function_twice",
-        function_twice,
-        (floats(16, 8), floats(8, 8)),
-        splits=[ROWS, None],
-        forward={},
-        backward={"all-reduce": 1},
-    ),
     # Each call is sharded as its operands are. The second product is contracted along the sharding, and XLA
     # makes its operand whole instead of summing parts of the result and cutting that.
     Case(

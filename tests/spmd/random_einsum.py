@@ -1,4 +1,4 @@
-"""Random annotated expressions: einsums, and short chains of them with what else reshapes and sums.
+"""Random annotated expressions: einsums, and short chains of them.
 
 An expression is data whose repr is Python, so that one that fails can be pasted into a test. Several
 independent ones make a Group, which is compiled as one program: that is what a few hundred cost.
@@ -10,7 +10,7 @@ import math
 import random
 import string
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -88,58 +88,14 @@ class Einsum:
 
 
 @dataclass(frozen=True)
-class Elementwise:
-    name: str
-
+class Shift:
     def __call__(self, x: tf.Tensor) -> tf.Tensor:
-        return ELEMENTWISE[self.name](x)
-
-
-@dataclass(frozen=True)
-class Reduce:
-    name: str
-    dim: int
-
-    def __call__(self, x: tf.Tensor) -> tf.Tensor:
-        return REDUCTIONS[self.name](x, self.dim)
-
-
-@dataclass(frozen=True)
-class Transpose:
-    order: tuple[int, ...]
-
-    def __call__(self, x: tf.Tensor) -> tf.Tensor:
-        return tf.transpose(x, self.order)
-
-
-@dataclass(frozen=True)
-class Reshape:
-    shape: Shape
-
-    def __call__(self, x: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(x, self.shape)
-
-
-ELEMENTWISE = {
-    "relu": tf.nn.relu,
-    "tanh": tf.tanh,
-    "square": lambda x: 0.5 * x * x,
-    "shift": lambda x: x + 1.0,
-}
-# No gradients of max and min: they ask which element equals the result, and a compiler that computes
-# both again may round one of them otherwise, on one device as on many.
-REDUCTIONS = {
-    "sum": tf.reduce_sum,
-    "mean": tf.reduce_mean,
-    "logsumexp": tf.reduce_logsumexp,
-    "max": lambda x, dim: tf.reduce_max(tf.stop_gradient(x), dim),
-    "min": lambda x, dim: tf.reduce_min(tf.stop_gradient(x), dim),
-}
+        return x + 1.0
 
 
 @dataclass(frozen=True)
 class Step:
-    op: Einsum | Elementwise | Reduce | Transpose | Reshape
+    op: Einsum | Shift
     cut: Cut = None
 
 
@@ -219,37 +175,8 @@ class Group:
             rest = rest[count:]
 
 
-def simpler(whole: Expression) -> Iterator[Expression]:
-    """Yields expressions with one part removed, to find the smallest that still fails."""
-    for count in range(1, len(whole.steps)):
-        taken = 1 + sum(s.op.further for s in whole.steps[:count] if isinstance(s.op, Einsum))
-        yield Expression(whole.operands[:taken], whole.steps[:count])
-    for i, operand in enumerate(whole.operands):
-        less = [replace(operand, cut=cut) for cut in _simpler_cuts(operand.cut)]
-        if operand.arrives is not None:
-            less.append(replace(operand, arrives=None))
-        for other in less:
-            yield replace(whole, operands=_with(whole.operands, i, other))
-    for i, step in enumerate(whole.steps):
-        for cut in _simpler_cuts(step.cut):
-            yield replace(whole, steps=_with(whole.steps, i, replace(step, cut=cut)))
-
-
 def _with(items: tuple, index: int, item: Any) -> tuple:
     return (*items[:index], item, *items[index + 1 :])
-
-
-def _simpler_cuts(cut: Cut) -> Iterator[Cut]:
-    if cut is not None:
-        yield None
-    if isinstance(cut, Shard) and cut.devices != tuple(range(len(cut.devices))):
-        yield replace(cut, devices=tuple(range(len(cut.devices))))
-    if isinstance(cut, MeshSplit):
-        if cut.device_ids:
-            yield replace(cut, device_ids=())
-        for dim, axis in enumerate(cut.mapping):
-            if axis is not None:
-                yield replace(cut, mapping=_with(cut.mapping, dim, None))
 
 
 # Drawing. Kept small: a program's cost is compiling it, whatever the sizes.
@@ -268,7 +195,7 @@ def random_group(seed: int, count: int) -> Group:
 
 
 def expression(rng: random.Random, devices: int) -> Expression:
-    """An einsum of one to three operands, then up to three steps; sharded in one of three manners.
+    """An einsum of one to three operands, then up to two more; sharded in one of three manners.
 
     'rows': tensors are sharded along one dimension each, any tensor along any, or not at all. 'grid': one
     tensor is sharded along several. 'letters': one einsum, whose letters have mesh axes of their own, and
@@ -281,9 +208,9 @@ def expression(rng: random.Random, devices: int) -> Expression:
     manner = rng.choice(("rows", "rows", "grid", "letters"))
     equation, shapes, shape, terms = _draw_einsum(rng, rng.randint(1, 3), None)
     ops: list[tuple[Any, Shape]] = [(Einsum(equation, terms), shape)]
-    for _ in range(0 if manner == "letters" else rng.randint(0, 3)):
-        op, shape, more = _draw_op(rng, shape)
-        ops.append((op, shape))
+    while manner != "letters" and shape and len(ops) < 3 and rng.random() < 0.5:
+        later, more, shape, terms = _draw_einsum(rng, rng.randint(1, 2), shape)
+        ops.append((Einsum(later, terms), shape))
         shapes += more
     tensors = shapes + [s for _, s in ops]
     if manner == "rows":
@@ -337,39 +264,6 @@ def _draw_einsum(
     equation = ",".join(terms) + "->" + _ELLIPSIS * bool(dots) + "".join(result)
     added = math.prod(n for c, n in sizes.items() if c not in result)
     return equation, shapes[1:] if first else shapes, shape, added
-
-
-def _draw_op(rng: random.Random, shape: Shape) -> tuple[Any, Shape, list[Shape]]:
-    """(operation, shape of its result, shapes of further operands) to follow a value of this shape."""
-    kinds = ["elementwise"]
-    if shape:
-        kinds += ["reshape", "transpose", "reduce", "einsum", "einsum"]
-    kind = rng.choice(kinds)
-    dim = rng.randint(0, len(shape) - 1) if shape else 0
-    if kind == "einsum":
-        equation, more, result, terms = _draw_einsum(rng, rng.randint(1, 2), shape)
-        return Einsum(equation, terms), result, more
-    if kind == "reduce":
-        name = rng.choice(sorted(REDUCTIONS))
-        return Reduce(name, dim), shape[:dim] + shape[dim + 1 :], []
-    if kind == "transpose":
-        order = tuple(_shuffled(rng, range(len(shape))))
-        return Transpose(order), tuple(shape[d] for d in order), []
-    if kind == "reshape":
-        result = rng.choice(_reshapes(shape))
-        return Reshape(result), result, []
-    return Elementwise(rng.choice(sorted(ELEMENTWISE))), shape, []
-
-
-def _reshapes(shape: Shape) -> list[Shape]:
-    """Reshapes: joins neighbours, splits a dimension, or joins all."""
-    found = [(math.prod(shape),)]
-    for d, n in enumerate(shape):
-        if d + 1 < len(shape):
-            found.append((*shape[:d], n * shape[d + 1], *shape[d + 2 :]))
-        if len(shape) < _MOST_RANK:
-            found += [(*shape[:d], k, n // k, *shape[d + 1 :]) for k in (2, 3, 4) if n % k == 0]
-    return sorted(set(found))
 
 
 def _draw_cut(rng: random.Random, shape: Shape, devices: int) -> Cut:

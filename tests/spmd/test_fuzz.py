@@ -1,7 +1,7 @@
 """Random annotated expressions over random meshes are the same functions as on one device.
 
 A case is one expression with annotations of its own; a few of them share a program. Continuous builds
-run the same 150 every time, of which 120 are sharded; `make fuzz` runs as many others as it is asked for.
+run the same 150 every time; `make fuzz` runs as many others as it is asked for.
 """
 
 import os
@@ -10,24 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import random_einsum
 import tensorflow as tf
 from random_einsum import (
     Einsum,
-    Elementwise,
     Expression,
     Group,
     MeshSplit,
     Operand,
-    Reduce,
     Replicate,
-    Reshape,
     Shard,
+    Shift,
     Split,
     Step,
-    Transpose,
     random_group,
-    simpler,
 )
 
 from lingvo_moe.core.engine.eager.testing import run_sharded
@@ -85,26 +80,16 @@ def _off(
 
 
 def check(group: Group) -> None:
-    """Raises AssertionError that names each expression that differs, and a smallest one that still does."""
+    """Raises AssertionError that names each expression that differs."""
     found = mismatches(group)
     lines = []
     for number, how in found.items():
         alone = Group(group.devices, (group.expressions[number],))
         if mismatches(alone):
-            least = shrunk(alone)
-            lines.append(f"{mismatches(least)[0]}: {least!r}\n  from {alone.expressions[0]!r}")
+            lines.append(f"{how}: {alone!r}")
         else:
             lines.append(f"{how}, though not alone: expression {number} of {group!r}")
     assert not found, "sharded differs from unsharded:\n" + "\n".join(lines)
-
-
-def shrunk(group: Group) -> Group:
-    """The simplest expression, derived from one that differs, that still does."""
-    for less in simpler(group.expressions[0]):
-        smaller = Group(group.devices, (less,))
-        if mismatches(smaller):
-            return shrunk(smaller)
-    return group
 
 
 @pytest.mark.slow  # in all
@@ -113,60 +98,18 @@ def test_random_expressions(number):
     check(random_group(SEED + number, PER_PROGRAM))
 
 
-def test_the_cases_differ_and_cover_what_they_are_drawn_from():
+def test_the_cases_differ_and_most_are_sharded():
     drawn = [random_group(number, PER_PROGRAM) for number in range(30)]
     cases = [(g.devices, e) for g in drawn for e in g.expressions]
     assert len(set(cases)) == len(cases) == 150
     assert {devices for devices, _ in cases} == set(range(1, 9))
-    # The others are for one device, or have no annotation that shards anything.
-    assert sum(devices > 1 and _is_cut(e) for devices, e in cases) >= 120
-    steps = [s for _, e in cases for s in e.steps]
-    cuts = [x.cut for _, e in cases for x in (*e.operands, *e.steps)]
-    assert {type(s.op) for s in steps} == {Einsum, Elementwise, Reduce, Transpose, Reshape}
-    assert {type(c) for c in cuts} == {Replicate, Split, MeshSplit, Shard, type(None)}
-    assert {len(e.operands) for _, e in cases} >= {1, 2, 3}
-    uneven = [
-        c
-        for _, e in cases
-        for o in e.operands
-        if isinstance(c := o.cut, Split) and o.shape[c.dim] % c.parts
-    ]
-    assert len(uneven) >= 6
-
-
-def _is_cut(e: Expression) -> bool:
-    cuts = [x.cut for x in (*e.operands, *e.steps)]
-    return (
-        any(o.arrives is not None for o in e.operands)
-        or any(isinstance(c, Split) and c.parts > 1 for c in cuts)
-        or any(isinstance(c, MeshSplit) and any(c.mapping) for c in cuts)
-        or any(isinstance(c, Shard) and max(c.parts, default=1) > 1 for c in cuts)
+    cuts = [[x.cut for x in (*e.operands, *e.steps)] for _, e in cases]
+    assert {type(c) for found in cuts for c in found} == {
+        *(Replicate, Split, MeshSplit, Shard, type(None))
+    }
+    assert (
+        sum(any(isinstance(c, Split | MeshSplit | Shard) for c in found) for found in cuts) >= 120
     )
-
-
-def test_a_difference_is_found_named_and_made_small(monkeypatch):
-    """The reference of sums is changed as if a partial sum were missing."""
-    cut = MeshSplit("x:2,y:2", (2, 3, 0, 1), ("x", "y"))
-    chain = Expression(
-        (Operand((4, 6), cut), Operand((6, 8), Split(0, 4), 1)),
-        (
-            Step(Einsum("ab,bc->ac", 6), Replicate()),
-            Step(Reduce("sum", 0)),
-            Step(Elementwise("tanh")),
-        ),
-    )
-    fine = Expression((Operand((4, 6), cut),), (Step(Einsum("ab->a", 6)),))
-    check(Group(4, (fine, chain)))
-    right = random_einsum.REDUCTIONS["sum"]
-    spoilt = lambda x, dim: right(x[1:] if x.dtype == tf.float64 else x, dim)  # noqa: E731
-    monkeypatch.setitem(random_einsum.REDUCTIONS, "sum", spoilt)
-    with pytest.raises(AssertionError) as error:
-        check(Group(4, (fine, chain)))
-    least = Expression(
-        (Operand((4, 6)), Operand((6, 8))), (Step(Einsum("ab,bc->ac", 6)), Step(Reduce("sum", 0)))
-    )
-    assert f"scale: {Group(4, (least,))!r}" in str(error.value)
-    assert "ab->a" not in str(error.value)
 
 
 def _grid(mapping: tuple) -> MeshSplit:
@@ -260,11 +203,7 @@ def test_pattern_that_xla_partitions_wrongly(pattern):
 def test_cutting_the_result_as_the_operands_first_helps():
     (wrong,) = KNOWN["a batch dimension sharded finer in the result"].expressions
     first = Step(wrong.steps[0].op, _grid(("data",)))
-    check(
-        Group(
-            8, (Expression(wrong.operands, (first, Step(Elementwise("shift"), _grid(("model",))))),)
-        )
-    )
+    check(Group(8, (Expression(wrong.operands, (first, Step(Shift(), _grid(("model",))))),)))
 
 
 def test_cutting_the_operands_alike_helps():

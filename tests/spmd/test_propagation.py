@@ -8,6 +8,7 @@ Letters: G group, S token in group, E expert, C capacity slot, M model, H hidden
 import numpy as np
 import pytest
 import tensorflow as tf
+from spmd_case import floats
 
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.engine.collectives import parse_collectives
@@ -145,14 +146,7 @@ def test_the_annotated_layer_moves_slots_and_sums_the_gating_gradient(full):
 
 
 def test_the_papers_three_annotations_do_not_suffice(layer, full, bare):
-    """They give the right numbers, but other communication than the paper's figure 4a.
-
-    XLA takes the sharding along E of the dispatched tokens back through the einsum that makes them: every
-    device gathers all tokens and its experts' part of the mask, and nothing is left to be sent
-    all-to-all. The combining einsum then contracts over E, as its operand is sharded, and the parts are
-    added up: the whole of the tokens in an all-reduce. In the paper's compiler the einsum takes the sharding
-    of its operands, and is resharded after.
-    """
+    """XLA takes the sharding along E back through the dispatch einsum: it gathers tokens and sums their whole."""
     forward, backward = compare(layer, full, THREE)
     tokens = 4 * G * S * M
     assert forward is not None and backward is not None
@@ -166,10 +160,6 @@ FIVE = (*THREE, *TWO_MORE)
 
 
 def test_five_annotations_suffice(layer, full, bare):
-    """Beside the paper's three: the dispatch einsum is sharded along G, where it is computed, before it is
-    sharded along E; and the experts' outputs along G, before they are combined. Then XLA finds all the
-    rest, backward too.
-    """
     assert compare(layer, full, FIVE) == [None, None]
 
 
@@ -183,9 +173,7 @@ def test_neither_of_the_two_can_be_spared(layer, full, bare, left_out):
 
 
 def test_weights_that_lie_nowhere_take_a_sixth(layer, full, bare):
-    """If arguments come whole to every device, nothing says that weights are sharded along E. XLA then
-    brings the hidden layer to G instead of the outputs, three times as wide here, unless the outputs
-    are sharded along E first."""
+    """XLA brings the hidden layer to G instead of the outputs, unless the outputs are sharded along E first."""
     args, _, programs = full
     whole = (args, [None] * 4, programs)
     forward, backward = compare(layer, whole, FIVE)
@@ -201,35 +189,26 @@ def _kinds(fn, *args):
     return found
 
 
-def _floats(*shape):
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
-
-
 def test_from_an_operand_to_its_users():
-    """One annotation on the first operand: everything after it is computed on 16 / D rows."""
-
     def fn(x, w):
         return tf.tanh(split(x, 0, D) @ w) + tf.reduce_mean(x)
 
-    found = _kinds(fn, _floats(16, 32), _floats(32, 48))
+    found = _kinds(fn, floats(16, 32), floats(32, 48))
     assert dict(found) == {}
     assert "f32[2,48]" in found.hlo and "f32[16,48]" not in found.hlo
 
 
 def test_from_a_result_to_its_operands():
-    """One annotation on the result: everything before it is computed on 16 / D rows."""
-
     def fn(x, w):
         return split(tf.tanh(tf.tanh(x * 2.0) @ w), 0, D)
 
-    found = _kinds(fn, _floats(16, 32), _floats(32, 48))
+    found = _kinds(fn, floats(16, 32), floats(32, 48))
     assert dict(found) == {}
     assert "f32[2,32]" in found.hlo and "f32[2,48]" in found.hlo and "f32[16,48]" not in found.hlo
 
 
 def test_into_the_backward_pass():
-    """One annotation, forward: gradients of activations are sharded as these are, that of the weight is
-    summed over devices."""
+    """Gradients of activations are sharded as these are, that of the weight is summed over devices."""
 
     def fn(x, w):
         with tf.GradientTape() as tape:
@@ -237,21 +216,19 @@ def test_into_the_backward_pass():
             loss = tf.reduce_sum(tf.tanh(split(x, 0, D) @ w) ** 2)
         return tape.gradient(loss, [x, w])
 
-    found = _kinds(fn, _floats(16, 32), _floats(32, 48))
+    found = _kinds(fn, floats(16, 32), floats(32, 48))
     sent = [(c.kind, c.num_bytes) for c in parse_collectives(found.hlo)]
     assert sent == [("all-reduce", 4 * 32 * 48)]
     assert "f32[16,48]" not in found.hlo
 
 
 def test_neighbours_are_cut_alike():
-    """A sum of a tensor that is sharded and one that is not, and what becomes of both, is sharded as the first:
-    the other loses what a device does not need, and nothing is sent."""
 
     def fn(x, y):
         y = tf.tanh(y)
         return tf.exp(split(x, 1, D) + y), y * 2.0
 
-    found = _kinds(fn, _floats(16, 32), _floats(16, 32))
+    found = _kinds(fn, floats(16, 32), floats(16, 32))
     assert dict(found) == {}
     assert "f32[16,4]" in found.hlo and not [
         line for line in found.hlo.splitlines() if "f32[16,32]" in line and "tanh(" in line
@@ -265,5 +242,5 @@ def test_two_cuts_that_disagree_are_recut_once():
         x = tf.exp(tf.tanh(split(x, 0, D)) * 2.0)
         return split(tf.sin(x + 1.0), 1, D)
 
-    found = _kinds(fn, _floats(16, 32))
+    found = _kinds(fn, floats(16, 32))
     assert dict(found) == {"all-to-all": 1}

@@ -25,13 +25,9 @@ def _on_one_device(shape):
 @pytest.mark.parametrize(
     ("mesh", "mapping", "shape"),
     [
-        ("d:1", ("d", None), (16, 24)),
-        ("d:2", ("d", None), (16, 24)),
         ("d:4", (None, "d"), (16, 24)),
         ("d:8", (None, None), (16, 24)),
         ("d:8", ("d", None), (15, 24)),
-        ("y:2,x:4", ("x", "y"), (16, 24)),
-        ("y:2,x:4", (None, "x"), (15, 24)),
         ("z:2,y:2,x:2", (("x", "z"), "y"), (16, 24)),
     ],
 )

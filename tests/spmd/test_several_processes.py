@@ -1,8 +1,7 @@
-"""The core of the suite over several processes: two of four devices, and four of two.
+"""The core of the suite over two processes of four devices.
 
 Every case of the `cases_*` modules that says `several_processes`, and whose mesh has the eight devices
-of all processes, runs in two; three of them run in four, of which each traces and compiles all that it runs. A case
-that fails is named; the others run on.
+of both processes, runs in both. A case that fails is named; the others run on.
 """
 
 import importlib
@@ -23,9 +22,9 @@ _WORKER = """
 import json, sys
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
-address, processes, number, names = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-request_cpu_devices(8 // processes)
-initialize_distributed(address, processes, number)
+address, number, names = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+request_cpu_devices(4)
+initialize_distributed(address, 2, number)
 import_tensorflow()
 import test_several_processes
 test_several_processes.work(json.loads(names))
@@ -65,7 +64,7 @@ def chosen() -> dict:
     return found
 
 
-def _run(processes: int, names: list[str]) -> list[list[dict]]:
+def _run(names: list[str]) -> list[list[dict]]:
     """Returns the lines that each process printed."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -73,13 +72,13 @@ def _run(processes: int, names: list[str]) -> list[list[dict]]:
     path = os.pathsep.join([str(HERE), *sys.path])
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", _WORKER, address, str(processes), str(i), json.dumps(names)],
+            [sys.executable, "-c", _WORKER, address, str(i), json.dumps(names)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        for i in range(processes)
+        for i in range(2)
     ]
     try:
         printed = [worker.communicate(timeout=300) for worker in workers]
@@ -95,15 +94,11 @@ def _run(processes: int, names: list[str]) -> list[list[dict]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_cases(processes):
+def test_cases():
     names = list(chosen())
     assert len(names) >= 16
-    if processes == 4:
-        first = {name.split("::")[0]: name for name in reversed(names)}
-        names = [first[f"cases_{module}"] for module in ("communication", "einsum", "random")]
-    for about, *cases in _run(processes, names):
-        assert about == {"processes": processes, "devices": 8 // processes}
+    for about, *cases in _run(names):
+        assert about == {"processes": 2, "devices": 4}
         assert [case["case"] for case in cases] == names
         problems = [f"{case['case']}: {case['problem']}" for case in cases if case["problem"]]
         assert not problems, "\n".join(problems)

@@ -9,7 +9,7 @@ from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.engine.lowering import lowering
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
-from lingvo_moe.core.sharding import Mesh, ShardingError, shard_letters
+from lingvo_moe.core.sharding import Mesh, ShardingError
 
 MESH = Mesh.parse("data:2,model:4")
 OTHER = Mesh.parse("data:2")
@@ -38,11 +38,6 @@ WRONG = {
         lambda x: xs.split(x, 0, 16),
         r"^split\(x:0, 0, 16\): the number of partitions must divide the 8 devices of mesh data:2,m",
     ),
-    "partitions-do-not-divide-the-devices": (
-        lambda x: xs.split(x, 0, 3),
-        r"^split\(x:0, 0, 3\): the number of partitions must divide the 8 devices",
-    ),
-    "no-partitions": (lambda x: xs.split(x, 0, 0), "must divide the 8 devices"),
     "partitions-no-integer": (
         lambda x: xs.split(x, 0, 2.0),
         r"^split\(x:0, 0, 2\.0\): the number of partitions is an integer$",
@@ -56,21 +51,9 @@ WRONG = {
         lambda x: xs.shard(x, range(8)),
         r"^shard\(x:0, device_assignment of shape \[8\]\): the tensor has 2 dimensions, shape \[16, 4\]",
     ),
-    "assignment-of-too-high-a-rank": (
-        lambda x: xs.shard(x, [[EIGHT]]),
-        r"device_assignment of shape \[1, 1, 1, 8\]\): the tensor has 2 dimensions.* or one more",
-    ),
     "device-twice": (
         lambda x: xs.shard(x, [[0, 1, 2, 3], [4, 5, 6, 6]]),
         r"^shard\(x:0, .* each of 0\.\.7 once \(twice: \[6\]; missing: \[7\]\)$",
-    ),
-    "device-missing": (
-        lambda x: xs.shard(x, [[0, 1, 2, 3]]),
-        r"each of 0\.\.7 once \(missing: \[4, 5, 6, 7\]\)$",
-    ),
-    "device-unknown": (
-        lambda x: xs.shard(x, [[0, 1, 2, 3], [4, 5, 6, 8]]),
-        r"\(unknown: \[8\]; missing: \[7\]\)$",
     ),
     "device-in-two-subgroups": (
         lambda x: xs.shard(x, [[[0, 1, 2, 3]], [[0, 5, 6, 7]]]),
@@ -109,10 +92,6 @@ WRONG = {
         lambda x: xs.mesh_split(x, MESH, ("model", "model")),
         r"^mesh_split\(x:0, .*: mesh axis 'model' shards both dimension 0 and dimension 1; use it once$",
     ),
-    "axis-twice-on-one-dimension": (
-        lambda x: xs.mesh_split(x, MESH, (("model", "model"), None)),
-        "mesh axis 'model' shards both dimension 0 and dimension 0",
-    ),
     "fewer-elements-than-an-axis-has-devices": (
         lambda x: xs.mesh_split(x, MESH, (None, ("data", "model"))),
         r"dimension 1 of shape \[16, 4\] has 4 elements, fewer than the 8 partitions of axis \('data'",
@@ -125,18 +104,10 @@ WRONG = {
         lambda x: xs.mesh_split(x, np.arange(8), (0, None)),
         r"^mesh_split\(x:0, .*: the mesh is a ndarray; give a sharding\.Mesh$",
     ),
-    "letters-of-another-rank": (
-        lambda x: shard_letters(x, "BTM", {"B": "data"}),
-        r"^mesh_split\(x:0, .*: a mapping of 3 dimensions",
-    ),
     # redistribute
     "redistribute-to-an-unknown-axis": (
         lambda x: xs.redistribute(x, ("data", None), (None, "modle")),
         r"^redistribute\(x:0, target=\(None, 'modle'\)\): mesh .* \(did you mean 'model'\?\)$",
-    ),
-    "redistribute-from-a-mapping-of-another-rank": (
-        lambda x: xs.redistribute(x, ("data",), (None, "model")),
-        r"^redistribute\(x:0, source=\('data',\)\): a mapping of 1 dimensions",
     ),
     "redistribute-between-meshes-of-two-sizes": (
         lambda x: xs.redistribute(x, ("data", None), (OTHER, ("data", None))),
@@ -148,10 +119,6 @@ WRONG = {
         ),
         r"^redistribute\(Identity:0, source=\('model', None\)\): but the tensor is annotated "
         r"\(XlaSharding\) with \[2, 1\] parts on devices \[0, 1, 2, 3, 4, 5, 6, 7\]; give its",
-    ),
-    "redistribute-from-pieces-of-what-is-whole": (
-        lambda x: xs.redistribute(xs.replicate(x), ("model", None), (None, None)),
-        r"^redistribute\(XlaSharding:0, .* with \[1, 1\] parts",
     ),
 }
 
@@ -171,21 +138,13 @@ def test_wrong_use_raises_while_it_is_traced(name, monkeypatch):
 @pytest.mark.parametrize(
     "name, annotate",
     {
-        "replicate": xs.replicate,
         "split": lambda x: xs.split(x, 0, 8),
         "shard": lambda x: xs.shard(x, np.arange(8).reshape(8, 1)),
         "mesh_split": lambda x: xs.mesh_split(x, MESH, ("data", None)),
         "redistribute": lambda x: xs.redistribute(x, ("data", None), (None, None)),
     }.items(),
 )
-def test_no_mesh_in_force_and_a_rank_that_is_not_known(name, annotate):
-    with pytest.raises(
-        ShardingError, match=rf"^{name}\(tensor of shape \[16, 4\]\): no mesh is in"
-    ):
-        annotate(tf.zeros([16, 4]))
-    if name == "replicate":  # which needs none
-        return
-
+def test_a_rank_that_is_not_known(name, annotate):
     def traced(x):
         with xs.use_mesh(MESH):
             return annotate(x)

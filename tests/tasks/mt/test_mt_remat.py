@@ -1,4 +1,4 @@
-"""task.remat in the translation model: its choices; tests/spmd/test_index_dispatch.py has what it saves."""
+"""task.remat in the translation model: its choices; tests/spmd/test_dispatch_in_loops.py has what it saves."""
 
 import re
 

@@ -1,0 +1,64 @@
+"""Dispatchers in loops over layers: the numbers of one device; `remat` keeps what would be sent and computed again."""
+
+import pytest
+import tensorflow as tf
+import toy_moe
+from toy_moe import M, assert_close, eagerly
+
+from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.layers import masks
+from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+
+
+def _stack(dispatcher, remat=()) -> TransformerStack:
+    """A loop over two layers of attention and experts, with dropout."""
+    moe = toy_moe.layer(dispatcher=dispatcher, **{"experts.relu_dropout_prob": 0.2}).p.Copy()
+    layer = TransformerLayer.Params().Set(ffn_tpl=moe.Set(weight_split=None, activation_split=None))
+    layer.self_atten_tpl.num_heads = 2
+    p = TransformerStack.Params().Set(name="stack", model_dim=M, num_blocks=2, block=[layer])
+    return p.Set(remat=remat, **toy_moe.SPLITS).Instantiate()
+
+
+def _train(stack: TransformerStack):
+    def train(theta, x):
+        weights = theta.Flatten()
+        ones = tf.ones_like(x[:, :, 0])
+        aux = NestedMap(self_mask=masks.segment_mask(ones, ones), paddings=1 - ones)
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights])
+            y, _ = stack.FProp(theta, x, aux, seed=tf.constant([3, 4]))
+            loss = tf.reduce_sum(y * tf.sin(x))
+        return NestedMap(loss=loss, grads=tape.gradient(loss, [x, *weights]))
+
+    return train
+
+
+def _over_devices(stack: TransformerStack, args: list) -> tuple[NestedMap, int, int]:
+    """Loss and gradients of a stack over four devices; its all-to-alls of rows; its products."""
+    splits = [stack.VariableSpecs(), toy_moe.ROWS]
+    got, collectives = run_sharded(_train(stack), args, Mesh.parse("expert:4"), splits)
+    assert set(collectives) == {"all-to-all", "all-reduce"}
+    found = parse_collectives(collectives.hlo)
+    sent = sum(c.kind == "all-to-all" and c.shapes[0][0] == "f32" for c in found)
+    return got, sent, collectives.hlo.count(" dot(")
+
+
+@pytest.mark.parametrize("dispatcher", ["index", "dropless"])
+def test_rows_that_are_kept_are_neither_sent_nor_computed_again(dispatcher):
+    stack = _stack(dispatcher)
+    _, x, *_ = toy_moe.arguments(toy_moe.layer())[0]
+    with use_mesh(single_device()):
+        args = [stack.InitTheta(make_seed(0, 0)), x]
+    want = eagerly(_train(stack), args)
+    full, sent, products = _over_devices(stack, args)
+    keeping = _stack(dispatcher, ("dispatched", "experts_hidden", "returned"))
+    kept, sent_less, products_less = _over_devices(keeping, args)
+    assert_close(full, want)
+    assert_close(kept, want)
+    # There and back: in the forward pass, in what is computed again, and in the backward pass.
+    assert (sent, sent_less) == (6, 4)
+    assert products - products_less == 2
