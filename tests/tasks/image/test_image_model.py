@@ -1,7 +1,5 @@
 """The image classifier: its size, its metrics, and ResNet with images sharded along their height."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -47,15 +45,6 @@ def test_resnet_50_has_the_known_size():
     )  # 4.1e9 products and as many sums, and the rest
 
 
-def test_the_last_scale_of_a_block_starts_at_zero():
-    network = ResNet.Params().Set(base_channels=4, blocks=[2])
-    theta = ImageClassifier.Params().Set(name="image", network=network).Instantiate()
-    theta = theta.InitTheta(SEED)
-    for block in theta.network.stage_0.stages:
-        assert not np.any(block.expand.norm.scale)
-        assert np.all(block.convolve.norm.scale == 1)
-
-
 def test_metrics_leave_padding_out():
     network = ConvNet.Params().Set(channels=[4])
     task = ImageClassifier.Params().Set(name="image", network=network, num_classes=8).Instantiate()
@@ -67,19 +56,6 @@ def test_metrics_leave_padding_out():
     assert set(want) == {"loss", "nll", "top1", "top5", "images"}
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
-
-
-def test_dropout_is_of_training_alone():
-    network = ConvNet.Params().Set(channels=[4])
-    p = ImageClassifier.Params().Set(name="image", network=network, num_classes=8)
-    theta, batch = p.Instantiate().InitTheta(SEED), _batch(2, size=8)
-    plain, dropped = (p.Copy().Set(dropout=rate).Instantiate() for rate in (0.0, 0.5))
-    loss = [
-        [run_single(partial(task.FProp, seed=seed), [theta, batch])[0] for seed in (None, SEED)]
-        for task in (plain, dropped)
-    ]
-    assert loss[0][0] == loss[1][0]
-    assert loss[0][1] != loss[1][1]
 
 
 def _value_grads_updates(task):

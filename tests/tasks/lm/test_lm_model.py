@@ -11,7 +11,6 @@ from equivalence import assert_same, with_gradients
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.layers.positions import POSITIONS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
@@ -110,44 +109,6 @@ def test_the_loss_is_that_of_a_decoder_in_numpy(theta):
     np.testing.assert_allclose(metrics.accuracy, right[real].mean(), rtol=1e-6)
 
 
-def _decoded(model, theta, batch):
-    """The decoder's output [B,T,M] in inference."""
-
-    def decode(theta, batch):
-        x = model.Embed(theta, "embedding", batch, None)
-        return model.decoder.FProp(theta.decoder, x, model.Aux(batch))[0]
-
-    return run_single(decode, [theta, batch])
-
-
-@pytest.mark.parametrize(
-    "kind, shifted, spread",
-    [("sinusoidal", True, True), ("rotary", False, True), ("none", False, False)],
-)
-def test_positions_count_as_their_kind_says(theta, kind, shifted, spread):
-    """Rotary ones by their distances alone, and none not at all: all 7 later, or twice as far from each other."""
-    model = _model(position=POSITIONS[kind].Params())
-    batch = _batch([[1] * 6])
-    want = _decoded(model, theta, batch)
-    for matters, move in ((shifted, lambda pos: pos + 7), (spread, lambda pos: 2 * pos)):
-        moved = NestedMap(batch, segment_pos=move(batch.segment_pos))
-        difference = np.abs(_decoded(model, theta, moved) - want).max()
-        assert (difference > 1e-2) == matters and (matters or difference < 1e-4)
-
-
-def test_a_token_sees_those_before_it_in_its_own_text(theta):
-    model, batch = _model(), _batch([[1, 1, 1, 2, 2, 2]])
-    before = _decoded(model, theta, batch)
-    for changed in range(6):
-        other = batch.Transform(np.copy)
-        other.ids[0, changed] = 3 + (other.ids[0, changed] - 2) % (V - 3)
-        differs = (np.abs(_decoded(model, theta, other) - before).max(-1) > 1e-6)[0]
-        text = slice(0, 3) if changed < 3 else slice(3, 6)
-        want = np.zeros(6, bool)
-        want[text] = np.arange(6)[text] >= changed
-        assert differs.tolist() == want.tolist()
-
-
 def _constants(*trees):
     return [tree.Transform(tf.constant) for tree in trees]
 
@@ -212,11 +173,3 @@ def test_an_id_without_an_embedding_is_refused():
     message = r"^input.target_vocab_size=301 is more than task.vocab_size=300"
     with pytest.raises(TaskError, match=message):
         LmModel.CheckInput(params.task, params.input)
-
-
-def test_whether_it_recomputes_can_be_left_open():
-    task = registry.GetParams("lm.Tiny", "task.repeat=auto").task
-    forms = LmModel.OpenForms(task)
-    assert forms.num_blocks == {"lm.decoder.blocks": 4}
-    assert (forms.one_block.num_layers, forms.one_block.repeat) == (1, False)
-    assert LmModel.OpenForms(registry.GetParams("lm.Tiny").task) is None

@@ -5,7 +5,6 @@ import pytest
 from trainer_testing import write_corpus
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.tasks.lm.text_input import LmInput
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID
 
@@ -52,17 +51,6 @@ def test_rows_are_the_target_sides_packed(inputs, data_dir):
     assert set(texts) <= english
 
 
-def test_batches_go_on_where_they_stopped(inputs):
-    batches = iter(inputs)
-    for _ in range(3):
-        next(batches)
-    state, want = batches.GetState(), next(batches)
-    again = iter(inputs)
-    again.SetState(state)
-    for (_, got), expected in zip(next(again).FlattenItems(), want.Flatten(), strict=True):
-        np.testing.assert_array_equal(got, expected)
-
-
 def test_held_out_texts_come_once_each(inputs, data_dir):
     lines = [
         line
@@ -96,8 +84,3 @@ def test_a_vocabulary_that_is_too_large_names_the_model_s_parameter(inputs):
     params = inputs.p.Copy().Set(target_vocab_size=20_000)
     with pytest.raises(DataError, match=r"input.target_vocab_size=\d+;task.vocab_size=\d+'"):
         params.Instantiate().Prepare()
-
-
-def test_parameters_of_a_source_row_do_not_exist():
-    for name in ("source_length", "task_ids"):
-        assert name not in LmInput.Params()

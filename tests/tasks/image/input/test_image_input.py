@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lingvo_moe import trainer
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input.base_input import NoHeldOutError
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
@@ -195,7 +194,6 @@ def test_a_tiff_of_12_bits_is_scaled_by_12_bits(tmp_path):
     "shades, message",
     [
         (np.full((2, 2), 70_000, np.int32), "mode I, integers of 32 bits or with a sign"),
-        (np.full((2, 2), 1.5, np.float32), "mode F, floats from 1.5 to 1.5: black must be 0"),
         (np.full((2, 2), np.nan, np.float32), "mode F, floats from nan to nan: black must be 0"),
     ],
 )
@@ -206,13 +204,13 @@ def test_shades_of_an_unknown_range_are_refused(shades, message, tmp_path):
         FolderSplit([path], [0], tmp_path).Read(0, 1)
 
 
-@pytest.mark.parametrize("suffix", [".bmp", ".gif", ".tif", ".tiff", ".webp", ".WEBP"])
-def test_every_format_makes_a_class(suffix, folder):
+def test_every_format_is_read(folder):
     (folder / "train" / "white").mkdir()
-    Image.new("RGB", (9, 9), "white").save(folder / "train" / "white" / f"1{suffix}")
-    classes, train, _ = folder_splits(str(folder), "train", "")
-    assert classes == ["blue", "green", "red", "white"]
-    assert train.Read(len(train) - 1, 3).min() == 255
+    suffixes = (".bmp", ".gif", ".tif", ".tiff", ".webp", ".WEBP")
+    for suffix in suffixes:
+        Image.new("RGB", (9, 9), "white").save(folder / "train" / "white" / f"1{suffix}")
+    _, train, _ = folder_splits(str(folder), "train", "")
+    assert all(train.Read(i, 3).min() == 255 for i in range(len(train) - 6, len(train)))
 
 
 def test_hidden_names_are_no_classes_but_those_of_a_run_that_goes_on(folder):
@@ -251,14 +249,6 @@ def test_a_name_that_is_not_utf8_is_named(name, folder):
     os.rmdir(path)
 
 
-def test_the_images_are_identified_once(folder, monkeypatch):
-    calls, key = [], FolderSplit.Key
-    monkeypatch.setattr(FolderSplit, "Key", lambda split: calls.append(1) or key(split))
-    batches = iter(_input(folder))
-    batches.SetState(batches.GetState())
-    assert batches.GetState()["identity"]["images"] and len(calls) == 1
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -279,14 +269,6 @@ def test_no_images_and_nothing_held_out(folder):
     (folder / "val").rename(folder / "other")
     with pytest.raises(NoHeldOutError, match="no images are held out"):
         next(_input(folder).HeldOut())
-
-
-def test_the_trainer_needs_a_folder(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(folder)  # which would do as --data_dir
-    logdir = tmp_path / "run"
-    assert trainer.main(["--model=image.ResNet50", f"--logdir={logdir}"]) == 2
-    assert "--data_dir is needed to train: a directory of <split>" in capsys.readouterr().err
-    assert not logdir.exists()
 
 
 def test_a_run_goes_on_with_the_classes_that_it_began_with(folder):
