@@ -6,14 +6,12 @@ Letters: R row, M and N the dimensions of a weight.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from numpy.testing import assert_allclose, assert_array_equal
 
-from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.kernels.eight_bit import EightBit
 from lingvo_moe.core.kernels.packed_weights import FloatBlocks, PackAs
 from lingvo_moe.core.nested_map import NestedMap
@@ -84,12 +82,11 @@ def test_a_weight_that_is_no_number_is_not_taken_for_one(bad):
     assert not got[:, 5].any()
 
 
-@pytest.mark.parametrize("kind", [tf.bfloat16, tf.float16])
-def test_results_are_of_the_type_of_the_rows(kind):
-    weight, x_RM = EightBit.Of(_numbers(16, 8), 8), tf.cast(_numbers(3, 16), kind)
+def test_results_are_of_the_type_of_the_rows():
+    weight, x_RM = EightBit.Of(_numbers(16, 8), 8), tf.cast(_numbers(3, 16), tf.bfloat16)
     got = tf.function(weight.Product)(x_RM)
-    assert got.dtype == kind
-    assert_array_equal(got, tf.cast(_product(weight)(tf.cast(x_RM, tf.float32)), kind))
+    assert got.dtype == tf.bfloat16
+    assert_array_equal(got, tf.cast(_product(weight)(tf.cast(x_RM, tf.float32)), tf.bfloat16))
 
 
 def test_sums_do_not_overflow_on_processors_without_instructions_for_them():
@@ -153,29 +150,3 @@ def test_models_in_one_process_have_weights_of_their_own(tmp_path):
     for _ in range(2):
         for model, (want, _) in zip(loaded, saved, strict=True):
             assert_array_equal(model.product(_numbers(3, 4)), want)
-
-
-def _has_avx512() -> bool:
-    about = Path("/proc/cpuinfo")
-    return about.is_file() and "avx512f" in about.read_text()
-
-
-@pytest.mark.skipif(
-    not _has_avx512(), reason="needs a CPU with AVX-512: oneDNN packs no weights elsewhere"
-)
-def test_they_are_packed_once():
-    """After the first product the variable is not read again, which makes products fast."""
-    theta = NestedMap(w=EightBit.Of(_numbers(32, 64), 64))
-    module, x_RM = SavedWeights(theta), _numbers(4, 32)
-    product = tf.function(lambda x_RM: module.Tensors().w.Product(x_RM))
-    want = product(x_RM)
-    (integers,) = (v for v in module.variables if v.dtype == tf.int8)
-    integers.assign(tf.zeros_like(integers))
-    assert_array_equal(product(x_RM), want)
-
-
-def test_where_there_is_no_kernel_it_is_told(monkeypatch):
-    eight_bit.check_supported()
-    monkeypatch.setattr(eight_bit, "_OPERATION", "_NoSuchMatMul")
-    with pytest.raises(ValueError, match=r"x86-64 have; take float32 .*_NoSuchMatMul"):
-        eight_bit.check_supported()

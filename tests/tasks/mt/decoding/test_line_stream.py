@@ -1,6 +1,8 @@
 """Lines in, lines out."""
 
 import io
+import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,6 +91,17 @@ def test_memory_is_bounded_on_a_line_without_end(monkeypatch):
     assert warnings[0].startswith("line 1 is too long")
 
 
+def test_of_a_line_without_end_only_the_start_is_in_memory(monkeypatch):
+    monkeypatch.setattr(line_stream, "MAX_LINE_BYTES", 2**16)
+    parts = iter([b"x" * 2**16] * 500)
+    source = SimpleNamespace(readline=lambda most: next(parts, b""))
+    tracemalloc.start()
+    (line,) = read_lines(source)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert line.is_cut and line.text == b"x" * 2**16 and peak < 4 * 2**16
+
+
 def test_batches_progress_and_warnings():
     _, counts, warnings, notes, echo = stream(b"long\n" * 25 + b"a\n", batch_lines=10)
     assert echo.batches == [10, 10, 6]
@@ -96,20 +109,6 @@ def test_batches_progress_and_warnings():
     assert counts.warned == 25
     assert len(warnings) == line_stream.WARNINGS + 1
     assert "25 lines" in warnings[-1]
-
-
-def test_a_translation_with_line_ends_stays_one_line():
-    class Rude(Echo):
-        def Translate(self, lines):
-            out = super().Translate(lines)
-            out.translations = [["a\nb\u2028c\r\n"]] * len(lines)
-            return out
-
-    sink = io.BytesIO()
-    answer_stream(
-        translation_of(Rude().Translate), io.BytesIO(b"x\ny\n"), sink, 5, print, lambda _: None
-    )
-    assert sink.getvalue() == b"a b c\na b c\n"
 
 
 def test_a_translator_that_loses_lines_is_found_out():

@@ -10,7 +10,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.kernels.packed_weights import PackAs
-from lingvo_moe.core.layers.attention import CrossAttention, MultiHeadAttention
+from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -61,21 +61,3 @@ def test_steps_of_a_beam(kv_heads):
         with kernels.using(tensorflow):
             got = layer.FProp(weights, x, x, mask)
         np.testing.assert_allclose(got, layer.FProp(theta, x, x, mask), atol=1e-5)
-
-
-@pytest.mark.parametrize("cls", [CrossAttention, MultiHeadAttention])
-@pytest.mark.parametrize("kv_heads", [0, 1, 4])
-def test_a_memory(kv_heads, cls):
-    layer, theta = _layer(kv_heads, cls)
-    x, memory, mask = _normal(2, 3, M), _normal(2, 5, M), _mask(2, 1, 5)
-    with use_mesh(single_device()):
-        want = layer.FProp(theta, x, memory, mask)
-        weights = layer.PackWeights(theta, PackAs())
-        with kernels.using(tensorflow):
-            kv = layer.PrecomputeMemory(weights, memory)
-            assert kv.k.shape == (kv_heads or N, 2, 5, K)
-            for got in (
-                layer.AttendMemory(weights, x, kv, mask),
-                layer.FProp(weights, x, memory, mask),
-            ):
-                np.testing.assert_allclose(got, want, atol=1e-5)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import sentencepiece
-import tensorflow as tf
 import toy_translation as toy
 from numpy.testing import assert_array_equal
 
@@ -88,16 +87,6 @@ def short(lines) -> list[str]:
     return [line for line in lines if len(line) < 20 and line.isascii()]
 
 
-def test_rows_and_results(vocab, translator, short):
-    """The number of rows affects speed only; top_k sets how many results are returned."""
-    want = translator.Translate(short)
-    options = replace(translator.options, top_k=1, max_source_length=8, rows=7)
-    got = make(vocab, options).Translate(short)
-    assert [t[0] for t in got.translations] == [t[0] for t in want.translations]
-    np.testing.assert_allclose(got.scores[:, 0], want.scores[:, 0], rtol=1e-5)
-    assert (want.scores[:, 0] >= want.scores[:, 1]).all()
-
-
 @pytest.fixture(scope="module")
 def padded(vocab) -> Translator:
     """A translator with one bucket, longer than necessary."""
@@ -111,29 +100,6 @@ def test_padding_changes_nothing(padded, translator, short):
     assert padded.traces == 1
     assert got.translations == want.translations
     np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
-
-
-def test_blank_lines_are_empty_translations(translator):
-    got = translator.Translate(["", "  ", "\u3000", "\ufeff", "\t", "red"])
-    assert [row[0] for row in got.translations[:5]] == [""] * 5
-    assert_array_equal(got.scores[:5], 0)
-    assert got.scores[5, 0] < 0
-    assert not got.truncated.any()
-    assert translator.Translate([]).translations == []
-
-
-def test_whatever_a_line_holds_it_is_one_line(translator):
-    """Invalid UTF-8 and a thousand lines of random bytes: translations have no line ends and no controls."""
-    rng = np.random.default_rng(0)
-    lines = [bytes(rng.integers(0, 256, rng.integers(0, 40), np.uint8)) for _ in range(300)]
-    got = translator.Translate(lines)
-    assert len(got.translations) == len(lines)
-    for row in got.translations:
-        for text in row:
-            assert len(text.splitlines()) <= 1
-            assert not any(ord(c) < 32 or ord(c) == 127 for c in text)
-            assert text == text.strip()
-    assert any("\ufffd" in text for row in got.translations for text in row)  # bytes do come out
 
 
 def test_long_lines_are_cut_and_reported(translator):
@@ -158,61 +124,10 @@ def test_other_weights_in_the_same_programs(vocab, translator, short):
     assert translator.traces == traces
 
 
-def test_program_sees_the_tokens(vocab):
-    """The encoder gets each line's pieces and EOS, and PAD in segment 0 after it."""
-    seen = []
-
-    class Spy(toy.ToyModel):
-        def Encode(self, theta, src):
-            seen.append(src)
-            return super().Encode(theta, src)
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=vocab)
-    size = processor.vocab_size()
-    spy = Spy(size, size)
-    translator = Translator(spy, spy.InitTheta(), NestedMap(source=vocab, target=vocab), OPTIONS)
-    ids = processor.encode("red house")
-    program = translator._search(8)
-    tf.config.run_functions_eagerly(True)
-    try:
-        padded = tf.constant([ids + [2] + [9] * (7 - len(ids))] * 4)
-        program(padded, tf.constant([len(ids) + 1, 0, 1, 0]))
-    finally:
-        tf.config.run_functions_eagerly(False)
-    (src,) = seen
-    n = len(ids) + 1
-    assert_array_equal(src.ids[0], ids + [2] + [0] * (8 - n))
-    assert_array_equal(src.segment_ids[0], [1] * n + [0] * (8 - n))
-    assert_array_equal(src.segment_pos[0], list(range(n)) + [0] * (8 - n))
-    assert not src.segment_ids[1].numpy().any()
-
-
-def test_translations_are_in_the_target_vocabulary(vocab, short):
-    """Another target vocabulary gives another text: it detokenises the ids."""
-    words = ["eins zwei drei vier acht neun zehn elf"] * 20
-    target = toy.train_vocab(words, 290)
-    sizes = [
-        sentencepiece.SentencePieceProcessor(model_proto=v).vocab_size() for v in (vocab, target)
-    ]
-    model = toy.ToyModel(*sizes)
-    got = Translator(
-        model, model.InitTheta(), NestedMap(source=vocab, target=target), TENSORFLOW
-    ).Translate(short)
-    text = " ".join(row[0] for row in got.translations)
-    assert "z" in text
-    assert "b" not in text.replace("\ufffd", "")
-
-
 def test_vocabulary_larger_than_the_model(vocab):
     model = toy.ToyModel(10, 1000)
     with pytest.raises(ValueError, match=r"source vocabulary has \d+ pieces, .* is 10"):
         Translator(model, model.InitTheta(), NestedMap(source=vocab, target=vocab))
-
-
-@pytest.mark.parametrize("name", ["beam_size", "top_k", "max_source_length", "max_length", "rows"])
-def test_options_that_make_no_sense(name):
-    with pytest.raises(ValueError, match=name):
-        TranslateOptions(**{name: 0})
 
 
 def test_buckets():

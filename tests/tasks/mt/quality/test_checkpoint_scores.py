@@ -9,12 +9,9 @@ import toy_translation as toy
 
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.engine.loop.summaries import read_metrics
-from lingvo_moe.tasks.mt.quality.checkpoint_scores import CheckpointScorer
 from lingvo_moe.tasks.mt.quality.held_out_loss import held_out_loss
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.task import MtTask
 from tools import evaluate
 
 _LINES = {"aa": 12, "bb": 8, "cc": 4}
@@ -57,8 +54,3 @@ def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, mon
     assert row["nll"] == pytest.approx(found.nll, rel=1e-5)
     assert row["groups/high/nll"] == pytest.approx(found.groups.high.nll, rel=1e-5)
     assert row["tokens"] == found.tokens
-
-
-def test_the_task_names_its_scorer():
-    """By name, since the scorer imports the model."""
-    assert any_class(MtTask.CHECKPOINT_SCORER) is CheckpointScorer
