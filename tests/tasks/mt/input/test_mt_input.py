@@ -1,7 +1,5 @@
 import json
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -266,46 +264,19 @@ def test_goes_on_with_the_vocabularies_of_the_run(
         )
 
 
-@pytest.mark.parametrize("variable", ["cache_dir", "XDG_CACHE_HOME", "HOME"])
 def test_a_cache_that_cannot_be_made(
-    params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+    params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    place = str(tmp_path / "file" / "below")
-    chosen = params.Copy().Set(cache_dir=place if variable == "cache_dir" else "")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if variable != "cache_dir":
-        monkeypatch.setenv(variable, place)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
     with pytest.raises(DataError, match=r"below.* cannot be used: .*; set input\.cache_dir, or"):
-        chosen.Instantiate().Prepare()
-
-
-def test_no_home_at_all(params, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(DataError, match=r"no cache directory: .*; set input\.cache_dir"):
         params.Copy().Set(cache_dir="").Instantiate().Prepare()
-
-
-def test_given_vocabularies_must_have_the_size_asked_for(
-    params, ready: MtInput, tmp_path: Path
-) -> None:
-    for side, vocabulary in ready.vocabs.items():
-        (tmp_path / f"{side}.model").write_bytes(vocabulary.model_bytes)
-    given_ = params.Copy().Set(vocab_dir=str(tmp_path))
-    assert given_.Instantiate().vocabs.source.model_bytes == ready.vocabs.source.model_bytes
-    with pytest.raises(DataError, match=r"has 400 ids, but input\.source_vocab_size is 500"):
-        given_.Copy().Set(source_vocab_size=500).Instantiate().Prepare()
 
 
 @pytest.mark.parametrize(
     "values, message",
     [
         ({"data_dir": ""}, "data_dir is not set: give --data_dir"),
-        ({"data_dir": "/no/such/place"}, "does not exist"),
         (
             {"languages": "aa,bb"},
             r"languages='aa,bb': must be a list of strings, e.g. \['aa', 'bb'\]",
@@ -316,21 +287,9 @@ def test_given_vocabularies_must_have_the_size_asked_for(
             r"input\.target_vocab_size=64000 is more than this data can fill: at most (\d+) .*"
             r"='input\.target_vocab_size=\1;task\.target_vocab_size=\1'",
         ),
-        ({"batch_size": 0}, "batch_size=0: must be an integer of at least 1"),
-        ({"source_length": 1}, "source_length=1: must be an integer of at least 2"),
         ({"too_long": "cut"}, "too_long='cut': must be one of"),
-        ({"temperature": 0.0}, "temperature=0.0: must be a positive number"),
     ],
 )
 def test_errors_teach(params, values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         params.Copy().Set(**values).Instantiate().Prepare()
-
-
-def test_neither_jax_nor_tensorflow_is_imported() -> None:
-    code = (
-        "import sys, lingvo_moe.tasks.mt.input.mt_input, lingvo_moe.tasks.mt.input.corpus.corpus;"
-        "sys.exit(bool({'jax', 'tensorflow'} & set(sys.modules)))"
-    )
-    root = Path(__file__).parents[4]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -1,5 +1,4 @@
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -31,36 +30,6 @@ def test_made_once_and_keyed_by_vocabulary(found: Scan, vocabs: NestedMap, tmp_p
     other = NestedMap(source=vocabs.target, target=vocabs.target)
     assert cached_records(found, other, tmp_path, said.append).key != first.key
     assert len(said) == 6
-
-
-@pytest.mark.parametrize(
-    "name, damaged",
-    [
-        ("aa-00000.array_record", lambda data: data[:-7_000]),
-        ("bb-00000.array_record", lambda data: None),
-        ("manifest.json", lambda data: data[:50]),
-        ("manifest.json", lambda data: b"{}"),
-    ],
-)
-def test_a_damaged_cache_is_made_anew(
-    found: Scan, vocabs: NestedMap, tmp_path: Path, name, damaged, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = cached_records(found, vocabs, tmp_path)
-    expected = [ids.tolist() for ids in whole.Read(0, 5)]
-    path = whole.directory / name
-    content = damaged(path.read_bytes())
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError):
-        Records(whole.directory, whole.key)
-    with caplog.at_level(logging.WARNING):
-        healed = cached_records(found, vocabs, tmp_path)
-    assert "it is made again" in caplog.text
-    assert [ids.tolist() for ids in healed.Read(0, 5)] == expected
-    assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == [
-        whole.directory.name
-    ]
 
 
 def test_a_flipped_bit_is_an_error_that_says_what_to_do(
@@ -116,22 +85,3 @@ def test_shards_hold_the_same_and_few_are_open(
     # The order depends on such shards, so positions saved for others are not taken.
     assert records.key != whole.key
     assert cached_records(found, vocabs, tmp_path / "large", pairs_per_shard=100).key == whole.key
-
-
-def test_many_languages_share_what_may_be_open(
-    found: Scan, vocabs: NestedMap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lingvo_moe.tasks.mt.input.records._OPEN_IN_ALL", 7)
-    records = cached_records(found, vocabs, tmp_path, pairs_per_shard=7)
-    for language, number in enumerate(records.languages.values()):
-        for position in range(number):
-            records.Read(language, position)
-    assert [len(is_open) for is_open in records._open] == [2, 2, 1]
-
-
-def test_some_languages_of_a_directory(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
-    whole = cached_records(found, vocabs, tmp_path)
-    some = Records(whole.directory, whole.key, ["cc", "aa"])
-    assert some.languages == {"aa": 300, "cc": 7}
-    assert (some.Read(1, 3)[0] == whole.Read(2, 3)[0]).all()
-    assert some.key != whole.key

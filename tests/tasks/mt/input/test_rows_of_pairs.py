@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,10 +90,3 @@ def test_rows_are_well_filled() -> None:
         batch, waiting = fill_batch(Shape(32, 64, 64), waiting, draw)
         filled.append((batch.src.segment_ids > 0).mean())
     assert np.mean(filled) > 0.93
-
-
-@pytest.mark.parametrize("n, fits", [(7, True), (8, False)])
-def test_a_pair_needs_room_for_eos_and_bos(n: int, fits: bool) -> None:
-    shape = Shape(1, 8, 8)
-    assert shape.Fits([5] * n, [5]) is fits
-    assert shape.Fits([5], [5] * n) is fits

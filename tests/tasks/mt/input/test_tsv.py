@@ -1,5 +1,4 @@
 import gzip
-import logging
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.opening import MAX_LINE_BYTES
 from lingvo_moe.tasks.mt.input.scan import scan
-from lingvo_moe.tasks.mt.input.vocab_cache import sample_pairs
 
 BAD = (
     b"good\tone\n"  # 1
@@ -43,31 +41,6 @@ def test_bad_lines_are_skipped_counted_and_named(tmp_path: Path, name: str) -> N
     )
 
 
-def test_only_the_scan_tells_of_bad_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "de.tsv").write_text("a\tb\nbad\n")
-    with caplog.at_level(logging.WARNING):
-        found = scan(tmp_path)
-        assert len(caplog.messages) == 2
-        sample_pairs(found, 5.0, 100)
-        list(tsv.read_pairs(found.files["de"]))
-    assert len(caplog.messages) == 2
-
-
-def test_directories_without_data(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist; expected files such as de\.tsv\.gz"):
-        tsv.language_files(tmp_path / "nowhere")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="is not a directory"):
-        tsv.language_files(tmp_path / "file")
-    with pytest.raises(DataError, match="no data in"):
-        tsv.language_files(tmp_path)
-    (tmp_path / "de.tsv").write_text("a\tb\n")
-    assert set(tsv.language_files(tmp_path)) == {"de"}
-    (tmp_path / "de.tsv.gz").write_bytes(gzip.compress(b"a\tb\n"))
-    with pytest.raises(DataError, match=r"both de\.tsv and de\.tsv\.gz"):
-        tsv.language_files(tmp_path)
-
-
 def test_scan_counts_and_fingerprints(tmp_path: Path) -> None:
     (tmp_path / "de.tsv").write_text("a\tb\nbad\n")
     (tmp_path / "fr.tsv").write_text("")
@@ -80,15 +53,6 @@ def test_scan_counts_and_fingerprints(tmp_path: Path) -> None:
     assert scan(tmp_path).fingerprint != first.fingerprint
     with pytest.raises(DataError, match=r"no language 'da' \(known: de, fr\)"):
         scan(tmp_path, ["da"])
-
-
-def test_an_empty_corpus_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "de.tsv").write_text("")
-    with pytest.raises(DataError, match=r"no pairs in .*: all files are empty"):
-        scan(tmp_path)
-    (tmp_path / "de.tsv").write_text("no tab\nhere neither\n")
-    with pytest.raises(DataError, match=r"all 2 lines are malformed: \{'no_tab': 2\}"):
-        scan(tmp_path)
 
 
 def test_dev_set(data_dir: Path, tmp_path: Path) -> None:
@@ -107,12 +71,3 @@ def test_dev_set(data_dir: Path, tmp_path: Path) -> None:
         DevSet(tmp_path / "nowhere")
     with pytest.raises(DataError, match=rf"give the directory that it is in, '{data_dir}'"):
         DevSet(data_dir / "dev")
-
-
-def test_bad_dev_lines_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "de.tsv").write_text("a\tb\nbad\n")
-    dev = DevSet(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        assert dev["de"] == dev["de"] == [("a", "b")]
-    assert len(caplog.messages) == 2

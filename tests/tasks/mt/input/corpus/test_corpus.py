@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core.runs.directories import OutputError
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.corpus import cldr, corpus
 from lingvo_moe.tasks.mt.input.corpus.clean import sentence_key
@@ -73,18 +72,6 @@ def test_cldr_gives_names_and_phrases_in_the_language() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [(("xx", "Babel"), "'xx'; languages are codes"), (("de", "nope"), "'nope' is not installed")],
-)
-def test_errors_leave_nothing_behind(tmp_path: Path, options, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        corpus.build_corpus(
-            tmp_path / "out", corpus.CorpusOptions(langs=options[:1], packages=options[1:])
-        )
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_interrupted_build_leaves_the_old_corpus(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,13 +84,6 @@ def test_an_interrupted_build_leaves_the_old_corpus(
         corpus.build_corpus(built, corpus.CorpusOptions(("sw",), ("Django",)), stop)
     assert _files(built) == before
     assert list(built.parent.iterdir()) == [built]
-
-
-def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputError, match="holds files that are no corpus"):
-        corpus.build_corpus(tmp_path, OPTIONS)
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_language_with_little_data_is_left_out_unless_asked_for(tmp_path: Path) -> None:

@@ -86,15 +86,3 @@ def test_django_has_catalogs_in_many_languages() -> None:
     paths = [path for _, path in found]
     assert len(set(paths)) == len(paths)
     assert all(path.suffix == ".mo" for path in paths)
-
-
-def test_missing_packages_teach(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"'Djagno' is not installed \(did you mean 'Django'"):
-        gettext_catalogs.catalogs("Djagno")
-    monkeypatch.setattr(gettext_catalogs, "PACKAGES", ("no-such-package",))
-    with pytest.raises(
-        DataError, match=r"no-such-package.*not installed.*requirements-corpus\.txt"
-    ):
-        gettext_catalogs.catalogs("no-such-package")
-    with pytest.raises(DataError, match="ships no gettext catalogs"):
-        gettext_catalogs.catalogs("numpy")

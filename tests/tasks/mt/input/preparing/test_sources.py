@@ -54,10 +54,7 @@ def test_single_files_and_another_target_language(tmp_path: Path) -> None:
             "no parallel text in .*: known are <lang>.tsv, <lang>.jsonl and pairs <name>.<lang> [+]",
         ),
         (["de.csv"], "de.csv: no known form of parallel text; known are .*; move it away"),
-        (["notes.txt", "de.tsv"], "notes.txt: no known form"),
-        (["de.tsv", "de.tsv.gz"], "both de.tsv and de.tsv.gz; keep one"),
         (["de.jsonl", "de.tsv"], "both de.jsonl and de.tsv; keep one"),
-        (["x.de", "x.de.gz", "x.en"], "both x.de and x.de.gz; keep one"),
         (["x.de", "x.en", "x.en.gz"], "both x.en and x.en.gz; keep one"),
         (
             ["x.de", "x.fr"],

@@ -90,19 +90,6 @@ def test_a_registered_builder() -> None:
         _read("mnist")
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("TranslateFolder:/no/such", "there is no directory '/no/such'; it holds <lang>.train.txt"),
-        ("TranslateFolder:{}", "the directory must hold <lang>.train.txt and en.train.txt"),
-    ],
-)
-def test_folders_of_no_use(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "x").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match=message):
-        _read(name.format(tmp_path))
-
-
 def test_without_tfds_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(DataError, match=r"needs TensorFlow Datasets.*pip install"):
