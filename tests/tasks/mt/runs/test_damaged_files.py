@@ -16,9 +16,6 @@ import numpy as np
 import pytest
 from damage import damages
 
-from lingvo_moe.core.engine.aot.aot import AotResult
-from lingvo_moe.core.engine.aot.aot_cache import cached
-from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.input.corpus.corpus import CorpusOptions, build_corpus, languages_asked_for
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
@@ -165,27 +162,6 @@ def _built_corpus(tmp: Path) -> Kept:
     )
 
 
-def _shortlist(tmp: Path) -> Kept:
-    vocabs = {"source": b"a model", "target": b"another model"}
-    others = {"source": b"a model", "target": b"a third one"}
-    file = tmp / "lists" / "of_vocabs.npz"
-    file.parent.mkdir()
-    rng = np.random.default_rng(0)
-    candidates = rng.integers(4, _SIZES[1], (_SIZES[0], 9)).tolist()
-    Shortlist.Make(candidates, [7, 9, 280], vocabs).Save(file)
-    Shortlist.Make(candidates, [8, 9, 280], others).Save(file.with_name("of_others.npz"))
-
-    def read() -> Any:
-        found = []
-        for name, models in (("of_vocabs.npz", vocabs), ("of_others.npz", others)):
-            some = Shortlist.Load(file.with_name(name))
-            some.Check(models, dict(zip(models, _SIZES)))
-            found.append((some.candidates.tolist(), some.always.tolist(), some.digests))
-        return found
-
-    return Kept(file.parent, read)
-
-
 def _kept_translations(tmp: Path) -> Kept:
     batches = [[f"{word} {i}" for word in _WORDS[:9]] for i in range(3)]
 
@@ -218,19 +194,6 @@ def _scores(tmp: Path) -> Kept:
     return Kept(tmp / "scores", read)
 
 
-def _compiled_plans(tmp: Path) -> Kept:
-    def read_one(number: int) -> AotResult:
-        text = f"HloModule m{number}\n" * 20
-        result = AotResult(text, {"arguments": number}, {"flops": 2.0}, 3.0, 4)
-        program: Any = NestedMap(hash=f"{number}" * 64, names_hash="0" * 64)
-        return cached(program, "v3:2x2", "c", tmp / "plans", lambda: result)
-
-    def read() -> Any:
-        return [read_one(number) for number in range(3)]
-
-    return Kept(tmp / "plans", read, is_cache=True)
-
-
 @pytest.mark.parametrize(
     "make, count",
     [
@@ -240,10 +203,8 @@ def _compiled_plans(tmp: Path) -> Kept:
         (_stopped_preparation, 8),
         (_vocab_dir, 8),
         (_built_corpus, 8),
-        (_shortlist, 8),
         (_kept_translations, 8),
         (_scores, 8),
-        (_compiled_plans, 8),
     ],
 )
 def test_no_damage_is_silent(

@@ -38,14 +38,6 @@ async def held(translator, batcher, *requests):
     return tasks
 
 
-def test_lines_come_back_in_order_with_all_that_is_known_of_them():
-    out = run(lambda b: b.Translate([b"a", b"a long one", b""]), Capitals())
-    assert [t.texts for t in out] == [["A", "A?"], ["A LONG ONE", "A LONG ONE?"], ["", "?"]]
-    assert [t.scores for t in out] == [[-0.5, -1.0]] * 3
-    assert [t.truncated for t in out] == [False, True, False]
-    assert run(lambda b: b.Translate([]), Capitals()) == []
-
-
 def test_what_waits_is_translated_together():
     translator = Capitals()
     seen = []

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,17 +12,13 @@ import pytest
 import tensorflow as tf
 import toy_translation as toy
 from damage import full_disk
-from numpy.testing import assert_allclose, assert_array_equal
-from rows import assert_rows_equal
+from numpy.testing import assert_array_equal
 from tensorflow.python.tools import saved_model_cli
 
-from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.checkpoints.checkpoints import CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
-from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.files.manifest import verify_manifest
 from lingvo_moe.core.runs.directories import OutputError
-from lingvo_moe.core.runs.run_description import RunDirError
-from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -82,46 +77,6 @@ def saved_model(tmp_path_factory, translator):
 LINES = [*toy.sentences(40, seed=3, longest=5), "", "  ", "\u2028", "red\0", "日本"]
 
 
-def test_batch_size_changes_nothing(translator):
-    whole = translator.Translate(LINES)
-    for size in (1, 7, 32):
-        parts = [translator.Translate(LINES[i : i + size]) for i in range(0, len(LINES), size)]
-        assert [row for p in parts for row in p.translations] == whole.translations
-        assert_rows_equal(np.concatenate([p.scores for p in parts]), whole.scores)
-    assert len({row[0] for row in whole.translations}) > 15
-
-
-def test_scores_are_the_training_model_s(logdir, translator):
-    """The scores of the cached, masked, padded search equal those of the training forward pass."""
-    model = RunDir(logdir).Task()
-    with Checkpointer(str(RunDir(logdir).checkpoint_dir), read_only=True) as checkpointer:
-        theta, _ = checkpointer.RestoreToNumpy("theta")
-    rng = np.random.default_rng(1)
-    lengths = np.array([8, 3, 1, 5], np.int32)
-    ids = rng.integers(4, 30, [4, 8]).astype(np.int32)
-    found_ids, found_lengths, found_scores = translator._search()(ids, lengths)
-    for row, k in ((0, 1), (3, 0)):  # test_forced_decoding.py compares all
-        src = _row(ids[row, : lengths[row]])
-        tokens = found_ids[row, k, : found_lengths[row, k]].numpy()
-        assert tokens[-1] == 2
-        tgt = _row(np.concatenate([[1], tokens[:-1]]))
-        tgt.labels = tf.constant([tokens])
-        with use_mesh(single_device()):
-            _, metrics = model.FProp(theta, NestedMap(src=src, tgt=tgt))
-        norm = ((5 + len(tokens)) / 6) ** OPTIONS.length_alpha
-        want = -float(metrics.nll) * len(tokens) / norm
-        assert_allclose(found_scores[row, k], want, rtol=2e-4)
-
-
-def _row(ids: np.ndarray) -> NestedMap:
-    ids = np.asarray(ids, np.int32)[np.newaxis]
-    return NestedMap(
-        ids=tf.constant(ids),
-        segment_ids=tf.ones_like(ids),
-        segment_pos=tf.range(ids.shape[1])[tf.newaxis],
-    )
-
-
 def test_saved_model_in_bare_tensorflow(translator, saved_model):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
@@ -146,44 +101,6 @@ def test_saved_translator(translator, saved_model):
     assert_array_equal(got.scores, want.scores)
     about = json.loads((saved_model / ABOUT).read_text())
     assert (about["model"], about["options"]["beam_size"]) == ("mt.M4Tiny", 3)
-
-
-def test_a_bit_that_flips_is_found_before_anything_is_loaded(saved_model, tmp_path, monkeypatch):
-    """100 random bits, spread evenly over the files: weights, graph, vocabularies, descriptions, the list."""
-
-    def never(*_):
-        raise AssertionError("loaded")
-
-    monkeypatch.setattr(tf.saved_model, "load", never)
-    copy = tmp_path / "model"
-    shutil.copytree(saved_model, copy)
-    files = sorted(file for file in copy.rglob("*") if file.is_file() and file.stat().st_size)
-    names = {str(file.relative_to(copy)) for file in files}
-    assert {"saved_model.pb", "variables/variables.index", ABOUT, MANIFEST} <= names
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        file = files[rng.integers(len(files))]
-        before = file.read_bytes()
-        changed = bytearray(before)
-        changed[rng.integers(len(before))] ^= 1 << int(rng.integers(8))
-        file.write_bytes(changed)
-        with pytest.raises(ManifestError, match=re.escape(f"{copy}: {file.relative_to(copy)}")):
-            SavedTranslator(copy)
-        file.write_bytes(before)
-    with pytest.raises(AssertionError, match="loaded"):
-        SavedTranslator(copy)
-
-
-def test_an_export_without_a_list_is_refused(saved_model, tmp_path):
-    copy = tmp_path / "model"
-    shutil.copytree(saved_model, copy)
-    (copy / MANIFEST).unlink()
-    with pytest.raises(ManifestError, match=r"manifest\.sha256.* is missing.*; export the model"):
-        SavedTranslator(copy)
-    shutil.copytree(saved_model, copy, dirs_exist_ok=True)
-    (copy / "saved_model.pb").unlink()
-    with pytest.raises(ManifestError, match=r"saved_model\.pb is missing"):
-        SavedTranslator(copy)
 
 
 def test_signatures_are_what_tensorflow_serving_calls(saved_model, capsys):
@@ -217,50 +134,12 @@ def test_export_replaces_a_saved_model_and_nothing_else(translator, saved_model,
     other = tmp_path / "notes"
     other.mkdir()
     (other / "file").write_text("mine")
-    for taken in (other, other / "file"):
-        with pytest.raises(OutputError, match=r"is a file|holds files that are no exported model"):
-            export(translator, taken)
-    for place, message in (
-        (saved_model / "assets/new", f"lies inside {saved_model}, which is an exported model"),
-        (tmp_path / "[x]", "could not be read again from a directory with \\["),
-        ("gs://bucket/model", "remote storage is not supported"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            export(translator, place)
+    with pytest.raises(OutputError, match=r"holds files that are no exported model"):
+        export(translator, other)
     before = (saved_model / "fingerprint.pb").stat().st_mtime_ns
     export(translator, saved_model)
     assert (saved_model / "fingerprint.pb").stat().st_mtime_ns > before
     assert sorted(p.name for p in saved_model.parent.iterdir()) == ["model"]  # nothing left over
-
-
-def test_export_that_fails_leaves_nothing(translator, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        (tmp_path / "seen").touch()
-        raise OSError("disk full")
-
-    monkeypatch.setattr(tf.saved_model, "save", fail)
-    with pytest.raises(OSError, match="disk full"):
-        export(translator, tmp_path / "model")
-    assert [p.name for p in tmp_path.iterdir()] == ["seen"]
-
-
-def test_what_goes_wrong_is_said(tmp_path, vocab):
-    with pytest.raises(RunDirError, match="no such directory"):
-        load_translator(tmp_path / "nowhere")
-    with pytest.raises(RunDirError, match="no run there"):
-        load_translator(tmp_path)
-    run = RunDir(tmp_path)
-    with pytest.raises(ValueError, match="M4Tinny"):
-        run.Write("mt.M4Tinny", "", mt_artifacts({"source": vocab, "target": vocab}))
-    assert not run.exists
-    run.Write("mt.M4Tiny", "", mt_artifacts({"source": vocab, "target": vocab}))
-    with pytest.raises(CheckpointError, match="checkpoints"):
-        load_translator(tmp_path)
-    (tmp_path / "vocab" / "target.model").unlink()
-    with pytest.raises(RunDirError, match=r"target\.model is missing"):
-        load_translator(tmp_path)
-    with pytest.raises(ValueError, match="no SavedModel there"):
-        SavedTranslator(str(tmp_path))
 
 
 def test_checkpoints_that_do_not_fit(tmp_path, vocab):
