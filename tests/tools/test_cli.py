@@ -35,10 +35,6 @@ def _needed(flags):
     return dict.fromkeys(names, "x")
 
 
-def test_the_commands_are_found():
-    assert {"tools.evaluate", "tools.build_files", "benchmarks.decode"} <= {*COMMANDS}
-
-
 @pytest.mark.parametrize("name", COMMANDS[:-1])
 def test_every_flag_that_names_a_path_is_checked(name, capsys):
     """The trainer checks its own together with those in parameters; see test_trainer_refusals.py."""
@@ -107,13 +103,6 @@ _MAKE_NO_FILES = {"build_files", "import_graph", "score", "serve", "translate", 
 def test_a_command_ends_with_what_it_made(path):
     text = path.read_text("utf-8")
     assert ("_cli.made(" in text) != (path.stem in _MAKE_NO_FILES)
-
-
-def test_what_was_made_and_the_next_command_are_lines(capsys):
-    _cli.made("a.json", Path("b.html"))
-    _cli.made("c", next="python -m tools.x")
-    lines = ["written: a.json, b.html", "written: c", "next: python -m tools.x"]
-    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_a_model_flag_alone_lists_the_experiments(capsys):

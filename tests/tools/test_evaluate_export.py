@@ -51,14 +51,8 @@ def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path,
         of_run = json.load(file)
     assert of_run["model"]["step"] == 3
     assert list(of_run["languages"]) == ["de", "fi", "sw"]
-    zero = dict.fromkeys(("bleu", "chrf", "bleu_margin", "chrf_margin"), 0) | {"pairs_digest": ""}
-    assert of_run["languages"]["fi"] | zero == {
-        **zero,
-        "lines": 12,
-        "few_lines": True,
-        "train_pairs": 9,
-        "group": "mid",
-    }
+    about = {"lines": 12, "few_lines": True, "train_pairs": 9, "group": "mid"}
+    assert of_run["languages"]["fi"].items() >= about.items()
     for text in ("de", "12*", "±", "all    3 ", "BLEU", "nrefs:1", f"{logdir}/eval/report.json"):
         assert text in table.replace("\n", "")
     assert "evaluate: 36 of 36 lines" in err
@@ -69,13 +63,8 @@ def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path,
     assert export.main([f"--logdir={logdir}", f"--output={saved}", *_FLAGS]) == 0
     assert "mt.M4Tiny at step 3" in capfd.readouterr().out
     scores = tmp_path / "scores"
-    flags = [
-        f"--saved_model={saved}",
-        f"--output={scores}",
-        "--max_per_language=7",
-        "--languages=sw",
-    ]
-    assert evaluate.main([*flags, *common, "--quiet"]) == 0
+    flags = [f"--saved_model={saved}", f"--output={scores}", "--languages=sw", "--quiet"]
+    assert evaluate.main([*flags, *common, "--max_per_language=7"]) == 0
     assert capfd.readouterr().err == ""
     of_saved = json.loads((scores / "report.json").read_text())
     assert of_saved["languages"]["sw"]["lines"] == 7
@@ -148,46 +137,3 @@ def test_what_another_file_of_that_name_made_is_not_reused(
     shouts.stop_at = 0
     assert evaluate.main(flags) == 0
     assert sum(shouts.Calls()) == 36
-
-
-def test_against_baselines(logdir, scored, corpus, tmp_path, monkeypatch, caplog, capfd):
-    """Scores translations without a model, beside the scores of a run of one language."""
-    common = [f"--logdir={logdir}", f"--data_dir={corpus}"]
-    assert evaluate.main([*common, "--rescore"]) == 0
-    texts = tmp_path / "base/sw/texts"
-    texts.mkdir(parents=True)
-    (texts / "sw.src").write_text((scored / "texts/sw.src").read_text())
-    (texts / "sw.hyp").write_text("green tree\n" * 12)
-    sw = ["--rescore", f"--output={texts.parent}", "--languages=sw", "--quiet"]
-    (texts.parent / "report.json").write_text("{")
-    assert evaluate.main([*common, *sw]) == 1
-    assert "report.json: no report of tools.evaluate, or damaged" in capfd.readouterr().err
-    (texts.parent / "report.json").write_text("{}")  # EvalReport.Write alone names no model
-    caplog.clear()
-    assert evaluate.main([*common, *sw]) == 0
-    assert caplog.text.count("there is no report.sha256") == 1
-    again = ["--rescore", f"--baselines={tmp_path}/base", "--resource_bounds=10,9"]
-    again.append(f"--output={scored}")
-    capfd.readouterr()
-    assert evaluate.main([*common, *again]) == 0
-    out = capfd.readouterr().out
-    assert " delta " in out and "no baseline: de, fi" in out
-    report = json.loads((scored / "report.json").read_text())
-    base = json.loads((tmp_path / "base/sw/report.json").read_text())
-    found = report["languages"]["sw"]
-    assert found["delta"]["chrf"] == found["chrf"] - base["languages"]["sw"]["chrf"]
-    assert report["model"]["step"] == 3 and report["groups"]["low"]["delta_bleu"] is not None
-    assert [report["languages"][lang]["group"] for lang in ("de", "fi", "sw")] == [
-        "high",
-        "mid",
-        "low",
-    ]
-    assert (scored / "comet/hyp.txt").read_text().count("\n") == 36
-    assert evaluate.main([*common, "--rescore", "--max_per_language=5"]) == 1
-    assert "does not have the 5 requested sources" in capfd.readouterr().err
-    monkeypatch.setattr(_cli, "open_translator", lambda args: pytest.fail("before the baselines"))
-    assert evaluate.main([*common, again[1], "--max_per_language=5"]) == 1
-    assert "'sw' was scored on other pairs (12 of them, here 5)" in capfd.readouterr().err
-    with pytest.raises(SystemExit):
-        evaluate.main([*common, "--resource_bounds=5,7"])
-    assert "HIGH must be more than MID" in capfd.readouterr().err

@@ -36,15 +36,6 @@ def test_a_program_file(program_file, tmp_path, capsys):
     assert json.loads(outputs[1].read_text())["exchanges"][0]["kind"] == "all-gather"
 
 
-def test_some_tensors_of_it(program_file, capsys):
-    assert explain.main([f"--program={program_file}", "--tensor=Tanh,x"]) == 0
-    said = capsys.readouterr().out
-    assert "Tanh: f32[16,4]" in said
-    assert "Communication" not in said
-    assert explain.main([f"--program={program_file}", "--tensor=Tahn"]) == 1
-    assert "did you mean 'Tanh'" in capsys.readouterr().err
-
-
 def test_wrong_numbers_are_shown_and_end_with_an_error(tmp_path, capsys):
     grid = Mesh.parse("data:2,model:4")
 

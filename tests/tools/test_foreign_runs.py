@@ -1,7 +1,6 @@
 """A run by somebody else is data: no command executes anything in it unless the user allows it."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from tools import evaluate, export, report, score, serve, shortlist, translate
 
-ROOT = Path(trainer.__file__).parents[1]
 CODE = """
 open({marker!r}, "w").close()
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
@@ -56,10 +54,6 @@ def _name_class(run: Path, module: str) -> None:
     RunDir(run).ListFiles()
 
 
-# Names of the code relative to the working directory. RUN alone is a package without an __init__.py.
-PLACES = {"the parent of the run": ("..", "given.mischief"), "the run": (".", "mischief")}
-
-
 def _commands(run: Path, tmp_path: Path) -> dict:
     lines = tmp_path / "lines.txt"
     lines.write_text("red house\tred house\n")
@@ -86,14 +80,13 @@ def _commands(run: Path, tmp_path: Path) -> dict:
 COMMANDS = ["translate", "score", "export", "evaluate", "report", "shortlist", "serve", "trainer"]
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_code_in_a_run_is_not_executed(command, place, run, marker, tmp_path, monkeypatch, capfd):
+def test_code_in_a_run_is_not_executed(command, run, marker, tmp_path, monkeypatch, capfd):
+    """The run's parent is the working directory, and the run a package without an __init__.py."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    directory, module = PLACES[place]
+    module = "given.mischief"
     _name_class(run, module)
-    monkeypatch.chdir(run / directory)
-    monkeypatch.syspath_prepend(os.getcwd())  # as `python -m` does
+    monkeypatch.syspath_prepend(str(run.parent))  # as `python -m` does there
     main, flags = _commands(run, tmp_path)[command]
     assert main(flags) in (1, 2)
     said = capfd.readouterr().err
@@ -110,19 +103,6 @@ def test_a_user_may_trust_a_run(command, run, marker, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(run))
     main, flags = _commands(run, tmp_path)[command]
     main([*flags, "--trust_run"])
-    assert marker.exists()
-
-
-@pytest.mark.parametrize("command", ["evaluate", "trainer"])
-def test_a_run_that_this_user_made_needs_no_trust(command, run, marker, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(str(run))
-    override = "task.moe.router.cls=type/mischief/Router"
-    RunDir(run).Write("mt.M4Tiny", override, RunDir(run).artifacts)
-    marker.unlink()
-    del sys.modules["mischief"]
-    main, flags = _commands(run, tmp_path)[command]
-    main(flags)
     assert marker.exists()
 
 
@@ -144,13 +124,7 @@ def test_a_run_of_the_user_s_own_class_goes_on_without_trust(run, marker, monkey
 
 
 @pytest.mark.parametrize(
-    "command, place",
-    [
-        (report, "report.html"),
-        (report, "report.json"),
-        (evaluate, "eval"),
-        (evaluate, "eval/report.json"),
-    ],
+    "command, place", [(report, "report.html"), (evaluate, "eval"), (evaluate, "eval/report.json")]
 )
 def test_a_command_writes_nowhere_else_because_of_a_link(command, place, run, tmp_path, capfd):
     letter = tmp_path / "letter.txt"
@@ -163,12 +137,7 @@ def test_a_command_writes_nowhere_else_because_of_a_link(command, place, run, tm
 
 
 def test_a_trainer_trusts_only_a_run_that_is_named(tmp_path, capfd):
-    flags = [
-        "--model=mt.M4Tiny",
-        f"--data_dir={tmp_path}/data",
-        f"--logdir={tmp_path}/run",
-        "--trust_run",
-    ]
+    flags = ["--model=mt.M4Tiny", f"--data_dir={tmp_path}/data", f"--logdir={tmp_path}/run"]
     with pytest.raises(SystemExit):
-        trainer.main(flags)
+        trainer.main([*flags, "--trust_run"])
     assert "--trust_run goes with --init_from, which is not given" in capfd.readouterr().err

@@ -55,24 +55,3 @@ def test_programs_from_files_run_without_tensorflow(tmp_path):
         if leaf.shape == expected.shape
     )
     assert closest < 0.05 * np.abs(expected).max()
-
-
-def test_the_table_has_shares_of_the_fastest_product():
-    def point(kind, experts, seconds, flops):
-        entry = {"kind": kind, "num_experts": experts, "format": "bfloat16"}
-        return layer.point(entry, [seconds, 2 * seconds, seconds], flops)
-
-    points = [
-        point("matmul", 0, 1.0, 800e12),
-        point("torch_matmul", 0, 1.0, 700e12),
-        point("index", 8, 1e-3, 400e9),
-        point("index", 32, 2e-3, 400e9),
-        point("dense", 8, 1e-3, 600e9),
-        point("torch_grouped", 8, 1e-3, 200e9),
-    ]
-    device = {"kind": "NVIDIA H200", "platform": "gpu", "data_sheet_flops": 989.4e12}
-    said = layer.table({"device": device, "size": SIZE, "points": points})
-    assert "bfloat16: 100% is 800 TFLOP/s, the fastest large product;" in said
-    rows = [line.split(" | ")[-2:] for line in said.splitlines() if line.startswith("| ")][2:]
-    shares = [[50, 25], [75, 75], [100, 100], [25, None], [87.5, 87.5]]
-    assert rows == [[f"{row[0]:g}", f"{row[1]:g} |" if row[1] else "- |"] for row in shares]

@@ -18,76 +18,55 @@ from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 # Mistakes in flags are refused before anything is read, with status 2.
 _FLAGS = """
 translate --saved_modl=x | no flag --saved_modl (did you mean '--saved_model'
-translate --saved_model=x --inptu y | did you mean '--input'
 translate | give exactly one of --saved_model and --logdir
 translate --saved_model=x --logdir=y | give exactly one of --saved_model and --logdir
 translate --saved_model=x --batch_size=0 | --batch_size=0: must be an integer of at least 1
 translate --logdir=x --beam_size=0 | --beam_size=0: must be an integer from 1 to
-translate --logdir=x --beam_size=1000000 | --beam_size=1000000: must be an integer
-translate --logdir=x --max_length=0 | --max_length=0: must be an integer from
 translate --logdir=x --max_source_length=9999999 | --max_source_length=9999999: must be an integer from 1 to 1000000
-translate --model=x | no flag --model
 translate --logdir='~/run' | --logdir=~/run: '~' is only replaced by a shell
 translate --saved_model=x --trust_run | --trust_run goes with --logdir
 translate --saved_model=x --shortlist=s | --shortlist=s goes with --logdir
 evaluate --saved_model=x --max_per_language=0 | --max_per_language=0
 evaluate --logdir=x --length_alpha=nan | --length_alpha=nan: must be a number in
-evaluate --logdir=x --length_alpha=-1 | --length_alpha=-1: must be a number in
-evaluate --saved_model=x --beam_sise=2 | did you mean '--beam_size'
 evaluate --logdir=x --resource_bounds=5,7 | HIGH must be more than MID
 export --logdir=x | --output is required
 export --logdir=x --output=y --top_k=0 | --top_k=0: must be an integer of at least 1
 export --logdir=x --output=y --checkpoint_step=-1 | --checkpoint_step=-1: must be
 score --logdir=x --average_last=0 | --average_last=0: must be an integer of at least 1
-serve | give exactly one of --saved_model and --logdir
-serve --saved_model=x --prot=1 | no flag --prot (did you mean '--port'
-serve --saved_model=x --max_lines=0 | --max_lines=0: must be an integer of at least 1
 serve --saved_model=x --max_connections=1000000000 | must be an integer from 1 to 65536
 serve --saved_model=x --read_timeout=0 | --read_timeout=0: must be a positive number
 serve --saved_model=x --max_waiting_lines=5 | must be at least --max_lines, 128
 serve --saved_model=x --server_names=http://a | 'http://a' must be a host's name alone
 serve --saved_model=x --name=a/b | --name=a/b: must have letters, digits, - and _ only
 serve --saved_model=x --beam_size=2 | --beam_size=2 goes with --logdir, which is not given
-serve --saved_model=x --length_alpha=0 | --length_alpha=0.0 goes with --logdir
 serve --saved_model=x --use_ema | it was fixed when the model was exported
 build_corpus --output=x --langs=de | did you mean '--languages'
-build_corpus --out=x | no flag --out
-build_corpus --output=x --max_per_language=-1 | --max_per_language=-1: must be
 build_corpus --output=x --packages=, | --packages is empty
 prepare --output=x | nothing to read: give --input or --tfds
-prepare --output=y --inptu=x | no flag --inptu (did you mean '--input'
 prepare --output=y --input=x --target_lang=../x | --target_lang=../x: must be the code of a language, e.g. en
 prepare --output=y --input=x --workers=100000 | --workers=100000: must be an integer from 1 to 1024
 prepare --output=y --input=x --temperature=nan | --temperature=nan: must be a positive number
 prepare --output=y --input=x --max_ratio=0.5 | --max_ratio=0.5: must be a number of at least 1
 prepare --output=y --input=x --dev_share=1 | --dev_share=1: must be a number in [0, 1)
-prepare --output=y --input=x --max_dev=0 | --max_dev=0: must be an integer of at least 1
 prepare --output=y --input=x --json_fields=a | --json_fields=a: must be two or three names
-train_vocab --outptu=x | did you mean '--output'
 train_vocab --data_dir=x --output=y --source_size=9 | --source_size=9: must be
 train_vocab --data_dir=x --output=y --max_sentences=5 | must be an integer of at least 100
-train_vocab --data_dir=x --output=y --temperature=0 | must be a positive number
 shortlist --logdir=run --output=new --per_piece=0 | --per_piece=0: must be an integer of at least 1
 explain | give either --model or --program
-explain --model=mt.M4Tiny --program=x | give either --model or --program
 explain --program=x --html=e --json=./e | --html and --json are both ./e; name two
 explain --program=x --mesh=expert:8 | --mesh=expert:8 goes with --model, which is not given: it was fixed when
 explain --model=mt.M4Tiny --mesh=expert:4 --num_devices=4 | does not go with --mesh=expert:4
 explain --model=mt.M4Tiny --num_devices=1 | --num_devices=1: must be an integer from 2 to
-explain --modle=mt.M4Tiny | did you mean '--model'
 verify | --model is required; --model alone lists all
 compare_experts --only=top2_e15 | did you mean
 reproduce --only=M4MoE | --only=M4MoE goes with --plans
 benchmarks.gpu.programs --output=x --kinds=indx | 'indx' (did you mean 'index'
-benchmarks.gpu.programs --output=x --formats=float8 | no 'float8'
 benchmarks.gpu.programs --output=x --experts=8,1 | must be numbers from 2
-benchmarks.gpu.programs --output=x --experts=many | must be numbers from 2
 benchmarks.quality_peers --corpus=x --output=y --only=expert | no such contender (did you mean 'experts'?)
 benchmarks.quality_peers --corpus=x --output=y --routers=hashed | no such router (did you mean 'hash'?)
 benchmarks.quality_peers --corpus=x --output=y --experts=0 | --experts=0: must be an integer above 0
 benchmarks.quality_peers --corpus=x --output=y --only=joeynmt | --only=joeynmt needs --peers
 benchmarks.quality_peers --corpus=x --output=y --seeds=1,x | --seeds=x: must be an integer above 0
-benchmarks.quality_peers --corpus=x --output=y --rates=0 | --rates=0: must be a number above 0
 benchmarks.quality_peers --corpus=x --output=y --cpu_seconds=0 | cpu_seconds
 """
 # What cannot be done is said with status 1; outputs are checked first, so these rows name inputs that are not there.
@@ -97,22 +76,18 @@ translate --saved_model=empty --input=none --output=out | No such file
 translate --logdir=none --input=lines.txt --output=out | no such directory
 translate --saved_model=none --input=lines.txt --output=empty | --output=empty is a directory; name a file
 translate --saved_model=none --input=lines.txt --output=none/out | --output=none/out: there is no directory
-translate --saved_model=none --input=lines.txt --output=lines.txt/out | there is no directory
 evaluate --saved_model=none | --data_dir is needed
 evaluate --logdir=empty | no run there
 evaluate --logdir=empty --data_dir=none | does not exist
 evaluate --logdir=empty --data_dir=empty | no dev directory
 evaluate --logdir=run --data_dir=corpus --languages=sv | no language 'sv' (known: de, fi, sw)
 evaluate --saved_model=none --output=lines.txt | --output=lines.txt is a file; name a directory
-evaluate --saved_model=none --output=lines.txt/deeper/out | lines.txt is not a directory
 export --logdir=empty --output=out | no run there
 export --logdir=empty --output=out --top_k=9 | --top_k=9: must be an integer from 1 to 4
 export --logdir=none --output=lines.txt | --output=lines.txt is a file; name a directory
 export --logdir=none --output=lines.txt/deeper/out | lines.txt is not a directory
-score --logdir=none --input=/dev/null | --logdir=none: no such directory
 score --logdir=run --input=/dev/null --language=de --language_column=3 | --language and --language_column: give one
 serve --port=0 --saved_model=/nowhere | /nowhere: no SavedModel there
-serve --port=0 --logdir=/nowhere | --logdir=/nowhere: no such directory
 serve --port=99999 --saved_model=x | --port=99999: at most 65535
 serve --port=0 --saved_model=x --host=no.such.host.invalid | --host=no.such.host.invalid:
 shortlist --logdir=run --output=empty | is a directory; name a file
@@ -126,14 +101,11 @@ report --logdir=run --out=/nowhere/page.html | --out=/nowhere/page.html: there i
 report --logdir=run --out=page.json | name the page, e.g. report.html
 report --logdir=run --no_routing --out=run/experiment.html | --out=run/experiment.json would change
 build_corpus --output=new --languages=de,xx | --languages: no translations from 'xx'
-build_corpus --output=new --packages=nope | --packages: 'nope' is not installed
 build_corpus --output=new --packages=Djang | is not installed (did you mean 'Django'
 build_corpus --output=new --languages=deu | 'de'
 build_corpus --output=lines.txt --languages=xx | --output=lines.txt is a file; name a directory
-build_corpus --output=lines.txt/deeper/out --languages=xx | lines.txt is not a directory
 train_vocab --data_dir=none --output=new | data directory
 train_vocab --data_dir=none --output=lines.txt | --output=lines.txt is a file; name a directory
-train_vocab --data_dir=none --output=lines.txt/deeper/out | lines.txt is not a directory
 prepare --input=same --output=new | no pair is left of the input: 3 x source and target are the same
 prepare --input=same --output=corpus | --output=corpus holds files that are no prepared data
 prepare --input=none --output=new | --input=none does not exist
@@ -147,9 +119,7 @@ explain --model=mt.M4Tiny --html=/none/x | --html=/none/x: there is no directory
 explain --model=mt.M4Tiny --json=/ | --json=/ is a directory
 reproduce --plans --only=T96L-v6 | --only=T96L-v6: no such plan (did you mean
 benchmarks.gpu.layer --programs=empty | --programs=empty: manifest.json: No such file
-benchmarks.gpu.layer --programs=no_json | --programs=no_json: manifest.json is not JSON
 benchmarks.gpu.layer --programs=later | --programs=later: manifest.json is not of version 1
-benchmarks.gpu.layer --programs=a_list | --programs=a_list: manifest.json is not of version 1
 """
 
 
@@ -169,9 +139,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "same/de.tsv": "eins\tEins\nzwei\tzwei\ndrei\tDREI\n",
         "short/x.de": "eins\nzwei\n",
         "short/x.en": "one\ntwo\nthree\n",
-        "no_json/manifest.json": "{",
         "later/manifest.json": '{"version": 2}',
-        "a_list/manifest.json": "[]",
         **{f"corpus/dev/{lang}.tsv": "red\ttree\n" for lang in ("de", "fi", "sw")},
     }
     for name, text in texts.items():

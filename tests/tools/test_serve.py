@@ -6,24 +6,9 @@ import signal
 import sys
 
 import pytest
-from local_server import running
 
 from lingvo_moe.tasks.mt.serving.server import stop_on_signals
 from tools import serve
-
-
-@pytest.fixture(scope="module")
-def server(opened):
-    with running(opened) as it:
-        yield it
-
-
-def test_scores_and_cuts_are_the_model_s(opened, server):
-    texts = ["red", "", "red " * 20]
-    want = opened.Translate(texts)
-    reply = server.Ask("POST", "/translate", {"text": texts}).content
-    assert reply["scores"] == [float(s) for s in want.scores[:, 0]]
-    assert reply["truncated"] == [False, False, True]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
