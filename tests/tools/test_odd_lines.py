@@ -1,18 +1,13 @@
 """Unusual lines: N lines in, N lines out, and the same text by every way.
 
-The ways: Python, the SavedModel alone, tools.translate from a file and a pipe, tools.serve, tools.score and
-tools.evaluate.
+The ways: Python, the SavedModel alone, tools.translate, tools.serve and tools.score.
 """
 
 import base64
-import contextlib
 import io
-import itertools
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +16,13 @@ import tensorflow as tf
 import toy_translation as toy
 from local_server import Running, running
 
-from lingvo_moe.tasks.mt.decoding.line_stream import MAX_LINE_BYTES, answer_stream, translation_of
+from lingvo_moe.tasks.mt.decoding.line_stream import answer_stream, translation_of
 from lingvo_moe.tasks.mt.decoding.translator import Translator
 from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 from lingvo_moe.tasks.mt.serving.limits import Limits
 from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
-from tools import evaluate, score, translate
+from tools import score, translate
 
-_ROOT = Path(__file__).resolve().parents[2]
 _LONG = b"red " * 1_000_000
 _MATRIX = {
     "nothing": b"",
@@ -97,11 +91,6 @@ def test_lines_out_are_lines_in(name, model):
 
 
 @pytest.mark.parametrize("name", _MATRIX)
-def test_in_python_in_other_batches(name, model):
-    assert in_python(model.translator, _MATRIX[name], 7) == model.Text(name)
-
-
-@pytest.mark.parametrize("name", _MATRIX)
 def test_the_saved_model_alone(name, model):
     """By its signature, all lines at once. A reader of lines would remove a BOM, and CR before a newline."""
     data = _MATRIX[name].removeprefix(b"\xef\xbb\xbf")
@@ -111,76 +100,18 @@ def test_the_saved_model_alone(name, model):
     assert b"\n".join(out[:, 0]) == model.Text(name)
 
 
-@pytest.mark.parametrize(
-    "spelled", [b"red \xff green", "red \ud800 green"], ids=["a byte", "half a pair"]
-)
-def test_what_is_no_text_is_one_unknown_character(spelled, model, server):
-    """An invalid byte and half of a surrogate pair become U+FFFD, also for the tokenizer's normalization."""
-    (want,) = model.translator.Translate(["red \ufffd green"]).translations[0]
-    assert want != model.translator.Translate(["red ? green"]).translations[0][0]
-    for translator in (model.translator, model.opened):
-        assert translator.Translate([spelled]).translations == [[want]]
-    if isinstance(spelled, bytes):
-        instance: object = {"b64": base64.b64encode(spelled).decode()}
-    else:
-        instance = spelled
-        assert server.Translate(spelled) == [want]
-    reply = server.Ask("POST", "/v1/models/translator:predict", {"instances": [instance]})
-    assert reply.content["predictions"][0]["translations"] == [want]
-
-
-@pytest.fixture
-def tool(monkeypatch, model, tmp_path, capfd) -> Callable[..., tuple[bytes, str]]:
-    """Runs tools.translate in this process, with a loaded model."""
-    monkeypatch.setattr(translate._cli, "open_translator", lambda args: (model.opened, {}))
-
-    def run(data: bytes, *flags: str, by_file: bool = False) -> tuple[bytes, str]:
-        if by_file:
-            (tmp_path / "in.txt").write_bytes(data)
-            flags += (f"--input={tmp_path}/in.txt",)
-        else:
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        out = tmp_path / "out.txt"
-        assert (
-            translate.main([f"--saved_model={model.saved_model}", f"--output={out}", *flags]) == 0
-        )
-        return out.read_bytes(), capfd.readouterr().err
-
-    return run
-
-
-@pytest.mark.parametrize("batch_lines, by_file", [(1, False), (256, True)])
 @pytest.mark.parametrize("name", _MATRIX)
-def test_tools_translate(name, batch_lines, by_file, model, tool):
-    data = _MATRIX[name]
-    out, err = tool(data, f"--batch_size={batch_lines}", by_file=by_file)
-    assert out == model.Text(name)
+def test_tools_translate(name, model, monkeypatch, tmp_path, capfd):
+    """With a loaded model, from standard input, in batches of another size."""
+    data, out = _MATRIX[name], tmp_path / "out.txt"
+    monkeypatch.setattr(translate._cli, "open_translator", lambda args: (model.opened, {}))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    flags = [f"--saved_model={model.saved_model}", f"--output={out}", "--batch_size=7"]
+    assert translate.main(flags) == 0
+    err = capfd.readouterr().err
+    assert out.read_bytes() == model.Text(name)
     assert f"translate: {_count(data)} lines in" in err
     assert ("line 1 is too long: its end is not translated" in err) == (name == "long")
-
-
-def test_blank_stays_blank_and_text_does_not(model, tool):
-    out, _ = tool(b"\n  \nred house\n\xef\xbb\xbf\n")
-    want = model.translator.Translate(["red house"]).translations[0][0]
-    assert want
-    assert out.decode().split("\n") == ["", "", want, "", ""]
-
-
-def test_a_real_process_in_a_pipe(model):
-    """The command with the complete matrix: text on stdout, all else on stderr."""
-    names = ["BOM", *(n for n in _MATRIX if "BOM" not in n and n != "no newline at the end")]
-    names.append("no newline at the end")
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.translate", f"--saved_model={model.saved_model}"],
-        input=b"".join(_MATRIX[name] for name in names),
-        capture_output=True,
-        cwd=_ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == b"".join(model.Text(name) for name in names)
-    notes = done.stderr.decode().splitlines()
-    assert [note for note in notes if "is too long" in note], notes
-    assert all(re.match(r"translate: (line )?\d+ ", note) for note in notes), notes
 
 
 @pytest.fixture(scope="module")
@@ -234,85 +165,3 @@ def test_tools_score(name, scorer, monkeypatch, tmp_path, capfd):
     assert outputs[0].count("\n") == data.count(b"\n")
     assert len(outputs[0].splitlines()) == _count(data)
     assert all(len(line.split("\t")) == 3 for line in outputs[0].splitlines())
-
-
-def test_tools_evaluate(model, monkeypatch, tmp_path, capfd):
-    """Held-out pairs with such sources: four files stay in step, whichever line ends a reader knows."""
-    sources = [line for data in _MATRIX.values() for line in data.split(b"\n") if b"\0" not in line]
-    pairs = [(s.decode().strip(), "green\u2028tree\x0b") for s in sources if _is_pair(s)]
-    assert len(pairs) > 10
-    (tmp_path / "data/dev").mkdir(parents=True)
-    text = "".join(f"{source}\t{target} {i}\n" for i, (source, target) in enumerate(pairs))
-    (tmp_path / "data/dev/xx.tsv").write_bytes(text.encode())
-    monkeypatch.setattr(evaluate._cli, "open_translator", lambda args: (model.opened, {}))
-    flags = [f"--data_dir={tmp_path}/data", f"--output={tmp_path}/out", "--quiet"]
-    assert evaluate.main([f"--saved_model={model.saved_model}", *flags]) == 0
-    texts = {}
-    for suffix in ("src", "ref", "hyp"):
-        file = tmp_path / f"out/texts/xx.{suffix}"
-        texts[suffix] = file.read_bytes().decode().split("\n")[:-1]
-        assert len(texts[suffix]) == len(pairs) == len(file.read_text().splitlines())
-    assert [ref.split()[-1] for ref in texts["ref"]] == [str(i) for i in range(len(pairs))]
-    hypotheses = [row[0] for row in model.translator.Translate([s for s, _ in pairs]).translations]
-    assert texts["hyp"] == hypotheses
-    assert evaluate.main([f"--saved_model={model.saved_model}", *flags, "--rescore"]) == 0
-
-
-def _is_pair(source: bytes) -> bool:
-    with contextlib.suppress(UnicodeDecodeError):
-        return 0 < len(source) < 10_000 and bool(source.decode().strip())
-    return False
-
-
-# --- memory
-
-
-def _peak_mb(do: Callable[[], object]) -> float:
-    """The increase of this process's peak memory while a function ran, in MB."""
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-
-    def kb(field: str) -> int:
-        return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-    before = kb("VmRSS")
-    do()
-    return (kb("VmHWM") - before) / 1024
-
-
-class _Endless(io.RawIOBase):
-    """A stream of so many bytes without a newline, generated on reading."""
-
-    def __init__(self, parts: int):
-        self._parts = itertools.repeat(_LONG, parts)
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        self._rest = self._rest or next(self._parts, b"")
-        size = min(len(buffer), len(self._rest))
-        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
-        return size
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
-def test_memory_is_bounded(model, tool, monkeypatch):
-    """Lines of a million tokens and of sixteen times as many; at most a megabyte of either is kept."""
-    tool(b"red " * 5 + b"\n")
-
-    def run(parts: int) -> None:
-        source = io.TextIOWrapper(io.BufferedReader(_Endless(parts)))
-        monkeypatch.setattr(sys, "stdin", source)
-        out = io.BytesIO()
-        answer = translation_of(model.opened.Translate)
-        warnings: list[str] = []
-        counts = answer_stream(answer, source.buffer, out, 32, warnings.append, lambda _: None)
-        assert (counts.lines, counts.warned) == (1, 1), warnings
-        assert out.getvalue() == model.Text("long").split(b"\n")[0]
-
-    run(1)
-    assert len(_LONG) > 3 * MAX_LINE_BYTES
-    peaks = [_peak_mb(lambda parts=parts: run(parts)) for parts in (1, 16)]
-    assert max(peaks) < 24, peaks
-    assert _peak_mb(lambda: model.translator.Translate([_LONG])) < 64
