@@ -101,9 +101,9 @@ def arguments(moe: MoELayer) -> tuple[list, list]:
     return [theta, x, paddings, seed], [moe.VariableSpecs(), ROWS, ROWS[:2], None]
 
 
-def planned_collectives(topology: str, **params) -> list[dict]:
+def planned_collectives(topology: str) -> list[dict]:
     """The collectives of the layer's forward pass, as a plan for eight devices of a machine has them."""
-    moe = layer(**params)
+    moe = layer()
 
     def forward(theta, x, paddings):
         return moe.FProp(theta, x, paddings)[0]

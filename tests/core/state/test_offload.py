@@ -17,7 +17,6 @@ from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.input.division import MicroBatchError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
-from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.memory import host_link
@@ -26,13 +25,11 @@ from lingvo_moe.core.state.offload import OffloadError, of_weight
 
 _BOTH = ("*.w?", "activations")
 _MIXED = {"dtype": "bfloat16", "clip_gradient_norm": 0.01}
-_SGD = {"optimizer": Sgd, "clip_gradient_norm": 0.01}
 _FORMS = [
     ({"offload": "slots", "level": "weights", **_MIXED}, "slots"),
     ({"offload": "master", "level": "none", **_MIXED}, "master"),
     ({"offload": "slots", "level": "none", "num": 2, "optimizer": Adafactor}, "slots"),
     ({"offload": _BOTH, "level": "weights", **_MIXED}, "body"),
-    ({"offload": ("*.wi", "activations"), "level": "none", **_SGD}, "body.wi"),
 ]
 
 
