@@ -111,7 +111,7 @@ def run(args: Flags) -> int:
 def load_tensorflow(engine: str | None) -> None:
     """Imports TensorFlow and silences its messages about the CPU and missing GPUs."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    import_tensorflow()
+    import_tensorflow(pool=True)
     with quiet():
         import tensorflow as tf
 

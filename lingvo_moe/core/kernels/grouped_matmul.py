@@ -16,6 +16,7 @@ from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import gen_xla_ops
 
 _MOST_ROWS = 256  # a tile of this many rows is no faster a product with more
+_FEW_ROWS = 256  # TensorFlow packs a transposed matrix in the time of a product with so many rows
 
 
 def by_tiles(
@@ -49,8 +50,9 @@ def by_group(
     rows_expected: int | None = None,
 ) -> tf.Tensor:
     """The same with TensorFlow's own kernels; N may be unknown."""
-    del rows_expected
-    return _multiply(_Pieces(group_sizes_E), rows_NM, weights_EMH)
+    rows = rows_NM.shape[0] if rows_expected is None else rows_expected
+    few = rows is not None and rows < _FEW_ROWS * weights_EMH.shape[0]
+    return _multiply(_Pieces(group_sizes_E, few), rows_NM, weights_EMH)
 
 
 def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tensor) -> tf.Tensor:
@@ -68,20 +70,18 @@ def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tens
 
 
 class _Pieces:
-    """A product for each group, of as many rows as it has."""
+    """A product for each group, of as many rows as it has; `few`: most have few rows."""
 
-    def __init__(self, group_sizes_E: tf.Tensor):
-        self._sizes_E = group_sizes_E
+    def __init__(self, group_sizes_E: tf.Tensor, few: bool):
+        self._sizes_E, self._few = group_sizes_E, few
 
     def products(
         self, x_NM: tf.Tensor, weights_EMH: tf.Tensor, transpose: bool = False
     ) -> tf.Tensor:
         """[N,H]; transposed from [N,H] to [N,M]."""
         pieces = self._split(x_NM)
-        out = [
-            tf.matmul(piece, weights_EMH[e], transpose_b=transpose)
-            for e, piece in enumerate(pieces[:-1])
-        ]
+        product = self._transposed if transpose else tf.matmul
+        out = [product(piece, weights_EMH[e]) for e, piece in enumerate(pieces[:-1])]
         width = weights_EMH.shape[1 if transpose else 2]
         out.append(tf.zeros([tf.shape(pieces[-1])[0], width], x_NM.dtype))
         return tf.ensure_shape(tf.concat(out, 0), [x_NM.shape[0], width])
@@ -90,6 +90,12 @@ class _Pieces:
         """[E,M,H]: each group's rows times their gradients."""
         pieces = zip(self._split(x_NM)[:-1], self._split(dy_NH)[:-1], strict=True)
         return tf.stack([tf.matmul(x, dy, transpose_a=True) for x, dy in pieces])
+
+    def _transposed(self, x_nH: tf.Tensor, weight_MH: tf.Tensor) -> tf.Tensor:
+        """[n,M]. The matrix comes first for few rows: TensorFlow is slow to pack a second one that is transposed."""
+        if self._few:
+            return tf.transpose(tf.matmul(weight_MH, x_nH, transpose_b=True))
+        return tf.matmul(x_nH, weight_MH, transpose_b=True)
 
     def _split(self, x: tf.Tensor) -> list[tf.Tensor]:
         """The groups, then the rows without an expert."""
