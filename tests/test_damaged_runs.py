@@ -163,14 +163,5 @@ def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, reader, k
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_reader_that_a_signal_ends_is_noticed(monkeypatch, tmp_path):
-    """Otherwise the test above could not fail."""
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nkill -SEGV $$\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    assert Reader().Read("run", tmp_path) == ["ENDED by SIGSEGV"]
-
-
 if __name__ == "__main__":
     _answer_requests()

@@ -16,10 +16,9 @@ from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
-from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.partitioner import spmd
 from lingvo_moe.core.sharding import Mesh, ShardingError
-from lingvo_moe.inspecting.explaining import ExplainError, explain, get_sharding
+from lingvo_moe.inspecting.explaining import ExplainError, explain
 
 MESH = Mesh.parse("expert:8")
 GRID = Mesh.parse("x:2,y:4")
@@ -95,19 +94,13 @@ def test_the_two_all_to_alls_are_of_the_two_lines_that_split(forward):
         _line(moe, 'name="dispatch"'),
         _line(moe, 'name="wo"'),
     ]
-    assert [e.line.text for e in forward.exchanges] == [
-        "slots_EGCM = sharding.split(slots_EGCM, 0, 8)  # to experts",
-        "out_GECM = sharding.split(out_GECM, 0, 8)  # and back",
-    ]
     assert forward.Bytes() == forward.Bytes(spmd.RESHARD) == 2 * SLOTS_BYTES
     assert forward.compiled == {"all-to-all": 2}
 
 
 def test_a_reshard_says_how_the_tensor_was_cut_and_is(forward):
-    for (
-        exchange
-    ) in forward.reshards:  # Of the product, whose dimensions are G, E, C, M or E, G, C, M.
-        what = exchange.what
+    # Of the product, whose dimensions are G, E, C, M or E, G, C, M.
+    for what in (exchange.what for exchange in forward.reshards):
         assert (what.shape, what.dtype) == ((8, 8, C, M), "f32")
         assert what.source.OnMesh(MESH) == ("expert", None, None, None)
         assert what.target.OnMesh(MESH) == (None, "expert", None, None)
@@ -145,28 +138,14 @@ def test_gradients_lead_to_forward_lines(backward):
 # --- the sharding of any tensor
 
 
-def test_what_was_not_annotated_is_cut_as_propagation_chose(forward):
+def test_the_sharding_of_a_tensor_by_its_name(forward):
     (relu,) = forward.Sharding("Relu")
     assert relu.mapping == ("expert", None, None, None)
     assert (relu.shape, relu.part_shape) == ((E, G, C, H), (1, G, C, H))
     assert _place(relu.line) == _line(moe, "tf.nn.relu")
-    (combined,) = forward.Sharding("combine/Einsum:0")
-    assert combined.mapping == ("expert", None, None)
-
-
-@pytest.mark.parametrize(
-    "name, found",
-    [
-        ("wi", ["wi/Einsum"]),
-        ("wi/Einsum", ["wi/Einsum"]),
-        ("activations", ["Relu"]),
-        ("x_GSM", ["x_GSM"]),
-        ("wo_EHM", ["wo_EHM"]),
-    ],
-)
-def test_names(forward, name, found):
-    assert [t.name for t in forward.Sharding(name)] == found
-    assert str(forward.Sharding(name)[0]).startswith(f"{found[0]}: f32[")
+    for name, found in (("wi", "wi/Einsum"), ("activations", "Relu"), ("wo_EHM", "wo_EHM")):
+        (tensor,) = forward.Sharding(name)
+        assert str(tensor).startswith(f"{found}: f32[")
 
 
 @pytest.mark.parametrize(
@@ -195,12 +174,6 @@ def test_a_scope_has_all_of_its_tensors():
     layer = {t.name for t in explanation.Sharding("model.layer")}
     assert layer == {"model/layer/XlaSharding", "model/layer/matmul", "model/layer/Tanh"}
     assert layer < {t.name for t in explanation.Sharding("model")}
-
-
-def test_get_sharding_takes_a_program():
-    program = lower(moe, MOE_SPECS, MESH, results=AUTO)
-    (found,) = get_sharding(program, "wi")
-    assert found.mapping == ("expert", None, None, None)
 
 
 # --- loops, uneven parts, partial results, halos
@@ -257,18 +230,6 @@ def test_uneven_parts_are_padded():
     (exchange,) = [e for e in explanation.exchanges if e.what.reason == spmd.PARTIAL]
     assert (exchange.what.kind, exchange.what.num_bytes) == ("all-reduce", 4 * 6)
     assert _place(exchange.line) == _line(uneven, "reduce_sum")
-
-
-def test_partial_results_are_told_from_reshards():
-    def contracted(x, w, v):
-        y = sharding.split(x, 1, 8) @ sharding.split(w, 0, 8)
-        return sharding.replicate(y), sharding.replicate(tf.tanh(sharding.split(v, 0, 8)))
-
-    explanation = explain(contracted, [_spec(4, 16), _spec(16, 8), _spec(8, 8)], MESH)
-    reasons = {e.what.kind: e.what.reason for e in explanation.exchanges}
-    assert reasons == {"all-reduce": spmd.PARTIAL, "all-gather": spmd.RESHARD}
-    assert explanation.Bytes(spmd.PARTIAL) == 4 * 4 * 8
-    assert explanation.Bytes(spmd.RESHARD) == 4 * 8 * 8
 
 
 def test_a_function_of_tensorflow_s_own_has_the_line_that_explains_it():
@@ -340,14 +301,6 @@ def test_lines_are_no_part_of_a_program_s_hash_nor_of_its_file(tmp_path):
         explanation.Sharding("activations")
 
 
-def test_explaining_leaves_a_program_as_it_was():
-    program = lower(moe, MOE_SPECS, MESH, results=AUTO)
-    before = program.hash
-    explain(program)
-    compiled = PjrtEngine(MESH).Compile(program)
-    assert (program.hash, len(compiled.Collectives())) == (before, 2)
-
-
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -362,7 +315,6 @@ def test_explaining_leaves_a_program_as_it_was():
             "arg_specs and mesh are for a function",
         ),
         (lambda: explain("step.program"), "'step.program' is neither a program nor a function"),
-        (lambda: explain(moe, MOE_SPECS[0], MESH), "arg_specs is a list .* got .*TensorSpec"),
         (lambda: explain(moe, MOE_SPECS, "d:8"), "mesh a sharding.Mesh, .* got 'd:8'"),
     ],
 )
@@ -405,17 +357,12 @@ def test_the_page_stands_alone_and_shows_lines(forward):
     assert page.count("<g><title>") == 8 * (3 + 2 * 2)
 
 
-def test_what_the_partitioner_gets_wrong_is_named_with_its_line():
+def test_what_the_partitioner_gets_wrong_is_named_with_its_line(forward):
     grid = Mesh.parse("data:2,model:4")
 
     def rows(x, y):
         x, y = (sharding.mesh_split(t, grid, ("data", "model")) for t in (x, y))
         return sharding.mesh_split(tf.einsum("fa,fa->f", x, y), grid, ("model",))  # wrong
-
-    def rows_by_way_of_data(x, y):
-        x, y = (sharding.mesh_split(t, grid, ("data", "model")) for t in (x, y))
-        sums = sharding.mesh_split(tf.einsum("fa,fa->f", x, y), grid, ("data",))
-        return sharding.mesh_split(sums + 1.0, grid, ("model",))
 
     specs = [TensorSpec((16, 16), "float32")] * 2
     explanation = explain(rows, specs, grid)
@@ -426,9 +373,8 @@ def test_what_the_partitioner_gets_wrong_is_named_with_its_line():
     assert explanation.ToJson()["wrong"][0]["line"] == found.line.place
     with pytest.raises(ShardingError, match=r"'rows'.*wrong numbers for 1 operation.*\n.*Instead"):
         explanation.Check()
-    right = explain(rows_by_way_of_data, specs, grid)
-    right.Check()
-    assert right.wrong == [] and "WRONG" not in str(right)
+    forward.Check()
+    assert forward.wrong == [] and "WRONG" not in str(forward)
 
 
 def test_what_is_wrong_is_named_for_a_tpu_slice_too():

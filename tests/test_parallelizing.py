@@ -203,11 +203,6 @@ def test_an_experiment_of_other_axes_is_not_tried_as_it_is_written(plans):
     assert parallelizing._as_written(params, 8) is None
 
 
-def test_small_meshes_keep_the_axes():
-    assert str(parallelizing.small_mesh(Mesh.parse("data:256,model:1"))) == "data:2,model:1"
-    assert str(parallelizing.small_mesh(Mesh.parse("data:8"))) == "data:8"
-
-
 def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(

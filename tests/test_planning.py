@@ -150,12 +150,7 @@ def test_memory_is_the_compiler_s_and_arguments_are_the_state_and_the_batch(tiny
 
 
 def test_operations_are_a_hand_count_of_the_einsums(tiny):
-    """Forward: what the layers report.
-
-    Backward: twice that, without the dispatch mask, which is no function of a weight.
-
-    Recomputed: all but a block's last product.
-    """
+    """Backward: twice that, without the dispatch mask, which is no function of a weight."""
     params = _params()
     data = params.input
     shapes = [(data.batch_size, n) for n in (data.source_length, data.target_length)]
@@ -332,7 +327,6 @@ _ON_V3 = f"{_TINY} --topology=v3:2x2"
     [
         (_TINY, "--model and --topology go together"),
         ("", "nothing to do"),
-        (f"{_ON_V3} --what=x", "must be one of train, decode"),
         (f"--compare={GOLDEN} --output=x.json", "--output=x.json goes with --model"),
         (f"{_ON_V3} --token_budget=inf", "must be a positive number"),
         (f"{_TINY} --topology=v3 --mesh=foo", "--mesh='foo': 'foo' is not"),
@@ -341,19 +335,14 @@ _ON_V3 = f"{_TINY} --topology=v3:2x2"
             f"{_TINY} --topology=v3 --mesh=expert:4 --variants=train.mesh=expert:2",
             "--mesh=expert:4: --variants has train.mesh=expert:2",
         ),
-        (f"{_TINY} --topology=v8", "no TPU generation"),
         (f"{_ON_V3} --price=v4:2", "no plan is for v4"),
-        (f"{_ON_V3} --price=v3", "'v3' is no price"),
-        (f"{_TINY} --topology=h10", "no GPU (did you mean 'h100'?)"),
         (
             f"--compare={GOLDEN} --variants=|a=1",
             "--variants=|a=1 goes with --model, which is not given: it is of a new plan",
         ),
         (f"{_TINY} --topology=v5p:2x2x1 --variants=|task.droput=0.1", "did you mean 'dropout'"),
         (f"{_TINY} --topology=v3:2x2*2", "between slices of v3 is published"),
-        (f"{_TINY} --topology=v5p*2", "no TPU generation and no GPU (did you mean"),
         ("--compare=/nowhere.json", "--compare=/nowhere.json: No such file"),
-        (f"--compare={__file__}", "not JSON"),
         ("--topolgy=v3:2x2", "did you mean '--topology'"),
     ],
 )

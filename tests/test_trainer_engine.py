@@ -19,7 +19,6 @@ from lingvo_moe.training.flags import parse_flags
         ([], 8, "cpu", "pjrt"),
         ([], 1, "gpu", "pjrt"),
         (["--num_devices=1"], 8, "cpu", "tf_graph"),
-        (["--num_devices=1"], 1, "gpu", "tf_graph"),
         (["--num_devices=2"], 1, "cpu", "pjrt"),
         (["--mesh=expert:1"], 1, "cpu", "pjrt"),
         (["--num_processes=2"], 1, "cpu", "pjrt"),
@@ -46,12 +45,6 @@ def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
             ["--num_devices=8"],
             "expert:8",
             "--engine=pjrt, the default for several devices, GPUs, TPUs and with --mesh; mesh expert:8",
-        ),
-        (
-            "pjrt",
-            ["--engine=pjrt", "--mesh=data:2,expert:2"],
-            "data:2,expert:2",
-            "--engine=pjrt; mesh data:2,expert:2",
         ),
     ],
 )

@@ -86,14 +86,12 @@ def test_data_that_cannot_be(kind, override, expected, data_dir, tmp_path, capfd
         ("data", "is also --data_dir="),
         ("data/run", "lies inside --data_dir="),
         (".", "holds --data_dir="),
-        ("link", "is also --data_dir="),
         ("model", "is an exported model (it holds saved_model.pb), which a run would damage"),
         (
             "model/assets/run",
             "model, which is an exported model (it holds saved_model.pb); name a directory outside of it",
         ),
         ("prepared", "is prepared data"),
-        ("corpus/x/y", "corpus, which is a corpus (it holds corpus.json); name"),
         ("run/checkpoints", "run, which is a run (it holds experiment.json); name"),
         (
             "runs",
@@ -112,7 +110,6 @@ def test_a_logdir_that_is_something_else(logdir, expected, data_dir, tmp_path, c
         "runs/first/manifest.sha256",
     ):
         _write(tmp_path / name)
-    (tmp_path / "link").symlink_to("data")
     before = _files(tmp_path)
     for more in ([], ["--restart"]):
         flags = [TINY, f"--data_dir={data_dir}", f"--logdir={tmp_path / logdir}", *more]
@@ -278,7 +275,7 @@ def test_restart_leaves_a_run_where_its_beginning_would_be_another_model_s(
 # --- inspection
 
 
-def test_inspect_params_reads_back(capfd):
+def test_inspect_params_reads_back_and_explains_each(capfd):
     flags = [TINY, "--mode=inspect_params", "--max_steps=7", "--model_params_override=task.seed=5"]
     assert trainer.main(flags) == 0
     text = capfd.readouterr().out
@@ -286,18 +283,10 @@ def test_inspect_params_reads_back(capfd):
     assert "task.seed : 5" in lines and "train.max_steps : 7" in lines
     plain = registry.GetParams(TINY.removeprefix("--model="))
     assert plain.FromText(text).ToText(with_help=True) == text
-
-
-def test_inspect_params_shows_the_help_of_each_parameter(capfd):
-    assert trainer.main([TINY, "--mode=inspect_params"]) == 0
-    for part in capfd.readouterr().out.split("\n\n"):
+    for part in text.split("\n\n"):  # the help of each, and its value
         *help_lines, line = part.strip().splitlines()
         assert help_lines and all(part.startswith("# ") for part in help_lines), part
         assert " : " in line and len(max(help_lines, key=len)) <= 100
-        if line.startswith("task.num_heads :"):
-            assert help_lines == ["# N, attention heads. (an integer of at least 1)"]
-        if line.startswith("task.optimizer.cls :"):  # what the part is for
-            assert help_lines[0].startswith("# How gradients change theta.")
 
 
 _INSPECT = """

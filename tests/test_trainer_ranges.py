@@ -5,7 +5,7 @@ import pytest
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh, single_device
 from lingvo_moe.training.checks import UsageError, check_divisible, check_state_is_sharded
-from lingvo_moe.training.memory import Share, check_memory, machine_bytes
+from lingvo_moe.training.memory import Share, check_memory
 
 GiB = 2**30
 _IMAGES = "image.ResNet50Classes130K"
@@ -23,26 +23,17 @@ _ON_EXPERTS = "task.activation_split={'E': 'expert'}"
         (_IMAGES, "data:8", "task.num_classes=1001", "num_classes=1001 does not divide over the 8 "),
         (_IMAGES, "data:8", "task.head.weight_split={'V': 'modle'}",
          "task.head.weight_split: 'V' is sharded along 'modle', and mesh data:8 has no axis 'modle'"),
-        (_IMAGES, "data:8", "task.head.activation_split={'V': 'date'}",
-         "task.head.activation_split: 'V' is sharded along 'date', and mesh data:8 has no axis 'date' (did"),
-        (_IMAGES, "data:8", "task.num_classes=1001;task.head.weight_split={}",
-         "task.num_classes=1001 does not divide over the 8 devices"),
         (_IMAGES, "data:8", "task.network.base_channels=6;task.network.weight_split={'O': 'data'}",
          "variable network.stage_0.stages[0].convolve.conv.w: O=6 does not divide over the 8 devices"),
         ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};input.batch_size=16", "task.num_groups=8 / 2 = 4"),
         ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};task.num_groups=16", "input.batch_size=8 / 2 = 4"),
-        ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};task.num_groups=16",
-         "set train.num_micro_batches to 1, or input.batch_size to a multiple of 16"),
         ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};input.batch_size=16;task.num_groups=16", ""),
-        ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};input.batch_size=16;task.num_groups=0", ""),
         ("mt.M4Tiny", "expert:1", "train.num_micro_batches=3", "choose 1, 2, 4 or 8"),
         ("mt.M4Tiny", "expert:8", f"task.num_experts=0;{_ON_EXPERTS}", "'expert'"),
         ("lm.Tiny", "stage:2,data:4", "", "along 'stage', so its 2 devices would compute the same"),
-        ("lm.Tiny", "stage:2,data:4", "", "use --mesh=data:4, or set task.pipeline.stages=2"),
         ("lm.Tiny", "data:2,model:4", "", "use --mesh=data:2, or name 'model' in task.activation_"),
         ("lm.Tiny", "data:2,model:4", "train.shard_state=slots", ""),
         ("lm.Tiny", "data:2,model:4", "task.weight_split={'H': 'model'}", ""),
-        ("lm.Tiny", "data:8,model:1", "", ""),
         ("lm.Tiny", "data:1", _TWO_STAGES, "give --mesh=stage:2,data:1 and, on a CPU, --num_devices=2"),
         ("lm.Tiny", "stage:2,data:1", _TWO_STAGES, ""),
         ("image.Digits", "data:2", _CELLS, "task.pipeline.stages=3: mesh data:2 has no axis with a dev"),
@@ -82,7 +73,6 @@ def _check(override, mesh=None, model="mt.M4Tiny", **kwargs):
     ("override", "named"),
     [
         ("task.num_experts=200000000", "task.num_experts=200000000, task.hidden_dim=32"),
-        ("task.hidden_dim=800000000", "task.hidden_dim=800000000, task.model_dim=16"),
         ("task.num_encoder_layers=10000;task.num_experts=1024", "task.num_encoder_layers=10000"),
         ("task.source_vocab_size=10000000;task.model_dim=1024",
          "task.source_vocab_size=10000000, task.model_dim=1024"),
@@ -108,11 +98,3 @@ def test_devices_and_processes_share_the_memory():
     _check(override, mesh, available=1 * GiB, share=Share(holds_state=False))
     with pytest.raises(UsageError, match="batch_size=100000000"):  # the host makes the batches
         _check("input.batch_size=100000000", available=8 * GiB, share=Share(holds_state=False))
-
-
-def test_the_demo_fits_anywhere_and_the_largest_model_not_here():
-    mesh = Mesh(("expert",), (8,))
-    _check("", mesh, "mt.M4Demo", available=1 * GiB)
-    with pytest.raises(UsageError, match="num_experts=2048"):
-        _check("", mesh, "mt.M4MoE2048E36L", available=256 * GiB)
-    assert machine_bytes() > 2**28

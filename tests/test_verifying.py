@@ -19,7 +19,9 @@ from tools import verify
 MESH = xs.Mesh.parse("a:4,b:2")
 
 
-def attention(probs_axes, dtype="float32"):
+def attention(probs_axes):
+    """In bfloat16; the steps of toy_attention are in float32."""
+
     def fn(x, w):
         v, o = (
             xs.mesh_split(w["v"], MESH, (None, "a", "b")),
@@ -31,22 +33,20 @@ def attention(probs_axes, dtype="float32"):
         return tf.einsum("BTNH,NHM->BTM", context, o)
 
     shapes = {"q": (16, 8, 8), "k": (16, 8, 8), "v": (16, 8, 8), "o": (8, 8, 16)}
-    specs = {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
-    return fn, TensorSpec((8, 16, 16), dtype), specs
+    specs = {name: TensorSpec(shape, "bfloat16") for name, shape in shapes.items()}
+    return fn, TensorSpec((8, 16, 16), "bfloat16"), specs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_function_whose_gradients_are_wrong_over_a_mesh(dtype):
-    fn, x, weights = attention(("a", "b", None, None), dtype)
+def test_a_function_whose_gradients_are_wrong_over_a_mesh():
+    fn, x, weights = attention(("a", "b", None, None))
     with pytest.raises(
         VerifyError, match=r"fn over mesh a:4,b:2 .*gradient of args\[0\]\[8, 16, 16\] is off"
     ):
         xs.verify(fn, MESH, x, weights)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_function_that_is_right(dtype):
-    fn, x, weights = attention((None, "a", None, None), dtype)
+def test_a_function_that_is_right():
+    fn, x, weights = attention((None, "a", None, None))
     xs.verify(fn, MESH, x, weights)
 
 
@@ -91,9 +91,7 @@ def test_a_step_whose_slots_are_in_the_memory_of_hosts(capsys):
     "got, want, expected",
     [
         ([np.nan, 1.0], [0.0, 1.0], np.inf),
-        ([0.0, 1.0], [np.nan, 1.0], np.inf),
         ([np.inf, 1.0], [-np.inf, 1.0], np.inf),
-        ([np.nan, 1.0], [np.inf, 1.0], np.inf),
         ([np.inf, np.nan, 1.0], [np.inf, np.nan, 1.0], 0.0),
         ([np.inf, 1.0, 3.0], [np.inf, 1.0, 4.0], 0.25),  # a shared infinity hides nothing
         ([1.0 + 1j], [1.0 + 0j], 1.0),
@@ -117,12 +115,11 @@ def test_what_is_not_finite_on_one_device_is_not_verified(monkeypatch):
         verifying.verify_model("toy_attention.Right", MESH)
 
 
-@pytest.mark.parametrize("mesh", ["expert:8", "expert:3"])
 @pytest.mark.parametrize("model", ["mt.M4MoE2048E36L", "mt.T96L", "mt.M4Demo"])
-def test_sizes_of_translation_models_are_small_and_divide(model, mesh):
+def test_sizes_of_translation_models_are_small_and_divide(model):
     params = registry.GetParams(model)
     axes = xs.Mesh.parse(params.train.mesh).axis_names
-    mesh = xs.Mesh(axes, tuple(int(mesh[-1]) for _ in axes))
+    mesh = xs.Mesh(axes, (3,) * len(axes))
     params = verifying.shrunk(model, mesh)
     task = params.task.Instantiate()
     assert params.task.num_encoder_layers == params.task.num_decoder_layers == 2
@@ -135,7 +132,7 @@ def test_sizes_of_translation_models_are_small_and_divide(model, mesh):
     assert set(np.unique(batch.tgt.segment_ids)) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("model", ["image.Digits", "image.ResNet50", "image.ResNet50Classes130K"])
+@pytest.mark.parametrize("model", ["image.Digits", "image.ResNet50Classes130K"])
 def test_sizes_of_image_models_are_small_and_divide(model):
     mesh = xs.Mesh.parse("data:6")
     params = verifying.shrunk(model, mesh, "task.network.activation_split={'O': 'data'}")

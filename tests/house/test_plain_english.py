@@ -97,13 +97,3 @@ def test_pages_have_no_private_words() -> None:
 def test_private_words_are_found_with_their_line(source: str, line: int) -> None:
     (complaint,) = _complaints("file.py", _prose(source))
     assert complaint.startswith(f"file.py:{line}: ") and "write: " in complaint
-
-
-def test_headless_docstrings_are_found_in_finished_packages_alone() -> None:
-    lines = [(1, '"""Those of a step."""'), (2, '"""Whether it runs."""')]
-    assert len(_complaints("lingvo_moe/core/planner/costs.py", iter(lines))) == 1
-    assert not _complaints("tests/house/test_docs.py", iter(lines))
-
-
-def test_code_is_not_prose() -> None:
-    assert not _complaints("file.py", _prose("told = anew(seat)\nwholly = 'anew'\n"))
