@@ -65,7 +65,10 @@ def check_upcycling(args: Flags, params: Params) -> None:
     elif at >= last:
         why = f"must be less than train.max_steps={last}"
     elif not params.task.cls.GrowsFrom(params.task):
-        why = "needs a model with experts that are as wide as its dense layers, since each begins as a copy of one"
+        why = (
+            "needs a model with experts that, alone or with the shared ones, are as wide as its dense layers, whose "
+            "hidden units they begin with"
+        )
     else:
         return
     raise UsageError(f"train.upcycle_at={at}: {why}")

@@ -208,13 +208,15 @@ class MoELayer(BaseLayer):
     def Grow(self, small: NestedMap, fresh: NestedMap) -> NestedMap:
         """See BaseLayer: sparse upcycling of a dense layer (Komatsuzaki et al. 2022, section 3.1).
 
-        Each expert is a copy of it, so that the outputs are the same where the gates of a token sum to one. The router
-        is new, and shared experts begin by adding zeros.
+        Each expert is a copy of it, and shared experts begin by adding zeros; or, where both together are as wide as
+        it, shared experts are its first hidden units, and each expert is a copy of the others. So the outputs are the
+        same where the gates of a token sum to one. The router is new, and so are slots that the dense layer lacks.
         """
-        E = self.p.num_experts
         grown = NestedMap(fresh)
-        grown.experts = small.Transform(lambda w: tf.repeat(w[tf.newaxis], E, axis=0))
-        if self.p.num_shared_experts:
+        grown.experts, narrower = _units(small, fresh.experts, self.p.num_experts)
+        if narrower:
+            grown.shared_experts, _ = _units(small, fresh.shared_experts)
+        elif self.p.num_shared_experts:
             shared = fresh.shared_experts
             grown.shared_experts = NestedMap(shared, wo=map_structure(tf.zeros_like, shared.wo))
         return grown
@@ -291,6 +293,24 @@ class MoELayer(BaseLayer):
             shared = experts.cls.Shared(experts, p.num_shared_experts)
             computed += shared.cls.FPropMeta(shared, (B, T, M)).flops
         return NestedMap(flops=gating + 2 * each_way + computed, out_shapes=((B, T, M),))
+
+
+def _units(dense: NestedMap, fresh: NestedMap, copies: int = 0) -> tuple[NestedMap, bool]:
+    """Weights or slots in the structure of `fresh`, which are hidden units of a dense layer; and whether it has more.
+
+    They are its first units, or for so many `copies` its last ones; `fresh` stays where the layer has none such.
+    """
+    old, new, narrower = dict(dense.FlattenItems()), [], False
+    for path, value in fresh.FlattenItems():
+        if path in old:
+            sizes = list(value.shape)[1 if copies else 0 :]
+            spare = [n - size for n, size in zip(old[path].shape, sizes, strict=True)]
+            narrower = narrower or any(spare)
+            value = tf.slice(old[path], spare if copies else [0] * len(sizes), sizes)
+            if copies:
+                value = tf.repeat(value[tf.newaxis], copies, axis=0)
+        new.append(value)
+    return fresh.Pack(new), narrower
 
 
 def _without_capacity(p: HyperParams) -> str:

@@ -137,10 +137,14 @@ class MtModel(MtTask):
 
     @classmethod
     def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        """See BaseTask: a model with experts as wide as its dense layers grows out of the dense one."""
-        if not task.num_experts or task.expert_hidden_dim not in (0, task.hidden_dim):
-            return {}
-        return {"num_experts": 0}
+        """See BaseTask: experts that, alone or with the shared ones, are as wide as a dense layer grow out of it."""
+        width = task.expert_hidden_dim or task.hidden_dim
+        if task.num_experts and task.hidden_dim in (
+            width,
+            width * (1 + task.moe.num_shared_experts),
+        ):
+            return {"num_experts": 0}
+        return {}
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: a router that chooses by language has a place for each."""

@@ -154,8 +154,10 @@ def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
         (4, "task.moe.router=hash", np.array([3, 4], np.int32)),
         # A second expert is drawn at random in training.
         (2, "task.moe.router=top2;task.moe.num_shared_experts=1", None),
+        # M4Tiny's dense layers are 32 wide.
+        (2, "task.moe.router=hash;task.moe.num_shared_experts=3;task.expert_hidden_dim=8", None),
     ],
-    ids=["hash", "top2"],
+    ids=["hash", "top2", "narrow"],
 )
 def test_experts_grow_out_of_dense_layers(vocab, tmp_path, encoder_layers, experts, seed) -> None:
     """Before its first step a model with experts has the loss of the dense one."""
@@ -190,13 +192,15 @@ def test_experts_grow_out_of_dense_layers(vocab, tmp_path, encoder_layers, exper
     np.testing.assert_allclose(loss(task, theta), loss(dense, old), rtol=1e-6)
 
 
-def test_an_expert_has_the_slots_of_the_dense_layer() -> None:
+@pytest.mark.parametrize("narrower", [False, True])
+def test_an_expert_has_the_slots_of_the_dense_layer(narrower) -> None:
     override = (
         "task.optimizer=adafactor;task.num_encoder_layers=4;task.hidden_dim=256;task.model_dim=256"
     )
+    shared = "task.moe.num_shared_experts=1" + ";task.expert_hidden_dim=128" * narrower
     task, dense = (
         registry.GetParams("mt.M4Tiny", f"{override};{more}").task.Instantiate()
-        for more in ("task.moe.num_shared_experts=1", "task.num_experts=0")
+        for more in (shared, "task.num_experts=0")
     )
     rng = np.random.RandomState(0)
     small = dense.StateSpecs().slots.Transform(lambda s: rng.normal(size=s.shape).astype("f"))
@@ -209,4 +213,6 @@ def test_an_expert_has_the_slots_of_the_dense_layer() -> None:
     assert set(old) == set(new)
     for name in old:  # [L,...] in blocks of one layer, [L,E,...] in blocks of two
         for expert in (0, 7):
-            np.testing.assert_array_equal(new[name][:, expert], old[name][1::2])
+            one = new[name][:, expert]
+            last = (slice(None), *(slice(-n, None) for n in one.shape[1:]))
+            np.testing.assert_array_equal(one, old[name][1::2][last])
