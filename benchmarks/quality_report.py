@@ -70,11 +70,11 @@ def _row(says: str, runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _mean(losses: Sequence[float]) -> str:
-    """The mean over seeds, and how far the farthest is from it."""
+    """The mean over seeds, and its standard error."""
     mean = statistics.mean(losses)
     if len(losses) == 1:
         return f"{mean:.3f}"
-    return f"{mean:.3f} ± {max(abs(loss - mean) for loss in losses):.3f}"
+    return f"{mean:.3f} ± {statistics.stdev(losses) / len(losses) ** 0.5:.3f}"
 
 
 def _score(runs: Sequence[Mapping[str, Any]], name: str) -> str:
