@@ -158,8 +158,12 @@ CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
     "experts_feed_forward few": (_experts, _expert_inputs(4)),
     "experts_feed_forward many": (_experts, _expert_inputs(100)),
     "experts_feed_forward drop": (functools.partial(_experts, rate=0.3), _expert_inputs(4)),
-    "grouped_matmul": (
+    "grouped_matmul few": (
         lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, None),
+        [_normal(0, 9, 4), _normal(1, 3, 4, 6)],
+    ),
+    "grouped_matmul many": (
+        lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, 10_000),
         [_normal(0, 9, 4), _normal(1, 3, 4, 6)],
     ),
     "stable_order": (lambda ops, x: ops.stable_order(_SORTED), [tf.zeros([])]),
@@ -235,6 +239,12 @@ for _name, _dims, _stack, _options in (
         functools.partial(_adafactor, dims=_dims, stack_dims=_stack, **_options),
         [_normal(0, 4, 6) if _dims == (0, 1) else _normal(0, 3, 4, 6)],
     )
+
+
+CASES["adafactor of many experts"] = (
+    functools.partial(_adafactor, dims=(1, 2), stack_dims=0),
+    [_normal(0, 66, 4, 6)],
+)
 
 
 @pytest.mark.parametrize("ops", [xla, tensorflow], ids=["xla", "tensorflow"])
