@@ -53,8 +53,8 @@ _TOP = "task.aux_loss_weight=0.01;task.moe.router=top_k;task.moe.router.k="
 # How tokens find their experts, likewise.
 ROUTERS = {
     "hash": ("by a hash of the token", ""),
-    "top1": ("the best of them", f"{_TOP}1"),
-    "top2": ("the best two of them", f"{_TOP}2"),
+    "top1": ("each token to its best", f"{_TOP}1"),
+    "top2": ("each token to its best two", f"{_TOP}2"),
 }
 DENSE, JOEYNMT = "dense", "joeynmt"
 OURS = (*_BEGINNINGS, DENSE)

@@ -121,6 +121,24 @@ def test_a_contender_is_scored_and_kept(corpus, tmp_path, capsys):
     )
 
 
+def test_each_number_of_experts_and_router_is_a_contender(corpus, tmp_path):
+    """Of the model of the page; those that grow are models which can."""
+    more = ["--experts=2,8", f"--routers={','.join(quality_peers.ROUTERS)}", "--rates=0.1"]
+    flags = [f"--corpus={corpus}", f"--output={tmp_path}", *more]
+    comparison = quality_peers.Comparison(quality_peers.define_flags().Parse(flags))
+    comparison._params = registry.GetParams(quality_peers.MODEL, "")
+    runs = {name: setup for name, _, setup in comparison._runs()}
+    assert len(runs) == 2 * 2 * 3 + 1
+    for name, setup in runs.items():
+        params = registry.GetParams(setup["model"], setup["override"])
+        task = params.task
+        task.Instantiate()
+        assert (task.num_experts == 0) == name.startswith("dense")
+        assert task.num_experts == 0 or f"{task.num_experts}_" in name
+        assert bool(params.train.upcycle_at) == name.startswith("upcycled")
+        assert not params.train.upcycle_at or task.cls.GrowsFrom(task)
+
+
 def test_a_loss_of_other_tokens_is_refused(corpus, tmp_path, capsys):
     flags = _flags(corpus, tmp_path / "out", f"--peers={_peer(tmp_path / 'peer', more=1)}")
     assert quality_peers.main([*flags, "--only=joeynmt"]) == 1

@@ -139,12 +139,8 @@ class MtModel(MtTask):
     def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
         """See BaseTask: experts that, alone or with the shared ones, are as wide as a dense layer grow out of it."""
         width = task.expert_hidden_dim or task.hidden_dim
-        if task.num_experts and task.hidden_dim in (
-            width,
-            width * (1 + task.moe.num_shared_experts),
-        ):
-            return {"num_experts": 0}
-        return {}
+        widths = (width, width * (1 + task.moe.num_shared_experts))
+        return {"num_experts": 0} if task.num_experts and task.hidden_dim in widths else {}
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: a router that chooses by language has a place for each."""
