@@ -122,7 +122,7 @@ def test_a_contender_is_scored_and_kept(corpus, tmp_path, capsys):
 
 
 def test_each_number_of_experts_and_router_is_a_contender(corpus, tmp_path):
-    """Of the model of the page; those that grow are models which can."""
+    """The page's model is built with each; those that grow are models which can."""
     more = ["--experts=2,8", f"--routers={','.join(quality_peers.ROUTERS)}", "--rates=0.1"]
     flags = [f"--corpus={corpus}", f"--output={tmp_path}", *more]
     comparison = quality_peers.Comparison(quality_peers.define_flags().Parse(flags))
