@@ -66,7 +66,7 @@ def test_tokenised_text(data_dir, tmp_path, capfd, monkeypatch):
         assert trainer.main(_flags(data_dir, run)) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("error: [Errno 27] File too large: ")
-    assert "aa-00000.array_record" in line
+    assert "aa.lengths" in line
     assert not shards.exists() and not run.exists()
     assert trainer.main(_flags(data_dir, run)) == 0
 

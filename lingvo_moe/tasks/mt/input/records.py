@@ -1,7 +1,8 @@
 """Tokenised pairs on disk: ArrayRecord shards of a bounded number of pairs, with random access.
 
 A record is an array of unsigned little-endian ids: the number of source ids, the source ids, the target ids; without
-bos and eos. `manifest.json` describes the shards. Everything is verified against a list of SHA-256 before it is
+bos and eos. `manifest.json` describes the shards, and `<lang>.lengths` has the lengths of a language's pairs, which
+say what goes into a batch without reading it. Everything is verified against a list of SHA-256 before it is
 opened; later changes are detected by the checksums of the record files.
 """
 
@@ -14,7 +15,7 @@ import json
 import logging
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ from lingvo_moe.tasks.mt.input.order import WINDOW
 from lingvo_moe.tasks.mt.input.prepared import fingerprint
 from lingvo_moe.tasks.mt.input.scan import Scan
 from lingvo_moe.tasks.mt.input.shards import (
-    GROUP_SIZE,
+    LENGTHS,
     PAIRS_PER_SHARD,
     LanguageShards,
     id_dtype,
+    lengths_file,
     shard_file,
     write_shards,
 )
@@ -93,9 +95,10 @@ class Records:
         self._starts: list[list[int]] = []
         self._open: list[OrderedDict[int, ArrayRecordReader]] = []
         for lang, entry in entries.items():
-            _check_lengths(directory, lang, entry.bytes)
+            _check_sizes(directory, lang, entry)
             self._starts.append([0, *itertools.accumulate(entry.records)])
             self._open.append(OrderedDict())
+        self._lengths: dict[int, np.ndarray] = {}
         self.shards = {lang: list(entry.records) for lang, entry in entries.items()}
         self.languages = {lang: sum(records) for lang, records in self.shards.items()}
         self.dropped: Counter[str] = Counter()
@@ -113,40 +116,48 @@ class Records:
             reader = self._open[language].get(shard) or self._Open(language, shard)
             (data,) = reader.read([position - starts[shard]])
             ids = np.frombuffer(data, self._dtype)
-            if not 0 < ids[0] < ids.size:
-                raise ValueError(f"length {ids[0]} of {ids.size}")
+            source, target = self.Lengths(language)[position].tolist()
+            if (ids[0], ids.size) != (source, 1 + source + target):
+                raise ValueError(f"{ids[0]} of {ids.size} ids, not {source} and {target}")
         except (RuntimeError, ValueError, IndexError) as e:
             path = shard_file(self.directory, self._names[language], shard)
             raise DataError(
                 f"{path}: record {position - starts[shard]} is damaged ({e}); {self._remedy}"
             ) from e
-        end = int(ids[0]) + 1
-        return ids[1:end], ids[end:]
+        return ids[1 : source + 1], ids[source + 1 :]
 
-    def Lengths(self, language: int, every: int = 1) -> np.ndarray:
-        """The numbers of source and target ids of a language's records, in their order.
+    def Lengths(self, language: int) -> np.ndarray:
+        """The numbers of source and target ids of a language's records, in their order: uint16 [N, 2], read-only.
 
-        `every`: one in so many groups of records that are stored together is read, in each shard.
-
-        Returns:
-            int32 [2, N].
+        They are read when they are looked at. Of records that an earlier version made, which have none beside them, all
+        are read at the first call.
 
         Raises:
             DataError: a shard is damaged.
         """
-        found = []
+        if language not in self._lengths:
+            path = lengths_file(self.directory, self._names[language])
+            there = path.exists()
+            found = np.memmap(path, LENGTHS, "r") if there else self._Measured(language)
+            self._lengths[language] = np.asarray(found).reshape(-1, 2)
+        return self._lengths[language]
+
+    def _Measured(self, language: int) -> np.ndarray:
+        """The lengths of a language, flat, from its records."""
+        found, width = [], self._dtype.itemsize
         for shard, count in enumerate(self.shards[self._names[language]]):
-            numbers = np.arange(count)
-            numbers = numbers[numbers // GROUP_SIZE % every == 0]
             try:
                 reader = self._open[language].get(shard) or self._Open(language, shard)
-                for start in range(0, len(numbers), _READ_AT_ONCE):
-                    data = reader.read(numbers[start : start + _READ_AT_ONCE].tolist())
-                    found.append(_lengths(data, self._dtype))
+                for start in range(0, count, _READ_AT_ONCE):
+                    data = reader.read(list(range(start, min(start + _READ_AT_ONCE, count))))
+                    firsts = b"".join(record[:width] for record in data)
+                    source = np.frombuffer(firsts, self._dtype).astype(np.int64)
+                    ids = np.fromiter(map(len, data), np.int64, len(data)) // width
+                    found.append(np.stack([source, ids - 1 - source], axis=1).astype(LENGTHS))
             except (RuntimeError, ValueError, IndexError) as e:
                 path = shard_file(self.directory, self._names[language], shard)
                 raise DataError(f"{path}: damaged ({e}); {self._remedy}") from e
-        return np.concatenate(found, axis=1)
+        return np.concatenate(found)
 
     def _Open(self, language: int, shard: int) -> ArrayRecordReader:
         is_open, lang = self._open[language], self._names[language]
@@ -157,14 +168,6 @@ class Records:
             is_open.popitem(last=False)[1].close()
         is_open[shard] = reader
         return reader
-
-
-def _lengths(data: Sequence[bytes], dtype: np.dtype) -> np.ndarray:
-    """int32 [2, N], the numbers of source and target ids of records."""
-    width = dtype.itemsize
-    source = np.frombuffer(b"".join(record[:width] for record in data), dtype).astype(np.int32)
-    ids = np.fromiter(map(len, data), np.int32, len(data)) // width
-    return np.stack([source, ids - 1 - source])
 
 
 def records_key(fingerprint: str, vocabs: NestedMap) -> str:
@@ -245,9 +248,12 @@ def write_contents(
     files.write_atomic(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
-def _check_lengths(directory: Path, lang: str, sizes: Sequence[int]) -> None:
-    for shard, size in enumerate(sizes):
-        path = shard_file(directory, lang, shard)
+def _check_sizes(directory: Path, lang: str, entry: LanguageShards) -> None:
+    sizes = {shard_file(directory, lang, i): size for i, size in enumerate(entry.bytes)}
+    lengths = lengths_file(directory, lang)
+    if lengths.exists():
+        sizes[lengths] = 2 * LENGTHS.itemsize * sum(entry.records)
+    for path, size in sizes.items():
         if not path.is_file() or path.stat().st_size != size:
             raise DataError(f"{path}: missing or cut short, expected {size} bytes")
 

@@ -8,6 +8,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.records import _OPEN_SHARDS, Records, cached_records
 from lingvo_moe.tasks.mt.input.scan import Scan, scan
+from lingvo_moe.tasks.mt.input.shards import lengths_file
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, cached_vocabularies
 
 
@@ -77,7 +78,7 @@ def test_shards_hold_the_same_and_few_are_open(
     records = cached_records(found, vocabs, tmp_path / "shards", pairs_per_shard=7)
     assert records.languages == whole.languages
     assert records.shards == {"aa": [7] * 42 + [6], "bb": [7] * 8 + [4], "cc": [7]}
-    assert sorted(p.name for p in records.directory.glob("bb*"))[-1] == "bb-00008.array_record"
+    assert sorted(p.name for p in records.directory.glob("bb-*"))[-1] == "bb-00008.array_record"
     for position in (*range(300), 3, 299, 0):
         for ours, theirs in zip(records.Read(0, position), whole.Read(0, position)):
             assert (ours == theirs).all()
@@ -85,3 +86,20 @@ def test_shards_hold_the_same_and_few_are_open(
     # The order depends on such shards, so positions saved for others are not taken.
     assert records.key != whole.key
     assert cached_records(found, vocabs, tmp_path / "large", pairs_per_shard=100).key == whole.key
+
+
+def test_lengths_lie_beside_the_records(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
+    records = cached_records(found, vocabs, tmp_path, pairs_per_shard=100)
+    needed = [[len(side) for side in records.Read(0, position)] for position in range(300)]
+    assert records.Lengths(0).tolist() == needed
+    path = lengths_file(records.directory, "aa")
+    # Those of an earlier version have none: all records are read.
+    written = path.read_bytes()
+    path.unlink()
+    assert Records(records.directory, records.key).Lengths(0).tolist() == needed
+    path.write_bytes(written[:-4])
+    with pytest.raises(DataError, match=r"aa\.lengths: missing or cut short, expected 1200 bytes"):
+        Records(records.directory, records.key)
+    path.write_bytes(written[:2] + b"\1\1" + written[4:])  # after the list of files was verified
+    with pytest.raises(DataError, match=r"aa-00000\.array_record: record 0 is damaged .*; start"):
+        Records(records.directory, records.key).Read(0, 0)

@@ -39,7 +39,7 @@ from lingvo_moe.tasks.mt.input.preparing.table import all_languages
 from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
 from lingvo_moe.tasks.mt.input.records import Records, records_key, write_contents
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
-from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD, shard_file
+from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD, lengths_file, shard_file
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, load_vocabularies
 from lingvo_moe.tasks.mt.input.vocabulary import VocabularyTooLarge
 
@@ -342,9 +342,10 @@ class _Preparation:
                     _place(path, temp / "vocab" / path.name)
             entries = {lang: tokens.shards_of(directory) for lang, directory in records.items()}
             for lang, entry in entries.items():
-                for i in range(len(entry.records)):
-                    shard = shard_file(Path(records[lang]), lang, i)
-                    _place(shard, temp / "records" / shard.name)
+                made = Path(records[lang])
+                shards = (shard_file(made, lang, i) for i in range(len(entry.records)))
+                for path in (*shards, lengths_file(made, lang)):
+                    _place(path, temp / "records" / path.name)
             write_contents(temp / "records", summary["records"], self._vocabs, entries)
             summary["row_lengths"] = self._RowLengths(Records(temp / "records", summary["records"]))
             text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
