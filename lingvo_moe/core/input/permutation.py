@@ -6,11 +6,13 @@ and resuming in the middle of an epoch is one evaluation.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
 _ROUNDS = 6
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+Key = tuple[int | str, ...]  # anything that names a permutation, such as (seed, language, epoch)
 
 
 def permute(index: np.ndarray, n: int, *key: int | str) -> np.ndarray:
@@ -19,32 +21,48 @@ def permute(index: np.ndarray, n: int, *key: int | str) -> np.ndarray:
     Args:
         index: int array, any shape, values in [0, n).
         n: the size of the permuted range.
-        key: anything that names the permutation, such as (seed, language, epoch).
+        key: see Key.
 
     Returns:
         An int64 array of the shape of `index`.
     """
-    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    half = np.uint64(half_bits)
-    mask = np.uint64((1 << half_bits) - 1)
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
-    round_keys = np.frombuffer(digest, dtype="<u8")
+    return permute_each([np.reshape(index, -1)], [n], [key])[0].reshape(np.shape(index))
 
-    def encrypt(x: np.ndarray) -> np.ndarray:
-        left, right = x >> half, x & mask
-        for round_key in round_keys:
+
+def permute_each(
+    indices: Sequence[np.ndarray], sizes: Sequence[int], keys: Sequence[Key]
+) -> list[np.ndarray]:
+    """`permute` of int arrays [N] with a size and a key each, at the price of one: many are often short."""
+    for index, n in zip(indices, sizes, strict=True):
+        if index.size and not (index.min() >= 0 and index.max() < n):
+            raise ValueError(
+                f"permute: positions must lie in [0, {n}), got {index.min()}..{index.max()}"
+            )
+    ends = np.cumsum([index.size for index in indices])
+    of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))  # of each position
+    half = np.array([max(1, ((n - 1).bit_length() + 1) // 2) for n in sizes], np.uint64)
+    round_keys = np.array([_round_keys(key) for key in keys])
+    size = np.array(sizes, np.uint64)[of]
+
+    def encrypt(x: np.ndarray, of: np.ndarray) -> np.ndarray:
+        bits = half[of]
+        mask = (np.uint64(1) << bits) - np.uint64(1)
+        left, right = x >> bits, x & mask
+        for round_key in round_keys[of].T:
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        return (left << half) | right
+        return (left << bits) | right
 
-    flat = np.asarray(index).reshape(-1)
-    if flat.size and not (flat.min() >= 0 and flat.max() < n):
-        raise ValueError(f"permute: positions must lie in [0, {n}), got {flat.min()}..{flat.max()}")
-    out = encrypt(flat.astype(np.uint64))
-    outside = np.flatnonzero(out >= n)
+    out = encrypt(np.concatenate(indices).astype(np.uint64), of)
+    outside = np.flatnonzero(out >= size)
     while outside.size:
-        out[outside] = encrypt(out[outside])
-        outside = outside[out[outside] >= n]
-    return out.astype(np.int64).reshape(np.shape(index))
+        out[outside] = encrypt(out[outside], of[outside])
+        outside = outside[out[outside] >= size[outside]]
+    return np.split(out.astype(np.int64), ends[:-1])
+
+
+def _round_keys(key: Key) -> np.ndarray:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8")
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

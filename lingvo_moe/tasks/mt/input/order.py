@@ -8,12 +8,12 @@ through the shards in a new order and shuffles the pairs of WINDOW shards at a t
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lingvo_moe.core.input.permutation import permute
+from lingvo_moe.core.input.permutation import Key, permute, permute_each
 from lingvo_moe.tasks.mt.input.mixing import draw_languages, temperature_weights
 
 _BLOCK = 4096
@@ -73,52 +73,65 @@ class PairOrder:
 
     def _draw(self) -> None:
         languages = draw_languages(self._weights, self._seed, self._block, _BLOCK)
-        positions = np.empty(_BLOCK, np.int64)
+        counts = np.bincount(languages, minlength=len(self._sizes))
         self._after = list(self._before)
-        for lang in np.unique(languages):
-            places = np.flatnonzero(languages == lang)
-            start, n = self._before[lang], self._sizes[lang]
-            self._after[lang] = start + places.size
-            epoch, within = np.divmod(np.arange(start, start + places.size), n)
-            for e in np.unique(epoch):
-                now = epoch == e
-                key = (self._seed, self._names[lang], int(e))
-                positions[places[now]] = shuffled(within[now], self._shards[lang], *key)
+        epochs: list[Epoch] = []
+        for lang in np.flatnonzero(counts).tolist():
+            start = self._before[lang]
+            self._after[lang] = start + int(counts[lang])
+            epoch, within = np.divmod(np.arange(start, self._after[lang]), self._sizes[lang])
+            for e in range(epoch[0], epoch[-1] + 1):
+                key = (self._seed, self._names[lang], e)
+                epochs.append((within[epoch == e], self._shards[lang], key))
+        positions = np.empty(_BLOCK, np.int64)
+        positions[np.argsort(languages, kind="stable")] = np.concatenate(shuffled(epochs))
         self._drawn = list(zip(languages.tolist(), positions.tolist()))
 
 
-def shuffled(within: np.ndarray, shards: np.ndarray, *key: int | str) -> np.ndarray:
-    """Positions of the pairs at the indices `within` of an epoch.
+# Ascending indices in an epoch, int64 [N], below its number of pairs; the number of pairs of each shard, int64 [S], in
+# the order of their positions; what names the epoch.
+Epoch = tuple[np.ndarray, np.ndarray, Key]
 
-    Args:
-        within: int64 [N], indices in the epoch, from 0 to below the number of pairs.
-        shards: int64 [S], the number of pairs of each shard, in the order of their positions.
-        key: names the epoch.
 
-    Returns:
-        int64 [N]. Over a complete epoch each position occurs once.
-    """
+def shuffled(epochs: Sequence[Epoch]) -> list[np.ndarray]:
+    """Positions of the pairs at some indices of each epoch, int64 [N]. A complete epoch has every position once."""
+    windows = [list(_windows(*epoch)) for epoch in epochs]
+    indices, sizes, keys = zip(*((w.indices, w.size, w.key) for of in windows for w in of))
+    permuted = iter(permute_each(indices, sizes, keys))
+    return [np.concatenate([w.Positions(next(permuted)) for w in of]) for of in windows]
+
+
+class _Window(NamedTuple):
+    """Indices of an epoch that fall into shards whose pairs are shuffled together."""
+
+    indices: np.ndarray  # int64 [N], from the window's first pair on
+    size: int  # pairs of its shards
+    key: Key
+    # `begins`, `starts`: of each shard the first index in the window, and the first position.
+    begins: np.ndarray
+    starts: np.ndarray
+
+    def Positions(self, permuted: np.ndarray) -> np.ndarray:
+        shard = np.searchsorted(self.begins, permuted, side="right") - 1
+        return self.starts[shard] + permuted - self.begins[shard]
+
+
+def _windows(within: np.ndarray, shards: np.ndarray, key: Key) -> Iterator[_Window]:
+    """The windows that some indices of an epoch fall into, in order."""
     if len(shards) <= WINDOW:
-        return permute(within, int(shards.sum()), *key)
+        first = np.zeros(1, np.int64)
+        yield _Window(within, int(shards.sum()), key, first, first)
+        return
     order = _epoch_order(len(shards), *key)
-    sizes = shards[order]
-    starts = (np.cumsum(shards) - shards)[
-        order
-    ]  # first position of each shard, in the epoch's order
-    ends = np.cumsum(sizes)
-    last_of_window = np.minimum(
-        np.arange(WINDOW - 1, len(ends) + WINDOW - 1, WINDOW), len(ends) - 1
-    )
-    windows = np.searchsorted(ends[last_of_window], within, side="right")
-    positions = np.empty_like(within)
-    for window in np.unique(windows):
-        now = windows == window
-        mine = slice(window * WINDOW, last_of_window[window] + 1)
-        begin, inside = ends[mine] - sizes[mine], within[now]
-        places = permute(inside - begin[0], int(sizes[mine].sum()), *key, int(window)) + begin[0]
-        shard = np.searchsorted(ends[mine], places, side="right")
-        positions[now] = starts[mine][shard] + places - begin[shard]
-    return positions
+    starts, sizes = (np.cumsum(shards) - shards)[order], shards[order]
+    begins = np.cumsum(sizes) - sizes
+    windows = np.searchsorted(begins[::WINDOW], within, side="right") - 1
+    for window in np.unique(windows).tolist():
+        mine = slice(window * WINDOW, (window + 1) * WINDOW)
+        first = begins[mine][0]
+        index = within[windows == window] - first
+        size = int(sizes[mine].sum())
+        yield _Window(index, size, (*key, window), begins[mine] - first, starts[mine])
 
 
 @functools.lru_cache(maxsize=256)
