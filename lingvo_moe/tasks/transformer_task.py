@@ -110,19 +110,25 @@ class TransformerTask(BaseTask):
         return 1
 
     @classmethod
+    def LayersBefore(cls, task: HyperParams) -> int:
+        """Number of layers of a stack before its blocks."""
+        del task
+        return 0
+
+    @classmethod
     def OpenForms(cls, task: InstantiableParams) -> Forms | None:
         """See BaseTask: task.repeat=auto leaves it open; a pipeline scans blocks then."""
         if task.repeat != "auto" or pipeline.settings_of(task):
             return None
-        layers = cls.LayersOfBlock(task)
+        layers, before = cls.LayersOfBlock(task), cls.LayersBefore(task)
         keeping = task.Copy().Set(repeat=False, remat=kept.FULL)
         return Forms(
             parameter="task.repeat",
             recomputing=task.Copy().Set(repeat=True),
             keeping=keeping,
-            one_block=keeping.Copy().Set(**dict.fromkeys(cls.STACKS.values(), layers)),
+            one_block=keeping.Copy().Set(**dict.fromkeys(cls.STACKS.values(), before + layers)),
             num_blocks={
-                f"{task.name or cls.__name__}.{stack}.blocks": task.Get(number) // layers
+                f"{task.name or cls.__name__}.{stack}.blocks": (task.Get(number) - before) // layers
                 for stack, number in cls.STACKS.items()
             },
         )
@@ -161,16 +167,22 @@ class TransformerTask(BaseTask):
         )
 
     def LayerParams(
-        self, ffn: InstantiableParams | None = None, cross: bool = False
+        self,
+        ffn: InstantiableParams | None = None,
+        cross: bool = False,
+        atten: InstantiableParams | None = None,
     ) -> InstantiableParams:
         """A layer.
 
         Args:
             ffn: Params of its feed-forward layer; None: a dense one.
             cross: whether it has cross-attention.
+            atten: Params of its self-attention, whose sizes are set here; None: the usual one.
         """
         p = self.p
-        atten = attention.MultiHeadAttention.Params().Set(
+        if atten is None:
+            atten = attention.MultiHeadAttention.Params()
+        atten.Set(
             num_heads=p.num_heads,
             num_kv_heads=p.num_kv_heads,
             dim_per_head=p.key_dim,

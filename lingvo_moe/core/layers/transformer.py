@@ -231,7 +231,7 @@ class TransformerBlock(BaseLayer):
 
 
 class TransformerStack(BaseLayer):
-    """`num_blocks` times a block of layers, then a normalization: an encoder or a decoder."""
+    """Some first layers, if any; `num_blocks` times a block of layers; a normalization: an encoder or a decoder."""
 
     NAMES_ITS_PARTS: ClassVar[bool] = True
     PackWeights = BaseLayer.PackChildren
@@ -247,6 +247,13 @@ class TransformerStack(BaseLayer):
             check=checks.LAYERS,
         )
         p.Define("block", [], "Params of the TransformerLayers of one block, in order.")
+        p.Define("first", None, "Params of the TransformerLayer that the first layers are.")
+        p.Define(
+            "num_first",
+            0,
+            "How many layers there are before the blocks, in no stage of a pipeline.",
+            check=checks.COUNT,
+        )
         p.Define("repeat", True, "Scan over the blocks, recomputing in backward; else unroll.")
         p.Define(
             "remat",
@@ -263,7 +270,9 @@ class TransformerStack(BaseLayer):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
-        self.CreateChild("blocks", _repeat_params(p))
+        if p.num_first:
+            self.CreateChild("first", _repeat_params(p, [p.first], p.num_first))
+        self.CreateChild("blocks", _repeat_params(p, p.block, p.num_blocks))
         self.CreateChild("final_norm", _with_dim(p, p.final_norm_tpl))
 
     def FProp(
@@ -279,8 +288,18 @@ class TransformerStack(BaseLayer):
             ([B, T, M], extras): `extras.layer_<i>` holds the extras of layer i of each block, stacked:
             [L, ...].
         """
+        x = self.RunFirst(theta, x, aux, seed)
         x, extras = self.RunBlocks(theta.blocks, x, aux, seed)
         return self.final_norm.FProp(theta.final_norm, x), extras
+
+    @scoped
+    def RunFirst(
+        self, theta: NestedMap, x: tf.Tensor, aux: NestedMap, seed: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """The layers before the blocks, as in FProp; their extras are left out: they have no experts."""
+        if not self.p.num_first:
+            return x
+        return self.first.FProp(theta.first, x, aux, self.FoldSeed(seed, "first"))[0]
 
     @scoped
     def RunBlocks(
@@ -297,41 +316,62 @@ class TransformerStack(BaseLayer):
 
     @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> list[list[NestedMap]]:
-        """Empty caches for ExtendStep, by block and layer."""
-        layers = self.blocks.body.layers
+        """Empty caches for ExtendStep, by block and layer; each of the first layers is a block."""
         return [
             [layer.InitCache(batch, length, num_hyps) for layer in layers]
-            for _ in range(self.p.num_blocks)
+            for layers in self._Layers()
         ]
+
+    def _Layers(self) -> list[list[TransformerLayer]]:
+        """All layers in order, by block; each of the first layers is a block."""
+        times = {"first": self.p.num_first, "blocks": self.p.num_blocks}
+        return [self.children[name].body.layers for name, n in times.items() for _ in range(n)]
+
+    def _Weights(self, theta: NestedMap, block: int) -> list[NestedMap]:
+        """The weights of a block of `_Layers`."""
+        number = block - self.p.num_first
+        if number < 0:
+            return self.first.SliceTheta(theta.first, block).layers
+        return self.blocks.SliceTheta(theta.blocks, number).layers
 
     @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> list[list[NestedMap]]:
         """Every cross-attention's keys and values of memory [B, S, M], by block and layer."""
         out = []
-        for b in range(self.p.num_blocks):
-            thetas = self.blocks.SliceTheta(theta.blocks, b).layers
-            layers = zip(self.blocks.body.layers, thetas, strict=True)
-            out.append([layer.PrecomputeMemory(th, memory) for layer, th in layers])
+        for b, layers in enumerate(self._Layers()):
+            each = zip(layers, self._Weights(theta, b), strict=True)
+            out.append([layer.PrecomputeMemory(th, memory) for layer, th in each])
         return out
 
     def Grow(self, small: NestedMap, fresh: NestedMap) -> NestedMap:
         """See BaseLayer: each layer grows out of that of the same number, whatever the size of the other's blocks."""
-        olds = [layer for block in slices(small.blocks) for layer in block.body.layers]
-        blocks, size = [], len(self.blocks.body.layers)
-        for b, block in enumerate(slices(fresh.blocks)):
-            grown = zip(self.blocks.body.layers, olds[b * size : (b + 1) * size], block.body.layers)
-            layers = [layer.Grow(old, new) for layer, old, new in grown]
-            blocks.append(NestedMap(body=NestedMap(layers=layers)))
-        stacked = map_structure(lambda *weights: tf.stack(weights), *blocks)
-        return NestedMap(small, blocks=stacked)
+        names = ("first", "blocks")
+        olds = iter(
+            layer
+            for name in names
+            if name in small
+            for block in slices(small[name])
+            for layer in block.body.layers
+        )
+        all_grown = NestedMap(small)
+        for name in names:
+            if name not in fresh:
+                continue
+            blocks = []
+            for block in slices(fresh[name]):
+                news = zip(self.children[name].body.layers, block.body.layers, strict=True)
+                layers = [layer.Grow(next(olds), new) for layer, new in news]
+                blocks.append(NestedMap(body=NestedMap(layers=layers)))
+            all_grown[name] = map_structure(lambda *weights: tf.stack(weights), *blocks)
+        return all_grown
 
     def CacheLetters(self) -> list[list[NestedMap]]:
         """The letters of InitCache's tensors, by block and layer."""
-        return [[layer.CacheLetters() for layer in self.blocks.body.layers]] * self.p.num_blocks
+        return [[layer.CacheLetters() for layer in layers] for layers in self._Layers()]
 
     def MemoryLetters(self) -> list[list[NestedMap]]:
         """The letters of PrecomputeMemory's tensors, by block and layer."""
-        return [[layer.MemoryLetters() for layer in self.blocks.body.layers]] * self.p.num_blocks
+        return [[layer.MemoryLetters() for layer in layers] for layers in self._Layers()]
 
     @scoped
     def ExtendStep(
@@ -361,10 +401,9 @@ class TransformerStack(BaseLayer):
         if "paddings" not in aux:
             aux = NestedMap(aux, paddings=tf.zeros(tf.shape(x)[:2]))
         new_cache = []
-        for b in range(self.p.num_blocks):
-            thetas = self.blocks.SliceTheta(theta.blocks, b).layers
-            row = []
-            for i, layer in enumerate(self.blocks.body.layers):
+        for b, layers in enumerate(self._Layers()):
+            thetas, row = self._Weights(theta, b), []
+            for i, layer in enumerate(layers):
                 mem = NestedMap() if memory is None else memory[b][i]
                 x, c = layer.ExtendStep(thetas[i], x, cache[b][i], time, aux, mem)
                 row.append(c)
@@ -374,25 +413,28 @@ class TransformerStack(BaseLayer):
     @classmethod
     def FlopsByLayer(
         cls, params: HyperParams, *input_shapes: Sequence[int]
-    ) -> list[dict[str, int]]:
-        """TransformerLayer.FlopsByPart of each layer of the block, times the number of blocks."""
+    ) -> list[tuple[HyperParams, dict[str, int]]]:
+        """Each different layer, with its TransformerLayer.FlopsByPart times how often there is one."""
+        layers = [(params.first, params.num_first)] if params.num_first else []
+        layers += [(layer, params.num_blocks) for layer in params.block]
         found = []
-        for layer in params.block:
+        for layer, times in layers:
             parts = layer.cls.FlopsByPart(_with_dim(params, layer), *input_shapes)
-            found.append({name: params.num_blocks * flops for name, flops in parts.items()})
+            found.append((layer, {name: times * flops for name, flops in parts.items()}))
         return found
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """The sum of the blocks."""
-        return Repeat.FPropMeta(_repeat_params(params), *input_shapes)
+        """The sum of the layers."""
+        parts = cls.FlopsByLayer(params, *input_shapes)
+        flops = sum(sum(each.values()) for _, each in parts)
+        return NestedMap(flops=flops, out_shapes=(tuple(input_shapes[0]),))
 
 
-def _repeat_params(p: HyperParams) -> InstantiableParams:
-    layers = [_with_dim(p, layer) for layer in p.block]
-    body = TransformerBlock.Params().Set(layers=layers)
+def _repeat_params(p: HyperParams, layers: Sequence[HyperParams], times: int) -> InstantiableParams:
+    body = TransformerBlock.Params().Set(layers=[_with_dim(p, layer) for layer in layers])
     repeat = Repeat.Params()
-    repeat.Set(body=body, num_repeats=p.num_blocks, unroll=not p.repeat, parts=p.parts)
+    repeat.Set(body=body, num_repeats=times, unroll=not p.repeat, parts=p.parts)
     repeat.remat = p.remat
     return repeat
 

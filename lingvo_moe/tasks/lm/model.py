@@ -1,26 +1,30 @@
-"""The language model: one stack of causal self-attention and feed-forward layers, as in GPipe (Huang et al. 2019).
+"""The language model: one stack of causal self-attention and feed-forward layers, as in GPipe (Huang et al. 2019),
+with experts in every n-th feed-forward layer if it has some.
 
 Letters: B batch, T time, L layers, M model, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import scoped
+from lingvo_moe.core.base_layer import scoped, updates_of
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
-from lingvo_moe.core.layers import masks, softmax, transformer
+from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.repeat import Chunk
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
+from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import TaskError
+from lingvo_moe.tasks import experts
 from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer_task import TransformerTask
 
@@ -34,10 +38,10 @@ class LmModel(TransformerTask):
 
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **TransformerTask.SIZES,
-        "H": ("task.hidden_dim",),
+        **experts.SIZES,
         "V": ("task.vocab_size",),
     }
-    DIVIDED = "BHNAV"
+    DIVIDED = "BGEHNAV"
     STACKS: ClassVar[Mapping[str, str]] = {"decoder": "num_layers"}
 
     @classmethod
@@ -52,6 +56,20 @@ class LmModel(TransformerTask):
             True,
             "Whether the softmax uses the table of embeddings. False: it has a table of its own.",
         )
+        experts.define_experts(p, num_experts=0, num_groups=0)
+        p.Define(
+            "moe_every",
+            1,
+            "With experts: every n-th layer has them, the last of each n; the others are dense.",
+            check=checks.SIZE,
+        )
+        p.Define(
+            "dense_first_layers",
+            0,
+            "With experts: how many layers, before those that `moe_every` counts, are dense.",
+            check=checks.COUNT,
+        )
+        p.OnlyWith("moe_every dense_first_layers", experts.without_experts)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -61,15 +79,73 @@ class LmModel(TransformerTask):
         p = self.p
         self.CreateChild("embedding", self.EmbeddingParams(p.vocab_size))
         self.CreateChild("position", self.PositionParams())
-        self.CreateChild("decoder", self.StackParams([self.LayerParams()], p.num_layers))
+        self.CreateChild("decoder", self._Stack())
         self.CreateChild("softmax", self.SoftmaxParams(p.vocab_size, tied=p.tied_softmax))
+
+    def _Stack(self) -> InstantiableParams:
+        p = self.p
+        block = [self._Layer(moe=i % p.moe_every == 0) for i in range(1, self.LayersOfBlock(p) + 1)]
+        before = self.LayersBefore(p)
+        left = p.num_layers - before
+        if left < 1 or left % len(block):
+            than = f" without the {before} of task.dense_first_layers" if before else ""
+            raise ParamError(
+                "task.num_layers",
+                str(p.num_layers),
+                f"must be a multiple of {len(block)}, the layers of task.moe_every{than}",
+            )
+        stack = self.StackParams(block, left // len(block))
+        return stack.Set(first=self._Layer(moe=False), num_first=before) if before else stack
+
+    def _Layer(self, moe: bool) -> InstantiableParams:
+        """A layer, with experts if the model has some and `moe` says so."""
+        p = self.p
+        if not (moe and p.num_experts):
+            return self.LayerParams()
+        ffn = experts.moe_params(p, "moe.router", p.moe.router, True, p.vocab_size)
+        return self.LayerParams(ffn)
+
+    @classmethod
+    def LayersOfBlock(cls, task: HyperParams) -> int:
+        """See TransformerTask."""
+        return task.moe_every if task.num_experts else 1
+
+    @classmethod
+    def LayersBefore(cls, task: HyperParams) -> int:
+        """See TransformerTask: the first layers, which are dense."""
+        return task.dense_first_layers if task.num_experts else 0
 
     # --- the contract of BaseTask
 
+    def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
+        """See BaseTask."""
+        if letter == "L" and "decoder.first" in path:
+            return ("task.dense_first_layers",)
+        return super().SizeParams(path, letter)
+
+    @classmethod
+    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
+        """See BaseTask."""
+        return experts.grows_from(task)
+
+    @classmethod
+    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
+        """See BaseTask."""
+        return experts.micro_batch_sizes(task)
+
+    def MetricLayers(self) -> dict[str, list[str]]:
+        """See BaseTask: the layers with experts, counted with the dense ones from 0."""
+        p = self.p
+        if not p.num_experts:
+            return {}
+        numbers = range(self.LayersBefore(p) + p.moe_every - 1, p.num_layers, p.moe_every)
+        return {"moe/decoder": [f"layer_{i}" for i in numbers]}
+
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
-        """See BaseTask: the model has an embedding for each id."""
+        """See BaseTask: the model has an embedding for each id, and batches fall into equal groups."""
         super().CheckInput(task, inputs)
+        experts.check_groups(task, inputs.batch_size, inputs.target_length, "target_length")
         if inputs.target_vocab_size > task.vocab_size:
             raise TaskError(
                 f"input.target_vocab_size={inputs.target_vocab_size} is more than task.vocab_size={task.vocab_size}: "
@@ -78,11 +154,16 @@ class LmModel(TransformerTask):
 
     @classmethod
     def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
-        """See BaseTask: few layers, heads and tokens."""
+        """See BaseTask: few layers, heads, experts and tokens."""
         size = shrink_layers(task, mesh)
+        groups = experts.shrink_experts(task, size)
         task.Set(vocab_size=size("V", 20))
+        if task.num_experts:
+            blocks = max(1, task.num_layers // cls.LayersOfBlock(task))
+            task.dense_first_layers = min(task.dense_first_layers, 1)
+            task.num_layers = cls.LayersBefore(task) + blocks * cls.LayersOfBlock(task)
         inputs.Set(
-            batch_size=parts(task, "B", mesh),
+            batch_size=math.lcm(parts(task, "B", mesh), groups or 1),
             target_length=size("T", 8),
             target_vocab_size=task.vocab_size,
         )
@@ -102,13 +183,18 @@ class LmModel(TransformerTask):
         return 2 * rows * length * (self.p.model_dim + length)
 
     def Units(self, batch: NestedMap) -> NestedMap:
-        """See BaseTask: tokens that are not padding."""
-        return NestedMap(tokens=tf.reduce_sum(tf.cast(batch.segment_ids > 0, tf.float32)))
+        """See BaseTask: tokens that are not padding; with experts also the groups with a token."""
+        tokens, groups = experts.units(self.p, tf.cast(batch.segment_ids > 0, tf.float32))
+        return (
+            NestedMap(tokens=tokens, groups=groups)
+            if self.p.num_experts
+            else NestedMap(tokens=tokens)
+        )
 
     # --- training
 
     def Forward(self) -> Parts:
-        """See TransformerTask: one stack. Embedding and softmax are in no stage."""
+        """See TransformerTask: one stack. Embedding, first layers and softmax are in no stage."""
         stack = Stack(
             name="decoder",
             weights="decoder.blocks",
@@ -122,20 +208,28 @@ class LmModel(TransformerTask):
             stacks=(stack,),
             takes=("x",),
             loss=self._Loss,
-            metrics=lambda sums, loss, extras: NestedMap(sums, loss=loss),
+            metrics=self._Metrics,
         )
 
     def _Enter(self, theta: NestedMap, context: Context) -> NestedMap:
         seed = self.FoldSeed(context.seed, "embedding")
-        return NestedMap(x=self.Embed(theta, "embedding", context.batch, seed))
+        x = self.Embed(theta, "embedding", context.batch, seed)
+        if self.decoder.p.num_first:
+            aux = self.Aux(context.batch, context.shares)
+            seed = self.FoldSeed(context.seed, "decoder")
+            x = self.decoder.RunFirst(theta.decoder, x, aux, seed)
+        return NestedMap(x=x)
 
     def _RunBlocks(
         self, weights: NestedMap, theta: NestedMap, carry: NestedMap, context: Context, chunk: Chunk
     ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
         del theta
-        seed, aux = self.FoldSeed(context.seed, "decoder"), self.Aux(context.batch)
-        x, _ = self.decoder.RunBlocks(weights, carry.x, aux, seed, chunk)
-        return NestedMap(x=x), tf.constant(0.0), NestedMap()
+        seed, aux = self.FoldSeed(context.seed, "decoder"), self.Aux(context.batch, context.shares)
+        x, extras = self.decoder.RunBlocks(weights, carry.x, aux, seed, chunk)
+        if not self.p.num_experts:
+            return NestedMap(x=x), tf.constant(0.0), NestedMap()
+        aux_loss = tf.add_n([tf.reduce_sum(moe.aux_loss) for moe in extras.values()])
+        return NestedMap(x=x), self.p.aux_loss_weight * aux_loss, extras
 
     def _Loss(
         self, theta: NestedMap, carry: NestedMap, context: Context
@@ -143,18 +237,41 @@ class LmModel(TransformerTask):
         y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
         return self.TokenLosses(self.SoftmaxTable(theta), y, context.batch, context.shares)
 
+    def _Metrics(self, sums: NestedMap, loss: tf.Tensor, extras: NestedMap) -> NestedMap:
+        """Metrics; with experts also aux_loss, `moe.decoder` [L,...], and routers' updates, if any: see BaseTask."""
+        metrics = NestedMap(sums, loss=loss)
+        if not self.p.num_experts:
+            return metrics
+        layers = list(extras.decoder.values())  # each of a block, [n,...]
+        aux_loss = tf.add_n([tf.reduce_sum(moe.aux_loss) for moe in layers])
+        moe = NestedMap(decoder=map_structure(_in_order, *(moe.metrics for moe in layers)))
+        return NestedMap(metrics, aux_loss=aux_loss, moe=moe, **updates_of(*layers))
+
+    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
+        """See BaseTask."""
+        if not self.p.num_experts:
+            return sums
+        return NestedMap(sums, moe=NestedMap(decoder=combined_metrics(sums.moe.decoder)))
+
     @scoped
     def SoftmaxTable(self, theta: NestedMap) -> NestedMap:
         """The weights of the softmax: those of the embedding, or its own."""
         return theta.embedding if self.p.tied_softmax else theta.softmax
 
-    def Aux(self, batch: NestedMap) -> NestedMap:
-        """Masks and paddings, which all layers read (see layers/transformer.py)."""
-        return NestedMap(
+    def Aux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
+        """Masks, paddings and context, which all layers read (see layers/transformer.py)."""
+        aux = NestedMap(
             self_mask=masks.causal_segment_mask(batch.segment_ids, batch.segment_pos),
             paddings=masks.paddings(batch.segment_ids),
             **self.Positions(batch),
         )
+        if self.p.num_experts:
+            needs = self.p.moe.router.cls.Needs(self.p.moe.router)
+            if needs:
+                aux.context = NestedMap({name: batch[name] for name in needs if name in batch})
+            if shares is not None:
+                aux.shares = shares
+        return aux
 
     # --- costs
 
@@ -165,8 +282,7 @@ class LmModel(TransformerTask):
     def Flops(self, rows: Sequence[int]) -> dict[str, int]:
         """Forward operations by part of the model, e.g. 'decoder.ffn', for rows of shape [B,T]."""
         x = (*rows, self.p.model_dim)
-        (layer,) = transformer.TransformerStack.FlopsByLayer(self.decoder.p, x)
-        found = {f"decoder.{name}": flops for name, flops in layer.items()}
+        found = experts.flops_of("decoder", self.decoder.p, x)
         found["softmax"] = softmax.Softmax.FPropMeta(self.softmax.p, x).flops
         return found
 
@@ -176,3 +292,9 @@ class LmModel(TransformerTask):
         (rows,) = input_shapes
         flops = sum(params.cls(params).Flops(rows).values())
         return NestedMap(flops=flops, out_shapes=((*rows, params.vocab_size),))
+
+
+def _in_order(*layers: tf.Tensor) -> tf.Tensor:
+    """The rows of the layers of a block, [n,...] each, in the order of all layers: [L,...]."""
+    stacked = tf.stack(layers, axis=1)
+    return tf.reshape(stacked, [-1, *stacked.shape[2:]])

@@ -11,14 +11,12 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import scoped, updates_of
-from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.kernels.weights import Packing
-from lingvo_moe.core.layers import masks, softmax, transformer
+from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.repeat import Chunk
-from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.nested_map import NestedMap
@@ -26,7 +24,7 @@ from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.core.tensors import dim
-from lingvo_moe.tasks.mt.routers import configured_router
+from lingvo_moe.tasks import experts
 from lingvo_moe.tasks.mt.task import MtTask, side_shares
 
 
@@ -42,26 +40,13 @@ class MtModel(MtTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("moe", moe_layer.MoELayer.Params(), "The MoE layer; sizes are set from above.")
         p.Define(
             "decoder_router",
             None,
             "The router of the decoder's MoE layers; None: moe.router, as in the encoder.",
             choices=ROUTERS,
         )
-        p.Define(
-            "aux_loss_weight",
-            0.01,
-            "k: loss = nll + k * (sum of the MoE layers' auxiliary losses).",
-            check=checks.NOT_NEGATIVE,
-        )
-        of_experts = "moe decoder_router aux_loss_weight expert_hidden_dim num_groups"
-        p.OnlyWith(of_experts, lambda p: "" if p.num_experts else "num_experts=0")
-        for name in ("model_dim", "num_experts", "num_groups"):
-            p.Derive(f"moe.{name}", name)
-        p.Derive("moe.hidden_dim", "expert_hidden_dim", "hidden_dim")
-        p.Derive("moe.experts.relu_dropout_prob", "dropout")
-        p.Derive("moe.experts.activation", "activation")
+        p.OnlyWith("decoder_router", experts.without_experts)
         for name in ("model_dim", "num_experts"):
             p.Derive(f"decoder_router.{name}", name)
         return p
@@ -99,15 +84,8 @@ class MtModel(MtTask):
         if not moe:
             return self.LayerParams(cross=decoder)
         p = self.p
-        ffn = p.moe.Copy().Set(
-            num_experts=p.num_experts,
-            num_groups=p.num_groups,
-            hidden_dim=p.expert_hidden_dim or p.hidden_dim,
-        )
-        ffn.router = configured_router(p, decoder, *_router_of(p, decoder))
-        ffn.experts.relu_dropout_prob = p.dropout
-        if "activation" in ffn.experts:
-            ffn.experts.activation = p.activation
+        vocab_size = p.target_vocab_size if decoder else p.source_vocab_size
+        ffn = experts.moe_params(p, *_router_of(p, decoder), decoder, vocab_size)
         return self.LayerParams(ffn, cross=decoder)
 
     @classmethod
@@ -137,10 +115,8 @@ class MtModel(MtTask):
 
     @classmethod
     def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        """See BaseTask: experts that, alone or with the shared ones, are as wide as a dense layer grow out of it."""
-        width = task.expert_hidden_dim or task.hidden_dim
-        widths = (width, width * (1 + task.moe.num_shared_experts))
-        return {"num_experts": 0} if task.num_experts and task.hidden_dim in widths else {}
+        """See BaseTask."""
+        return experts.grows_from(task)
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: a router that chooses by language has a place for each."""
@@ -381,17 +357,8 @@ class MtModel(MtTask):
         """Forward operations by part of the model, e.g. 'encoder.moe', for rows of shapes [B,S] and [B,T]."""
         m = self.p.model_dim
         memory, x = (*source, m), (*target, m)
-        stack = transformer.TransformerStack
-        sides = {
-            "encoder": stack.FlopsByLayer(self.encoder.p, memory),
-            "decoder": stack.FlopsByLayer(self.decoder.p, x, memory),
-        }
-        found: dict[str, int] = {}
-        for side, layers in sides.items():
-            for i, parts in enumerate(layers):  # a dense layer, then an MoE
-                for name, flops in parts.items():
-                    key = f"{side}.{'moe' if i and name == 'ffn' else name}"
-                    found[key] = found.get(key, 0) + flops
+        found = experts.flops_of("encoder", self.encoder.p, memory)
+        found |= experts.flops_of("decoder", self.decoder.p, x, memory)
         found["softmax"] = softmax.Softmax.FPropMeta(self.softmax.p, x).flops
         return found
 

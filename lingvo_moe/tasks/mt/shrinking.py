@@ -1,6 +1,6 @@
 """A translation model with the smallest sizes that a mesh divides, and a batch for it: what `tools.verify` runs.
 
-Letters: B batch, T time, H hidden, E expert, G group, V vocabulary.
+Letters: B batch, T time, V vocabulary.
 """
 
 import math
@@ -11,18 +11,16 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.tasks.experts import shrink_experts
 from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
 
 
 def shrink(task: Params, inputs: Params, mesh: Mesh) -> None:
     """Sets the sizes of a model and of its batches; see BaseTask.Shrink."""
     size = shrink_layers(task, mesh)
-    groups = size("G", 1) if task.num_groups else 0
+    groups = shrink_experts(task, size)
     length = size("T", 8)
     task.Set(
-        expert_hidden_dim=size("H", 12) if task.expert_hidden_dim else 0,
-        num_experts=size("E", 4) if task.num_experts else 0,
-        num_groups=groups,
         source_vocab_size=size("V", 24),
         target_vocab_size=size("V", 20),
     )

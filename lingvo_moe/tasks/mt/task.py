@@ -18,6 +18,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import NamedRows, TaskError
 from lingvo_moe.core.task.step import Step
+from lingvo_moe.tasks import experts
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, vocabs_of
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.shrinking import sample_batch, shrink
@@ -31,9 +32,7 @@ class MtTask(TransformerTask):
 
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **TransformerTask.SIZES,
-        "G": ("task.num_groups",),
-        "E": ("task.num_experts",),
-        "H": ("task.hidden_dim", "task.expert_hidden_dim"),
+        **experts.SIZES,
         "V": ("task.source_vocab_size", "task.target_vocab_size"),
     }
     DIVIDED = "BGEHNAV"
@@ -61,13 +60,8 @@ class MtTask(TransformerTask):
                     f"input.{path}={inputs.Get(path)} is more than task.{path}={task.Get(path)}: "
                     "the model has no embedding for some of the ids; set both to the same"
                 )
-            rows, length, groups = inputs.batch_size, inputs.Get(f"{side}_length"), task.num_groups
-            if task.num_experts and groups and rows * length % groups:
-                raise TaskError(
-                    f"task.num_groups={groups}: a batch of input.batch_size={rows} rows of "
-                    f"input.{side}_length={length} does not fall into that many equal groups; choose a divisor "
-                    f"of {rows * length}"
-                )
+            name = f"{side}_length"
+            experts.check_groups(task, inputs.batch_size, inputs.Get(name), name)
 
     @classmethod
     def LayersOfBlock(cls, task: HyperParams) -> int:
@@ -103,18 +97,16 @@ class MtTask(TransformerTask):
 
     @classmethod
     def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
-        """See BaseTask: the groups of MoE layers stay as they are."""
-        return ("num_groups",) if task.num_experts and task.num_groups else ()
+        """See BaseTask."""
+        return experts.micro_batch_sizes(task)
 
     def Units(self, batch: NestedMap) -> NestedMap:
         """See BaseTask: tokens of the target, and by side, e.g. `source_tokens`, tokens and the groups with a token."""
         units = NestedMap()
         for side, row in (("source", batch.src), ("target", batch.tgt)):
             real = tf.cast(row.segment_ids > 0, tf.float32)
-            groups = self.p.num_groups if self.p.num_experts else 0
-            in_groups = tf.reshape(real, [groups or real.shape[0], -1])
-            units[f"{side}_tokens"] = tf.reduce_sum(real)
-            units[f"{side}_groups"] = tf.reduce_sum(tf.reduce_max(in_groups, 1))
+            tokens, groups = experts.units(self.p, real)
+            units[f"{side}_tokens"], units[f"{side}_groups"] = tokens, groups
         units.tokens = units.target_tokens
         return units
 
@@ -169,10 +161,9 @@ def _row_names(kind: str, artifacts: RunArtifacts) -> list[str]:
 
 
 def _define_sizes(p: InstantiableParams) -> None:
-    """The sizes of vocabularies and experts, and the numbers of layers, experts and groups."""
+    """The sizes of vocabularies, the numbers of layers, and experts."""
     p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", check=checks.IDS)
     p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", check=checks.IDS)
-    p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.", check=checks.COUNT)
     p.Define(
         "num_encoder_layers",
         18,
@@ -180,10 +171,4 @@ def _define_sizes(p: InstantiableParams) -> None:
         check=checks.LAYERS,
     )
     p.Define("num_decoder_layers", 18, "Decoder layers.", check=checks.LAYERS)
-    p.Define("num_experts", 2048, "E; 0: every feed-forward layer is dense.", check=checks.COUNT)
-    p.Define(
-        "num_groups",
-        2048,
-        "G: tokens are routed in G independent groups, in training.",
-        check=checks.COUNT,
-    )
+    experts.define_experts(p, num_experts=2048, num_groups=2048)

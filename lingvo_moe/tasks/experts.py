@@ -1,0 +1,162 @@
+"""The experts of Transformer tasks: their parameters, their layer in a model, and what follows from them.
+
+Letters: B batch, T time, H hidden, E expert, G group, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.layers.transformer import TransformerStack
+from lingvo_moe.core.moe import layer as moe_layer
+from lingvo_moe.core.task.base_task import TaskError
+from lingvo_moe.tasks.transformer_shrinking import Size
+
+# For a task's SIZES.
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "G": ("task.num_groups",),
+    "E": ("task.num_experts",),
+    "H": ("task.hidden_dim", "task.expert_hidden_dim"),
+}
+
+
+def define_experts(p: InstantiableParams, num_experts: int, num_groups: int) -> None:
+    """Adds to a task's Params those of its experts, with these defaults."""
+    p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.", check=checks.COUNT)
+    p.Define(
+        "num_experts",
+        num_experts,
+        "E; 0: every feed-forward layer is dense.",
+        check=checks.COUNT,
+    )
+    p.Define(
+        "num_groups",
+        num_groups,
+        "G: tokens are routed in G independent groups, in training.",
+        check=checks.COUNT,
+    )
+    p.Define("moe", moe_layer.MoELayer.Params(), "The MoE layer; sizes are set from above.")
+    p.Define(
+        "aux_loss_weight",
+        0.01,
+        "k: loss = nll + k * (sum of the MoE layers' auxiliary losses).",
+        check=checks.NOT_NEGATIVE,
+    )
+    p.OnlyWith("moe aux_loss_weight expert_hidden_dim num_groups", without_experts)
+    for name in ("model_dim", "num_experts", "num_groups"):
+        p.Derive(f"moe.{name}", name)
+    p.Derive("moe.hidden_dim", "expert_hidden_dim", "hidden_dim")
+    p.Derive("moe.experts.relu_dropout_prob", "dropout")
+    p.Derive("moe.experts.activation", "activation")
+
+
+def without_experts(p: HyperParams) -> str:
+    """For Params.OnlyWith: a task without experts."""
+    return "" if p.num_experts else "num_experts=0"
+
+
+def moe_params(
+    p: HyperParams, name: str, router: HyperParams, causal: bool, vocab_size: int
+) -> InstantiableParams:
+    """The MoE layer of a task, without its model_dim.
+
+    Args:
+        p: Params of the task.
+        name: the router's parameter.
+        router: Params of the router.
+        causal: whether later tokens are unknown, as in a decoder.
+        vocab_size: V, the ids that a router may be asked for.
+
+    Raises:
+        ValueError: a router that looks ahead, in a decoder.
+        ParamError: a router's vocabulary that is too small.
+    """
+    ffn = p.moe.Copy().Set(
+        num_experts=p.num_experts,
+        num_groups=p.num_groups,
+        hidden_dim=p.expert_hidden_dim or p.hidden_dim,
+    )
+    ffn.router = _configured(p, name, router, causal, vocab_size)
+    ffn.experts.relu_dropout_prob = p.dropout
+    if "activation" in ffn.experts:
+        ffn.experts.activation = p.activation
+    return ffn
+
+
+def _configured(
+    p: HyperParams, name: str, router: HyperParams, causal: bool, vocab_size: int
+) -> HyperParams:
+    """The router, with the parameters that the task sets; see `moe_params`."""
+    if causal and router.cls.LooksAhead(router):
+        raise ValueError(
+            f"task.{name}: {router.cls.__name__} looks at later tokens, which a decoder does "
+            "not have yet; choose another one for the decoder, e.g. "
+            f"task.{'decoder_router' if 'decoder_router' in p else name}=top2"
+        )
+    router = router.Copy()
+    if "aux_loss_scale" in router and router.aux_loss_scale is None:
+        # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force.
+        # Scaled by E^2, as in the authors' Lingvo, k means the same for any number of experts.
+        router.aux_loss_scale = float(p.num_experts**2)
+    if "vocab_size" in router:
+        if 0 < router.vocab_size < vocab_size:
+            why = f"must be at least {vocab_size}, the ids that it is asked for, or 0, which takes that"
+            raise ParamError(f"task.{name}.vocab_size", str(router.vocab_size), why)
+        router.vocab_size = router.vocab_size or vocab_size
+    return router
+
+
+def grows_from(task: HyperParams) -> dict[str, Any]:
+    """See BaseTask.GrowsFrom: experts as wide as a dense layer, alone or with the shared ones, grow out of it."""
+    width = task.expert_hidden_dim or task.hidden_dim
+    widths = (width, width * (1 + task.moe.num_shared_experts))
+    return {"num_experts": 0} if task.num_experts and task.hidden_dim in widths else {}
+
+
+def micro_batch_sizes(task: HyperParams) -> tuple[str, ...]:
+    """See BaseTask.MicroBatchSizes: the groups of MoE layers stay as they are."""
+    return ("num_groups",) if task.num_experts and task.num_groups else ()
+
+
+def check_groups(task: HyperParams, rows: int, length: int, length_name: str) -> None:
+    """Raises TaskError if batches of `rows` rows of `length` tokens do not fall into equal groups."""
+    groups = task.num_groups
+    if task.num_experts and groups and rows * length % groups:
+        raise TaskError(
+            f"task.num_groups={groups}: a batch of input.batch_size={rows} rows of "
+            f"input.{length_name}={length} does not fall into that many equal groups; choose a divisor "
+            f"of {rows * length}"
+        )
+
+
+def units(task: HyperParams, real_BT: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The tokens, and the groups with a token, of rows in which tokens are 1 and padding is 0: float32 scalars."""
+    groups = task.num_groups if task.num_experts else 0
+    in_groups = tf.reshape(real_BT, [groups or real_BT.shape[0], -1])
+    return tf.reduce_sum(real_BT), tf.reduce_sum(tf.reduce_max(in_groups, 1))
+
+
+def shrink_experts(task: HyperParams, size: Size) -> int:
+    """Sets the smallest sizes of experts that a mesh divides, and returns the number of groups; see BaseTask.Shrink."""
+    groups = size("G", 1) if task.num_groups else 0
+    task.Set(
+        expert_hidden_dim=size("H", 12) if task.expert_hidden_dim else 0,
+        num_experts=size("E", 4) if task.num_experts else 0,
+        num_groups=groups,
+    )
+    return groups
+
+
+def flops_of(name: str, stack: HyperParams, *shapes: Sequence[int]) -> dict[str, int]:
+    """Forward operations of a stack by part, e.g. 'decoder.moe'; shapes as for TransformerLayer.FPropMeta."""
+    found: dict[str, int] = {}
+    for layer, parts in TransformerStack.FlopsByLayer(stack, *shapes):
+        ffn = "moe" if issubclass(layer.ffn_tpl.cls, moe_layer.MoELayer) else "ffn"
+        for part, flops in parts.items():
+            key = f"{name}.{ffn if part == 'ffn' else part}"
+            found[key] = found.get(key, 0) + flops
+    return found

@@ -1,0 +1,73 @@
+"""The language model with experts: which layers have them; its step sharded, in stages and step by step.
+
+Letters: B row, T time, E expert, L layer.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import assert_steps, compare_steps
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import ParamError
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.layers import masks
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import single_device, use_mesh
+
+SIZES = "task.vocab_size=40;input.target_vocab_size=40;input.target_length=8;task.num_groups=8"
+EXPERTS = (
+    "task.num_experts=4;task.expert_hidden_dim=24;task.dense_first_layers=1;task.moe_every=2;task.num_layers=5;"
+    "task.moe.router=top_k;task.moe.router.balance_bias=0.1;task.moe.num_shared_experts=1"
+)
+
+
+def _experiment(*overrides):
+    params = registry.GetParams("lm.Tiny", ";".join((SIZES, EXPERTS, *overrides)))
+    return params, params.task.Instantiate(), params.input.Instantiate()
+
+
+def test_every_nth_layer_after_the_dense_ones_has_experts():
+    _, model, _ = _experiment()
+    shapes = {s.path: s.shape for s in model.VariableSpecs().Flatten()}
+    assert shapes["lm.decoder.first.body.layers_0.ffn.wi"] == (1, 16, 32)
+    assert shapes["lm.decoder.blocks.body.layers_0.ffn.wi"] == (2, 16, 32)
+    assert shapes["lm.decoder.blocks.body.layers_1.ffn.experts.wi"] == (2, 4, 16, 24)
+    assert shapes["lm.decoder.blocks.body.layers_1.ffn.shared_experts.wi"] == (2, 16, 24)
+    assert model.MetricLayers() == {"moe/decoder": ["layer_2", "layer_4"]}
+    assert set(model.Flops((8, 8))) == {f"decoder.{n}" for n in ("self_atten", "ffn", "moe")} | {
+        "softmax"
+    }
+    with pytest.raises(ParamError, match="num_layers=6: must be a multiple of 2, the layers of"):
+        _experiment("task.num_layers=6")
+
+
+def test_a_step_in_stages_over_devices_with_experts_is_the_plain_step():
+    """The auxiliary loss, its metrics by layer and the next balance bias are among what is compared."""
+    changes = "task.dropout=0.0;task.optimizer=sgd"
+    sharding = (
+        "task.activation_split={'B': 'data', 'G': 'data', 'E': 'data'};task.weight_split={'E': 'data'};"
+        "task.pipeline.stages=2;task.pipeline.micro_batches=4"
+    )
+    _, plain, inputs = _experiment(changes)
+    step = train_step(_experiment(changes, sharding)[1], inputs)
+    compare_steps(step, train_step(plain, inputs, 4), plain, inputs, "stage:2,data:2")
+
+
+def test_steps_over_a_cache_give_the_rows_of_the_whole_pass():
+    _, model, _ = _experiment()
+    with use_mesh(single_device()):
+        theta = model.InitTheta(make_seed(0, 0)).decoder
+        x = tf.constant(np.random.RandomState(0).randn(2, 6, 16), tf.float32)
+        ones, at = tf.ones([2, 6], tf.int32), tf.tile(tf.range(6)[tf.newaxis], [2, 1])
+        mask = masks.causal_segment_mask(ones, at)
+        aux = NestedMap(self_mask=mask, paddings=tf.zeros([2, 6]))
+        whole, _ = model.decoder.FProp(theta, x, aux)
+        cache = model.decoder.InitCache(2, 6)
+        assert len(cache) == 3  # the first layer, then blocks of two
+
+        def step(x, cache, time, mask):
+            return model.decoder.ExtendStep(theta, x, cache, time, NestedMap(self_mask=mask))
+
+        assert_steps(step, x, cache, mask, whole)
