@@ -21,6 +21,7 @@ from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import RunLock
+from lingvo_moe.core.runs.time_record import OTHER, PREPARATION, TimeRecord
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.planning.found_strategy import with_found_strategy
 from lingvo_moe.training.checks import (
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: Flags) -> int:
     """Like main, but lets exceptions through."""
-    limit = TimeLimit(args.max_minutes)
+    limit, times = TimeLimit(args.max_minutes), TimeRecord()
     load_tensorflow(args.engine)
     args = with_found_strategy(args)
     override = full_override(args)
@@ -105,7 +106,7 @@ def run(args: Flags) -> int:
         devices.find_devices()
         return evaluate_run(args, params)
     engine = args.engine or fastest_engine(args)
-    return train(Job(args, params, override, engine, limit))
+    return train(Job(args, params, override, engine, limit, times))
 
 
 def load_tensorflow(engine: str | None) -> None:
@@ -142,6 +143,7 @@ class Job:
     override: str  # the overrides applied to them, as text
     engine: str  # the name of the engine: --engine, or the fastest
     time_limit: TimeLimit  # --max_minutes, from the start of the command
+    times: TimeRecord  # where the time goes, from the start of the command
 
 
 def train(of: Job) -> int:
@@ -181,7 +183,8 @@ def train_in_job(of: Job) -> int:
         status = train_model(small)
         if status or max(RunDir(small.args.logdir).steps) < until:
             return status
-        of = replace(of, args=args.With(init_from=small.args.logdir, init_from_state=True))
+        args = args.With(init_from=small.args.logdir, init_from_state=True)
+        of = replace(of, args=args, times=TimeRecord())
     return train_model(of)
 
 
@@ -265,13 +268,16 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     from lingvo_moe.core.engine.loop.trained import Trained
     from lingvo_moe.training.peak import job_peak
 
-    run_dir, params = run.run_dir, run.params
+    run_dir, params, times = run.run_dir, run.params, run.times
     first_process = run.args.process_id == 0
+    times.Switch(PREPARATION)
     share_run(
         lock,
         begin=lambda: prepare(run, lock),
         follow=lambda: run.inputs.Prepare(artifacts=run_dir.artifacts),
     )
+    if first_process:
+        times.Open(run_dir.time_file)
     initial = job.together(lambda: initial_weights(run))
     held_out = job.together(lambda: read_batches(run.inputs, params.train))
     if first_process:
@@ -287,7 +293,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         summaries.Text("params", params.ToText())
         if run_dir.began_from:
             summaries.Text("began_from", init_from.describe(run_dir.began_from))
-        trained, watch = Trained(task, run.inputs, engine, params.train, saved), None
+        trained, watch = Trained(task, run.inputs, engine, params.train, saved, times), None
         if held_out:
             watch = HeldOutWatch(trained, held_out, run_dir, writes=first_process)
             stack.enter_context(watch)
@@ -300,6 +306,8 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
                 report_program(step, run_dir, started) if first_process else None
             )
         )
+        times.Switch(OTHER)
+    times.End(result.last_step, result.status)
     if first_process and not result.status:
         say(f"written: {run.args.logdir}, up to step {result.last_step}")
         say(f"next: {task.NEXT.format(run.args.logdir)}")

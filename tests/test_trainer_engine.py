@@ -8,6 +8,7 @@ import pytest
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.runs.time_record import TimeRecord
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.training.flags import parse_flags
 
@@ -50,5 +51,6 @@ def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
 )
 def test_the_engine_and_the_mesh_are_said_with_reasons(engine, flags, mesh, line):
     args = parse_flags(["--model=mt.M4Demo", *flags])
-    job = trainer.Job(args, registry.GetParams("mt.M4Demo"), "", engine, TimeLimit())
+    params = registry.GetParams("mt.M4Demo")
+    job = trainer.Job(args, params, "", engine, TimeLimit(), TimeRecord())
     assert trainer.machine_line(job, Mesh.parse(mesh)) == line

@@ -25,6 +25,8 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.lowering import lower_step
+from lingvo_moe.core.runs.goodput import WASTED, account, read_segments
+from lingvo_moe.core.runs.time_record import RESTORE, SAVE, STARTUP, STEP
 from lingvo_moe.planning import step_plan
 from lingvo_moe.reproduction import expert_comparison
 
@@ -84,7 +86,12 @@ def test_the_run_learns_and_is_saved(reference):
     assert saved == [0, 6, 12, 18]
     held = {p.name for p in reference.iterdir()} - {".trainer.lock"}
     described = {"experiment.json", "experiment.hmac", "manifest.sha256", "params.txt", "vocab"}
-    assert held == described | {"checkpoints", "program.json", "train"}  # no machine code
+    assert held == described | {
+        "checkpoints",
+        "program.json",
+        "time.jsonl",
+        "train",
+    }  # no machine code
 
 
 def test_the_step_holds_the_all_to_alls_and_gathers_nothing(reference):
@@ -202,6 +209,18 @@ def test_stopped_and_killed_it_ends_bit_equal(reference, data_dir, tmp_path):
     assert list(got) == list(wanted)
     for path, value in wanted.items():
         np.testing.assert_array_equal(got[path], value, err_msg=path)
+    # Where the time of its three commands went, the killed one's steps after `saved` included.
+    segments, damaged = read_segments(run / "time.jsonl")
+    found = account(segments)
+    ends = [s.began + s.elapsed for s in segments]
+    assert (damaged, found.segments, found.disruptions) == (0, 3, 2)
+    assert [s.status for s in segments] == [143, None, 0]
+    assert [(s.first, s.last) for s in segments] == [(0, 4), (4, segments[1].last), (saved, STEPS)]
+    assert found.max_productive_step == STEPS and (found.seconds[WASTED] > 0) == (
+        segments[1].last > saved
+    )
+    assert found.total == pytest.approx(ends[-1] - segments[0].began, abs=0.01)
+    assert min(found.seconds[kind] for kind in (STEP, STARTUP, RESTORE, SAVE)) > 0
 
 
 def test_a_damaged_checkpoint_is_an_error_and_is_left_as_it_is(

@@ -23,6 +23,7 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pages.tables import Table, words
+from lingvo_moe.core.runs.goodput import PARTS, Goodput
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.tasks.image.evaluation import Scores
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
@@ -44,7 +45,7 @@ tfds=opus/medical packages=Babel demo.model=mt.M4Tiny compare_experts.only=dense
 reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_params memory=4
 language_column=3 num_devices=4 max_waiting_lines=99999 max_lines=7 average_last=2
 source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2
-steps=7 dev_share=0.5 max_steps=7
+steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25
 """
 _SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
 # The trainer's flags go with --mode=eval, too, so that its command only needs that flag.
@@ -219,6 +220,7 @@ _SHORTLIST = SimpleNamespace(
 _COMPILING = {**_CLI, "tools._cli:request_devices": None}
 _MACHINE = ["--model=mt.M4Tiny", "--topology=v3:2x2"]
 _VARIANT = {"held_out_nll": 1.0, "steps": 9}
+_GOODPUT = Goodput(dict.fromkeys(PARTS, 60.0), 3, 2, 100, 0.5, 4, 2.0, 9.0, 10, 0.9)
 COMMANDS += [
     Command(
         "explain",
@@ -362,6 +364,14 @@ COMMANDS += [
         [[]],
     ),
     Command("draw_schedules", {"tools.draw_schedules:draw": b""}, [["--output=o.svg"]]),
+    Command(
+        "goodput",
+        {"tools.goodput:measured": _GOODPUT},
+        [
+            [_RUN, "--predict"],
+            ["--predict", "--mtbf=1h", "--save_seconds=2", "--restart_seconds=9"],
+        ],
+    ),
 ]
 
 

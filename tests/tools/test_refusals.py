@@ -60,6 +60,10 @@ explain --model=mt.M4Tiny --num_devices=1 | --num_devices=1: must be an integer 
 verify | --model is required; --model alone lists all
 compare_experts --only=top2_e15 | did you mean
 reproduce --only=M4MoE | --only=M4MoE goes with --plans
+goodput | nothing to do: give --logdir, or --predict
+goodput --logdir=x --announced=0.3 | --announced=0.3 goes with --predict
+goodput --predict --mtbf=3 | --mtbf=3: must be a positive number with a unit, e.g. 90s
+goodput --predict --mtbf=3h --announced=2 | --announced=2: must be a number
 benchmarks.gpu.programs --output=x --kinds=indx | 'indx' (did you mean 'index'
 benchmarks.gpu.programs --output=x --experts=8,1 | must be numbers from 2
 benchmarks.quality_peers --corpus=x --output=y --only=expert | no such contender (did you mean 'experts'?)
@@ -117,6 +121,9 @@ explain --program=/none | program /none: No such file
 explain --model=mt.M4Tiny --mesh=expert:3 | does not divide over the 3 devices
 explain --model=mt.M4Tiny --html=/none/x | --html=/none/x: there is no directory /none
 explain --model=mt.M4Tiny --json=/ | --json=/ is a directory
+goodput --logdir=run | run/time.jsonl: there is no such file
+goodput --predict --mtbf=3h | --predict needs --save_seconds and --restart_seconds, or --logdir of a run
+goodput --predict --json=/ | --json=/ is a directory
 reproduce --plans --only=T96L-v6 | --only=T96L-v6: no such plan (did you mean
 benchmarks.gpu.layer --programs=empty | --programs=empty: manifest.json: No such file
 benchmarks.gpu.layer --programs=later | --programs=later: manifest.json is not of version 1

@@ -79,6 +79,7 @@ RUN = Kind(
         "params.txt",
         "program.json",
         "evaluations.json",
+        "time.jsonl",
         "manifest.sha256",
         "experiment.hmac",
         "vocab",

@@ -7,6 +7,7 @@ manifest.sha256             the list of these files with their digests, by which
 experiment.hmac             the mark of the user who made the run, see own_runs.py
 program.json                the compiled training step; written again whenever the trainer starts
 evaluations.json            the held-out losses by step, which say what the best checkpoint is
+time.jsonl                  where the time goes, see time_record.py
 checkpoints/<step>/         written by the engine
 train/                      what the trainer measured
 eval/held_out/              what it measured on held-out data
@@ -44,13 +45,17 @@ from lingvo_moe.core.runs.run_description import (
     read_program,
     write_program,
 )
+from lingvo_moe.core.runs.time_record import FILE as _TIME
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.core.task.base_task import BaseTask
 
 MANIFEST, MARK = "manifest.sha256", "experiment.hmac"
 _FILE, _PARAMS, _PROGRAM = "experiment.json", "params.txt", "program.json"
-_TAKEN = (_FILE, _PARAMS, _PROGRAM, MANIFEST, MARK, _EVALUATIONS, "checkpoints", "train", "eval")
+_TAKEN = (
+    *(_FILE, _PARAMS, _PROGRAM, MANIFEST, MARK, _EVALUATIONS, _TIME),
+    *("checkpoints", "train", "eval"),
+)
 _REMEDY = "copy the run again from where it is whole; or begin it again with --restart"
 
 
@@ -90,6 +95,11 @@ class RunDir:
     def scores_dir(self) -> Path:
         """The directory of the summaries of `--mode=eval`. Raises RunDirError as Inside."""
         return self.Inside("eval") / "scores"
+
+    @property
+    def time_file(self) -> Path:
+        """The record of where the time goes. Raises RunDirError as Inside."""
+        return self.Inside(_TIME)
 
     @property
     def exists(self) -> bool:

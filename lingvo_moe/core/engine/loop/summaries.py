@@ -4,12 +4,10 @@ Letters: L layer, E expert.
 """
 
 import contextlib
-import json
 import logging
 import math
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +17,11 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-from lingvo_moe.core.files.files import append, naming
+from lingvo_moe.core.files.checked_lines import append_row, end_last_line, parse
 from lingvo_moe.core.nested_map import flatten_items
 
 METRICS_FILE = "metrics.jsonl"
 _log = logging.getLogger(__name__)
-# The last thing in a line: the CRC-32 of the line as it would be without it.
-_CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
 
 
 class Summaries:
@@ -45,7 +41,7 @@ class Summaries:
             return
         os.makedirs(directory, exist_ok=True)
         self._path = os.path.join(directory, METRICS_FILE)
-        _end_last_line(self._path)
+        end_last_line(self._path)
         with self._events():
             self._writer = tf.summary.create_file_writer(directory)
 
@@ -85,7 +81,7 @@ class Summaries:
         with self._events(), self._writer.as_default():
             tf.summary.experimental.write_raw_pb(shown.SerializeToString(), step)
         row = {"step": step, **{k: _json_value(v) for k, v in flat.items()}}
-        append(self._path, _checked(row))
+        append_row(self._path, row)
 
     def Text(self, name: str, text: str) -> None:
         """Records a text, e.g. the run's Params, at step 0."""
@@ -112,40 +108,10 @@ class Summaries:
             ) from e
 
 
-def _checked(row: Mapping[str, Any]) -> bytes:
-    """A row as a line with its checksum."""
-    body = json.dumps(row).encode()
-    return b'%s, "crc32": "%08x"}\n' % (body[:-1], zlib.crc32(body))
-
-
-def _parse(line: bytes, must_be_checked: bool) -> dict[str, Any] | None:
-    """The row of a line; None for a damaged one. A line without checksum, of an older run, has numbers alone."""
-    match = _CHECKED.fullmatch(line)
-    body = match[1] + b"}" if match else line
-    if (match and zlib.crc32(body) != int(match[2], 16)) or (must_be_checked and not match):
-        return None
-    try:
-        row = json.loads(body)
-    except ValueError:
-        return None
-    numbers = isinstance(row, dict) and not any(isinstance(v, str | dict) for v in row.values())
-    return row if numbers and isinstance(row.get("step"), int) else None
-
-
-def _end_last_line(path: str) -> None:
-    """Removes an incomplete last line, which a kill left."""
-    if not os.path.exists(path):
-        return
-    with naming(path), open(path, "rb+") as file:
-        end, line = 0, b""
-        for line in file:
-            end += len(line)
-        if not line or line.endswith(b"\n"):
-            return
-        if _parse(line, must_be_checked=True):
-            file.write(b"\n")
-        else:
-            file.truncate(end - len(line))
+def _is_metrics(row: Mapping[str, Any]) -> bool:
+    """Whether a row, which anybody may have written, has what Write puts there: a step, and numbers alone."""
+    numbers = not any(isinstance(v, str | dict) for v in row.values())
+    return numbers and isinstance(row.get("step"), int)
 
 
 def read_metrics(directory: str) -> list[dict[str, Any]]:
@@ -160,9 +126,9 @@ def read_metrics(directory: str) -> list[dict[str, Any]]:
     checked = False
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            row = _parse(line.rstrip(b"\n"), must_be_checked=checked)
+            row = parse(line.rstrip(b"\n"), must_be_checked=checked)
             checked = checked or (row is not None and b'"crc32"' in line)
-            if row is not None:
+            if row is not None and _is_metrics(row):
                 rows[row["step"]] = row
             elif not line.endswith(b"\n"):
                 _log.warning("%s: its last line was cut off, as by a kill, and is left out", path)

@@ -32,6 +32,7 @@ from lingvo_moe.core.input.base_input import BatchIterator
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.blocks import describe_padding
 from lingvo_moe.core.pipeline.params import settings_of
+from lingvo_moe.core.runs.time_record import EVALUATION, INPUT, RESTORE, SAVE, STARTUP, STEP
 from lingvo_moe.core.state.offload import items_of
 
 
@@ -59,6 +60,7 @@ class TrainLoop:
         task = self._task = trained.task
         self._inputs, self._engine, self._train = trained.inputs, trained.engine, trained.train
         self._checkpointer, self._summaries = trained.checkpointer, summaries
+        self._times = trained.times
         self._initial, self._watch = initial, watch
         most = self._train.max_skipped_steps
         self._skipped = SkippedSteps(self._engine, self._checkpointer, most)
@@ -91,7 +93,8 @@ class TrainLoop:
         state: NestedMap
         with StopRequest() as stop, batches:
             if first is not None:
-                state = self._restore(first, batches)
+                with self._times.In(RESTORE):
+                    state = self._restore(first, batches)
             if self._watch:
                 self._watch.Begin(first)
             if first is not None:
@@ -102,20 +105,23 @@ class TrainLoop:
                 self._begin(batches)
                 return self._done(0)
             # Before a new run is begun: what cannot be compiled leaves nothing behind.
-            step_fn = self._build_step(on_compiled)
+            with self._times.In(STARTUP):
+                step_fn = self._build_step(on_compiled)
             if first is None:
                 first, state = self._begin(batches)
-            with Waiting("making the first batch"):
+            with Waiting("making the first batch"), self._times.In(INPUT):
                 batches.Await()
             doing = "running the first step"
             if step_fn.first_call:
                 doing += f", for which {step_fn.first_call}"
             progress = StepProgress(first, self._budget.end, self._task.UNIT, self._work, doing)
             try:
-                return self._steps(step_fn, state, first, batches, progress, stop)
+                with self._times.In(STEP):
+                    return self._steps(step_fn, state, first, batches, progress, stop)
             finally:
                 progress.Close()
-                self._checkpointer.Wait()
+                with self._times.In(SAVE):
+                    self._checkpointer.Wait()
 
     def _build_step(self, on_compiled: Callable[[Compiled], None] | None) -> Compiled:
         num = self._train.num_micro_batches
@@ -196,7 +202,7 @@ class TrainLoop:
         due = watch is not None and watch.Due(step, self._budget.end)
         if due:
             self._count(step)
-        with self._budget.Paused():
+        with self._budget.Paused(), self._times.In(EVALUATION):
             if due and watch and watch.Evaluate(step, state):
                 self._save(step, state, batches)
         return time.monotonic() - start
@@ -210,7 +216,9 @@ class TrainLoop:
 
     def _save(self, step: int, state: NestedMap, batches: BatchIterator) -> None:
         extra = {"input": batches.GetState(), "used": self._budget.GetState()}
-        self._checkpointer.Save(step, state, extra, self._packing)
+        with self._times.In(SAVE):
+            self._checkpointer.Save(step, state, extra, self._packing)
+            self._times.Saved(step)
 
     def _steps(
         self,
@@ -230,12 +238,15 @@ class TrainLoop:
             if not batches.ready:  # what the devices still have to compute is not waiting for input
                 self._engine.Get(self._uncounted[-1:])
             self._set_last_step(state)
-            state, device_metrics = step_fn(state, next(batches))
+            with self._times.In(INPUT):
+                batch = next(batches)
+            state, device_metrics = step_fn(state, batch)
             step += 1
             self._uncounted.append(device_metrics[self._task.UNIT])
             skipped.Add(device_metrics.skipped)
             if step % train.summary_interval_steps == 0 or step in (first + 1, budget.end):
                 metrics = self._show(step, device_metrics, progress, batches.waited)
+            self._times.Step(step)
             to_save = to_save or step % train.save_interval_steps == 0
             if to_save:
                 skipped.Read()
@@ -251,7 +262,8 @@ class TrainLoop:
         if (stopped or step < budget.end) and not skipped.too_many:
             self._count(step)
             self._save(step, state, batches)
-            self._checkpointer.Wait()
+            with self._times.In(SAVE):
+                self._checkpointer.Wait()
         self._say_end(step, stopped, signalled)
         status = 128 + (stop.signal or signal.SIGTERM) if signalled else 0
         return NestedMap(

@@ -1,11 +1,12 @@
 """Trained: a task with what feeds it, runs it and keeps it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.input.base_input import BaseInput
+from lingvo_moe.core.runs.time_record import TimeRecord
 from lingvo_moe.core.task.base_task import BaseTask
 
 
@@ -18,3 +19,4 @@ class Trained:
     engine: Engine
     train: Params  # registry.TrainParams
     checkpointer: Checkpointer  # of the run
+    times: TimeRecord = field(default_factory=TimeRecord)  # where the time goes
