@@ -30,6 +30,7 @@ _REFUSED = rf"""
 --engine=tf --num_processes=2 => --num_processes=2 goes with --engine=pjrt, not with --engine=tf
 --engine=tf_graph --known_faults=warn => --known_faults=warn goes with --engine=pjrt, not with --engine=tf_graph
 --process_id=1 => --process_id=1, --num_processes=1
+--coordinator_address=here:80 => --coordinator_address=here:80: goes with --num_processes and --process_id, or with
 --num_processes=2 --coordinator_address=here => --coordinator_address='here': expected host:port
 --num_processes=2 --coordinator_address=here:80 --model_params_override=train.max_cpu_seconds=5 => is the time of one
 --num_devices=100000 => : must be an integer from 0 to {MOST_DEVICES}

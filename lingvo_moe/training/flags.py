@@ -7,7 +7,8 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.console.flags import BEST_HELP, Flags
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
-from lingvo_moe.core.engine.base import ENGINES
+from lingvo_moe.core.engine import launchers
+from lingvo_moe.core.engine.base import ENGINES, EngineError
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.strategies.strategy_file import AUTO
 
@@ -162,12 +163,43 @@ def _define_machine_flags(flags: Flags) -> None:
         "first run a small copy of the step over the mesh and on one device, and compare; for a new mesh or sharding",
     )
     flags.DEFINE_string(
-        "coordinator_address", "", "host:port of process 0, for a job of several processes"
+        "coordinator_address",
+        "",
+        "host:port of process 0, for a job of several processes (default: the launcher's)",
     )
-    flags.DEFINE_integer("num_processes", 1, "processes of this job", checks.SIZE)
-    flags.DEFINE_integer("process_id", 0, "the number of this process, from 0", checks.COUNT)
+    flags.DEFINE_integer(
+        "num_processes",
+        None,
+        "processes of this job (default: the launcher's, else 1)",
+        checks.SIZE,
+    )
+    flags.DEFINE_integer(
+        "process_id",
+        None,
+        "the number of this process, from 0 (default: the launcher's)",
+        checks.COUNT,
+    )
 
 
 def parse_flags(argv: Sequence[str] | None = None) -> Flags:
-    """Returns the flags' values as attributes. Ends the process with status 2 after a mistake."""
-    return define_flags().Parse(argv)
+    """Returns the flags' values as attributes. Ends the process with status 2 after a mistake.
+
+    The count of processes and the number of this one are the launcher's where they are not given; only training is
+    a job of several.
+    """
+    args = define_flags().Parse(argv)
+    count, number = 1, 0
+    if args.mode == "sync":
+        try:
+            launch = launchers.find()
+            count, number = launchers.place(
+                launch, args.coordinator_address, args.num_processes, args.process_id
+            )
+        except EngineError as e:
+            args.Fail(str(e))
+        if launch is not None and count > 1 and args.engine not in (None, "pjrt"):
+            args.Fail(
+                f"--engine={args.engine}: trains in one process, and {launch.launcher} has started {count}; "
+                "several need --engine=pjrt"
+            )
+    return args.With(num_processes=count, process_id=number)

@@ -234,7 +234,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 def _tree() -> frozenset[str]:
     """All files and directories (with a slash) of the source tree."""
     found = set()
-    tops = (*PACKAGES, "tests", "docs", "bazel_deps", ".ci")
+    tops = (*PACKAGES, "tests", "docs", "launch", "bazel_deps", ".ci")
     for top in (*(p for p in ROOT.iterdir() if p.is_file()), *(ROOT / name for name in tops)):
         for path in (top, *(top.rglob("*") if top.is_dir() else ())):
             name = path.relative_to(ROOT).as_posix()

@@ -193,7 +193,7 @@ COMMANDS = [
         _TRAINER,
         [
             _TRAINED,
-            [*_TRAINED, "--init_from=RUN"],
+            [*_TRAINED, "--init_from=RUN", "--num_processes=2"],
             ["--model=mt.M4Tiny", "--data_dir=DATA", _RUN, "--mode=eval", "--max_steps=6"],
             ["--model=mt.M4Tiny", "--mode=inspect_model"],
             ["--model=mt.M4Tiny", "--mode=inspect_params"],

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lingvo_moe.core.console.quiet import quiet
-from lingvo_moe.core.engine import gpu_settings
+from lingvo_moe.core.engine import gpu_settings, launchers
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, EngineError
 
 _FLAG = "--xla_force_host_platform_device_count"
@@ -60,14 +60,15 @@ def initialize_distributed(
     """Joins this process to a job of several; CPU devices then communicate by Gloo.
 
     Args:
-        coordinator_address: host:port of process 0, the same for all.
+        coordinator_address: host:port of process 0, the same for all; '' to take it from the launcher.
         num_processes: number of processes of the job; with 1 nothing is done.
         process_id: 0..num_processes-1, different in each process.
         timeout_seconds: how long to wait for the others. If some never join, JAX ends the
             process with a message.
 
     Raises:
-        EngineError: invalid numbers or address, or nobody answers there.
+        EngineError: invalid numbers or address, nobody answers there, the address is not given and the launcher's is
+            not known, or JAX finds another number of processes.
     """
     if num_processes < 1 or not 0 <= process_id < num_processes:
         raise EngineError(
@@ -76,15 +77,19 @@ def initialize_distributed(
         )
     if num_processes == 1:
         return
+    launch = launchers.find()
+    if launch is not None and not coordinator_address:
+        coordinator_address = launchers.address_of(launch)
     host, colon, port = coordinator_address.rpartition(":")
     if not host or not colon or not port.isdigit():
         raise EngineError(
             f"--coordinator_address={coordinator_address!r}: expected host:port of process 0, "
-            "e.g. '10.0.0.1:8476'"
+            "e.g. '10.0.0.1:8476'; srun, mpirun and the JobSet of launch/ say it themselves"
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     who = f"process {process_id} of {num_processes}"
-    print(f"{who}: joining the job at {coordinator_address}", file=sys.stderr)
+    of = f" ({launch.launcher})" if launch is not None else ""
+    print(f"{who}: joining the job at {coordinator_address}{of}", file=sys.stderr)
     # If nobody answers, JAX ends the process without an exception. So try to connect first.
     if process_id and not _answers(host, int(port), timeout_seconds):
         raise EngineError(
@@ -92,8 +97,21 @@ def initialize_distributed(
             f"answered there for {timeout_seconds} s; is process 0 running at that address?"
         )
     jax.distributed.initialize(
-        coordinator_address, num_processes, process_id, initialization_timeout=timeout_seconds
+        coordinator_address,
+        num_processes,
+        process_id,
+        launchers.local_gpus(launch, os.environ, gpu_settings.count_gpus()),
+        cluster_detection_method="deactivate",  # launchers does that
+        initialization_timeout=timeout_seconds,
     )
+    find_devices()
+    if (
+        process_count() != num_processes
+    ):  # a job of several that trains as several jobs would be a silent fault
+        raise EngineError(
+            f"{who}: JAX has found {process_count()} processes on {jax.devices()[0].platform}; the processes that "
+            "share accelerators have to be started as one job"
+        )
 
 
 def _answers(host: str, port: int, timeout_seconds: float) -> bool:

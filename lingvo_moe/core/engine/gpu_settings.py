@@ -35,9 +35,14 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {_MEMORY_VARIABLES[0]: str(XLA_SHARE)}
 
 
+def count_gpus(directory: Path = Path("/dev")) -> int:
+    """The NVIDIA GPUs of this machine, by its device files."""
+    return sum(1 for _ in directory.glob("nvidia[0-9]*"))
+
+
 def unused_gpus(directory: Path = Path("/dev")) -> str:
     """A line for the user of a machine that has NVIDIA GPUs, where JAX found none; '' where it has none."""
-    found = sum(1 for _ in directory.glob("nvidia[0-9]*"))
+    found = count_gpus(directory)
     if not found or os.environ.get("JAX_PLATFORMS"):
         return ""
     return (
