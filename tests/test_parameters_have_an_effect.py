@@ -76,6 +76,11 @@ def _kind(p: Params) -> Any:
             "task.moe.dispatcher=dropless;task.moe.router=hash;task.moe.router.table=modular",
         ),
         ("lm.Tiny", ""),
+        (
+            "lm.Tiny",
+            "task.num_experts=4;task.moe.router=top_k;task.attention=extended;task.attention.qk_norm=head;"
+            "task.nth_attention=latent;task.position=yarn;task.multi_token_weight=0.5",
+        ),
         ("image.Digits", ""),
     ],
 )

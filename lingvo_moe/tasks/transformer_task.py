@@ -182,9 +182,13 @@ class TransformerTask(BaseTask):
         p = self.p
         if atten is None:
             atten = attention.MultiHeadAttention.Params()
+        if "num_kv_heads" in atten:
+            atten.num_kv_heads = p.num_kv_heads
+        elif p.num_kv_heads:
+            why = f"has no effect with {atten.cls.__name__}, which has none; leave it 0"
+            raise ParamError("task.num_kv_heads", str(p.num_kv_heads), why)
         atten.Set(
             num_heads=p.num_heads,
-            num_kv_heads=p.num_kv_heads,
             dim_per_head=p.key_dim,
             position=p.position.Copy() if p.position.cls.IN_ATTENTION else None,
             atten_dropout_prob=p.attention_dropout,
@@ -261,14 +265,18 @@ class TransformerTask(BaseTask):
         real = tf.cast(row.segment_ids > 0, tf.float32)
         xent, nll, correct = self.softmax.Losses(table, y, row.labels, real)
         tokens = tf.reduce_sum(real)
-        per_token = 1.0 / tf.maximum(tokens, 1.0)
-        if shares is not None:
-            per_token *= shares.tokens
+        per_token = share_of_token(tokens, shares)
         return tf.reduce_sum(xent) * per_token, NestedMap(
             nll=tf.reduce_sum(nll) * per_token,
             accuracy=tf.reduce_sum(correct) * per_token,
             tokens=tokens,
         )
+
+
+def share_of_token(tokens: tf.Tensor, shares: NestedMap | None) -> tf.Tensor:
+    """The weight of a token in a mean over those of a batch, or of the batch that a micro-batch is a part of."""
+    per_token = 1.0 / tf.maximum(tokens, 1.0)
+    return per_token if shares is None else per_token * shares.tokens
 
 
 def _as_cross(atten: InstantiableParams) -> InstantiableParams:

@@ -99,12 +99,22 @@ class Kernels(Protocol):
         """A tensor of positions, the same for all heads, with a dimension for the heads, of size 1, where queries, keys
         and values have theirs."""
 
+    def in_layout(self, x_BTNK: tf.Tensor) -> tf.Tensor:
+        """Queries, keys or values [B,T,N,K] in the layout of the class's `MEMORY`."""
+
     def attend(
-        self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, drop: Drop | None
+        self,
+        q: tf.Tensor,
+        k: tf.Tensor,
+        v: tf.Tensor,
+        mask: tf.Tensor,
+        drop: Drop | None,
+        sinks_N: tf.Tensor | None = None,
     ) -> tf.Tensor:
         """softmax(q k^T) v over the keys that the mask, bool or 0/1 [B, T or 1, S], allows: [B,T,N,K].
 
-        The softmax is of float32, and its result of v's type. `drop` takes the probabilities, [B,N,T,S].
+        The softmax is of float32, and its result of v's type. `drop` takes the probabilities, [B,N,T,S]. `sinks_N` are
+        logits that take part in each head's softmax, beside those of the keys, and have no value.
         """
 
     def project_back(self, context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
@@ -117,7 +127,14 @@ class Kernels(Protocol):
         """The cache with the keys or values of step `time`, an int32 scalar, of J positions in the layout of `MEMORY`.
         The old cache must not be used again: its memory may be overwritten."""
 
-    def attend_cache(self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    def attend_cache(
+        self,
+        q: tf.Tensor,
+        k: tf.Tensor,
+        v: tf.Tensor,
+        mask: tf.Tensor,
+        sinks_N: tf.Tensor | None = None,
+    ) -> tf.Tensor:
         """`attend` for J queries and the keys and values of two caches; mask [B,J,L J], where position t J + j is
         hypothesis j at step t."""
 

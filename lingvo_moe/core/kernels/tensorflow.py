@@ -227,14 +227,25 @@ def per_head(x_BTK: tf.Tensor) -> tf.Tensor:
     return x_BTK[tf.newaxis]
 
 
+def in_layout(x_BTNK: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    return tf.transpose(x_BTNK, [2, 0, 1, 3])
+
+
 def attend(
-    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, drop: Drop | None
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    mask: tf.Tensor,
+    drop: Drop | None,
+    sinks_N: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """See `Kernels`; the heads that share keys and values are rows of one product."""
     heads, shared = q.shape[0], k.shape[0]
     bias = (1.0 - tf.cast(mask, tf.float32)) * _MASKED
     if shared == heads:
-        probs = _softmax(tf.cast(tf.matmul(q, k, transpose_b=True), tf.float32), bias)
+        scores = tf.cast(tf.matmul(q, k, transpose_b=True), tf.float32)
+        probs = _softmax_of(scores, bias, sinks_N)
         probs = tf.cast(probs, v.dtype)
         if drop is not None:
             probs = tf.transpose(drop(tf.transpose(probs, [1, 0, 2, 3])), [1, 0, 2, 3])
@@ -245,7 +256,9 @@ def attend(
     rows = tf.reshape(q_ABRTK, [shared, batch, each * time, size])
     scores = tf.cast(tf.matmul(rows, k, transpose_b=True), tf.float32)
     scores_ABRTS = tf.reshape(scores, [shared, batch, each, time, keys])
-    probs = tf.cast(_softmax(scores_ABRTS, bias[:, tf.newaxis]), v.dtype)
+    if sinks_N is not None:
+        sinks_N = tf.reshape(sinks_N, [shared, 1, each])
+    probs = tf.cast(_softmax_of(scores_ABRTS, bias[:, tf.newaxis], sinks_N), v.dtype)
     if drop is not None:
         probs_BNTS = tf.reshape(tf.transpose(probs, [1, 0, 2, 3, 4]), [batch, heads, time, keys])
         probs = tf.reshape(drop(probs_BNTS), [batch, shared, each, time, keys])
@@ -287,11 +300,21 @@ def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     return out
 
 
-def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+def attend_cache(
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, sinks_N: tf.Tensor | None = None
+) -> tf.Tensor:
     """See `Kernels`; position t J + j of a row is hypothesis j at step t."""
     shape = tf.shape(k)
     k, v = (tf.reshape(c, [c.shape[0], shape[1], -1, q.shape[-1]]) for c in (k, v))
-    return attend(q, k, v, mask, None)
+    return attend(q, k, v, mask, None, sinks_N)
+
+
+def _softmax_of(scores: tf.Tensor, bias: tf.Tensor, sinks: tf.Tensor | None) -> tf.Tensor:
+    """Probabilities of scores plus the bias of masked ones; sinks, if any, have the leading dimensions of scores."""
+    if sinks is None:
+        return _softmax(scores, bias)
+    ones = [1] * (scores.shape.rank - sinks.shape.rank)
+    return xla.softmax_beside(scores + bias, tf.reshape(sinks, [*sinks.shape, *ones]))
 
 
 @private.custom_gradient

@@ -168,11 +168,21 @@ def per_head(x_BTK: tf.Tensor) -> tf.Tensor:
     return x_BTK[:, :, tf.newaxis]
 
 
+def in_layout(x_BTNK: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    return x_BTNK
+
+
 def attend(
-    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, drop: Drop | None
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    mask: tf.Tensor,
+    drop: Drop | None,
+    sinks_N: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """See `Kernels`."""
-    probs = masked_softmax(by_head("BTNK,BSNK->BNTS", q, k), mask)
+    probs = masked_softmax(by_head("BTNK,BSNK->BNTS", q, k), mask, sinks_N)
     probs = tf.cast(probs, v.dtype)
     if drop is not None:
         probs = drop(probs)
@@ -196,21 +206,38 @@ def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     return tf.tensor_scatter_nd_update(cache, index, new[tf.newaxis])
 
 
-def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+def attend_cache(
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, sinks_N: tf.Tensor | None = None
+) -> tf.Tensor:
     """See `Kernels`."""
     batch, num_hyps, heads, _ = shape_of(q)
     steps = dim(k, 0)
     logits = by_head("BJNK,LBINK->BNJLI", q, k)
     logits = tf.reshape(logits, [batch, heads, num_hyps, steps * num_hyps])
-    probs = tf.cast(masked_softmax(logits, mask), v.dtype)
+    probs = tf.cast(masked_softmax(logits, mask, sinks_N), v.dtype)
     probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
     return by_head("BNJLI,LBINK->BJNK", probs, v)
 
 
-def masked_softmax(logits: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+def masked_softmax(
+    logits: tf.Tensor, mask: tf.Tensor, sinks_N: tf.Tensor | None = None
+) -> tf.Tensor:
     """[B,N,T,S] logits to float32 probabilities where the mask [B, T or 1, S] allows."""
     allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
-    return tf.nn.softmax(tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED)))
+    logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED))
+    if sinks_N is None:
+        return tf.nn.softmax(logits)
+    return softmax_beside(logits, sinks_N[:, tf.newaxis, tf.newaxis])
+
+
+def softmax_beside(logits: tf.Tensor, sinks: tf.Tensor) -> tf.Tensor:
+    """The softmax of float32 logits and one more, whose probability is left out; `sinks` has it, with a last dimension
+    of 1."""
+    sinks = tf.cast(sinks, tf.float32)
+    largest = tf.maximum(tf.reduce_max(logits, -1, keepdims=True), sinks)
+    largest = tf.stop_gradient(largest)
+    powers = tf.exp(logits - largest)
+    return powers / (tf.reduce_sum(powers, -1, keepdims=True) + tf.exp(sinks - largest))
 
 
 def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:

@@ -18,6 +18,7 @@ from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import dim
 
 
 class MultiHeadAttention(BaseLayer):
@@ -32,6 +33,8 @@ class MultiHeadAttention(BaseLayer):
     """
 
     PART: ClassVar[str] = "attention"
+    # Whether self-attention needs the positions of tokens even where its `position` is None.
+    NEEDS_POSITIONS: ClassVar[bool] = False
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -56,16 +59,22 @@ class MultiHeadAttention(BaseLayer):
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
+        scored, turned = self._CreateWeights()
+        self._scale = scored**-0.5
+        if self.p.position is not None:
+            self.CreateChild("position", self.p.position)
+            self.position.CheckHeads(turned)
+            self._scale *= self.position.ScoreScale()
+
+    def _CreateWeights(self) -> tuple[int, int]:
+        """Creates the weights, and returns how many numbers queries have, and how many of them take positions."""
         m, n, a, k = _dims(self.p)
         self._kv = "N" if a == n else "A"  # the letter of the heads of keys and values
         for name, heads, letter in (("q", n, "N"), ("k", a, self._kv), ("v", a, self._kv)):
             shape, letters = (m, heads, k), f"M{letter}K"
             self.CreateVariable(name, WeightParams(shape, letters, WeightInit.FanIn(m)))
         self.CreateVariable("o", WeightParams((n, k, m), "NKM", WeightInit.FanIn(n * k)))
-        self._scale = k**-0.5
-        if self.p.position is not None:
-            self.CreateChild("position", self.p.position)
-            self.position.CheckHeads(k)
+        return k, k
 
     def FProp(
         self,
@@ -89,9 +98,7 @@ class MultiHeadAttention(BaseLayer):
         Returns:
             [B, T, M]. Where the mask allows nothing the values are finite and mean nothing.
         """
-        ops = kernels.current()
-        q, k, v = ops.project_heads(query, source, theta, self._scale, self.Shard)
-        q, k = self._Positioned(q, positions), self._Positioned(k, positions)
+        q, k, v = self._Heads(theta, query, source, positions)
         q = self.Keep(q, "query", "BTNK")
         k = self.Keep(k, "key", f"BS{self._kv}K")
         v = self.Keep(v, "value", f"BS{self._kv}K")
@@ -100,8 +107,28 @@ class MultiHeadAttention(BaseLayer):
             rate = self.p.atten_dropout_prob
             return kernels.dropout(probs, rate, self.FoldSeed(seed, "atten"))
 
-        context = ops.attend(q, k, v, mask, drop if seed is not None else None)
-        return self.Keep(ops.project_back(context, theta.o), "attention", "BTM")
+        mask = self._Near(mask, positions, positions)
+        drop_if = drop if seed is not None else None
+        context = kernels.current().attend(q, k, v, mask, drop_if, theta.get("sinks"))
+        return self.Keep(self._Back(theta, context), "attention", "BTM")
+
+    def _Heads(
+        self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, positions: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Queries, scaled, keys and values, with their positions, in the layout of the kernels in use."""
+        q, k, v = kernels.current().project_heads(query, source, theta, self._scale, self.Shard)
+        return self._Positioned(q, positions), self._Positioned(k, positions), v
+
+    def _Near(
+        self, mask: tf.Tensor, of_queries: tf.Tensor | None, of_keys: tf.Tensor | None
+    ) -> tf.Tensor:
+        """The mask without what the layer does not look at, by int32 positions [B or 1, T or 1] and [B or 1, S]."""
+        del of_queries, of_keys
+        return mask
+
+    def _Back(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
+        """The heads' results [B, T, N, K] projected to [B, T, M]."""
+        return kernels.current().project_back(context, theta.o)
 
     @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
@@ -166,12 +193,14 @@ class MultiHeadAttention(BaseLayer):
             ([B, J, M], the new cache).
         """
         ops = kernels.current()
-        q, k, v = ops.project_heads(x, x, theta, self._scale, self.Shard)
-        here = None if self.p.position is None else tf.reshape(time, [1, 1])
-        q, k = self._Positioned(q, here), self._Positioned(k, here)
+        takes = self.NEEDS_POSITIONS or self.p.position is not None
+        here = tf.reshape(time, [1, 1]) if takes else None
+        q, k, v = self._Heads(theta, x, x, here)
         k, v = ops.write_cache(cache.k, k, time), ops.write_cache(cache.v, v, time)
-        context = ops.attend_cache(q, k, v, mask)
-        return ops.project_back(context, theta.o), NestedMap(k=k, v=v)
+        if self.NEEDS_POSITIONS:
+            mask = self._Near(mask, here, tf.range(dim(mask, 2))[tf.newaxis] // dim(mask, 1))
+        context = ops.attend_cache(q, k, v, mask, theta.get("sinks"))
+        return self._Back(theta, context), NestedMap(k=k, v=v)
 
     def _Positioned(self, heads: tf.Tensor, positions: tf.Tensor | None) -> tf.Tensor:
         if self.p.position is None:

@@ -46,6 +46,10 @@ class Positions(BaseLayer):
         del positions
         return heads
 
+    def ScoreScale(self) -> float:
+        """A factor of the products of queries and keys, turned or not."""
+        return 1.0
+
 
 class PositionalEmbedding(Positions):
     """Sinusoids of geometrically spaced wavelengths: sines, then cosines, along M.
@@ -131,17 +135,141 @@ class Rotary(Positions):
 
     def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
         """See Positions."""
-        size = heads.shape[-1]
-        rates = tf.constant([self.p.max_timescale ** (-2 * i / size) for i in range(size // 2)])
+        rates = tf.constant(self.Rates(heads.shape[-1]))
         angles = tf.cast(positions, tf.float32)[..., tf.newaxis] * rates
         per_head = kernels.current().per_head
         cos, sin = per_head(tf.cos(angles)), per_head(tf.sin(angles))
+        if (amplitude := self.Amplitude()) != 1.0:
+            cos, sin = cos * amplitude, sin * amplitude
         a, b = tf.split(tf.cast(heads, tf.float32), 2, axis=-1)
         return tf.cast(tf.concat([a * cos - b * sin, b * cos + a * sin], -1), heads.dtype)
 
+    def Rates(self, size: int) -> list[float]:
+        """The angle by which each pair of numbers of a head of so many is turned from a position to the next."""
+        return [self.p.max_timescale ** (-2 * i / size) for i in range(size // 2)]
+
+    def Amplitude(self) -> float:
+        """A factor of turned queries and keys."""
+        return 1.0
+
+
+class ScaledRotary(Rotary):
+    """The base of rotary positions for texts that are longer than those of the first training."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("factor", 8.0, "How many times longer texts may be.", check=checks.POSITIVE)
+        p.Define(
+            "original_length",
+            8192,
+            "The tokens of a text in the first training.",
+            check=checks.SIZE,
+        )
+        return p
+
+
+class Llama3Rotary(ScaledRotary):
+    """Llama 3.1's (Grattafiori et al. 2024): long wavelengths are `factor` times longer, short ones stay, and those
+    between the two bounds are between the two."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "low_turns",
+            1.0,
+            "Pairs that turn less often in the original length are slowed (low_freq_factor elsewhere).",
+            check=checks.POSITIVE,
+        )
+        p.Define(
+            "high_turns",
+            4.0,
+            "Pairs that turn more often stay (high_freq_factor elsewhere); more than low_turns.",
+            check=checks.POSITIVE,
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        if self.p.high_turns < self.p.low_turns:
+            raise ParamError(
+                f"{self.path}.high_turns",
+                str(self.p.high_turns),
+                f"must be at least low_turns={self.p.low_turns}",
+            )
+
+    def Rates(self, size: int) -> list[float]:
+        """See Rotary."""
+        p = self.p
+
+        def scaled(rate: float) -> float:
+            turns = p.original_length * rate / (2 * math.pi)
+            if p.low_turns <= turns <= p.high_turns:
+                kept = (turns - p.low_turns) / max(p.high_turns - p.low_turns, 1e-9)
+            else:
+                kept = float(turns > p.high_turns)
+            return kept * rate + (1 - kept) * rate / p.factor
+
+        return [scaled(rate) for rate in super().Rates(size)]
+
+
+class YarnRotary(ScaledRotary):
+    """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models"): pairs that turn
+    seldom are slowed by `factor`, those that turn often stay, and a ramp over the pairs lies between.
+
+    With m(s) = 1 + 0.1 s ln(factor), turned queries and keys are multiplied by m(mscale) / m(mscale_all), and the
+    products of whole heads, which may have parts that are not turned, by m(mscale_all)^2.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "fast_turns",
+            32.0,
+            "The ramp begins at the pair that turns so often in the original length (beta_fast elsewhere).",
+            check=checks.POSITIVE,
+        )
+        p.Define("slow_turns", 1.0, "It ends here (beta_slow elsewhere).", check=checks.POSITIVE)
+        p.Define("whole_pairs", True, "Whether the ramp begins and ends at whole pairs (truncate).")
+        p.Define("mscale", 1.0, "See above.", check=checks.NOT_NEGATIVE)
+        p.Define("mscale_all", 0.0, "See above (mscale_all_dim).", check=checks.NOT_NEGATIVE)
+        return p
+
+    def Rates(self, size: int) -> list[float]:
+        """See Rotary."""
+        p = self.p
+
+        def pair(turns: float) -> float:
+            of_one = p.original_length / (turns * 2 * math.pi)
+            return size * math.log(of_one) / (2 * math.log(p.max_timescale))
+
+        first, last = pair(p.fast_turns), pair(p.slow_turns)
+        if p.whole_pairs:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        width = (last - first) or 0.001
+        slowed = [min(max((i - first) / width, 0.0), 1.0) for i in range(size // 2)]
+        rates = zip(super().Rates(size), slowed, strict=True)
+        return [rate * (1 - share) + rate / p.factor * share for rate, share in rates]
+
+    def _Scale(self, weight: float) -> float:
+        return 1.0 + 0.1 * weight * math.log(max(self.p.factor, 1.0))
+
+    def Amplitude(self) -> float:
+        """See Rotary."""
+        return self._Scale(self.p.mscale) / self._Scale(self.p.mscale_all)
+
+    def ScoreScale(self) -> float:
+        """See Positions."""
+        return self._Scale(self.p.mscale_all) ** 2
+
 
 POSITIONS: Mapping[str, type[Positions]] = {
+    "llama3": Llama3Rotary,
     "none": Positions,
     "rotary": Rotary,
     "sinusoidal": PositionalEmbedding,
+    "yarn": YarnRotary,
 }

@@ -103,8 +103,8 @@ class BaseExperts(BaseLayer):
 
 
 class Experts(BaseExperts):
-    """f(x wi) wo, each expert on its own tokens; f as in layers/feed_forward.py. No biases: with relu and the gated
-    functions an empty slot stays zero."""
+    """f(x wi) wo, each expert on its own tokens; f as in layers/feed_forward.py. Without biases, and with relu and the
+    gated functions, an empty slot stays zero."""
 
     TAKES_ROWS: ClassVar[bool] = True
 
@@ -118,6 +118,7 @@ class Experts(BaseExperts):
             "Dropout on the hidden layer, in training.",
             check=checks.SHARE,
         )
+        p.Define("biases", False, "Whether each product has a bias (gpt-oss).")
         return p
 
     @classmethod
@@ -128,7 +129,14 @@ class Experts(BaseExperts):
 
     @classmethod
     def Shared(cls, params: HyperParams, count: int) -> InstantiableParams:
-        """See `BaseExperts`; with the activation and dropout of the routed experts."""
+        """See `BaseExperts`; with the activation and dropout of the routed experts.
+
+        Raises ValueError: experts with biases, which a dense layer has not.
+        """
+        if params.biases:
+            raise ValueError(
+                "experts.biases=True: shared experts have none; set num_shared_experts=0"
+            )
         return (
             super()
             .Shared(params, count)
@@ -142,6 +150,11 @@ class Experts(BaseExperts):
         for name in self.activation.weights:
             self.CreateVariable(name, WeightParams((E, M, H), "EMH", WeightInit.FanIn(M)))
         self.CreateVariable("wo", WeightParams((E, H, M), "EHM", WeightInit.FanIn(H)))
+        if p.biases:
+            zero = WeightInit.Constant(0.0)
+            for name in self.activation.weights:
+                self.CreateVariable(f"{name}_bias", WeightParams((E, H), "EH", zero))
+            self.CreateVariable("wo_bias", WeightParams((E, M), "EM", zero))
 
     def FProp(
         self, theta: NestedMap, x_EGCM: tf.Tensor, seed: tf.Tensor | None = None
@@ -154,19 +167,42 @@ class Experts(BaseExperts):
         hidden = None
         if keeps("experts_hidden"):
             hidden = functools.partial(self.Keep, name="experts_hidden", letters="EGCH")
-        run = kernels.current().experts_feed_forward
-        return run(x_EGCM, weights, self.activation, drop, self.Shard, hidden)
+        run, activation = kernels.current().experts_feed_forward, self.activation
+        if not self.p.biases:
+            return run(x_EGCM, weights, activation, drop, self.Shard, hidden)
+        biases = [weights[f"{name}_bias"][:, tf.newaxis, tf.newaxis] for name in activation.weights]
+
+        def biased(*products: tf.Tensor) -> tf.Tensor:
+            return activation.function(*(x + b for x, b in zip(products, biases, strict=True)))
+
+        # With a function for the first products, kernels apply the activation to all experts at once.
+        hidden = hidden or tf.identity
+        y_EGCM = run(
+            x_EGCM, weights, replace(activation, function=biased), drop, self.Shard, hidden
+        )
+        return y_EGCM + weights.wo_bias[:, tf.newaxis, tf.newaxis]
 
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in groups of any size, sharded along D: a device has its own experts."""
         products = [
-            x.MatMul(self.Cast(theta[name]), self._Mapping(name, "EMH")).values
+            self._Biased(x.MatMul(self.Cast(theta[name]), self._Mapping(name, "EMH")), theta, name)
             for name in self.activation.weights
         ]
         products = [self.Keep(product, "experts_hidden", "GSH") for product in products]
         hidden = self.activation.function(*products)
         h = x.With(kernels.dropout(hidden, self.p.relu_dropout_prob, seed, x.choices))
-        return h.MatMul(self.Cast(theta.wo), self._Mapping("wo", "EHM"))
+        y = h.MatMul(self.Cast(theta.wo), self._Mapping("wo", "EHM"))
+        return y.With(self._Biased(y, theta, "wo")) if self.p.biases else y
+
+    def _Biased(self, rows: Rows, theta: NestedMap, name: str) -> tf.Tensor:
+        """The values of rows that were multiplied by a weight, plus the bias of each row's expert, if there are any."""
+        if not self.p.biases:
+            return rows.values
+        bias = f"{name}_bias"
+        expert, hidden = self._Mapping(bias, "EM" if name == "wo" else "EH")
+        ones = rows.With(tf.ones_like(rows.values[..., :1]))
+        each = self.Cast(theta[bias])[:, tf.newaxis]
+        return rows.values + ones.MatMul(each, (expert, None, hidden)).values
 
     @property
     def activation(self) -> Activation:
@@ -174,8 +210,8 @@ class Experts(BaseExperts):
         return ACTIVATIONS[self.p.activation]
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer: lists of the experts' weights; up to 256 experts."""
-        if self.p.num_experts > _MOST_PACKED:
+        """See BaseLayer: lists of the experts' weights; up to 256 experts, without biases."""
+        if self.p.num_experts > _MOST_PACKED or self.p.biases:
             return theta
         return theta.Transform(lambda w: [packing.Matrix(one) for one in tf.unstack(self.Cast(w))])
 

@@ -4,6 +4,7 @@ Letters: B batch, T time, G group, S token in group, E expert, C capacity slot, 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import tensorflow as tf
@@ -98,6 +99,22 @@ class MoELayer(BaseLayer):
             check=checks.Integer(0, 1024),
         )
         p.Define(
+            "shared_hidden_dim",
+            0,
+            "The width of a shared expert; 0: hidden_dim.",
+            check=checks.COUNT,
+        )
+        p.OnlyWith(
+            "shared_hidden_dim",
+            lambda p: "" if p.num_shared_experts else "num_shared_experts=0",
+        )
+        p.Define(
+            "gate_inputs",
+            False,
+            "Whether the gate multiplies the input of a token's expert instead of its output, for routers of one expert"
+            " a token (Llama 4).",
+        )
+        p.Define(
             "dispatcher",
             "index",
             f"One of {', '.join(sorted(DISPATCHERS))}; or Params of a Dispatcher.",
@@ -125,9 +142,14 @@ class MoELayer(BaseLayer):
         experts = p.experts.Copy().Set(hidden_dim=p.hidden_dim, **dims)
         self.CreateChild("experts", experts)
         if p.num_shared_experts:
-            shared = experts.cls.Shared(experts, p.num_shared_experts)
-            self.CreateChild("shared_experts", shared)
+            self.CreateChild("shared_experts", _shared_params(p, experts))
         self._CheckDispatchers()
+        choices = self.router.Choices(self.router.p)
+        if p.gate_inputs and choices != 1:
+            raise ValueError(
+                f"{self.path}.gate_inputs=True: the input of a token has one gate, and this router gives a token "
+                f"{choices} experts; choose router=top_k with k=1"
+            )
 
     def _CheckDispatchers(self) -> None:
         limit = self.inference_dispatcher.OwnLimit()
@@ -183,6 +205,9 @@ class MoELayer(BaseLayer):
         x_GSM = self.Shard(x_GSM, "GSM")
         own = self.FoldSeed(seed, "router")
         routing = self.router.FProp(theta.router, x_GSM, paddings_GS, capacity, own, context)
+        if self.p.gate_inputs:
+            x_GSM *= tf.cast(routing.gate, x_GSM.dtype)
+            routing = replace(routing, gate=routing.kept)
         dispatcher = self.dispatcher
         if seed is None and self.experts.TAKES_ROWS:
             dispatcher = self.inference_dispatcher
@@ -197,6 +222,12 @@ class MoELayer(BaseLayer):
             y_BTM += self.shared_experts.FProp(theta.shared_experts, x_BTM, paddings_BT, own)[0]
         y_BTM = self.Keep(self.Shard(y_BTM, "BTM"), "combined", "BTM")
         return y_BTM, _extras(routing, tokens, shares)
+
+    def ActiveParameters(self) -> int:
+        """See BaseLayer: of the experts, as many as a token chooses."""
+        experts = self.experts.ActiveParameters()
+        unused = self.p.num_experts - self.router.Choices(self.router.p)
+        return super().ActiveParameters() - experts * unused // self.p.num_experts
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
         """See BaseLayer: the experts', where the layer is dropless in inference. There are no extras then."""
@@ -235,6 +266,8 @@ class MoELayer(BaseLayer):
             tf.reshape(x, [-1, x.shape[-1]])
             for x in (x_BTM, chosen.expert_index, chosen.wanted, chosen.Gate(chosen.wanted))
         )
+        if self.p.gate_inputs:
+            x_NM, gate_Nk = x_NM * tf.cast(gate_Nk, x_NM.dtype), kept_Nk
         y_NM = feed_forward_of_chosen(
             x_NM, expert_Nk, kept_Nk, gate_Nk, theta.experts, self.experts.activation
         )
@@ -290,9 +323,15 @@ class MoELayer(BaseLayer):
         experts = p.experts.Copy().Set(model_dim=M, hidden_dim=p.hidden_dim, num_experts=E)
         computed = experts.cls.Flops(experts, rows)
         if p.num_shared_experts:
-            shared = experts.cls.Shared(experts, p.num_shared_experts)
+            shared = _shared_params(p, experts)
             computed += shared.cls.FPropMeta(shared, (B, T, M)).flops
         return NestedMap(flops=gating + 2 * each_way + computed, out_shapes=((B, T, M),))
+
+
+def _shared_params(p: HyperParams, experts: HyperParams) -> InstantiableParams:
+    """Params of the shared experts, beside the routed ones, whose sizes are set."""
+    each = experts.Copy().Set(hidden_dim=p.shared_hidden_dim or p.hidden_dim)
+    return experts.cls.Shared(each, p.num_shared_experts)
 
 
 def _units(dense: NestedMap, fresh: NestedMap, copies: int = 0) -> tuple[NestedMap, bool]:

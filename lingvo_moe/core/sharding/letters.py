@@ -25,6 +25,7 @@ WEIGHT_LETTERS = {
     "M": "the model's width",
     "N": "heads",
     "O": "channels that a convolution makes",
+    "R": "latent units of attention",
     "U": "tasks",
     "V": "vocabulary, or classes",
     "X": "columns of an image or a kernel",

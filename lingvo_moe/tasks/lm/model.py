@@ -13,20 +13,32 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import scoped, updates_of
 from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers import masks, softmax
+from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
-from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.tasks import experts
+from lingvo_moe.tasks.lm.multi_token import MultiTokenHead
 from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
-from lingvo_moe.tasks.transformer_task import TransformerTask
+from lingvo_moe.tasks.transformer_task import TransformerTask, share_of_token
+
+_LAYERS = "lingvo_moe.core.layers"
+ATTENTIONS = ClassesByName(
+    {
+        "multi_head": f"{_LAYERS}.attention.MultiHeadAttention",
+        "extended": f"{_LAYERS}.extended_attention.ExtendedAttention",
+        "latent": f"{_LAYERS}.latent_attention.LatentAttention",
+    }
+)
 
 
 class LmModel(TransformerTask):
@@ -70,6 +82,13 @@ class LmModel(TransformerTask):
             check=checks.COUNT,
         )
         p.OnlyWith("moe_every dense_first_layers", experts.without_experts)
+        _define_attention(p)
+        p.Define(
+            "multi_token_weight",
+            0.0,
+            "The weight in the loss of a head for the token after the next (multi_token.py); 0: there is none.",
+            check=checks.NOT_NEGATIVE,
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -80,35 +99,47 @@ class LmModel(TransformerTask):
         self.CreateChild("embedding", self.EmbeddingParams(p.vocab_size))
         self.CreateChild("position", self.PositionParams())
         self.CreateChild("decoder", self._Stack())
+        if p.multi_token_weight:
+            layer = self._Layer(self.LayersOfBlock(p))
+            head = MultiTokenHead.Params().Set(model_dim=p.model_dim, norm_tpl=p.norm.Copy())
+            self.CreateChild("multi_token", head.Set(layer=layer))
         self.CreateChild("softmax", self.SoftmaxParams(p.vocab_size, tied=p.tied_softmax))
 
     def _Stack(self) -> InstantiableParams:
         p = self.p
-        block = [self._Layer(moe=i % p.moe_every == 0) for i in range(1, self.LayersOfBlock(p) + 1)]
+        block = [self._Layer(number) for number in range(1, self.LayersOfBlock(p) + 1)]
         before = self.LayersBefore(p)
         left = p.num_layers - before
         if left < 1 or left % len(block):
-            than = f" without the {before} of task.dense_first_layers" if before else ""
+            than = f", beside the {before} of task.dense_first_layers" if before else ""
             raise ParamError(
                 "task.num_layers",
                 str(p.num_layers),
-                f"must be a multiple of {len(block)}, the layers of task.moe_every{than}",
+                f"must be a multiple of {len(block)}, after which task.moe_every and task.nth_attention_every begin "
+                f"again{than}",
             )
         stack = self.StackParams(block, left // len(block))
-        return stack.Set(first=self._Layer(moe=False), num_first=before) if before else stack
+        return stack.Set(first=self._Layer(0), num_first=before) if before else stack
 
-    def _Layer(self, moe: bool) -> InstantiableParams:
-        """A layer, with experts if the model has some and `moe` says so."""
-        p = self.p
-        if not (moe and p.num_experts):
-            return self.LayerParams()
-        ffn = experts.moe_params(p, "moe.router", p.moe.router, True, p.vocab_size)
-        return self.LayerParams(ffn)
+    def _Layer(self, number: int) -> InstantiableParams:
+        """The layer of that number, from 1, in a block; 0: one of the first layers."""
+        p, ffn, atten = self.p, None, self.p.attention
+        if number and p.num_experts and number % p.moe_every == 0:
+            ffn = experts.moe_params(p, "moe.router", p.moe.router, True, p.vocab_size)
+        if number and p.nth_attention is not None and number % p.nth_attention_every == 0:
+            atten = p.nth_attention
+        atten = atten.Copy()
+        if "norm_epsilon" in atten:
+            atten.norm_epsilon = p.norm.epsilon
+        return self.LayerParams(ffn, atten=atten)
 
     @classmethod
     def LayersOfBlock(cls, task: HyperParams) -> int:
-        """See TransformerTask."""
-        return task.moe_every if task.num_experts else 1
+        """See TransformerTask: the layers after which experts and attention begin again."""
+        return math.lcm(
+            task.moe_every if task.num_experts else 1,
+            task.nth_attention_every if task.nth_attention is not None else 1,
+        )
 
     @classmethod
     def LayersBefore(cls, task: HyperParams) -> int:
@@ -159,9 +190,10 @@ class LmModel(TransformerTask):
         groups = experts.shrink_experts(task, size)
         task.Set(vocab_size=size("V", 20))
         if task.num_experts:
-            blocks = max(1, task.num_layers // cls.LayersOfBlock(task))
             task.dense_first_layers = min(task.dense_first_layers, 1)
-            task.num_layers = cls.LayersBefore(task) + blocks * cls.LayersOfBlock(task)
+        layers = cls.LayersOfBlock(task)
+        blocks = max(task.pipeline.stages * task.pipeline.repeats, task.num_layers // layers)
+        task.num_layers = cls.LayersBefore(task) + blocks * layers
         inputs.Set(
             batch_size=math.lcm(parts(task, "B", mesh), groups or 1),
             target_length=size("T", 8),
@@ -220,6 +252,13 @@ class LmModel(TransformerTask):
             x = self.decoder.RunFirst(theta.decoder, x, aux, seed)
         return NestedMap(x=x)
 
+    def Positions(self, row: NestedMap) -> dict[str, tf.Tensor]:
+        """See TransformerTask: also if some attention goes by them otherwise."""
+        attentions = [p for p in (self.p.attention, self.p.nth_attention) if p is not None]
+        if any(p.cls.NEEDS_POSITIONS for p in attentions):
+            return {"positions": row.segment_pos}
+        return super().Positions(row)
+
     def _RunBlocks(
         self, weights: NestedMap, theta: NestedMap, carry: NestedMap, context: Context, chunk: Chunk
     ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
@@ -235,17 +274,48 @@ class LmModel(TransformerTask):
         self, theta: NestedMap, carry: NestedMap, context: Context
     ) -> tuple[tf.Tensor, NestedMap]:
         y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
-        return self.TokenLosses(self.SoftmaxTable(theta), y, context.batch, context.shares)
+        table = self.SoftmaxTable(theta)
+        loss, metrics = self.TokenLosses(table, y, context.batch, context.shares)
+        if not self.p.multi_token_weight:
+            return loss, metrics
+        more, metrics.multi_token = self._MultiTokenLoss(theta, table, carry.x, context)
+        return loss + more, metrics
+
+    @scoped
+    def _MultiTokenLoss(
+        self, theta: NestedMap, table: NestedMap, x: tf.Tensor, context: Context
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """The loss that the head for the token after the next adds; its nll, and the updates of its layer.
+
+        Means are over all tokens, also over the last one of a text, which has no token after the next.
+        """
+        batch, seed = context.batch, self.FoldSeed(context.seed, "multi_token")
+        tokens = self.embedding.FProp(theta.embedding, batch.labels)
+        tokens = self.position.Add(tokens, batch.segment_pos + 1)
+        aux = self.Aux(batch, context.shares)
+        y, extras = self.multi_token.FProp(theta.multi_token, x, tokens, aux, seed)
+        ahead = [tf.pad(row[:, 1:], [[0, 0], [0, 1]]) for row in (batch.labels, batch.segment_ids)]
+        real = tf.cast(batch.segment_ids > 0, tf.float32)
+        there = real * tf.cast(tf.equal(ahead[1], batch.segment_ids), tf.float32)
+        xent, nll, _ = self.softmax.Losses(table, y, ahead[0], there)
+        per_token = share_of_token(tf.reduce_sum(real), context.shares)
+        loss = self.p.multi_token_weight * per_token * tf.reduce_sum(xent)
+        if extras:
+            loss += self.p.aux_loss_weight * extras.aux_loss
+        return loss, NestedMap(nll=per_token * tf.reduce_sum(nll), **updates_of(extras))
 
     def _Metrics(self, sums: NestedMap, loss: tf.Tensor, extras: NestedMap) -> NestedMap:
         """Metrics; with experts also aux_loss, `moe.decoder` [L,...], and routers' updates, if any: see BaseTask."""
         metrics = NestedMap(sums, loss=loss)
+        ahead = metrics.pop("multi_token", NestedMap())
+        if ahead:
+            metrics.multi_token_nll = ahead.nll
         if not self.p.num_experts:
             return metrics
         layers = list(extras.decoder.values())  # each of a block, [n,...]
         aux_loss = tf.add_n([tf.reduce_sum(moe.aux_loss) for moe in layers])
         moe = NestedMap(decoder=map_structure(_in_order, *(moe.metrics for moe in layers)))
-        return NestedMap(metrics, aux_loss=aux_loss, moe=moe, **updates_of(*layers))
+        return NestedMap(metrics, aux_loss=aux_loss, moe=moe, **updates_of(*layers, ahead))
 
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
         """See BaseTask."""
@@ -284,7 +354,16 @@ class LmModel(TransformerTask):
         x = (*rows, self.p.model_dim)
         found = experts.flops_of("decoder", self.decoder.p, x)
         found["softmax"] = softmax.Softmax.FPropMeta(self.softmax.p, x).flops
+        if self.p.multi_token_weight:
+            found["multi_token"] = MultiTokenHead.FPropMeta(self.multi_token.p, x).flops
+            found["softmax"] *= 2
         return found
+
+    def CacheBytes(self) -> int:
+        """See BaseTask."""
+        return sum(
+            x.shape.num_elements() * x.dtype.size for x in flatten(self.decoder.InitCache(1, 1))
+        )
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
@@ -292,6 +371,38 @@ class LmModel(TransformerTask):
         (rows,) = input_shapes
         flops = sum(params.cls(params).Flops(rows).values())
         return NestedMap(flops=flops, out_shapes=((*rows, params.vocab_size),))
+
+
+def _define_attention(p: InstantiableParams) -> None:
+    """The kinds of self-attention; sizes, positions and dropout are set from above."""
+    p.Define(
+        "attention",
+        MultiHeadAttention.Params(),
+        "Self-attention of the layers.",
+        choices=ATTENTIONS,
+    )
+    p.Define(
+        "nth_attention",
+        None,
+        "Self-attention of every nth_attention_every-th layer, after the dense first ones; None: as of the others.",
+        choices=ATTENTIONS,
+    )
+    p.Define("nth_attention_every", 2, "n of nth_attention.", check=checks.SIZE)
+    p.OnlyWith(
+        "nth_attention_every", lambda p: "nth_attention=None" if p.nth_attention is None else ""
+    )
+    sources = {
+        "model_dim": "model_dim",
+        "num_heads": "num_heads",
+        "num_kv_heads": "num_kv_heads",
+        "dim_per_head": "key_dim",
+        "position": "position",
+        "atten_dropout_prob": "attention_dropout",
+        "norm_epsilon": "norm.epsilon",
+    }
+    for name, source in sources.items():
+        p.Derive(f"attention.{name}", source)
+        p.Derive(f"nth_attention.{name}", source)
 
 
 def _in_order(*layers: tf.Tensor) -> tf.Tensor:

@@ -43,16 +43,60 @@ def test_every_nth_layer_after_the_dense_ones_has_experts():
         _experiment("task.num_layers=6")
 
 
-def test_a_step_in_stages_over_devices_with_experts_is_the_plain_step():
+# The parts of DeepSeek-V3, its head for the token after the next included.
+LATENT = (
+    "task.attention=latent;task.attention.rank=6;task.attention.turned_dim=4;task.attention.query_rank=5;"
+    "task.position=yarn;task.position.mscale_all=1.0;task.norm=rms;task.multi_token_weight=0.3;"
+    "task.moe.router.gate=sigmoid;task.moe.router.expert_groups=2;task.dropout=0.0;task.optimizer=sgd"
+)
+# Those of Llama 4 and gpt-oss, as far as they go together.
+WINDOWS = (
+    "task.num_kv_heads=1;task.attention=extended;task.attention.window=3;task.attention.sinks=True;"
+    "task.attention.biases=True;task.attention.qk_norm=head;task.nth_attention=extended;"
+    "task.nth_attention.use_positions=False;task.nth_attention.temperature_length=2;task.position=rotary;"
+    "task.activation=clamped_swiglu;task.moe.num_shared_experts=0;task.moe.experts.biases=True;"
+    "task.moe.router.logit_bias=True;task.moe.router.k=1;task.moe.gate_inputs=True;task.dropout=0.0;"
+    "task.optimizer=sgd;task.moe.dispatcher=dropless"
+)
+
+
+@pytest.mark.slow
+def test_a_step_in_stages_over_devices_is_the_plain_step():
     """The auxiliary loss, its metrics by layer and the next balance bias are among what is compared."""
-    changes = "task.dropout=0.0;task.optimizer=sgd"
     sharding = (
         "task.activation_split={'B': 'data', 'G': 'data', 'E': 'data'};task.weight_split={'E': 'data'};"
         "task.pipeline.stages=2;task.pipeline.micro_batches=4"
     )
-    _, plain, inputs = _experiment(changes)
-    step = train_step(_experiment(changes, sharding)[1], inputs)
+    _, plain, inputs = _experiment(LATENT)
+    step = train_step(_experiment(LATENT, sharding)[1], inputs)
     compare_steps(step, train_step(plain, inputs, 4), plain, inputs, "stage:2,data:2")
+
+
+def test_a_step_with_heads_and_experts_over_devices_is_that_of_one():
+    inside = "'N': 'model', 'H': 'model', 'V': 'model'"
+    sharding = (
+        f"task.activation_split={{'B': 'data', 'G': 'data', 'E': 'data', {inside}}};"
+        f"task.weight_split={{'E': 'data', {inside}}}"
+    )
+    _, plain, inputs = _experiment(WINDOWS)
+    step = train_step(_experiment(WINDOWS, sharding)[1], inputs)
+    compare_steps(step, train_step(plain, inputs), plain, inputs, "data:2,model:2")
+
+
+def test_the_head_predicts_the_token_after_the_next_of_the_same_text():
+    """Where all tokens have the same probability, each pair of tokens of a text costs the logarithm of their number."""
+    _, model, inputs = _experiment(LATENT)
+    batch = model.SampleBatch(inputs, np.random.RandomState(0))
+    with use_mesh(single_device()):
+        theta = model.InitTheta(make_seed(0, 0))
+        batch = batch.Transform(tf.constant)
+        weights = NestedMap(theta, multi_token=theta.multi_token.Transform(tf.zeros_like))
+        _, metrics = model.FProp(weights, batch)
+    real = batch.segment_ids.numpy() > 0
+    pairs = real[:, :-1] & (batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]).numpy()
+    np.testing.assert_allclose(
+        metrics.multi_token_nll, np.log(40) * pairs.sum() / real.sum(), rtol=1e-5
+    )
 
 
 def test_steps_over_a_cache_give_the_rows_of_the_whole_pass():

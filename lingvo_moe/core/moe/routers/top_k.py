@@ -22,6 +22,7 @@ from lingvo_moe.core.moe.losses_and_metrics import (
     z_loss,
 )
 from lingvo_moe.core.moe.routers.base import LearnedRouter, check_choices
+from lingvo_moe.core.moe.routers.expert_groups import check_groups, in_best_groups
 from lingvo_moe.core.moe.slots import count_choices, normalize, pick, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -42,9 +43,9 @@ class TopKRouter(LearnedRouter):
     Softmax 'before' the choice gives gates that are probabilities among all experts; 'after' it, among
     the chosen ones. The second is the first normalised, in value and gradient.
 
-    DeepSeek-V3's router (2024, section 2.1.2), without its groups of experts, is gate='sigmoid' with k=8,
-    gate_scale=2.5 and a balance_bias: experts are chosen by score plus bias, and weighted by their scores over the sum
-    of the chosen ones.
+    DeepSeek-V3's router (2024, section 2.1.2) is gate='sigmoid' with k=8, gate_scale=2.5, 4 of 8 expert_groups and a
+    balance_bias: experts are chosen by score plus bias, and weighted by their scores over the sum of the chosen ones.
+    Its loss by sequence is the load-balance loss where the layer makes a group of each row (num_groups=0).
 
     `balance_bias` balances without a loss (Wang et al. 2024, algorithm 1): each expert has a bias that
     is added to its probability for the choice only. No gradient changes it; after each
@@ -106,16 +107,31 @@ class TopKRouter(LearnedRouter):
             "How far an expert's bias moves in a step (the paper: 0.001); 0: there is no bias.",
             check=checks.NOT_NEGATIVE,
         )
+        p.Define("logit_bias", False, "Whether the gating network has a bias (gpt-oss).")
+        p.Define(
+            "expert_groups",
+            1,
+            "Experts are in so many groups of consecutive ones, of which a token's are in the best (expert_groups.py).",
+            check=checks.SIZE,
+        )
+        p.Define(
+            "groups_per_token", 1, "In how many groups a token's experts are.", check=checks.SIZE
+        )
+        p.OnlyWith("groups_per_token", lambda p: "expert_groups=1" if p.expert_groups == 1 else "")
         return p
 
     def __init__(self, params: InstantiableParams):
         params = params.Copy()
-        params.weight_split = {"balance_bias.E": None, **(params.weight_split or {})}
+        replicated = {"balance_bias.E": None, "logit_bias.E": None}
+        params.weight_split = {**replicated, **(params.weight_split or {})}
         if params.normalize_gates is None:
             params.normalize_gates = "never" if params.k == 1 else "before_drops"
         super().__init__(params)
         p = self.p
         self._Check()
+        if p.logit_bias:
+            zero = WeightInit.Constant(0.0)
+            self.CreateVariable("logit_bias", WeightParams((p.num_experts,), "E", zero))
         if p.balance_bias:
             self.CreateVariable(
                 "balance_bias",
@@ -127,6 +143,8 @@ class TopKRouter(LearnedRouter):
     def _Check(self) -> None:
         p = self.p
         check_choices(self.path, "k", p.k, p.num_experts)
+        if p.expert_groups > 1:
+            check_groups(self.path, p)
         if p.k == 1 and (p.softmax_order, p.normalize_gates) != ("before", "never"):
             raise ValueError(
                 f"{self.path}: with k=1, softmax_order={p.softmax_order!r} and normalize_gates="
@@ -149,6 +167,13 @@ class TopKRouter(LearnedRouter):
             x_GSM = tf.cast(x_GSM, tf.float32) * factor_GSM
         bias_E = theta.balance_bias if p.balance_bias else None
         return self.ChooseByLogits(self.Logits(theta, x_GSM), real_GS, capacity, seed, bias_E)
+
+    def Logits(self, theta: NestedMap, x_GSM: tf.Tensor) -> tf.Tensor:
+        """See `LearnedRouter`; with `logit_bias` theta holds logit_bias [E] too."""
+        logits_GSE = super().Logits(theta, x_GSM)
+        if not self.p.logit_bias:
+            return logits_GSE
+        return logits_GSE + tf.cast(theta.logit_bias, tf.float32)
 
     def ChooseByLogits(
         self,
@@ -207,10 +232,15 @@ class TopKRouter(LearnedRouter):
         """
         p = self.p
         scores_GSE = self.gate.scores(logits_GSE, log_z_GS)
-        if bias_E is None:
+        if bias_E is None and p.expert_groups == 1:
             logits_GSk, index_GSk = top_k(logits_GSE, p.k)
         else:
-            _, index_GSk = top_k(tf.stop_gradient(scores_GSE) + bias_E, p.k)
+            by_GSE = tf.stop_gradient(scores_GSE)
+            if bias_E is not None:
+                by_GSE += bias_E
+            if p.expert_groups > 1:
+                by_GSE = in_best_groups(by_GSE, p.expert_groups, p.groups_per_token)
+            _, index_GSk = top_k(by_GSE, p.k)
             logits_GSk = pick(logits_GSE, index_GSk)
         if p.softmax_order == "after":
             gate_GSk = tf.nn.softmax(logits_GSk)

@@ -1,0 +1,293 @@
+"""Records what modules of the `transformers` library compute from random weights: the arrays in tests/core/testdata/.
+
+Each file has a module's input, weights, output and the gradients of a weighted sum of its output, in the names and
+layouts of our layers. tests/core/test_transformers_modules.py compares ours with them, without that library. To record
+again, in an environment of its own (recorded with transformers 5.24.0 and torch 2.13.0):
+
+    pip install torch==2.13.0 transformers==5.24.0
+    python benchmarks/peers/record_transformers.py tests/core/testdata
+
+Letters: B batch, T time, M model, N head, A head of keys and values, K key dimension, E expert, H hidden.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.llama4 import modeling_llama4 as llama4
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.olmoe import modeling_olmoe as olmoe
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
+
+B, T, M, N, A, K, E, H = 2, 7, 8, 4, 2, 4, 8, 6
+Arrays = dict[str, np.ndarray]
+# From the parameters of a module (or their gradients) to our weights (or theirs).
+Convert = Callable[[Arrays], Arrays]
+
+
+def record(
+    path: Path,
+    module: torch.nn.Module,
+    run: Callable[[torch.Tensor], torch.Tensor],
+    convert: Convert,
+) -> None:
+    """Draws weights and an input, differentiates sum(run(x) * weights), and writes a file."""
+    generator = torch.Generator().manual_seed(sum(map(ord, path.stem)))
+    with torch.no_grad():
+        for name, parameter in [*module.named_parameters(), *module.named_buffers()]:
+            if "inv_freq" not in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(1.0 + 0.3 * noise if "norm" in name else 0.5 * noise)
+    x = torch.randn(B, T, M, generator=generator).requires_grad_()
+    y = run(x)
+    upstream = torch.randn(y.shape, generator=generator)
+    (y * upstream).sum().backward()
+    grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in module.named_parameters()
+    }
+    grads |= {n: torch.zeros_like(b) for n, b in module.named_buffers()}
+    named = dict(module.named_parameters()) | dict(module.named_buffers())
+    arrays = {"x": x, "y": y, "upstream": upstream, "dx": x.grad}
+    found = {name: value.detach().numpy() for name, value in arrays.items()}
+    for prefix, values in (("theta", named), ("grad", grads)):
+        ours = convert({n: v.detach().numpy() for n, v in values.items()})
+        found |= {f"{prefix}.{name}": np.ascontiguousarray(value) for name, value in ours.items()}
+    np.savez_compressed(path, **found)
+
+
+# --- attention
+
+
+def even_first(w: np.ndarray) -> np.ndarray:
+    """Weights of pairs side by side, along the last dimension, as those of pairs half of it apart."""
+    return np.concatenate([w[..., ::2], w[..., 1::2]], -1)
+
+
+def heads(interleaved: bool = False) -> Convert:
+    """For modules with q_proj, k_proj, v_proj and o_proj."""
+    place = even_first if interleaved else np.asarray
+
+    def convert(w: Arrays) -> Arrays:
+        out = {"o": w["o_proj.weight"].T.reshape(N, K, M)}
+        for name in "qkv":
+            flat = w[f"{name}_proj.weight"].T.reshape(M, -1, K)
+            out[name] = flat if name == "v" else place(flat)
+            if f"{name}_proj.bias" in w:
+                out[f"{name}_bias"] = w[f"{name}_proj.bias"].reshape(-1, K)
+            if f"{name}_norm.weight" in w:
+                norm = w[f"{name}_norm.weight"]
+                out[f"{name}_norm"] = norm if norm.size == K else norm.reshape(-1, K)
+        if "o_proj.bias" in w:
+            out["o_bias"] = w["o_proj.bias"]
+        if "sinks" in w:
+            out["sinks"] = w["sinks"]
+        return out
+
+    return convert
+
+
+RANK, TURNED, VALUE = 6, 4, 5
+
+
+def latent(w: Arrays) -> Arrays:
+    """For DeepseekV3Attention."""
+    down = w["kv_a_proj_with_mqa.weight"].T
+    both = w["kv_b_proj.weight"].T.reshape(RANK, N, K + VALUE)
+    name = "q_b_proj.weight" if "q_b_proj.weight" in w else "q_proj.weight"
+    q = w[name].T.reshape(-1, N, K + TURNED)
+    out = {
+        "down": np.concatenate([down[:, :RANK], even_first(down[:, RANK:])], -1),
+        "norm": w["kv_a_layernorm.weight"],
+        "k": both[..., :K],
+        "v": both[..., K:],
+        "q": np.concatenate([q[..., :K], even_first(q[..., K:])], -1),
+        "o": w["o_proj.weight"].T.reshape(N, VALUE, M),
+    }
+    if "q_a_proj.weight" in w:
+        out |= {"q_down": w["q_a_proj.weight"].T, "q_norm": w["q_a_layernorm.weight"]}
+    return out
+
+
+def attend(
+    attention: torch.nn.Module, rotary: torch.nn.Module, sees: Callable = causal_mask_function
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Runs an attention module over positions 0 to T - 1 under a mask function."""
+    at = torch.arange(T)
+    allowed = torch.stack([sees(b, 0, at[:, None], at[None]) for b in range(B)])[:, None]
+    mask = torch.where(allowed, 0.0, float("-inf"))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return attention(x, rotary(x, at[None].expand(B, T)), mask)[0]
+
+    return run
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SIZES = {
+    "hidden_size": M,
+    "num_attention_heads": N,
+    "num_key_value_heads": A,
+    "head_dim": K,
+    "attention_dropout": 0.0,
+    "attn_implementation": "eager",
+    "max_position_embeddings": 64,
+}
+
+
+def attentions(out: Path) -> None:
+    """The files of attention."""
+    llama3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0}
+    llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    c = LlamaConfig(**SIZES, rope_parameters=llama3)
+    module = llama.LlamaAttention(c, 0)
+    record(out / "llama.npz", module, attend(module, llama.LlamaRotaryEmbedding(c)), heads())
+    plain = {"rope_type": "default", "rope_theta": 100.0}
+    c = Qwen3MoeConfig(**SIZES, rope_parameters=plain, rms_norm_eps=1e-6)
+    module = qwen3.Qwen3MoeAttention(c, 0)
+    record(out / "qwen3.npz", module, attend(module, qwen3.Qwen3MoeRotaryEmbedding(c)), heads())
+    wide = SIZES | {"hidden_size": N * K}
+    del wide["head_dim"]
+    global M
+    M = N * K  # OLMoE has no head size of its own
+    c = OlmoeConfig(**wide, rope_parameters=plain, rms_norm_eps=1e-5)
+    module = olmoe.OlmoeAttention(c, 0)
+    record(out / "olmoe.npz", module, attend(module, olmoe.OlmoeRotaryEmbedding(c)), heads())
+    M = SIZES["hidden_size"]
+    c = GptOssConfig(
+        **SIZES,
+        rope_parameters=YARN | {"rope_theta": 100.0, "truncate": False},
+        layer_types=["sliding_attention"],
+        num_hidden_layers=1,
+        sliding_window=3,
+        attention_bias=True,
+    )
+    module = gpt_oss.GptOssAttention(c, 0)
+    run = attend(module, gpt_oss.GptOssRotaryEmbedding(c), sliding_window_causal_mask_function(3))
+    record(out / "gpt_oss.npz", module, run, heads())
+    c = Llama4TextConfig(
+        **SIZES,
+        rope_parameters=plain,
+        use_qk_norm=True,
+        no_rope_layers=[1, 0],
+        num_hidden_layers=2,
+        attn_temperature_tuning=True,
+        floor_scale=2,
+        attn_scale=0.1,
+        rms_norm_eps=1e-5,
+        layer_types=["chunked_attention", "full_attention"],
+    )
+    rotary = llama4.Llama4TextRotaryEmbedding(c)
+    module = llama4.Llama4TextAttention(c, 0)
+    chunks = chunked_causal_mask_function(4, torch.zeros(B, dtype=torch.int32))
+    record(out / "llama4.npz", module, attend(module, rotary, chunks), heads(interleaved=True))
+    module = llama4.Llama4TextAttention(c, 1)
+    record(out / "llama4_nope.npz", module, attend(module, rotary), heads())
+    for name, rank in (("deepseek_v3", 5), ("deepseek_v2_lite", None)):
+        c = DeepseekV3Config(
+            **SIZES | {"num_key_value_heads": N, "head_dim": TURNED},
+            q_lora_rank=rank,
+            kv_lora_rank=RANK,
+            qk_nope_head_dim=K,
+            qk_rope_head_dim=TURNED,
+            v_head_dim=VALUE,
+            rope_parameters=YARN | {"rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 0.707},
+            rope_interleave=True,
+        )
+        module = deepseek.DeepseekV3Attention(c, 0)
+        run = attend(module, deepseek.DeepseekV3RotaryEmbedding(c))
+        record(out / f"{name}.npz", module, run, latent)
+
+
+# --- experts
+
+
+def experts(gate: str, order: str) -> Convert:
+    """For modules whose experts are in 3D tensors, `order` of which is 'EHM', 'EMH', or 'EMH interleaved'."""
+
+    def convert(w: Arrays) -> Arrays:
+        first, second = w["experts.gate_up_proj"], w["experts.down_proj"]
+        if order == "EHM":
+            first, second = first.swapaxes(1, 2), second.swapaxes(1, 2)
+        if order == "EMH interleaved":
+            first = even_first(first)
+        out = {
+            "router.wg": w[f"{gate}.weight"].T,
+            "experts.wi_gate": first[..., :H],
+            "experts.wi": first[..., H:],
+            "experts.wo": second,
+        }
+        if "experts.gate_up_proj_bias" in w:
+            bias = even_first(w["experts.gate_up_proj_bias"])
+            out |= {"experts.wi_gate_bias": bias[:, :H], "experts.wi_bias": bias[:, H:]}
+            out |= {
+                "experts.wo_bias": w["experts.down_proj_bias"],
+                "router.logit_bias": w["router.bias"],
+            }
+        if f"{gate}.e_score_correction_bias" in w:
+            out["router.balance_bias"] = w[f"{gate}.e_score_correction_bias"]
+        for shared in ("shared_experts", "shared_expert"):
+            if f"{shared}.gate_proj.weight" in w:
+                for ours, theirs in (("wi_gate", "gate"), ("wi", "up"), ("wo", "down")):
+                    out[f"shared_experts.{ours}"] = w[f"{shared}.{theirs}_proj.weight"].T
+        return out
+
+    return convert
+
+
+def mixtures(out: Path) -> None:
+    """The files of mixtures of experts."""
+    sizes = {"hidden_size": M, "num_experts_per_tok": 3, "hidden_act": "silu"}
+    c = MixtralConfig(**sizes, intermediate_size=H, num_local_experts=E)
+    module = mixtral.MixtralSparseMoeBlock(c)
+    record(out / "moe_mixtral.npz", module, module, experts("gate", "EHM"))
+    c = OlmoeConfig(**sizes, intermediate_size=H, num_experts=E, norm_topk_prob=False)
+    module = olmoe.OlmoeSparseMoeBlock(c)
+    record(out / "moe_olmoe.npz", module, module, experts("gate", "EHM"))
+    c = GptOssConfig(**sizes, intermediate_size=H, num_local_experts=E)
+    module = gpt_oss.GptOssMLP(c)
+    run = lambda x: module(x)[0]  # noqa: E731
+    record(out / "moe_gpt_oss.npz", module, run, experts("router", "EMH interleaved"))
+    c = DeepseekV3Config(
+        **sizes,
+        moe_intermediate_size=H,
+        n_routed_experts=E,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    )
+    module = deepseek.DeepseekV3MoE(c)
+    record(out / "moe_deepseek_v3.npz", module, module, experts("gate", "EHM"))
+    c = Llama4TextConfig(
+        **sizes | {"num_experts_per_tok": 1}, intermediate_size=H, num_local_experts=E
+    )
+    module = llama4.Llama4TextMoe(c)
+    run = lambda x: module(x)[0].reshape(B, T, M)  # noqa: E731
+    record(out / "moe_llama4.npz", module, run, experts("router", "EMH"))
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    attentions(out)
+    mixtures(out)

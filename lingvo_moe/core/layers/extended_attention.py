@@ -1,0 +1,166 @@
+"""Self-attention with the parts of recent language models, each switched on by a parameter.
+
+Letters: B batch, T query, S key, M model, N head, A head of keys and values, K key dimension.
+"""
+
+from typing import ClassVar
+
+import tensorflow as tf
+
+from lingvo_moe.core import kernels
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import shape_of
+
+_QK_NORMS = ("none", "head", "projection", "unit")
+
+
+class ExtendedAttention(MultiHeadAttention):
+    """MultiHeadAttention with biases, normalized queries and keys, sinks, windows, chunks and layers without positions.
+
+    A decoder's masks stay as they are: a window or a chunk only takes keys away. Without any of the parts it computes
+    what MultiHeadAttention does.
+    """
+
+    NEEDS_POSITIONS: ClassVar[bool] = True
+    PackWeights = BaseLayer.PackWeights
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("biases", False, "Whether all four projections have biases (gpt-oss).")
+        p.Define(
+            "qk_norm",
+            "none",
+            "How queries and keys are normalized, as RmsNorm does: 'head', each head (Qwen3); 'projection', all heads "
+            "together (OLMoE); 'unit', each head after it took its position, without weights (Llama 4).",
+            check=checks.one_of(_QK_NORMS),
+        )
+        p.Define(
+            "norm_epsilon", 1e-6, "Added to the mean square in qk_norm.", check=checks.POSITIVE
+        )
+        p.OnlyWith("norm_epsilon", lambda p: "qk_norm=none" if p.qk_norm == "none" else "")
+        p.Define(
+            "sinks",
+            False,
+            "Whether each head has a learned logit in the denominator of its softmax (gpt-oss).",
+        )
+        p.Define(
+            "window",
+            0,
+            "How many tokens a query looks at, itself and those before it; 0: all.",
+            check=checks.COUNT,
+        )
+        p.Define(
+            "chunk",
+            0,
+            "A query looks at those tokens alone whose position divided by this, rounded down, is its own; 0: at all.",
+            check=checks.COUNT,
+        )
+        p.Define("use_positions", True, "False: queries and keys take no positions (NoPE).")
+        p.Define(
+            "temperature_length",
+            0,
+            "n > 0: queries are multiplied by 1 + temperature_scale log(1 + floor((position + 1) / n)) (Llama 4).",
+            check=checks.COUNT,
+        )
+        p.Define("temperature_scale", 0.1, "See temperature_length.", check=checks.POSITIVE)
+        p.OnlyWith(
+            "temperature_scale",
+            lambda p: "" if p.temperature_length else "temperature_length=0",
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        if not params.use_positions:
+            params = params.Copy().Set(position=None)
+        super().__init__(params)
+
+    def _CreateWeights(self) -> tuple[int, int]:
+        """See MultiHeadAttention."""
+        sizes = super()._CreateWeights()
+        p, zero, one = self.p, WeightInit.Constant(0.0), WeightInit.Constant(1.0)
+        shapes = {name: (w.shape[1:], w.letters[1:]) for name, w in self._weights.items()}
+        if p.biases:
+            for name in "qkv":
+                self.CreateVariable(f"{name}_bias", WeightParams(*shapes[name], zero))
+            self.CreateVariable("o_bias", WeightParams((p.model_dim,), "M", zero))
+        if p.qk_norm in ("head", "projection"):
+            for name in "qk":
+                shape, letters = shapes[name]
+                if p.qk_norm == "head":
+                    shape, letters = shape[-1:], letters[-1:]
+                self.CreateVariable(f"{name}_norm", WeightParams(shape, letters, one))
+        if p.sinks:
+            self.CreateVariable("sinks", WeightParams((p.num_heads,), "N", zero))
+        return sizes
+
+    def _Heads(
+        self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, positions: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """See MultiHeadAttention."""
+        ops, p = kernels.current(), self.p
+        letters = {"q": "BTNK", "k": f"BS{self._kv}K", "v": f"BS{self._kv}K"}
+        inputs = {"q": query, "k": source, "v": source}
+        found = {}
+        for name, x in inputs.items():
+            y = tf.einsum("BTM,MNK->BTNK", x, self.Cast(theta[name]))
+            if p.biases:
+                y += self.Cast(theta[f"{name}_bias"])
+            y = self.Shard(y, letters[name])
+            if f"{name}_norm" in theta:
+                y = self._Normalized(y, theta[f"{name}_norm"])
+            found[name] = ops.in_layout(y)
+        q, k = (self._Positioned(found[name], positions) for name in "qk")
+        if p.qk_norm == "unit":
+            q, k = (self._Normalized(x, tf.ones([x.shape[-1]])) for x in (q, k))
+        q *= tf.constant(self._scale, q.dtype)
+        if p.temperature_length:
+            q *= self._Temperature(self._Known(positions), q.dtype)
+        return q, k, found["v"]
+
+    def _Normalized(self, heads: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+        """RMS normalization over the dimensions of the scale, which are the last ones."""
+        sizes = shape_of(heads)
+        flat = [*sizes[: -scale.shape.rank], scale.shape.num_elements()]
+        x, scale = tf.reshape(tf.cast(heads, tf.float32), flat), tf.reshape(scale, [-1])
+        y = kernels.current().normalize(x, scale, None, self.p.norm_epsilon)
+        return tf.cast(tf.reshape(y, sizes), heads.dtype)
+
+    def _Temperature(self, positions: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """The factor of queries, by position."""
+        lengths = tf.cast((positions + 1) // self.p.temperature_length, tf.float32)
+        factor = 1.0 + self.p.temperature_scale * tf.math.log1p(lengths)
+        return tf.cast(kernels.current().per_head(factor[..., tf.newaxis]), dtype)
+
+    def _Near(
+        self, mask: tf.Tensor, of_queries: tf.Tensor | None, of_keys: tf.Tensor | None
+    ) -> tf.Tensor:
+        """See MultiHeadAttention."""
+        p = self.p
+        if not (p.window or p.chunk):
+            return mask
+        query = self._Known(of_queries)[:, :, tf.newaxis]
+        key = self._Known(of_keys)[:, tf.newaxis]
+        near = tf.cast(mask, tf.bool)
+        if p.window:
+            near &= query - key < p.window
+        if p.chunk:
+            near &= tf.equal(query // p.chunk, key // p.chunk)
+        return near
+
+    def _Known(self, positions: tf.Tensor | None) -> tf.Tensor:
+        if positions is None:
+            raise ValueError(
+                f"{self.path}: window, chunk and temperature_length go by positions; FProp needs `positions`"
+            )
+        return positions
+
+    def _Back(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
+        """See MultiHeadAttention."""
+        y = super()._Back(theta, context)
+        return y + self.Cast(theta.o_bias) if self.p.biases else y
