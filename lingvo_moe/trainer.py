@@ -94,6 +94,7 @@ def run(args: Flags) -> int:
         mesh = make_mesh(params, args.mesh, args.num_devices)
         check_divisible(params, task, mesh)
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
+        inspect.print_active(task)
         inspect.print_optimizer(task, mesh)
         inspect.print_flops(task, params.input.Instantiate().BatchSpec())
         return 0

@@ -1,16 +1,15 @@
-"""Records what modules of the `transformers` library compute from random weights: the arrays in tests/core/testdata/.
+"""Records what the `transformers` library computes from random weights: arrays for tests, which do without it.
 
-Each file has a module's input, weights, output and the gradients of a weighted sum of its output, in the names and
-layouts of our layers. tests/core/test_transformers_modules.py compares ours with them, without that library. To record
-again, in an environment of its own (recorded with transformers 5.24.0 and torch 2.13.0):
+A file of a module, in tests/core/testdata/, has its input, weights, output and the gradients of a weighted sum of its
+output; one of a model, in tests/tasks/lm/testdata/, has ids, weights and logits. Names and layouts of weights are ours.
+To record again, in an environment of its own (recorded with transformers 5.24.0 and torch 2.13.0):
 
     pip install torch==2.13.0 transformers==5.24.0
-    python benchmarks/peers/record_transformers.py tests/core/testdata
+    python benchmarks/peers/record_transformers.py
 
 Letters: B batch, T time, M model, N head, A head of keys and values, K key dimension, E expert, H hidden.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +43,17 @@ Arrays = dict[str, np.ndarray]
 Convert = Callable[[Arrays], Arrays]
 
 
+def draw(module: torch.nn.Module, name: str) -> torch.Generator:
+    """Draws all weights of a module, by its name; returns the generator for more."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    with torch.no_grad():
+        for path, weight in [*module.named_parameters(), *module.named_buffers()]:
+            if "inv_freq" not in path:
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.copy_(1.0 + 0.3 * noise if "norm" in path else 0.5 * noise)
+    return generator
+
+
 def record(
     path: Path,
     module: torch.nn.Module,
@@ -51,12 +61,7 @@ def record(
     convert: Convert,
 ) -> None:
     """Draws weights and an input, differentiates sum(run(x) * weights), and writes a file."""
-    generator = torch.Generator().manual_seed(sum(map(ord, path.stem)))
-    with torch.no_grad():
-        for name, parameter in [*module.named_parameters(), *module.named_buffers()]:
-            if "inv_freq" not in name:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(1.0 + 0.3 * noise if "norm" in name else 0.5 * noise)
+    generator = draw(module, path.stem)
     x = torch.randn(B, T, M, generator=generator).requires_grad_()
     y = run(x)
     upstream = torch.randn(y.shape, generator=generator)
@@ -286,8 +291,125 @@ def mixtures(out: Path) -> None:
     record(out / "moe_llama4.npz", module, run, experts("router", "EMH"))
 
 
+# --- models
+
+VOCAB = 13
+
+
+def dense(w: Arrays) -> Arrays:
+    """For a gated feed-forward layer."""
+    names = {"wi_gate": "gate", "wi": "up", "wo": "down"}
+    return {ours: w[f"{theirs}_proj.weight"].T for ours, theirs in names.items()}
+
+
+def below(w: Arrays, prefix: str) -> Arrays:
+    """The arrays whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): x for name, x in w.items() if name.startswith(prefix)}
+
+
+def record_model(path: Path, model: torch.nn.Module, attention: Convert, mixture: Convert) -> None:
+    """Draws weights and ids, and writes a file. The weights of layer l are below layer_<l>."""
+    generator = draw(model, path.stem)
+    model.set_experts_implementation("eager")
+    ids = torch.randint(0, VOCAB, (B, T), generator=generator)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    w = {name: value.detach().numpy() for name, value in named.items()}
+    table = w["model.embed_tokens.weight"]
+    found = {
+        "ids": ids.numpy(),
+        "logits": logits.numpy(),
+        "embedding.table": table / np.sqrt(table.shape[1]),  # ours is scaled where it is used
+        "softmax.table": w["lm_head.weight"],
+        "final_norm.scale": w["model.norm.weight"],
+    }
+    for number in range(model.config.num_hidden_layers):
+        layer = below(w, f"model.layers.{number}.")
+        mlp = below(layer, "mlp.") or below(layer, "feed_forward.")
+        parts = {
+            "self_norm": {"scale": layer["input_layernorm.weight"]},
+            "self_atten": attention(below(layer, "self_attn.")),
+            "ffn_norm": {"scale": layer["post_attention_layernorm.weight"]},
+            "ffn": mixture(mlp) if "experts.down_proj" in mlp else dense(mlp),
+        }
+        for part, values in parts.items():
+            found |= {f"layer_{number}.{part}.{name}": x for name, x in values.items()}
+    arrays = {name: np.ascontiguousarray(x) for name, x in found.items()}
+    np.savez_compressed(
+        path, **{n: x.astype("float32") if x.dtype == "float64" else x for n, x in arrays.items()}
+    )
+
+
+def models(out: Path) -> None:
+    """The files of models. Settings that are not here have the library's defaults: those of a published model."""
+    global M
+    sizes = SIZES | {"intermediate_size": H, "vocab_size": VOCAB}
+    few = {"num_local_experts": E, "num_experts_per_tok": 2}
+    by_gate = experts("gate", "EHM")
+    rotary = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rotary |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    c = LlamaConfig(**sizes, num_hidden_layers=1, rope_parameters=rotary, rms_norm_eps=1e-5)
+    record_model(out / "Llama31_8B.npz", llama.LlamaForCausalLM(c), heads(), dense)
+    c = MixtralConfig(**sizes | few, num_hidden_layers=1)
+    record_model(out / "Mixtral8x7B.npz", mixtral.MixtralForCausalLM(c), heads(), by_gate)
+    c = Qwen3MoeConfig(
+        **sizes,
+        num_experts=E,
+        num_experts_per_tok=2,
+        moe_intermediate_size=H,
+        norm_topk_prob=True,
+        num_hidden_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    )
+    record_model(out / "Qwen3_30B_A3B.npz", qwen3.Qwen3MoeForCausalLM(c), heads(), by_gate)
+    c = GptOssConfig(**sizes | few, num_hidden_layers=2, sliding_window=3)
+    interleaved = experts("router", "EMH interleaved")
+    record_model(out / "GptOss20B.npz", gpt_oss.GptOssForCausalLM(c), heads(), interleaved)
+    c = Llama4TextConfig(
+        **sizes,
+        num_local_experts=E,
+        num_hidden_layers=4,
+        interleave_moe_layer_step=2,
+        intermediate_size_mlp=2 * H,
+        use_qk_norm=False,
+        attention_chunk_size=4,
+        floor_scale=2,
+    )
+    place, by_router = heads(interleaved=True), experts("router", "EMH")
+    record_model(out / "Llama4Maverick.npz", llama4.Llama4ForCausalLM(c), place, by_router)
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0}
+    yarn |= {"original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
+    c = DeepseekV3Config(
+        **sizes | {"num_key_value_heads": N, "head_dim": TURNED, "intermediate_size": 2 * H},
+        n_routed_experts=E,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=H,
+        first_k_dense_replace=1,
+        num_hidden_layers=2,
+        q_lora_rank=5,
+        kv_lora_rank=RANK,
+        qk_nope_head_dim=K,
+        qk_rope_head_dim=TURNED,
+        v_head_dim=VALUE,
+        rope_parameters=yarn,
+    )
+    record_model(out / "DeepSeekV3.npz", deepseek.DeepseekV3ForCausalLM(c), latent, by_gate)
+    M = N * K
+    c = OlmoeConfig(
+        **sizes | {"hidden_size": M}, num_experts=E, num_experts_per_tok=2, num_hidden_layers=1
+    )
+    record_model(out / "OLMoE1B7B.npz", olmoe.OlmoeForCausalLM(c), heads(), by_gate)
+
+
 if __name__ == "__main__":
-    out = Path(sys.argv[1])
-    out.mkdir(parents=True, exist_ok=True)
-    attentions(out)
-    mixtures(out)
+    root = Path(__file__).parents[2] / "tests"
+    of_modules, of_models = root / "core" / "testdata", root / "tasks" / "lm" / "testdata"
+    for directory in (of_modules, of_models):
+        directory.mkdir(parents=True, exist_ok=True)
+    attentions(of_modules)
+    mixtures(of_modules)
+    models(of_models)

@@ -3,6 +3,7 @@ before they are tensors."""
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -371,6 +372,11 @@ class BaseLayer:
             )
             specs[name] = spec.OverCopies() if shards(self.p.shard_state, WEIGHTS) else spec
         return specs
+
+    def ActiveParameters(self) -> int:
+        """The number of parameters that take part in a token's computation: all, unless a layer chooses among some."""
+        own = sum(math.prod(weight.shape) for weight in self._weights.values())
+        return own + sum(child.ActiveParameters() for child in self.children.Flatten())
 
     def InitTheta(self, seed: tf.Tensor) -> NestedMap:
         """Initial values (pure; engines compile it, so that no host holds the model). `seed` is

@@ -191,7 +191,8 @@ _OVERRIDE = re.compile(r"--model_params_override='([^']*)'")
 
 def _model_of(page: str) -> str:
     """The experiment whose parameters a page names."""
-    return "image.ResNet50" if page == "docs/images.md" else "mt.M4Demo"
+    others = {"docs/images.md": "image.ResNet50", "docs/language_models.md": "lm.Tiny"}
+    return others.get(page, "mt.M4Demo")
 
 
 @pytest.mark.parametrize("page", PAGES)

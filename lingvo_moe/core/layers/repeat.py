@@ -92,6 +92,10 @@ class Repeat(BaseLayer):
 
         return super().VariableSpecs().Transform(stacked)
 
+    def ActiveParameters(self) -> int:
+        """See BaseLayer."""
+        return self.p.num_repeats * super().ActiveParameters()
+
     def FProp(
         self,
         theta: NestedMap,

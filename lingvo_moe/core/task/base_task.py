@@ -209,6 +209,10 @@ class BaseTask(BaseLayer):
         del batch
         return 0
 
+    def CacheBytes(self) -> int:
+        """The bytes that decoding keeps of each token of a text; 0 for a task that keeps nothing or does not say."""
+        return 0
+
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
         """Returns the parameters that set the size of dimension `letter` of the variable at `path`."""
         del path
@@ -311,15 +315,13 @@ class BaseTask(BaseLayer):
     def _UpdatedSpecs(self) -> NestedMap:
         """VariableSpecs, sharded as the weights are while they are updated."""
         specs = self.VariableSpecs()
-        return (
-            specs.Transform(VariableSpec.OverCopies) if shards(self.p.shard_state, SLOTS) else specs
-        )
+        sharded = shards(self.p.shard_state, SLOTS)
+        return specs.Transform(VariableSpec.OverCopies) if sharded else specs
 
     def GradientSpecs(self) -> NestedMap:
         """VariableSpecs, sharded as the gradients are."""
-        return (
-            self._UpdatedSpecs() if shards(self.p.shard_state, GRADIENTS) else self.VariableSpecs()
-        )
+        sharded = shards(self.p.shard_state, GRADIENTS)
+        return self._UpdatedSpecs() if sharded else self.VariableSpecs()
 
     @scoped
     def InUse(self, theta: NestedMap) -> NestedMap:
@@ -476,9 +478,7 @@ class BaseTask(BaseLayer):
             out.append(tf.ensure_shape(tf.cast(tf.stop_gradient(new), weight.dtype), weight.shape))
         if by_path:
             names = ", ".join(by_path)
-            raise ValueError(
-                f"{self.path}: {names}: an update of what is not a variable with trainable=False"
-            )
+            raise ValueError(f"{self.path}: {names}: only what has trainable=False is updated")
         return theta.Pack(out)
 
 

@@ -67,6 +67,40 @@ def _of_hosts(specs: Iterable[VariableSpec], mesh: Mesh) -> str:
     return f", {units.size(held, 1)} of them in the memory of its host" if held else ""
 
 
+def active_parameters(task: BaseTask) -> dict[str, int]:
+    """The parameters that take part in the computation of a token, by what is counted; {} where nothing is embedded.
+
+    A softmax that uses the table of an embedding takes part with it.
+    """
+    parts, tables = task.DeclaredParts(), {"embedding": 0, "softmax": 0}
+    for spec in task.VariableSpecs().Flatten():
+        part, _ = parts[spec.path.rpartition(".")[0]]
+        if part in tables:
+            tables[part] += math.prod(spec.shape)
+    count, embedding, softmax = task.ActiveParameters(), tables["embedding"], tables["softmax"]
+    if not embedding:
+        return {}
+    if not softmax:
+        return {"with embeddings": count, "without": count - embedding}
+    return {
+        "with both embeddings": count,
+        "without that of the input": count - embedding,
+        "without both": count - embedding - softmax,
+    }
+
+
+def print_active(task: BaseTask, console: Console | None = None) -> None:
+    """Prints the active parameters, and the bytes of a decoder's cache, of a task that has them."""
+    console = console or Console(width=140)
+    if counts := active_parameters(task):
+        each = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+        console.print(f"parameters active for a token: {each}", soft_wrap=True, highlight=False)
+    if cache := task.CacheBytes():
+        console.print(
+            f"cache of a decoder: {cache:,} bytes a token", soft_wrap=True, highlight=False
+        )
+
+
 def print_optimizer(task: BaseTask, mesh: Mesh, console: Console | None = None) -> None:
     """Prints the state that training keeps beside the weights, and how many variables decay.
 

@@ -1,0 +1,52 @@
+"""Published models have the parameters that follow from their published sizes, to the unit."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.task.inspect import active_parameters, count_parameters
+
+# Parameters; active ones with both embeddings; and without that of the input, where another source states them.
+TABLE = {
+    "Llama31_8B": (8_030_261_248, 8_030_261_248, None),
+    "Llama31_70B": (70_553_706_496, 70_553_706_496, None),
+    "Llama31_405B": (405_853_388_800, 405_853_388_800, None),
+    "Mixtral8x7B": (46_702_792_704, 12_879_925_248, None),
+    "Mixtral8x22B": (140_630_071_296, 39_161_468_928, None),
+    "OLMoE1B7B": (6_919_161_856, 1_282_017_280, None),
+    "Qwen3_30B_A3B": (30_532_122_624, 3_353_032_704, 3_041_867_776),
+    "Qwen3_235B_A22B": (235_093_634_560, 22_190_763_520, None),
+    "DeepSeekV2Lite": (15_706_484_224, 2_661_150_208, 2_451_435_008),
+    "DeepSeekV3": (671_026_419_200, 37_552_297_472, 36_625_618_432),
+    "KimiK2": (1_026_408_232_448, 32_861_500_928, None),
+    "GptOss20B": (20_914_757_184, 4_187_440_704, 3_608_307_264),
+    "GptOss120B": (116_829_156_672, 5_711_982_912, 5_132_849_472),
+    "Llama4Scout": (107_769_861_120, 17_172_894_720, None),
+    "Llama4Maverick": (400_711_848_960, 17_184_691_200, None),
+}
+PAGE = (Path(__file__).parents[3] / "docs" / "experiments.md").read_text()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_counts_are_exact_and_the_page_has_them(name):
+    total, active, without = TABLE[name]
+    task = registry.GetParams(f"lm.{name}").task.Instantiate()
+    assert count_parameters(task.VariableSpecs().Flatten()) == total
+    found = active_parameters(task)
+    assert found["with both embeddings"] == active
+    table = task.p.vocab_size * task.p.model_dim
+    assert found["without that of the input"] == active - table
+    assert found["without both"] == active - 2 * table
+    assert without in (None, active - table)
+    shown = "all" if active == total else f"{active:,}"
+    row = re.escape(f"| `lm.{name}` | {total:,} | {shown} | {task.CacheBytes():,} |")
+    assert re.search(row, PAGE)
+    assert f"{total:,} parameters" in registry.GetExperiment(f"lm.{name}").__doc__
+
+
+def test_the_head_of_deepseek_v3_has_a_block_and_a_projection_more():
+    task = registry.GetParams("lm.DeepSeekV3", "task.multi_token_weight=0.3").task.Instantiate()
+    more = count_parameters(task.VariableSpecs().Flatten()) - TABLE["DeepSeekV3"][0]
+    assert more == 11_610_068_224

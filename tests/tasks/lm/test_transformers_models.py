@@ -1,0 +1,71 @@
+"""Small models of each family give the logits that the `transformers` library gave for the same weights.
+
+benchmarks/peers/record_transformers.py made the arrays in testdata/. The experiments are those of the published models,
+with other sizes. Letters: L layer of a stack.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.pipeline.parts import Context
+from lingvo_moe.core.sharding import Mesh, use_mesh
+
+TESTDATA = Path(__file__).parent / "testdata"
+SIZES = "task.vocab_size=13;task.model_dim=8;task.hidden_dim=12;task.num_heads=4;task.key_dim=4"
+EXPERTS = "task.num_experts=8;task.expert_hidden_dim=6;task.num_kv_heads=2;task.moe.router.k=2"
+LATENT = "task.attention.rank=6;task.attention.turned_dim=4;task.attention.value_dim=5"
+MODELS = {
+    "Llama31_8B": "task.num_layers=1;task.num_kv_heads=2;task.hidden_dim=6",
+    "Mixtral8x7B": f"task.num_layers=1;{EXPERTS}",
+    "OLMoE1B7B": f"task.num_layers=1;{EXPERTS};task.model_dim=16",
+    "Qwen3_30B_A3B": f"task.num_layers=1;{EXPERTS}",
+    "GptOss20B": f"task.num_layers=2;{EXPERTS};task.attention.window=3",
+    "Llama4Maverick": f"task.num_layers=4;{EXPERTS};task.moe.router.k=1;task.attention.chunk=4;"
+    "task.nth_attention.temperature_length=2",
+    "DeepSeekV3": f"task.num_layers=2;{EXPERTS};task.num_kv_heads=0;task.dense_first_layers=1;{LATENT};"
+    "task.attention.query_rank=5;task.moe.router.expert_groups=4;task.moe.router.groups_per_token=2",
+}
+
+
+def _stacked(layers):
+    return map_structure(lambda *weights: tf.stack(weights), *layers)
+
+
+def _theta(recorded, model):
+    """The recorded weights in the structure of the model's."""
+    p = model.decoder.p
+    layers = [recorded[f"layer_{i}"] for i in range(model.p.num_layers)]
+    first, rest, size = layers[: p.num_first], layers[p.num_first :], len(p.block)
+    decoder = NestedMap(final_norm=recorded.final_norm)
+    if first:
+        decoder.first = NestedMap(body=NestedMap(layers=[_stacked(first)]))
+    blocks = [_stacked(rest[i::size]) for i in range(size)]
+    decoder.blocks = NestedMap(body=NestedMap(layers=blocks))
+    return NestedMap(decoder=decoder, embedding=recorded.embedding, softmax=recorded.softmax)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name):
+    model = registry.GetParams(
+        f"lm.{name}", f"{SIZES};task.fprop_dtype=float32;{MODELS[name]}"
+    ).task.Instantiate()
+    recorded = NestedMap()
+    with np.load(TESTDATA / f"{name}.npz") as arrays:
+        for path, value in arrays.items():
+            recorded.Set(path, tf.constant(value))
+    theta = _theta(recorded, model)
+    shapes = [(path, spec.shape) for path, spec in model.VariableSpecs().FlattenItems()]
+    assert shapes == [(path, tuple(x.shape)) for path, x in theta.FlattenItems()]
+    ids = tf.cast(recorded.ids, tf.int32)
+    at = tf.tile(tf.range(ids.shape[1])[tf.newaxis], [ids.shape[0], 1])
+    batch = NestedMap(ids=ids, labels=ids, segment_ids=tf.ones_like(ids), segment_pos=at)
+    with use_mesh(Mesh.parse("data:1,model:1")):
+        carry, _, _ = model.Forward().Run(theta, Context(batch))
+        y = model.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
+        logits = model.softmax.FProp(model.SoftmaxTable(theta), y)
+    np.testing.assert_allclose(logits, recorded.logits, atol=1e-4, rtol=1e-4)
