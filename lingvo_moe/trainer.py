@@ -156,14 +156,14 @@ def train(of: Job) -> int:
     check_budget(of.params.train, args.num_processes)
     # Imported here, since inspecting a model should not wait for them.
     from lingvo_moe.core.engine import devices, launchers
-    from lingvo_moe.core.engine.loop import job
+    from lingvo_moe.core.engine.loop.watcher import watching
 
     if note := launchers.allocation_note():
         say(note)
     if args.num_devices and of.engine == "pjrt":
         devices.request_cpu_devices(args.num_devices)
     devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
-    with job.watching():
+    with watching(of.params.train.stall_seconds):
         return train_in_job(of)
 
 

@@ -204,7 +204,6 @@ def test_a_run_of_no_steps_saves_its_initial_weights_and_compiles_no_step(tmp_pa
 
 
 def test_max_minutes(tmp_path, monkeypatch, capfd):
-    """With several processes, all look at the clock at the same steps: those with a summary."""
     run, looks = tmp_path / "run", []
 
     def over(self):
@@ -216,10 +215,16 @@ def test_max_minutes(tmp_path, monkeypatch, capfd):
     said = "--max_minutes=0.5 is over: stopped and saved at step 2; the same command goes on"
     assert said in capfd.readouterr().err
     assert RunDir(run).steps[-1] == 2 and looks == [0.5] * 3
-    looks.clear()
-    monkeypatch.setattr(train_loop.devices, "process_count", lambda: 2)
-    assert _train(run, 20, "--max_minutes=0.5", override="train.summary_interval_steps=3") == 0
-    assert "stopped and saved at step 9" in capfd.readouterr().err
+
+
+def test_a_step_begins_when_its_batch_is_there(tmp_path, monkeypatch):
+    """So that a process whose input stalls is behind the others of its job."""
+    done = []
+    for of, name in ((train_loop.Prefetched, "Await"), (type(train_loop.PACE), "Begin")):
+        method = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *a, m=method, n=name: done.append(n) or m(*a))
+    assert _train(tmp_path / "run", 2) == 0
+    assert "".join(name[0] for name in done) == "A" + "ABA" * 2  # each batch is then taken
 
 
 # --- --mode=eval

@@ -16,7 +16,7 @@ import contextlib, sys, time
 from jax.experimental import multihost_utils
 from lingvo_moe import trainer
 from lingvo_moe.core.engine import devices
-from lingvo_moe.core.engine.loop import job
+from lingvo_moe.core.engine.loop import job, watcher
 from lingvo_moe.core.runs.run_lock import RunLock
 
 place, number, error, waits, *flags = sys.argv[1:]
@@ -30,7 +30,7 @@ def run(args):
     devices.request_cpu_devices(1)
     devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(job.watching())
+        stack.enter_context(watcher.watching(0))
         lock = stack.enter_context(RunLock(args.logdir))
         trainer.share_run(lock, lambda: at("begin"), lambda: at("follow"))
         job.together(lambda: at("weights"))

@@ -127,7 +127,7 @@ _TRAINER = {
     "lingvo_moe.trainer:train_locked": Through(_begun),
     "lingvo_moe.training.memory:check_memory": None,
     "lingvo_moe.inspecting.verifying:verify_model": ["loss"],
-    "lingvo_moe.core.engine.loop.job:watching": Through(contextlib.nullcontext),
+    "lingvo_moe.core.engine.loop.watcher:watching": Through(contextlib.nullcontext),
     "lingvo_moe.core.engine.devices:request_cpu_devices": None,
     "lingvo_moe.core.engine.devices:initialize_distributed": None,
     "lingvo_moe.core.engine.compiled_cache:enable_compilation_cache": None,

@@ -129,6 +129,13 @@ def _DefineIntervals(p: Params) -> None:
         check=checks.SIZE,
     )
     p.Define(
+        "stall_seconds",
+        50.0,
+        "A process of several that is behind the others for so long, in reading or writing, is named and the job ends. "
+        "0: never.",
+        check=checks.NOT_NEGATIVE,
+    )
+    p.Define(
         "eval_interval_steps",
         0,
         "Steps between evaluations on held-out data; one more follows the last step. 0: never.",

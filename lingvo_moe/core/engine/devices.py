@@ -19,6 +19,9 @@ from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.engine import gpu_settings, launchers
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, EngineError
 
+# After which JAX ends a job of which a process is silent; its default is 100. Each sends one in half the time.
+HEARTBEAT_SECONDS = 27
+
 _FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -87,6 +90,7 @@ def initialize_distributed(
             "e.g. '10.0.0.1:8476'; srun, mpirun and the JobSet of launch/ say it themselves"
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     who = f"process {process_id} of {num_processes}"
     of = f" ({launch.launcher})" if launch is not None else ""
     print(f"{who}: joining the job at {coordinator_address}{of}", file=sys.stderr)
@@ -103,6 +107,7 @@ def initialize_distributed(
         launchers.local_gpus(launch, os.environ, gpu_settings.count_gpus()),
         cluster_detection_method="deactivate",  # launchers does that
         initialization_timeout=timeout_seconds,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
     find_devices()
     if (

@@ -23,6 +23,8 @@ class JobState(Protocol):
 
     client: Any
     process_id: int
+    num_processes: int
+    coordinator_address: str | None
 
 
 def job_state() -> JobState:

@@ -37,7 +37,8 @@ def test_hlo_becomes_stablehlo():
 
 def test_a_process_alone_has_no_job():
     state = private.job_state()
-    assert (state.client, state.process_id) == (None, 0)
+    assert (state.client, state.process_id, state.num_processes) == (None, 0, 1)
+    assert state.coordinator_address is None
 
 
 _CACHE = """

@@ -2,16 +2,18 @@
 
 JAX alone would leave the job hanging: the failed process waits in JAX's exit barrier for the others, and these
 wait for it in a collective. So the failed process sets a key in JAX's coordination service, and does not enter
-that barrier. The other processes read the key every second, print which process failed, and end too.
+that barrier. The other processes' watchers (watcher.py) read the key, print which process failed, and end too.
 """
 
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -19,14 +21,13 @@ import numpy as np
 # Private: JAX has no public way to the client of its coordination service.
 from jax.experimental import multihost_utils
 
-from lingvo_moe.core.console.command import say
 from lingvo_moe.core.private.jax import job_state
 
-_FAILED = "lingvo_moe/failed"  # the key; its value is the number of the process
+TO_ALL = "lingvo_moe/to_all/"  # the directory of keys that all processes read
+_FAILED = f"{TO_ALL}failed"  # the key of a Failure
 _LEAVING = "lingvo_moe/leaving"  # a barrier
-_INTERVAL = 1.0  # seconds between two looks at the key
 _PATIENCE = 60.0  # seconds that a process has to end after a failure, e.g. to complete a checkpoint
-_STATUS = 2  # of a process that ends because another one failed
+STATUS = 2  # of a process that ends because another one failed
 
 _leaving = threading.Lock()
 _T = TypeVar("_T")
@@ -34,6 +35,21 @@ _T = TypeVar("_T")
 
 class JobError(ValueError):
     """Another process of the job failed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason for which the job is to end.
+
+    Attributes:
+        by: the number of the process that says so.
+        line: for the users of the others.
+        waits: whether all are expected to leave together.
+    """
+
+    by: int
+    line: str
+    waits: bool
 
 
 def together(work: Callable[[], _T], on: Container[int] | None = None) -> _T | None:
@@ -67,22 +83,6 @@ def together(work: Callable[[], _T], on: Container[int] | None = None) -> _T | N
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[None]:
-    """Inside the block, this process ends within seconds after another process of its job fails."""
-    if job_state().client is None:
-        yield
-        return
-    stop = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(stop,), name="job", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        watcher.join()
-
-
-@contextlib.contextmanager
 def announcing() -> Iterator[None]:
     """Reports an error inside the block to the job's other processes at once, before this process cleans up.
 
@@ -92,46 +92,51 @@ def announcing() -> Iterator[None]:
         yield
     except BaseException:
         if job_state().client is not None:
-            _announce()
-            deadline = threading.Timer(_PATIENCE, _exit, [_STATUS])
+            _announce("", waits=True)
+            deadline = threading.Timer(_PATIENCE, end, [STATUS])
             deadline.daemon = True
             deadline.start()
         raise
 
 
-def leave(status: int) -> None:
-    """Ends this process, which has failed, and the other processes of its job. Returns when it has joined no job."""
+def leave(status: int, line: str = "", wait: bool = True) -> None:
+    """Ends this process and the other processes of its job. Returns when it has joined no job.
+
+    Args:
+        status: of this process.
+        line: why, for the users of the others; '' where this process has failed.
+        wait: whether to wait for the others; some of them may be unable to come.
+    """
     client = job_state().client
     if client is None:
         return
     _leaving.acquire()  # for good: either the main thread or the watcher
-    _announce()
-    with contextlib.suppress(Exception):  # some process did not come in time, or is gone
-        client.wait_at_barrier(_LEAVING, int(_PATIENCE * 1000))
+    _announce(line, wait)
+    if wait:
+        with contextlib.suppress(Exception):  # some process did not come in time, or is gone
+            client.wait_at_barrier(_LEAVING, int(_PATIENCE * 1000))
     if job_state().process_id == 0:
-        time.sleep(0.5)  # JAX aborts processes that it cuts off; the others leave first
-    _exit(status)
+        # JAX aborts processes that it cuts off; the others leave first.
+        time.sleep(0.5 if wait else 3.0)
+    end(status)
 
 
-def _announce() -> None:
+def failure(to_all: Mapping[str, str]) -> Failure | None:
+    """Returns what another process has announced, by the keys and values of TO_ALL."""
+    text = to_all.get(_FAILED)
+    found = Failure(**json.loads(text)) if text else None
+    return found if found and found.by != job_state().process_id else None
+
+
+def _announce(line: str, waits: bool) -> None:
     state = job_state()
+    line = line or f"process {state.process_id} of the job failed; its error says why"
+    told = json.dumps(asdict(Failure(state.process_id, line, waits)))
     with contextlib.suppress(Exception):  # another process was first, or process 0 is gone
-        state.client.key_value_set(_FAILED, str(state.process_id))
+        state.client.key_value_set(_FAILED, told)
 
 
-def _watch(stop: threading.Event) -> None:
-    state = job_state()
-    while not stop.wait(_INTERVAL):
-        try:
-            failed = state.client.key_value_try_get(_FAILED)
-        except (jax.errors.JaxRuntimeError, ValueError):  # there is none
-            continue
-        if failed != str(state.process_id):
-            say(f"error: process {failed} of the job failed; its error says why")
-            leave(_STATUS)
-
-
-def _exit(status: int) -> None:
+def end(status: int) -> NoReturn:
     """Ends the process without JAX's barrier, which is registered with atexit."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -23,7 +23,7 @@ class Prefetched(BatchIterator):
             batch = next(batches)
 
     Attributes:
-        waited: seconds that `__next__` has waited for batches so far.
+        waited: seconds that `__next__` and `Await` have waited for batches so far.
     """
 
     def __init__(self, batches: BatchIterator):
@@ -42,16 +42,16 @@ class Prefetched(BatchIterator):
 
     def __next__(self) -> NestedMap:
         """See BatchIterator."""
-        self._Begin()
-        start = time.monotonic()
+        self.Await()
         batch, self._state = self._begun.popleft().result()
-        self.waited += time.monotonic() - start
         return batch
 
     def Await(self) -> None:
         """Waits until the next batch is there, or its error."""
         self._Begin()
+        start = time.monotonic()
         self._begun[0].exception()
+        self.waited += time.monotonic() - start
 
     def _Begin(self) -> None:
         while len(self._begun) <= _AHEAD:

@@ -14,13 +14,13 @@ import numpy as np
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.waiting import Waiting
-from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Compiled
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
 from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
 from lingvo_moe.core.engine.loop.budget import Budget, part_of_run
 from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
 from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
+from lingvo_moe.core.engine.loop.pace import PACE
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
 from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, Work
 from lingvo_moe.core.engine.loop.skipped_steps import SkippedSteps
@@ -122,6 +122,7 @@ class TrainLoop:
                 progress.Close()
                 with self._times.In(SAVE):
                     self._checkpointer.Wait()
+                PACE.End()
 
     def _build_step(self, on_compiled: Callable[[Compiled], None] | None) -> Compiled:
         num = self._train.num_micro_batches
@@ -232,20 +233,16 @@ class TrainLoop:
         train, budget, skipped = self._train, self._budget, self._skipped
         skipped.Begin(first, state.skipped)
         metrics: NestedMap | None = None
-        step = first
+        step, waited = first, batches.waited
         stopped = to_save = False
-        while not self._why_done(step) and not (stopped := self._stops(stop, step)):
-            if not batches.ready:  # what the devices still have to compute is not waiting for input
-                self._engine.Get(self._uncounted[-1:])
+        while not self._why_done(step) and not (stopped := self._stops(stop, step, batches)):
             self._set_last_step(state)
-            with self._times.In(INPUT):
-                batch = next(batches)
-            state, device_metrics = step_fn(state, batch)
+            state, device_metrics = step_fn(state, next(batches))
             step += 1
             self._uncounted.append(device_metrics[self._task.UNIT])
             skipped.Add(device_metrics.skipped)
             if step % train.summary_interval_steps == 0 or step in (first + 1, budget.end):
-                metrics = self._show(step, device_metrics, progress, batches.waited)
+                metrics = self._show(step, device_metrics, progress, batches.waited - waited)
             self._times.Step(step)
             to_save = to_save or step % train.save_interval_steps == 0
             if to_save:
@@ -315,15 +312,16 @@ class TrainLoop:
         if skipped.total:
             say(f"{skipped.total} of the {step} steps of the run were not finite, and were skipped")
 
-    def _stops(self, stop: StopRequest, step: int) -> bool:
+    def _stops(self, stop: StopRequest, step: int, batches: Prefetched) -> bool:
         """Whether to stop before the next step.
 
-        A signal may reach one process of a job only, and clocks differ, and all have to stop at the same step. So
-        they ask each other, and only where a summary makes them wait anyway.
+        The batch of that step is there then, so that a process whose input stalls is seen not to begin it.
         """
-        if devices.process_count() > 1 and step % self._train.summary_interval_steps:
-            return False
-        return self._engine.AnyProcess(stop.requested or self._time_limit.over)
+        if not batches.ready:  # what the devices still have to compute is not waiting for input
+            self._engine.Get(self._uncounted[-1:])
+        with self._times.In(INPUT):
+            batches.Await()
+        return not PACE.Begin(step, stop.requested or self._time_limit.over)
 
 
 def _speeds(unit: str, speed: Speed) -> NestedMap:

@@ -1,0 +1,59 @@
+"""Keeps the step that this process is at, and lets all processes of a job stop after the same one."""
+
+import threading
+
+
+class Pace:
+    """The steps of this process. The loop begins them; in a job of several, the watcher's thread may hold and end them.
+
+    Attributes:
+        several: whether a watcher is at work.
+        begun: steps of the run that have begun, 0 before the first one of this process.
+        asks: whether this process wants the job to stop.
+    """
+
+    def __init__(self) -> None:
+        self.several = self.asks = False
+        self.begun = 0
+        self._held = False
+        self._last: int | None = None
+        self._changed = threading.Condition()
+
+    def Begin(self, step: int, asks: bool) -> bool:
+        """Begins the step after `step`, for which all is there; returns False if the run is to stop before it.
+
+        `asks`: whether this process wants to stop. Alone it does at once. In a job it goes on until all have agreed.
+        """
+        if not self.several:
+            return not asks
+        with self._changed:
+            self.asks = self.asks or asks
+            while self._held and self._last is None:
+                self._changed.wait()
+            if self._last is not None and step >= self._last:
+                return False
+            self.begun = step + 1
+            return True
+
+    def End(self) -> None:
+        """Ends a run, whose steps count no longer."""
+        self.begun = 0
+
+    @property
+    def held(self) -> bool:
+        """Whether no further step begins before StopAfter is called."""
+        return self._held
+
+    def Hold(self) -> None:
+        """Lets no further step begin, so that `begun` stays until StopAfter is called."""
+        with self._changed:
+            self._held = True
+
+    def StopAfter(self, last: int) -> None:
+        """Lets steps begin up to the last one, which is at least `begun` of each process."""
+        with self._changed:
+            self._last = last
+            self._changed.notify_all()
+
+
+PACE = Pace()  # of this process
