@@ -57,7 +57,7 @@ def write_data(directory: Path, inputs: MtInput, most: int) -> Data:
     for number, (language, count) in enumerate(inputs.languages.items()):
         for position in range(count):
             pair = inputs.records.Read(number, position)
-            fits = inputs.shape.Fits(*pair)
+            fits = inputs.shape.Fits(*map(len, pair))
             too_long[0] += not fits
             train_pairs[language] += fits
             kept += [pair] if fits else []
@@ -66,7 +66,7 @@ def write_data(directory: Path, inputs: MtInput, most: int) -> Data:
     ids: list[tuple[Sequence[int], ...]] = []
     for language, pairs in DevSet(inputs.p.data_dir, most, list(inputs.languages)).items():
         encoded = [tuple(v.Encode(t.strip()) for v, t in zip(vocabs, pair)) for pair in pairs]
-        fitting = [i for i, pair in enumerate(encoded) if inputs.shape.Fits(*pair)]
+        fitting = [i for i, pair in enumerate(encoded) if inputs.shape.Fits(*map(len, pair))]
         too_long[1] += len(pairs) - len(fitting)
         if not fitting:
             raise DataError(

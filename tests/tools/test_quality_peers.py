@@ -86,7 +86,7 @@ def test_other_systems_get_the_tokens_that_ours_reads(corpus, tmp_path):
     shape, expected = inputs.shape, []
     for number, count in enumerate(inputs.languages.values()):
         pairs = [inputs.records.Read(number, i) for i in range(count)]
-        expected += [tuple(map(list, pair)) for pair in pairs if shape.Fits(*pair)]
+        expected += [tuple(map(list, pair)) for pair in pairs if shape.Fits(*map(len, pair))]
     assert list(zip(read["source"], read["target"], strict=True)) == expected
     assert sum(data.train_pairs.values()) == len(expected)
     targets = [target for pairs in data.held_out.values() for _, target in pairs]

@@ -4,7 +4,7 @@ Free of TensorFlow and JAX.
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -53,14 +53,22 @@ class HeldOutBatch:
 
 
 class BatchIterator(abc.ABC):
-    """Batches without end. `GetState()` after a batch, then `SetState()` on a new iterator: the same batches follow."""
+    """Batches without end. `GetState()` after a batch, then `SetState()` on a new iterator: the same batches follow.
+
+    Attributes:
+        rows: the numbers of the rows that are needed; None: all. A process of a job needs those that it places on its
+            devices. The state and the needed rows are the same whatever is needed; other rows of the arrays may hold
+            anything. An iterator that ignores this makes whole batches.
+    """
+
+    rows: Collection[int] | None = None
 
     def __iter__(self) -> Self:
         return self
 
     @abc.abstractmethod
     def __next__(self) -> NestedMap:
-        """The next batch: NumPy arrays of the shapes and types of BatchSpec(), the whole batch on every process."""
+        """The next batch: NumPy arrays of the shapes and types of BatchSpec()."""
 
     @abc.abstractmethod
     def GetState(self) -> dict[str, Any]:

@@ -33,16 +33,14 @@ def permute_each(
     indices: Sequence[np.ndarray], sizes: Sequence[int], keys: Sequence[Key]
 ) -> list[np.ndarray]:
     """`permute` of int arrays [N] with a size and a key each, at the price of one: many are often short."""
-    for index, n in zip(indices, sizes, strict=True):
-        if index.size and not (index.min() >= 0 and index.max() < n):
-            raise ValueError(
-                f"permute: positions must lie in [0, {n}), got {index.min()}..{index.max()}"
-            )
     ends = np.cumsum([index.size for index in indices])
     of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))  # of each position
     half = np.array([max(1, ((n - 1).bit_length() + 1) // 2) for n in sizes], np.uint64)
     round_keys = np.array([_round_keys(key) for key in keys])
-    size = np.array(sizes, np.uint64)[of]
+    positions, size = np.concatenate(indices), np.array(sizes)[of]
+    if (wrong := np.flatnonzero((positions < 0) | (positions >= size))).size:
+        first = wrong[0]
+        raise ValueError(f"permute: position {positions[first]} must lie in [0, {size[first]})")
 
     def encrypt(x: np.ndarray, of: np.ndarray) -> np.ndarray:
         bits = half[of]
@@ -52,7 +50,8 @@ def permute_each(
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         return (left << bits) | right
 
-    out = encrypt(np.concatenate(indices).astype(np.uint64), of)
+    size = size.astype(np.uint64)
+    out = encrypt(positions.astype(np.uint64), of)
     outside = np.flatnonzero(out >= size)
     while outside.size:
         out[outside] = encrypt(out[outside], of[outside])

@@ -51,6 +51,18 @@ def test_rows_are_the_target_sides_packed(inputs, data_dir):
     assert set(texts) <= english
 
 
+def test_rows_of_two_processes_are_those_of_one(inputs):
+    whole, parts = iter(inputs), [iter(inputs), iter(inputs)]
+    parts[0].rows, parts[1].rows = range(3), range(3, 8)
+    for _ in range(5):
+        batch, (first, second) = next(whole), map(next, parts)
+        for name, array in batch.items():
+            np.testing.assert_array_equal(
+                array, np.concatenate([first[name][:3], second[name][3:]])
+            )
+        assert not first.ids[3:].any()  # nothing is read for the others
+
+
 def test_held_out_texts_come_once_each(inputs, data_dir):
     lines = [
         line

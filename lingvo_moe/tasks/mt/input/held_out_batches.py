@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from lingvo_moe.core.input.base_input import HeldOutBatch
-from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, fill_batch
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, Sized, fill_batch, to_batch
 
 # (source, target) texts of a language, and its task or None.
 LanguagePairs = tuple[Sequence[tuple[str, str]], int | None]
@@ -29,7 +29,7 @@ class _Group:
         ]
         self._languages, self._places = languages, sorted(places)
         self.drawn = 0
-        self.waiting: list[tuple] = []
+        self.waiting: list[Sized] = []
 
     @property
     def share(self) -> float:
@@ -62,26 +62,23 @@ def held_out_batches(
     Each group has languages with at least one pair each; `encode` gives the ids of a source, and of a target. Pairs
     longer than a row are truncated, or left out.
     """
+
+    def drawn(group: _Group) -> Iterator[Sized]:
+        while (pair := group.Draw()) is not None:
+            source, target = (np.array(f(text), np.int32) for f, text in zip(encode, pair[:2]))
+            if truncate:
+                source = source[: shape.source_length - 1]
+                target = target[: shape.target_length - 1]
+            if source.size and target.size and shape.Fits(source.size, target.size):
+                yield source.size, target.size, (source, target, pair[-1])
+
     waiting = {name: _Group(languages) for name, languages in groups.items() if languages}
     while waiting:
         name = min(waiting, key=lambda name: waiting[name].share)
         group = waiting[name]
 
-        def draw(group: _Group = group) -> tuple | None:
-            while (pair := group.Draw()) is not None:
-                texts = pair[:2]
-                source, target = (np.array(f(text), np.int32) for f, text in zip(encode, texts))
-                if truncate:
-                    source, target = (
-                        source[: shape.source_length - 1],
-                        target[: shape.target_length - 1],
-                    )
-                if source.size and target.size and shape.Fits(source, target):
-                    return source, target, pair[-1]
-            return None
-
-        batch, group.waiting = fill_batch(shape, group.waiting, draw)
-        if batch.tgt.segment_ids.any():
-            yield HeldOutBatch(batch, name)
+        rows, group.waiting = fill_batch(shape, group.waiting, drawn(group))
+        if any(rows):
+            yield HeldOutBatch(to_batch(rows, shape), name)
         if group.done:
             del waiting[name]

@@ -2,16 +2,19 @@
 
 Letters: B row of the batch, T time.
 
-scan -> vocabularies -> records (once, cached); then order -> read -> pack. A batch is a function of the state alone,
-every process sees the same ones and takes its rows. (Grain was measured first: its mixture of 80 languages takes 76 us
-a pair where this takes about 10, and its packing does not resume bit for bit.)
+scan -> vocabularies -> records (once, cached); then order -> pack -> read. A batch is a function of the state alone.
+Order and packing need the pairs' lengths alone, so every process of a job knows all rows and reads its own. (Grain was
+measured first: its mixture of 80 languages takes 76 us a pair where this takes about 10, and its packing does not
+resume bit for bit.)
 """
 
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
+
+import numpy as np
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
@@ -29,7 +32,7 @@ from lingvo_moe.tasks.mt.input.lengths import Lengths, Loss, measure
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.records import Records, cached_records, prepared_records
 from lingvo_moe.tasks.mt.input.resource_groups import GROUPS, resource_groups
-from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, fill_batch
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, Sized, fill_batch, to_batch
 from lingvo_moe.tasks.mt.input.scan import Scan, scan
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.tsv import reasons
@@ -45,7 +48,6 @@ from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 _GIVE_UP_AFTER = 100_000
 _TOO_LONG = ("drop", "truncate")
 _SIDES = ("source", "target")
-_Text = TypeVar("_Text")  # ids, or a string
 _CACHE_REMEDY = "set input.cache_dir, or XDG_CACHE_HOME, to a directory that can be written"
 
 
@@ -201,9 +203,10 @@ class MtInput(BaseInput):
         """The pairs too long for rows of this input's shape."""
         return lengths.Loss(self.shape.source_length, self.shape.target_length)
 
-    def OfSides(self, pair: tuple[_Text, _Text]) -> tuple[_Text, _Text]:
-        """The texts of SIDES from source and target."""
-        source, target = (pair[_SIDES.index(side)] for side in self.SIDES)
+    @property
+    def columns(self) -> tuple[int, int]:
+        """The sides of a pair of the data that a batch has as source and target: 0 is its source, 1 its target."""
+        source, target = map(_SIDES.index, self.SIDES)
         return source, target
 
     def Warnings(self) -> list[str]:
@@ -281,8 +284,9 @@ class MtInput(BaseInput):
             )
         tasks = dict(zip(known, self.task_of or (), strict=False))
         groups: dict[str, list[LanguagePairs]] = {name: [] for name in GROUPS}
+        first, second = self.columns
         for lang, group in resource_groups({lang: known[lang] for lang in languages}).items():
-            pairs = [self.OfSides(pair) for pair in dev[lang]]
+            pairs = [(pair[first], pair[second]) for pair in dev[lang]]
             groups[group].append((pairs, tasks.get(lang)))
         source, target = (self.vocabs[side].Encode for side in self.SIDES)
         return held_out_batches(groups, (source, target), self.shape, self.p.too_long == "truncate")
@@ -318,25 +322,31 @@ class BatchIterator(base_input.BatchIterator):
     """
 
     def __init__(self, input_generator: MtInput):
-        self._input = input_generator
+        self._input, self._shape = input_generator, input_generator.shape
         records = self._records = input_generator.records
         p = input_generator.p
-        self._order = PairOrder(records.languages, p.temperature, p.seed, records.shards)
-        self._waiting: list[tuple] = []
+        sizes, shards = records.languages, records.shards
+        self._order = PairOrder(sizes, p.temperature, p.seed, shards, self._lengths)
+        self._waiting: list[Sized] = []  # with their places in the records: language, position
         self.counts = {"batches": 0, "pairs": 0, "too_long": 0}
 
     def __next__(self) -> NestedMap:
-        """The next batch: see rows_of_pairs.to_batch. Raises DataError: no pair fits into a row, or a damaged cache."""
-        batch, self._waiting = fill_batch(self._input.shape, self._waiting, self._draw)
+        """The next batch, of which `rows` are filled: see rows_of_pairs.to_batch.
+
+        Raises DataError: no pair fits into a row, or a damaged cache.
+        """
+        rows, self._waiting = fill_batch(self._shape, self._waiting, self._drawn())
         self.counts["batches"] += 1
-        return batch
+        if self.rows is not None:
+            rows = [row if i in self.rows else [] for i, row in enumerate(rows)]
+        return to_batch([[self._read(*place) for place in row] for row in rows], self._shape)
 
     def GetState(self) -> dict[str, Any]:
         """The position of the iterator: a dict for JSON, a few KB."""
         return {
             "identity": self._identity(),
             "order": self._order.GetState(),
-            "waiting": [list(place) for _, _, place, _ in self._waiting],
+            "waiting": [list(place) for _, _, place in self._waiting],
             "counts": dict(self.counts),
         }
 
@@ -354,38 +364,56 @@ class BatchIterator(base_input.BatchIterator):
                 " parameters that the run began with, or begin a new run"
             )
         self._order.SetState(state["order"])
-        self._waiting = [self._read(*place)[0] for place in state["waiting"]]
+        self._waiting = [self._waits(*place) for place in state["waiting"]]
         self.counts = dict(state["counts"])
 
     def _identity(self) -> dict[str, Any]:
         p = self._input.p
         return {"records": self._records.key, "seed": p.seed, "temperature": p.temperature}
 
-    def _draw(self) -> tuple:
-        """The next pair that fits: (source ids, target ids, its place in the records, its task)."""
-        for _ in range(_GIVE_UP_AFTER):
-            pair, fits = self._read(*next(self._order))
-            if not fits:
+    def _lengths(self, language: int, positions: np.ndarray) -> np.ndarray:
+        """The numbers of ids of pairs, before they are truncated: [N, 2] for positions [N]."""
+        return self._records.Lengths(language)[positions][:, self._input.columns]
+
+    def _drawn(self) -> Iterator[Sized]:
+        """The next pairs that fit, or are truncated."""
+        shape, truncates, left_out = self._shape, self._input.p.too_long == "truncate", 0
+        source_length, target_length = shape.source_length, shape.target_length
+        for language, position, source, target in self._order:
+            if source >= source_length or target >= target_length:
                 self.counts["too_long"] += 1
-            if fits or self._input.p.too_long == "truncate":
-                self.counts["pairs"] += 1
-                return pair
-        shape = self._input.shape
-        raise DataError(
-            f"none of {_GIVE_UP_AFTER} pairs fits into source_length={shape.source_length},"
-            f" target_length={shape.target_length}; make them larger, or set too_long='truncate'"
+                left_out += 1
+                if truncates:
+                    source, target = self._truncated(source, target)
+                elif left_out < _GIVE_UP_AFTER:
+                    continue
+                else:
+                    raise DataError(
+                        f"none of {_GIVE_UP_AFTER} pairs fits into source_length={source_length},"
+                        f" target_length={target_length}; make them larger, or set too_long='truncate'"
+                    )
+            left_out = 0
+            self.counts["pairs"] += 1
+            yield source, target, (language, position)
+
+    def _truncated(self, source: int, target: int) -> tuple[int, int]:
+        """The lengths of a pair in a row."""
+        return min(source, self._shape.source_length - 1), min(
+            target, self._shape.target_length - 1
         )
 
-    def _read(self, language: int, position: int) -> tuple[tuple, bool]:
-        """A pair truncated to a row's lengths, and whether it fitted without truncation."""
-        source, target = self._input.OfSides(self._records.Read(language, position))
-        shape = self._input.shape
-        fits = shape.Fits(source, target)
-        if not fits:
-            source = source[: shape.source_length - 1]
-            target = target[: shape.target_length - 1]
+    def _waits(self, language: int, position: int) -> Sized:
+        """A pair that was drawn before."""
+        ((source, target),) = self._lengths(language, np.array([position])).tolist()
+        return *self._truncated(source, target), (language, position)
+
+    def _read(self, language: int, position: int) -> tuple[np.ndarray, np.ndarray, int | None]:
+        """A pair's ids, truncated to a row's lengths, and its task."""
+        pair = self._records.Read(language, position)
+        source, target = (pair[side] for side in self._input.columns)
         task = self._input.task_of[language] if self._input.task_of else None
-        return (source, target, (language, position), task), fits
+        shape = self._shape
+        return source[: shape.source_length - 1], target[: shape.target_length - 1], task
 
 
 def _user_cache() -> Path:

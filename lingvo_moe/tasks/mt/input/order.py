@@ -8,7 +8,7 @@ through the shards in a new order and shuffles the pairs of WINDOW shards at a t
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ WINDOW = 4
 
 
 class PairOrder:
-    """An endless iterator over `(language index, position)`."""
+    """An endless iterator over `(language index, position, *about)`; see `about` below."""
 
     def __init__(
         self,
@@ -30,12 +30,15 @@ class PairOrder:
         temperature: float,
         seed: int,
         shards: Mapping[str, Sequence[int]] | None = None,
+        about: Callable[[int, np.ndarray], np.ndarray] | None = None,
     ):
         """Starts at the beginning.
 
         Args:
             sizes: the number of pairs by language; indices follow its order.
             shards: the number of pairs in each shard, by language; None for one shard a language.
+            about: gives numbers about pairs, int [N, K], from the index of their language and their positions [N];
+                looked up for many pairs at once.
         """
         self._names = list(sizes)
         shards = shards or {name: [size] for name, size in sizes.items()}
@@ -43,18 +46,18 @@ class PairOrder:
         self._sizes = [sizes[name] for name in self._names]
         weights = temperature_weights(sizes, temperature)
         self._weights = np.array([weights[name] for name in self._names])
-        self._seed = seed
+        self._seed, self._about = seed, about
         self._block = 0
         self._place = 0
         self._before = [0] * len(self._sizes)  # pairs of each language before this block
-        self._drawn: list[tuple[int, int]] = []
+        self._drawn: list[tuple[int, ...]] = []
         self._after: list[int] = []
         self._draw()
 
     def __iter__(self) -> "PairOrder":
         return self
 
-    def __next__(self) -> tuple[int, int]:
+    def __next__(self) -> tuple[int, ...]:
         if self._place == len(self._drawn):
             self._block, self._place, self._before = self._block + 1, 0, self._after
             self._draw()
@@ -83,9 +86,17 @@ class PairOrder:
             for e in range(epoch[0], epoch[-1] + 1):
                 key = (self._seed, self._names[lang], e)
                 epochs.append((within[epoch == e], self._shards[lang], key))
+        by_language = np.argsort(languages, kind="stable")
         positions = np.empty(_BLOCK, np.int64)
-        positions[np.argsort(languages, kind="stable")] = np.concatenate(shuffled(epochs))
-        self._drawn = list(zip(languages.tolist(), positions.tolist()))
+        positions[by_language] = np.concatenate(shuffled(epochs))
+        fields = [languages, positions]
+        if self._about is not None:
+            of = np.split(by_language, np.cumsum(counts)[:-1])
+            found = [self._about(lang, positions[n]) for lang, n in enumerate(of) if n.size]
+            about = np.empty((_BLOCK, found[0].shape[1]), np.int64)
+            about[by_language] = np.concatenate(found)
+            fields += [*about.T]
+        self._drawn = list(zip(*(field.tolist() for field in fields)))
 
 
 # Ascending indices in an epoch, int64 [N], below its number of pairs; the number of pairs of each shard, int64 [S], in

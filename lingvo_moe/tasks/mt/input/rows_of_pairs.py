@@ -3,10 +3,11 @@
 Letters: B row of the batch, T time: source_length or target_length.
 
 A pair goes into the first row with space for both of its sides. Pairs that fit nowhere wait and go first into the next
-batch; a batch is complete when enough of them wait. So few positions are padding, and no pair is lost.
+batch; a batch is complete when enough of them wait. So few positions are padding, and no pair is lost. Lengths alone
+say where a pair goes: `fill_batch` chooses rows, and `to_batch` fills those whose ids it is given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,13 @@ import numpy as np
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID
 
-Ids = np.ndarray
+# The numbers of source and target ids, without eos and bos, and whatever stands for the pair.
+Sized = tuple[int, int, Any]
 MAX_WAITING = 512
 # A row with less free space than this is full: hardly any pair is shorter, including eos.
 _SMALLEST_SIDE = 2
+_BLOCK = 16  # rows that are passed over at once
+_ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,9 @@ class Shape:
     pack: bool = True
     task_ids: bool = False
 
-    def Fits(self, source: Ids, target: Ids) -> bool:
-        """Whether a pair fits into an empty row, with eos and bos."""
-        return len(source) < self.source_length and len(target) < self.target_length
+    def Fits(self, source: int, target: int) -> bool:
+        """Whether a pair of so many ids fits into an empty row, with eos and bos."""
+        return source < self.source_length and target < self.target_length
 
     @property
     def max_waiting(self) -> int:
@@ -44,73 +48,83 @@ class Shape:
         return max(1, min(self.rows, MAX_WAITING)) if self.pack else 0
 
 
-class RowFiller:
-    """Chooses rows for pairs, by their lengths."""
-
-    def __init__(self, shape: Shape):
-        self._shape = shape
-        # Free space for ids; every pair also takes one position for eos or bos.
-        self._source_room = np.full(shape.rows, shape.source_length)
-        self._target_room = np.full(shape.rows, shape.target_length)
-        self.rows: list[list[tuple]] = [[] for _ in range(shape.rows)]
-        self._placed = 0
-
-    def Add(self, source: Ids, target: Ids, *more: Any) -> bool:
-        """Puts a pair (ids without eos and bos, and its extra fields) into the first row with space.
-
-        Returns:
-            False if no row has space.
-        """
-        s, t = len(source) + 1, len(target) + 1
-        if self._shape.pack:
-            room = (self._source_room >= s) & (self._target_room >= t)
-            row = int(room.argmax())
-            if not room[row]:
-                return False
-        else:
-            row = self._placed
-            if row == self._shape.rows:
-                return False
-        self._source_room[row] -= s
-        self._target_room[row] -= t
-        self.rows[row].append((source, target, *more))
-        self._placed += 1
-        return True
-
-    @property
-    def full(self) -> bool:
-        """Whether no further pair can be placed."""
-        if not self._shape.pack:
-            return self._placed == self._shape.rows
-        room = np.minimum(self._source_room, self._target_room)
-        return bool(room.max() < _SMALLEST_SIDE)
-
-
 def fill_batch(
-    shape: Shape, waiting: Sequence[tuple], draw: Callable[[], tuple | None]
-) -> tuple[NestedMap, list[tuple]]:
-    """Makes one batch.
+    shape: Shape, waiting: Sequence[Sized], pairs: Iterator[Sized]
+) -> tuple[list[list[Any]], list[Sized]]:
+    """Chooses the pairs of each row of a batch.
 
     Args:
         waiting: pairs left over by the batch before, which are placed first.
-        draw: gives the next pair; None when there are no more. Pairs are tuples that begin with source and target
-            ids, each of which fits, and end with the task, if the shape has tasks.
+        pairs: further pairs, of which no more are taken than needed. Each fits into a row, and has an id on both sides.
 
     Returns:
-        The batch (see `to_batch`) and the pairs that now wait for the next one.
+        The third fields of the pairs of each row, and the pairs that now wait for the next batch.
     """
-    filler = RowFiller(shape)
-    left = [pair for pair in waiting if not filler.Add(*pair)]
-    while not filler.full and (not shape.pack or len(left) < shape.max_waiting):
-        if (pair := draw()) is None:
-            break
-        if not filler.Add(*pair):
+    rows, most = _Rows(shape), shape.max_waiting
+    left = [pair for pair in waiting if not rows.Add(*pair)]
+    full = shape.pack and len(left) >= most
+    while rows.open and not full and (pair := next(pairs, None)):
+        if not rows.Add(*pair):
             left.append(pair)
-    return to_batch(filler.rows, shape), left
+            full = len(left) >= most
+    return rows.pairs, left
+
+
+class _Rows:
+    """The rows of a batch while they are filled.
+
+    Attributes:
+        pairs: of each row, what stands for them.
+        open: how many rows have space for a further pair.
+    """
+
+    def __init__(self, shape: Shape):
+        self.pairs: list[list[Any]] = [[] for _ in range(shape.rows)]
+        self.open, self._pack = shape.rows, shape.pack
+        # Free space for ids in each row, where every pair also takes one position for eos or bos; then a block that has
+        # space for any pair.
+        endless, starts = [_ENDLESS] * _BLOCK, range(0, shape.rows + _BLOCK, _BLOCK)
+        self._source_room = [shape.source_length] * shape.rows + endless
+        self._target_room = [shape.target_length] * shape.rows + endless
+        # The most in a row of each block.
+        self._most_source = [max(self._source_room[i : i + _BLOCK]) for i in starts]
+        self._most_target = [max(self._target_room[i : i + _BLOCK]) for i in starts]
+        # A block before which none has space for a pair of some lengths; space only shrinks.
+        self._first: dict[tuple[int, int], int] = {}
+
+    def Add(self, source: int, target: int, pair: Any) -> bool:
+        """Puts a pair into the first row with space. Returns False if no row has space."""
+        source_room, target_room = self._source_room, self._target_room
+        most_source, most_target = self._most_source, self._most_target
+        block, row = self._first.get((source, target), 0), -1
+        while row < 0:
+            while most_source[block] <= source or most_target[block] <= target:
+                block += 1
+            self._first[source, target] = block
+            start = block * _BLOCK
+            for i in range(start, start + _BLOCK):
+                if source_room[i] > source and target_room[i] > target:
+                    row = i
+                    break
+            else:
+                block += 1
+        if row >= len(self.pairs):
+            return False
+        had_source, had_target = source_room[row], target_room[row]
+        source_room[row] = source_left = had_source - source - 1 if self._pack else 0
+        target_room[row] = target_left = had_target - target - 1 if self._pack else 0
+        if had_source == most_source[block]:
+            most_source[block] = max(source_room[start : start + _BLOCK])
+        if had_target == most_target[block]:
+            most_target[block] = max(target_room[start : start + _BLOCK])
+        if source_left < _SMALLEST_SIDE or target_left < _SMALLEST_SIDE:
+            self.open -= 1
+        self.pairs[row].append(pair)
+        return True
 
 
 def to_batch(rows: Sequence[Sequence[tuple]], shape: Shape) -> NestedMap:
-    """Arrays from rows of pairs.
+    """Arrays from rows of pairs: source and target ids, and the task, if the shape has tasks.
 
     Returns:
         NestedMap of int32 [B, T]: `src.ids` (the source, then eos), `tgt.ids` (bos, then the target), `tgt.labels` (the

@@ -19,7 +19,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.rows_of_pairs import RowFiller, Shape, to_batch
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, Sized, fill_batch, to_batch
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -227,20 +227,22 @@ def _batches(
     lines: Sequence[tuple[str, str]], task_id: int, vocabs: NestedMap, shape: Shape
 ) -> Iterator[tuple[NestedMap, int]]:
     """Each pair once, packed; and how many pairs a batch holds."""
-    filler, held = RowFiller(shape), 0
     sides = zip(*lines, strict=True)
     ids = [vocabs[side].EncodeBatch(texts) for side, texts in zip(("source", "target"), sides)]
-    for source, target in zip(*ids, strict=True):
-        if not source or not target:
-            continue
-        pair = source[: shape.source_length - 1], target[: shape.target_length - 1], task_id
-        if not filler.Add(*pair):
-            yield to_batch(filler.rows, shape), held
-            filler, held = RowFiller(shape), 0
-            filler.Add(*pair)
-        held += 1
-    if held:
-        yield to_batch(filler.rows, shape), held
+
+    def sized() -> Iterator[Sized]:
+        for source, target in zip(*ids, strict=True):
+            if source and target:
+                source, target = (
+                    source[: shape.source_length - 1],
+                    target[: shape.target_length - 1],
+                )
+                yield len(source), len(target), (source, target, task_id)
+
+    pairs, waiting = sized(), list[Sized]()
+    while any((filled := fill_batch(shape, waiting, pairs))[0]):
+        rows, waiting = filled
+        yield to_batch(rows, shape), sum(map(len, rows))
 
 
 class _Tally:

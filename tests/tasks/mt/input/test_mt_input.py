@@ -92,6 +92,86 @@ def test_resumes_exactly_wherever_it_stopped(ready: MtInput, steps: int, again: 
     assert resumed.GetState() == whole.GetState()
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        {},
+        {"pack": False, "task_ids": True},
+        {"too_long": "truncate", "source_length": 12, "target_length": 9, "task_ids": True},
+    ],
+    ids=["packed", "one pair a row", "truncated"],
+)
+def shared(request: pytest.FixtureRequest, params) -> MtInput:
+    return params.Copy().Set(batch_size=9, **request.param).Instantiate().Prepare()
+
+
+class _Reads:
+    """Counts the records that are read, by place."""
+
+    def __init__(self, inputs: MtInput, monkeypatch: pytest.MonkeyPatch):
+        read = inputs.records.Read
+        self.places: list[tuple[int, int]] = []
+
+        def counted(language: int, position: int) -> tuple[np.ndarray, np.ndarray]:
+            self.places.append((language, position))
+            return read(language, position)
+
+        monkeypatch.setattr(inputs.records, "Read", counted)
+
+
+def _joined(parts: list[NestedMap], owners: list[int]) -> NestedMap:
+    """The batch whose row i is that of the part of its owner."""
+    rows = [
+        np.stack([a[owner][i] for i, owner in enumerate(owners)])
+        for a in zip(*map(NestedMap.Flatten, parts))
+    ]
+    return parts[0].Pack(rows)
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 7), min_size=18, max_size=18))
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_rows_of_processes_are_those_of_one(shared: MtInput, steps: int, owners: list[int]) -> None:
+    """Whoever owns the rows, and whoever goes on: the batches are those of one process."""
+    whole = iter(shared)
+    for of in (owners[:9], owners[9:]):
+        state = whole.GetState()
+        processes = [iter(shared) for _ in range(8)]
+        for number, process in enumerate(processes):
+            process.SetState(state)
+            process.rows = [row for row, owner in enumerate(of) if owner == number]
+        for _ in range(3 + steps):
+            batch = next(whole)
+            parts = [next(process) for process in processes]
+            assert _same(batch, _joined(parts, of))
+        assert all(process.GetState() == whole.GetState() for process in processes)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 8])
+def test_a_process_reads_its_own_rows_alone(
+    shared: MtInput, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, reads = iter(shared), _Reads(shared, monkeypatch)
+    batches = _take(whole, 4)
+    everything, of_parts = reads.places.copy(), []
+    owners = [row * processes // 9 for row in range(9)]
+    iterators = [iter(shared) for _ in range(processes)]
+    parts: list[list[NestedMap]] = []
+    for number, iterator in enumerate(iterators):
+        iterator.rows = [row for row, owner in enumerate(owners) if owner == number]
+        reads.places.clear()
+        parts.append(_take(iterator, 4))
+        pairs = sum(
+            int(batch.src.segment_ids[row].max()) for batch in batches for row in iterator.rows
+        )
+        assert len(reads.places) == pairs
+        of_parts += reads.places
+    assert sorted(of_parts) == sorted(everything)
+    for batch, *own in zip(batches, *parts):
+        assert _same(batch, _joined(own, owners))
+
+
 class _Endless:
     """Records of 120 languages with 10^9 pairs each, computed and not stored."""
 
@@ -101,6 +181,18 @@ class _Endless:
 
     def Read(self, language: int, position: int) -> tuple[np.ndarray, np.ndarray]:
         return np.full(3 + position % 9, 5, np.uint16), np.full(2 + language % 9, 6, np.uint16)
+
+    def Lengths(self, language: int) -> "_EndlessLengths":
+        return _EndlessLengths(language)
+
+
+class _EndlessLengths:
+    def __init__(self, language: int):
+        self._language = language
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        target = np.full(positions.shape, 2 + self._language % 9)
+        return np.stack([3 + positions % 9, target], axis=1)
 
 
 def test_state_and_memory_stay_small_whatever_the_corpus(params) -> None:

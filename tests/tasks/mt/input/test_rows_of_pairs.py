@@ -1,9 +1,12 @@
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, fill_batch, to_batch
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, Sized, fill_batch, to_batch
 
 
 def _unpack(batch: NestedMap) -> list[tuple[list[int], list[int]]]:
@@ -47,6 +50,11 @@ def test_two_pairs_by_hand() -> None:
     assert {array.dtype for array in batch.Flatten()} == {np.dtype(np.int32)}
 
 
+def _sized(pair: tuple) -> Sized:
+    source, target = pair
+    return len(source), len(target), pair
+
+
 _IDS = st.lists(st.integers(4, 99), min_size=1, max_size=9)
 
 
@@ -62,13 +70,13 @@ def test_nothing_is_lost_doubled_or_misaligned(
     pairs: list, rows: int, source_length: int, target_length: int, pack: bool
 ) -> None:
     shape = Shape(rows, source_length, target_length, pack)
-    stream = iter(pairs)
     # After the pairs come endless fillers with other ids.
     filler = ([3], [3])
+    stream = map(_sized, itertools.chain(pairs, itertools.repeat(filler)))
     seen, waiting, batches = [], [], 0
     while len(seen) < len(pairs):
-        batch, waiting = fill_batch(shape, waiting, lambda: next(stream, filler))
-        found = _unpack(batch)
+        filled, waiting = fill_batch(shape, waiting, stream)
+        found = _unpack(to_batch(filled, shape))
         assert found
         assert len(waiting) <= shape.max_waiting
         seen += [pair for pair in found if pair != filler]
@@ -80,13 +88,45 @@ def test_nothing_is_lost_doubled_or_misaligned(
 def test_rows_are_well_filled() -> None:
     rng = np.random.default_rng(0)
 
-    def draw() -> tuple:
-        n = int(rng.gamma(2.0, 5.0)) + 1
-        return np.full(min(n, 63), 5), np.full(min(n, 63), 6)
+    def drawn() -> Iterator[Sized]:
+        while True:
+            n = min(int(rng.gamma(2.0, 5.0)) + 1, 63)
+            yield n, n, n
 
     waiting: list = []
-    filled = []
+    filled, pairs = [], drawn()
     for _ in range(20):
-        batch, waiting = fill_batch(Shape(32, 64, 64), waiting, draw)
-        filled.append((batch.src.segment_ids > 0).mean())
+        rows, waiting = fill_batch(Shape(32, 64, 64), waiting, pairs)
+        filled.append(np.mean([sum(n + 1 for n in row) / 64 for row in rows]))
     assert np.mean(filled) > 0.93
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), max_size=300),
+    st.integers(1, 40),
+    st.integers(21, 70),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_pair_goes_into_the_first_row_with_space(
+    pairs: list, rows: int, length: int, pack: bool
+) -> None:
+    shape = Shape(rows, length, length + 3, pack)
+    filled, waiting = fill_batch(shape, [], ((s, t, (s, t)) for s, t in pairs))
+    expected, left = [[] for _ in range(rows)], []
+    for pair in pairs:
+        room = [
+            (length - sum(s + 1 for s, _ in row), length + 3 - sum(t + 1 for _, t in row))
+            for row in expected
+        ]
+        if pack and (all(min(side) < 2 for side in room) or len(left) == shape.max_waiting):
+            break
+        fits = (
+            row
+            for row, (s, t) in zip(expected, room)
+            if (s > pair[0] and t > pair[1] if pack else not row)
+        )
+        (next(fits, left)).append(pair)
+    if not pack:
+        left = []
+    assert filled == expected and [pair for *_, pair in waiting] == left
