@@ -11,9 +11,10 @@ Usage:
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
 
@@ -86,13 +87,25 @@ class Engine(abc.ABC):
     def Put(self, tree: Any, specs: Any) -> Any:
         """Moves a tree of NumPy arrays to the devices, sharded as the tree of specs says.
 
-        In a job of several processes each process gives the full arrays and keeps its part.
+        In a job of several processes each process gives arrays of the full shape and keeps its part; see OwnRows.
         """
 
     @abc.abstractmethod
     def Get(self, tree: Any) -> Any:
         """Fetches a tree as full NumPy arrays on every process (all processes have to call it)."""
 
+    def OwnRows(self, specs: NestedMap) -> Collection[int] | None:
+        """The numbers of the rows of a batch that this process places on its devices; None: all.
+
+        `specs` are the batch's ArraySpecs, with `split`.
+        """
+        del specs
+        return None
+
+    def Most(self, value: float) -> float:
+        """The largest `value`, as float32, of all processes of the job (all processes have to call it)."""
+        return value
+
     def AnyProcess(self, flag: bool) -> bool:
         """Whether `flag` is true on any process of the job (all processes have to call it)."""
-        return flag
+        return bool(self.Most(flag))

@@ -4,7 +4,7 @@ XLA's SPMD partitioner partitions the program for the devices: virtual CPU devic
 Importing this module does not import TensorFlow; building from a TensorFlow function does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
-from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
+from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
@@ -115,10 +115,19 @@ class PjrtEngine(Engine):
     def Get(self, tree: Any) -> Any:
         return pack(skeleton(tree), [_get(leaf) for _, leaf in flatten_items(tree)])
 
-    def AnyProcess(self, flag: bool) -> bool:
+    def OwnRows(self, specs: NestedMap) -> Collection[int] | None:
+        found = set[int]()
+        for path, spec in specs.FlattenItems():
+            if spec.has_rows:
+                rows, sharding = range(spec.shape[0]), self.Sharding(TensorSpec.Of(spec, path))
+                for index in sharding.addressable_devices_indices_map(spec.shape).values():
+                    found.update(rows[index[0]])
+        return found
+
+    def Most(self, value: float) -> float:
         if jax.process_count() == 1:
-            return flag
-        return bool(multihost_utils.process_allgather(np.array(flag)).any())
+            return value
+        return float(multihost_utils.process_allgather(np.float32(value)).max())
 
 
 class CompiledProgram(Compiled):

@@ -38,6 +38,11 @@ class ArraySpec:
         if len(self.letters) != len(self.shape):
             raise ValueError(f"ArraySpec: letters {self.letters!r} for shape {self.shape}")
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether the first dimension is the rows of the batch, which processes and micro-batches divide."""
+        return self.letters.startswith("B")
+
 
 class NoHeldOutError(ValueError):
     """There are no held-out examples. The message says where they could be."""

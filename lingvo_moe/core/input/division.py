@@ -61,7 +61,7 @@ class Division:
         """Micro-batch i (int32 scalar) out of Stacked's result."""
 
         def part(x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
-            return sharded(tf.gather(x, i), spec.split) if is_divided(spec) else x
+            return sharded(tf.gather(x, i), spec.split) if spec.has_rows else x
 
         return map_structure(part, stacked, self.specs)
 
@@ -69,14 +69,14 @@ class Division:
         """The ArraySpecs of a micro-batch."""
 
         def part(spec: ArraySpec) -> ArraySpec:
-            if not is_divided(spec):
+            if not spec.has_rows:
                 return spec
             return replace(spec, shape=(spec.shape[0] // self.num, *spec.shape[1:]))
 
         return self.specs.Transform(part)
 
     def _Stack(self, x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
-        if not is_divided(spec):
+        if not spec.has_rows:
             return x
         rows, *rest = spec.shape
         by_rows, *splits = spec.split or [None] * len(spec.shape)
@@ -89,7 +89,7 @@ class Division:
 
 def num_rows(specs: NestedMap) -> int:
     """B, the rows of a batch of these ArraySpecs. Raises MicroBatchError: no array has rows, or they do not agree."""
-    rows = {spec.shape[0] for spec in specs.Flatten() if is_divided(spec)}
+    rows = {spec.shape[0] for spec in specs.Flatten() if spec.has_rows}
     if len(rows) != 1:
         raise MicroBatchError(
             f"micro-batches: the arrays of a batch whose first letter is B have {sorted(rows)} rows; "
@@ -101,8 +101,3 @@ def num_rows(specs: NestedMap) -> int:
 def shares_of(units: NestedMap, batch: NestedMap) -> NestedMap:
     """A micro-batch's counts divided by the batch's (see BaseTask.Units), float32 scalars by name."""
     return NestedMap({name: n / tf.maximum(batch[name], 1.0) for name, n in units.items()})
-
-
-def is_divided(spec: ArraySpec) -> bool:
-    """Whether an array of the batch has rows, which micro-batches divide."""
-    return spec.letters.startswith("B")

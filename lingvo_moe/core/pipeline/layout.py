@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.input.base_input import ArraySpec
-from lingvo_moe.core.input.division import Division, is_divided
+from lingvo_moe.core.input.division import Division
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.pipeline.blocks import Blocks
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE, Schedule
@@ -218,7 +218,7 @@ class Layout:
         """The micro-batches of Division.Stacked, [M D, ...], as M sets: [M, D, ...]."""
 
         def sets(x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
-            if not is_divided(spec):
+            if not spec.has_rows:
                 return x
             shaped = tf.reshape(x, [-1, self.D, *x.shape[1:]])
             return sharded(shaped, (None, self._data, *spec.split))
@@ -235,7 +235,7 @@ class Layout:
         leading = (STAGE,) * number.shape.rank
 
         def taken(x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
-            if not is_divided(spec):
+            if not spec.has_rows:
                 return tf.broadcast_to(x, [*number.shape, self.D, *x.shape])
             split = (*leading, self._data, *spec.split)
             return sharded(tf.gather(x, number), split)

@@ -33,12 +33,14 @@ def train(directory, first, last):
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.engine.lowering.specs import TensorSpec
+    from lingvo_moe.core.input.base_input import ArraySpec
     from lingvo_moe.core.nested_map import NestedMap
 
     state_specs = NestedMap(
         w=TensorSpec((8, 4, 4), "float32", ("expert", None, None)), step=TensorSpec((), "int32")
     )
-    batch_specs = NestedMap(x=TensorSpec((16, 8, 4), "float32", ("expert", None, None)))
+    split = ("expert", None, None)
+    batch_specs = NestedMap(x=TensorSpec((16, 8, 4), "float32", split))
 
     def init(seed):
         w = tf.reshape(tf.cast(tf.range(128), tf.float32), [8, 4, 4]) * 0.01
@@ -65,9 +67,13 @@ def train(directory, first, last):
         else:
             state, extra = checkpointer.Restore(state_specs, engine, first)
             assert extra == {"at": first}
-        losses = []
+        losses, own = (
+            [],
+            engine.OwnRows(NestedMap(x=ArraySpec((16, 8, 4), "float32", "BEM", split))),
+        )
         for i in range(first or 0, last):
             x = np.sin(np.arange(512, dtype=np.float32) + i).reshape(16, 8, 4)
+            x[[row not in own for row in range(16)]] = np.nan  # no process places rows of another
             state, metrics = step(state, NestedMap(x=x))
             losses.append(float(engine.Get(metrics).loss))
         checkpointer.Save(last, state, {"at": last})
@@ -77,6 +83,8 @@ def train(directory, first, last):
                 "losses": losses,
                 "w": engine.Get(state).w.tolist(),
                 "devices": [jax.process_count(), jax.local_device_count()],
+                "own_rows": len(own),
+                "most": engine.Most(jax.process_index()),
                 "all_to_all": "all-to-all" in kinds,
                 "any": [engine.AnyProcess(jax.process_index() == 1), engine.AnyProcess(False)],
             }
@@ -143,6 +151,7 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
         lines.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
     assert lines[0][0]["devices"] == [2, 4]
     assert lines[0][0]["all_to_all"]
+    assert lines[0][0]["own_rows"] == 8 and lines[0][0]["most"] == 1
     assert lines[0][0]["any"] == [True, False]
     assert lines[0] == lines[1]
     damage = [worker.pop(-1)["damage_found"] for worker in lines]
@@ -153,7 +162,7 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
     one, resumed = [
         json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"
     ]
-    assert one["devices"] == [1, 8]
+    assert one["devices"] == [1, 8] and one["own_rows"] == 16
     losses = [loss for part in (*lines[0], resumed) for loss in part["losses"]]
     np.testing.assert_allclose(losses, one["losses"], rtol=1e-6)
     np.testing.assert_allclose(resumed["w"], one["w"], rtol=1e-5, atol=1e-6)

@@ -23,7 +23,7 @@ class Prefetched(BatchIterator):
             batch = next(batches)
 
     Attributes:
-        waited: seconds that `__next__` and `Await` have waited for batches so far.
+        waited: seconds that `__next__` and `Await` have waited for batches since it was last set to 0.
     """
 
     def __init__(self, batches: BatchIterator):

@@ -50,7 +50,7 @@ class StepProgress:
     ):
         self._stream, self._unit, self._work = stream or sys.stderr, unit, work or Work()
         self._first, self.last = first, last
-        self._seen, self._seen_at, self._waited = first, time.monotonic(), 0.0
+        self._seen, self._seen_at = first, time.monotonic()
         self._seconds_a_step = 0.0
         self._bar: Progress | None = None
         self._waiting = contextlib.ExitStack()  # until the first step is done
@@ -82,7 +82,7 @@ class StepProgress:
             loss: the training loss, in nats.
             units: how many were processed since the last call, padding left out.
             skipped: steps that changed nothing so far, because they were not finite.
-            waited: seconds in which steps waited for their batches, since the start. They are shown where they are
+            waited: seconds in which steps waited for their batches since the last call. They are shown where they are
                 more than 1% of the time.
 
         Returns:
@@ -91,7 +91,7 @@ class StepProgress:
         self._waiting.close()
         now = time.monotonic()
         elapsed = max(now - self._seen_at, 1e-9)
-        speed = self._speed(units, step - self._seen, elapsed, waited - self._waited)
+        speed = self._speed(units, step - self._seen, elapsed, waited)
         # A first step alone also traces, compiles or warms up: it says nothing of the others.
         is_first = step <= self._first + 1
         if step > self._seen and not is_first:
@@ -100,7 +100,7 @@ class StepProgress:
             # down.
             past = self._seconds_a_step or latest
             self._seconds_a_step = 0.5 * past + 0.5 * latest
-        self._seen, self._seen_at, self._waited = step, now, waited
+        self._seen, self._seen_at = step, now
         text = f"loss {loss:.4f}"
         if not is_first:
             text += self._speed_text(speed)

@@ -25,7 +25,7 @@ def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) ->
     Raises:
         ValueError: as accumulating_step and pipelined_step; when the step is traced, also as BaseTask.CheckMarks.
     """
-    batch = _batch_specs(task, inputs)
+    batch = batch_specs(task, inputs)
     fn: Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]] = task.TrainStep
     if task.PipelineParts() is not None:
         fn = pipelined_step(task, batch)
@@ -48,10 +48,11 @@ def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:
     """
     specs = task.StateSpecs()
     weights = specs.ema if average else specs.theta
-    return Step("held_out_step", task.HeldOutStep, (weights, _batch_specs(task, inputs)))
+    return Step("held_out_step", task.HeldOutStep, (weights, batch_specs(task, inputs)))
 
 
-def _batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:
+def batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:
+    """The ArraySpecs of a batch, with the `split` that the task gives them."""
     split = task.p.activation_split
     return inputs.BatchSpec().Transform(lambda s: replace(s, split=dims_mapping(s.letters, split)))
 

@@ -24,7 +24,7 @@ from lingvo_moe.core.engine.loop.pace import PACE
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
 from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, Work
 from lingvo_moe.core.engine.loop.skipped_steps import SkippedSteps
-from lingvo_moe.core.engine.loop.steps import initial_state, train_step
+from lingvo_moe.core.engine.loop.steps import batch_specs, initial_state, train_step
 from lingvo_moe.core.engine.loop.summaries import Summaries
 from lingvo_moe.core.engine.loop.trained import Trained
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
@@ -88,7 +88,9 @@ class TrainLoop:
         Raises:
             CheckpointError: the run's checkpoints cannot be read. Nothing has been written then.
         """
-        batches = Prefetched(iter(self._inputs))
+        made = iter(self._inputs)
+        made.rows = self._engine.OwnRows(batch_specs(self._task, self._inputs))
+        batches = Prefetched(made)
         first = self._checkpointer.LatestStep()
         state: NestedMap
         with StopRequest() as stop, batches:
@@ -233,7 +235,7 @@ class TrainLoop:
         train, budget, skipped = self._train, self._budget, self._skipped
         skipped.Begin(first, state.skipped)
         metrics: NestedMap | None = None
-        step, waited = first, batches.waited
+        step, batches.waited = first, 0.0
         stopped = to_save = False
         while not self._why_done(step) and not (stopped := self._stops(stop, step, batches)):
             self._set_last_step(state)
@@ -242,7 +244,8 @@ class TrainLoop:
             self._uncounted.append(device_metrics[self._task.UNIT])
             skipped.Add(device_metrics.skipped)
             if step % train.summary_interval_steps == 0 or step in (first + 1, budget.end):
-                metrics = self._show(step, device_metrics, progress, batches.waited - waited)
+                metrics = self._show(step, device_metrics, progress, batches.waited)
+                batches.waited = 0.0
             self._times.Step(step)
             to_save = to_save or step % train.save_interval_steps == 0
             if to_save:
@@ -273,7 +276,10 @@ class TrainLoop:
     def _show(
         self, step: int, device_metrics: NestedMap, progress: StepProgress, waited: float
     ) -> NestedMap:
-        """Shows and writes the metrics of a step, and returns them, NumPy, with the speed."""
+        """Shows and writes the metrics of a step, and returns them, NumPy, with the speed.
+
+        `waited`: seconds since the last call; those of the process that waited longest are shown.
+        """
         metrics = self._engine.Get(device_metrics)
         self._skipped.Read()
         self._count(step)
@@ -285,7 +291,7 @@ class TrainLoop:
             counted - self._shown,
             self._skipped.total,
             self._task.ProgressNote(metrics),
-            waited,
+            self._engine.Most(waited),
         )
         self._shown = counted
         metrics.update(_speeds(self._task.UNIT, speed))

@@ -10,7 +10,7 @@ import abc
 import functools
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, Self
 
@@ -143,7 +143,7 @@ class ImageInput(BaseInput):
         for first in range(0, len(order), size):
             examples: list[tuple[int, int | None]]
             examples = [(i, None) for i in order[first : first + size]]
-            yield HeldOutBatch(_batch(self.p, reader.Begin(examples)))
+            yield HeldOutBatch(_batch(self.p, enumerate(reader.Begin(examples))))
 
 
 class FolderInput(ImageInput):
@@ -200,13 +200,16 @@ class ImageIterator(base_input.BatchIterator):
         self._position = 0  # examples before the next batch
 
     def __next__(self) -> NestedMap:
-        """See BatchIterator. Raises ImageDataError: an image that cannot be read."""
+        """See BatchIterator: the rows that are not needed are padding.
+
+        Raises ImageDataError: an image that cannot be read.
+        """
         begun = self._Begin()
         self._position += self._p.batch_size
         return _batch(self._p, begun)
 
-    def _Begin(self) -> list[Future]:
-        """Starts to read the batch at the position."""
+    def _Begin(self) -> Iterable[tuple[int, Future]]:
+        """Starts to read the needed rows of the batch at the position."""
         size = len(self._split)
         places = np.arange(self._position, self._position + self._p.batch_size)
         epochs = places // size
@@ -214,7 +217,9 @@ class ImageIterator(base_input.BatchIterator):
         for epoch in np.unique(epochs):
             own = epochs == epoch
             examples[own] = permute(places[own] % size, size, self._p.seed, "images", int(epoch))
-        return self._reader.Begin([(int(i), int(e)) for i, e in zip(examples, epochs, strict=True)])
+        rows = range(self._p.batch_size) if self.rows is None else sorted(self.rows)
+        begun = self._reader.Begin([(int(examples[row]), int(epochs[row])) for row in rows])
+        return zip(rows, begun, strict=True)
 
     def GetState(self) -> dict[str, Any]:
         """See BatchIterator."""
@@ -262,11 +267,11 @@ class _Reader:
         return square, int(self._split.labels[i])
 
 
-def _batch(params: HyperParams, begun: list[Future]) -> NestedMap:
-    """Waits for the images that are being read, and makes a batch of them, padded to the batch's size."""
+def _batch(params: HyperParams, begun: Iterable[tuple[int, Future]]) -> NestedMap:
+    """Waits for the images of some rows that are being read, and makes a batch of them; other rows are padding."""
     p = params
     images = np.zeros((p.batch_size, p.image_size, p.image_size, p.channels), np.uint8)
     labels = np.full(p.batch_size, _PADDING, np.int32)
-    for row, future in enumerate(begun):
+    for row, future in begun:
         images[row], labels[row] = future.result()
     return NestedMap(images=images, labels=labels)

@@ -120,7 +120,7 @@ def test_waiting_for_input_is_shown_where_it_matters(monkeypatch):
     clock, out = Clock(), io.StringIO()
     monkeypatch.setattr("time.monotonic", clock)
     progress = StepProgress(0, 30, "tokens", stream=out)
-    for step, waited in ((10, 0.05), (20, 2.05)):
+    for step, waited in ((10, 0.05), (20, 2.0)):
         clock.now += 10.0
         speed = progress.Update(step, 1.0, 50.0, waited=waited)
     assert speed.input_wait == pytest.approx(0.2)

@@ -97,6 +97,23 @@ def test_a_saved_position_gives_the_same_batches(kind, folder):
     assert again.GetState() == resumed.GetState()
 
 
+def test_rows_of_processes_are_those_of_one_and_others_are_not_read(folder, monkeypatch):
+    inputs, read = _input(folder, batch_size=5), []
+    whole = _take(iter(inputs), 4)
+    of_split = FolderSplit.Read
+    monkeypatch.setattr(
+        FolderSplit, "Read", lambda self, i, n: read.append(i) or of_split(self, i, n)
+    )
+    for rows in ([0, 3], [1, 2, 4], []):
+        batches = iter(inputs)
+        batches.rows = rows
+        read.clear()
+        for mine, all_rows in zip(_take(batches, 4), whole):
+            np.testing.assert_array_equal(mine.images[rows], all_rows.images[rows])
+            np.testing.assert_array_equal(mine.labels[rows], all_rows.labels[rows])
+        assert len(read) == 4 * len(rows)
+
+
 def test_a_position_of_other_images_or_another_seed_is_refused(folder):
     state = iter(_input(folder)).GetState()
     with pytest.raises(ImageDataError, match="of other images"):
