@@ -7,6 +7,7 @@ batch; a batch is complete when enough of them wait. So few positions are paddin
 say where a pair goes: `fill_batch` chooses rows, and `to_batch` fills those whose ids it is given.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,6 @@ Sized = tuple[int, int, Any]
 MAX_WAITING = 512
 # A row with less free space than this is full: hardly any pair is shorter, including eos.
 _SMALLEST_SIDE = 2
-_BLOCK = 16  # rows that are passed over at once
-_ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -81,46 +80,33 @@ class _Rows:
     def __init__(self, shape: Shape):
         self.pairs: list[list[Any]] = [[] for _ in range(shape.rows)]
         self.open, self._pack = shape.rows, shape.pack
-        # Free space for ids in each row, where every pair also takes one position for eos or bos; then a block that has
-        # space for any pair.
-        endless, starts = [_ENDLESS] * _BLOCK, range(0, shape.rows + _BLOCK, _BLOCK)
-        self._source_room = [shape.source_length] * shape.rows + endless
-        self._target_room = [shape.target_length] * shape.rows + endless
-        # The most in a row of each block.
-        self._most_source = [max(self._source_room[i : i + _BLOCK]) for i in starts]
-        self._most_target = [max(self._target_room[i : i + _BLOCK]) for i in starts]
-        # A block before which none has space for a pair of some lengths; space only shrinks.
-        self._first: dict[tuple[int, int], int] = {}
+        # Free space for ids; every pair also takes one position for eos or bos.
+        self._source_room = np.full(shape.rows, shape.source_length, np.int32)
+        self._target_room = np.full(shape.rows, shape.target_length, np.int32)
+        self._numbers = _numbers(max(shape.source_length, shape.target_length))
+        self._fits, self._target_fits = np.empty((2, shape.rows), np.bool_)
 
     def Add(self, source: int, target: int, pair: Any) -> bool:
         """Puts a pair into the first row with space. Returns False if no row has space."""
-        source_room, target_room = self._source_room, self._target_room
-        most_source, most_target = self._most_source, self._most_target
-        block, row = self._first.get((source, target), 0), -1
-        while row < 0:
-            while most_source[block] <= source or most_target[block] <= target:
-                block += 1
-            self._first[source, target] = block
-            start = block * _BLOCK
-            for i in range(start, start + _BLOCK):
-                if source_room[i] > source and target_room[i] > target:
-                    row = i
-                    break
-            else:
-                block += 1
-        if row >= len(self.pairs):
+        source_room, target_room, fits = self._source_room, self._target_room, self._fits
+        np.greater(source_room, self._numbers[source], fits)
+        np.greater(target_room, self._numbers[target], self._target_fits)
+        np.logical_and(fits, self._target_fits, fits)
+        row = fits.tobytes().find(1)
+        if row < 0:
             return False
-        had_source, had_target = source_room[row], target_room[row]
-        source_room[row] = source_left = had_source - source - 1 if self._pack else 0
-        target_room[row] = target_left = had_target - target - 1 if self._pack else 0
-        if had_source == most_source[block]:
-            most_source[block] = max(source_room[start : start + _BLOCK])
-        if had_target == most_target[block]:
-            most_target[block] = max(target_room[start : start + _BLOCK])
+        source_room[row] = source_left = source_room.item(row) - source - 1 if self._pack else 0
+        target_room[row] = target_left = target_room.item(row) - target - 1 if self._pack else 0
         if source_left < _SMALLEST_SIDE or target_left < _SMALLEST_SIDE:
             self.open -= 1
         self.pairs[row].append(pair)
         return True
+
+
+@functools.lru_cache
+def _numbers(count: int) -> list[np.ndarray]:
+    """0, 1, ... as arrays, with which NumPy compares in a fifth of the time that a Python number takes."""
+    return [np.array(i, np.int32) for i in range(count)]
 
 
 def to_batch(rows: Sequence[Sequence[tuple]], shape: Shape) -> NestedMap:
