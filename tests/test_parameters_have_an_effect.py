@@ -79,7 +79,8 @@ def _kind(p: Params) -> Any:
         (
             "lm.Tiny",
             "task.num_experts=4;task.moe.router=top_k;task.attention=extended;task.attention.qk_norm=head;"
-            "task.nth_attention=latent;task.position=yarn;task.multi_token_weight=0.5",
+            "task.attention.biases=True;task.attention.sinks=True;task.attention.window=3;task.moe.experts.biases=True;"
+            "task.nth_attention=latent;task.position=yarn;task.multi_token_weight=0.5;task.fprop_dtype=bfloat16",
         ),
         ("image.Digits", ""),
     ],

@@ -3,6 +3,7 @@
 Letters: B batch, T time, H hidden, E expert, G group, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -142,10 +143,13 @@ def units(task: HyperParams, real_BT: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 def shrink_experts(task: HyperParams, size: Size) -> int:
     """Sets the smallest sizes of experts that a mesh divides, and returns the number of groups; see BaseTask.Shrink."""
-    groups = size("G", 1) if task.num_groups else 0
+    groups, router = size("G", 1) if task.num_groups else 0, dict(task.moe.router.IterParams())
+    of_experts, chosen = router.get("expert_groups", 1), router.get("groups_per_token", 1)
+    unit = math.lcm(size("E", 1), of_experts)
+    least = max(4, router.get("k", 1) * of_experts // chosen)
     task.Set(
         expert_hidden_dim=size("H", 12) if task.expert_hidden_dim else 0,
-        num_experts=size("E", 4) if task.num_experts else 0,
+        num_experts=unit * -(-least // unit) if task.num_experts else 0,
         num_groups=groups,
     )
     return groups

@@ -38,8 +38,8 @@ class OpenModel(registry.Experiment):
             label_smoothing=0.0,
             optimizer=Adam.Params(),
             fprop_dtype="bfloat16",
-            activation_split={"B": "data", "G": "data", "E": "data", **inside},
-            weight_split={"E": "data", **inside},
+            activation_split={"B": "data", **inside},
+            weight_split=inside,
         )
 
     def Input(self) -> InstantiableParams:
@@ -48,12 +48,15 @@ class OpenModel(registry.Experiment):
         )
 
     def Train(self) -> Params:
-        return registry.TrainParams().Set(mesh="data:8,model:1", shard_state="weights")
+        rows = "expert" if self.Task().num_experts else "data"
+        return registry.TrainParams().Set(mesh=f"{rows}:8,model:1", shard_state="weights")
 
 
 def with_experts(p: InstantiableParams, num: int, width: int, k: int, **router: object) -> None:
-    """Gives a task experts, by top-k routing without drops and a loss by row."""
+    """Gives a task experts, sharded as rows are, by top-k routing without drops and a loss by row."""
     p.Set(num_experts=num, expert_hidden_dim=width)
+    p.activation_split = {**p.activation_split, **dict.fromkeys("BGE", "expert")}
+    p.weight_split = {**p.weight_split, "E": "expert"}
     p.moe.Set(router=TopKRouter.Params().Set(k=k, **router), dispatcher="dropless")
 
 

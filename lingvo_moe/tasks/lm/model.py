@@ -216,12 +216,11 @@ class LmModel(TransformerTask):
 
     def Units(self, batch: NestedMap) -> NestedMap:
         """See BaseTask: tokens that are not padding; with experts also the groups with a token."""
-        tokens, groups = experts.units(self.p, tf.cast(batch.segment_ids > 0, tf.float32))
-        return (
-            NestedMap(tokens=tokens, groups=groups)
-            if self.p.num_experts
-            else NestedMap(tokens=tokens)
-        )
+        real = tf.cast(batch.segment_ids > 0, tf.float32)
+        if not self.p.num_experts:
+            return NestedMap(tokens=tf.reduce_sum(real))
+        tokens, groups = experts.units(self.p, real)
+        return NestedMap(tokens=tokens, groups=groups)
 
     # --- training
 

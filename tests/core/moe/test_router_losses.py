@@ -7,6 +7,10 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.moe import losses_and_metrics as losses
+from lingvo_moe.core.moe.routers.top_k import TopKRouter
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import single_device, use_mesh
 
 REAL = np.array([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], np.float32)
 RNG = np.random.default_rng(0)
@@ -80,3 +84,22 @@ def test_log_partition_does_not_overflow():
     np.testing.assert_allclose(
         losses.log_partition(logits), [[500 + math.log(2), -500 + math.log(2)]], 1e-6
     )
+
+
+def test_the_load_balance_loss_by_row_is_deepseek_v3_s_loss_by_sequence():
+    """Its report, equations 17 to 20, written out; the bias takes part in the choice alone."""
+    E, k, T = 6, 2, 5
+    p = TopKRouter.Params().Set(name="router", model_dim=4, num_experts=E, k=k, gate="sigmoid")
+    router = p.Set(balance_bias=0.1).Instantiate()
+    rng = np.random.default_rng(1)
+    wg, bias, x = (rng.normal(size=s).astype("float32") for s in ((4, E), (E,), (3, T, 4)))
+    with use_mesh(single_device()):
+        theta = NestedMap(wg=tf.constant(wg), balance_bias=tf.constant(bias))
+        routing = router.FProp(theta, tf.constant(x), tf.zeros([3, T]), None, make_seed(0, 0))
+    expected = 0.0
+    for row in x:
+        scores = 1 / (1 + np.exp(-row @ wg))
+        chosen = np.argsort(-(scores + bias), -1)[:, :k]
+        f = E / (k * T) * np.bincount(chosen.ravel(), minlength=E)
+        expected += f @ (scores / scores.sum(-1, keepdims=True)).mean(0) / len(x)
+    np.testing.assert_allclose(routing.metrics.loss_load_balance, expected, rtol=1e-5)

@@ -99,6 +99,21 @@ def test_the_head_predicts_the_token_after_the_next_of_the_same_text():
     )
 
 
+def test_experts_grow_out_of_dense_layers_of_every_kind():
+    """The first layers, the dense ones of blocks and the second head's layer among them: the loss stays."""
+    same = "task.expert_hidden_dim=0;task.moe.num_shared_experts=0;task.multi_token_weight=0.3"
+    _, large, inputs = _experiment(same)
+    differ = large.GrowsFrom(large.p)
+    small = large.p.Copy().Set(**differ).Instantiate()
+    batch = large.SampleBatch(inputs, np.random.RandomState(0)).Transform(tf.constant)
+    with use_mesh(single_device()):
+        before = small.InitTheta(make_seed(0, 0))
+        after = large.Grow(before, large.InitTheta(make_seed(1, 0)))
+        (_, old), (_, new) = (m.FProp(t, batch) for m, t in ((small, before), (large, after)))
+    for name in ("nll", "multi_token_nll"):
+        np.testing.assert_allclose(new[name], old[name], rtol=1e-5)
+
+
 def test_steps_over_a_cache_give_the_rows_of_the_whole_pass():
     _, model, _ = _experiment()
     with use_mesh(single_device()):

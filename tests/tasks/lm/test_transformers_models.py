@@ -13,7 +13,7 @@ import tensorflow as tf
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.pipeline.parts import Context
-from lingvo_moe.core.sharding import Mesh, use_mesh
+from lingvo_moe.core.sharding import single_device, use_mesh
 
 TESTDATA = Path(__file__).parent / "testdata"
 SIZES = "task.vocab_size=13;task.model_dim=8;task.hidden_dim=12;task.num_heads=4;task.key_dim=4"
@@ -64,7 +64,7 @@ def test_logits(name):
     ids = tf.cast(recorded.ids, tf.int32)
     at = tf.tile(tf.range(ids.shape[1])[tf.newaxis], [ids.shape[0], 1])
     batch = NestedMap(ids=ids, labels=ids, segment_ids=tf.ones_like(ids), segment_pos=at)
-    with use_mesh(Mesh.parse("data:1,model:1")):
+    with use_mesh(single_device()):  # without the axes of the experiment
         carry, _, _ = model.Forward().Run(theta, Context(batch))
         y = model.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
         logits = model.softmax.FProp(model.SoftmaxTable(theta), y)
