@@ -80,8 +80,8 @@ def find(environ: Mapping[str, str] = os.environ) -> Launch | None:
         return _hydra(_Variables("MPI", environ))
     if "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
         return _slurm(_Variables("Slurm", environ), environ)
-    if "TPU_WORKER_ID" in environ:
-        return _tpu(_Variables("TPU", environ), environ)
+    if names := environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES"):
+        return _tpu(_Variables("TPU", environ), names.split(","), environ)
     if "JOB_COMPLETION_INDEX" in environ and any(name in environ for name in _JOBSET):
         return _jobset(_Variables("JobSet", environ))
     return None
@@ -129,15 +129,14 @@ def _tasks_of_nodes(text: str) -> list[int]:
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
-def _tpu(of: _Variables, environ: Mapping[str, str]) -> Launch:
-    names = environ.get("TPU_PROCESS_ADDRESSES") or of.Text("TPU_WORKER_HOSTNAMES")
-    workers = names.split(",")
+def _tpu(of: _Variables, workers: list[str], environ: Mapping[str, str]) -> Launch:
     slices, part = 1, 0
     coordinator = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "")
     if coordinator:
         slices, part = of.Integer("MEGASCALE_NUM_SLICES"), of.Integer("MEGASCALE_SLICE_ID")
     host = (coordinator or workers[0]).split(":")[0]
-    number = part * len(workers) + of.Integer("TPU_WORKER_ID")
+    worker = of.Integer("TPU_WORKER_ID") if len(workers) > 1 else 0
+    number = part * len(workers) + worker
     return Launch("TPU", slices * len(workers), number, f"{host}:8482")
 
 

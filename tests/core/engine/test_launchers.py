@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lingvo_moe.core.engine import launchers
+from lingvo_moe.core.engine import devices, launchers
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.launchers import Launch
 
@@ -47,7 +47,7 @@ def _find(*variables):
         ("PMI_SIZE=4 PMI_RANK=3 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1", "MPI", 4, 3, "", (1, 2)),
         (_JOBSET, "JobSet", 12, 9, "train-workers-0-0.train", None),
         (_TPU, "TPU", 2, 1, "t0", None),
-        ("TPU_WORKER_ID=0 TPU_PROCESS_ADDRESSES=t0:8471", "TPU", 1, 0, "t0", None),
+        ("TPU_PROCESS_ADDRESSES=t0:8471", "TPU", 1, 0, "t0", None),
         (
             f"{_TPU} {_JOBSET} MEGASCALE_COORDINATOR_ADDRESS=s0:80 MEGASCALE_NUM_SLICES=3 MEGASCALE_SLICE_ID=2",
             *("TPU", 6, 5, "s0", None),
@@ -91,6 +91,7 @@ def test_an_allocation_without_srun_is_noted():
     "call, message",
     [
         (lambda: _find("OMPI_COMM_WORLD_SIZE=2"), "has set no variable OMPI_COMM_WORLD_LOCAL_RANK"),
+        (lambda: _find("TPU_WORKER_HOSTNAMES=t0,t1"), "TPU: has set no variable TPU_WORKER_ID"),
         (lambda: _find(_JOBSET, "JOB_INDEX=two"), "JobSet: JOB_INDEX=two: expected an integer"),
         (lambda: _find(_JOBSET, "JOB_INDEX=3"), "number 13 of 12"),
         (lambda: _find("JOB_COMPLETION_INDEX=0 JOB_INDEX=0"), "no variable PROCESSES_IN_JOB"),
@@ -149,3 +150,24 @@ def test_mpi4py_tells_an_address_that_no_variable_has(monkeypatch):
 def test_gpus_of_a_machine_are_divided(local, environ, gpus, used):
     launch = Launch("Slurm", 8, 0, "", local)
     assert launchers.local_gpus(launch, environ, gpus) == used
+
+
+def test_a_job_in_which_jax_finds_another_count_is_refused(monkeypatch):
+    calls = []
+    jax = SimpleNamespace(
+        config=SimpleNamespace(update=lambda *_: None),
+        distributed=SimpleNamespace(initialize=lambda *args, **named: calls.append((args, named))),
+        devices=devices.jax.devices,
+        process_count=lambda: 1,
+    )
+    monkeypatch.setattr(devices, "jax", jax)
+    monkeypatch.setattr(devices.gpu_settings, "count_gpus", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in (pair.split("=") for pair in _SLURM.split()):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(devices, "_answers", lambda *_: True)
+    with pytest.raises(EngineError, match="process 3 of 4: JAX has found 1 processes on cpu"):
+        devices.initialize_distributed("127.0.0.1:1", 4, 3)
+    [(args, named)] = calls
+    assert args == ("127.0.0.1:1", 4, 3, [4, 5, 6, 7])
+    assert named["cluster_detection_method"] == "deactivate"
