@@ -122,10 +122,9 @@ def leave(status: int, line: str = "", wait: bool = True) -> None:
 
 
 def failure(to_all: Mapping[str, str]) -> Failure | None:
-    """Returns what another process has announced, by the keys and values of TO_ALL."""
+    """Returns what a process has announced, by the keys and values of TO_ALL."""
     text = to_all.get(_FAILED)
-    found = Failure(**json.loads(text)) if text else None
-    return found if found and found.by != job_state().process_id else None
+    return Failure(**json.loads(text)) if text else None
 
 
 def _announce(line: str, waits: bool) -> None:

@@ -107,16 +107,13 @@ def watching(stall_seconds: float) -> Iterator[None]:
 class _Watcher:
     def __init__(self, stall_seconds: float):
         state = job_state()
-        self._client, self._number, self._count = (
-            state.client,
-            state.process_id,
-            state.num_processes,
-        )
-        self._address = state.coordinator_address
+        self._client, self._address = state.client, state.coordinator_address
+        self._number, self._count = state.process_id, state.num_processes
         self._progress = Progress(stall_seconds)
         self._host = socket.gethostname()
         self._beats, self._order = 0, ""
-        self._answered = time.monotonic()
+        # Seconds in which this process was at work itself: the others are not silent while it is stopped.
+        self._clock, self._looked = 0.0, time.monotonic()
         self._over = threading.Event()
 
     def Stop(self) -> None:
@@ -128,14 +125,15 @@ class _Watcher:
         while not self._over.wait(0.1 if PACE.held and self._order == _HOLD else _INTERVAL):
             try:
                 to_all = dict(self._client.key_value_dir_get(job.TO_ALL))
-                if failure := job.failure(to_all):
+                failure = job.failure(to_all)
+                if failure and failure.by != self._number:
+                    self.Stop()  # whoever waits for the others answers nobody
                     say(f"error: {failure.line}")
                     job.leave(job.STATUS, wait=failure.waits)
                 self._obey(to_all.get(_ORDER, ""))
                 self._report()
-                if self._number == 0:
+                if self._number == 0 and not failure:
                     self._judge()
-                self._answered = time.monotonic()
             except jax.errors.JaxRuntimeError:  # process 0 is gone, or does not answer
                 continue
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -143,8 +141,11 @@ class _Watcher:
 
     def AwaitAnswers(self) -> None:
         """Ends this process if process 0 does not answer, whose service then keeps the other thread waiting."""
+        beats, silent = 0, 0.0
         while self._number and not self._over.wait(_INTERVAL):
-            if PACE.begun and time.monotonic() - self._answered > SILENCE:
+            silent = silent + _INTERVAL if self._beats == beats else 0.0
+            beats = self._beats
+            if PACE.begun and silent > SILENCE:
                 say(
                     f"error: process 0 of the job, at {self._address}, has not answered for {SILENCE:.0f} s; it was "
                     f"stopped or cut off (this is process {self._number}, at step {PACE.begun})"
@@ -168,7 +169,9 @@ class _Watcher:
     def _judge(self) -> None:
         found = self._client.key_value_dir_get(_AT)
         reports = {int(key.rpartition("/")[2]): Report(**json.loads(text)) for key, text in found}
-        if why := self._progress.Why(reports, time.monotonic()):
+        now = time.monotonic()
+        self._clock, self._looked = self._clock + min(now - self._looked, 2 * _INTERVAL), now
+        if why := self._progress.Why(reports, self._clock):
             say(f"error: {why}")
             job.leave(job.STATUS, line=why, wait=False)
         if not self._order and any(report.asks for report in reports.values()):
