@@ -377,11 +377,12 @@ class BatchIterator(base_input.BatchIterator):
 
     def _drawn(self) -> Iterator[Sized]:
         """The next pairs that fit, or are truncated."""
-        shape, truncates, left_out = self._shape, self._input.p.too_long == "truncate", 0
-        source_length, target_length = shape.source_length, shape.target_length
+        truncates, left_out = self._input.p.too_long == "truncate", 0
+        source_length, target_length = self._shape.source_length, self._shape.target_length
+        counts = self.counts
         for language, position, source, target in self._order:
             if source >= source_length or target >= target_length:
-                self.counts["too_long"] += 1
+                counts["too_long"] += 1
                 left_out += 1
                 if truncates:
                     source, target = self._truncated(source, target)
@@ -393,7 +394,7 @@ class BatchIterator(base_input.BatchIterator):
                         f" target_length={target_length}; make them larger, or set too_long='truncate'"
                     )
             left_out = 0
-            self.counts["pairs"] += 1
+            counts["pairs"] += 1
             yield source, target, (language, position)
 
     def _truncated(self, source: int, target: int) -> tuple[int, int]:

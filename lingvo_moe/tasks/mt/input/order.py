@@ -80,12 +80,13 @@ class PairOrder:
         self._after = list(self._before)
         epochs: list[Epoch] = []
         for lang in np.flatnonzero(counts).tolist():
-            start = self._before[lang]
+            start, size = self._before[lang], self._sizes[lang]
             self._after[lang] = start + int(counts[lang])
-            epoch, within = np.divmod(np.arange(start, self._after[lang]), self._sizes[lang])
-            for e in range(epoch[0], epoch[-1] + 1):
-                key = (self._seed, self._names[lang], e)
-                epochs.append((within[epoch == e], self._shards[lang], key))
+            while start < self._after[lang]:
+                epoch, first = divmod(start, size)
+                within = np.arange(first, min(first + self._after[lang] - start, size))
+                epochs.append((within, self._shards[lang], (self._seed, self._names[lang], epoch)))
+                start += len(within)
         by_language = np.argsort(languages, kind="stable")
         positions = np.empty(_BLOCK, np.int64)
         positions[by_language] = np.concatenate(shuffled(epochs))
