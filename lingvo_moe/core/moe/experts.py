@@ -22,7 +22,7 @@ from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS, FeedForward
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
-from lingvo_moe.core.tensors import keeps
+from lingvo_moe.core.tensors import keeps, runtime_zeros, shape_of
 
 _MISSING = FEWEST_ROWS - 1  # the most padding rows that a packed expert can need
 _MOST_PACKED = 256  # a product for each of more would be a large graph
@@ -200,7 +200,8 @@ class Experts(BaseExperts):
             return rows.values
         bias = f"{name}_bias"
         expert, hidden = self._Mapping(bias, "EM" if name == "wo" else "EH")
-        ones = rows.With(tf.ones_like(rows.values[..., :1]))
+        shape = [*shape_of(rows.values)[:-1], 1]
+        ones = rows.With(1.0 + runtime_zeros(theta[bias], rows.values.dtype, shape))
         each = self.Cast(theta[bias])[:, tf.newaxis]
         return rows.values + ones.MatMul(each, (expert, None, hidden)).values
 
