@@ -26,7 +26,7 @@ class Damage:
 
     Attributes:
         kind: one of KINDS.
-        path: the file that is damaged.
+        path: the file that is damaged; or what has a path's methods, such as an object in a bucket.
         other: for a swap, the file that `path` changes contents with; else None.
         where: for a flip and a cut, where in the file, as a share of its length: 0 <= where < 1.
         bit: for a flip, which bit of the byte.
@@ -63,7 +63,8 @@ class Damage:
     def Undo(self) -> None:
         """Restores bytes, mode and times, whatever happened to the files since Apply."""
         for path, (content, stat) in self._before.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(path, Path):
+                path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, content, stat)
         self._before.clear()
 
@@ -119,7 +120,10 @@ def full_disk(free: int) -> Iterator[None]:
 
 
 def _write(path: Path, content: bytes, stat: os.stat_result) -> None:
-    """Replaces a file, so that open or mapped files keep the old contents."""
+    """Replaces a file, so that open or mapped files keep the old contents; or an object in a bucket."""
+    if not isinstance(path, Path):
+        path.write_bytes(content)
+        return
     temp = path.with_name(f".{path.name}.damage")
     temp.write_bytes(content)
     temp.chmod(stat.st_mode & 0o7777)

@@ -1,21 +1,29 @@
 """Random single damages to runs and exported models: an error names the file, and no process crashes.
 
+Checkpoints are damaged on disk and in a bucket (moto's), by themselves: the newest one that is whole is found.
+
 The reader is a separate process, so that a crash is noticed. To damage a run and an export of your own, many times:
 `make damage RUN=... EXPORT=... EXAMPLES=1000`.
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import object_storage
 import pytest
 from damage import Damage, damages
+
+from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, SavedSteps
 
 _COUNT = int(os.environ.get("DAMAGES", "100"))
 _SEED = int(os.environ.get("DAMAGES_SEED", "0"))
@@ -47,8 +55,31 @@ def _read_export(path: str) -> list[str]:
     return []
 
 
+def _read_checkpoints(place: str) -> list[str]:
+    """Reads each step; returns the errors, and last the step that commands would take."""
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+
+    found, whole = [], 0
+    with Checkpointer(place, read_only=True) as checkpointer:
+        for step in checkpointer.Steps():
+            try:
+                checkpointer.RestoreToNumpy(step=step)
+                whole = step
+            except CheckpointError as e:
+                found.append(str(e))
+    return [*found, f"newest: {whole}"]
+
+
+_READ = {
+    "run": _read_run,
+    "export": _read_export,
+    "disk": _read_checkpoints,
+    "bucket": _read_checkpoints,
+}
+
+
 def _answer_requests() -> None:
-    """For each line `run PATH` or `export PATH` of standard input, prints the result of reading it as JSON."""
+    """For each line of standard input, a kind of _READ and a path, prints the result of reading it as JSON."""
     for line in sys.stdin:
         kind, path = line.rstrip("\n").split(" ", 1)
         said = io.StringIO()
@@ -56,7 +87,7 @@ def _answer_requests() -> None:
         logging.getLogger().addHandler(handler)
         with contextlib.redirect_stderr(said):
             try:
-                lines = (_read_run if kind == "run" else _read_export)(path)
+                lines = _READ[kind](path)
             except (ValueError, OSError) as e:
                 lines = [str(e)]
             except Exception as e:  # a traceback, in a command
@@ -134,7 +165,22 @@ def _silent(kind: str, damage: Damage, said: list[str]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def reader():
+def steps(run_and_export, tmp_path_factory) -> Iterator[dict[str, SavedSteps]]:
+    """The checkpoints of the run, on disk and in a bucket."""
+    disk = tmp_path_factory.mktemp("checkpoints") / "checkpoints"
+    shutil.copytree(run_and_export["run"] / "checkpoints", disk)
+    with object_storage.bucket(proxied=False):
+        found = {"disk": SavedSteps(disk), "bucket": SavedSteps("s3://bucket/checkpoints")}
+        for step in found["disk"].Steps():
+            for name in found["disk"].Of(step).List():
+                found["bucket"].Part(step).Write(name, found["disk"].Of(step).Read(name))
+            listed = found["disk"].Of(step).Read(LIST)
+            assert found["bucket"].Complete(step, hashlib.sha256(listed).hexdigest())
+        yield found
+
+
+@pytest.fixture(scope="module")
+def reader(steps):
     reader = Reader()
     yield reader
     reader.Close()
@@ -151,7 +197,7 @@ def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, reader, k
     wrong = []
     assert reader.Read(kind, path) == []  # nothing is said of what is whole
     # Files are drawn with equal probability: most of the bytes are in a few of them.
-    for damage in damages(files, _COUNT // 2, _SEED):
+    for damage in damages(files, _COUNT // len(_READ), _SEED):
         damage.Apply()
         try:
             said = reader.Read(kind, path)
@@ -160,6 +206,34 @@ def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, reader, k
         if _silent(kind, damage, said):
             wrong.append(f"{damage}: {said}")
     assert reader.Read(kind, path) == []
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_the_newest_whole_checkpoint_is_found(steps, reader, place):
+    saved = steps[place]
+    files: list = [object_storage.Object(saved.store, name) for name in saved.store.List()]
+    if place == "disk":
+        files = [saved.store.path / name for name in saved.store.List()]
+    everything, wrong = saved.Steps(), []
+    assert reader.Read(place, saved.store.address) == [f"newest: {everything[-1]}"]
+    for damage in damages(files, _COUNT // len(_READ), _SEED):
+        hit = [p for p in (damage.path, damage.other) if p]
+        hit_steps = {int(p.relative_to(saved.store.address).parts[0]) for p in hit}
+        newest = max((s for s in everything if s not in hit_steps), default=0)
+        damage.Apply()
+        try:
+            said = reader.Read(place, saved.store.address)
+        finally:
+            damage.Undo()
+        advised = newest and newest < max(hit_steps) and damage.path.name not in (LIST, COMMIT)
+        if (
+            _silent(place, damage, said)
+            or f"newest: {newest}" not in said
+            or (advised and not any(f"to go on from step {newest}," in line for line in said))
+        ):
+            wrong.append(f"{damage}: {said}")
+    assert reader.Read(place, saved.store.address) == [f"newest: {everything[-1]}"]
     assert not wrong, "\n".join(wrong)
 
 

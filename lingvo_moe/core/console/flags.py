@@ -186,7 +186,7 @@ class Flags(flags.FlagValues):
     ) -> None:
         """Defines a flag that names a file or a directory, checked by lingvo_moe.core.files.paths.
 
-        `portable`: True for a run or an exported model, which Orbax and TensorFlow read and write.
+        `portable`: True for a run or an exported model, which TensorStore and TensorFlow read and write.
         """
         self._Define(name, default, help, _checked(str, checks.TEXT), required)
         self._CheckPaths(name, check_portable if portable else check_local)

@@ -4,8 +4,7 @@ The libraries' treatment of special characters was found by trying each of them:
 
 * TensorStore and TensorFlow write below a directory with `[`, `]` or a backslash in its name, and cannot read what
   they wrote: they take these for a pattern.
-* Orbax reads `.../gs:/...` and `/gs/...` (also `/s3/...`, `/az/...`, `/hf/...`) as addresses of remote storage.
-* Orbax, TensorFlow and ArrayRecord take no name that is not UTF-8.
+* TensorStore, TensorFlow and ArrayRecord take no name that is not UTF-8.
 
 All other characters work: spaces, newlines, wildcards, percent signs, any letter of Unicode.
 """
@@ -16,7 +15,6 @@ import re
 # pathlib makes one slash of two, so that `gs:/bucket` may be what is left of an address.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _PATTERNS = "[]\\"
-_REMOTE_ROOTS = ("gs", "s3", "az", "hf")
 _LONGEST = 4096 - 256  # bytes: the kernel's limit, less what lies below a run's directory
 _LINK = "a symbolic link to it, with a plain name, works (ln -s)"
 
@@ -53,7 +51,7 @@ def check_local(path: str | os.PathLike, what: str) -> None:
 
 
 def check_portable(path: str | os.PathLike, what: str) -> None:
-    """Accepts a path for directories that Orbax or TensorFlow read or write: runs and exported models.
+    """Accepts a path for directories that TensorStore or TensorFlow read or write: runs and exported models.
 
     Arguments are those of check_local.
 
@@ -70,14 +68,6 @@ def check_portable(path: str | os.PathLike, what: str) -> None:
         raise PathError(
             f"{said}: checkpoints and models could not be read again from a directory with {found} in its path, "
             f"{whole!r}; choose another path; {_LINK}"
-        )
-    parts = whole.split("/")[1:]
-    colons = (part for part in parts if part.endswith(":"))
-    misread = parts[0] if parts[0] in _REMOTE_ROOTS else next(colons, "")
-    if misread:
-        raise PathError(
-            f"{said}: {misread!r} in {whole!r} would be read as the address of remote storage; choose another path; "
-            f"{_LINK}"
         )
     if len(whole.encode()) > _LONGEST:
         raise PathError(

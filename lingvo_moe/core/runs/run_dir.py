@@ -21,7 +21,6 @@ names no other --data_dir.
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -45,6 +44,7 @@ from lingvo_moe.core.runs.run_description import (
     read_program,
     write_program,
 )
+from lingvo_moe.core.runs.saved_steps import SavedSteps
 from lingvo_moe.core.runs.time_record import FILE as _TIME
 
 if TYPE_CHECKING:  # it imports TensorFlow
@@ -118,11 +118,7 @@ class RunDir:
     @property
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first; they have their names only when they are complete."""
-        try:
-            names = os.listdir(self.checkpoint_dir)
-        except (FileNotFoundError, NotADirectoryError):  # there is none, or --restart just moved it
-            return []
-        return sorted(int(name) for name in names if re.fullmatch("[0-9]+", name))
+        return SavedSteps(self.checkpoint_dir).Steps()
 
     def Inside(self, name: str) -> Path:
         """The path of a file or directory in the run, to read or to write, whether it is there or not.

@@ -1,6 +1,5 @@
 """Every path either works with all libraries or is refused before anything is written."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +43,6 @@ def test_refused_for_all(path, message):
         ("/data/run [1]", "--logdir=/data/run [1]: checkpoints and models could not be read again"),
         ("a]", "a directory with ] in its path"),
         ("a\\b", r"a directory with \ in its path"),
-        ("/gs/run", "'gs' in '/gs/run' would be read as the address of remote storage"),
-        ("x/gs:/run", "'gs:' in"),
         ("x/" * 2000, "bytes long; at most 3840"),
     ],
 )
@@ -70,7 +67,7 @@ def test_names_are_refused_for_what_libraries_misread_and_nothing_else(name):
     """All names are accepted except those that some library misread."""
     path = f"/data/{name}"
     bad = set(name) & set("[]\\\0") or any("\ud800" <= c <= "\udfff" for c in name)
-    if bad or any(part.endswith(":") for part in os.path.abspath(path).split("/")):
+    if bad:
         with pytest.raises(PathError) as e:
             check_portable(path, "--logdir")
         assert "/data/" in str(e.value) and len(str(e.value).splitlines()) == 1
@@ -100,7 +97,7 @@ def _round_trip(place):
     assert tf.saved_model.load(str(place / "model")).double(2.0) == 4.0
 
 
-@pytest.mark.parametrize("name", [_ALLOWED, "日本 é\n\u200b*"])
+@pytest.mark.parametrize("name", [_ALLOWED, "gs:", "日本 é\n\u200b*"])
 def test_what_is_accepted_is_written_and_read_again(tmp_path, name):
     place = tmp_path / name / "below"
     check_portable(place, "--logdir")

@@ -1,39 +1,67 @@
-"""Digests of a checkpoint's files: written before the checkpoint gets its name, verified before it is used.
+"""Digests of a checkpoint's files: written before the checkpoint is complete, verified before it is used.
 
-Orbax writes a step into a directory with a temporary name and renames it when it is complete. The list of digests is
-written just before the renaming, so every named step has its list, whenever a process was killed. Digests are of the
-files as read back at that time; earlier changes by the disk are not detected.
+Each process lists the files that it wrote, as it reads them back; process 0 joins the lists, and then completes the
+step. So every complete step has its list, whenever a process was killed. Changes before a file is read back are found
+by the checksums of the arrays' chunks alone.
 """
 
-import asyncio
-import os
-from pathlib import Path
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-import orbax.checkpoint as ocp
+from lingvo_moe.core.engine.checkpoints import arrays
+from lingvo_moe.core.files.manifest import (
+    XXH128,
+    ManifestError,
+    read_manifest,
+    verify_manifest,
+    write_manifest,
+)
+from lingvo_moe.core.files.store import Store
+from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, SavedSteps
 
-from lingvo_moe.core.files.manifest import XXH128, ManifestError, verify_manifest, write_manifest
-
-NAME = "files.xxh128"
+ABOUT = "about/metadata"
+_PART = "part.xxh128"  # the list of what one process wrote
+_POLL = 0.2  # seconds
 
 
 class NotListedError(ManifestError):
     """A step without a list of digests, so that damage could not be detected."""
 
 
-class DigestedDirectory(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """Orbax's temporary directory of a step, or of an item in it, that lists its files before it is renamed."""
-
-    async def finalize(self) -> None:
-        """Writes the list if the directory is a step, and renames it. Called by Orbax on one process."""
-        if self._checkpoint_metadata_store:
-            # Orbax writes metadata of the step in a thread; nothing may change once it is listed.
-            await asyncio.to_thread(self._checkpoint_metadata_store.wait_until_finished)
-        if self.get_final().name.isdigit():
-            await asyncio.to_thread(write_manifest, os.fspath(self.get()), NAME, None, XXH128)
-        await asyncio.to_thread(self.get().rename, self.get_final())
+def write_part(step: Store, process: int, pieces: list[arrays.Piece]) -> None:
+    """Writes and lists what a process has of a step. Raises Exception: as arrays.write, or OSError."""
+    arrays.write(step, process, pieces)
+    write_manifest(step.Below(arrays.part_of(process)), _PART, digest=XXH128)
 
 
-def verify_step(directory: str | os.PathLike, part: tuple[int, int] = (0, 1)) -> None:
+def join_parts(step: Store, processes: int, about: Mapping[str, Any]) -> str:
+    """Waits for the parts of all processes, joins them, and lists all files of the step with its JSON.
+
+    Returns the digest of the list. Raises Exception: as write_part.
+    """
+    known: dict[str, str] = {}
+    for process in range(processes):
+        name = arrays.part_of(process)
+        part = step.Below(name)
+        await_true(partial(part.Has, _PART))
+        known |= {f"{name}/{path}": d for path, d in read_manifest(part, _PART).items()}
+    arrays.join(step, processes)
+    step.Write(ABOUT, json.dumps(about).encode())
+    write_manifest(step, LIST, digest=XXH128, known=known)
+    return _digest(step)
+
+
+def await_true(condition: Callable[[], bool]) -> None:
+    """Waits for something that another process does. Where that one fails, the job ends (engine/loop/job.py)."""
+    while not condition():
+        time.sleep(_POLL)
+
+
+def verify_step(steps: SavedSteps, step: int, part: tuple[int, int] = (0, 1)) -> None:
     """Compares the files of a step with their digests.
 
     `part` (i, n): this process takes the i-th share of n.
@@ -43,10 +71,16 @@ def verify_step(directory: str | os.PathLike, part: tuple[int, int] = (0, 1)) ->
         ManifestError: names the file that is damaged or missing, or was added.
         OSError: a file cannot be read.
     """
-    if not Path(directory, NAME).is_file():
+    files = steps.Of(step)
+    if not files.Has(LIST):
         raise NotListedError(
-            f"{NAME}, the list of its files, is missing, so damage cannot be detected: the list was deleted, or "
+            f"{LIST}, the list of its files, is missing, so damage cannot be detected: the list was deleted, or "
             "the checkpoint is by an older version; if you know that the files are undamaged, docs/security.md has the "
             "command that lists them again"
         )
-    verify_manifest(Path(directory), NAME, remedy="restore it from a copy", part=part)
+    verify_manifest(files, LIST, remedy="restore it from a copy", part=part, beside=(COMMIT,))
+    steps.CheckCommit(step, _digest(files))
+
+
+def _digest(step: Store) -> str:
+    return hashlib.sha256(step.Read(LIST)).hexdigest()

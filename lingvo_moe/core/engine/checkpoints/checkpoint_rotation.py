@@ -1,11 +1,10 @@
 """Says which checkpoints of a run stay when a new one is saved."""
 
 from collections.abc import Sequence
-from typing import Any
 
 
 class Rotation:
-    """Orbax's policy of what stays: the newest steps, the best one, and one that is known to be good.
+    """The steps that stay: the newest ones, the best one, and one that is known to be good.
 
     Attributes:
         best: its step, or None.
@@ -18,9 +17,7 @@ class Rotation:
         self.best: int | None = None
         self.before = 0
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """For each checkpoint, oldest first, whether it stays."""
-        del context
-        newest = len(checkpoints) - self._newest
-        good = max((info.step for info in checkpoints if info.step < self.before), default=None)
-        return [i >= newest or info.step in (self.best, good) for i, info in enumerate(checkpoints)]
+    def Leaving(self, steps: Sequence[int]) -> list[int]:
+        """The steps, out of these in ascending order, that make place."""
+        good = max((step for step in steps if step < self.before), default=None)
+        return [step for step in steps[: -self._newest] if step not in (self.best, good)]

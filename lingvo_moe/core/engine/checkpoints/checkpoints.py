@@ -1,27 +1,35 @@
-"""Checkpoints by Orbax, one directory a step: sharded, written in the background, complete or absent.
+"""Checkpoints, one place a step, on disk or in a bucket: sharded, written in the background, complete or absent.
 
-A step holds the state as a flat map from path to tensor, and a JSON file with the structure of the
+A step holds the state as a flat map from path to tensor (arrays.py), and a JSON file with the structure of the
 state and everything else that a run needs to resume (the input's position, the experiment's text). It
 can be restored on any mesh, device count, process count or engine, and with any packing of variables
-(packed_tensors.py), after its files have been compared with their digests. Imports no TensorFlow.
+(packed_tensors.py), after its files have been compared with their digests. Steps that older versions wrote by Orbax are
+restored too. Imports no TensorFlow.
 """
 
 import contextlib
+import copy
+import json
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
+from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.checkpoints import arrays
 from lingvo_moe.core.engine.checkpoints.checkpoint_digests import (
-    DigestedDirectory,
+    ABOUT,
     NotListedError,
+    await_true,
+    join_parts,
     verify_step,
+    write_part,
 )
 from lingvo_moe.core.engine.checkpoints.checkpoint_rotation import Rotation
 from lingvo_moe.core.engine.checkpoints.number_formats import converted, is_master, sources
@@ -30,12 +38,16 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.files.manifest import ManifestError
 from lingvo_moe.core.files.paths import check_portable
+from lingvo_moe.core.files.store import Bucket, is_address, reason_of
 from lingvo_moe.core.nested_map import NestedMap, first_difference, flatten_items, pack, skeleton
+from lingvo_moe.core.runs.bucket_lock import BucketLock
+from lingvo_moe.core.runs.saved_steps import SavedSteps
 
-_FORMAT = 1
-_LEAST_BYTES_OF_REPLICA = 1 << 20
 _MOST_SHOWN = 400  # characters of another library's error
-_TRIES = 20  # of listing the steps while a trainer deletes some
+_log = logging.getLogger(__name__)
+
+
+_UNCOMMITTED = "{} has no object COMMIT, so that it is not used; it was just being written, or COMMIT was deleted"
 
 
 class CheckpointError(ValueError):
@@ -62,23 +74,30 @@ class Checkpointer:
 
         Raises:
             CheckpointError: reading only, and there is no such directory.
+            RunLockError: another process writes at this address.
+            OSError: e.g. StoreError, where a bucket cannot be used.
             PathError: a path below which checkpoints could not be read again.
         """
-        check_portable(directory, "the directory of checkpoints")
-        self.directory = os.path.abspath(directory)
-        # Orbax logs at length, and each error several times over; errors come as exceptions too.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self.directory = os.fspath(directory)
+        if not is_address(directory):
+            check_portable(directory, "the directory of checkpoints")
+            self.directory = os.path.abspath(directory)
         self.rotation = Rotation(keep)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=None if read_only else self.rotation,
-            create=not read_only,
-            read_only=read_only,
-            cleanup_tmp_directories=not read_only,
-            enable_async_checkpointing=not read_only,
-            temporary_path_class=DigestedDirectory,
-        )
-        self._verified: set[int] = set()
-        self._manager = self._open(options)
+        self._steps, self._verified = SavedSteps(self.directory), set[int]()
+        self._saved: set[int] | None = None  # what is there, or on its way, for a writer
+        self._pending: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._lock: BucketLock | None = None
+        if read_only:
+            if not self._steps.Steps() and not os.path.isdir(self.directory):
+                raise CheckpointError(
+                    f"{self.directory}: there is no such directory of checkpoints"
+                )
+            uncommitted = self._steps.Uncommitted()
+        else:
+            uncommitted = self._begin()
+        for step in uncommitted:
+            _log.warning("%s", _UNCOMMITTED.format(self._steps.Of(step).address))
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -86,27 +105,22 @@ class Checkpointer:
     def __exit__(self, *_: Any) -> None:
         self.Close()
 
-    def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-        """Lists the steps; again, where a trainer deleted one while they were listed to be read."""
-        tries = _TRIES if options.read_only else 1
-        while True:
-            if options.read_only and not os.path.isdir(self.directory):
-                raise CheckpointError(
-                    f"{self.directory}: there is no such directory of checkpoints"
-                )
-            handlers = {"state": _state_handler(), "about": ocp.JsonCheckpointHandler()}
-            try:
-                return ocp.CheckpointManager(
-                    self.directory, options=options, item_handlers=handlers
-                )
-            except (FileNotFoundError, NotADirectoryError):
-                tries -= 1
-                if not tries:
-                    raise
+    def _begin(self) -> list[int]:
+        """Makes the directory, without what killed writers left, before any process writes."""
+        left = []
+        if jax.process_index() == 0:
+            if isinstance(self._steps.store, Bucket):
+                self._lock = BucketLock(self._steps.store)
+            else:
+                os.makedirs(self.directory, exist_ok=True)
+            left = self._steps.Clear()
+        devices.from_first_process("x")  # the others wait
+        self._saved = set(self._steps.Steps())
+        return left
 
     def Steps(self) -> list[int]:
         """The steps that are complete, oldest first."""
-        return sorted(self._manager.all_steps())
+        return self._steps.Steps()
 
     def LatestStep(self) -> int | None:
         """The newest complete step, or None."""
@@ -127,22 +141,41 @@ class Checkpointer:
         Raises:
             CheckpointError: this step, or the one before it, could not be written.
         """
-        if step in self._manager.all_steps():
+        assert self._saved is not None, "opened to read only"
+        if step in self._saved:
             return
-        items = flatten_items(state)
-        tensors = {path: _savable(leaf) for path, leaf in items}
+        self.Wait()
+        tensors = dict(flatten_items(state))
         packing = packing or Packing(state, {})
         about = {
-            "format": _FORMAT,
+            "format": arrays.NEW,
             **packing.About(tensors),
             "structure": skeleton(packing.unpacked),
             "extra": dict(extra or {}),
         }
-        args = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(tensors), about=ocp.args.JsonSave(about)
-        )
         with self._writing():
-            self._manager.save(step, args=args)
+            pieces = arrays.own_pieces(tensors)
+            self._saved.add(step)
+            stays = copy.copy(self.rotation)  # as it is now, whenever the step is complete
+            self._pending = self._thread.submit(self._write, step, pieces, about, stays)
+
+    def _write(
+        self, step: int, pieces: list[arrays.Piece], about: Mapping[str, Any], stays: Rotation
+    ) -> None:
+        """Writes what this process has of a step; process 0 completes it, and deletes those that make place."""
+        steps, process = self._steps, jax.process_index()
+        write_part(steps.Part(step), process, pieces)
+        pieces.clear()  # frees memory
+        if process:
+            await_true(lambda: steps.Has(step))
+            return
+        digest = join_parts(steps.Part(step), jax.process_count(), about)
+        if self._lock:
+            self._lock.Check()
+        if not steps.Complete(step, digest):
+            raise RuntimeError(f"step {step} was saved by another writer at the same time")
+        for old in stays.Leaving(steps.Steps()):
+            steps.Delete(old)
 
     def Restore(
         self,
@@ -210,7 +243,7 @@ class Checkpointer:
         names = [v["name"] for v in about["variables"]]
         wanted = {number: names[number] for _, number in flatten_items(part)}
         stored = Stored(about)
-        tensors = self._read_numpy(step, stored.Tensors(wanted.values()))
+        tensors = self._read_numpy(step, stored, stored.Tensors(wanted.values()))
         leaves = {i: stored.Variable(name, tensors) for i, name in wanted.items()}
         return pack(part, leaves), about["extra"]
 
@@ -243,18 +276,23 @@ class Checkpointer:
         Raises:
             CheckpointError: something could not be written.
         """
-        with self._writing():
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with self._writing():
+                pending.result()
 
     def Close(self) -> None:
         """Waits, and releases the directory. Raises CheckpointError as Wait."""
-        with self._writing():
-            self._manager.close()
+        try:
+            self.Wait()
+        finally:
+            self._thread.shutdown()
+            if self._lock:
+                self._lock.Close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turns exceptions of Orbax and TensorStore about a full or read-only disk into one line."""
+        """Turns exceptions, as of TensorStore about a full or read-only disk, into one line."""
         try:
             yield
         except Exception as e:
@@ -278,8 +316,9 @@ class Checkpointer:
                 f"{self._where(step)}: there is no such checkpoint; there are {steps}"
             )
         self._verify(step, engine)
-        about = self._guarded(step, ocp.args.Composite(about=ocp.args.JsonRestore())).about
-        if about.get("format") != _FORMAT:
+        with self._guarded(step):
+            about = json.loads(self._steps.Of(step).Read(ABOUT))
+        if about.get("format") not in (arrays.OLD, arrays.NEW):
             raise CheckpointError(f"{self._where(step)}: format {about.get('format')} is unknown")
         return step, about
 
@@ -303,7 +342,7 @@ class Checkpointer:
     def _verify_files(self, step: int, part: tuple[int, int] = (0, 1)) -> None:
         """Raises CheckpointError if files of a step are damaged or cannot be read."""
         try:
-            verify_step(self._step_dir(step), part)
+            verify_step(self._steps, step, part)
         except NotListedError as e:
             raise CheckpointError(f"{self._where(step)}: {e}") from None
         except ManifestError as e:
@@ -315,10 +354,13 @@ class Checkpointer:
         """The error for a damaged step, which suggests the newest undamaged step before it."""
         for older in reversed([s for s in self.Steps() if s < step]):
             try:
-                verify_step(self._step_dir(older))
+                verify_step(self._steps, older)
             except (ManifestError, OSError):
                 continue
-            advice = f"delete {self._step_dir(step)} to go on from step {older}, whose files are as they were written"
+            place = self._steps.Of(step).address
+            advice = (
+                f"delete {place} to go on from step {older}, whose files are as they were written"
+            )
             break
         else:
             advice = "no older checkpoint is whole: begin again, with --restart"
@@ -326,30 +368,14 @@ class Checkpointer:
             f"{self._where(step)}: the checkpoint is damaged; {advice} ({reason})"
         )
 
-    def _step_dir(self, step: int) -> str:
-        return os.path.join(self.directory, str(step))
+    @contextlib.contextmanager
+    def _guarded(self, step: int) -> Iterator[None]:
+        """Reads from a step that was verified.
 
-    def _read(self, step: int, targets: dict[str, Any]) -> dict[str, Any]:
-        """The named tensors: NumPy where the target is None, else as the ShapeDtypeStruct says."""
-        if not targets:
-            return {}
-        args = {
-            name: ocp.RestoreArgs(restore_type=np.ndarray)
-            if target is None
-            else ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape)
-            for name, target in targets.items()
-        }
-        item = {name: 0 if target is None else target for name, target in targets.items()}
-        restore = ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
-        return self._guarded(step, ocp.args.Composite(state=restore)).state
-
-    def _guarded(self, step: int, args: Any) -> Any:
-        """Restores a step that was verified.
-
-        Raises CheckpointError: it was damaged since, or Orbax or TensorStore fail, e.g. for lack of memory.
+        Raises CheckpointError: it was damaged since, or TensorStore fails, e.g. for lack of memory.
         """
         try:
-            return self._manager.restore(step, args=args)
+            yield
         except Exception as e:
             self._verify_files(step)
             raise CheckpointError(
@@ -357,10 +383,15 @@ class Checkpointer:
                 "were written"
             ) from e
 
-    def _read_numpy(self, step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+    def _read(
+        self, step: int, stored: Stored, targets: Mapping[str, jax.ShapeDtypeStruct | None]
+    ) -> dict[str, Any]:
+        with self._guarded(step):
+            return arrays.read(self._steps.Of(step), stored.written_as, targets)
+
+    def _read_numpy(self, step: int, stored: Stored, names: Iterable[str]) -> dict[str, np.ndarray]:
         """The named tensors."""
-        found = self._read(step, dict.fromkeys(names))
-        return {name: np.asarray(value) for name, value in found.items()}
+        return self._read(step, stored, dict.fromkeys(names))
 
     def _read_onto(
         self,
@@ -373,7 +404,7 @@ class Checkpointer:
         """The tensors of these specs, which have been checked, on the engine's devices."""
         there = [s for s in specs if stored.Has(s, packing)]
         onto = engine if isinstance(engine, PjrtEngine) else None
-        found = self._read(step, {s.name: onto and _sharded(s, onto) for s in there})
+        found = self._read(step, stored, {s.name: onto and _sharded(s, onto) for s in there})
         values = [found[s.name] for s in there]
         put = values if onto else engine.Put(values, there)
         tensors = {s.name: value for s, value in zip(there, put, strict=True)}
@@ -398,7 +429,7 @@ class Checkpointer:
             needed = sources[spec.name]
             tensors = {name: tensors[name] for name in needed if name in tensors}
             if missing := [name for name in needed if name not in tensors]:
-                tensors |= self._read_numpy(step, missing)
+                tensors |= self._read_numpy(step, stored, missing)
             values = {name: stored.Variable(name, tensors) for name in variables[spec.name]}
             found[spec.name] = engine.Put([packing.Packed(spec, values)], [spec])[0]
         return found
@@ -429,7 +460,7 @@ class Checkpointer:
 
 
 def _in_one_line(error: Exception) -> str:
-    text = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")
+    text = f"{type(error).__name__}: {reason_of(error)}"
     return (
         text
         if len(text) <= _MOST_SHOWN
@@ -443,24 +474,6 @@ def _is_float(array: np.ndarray) -> bool:
 
 def _wide(array: np.ndarray) -> np.ndarray:
     return array.astype(np.result_type(array, np.float32)) if _is_float(array) else array
-
-
-def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax's handler of trees, in which the replicas of a large tensor each write a part of it.
-
-    By default they share small tensors too, and JAX compiles a program for each slice: seconds at the first save.
-    """
-    arrays = ocp.type_handlers.ArrayHandler(
-        min_slice_bytes_for_replica_parallel=_LEAST_BYTES_OF_REPLICA
-    )
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, ocp.type_handlers.NumpyHandler()), (jax.Array, arrays)
-    )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
-def _savable(leaf: Any) -> jax.Array:
-    return leaf if isinstance(leaf, jax.Array) else jax.device_put(np.asarray(leaf))
 
 
 def _sharded(spec: TensorSpec, engine: PjrtEngine) -> jax.ShapeDtypeStruct:

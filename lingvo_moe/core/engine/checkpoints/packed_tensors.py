@@ -87,10 +87,12 @@ class Stored:
 
     Attributes:
         types: the shape and dtype of each variable.
+        written_as: the format of the checkpoint, see arrays.py.
     """
 
     def __init__(self, about: Mapping[str, Any]):
         self.types = {v["name"]: (tuple(v["shape"]), v["dtype"]) for v in about["variables"]}
+        self.written_as: int = about["format"]
         self._packed = about.get("packed", {})
         self._places: dict[str, tuple[str, int, int]] = {}
         for name, tensor in self._packed.items():

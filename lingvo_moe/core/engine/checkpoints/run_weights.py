@@ -11,6 +11,7 @@ import numpy as np
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.lowering.specs import numpy_dtype
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.runs.saved_steps import SavedSteps
 from lingvo_moe.core.task.base_task import BaseTask
 
 _PATIENCE = 5.0  # seconds that a trainer may take to delete the files of a checkpoint
@@ -57,9 +58,8 @@ def read_newest(
 def was_deleted(directory: str | os.PathLike, step: int) -> bool:
     """Whether a checkpoint has made place for newer ones; waits while its files are being deleted."""
     until = time.monotonic() + _PATIENCE
-    while os.path.exists(os.path.join(directory, str(step))):
-        newer = (int(name) > step for name in os.listdir(directory) if name.isdigit())
-        if not any(newer) or time.monotonic() > until:
+    while step in (there := SavedSteps(directory).Steps()):
+        if there[-1] == step or time.monotonic() > until:
             return False
         time.sleep(0.05)
     return True

@@ -4,7 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -78,6 +80,26 @@ def test_restored_exactly_on_any_mesh_and_engine(saved, make):
         _assert_equal(engine.Get(state), _values(7))
 
 
+def test_a_step_that_orbax_wrote_is_restored(tmp_path):
+    """Step 9 of `saved`, written by this project when its checkpoints were Orbax's (0.12.8)."""
+    archive = Path(__file__).parent / "testdata" / "by_orbax.tar.gz"
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    engine = PjrtEngine(Mesh.parse("expert:4"))
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        state, extra = checkpointer.Restore(SPECS, engine)
+        _assert_equal(engine.Get(state), _values(9))
+        assert extra == {"input": {"row": 9}, "params": "a : 1"}
+        checkpointer.Save(10, state)
+        checkpointer.Wait()
+        assert checkpointer.Steps() == [9, 10]
+        _assert_equal(checkpointer.RestoreToNumpy()[0], _values(9))
+    _flip(f"{tmp_path}/9/state/manifest.ocdbt")
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"manifest\.ocdbt was changed"):
+            checkpointer.RestoreToNumpy(step=9)
+
+
 def test_restored_state_is_cut_for_the_new_mesh(saved):
     with Checkpointer(saved, read_only=True) as checkpointer:
         state, _ = checkpointer.Restore(SPECS, PjrtEngine(Mesh.parse("expert:4")))
@@ -123,6 +145,15 @@ def test_saving_in_the_background_keeps_the_value_of_its_step(tmp_path):
             assert set(np.unique(values.w)) == {float(i)}
 
 
+def test_a_step_that_has_taken_the_place_of_another_is_read(tmp_path):
+    for number in (1, 2):
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        with Checkpointer(str(tmp_path / "checkpoints")) as checkpointer:
+            checkpointer.Save(7, _values(number))
+            checkpointer.Wait()
+            _assert_equal(checkpointer.RestoreToNumpy()[0], _values(number))
+
+
 def test_tensorflow_tensors_are_saved_too(tmp_path):
     engine = TfEngine()
     with Checkpointer(str(tmp_path)) as checkpointer:
@@ -132,10 +163,11 @@ def test_tensorflow_tensors_are_saved_too(tmp_path):
     _assert_equal(state.Transform(np.asarray), _values(1))
 
 
-def test_a_half_written_step_is_ignored_and_cleared_away(saved, tmp_path):
+@pytest.mark.parametrize("name", ["11.part", "7.deleted", "11.orbax-checkpoint-tmp"])
+def test_a_half_written_step_is_ignored_and_cleared_away(saved, tmp_path, name):
     directory = str(tmp_path / "run")
     shutil.copytree(saved, directory)
-    half = os.path.join(directory, "11.orbax-checkpoint-tmp")
+    half = os.path.join(directory, name)
     shutil.copytree(os.path.join(directory, "9"), half)
     with Checkpointer(directory, read_only=True) as checkpointer:
         assert checkpointer.LatestStep() == 9
@@ -206,10 +238,9 @@ def _flip(path):
     ids=["flip", "cut", "remove"],
 )
 def test_damage_to_any_file_is_an_error_that_names_it(saved, tmp_path, damage, what):
-    """Orbax alone returned another weight after a flipped bit of a tensor's data."""
     engine = PjrtEngine(MESH)
     names = _files(os.path.join(saved, "9"))
-    assert len(names) >= 8
+    assert len(names) >= 7
     for name in names:
         directory = str(tmp_path / name.replace("/", "_"))
         shutil.copytree(saved, directory)
@@ -243,7 +274,7 @@ def test_what_cannot_be_written_is_one_line_and_loses_nothing(tmp_path, capfd):
             with pytest.raises(CheckpointError) as e:
                 checkpointer.Wait()
     assert str(e.value).startswith(f"{tmp_path}: a checkpoint could not be written (")
-    assert "/2.orbax-checkpoint-tmp/" in str(e.value) and "File too large" in str(e.value)
+    assert "/2.part/" in str(e.value) and "File too large" in str(e.value)
     assert "Traceback" not in capfd.readouterr().err
     with Checkpointer(str(tmp_path)) as checkpointer:
         assert checkpointer.Steps() == [1] and len(checkpointer.RestoreToNumpy()[0].w) == 1 << 19
@@ -333,9 +364,9 @@ def test_what_is_whole_and_cannot_be_restored_is_not_called_damaged(saved, monke
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     with Checkpointer(saved, read_only=True) as checkpointer:
-        monkeypatch.setattr(checkpointer._manager, "restore", without_memory)
+        monkeypatch.setattr(checkpoints.arrays, "read", without_memory)
         with pytest.raises(CheckpointError, match=r"could not be restored .*Out of memory") as e:
-            checkpointer.ReadExtra()
+            checkpointer.RestoreToNumpy()
     assert "delete" not in str(e.value) and "damaged" not in str(e.value)
 
     def without_permission(*args):
@@ -348,27 +379,6 @@ def test_what_is_whole_and_cannot_be_restored_is_not_called_damaged(saved, monke
         with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied") as e:
             checkpointer.ReadExtra()
     assert "delete" not in str(e.value) and "damaged" not in str(e.value)
-
-
-def test_steps_that_are_deleted_while_they_are_listed(saved, monkeypatch):
-    """A trainer makes place for newer ones; one that writes finds no other at work."""
-    manager, left = checkpoints.ocp.CheckpointManager, [3]
-
-    def listed(*args, **kwargs):
-        left[0] -= 1
-        if left[0] >= 0:
-            raise (FileNotFoundError, NotADirectoryError)[left[0] % 2](f"{saved}/5")
-        return manager(*args, **kwargs)
-
-    monkeypatch.setattr(checkpoints.ocp, "CheckpointManager", listed)
-    with Checkpointer(saved, read_only=True) as checkpointer:
-        assert checkpointer.Steps() == [7, 9]
-    left[0] = 1
-    with pytest.raises(FileNotFoundError):
-        Checkpointer(saved)
-    left[0] = 1000
-    with pytest.raises(OSError, match=f"{saved}/5"):
-        Checkpointer(saved, read_only=True)
 
 
 def test_the_next_newest_is_read_where_the_newest_was_deleted(saved, tmp_path):

@@ -1,0 +1,170 @@
+"""Checkpoints in S3 (moto's): complete or absent, exact, whatever the storage answers and whoever else writes."""
+
+import logging
+import os
+import random
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from object_storage import FAULTS, bucket
+from test_checkpoints import MESH, SPECS, _assert_equal, _values
+
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, was_deleted
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.files.manifest import ManifestError
+from lingvo_moe.core.files.store import open_store
+from lingvo_moe.core.runs import bucket_lock
+from lingvo_moe.core.runs.run_lock import RunLockError
+from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, SavedSteps
+from lingvo_moe.core.sharding import Mesh
+
+
+@pytest.fixture(scope="module")
+def storage():
+    with bucket() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    """A writer that is dead for two seconds is dead."""
+    monkeypatch.setattr(bucket_lock, "RENEWAL", 0.2)
+    monkeypatch.setattr(bucket_lock, "PATIENCE", 2.0)
+
+
+@pytest.fixture
+def place(storage, tmp_path) -> str:
+    return f"s3://bucket/{tmp_path.name}/checkpoints"
+
+
+def _save(place, *steps, keep=3):
+    engine = PjrtEngine(MESH)
+    with Checkpointer(place, keep=keep) as checkpointer:
+        for step in steps:
+            checkpointer.Save(step, engine.Put(_values(step), SPECS), {"input": {"row": step}})
+
+
+@pytest.mark.parametrize("make", [lambda: PjrtEngine(Mesh.parse("expert:2")), TfEngine])
+def test_restored_exactly_on_any_mesh_and_engine(place, make):
+    _save(place, 1, 2, 3, keep=2)
+    engine = make()
+    with Checkpointer(place, read_only=True) as checkpointer:
+        assert checkpointer.Steps() == [2, 3]
+        for step in (2, 3):
+            state, extra = checkpointer.Restore(SPECS, engine, step)
+            _assert_equal(engine.Get(state), _values(step))
+            assert extra == {"input": {"row": step}}
+    assert not open_store(f"{place}/1").List()
+    assert was_deleted(place, 1) and not was_deleted(place, 3)
+    assert read_newest(place, lambda _, step: step) == 3
+
+
+def test_of_two_writers_the_second_is_refused(place):
+    with Checkpointer(place) as first:
+        first.Save(1, _values(1))
+        first.Wait()
+        for _ in range(2):
+            with pytest.raises(RunLockError, match=rf"^{place}: another writer is .*{os.getpid()}"):
+                Checkpointer(place)
+        with Checkpointer(place, read_only=True) as reader:
+            reader.Steps()
+        first.Save(2, _values(2))
+    with Checkpointer(place) as second:
+        assert second.Steps() == [1, 2]
+
+
+def test_who_was_taken_for_dead_completes_no_step(storage, place):
+    first = Checkpointer(place)
+    first._lock._closing.set()  # it stands still
+    first._lock._thread.join()
+    second = Checkpointer(place)
+    first._lock._closing.clear()
+    first._lock._Renew()  # and wakes
+    first.Save(1, _values(1))
+    with pytest.raises(CheckpointError, match=r"another writer is at work there"):
+        first.Wait()
+    second.Save(2, _values(2))
+    second.Close()
+    first.Close()
+    assert SavedSteps(place).Steps() == [2]
+
+
+def test_a_step_is_completed_once(place):
+    steps = SavedSteps(place)
+    steps.Part(1).Write(LIST, b"")
+    assert [steps.Complete(1, digest) for digest in ("a", "b")] == [True, False]
+    with pytest.raises(ManifestError, match="COMMIT was changed"):
+        steps.CheckCommit(1, "b")
+
+
+def test_a_step_without_commit_is_not_used_and_said(place, caplog):
+    _save(place, 1, 2)
+    step = open_store(f"{place}/2")
+    step.Delete(COMMIT)
+    with caplog.at_level(logging.WARNING), Checkpointer(place, read_only=True) as checkpointer:
+        assert checkpointer.Steps() == [1]
+        assert f"{place}/2 has no object COMMIT" in caplog.text
+    step.Delete(LIST)  # as after a kill
+    caplog.clear()
+    with Checkpointer(place) as checkpointer:
+        assert checkpointer.Steps() == [1] and not step.List() and not caplog.text
+
+
+def test_a_bad_day_of_the_storage_changes_nothing(storage, place):
+    rng = random.Random(0)
+    for step in range(1, 5):
+        storage.faults.extend(rng.choice([*FAULTS, "", "", ""]) for _ in range(12))
+        _save(place, step)
+    with Checkpointer(place, read_only=True) as checkpointer:
+        assert checkpointer.Steps() == [2, 3, 4]
+        for step in (2, 3, 4):
+            storage.faults.extend(rng.choice([*FAULTS, "", "", ""]) for _ in range(12))
+            _assert_equal(checkpointer.RestoreToNumpy(step=step)[0], _values(step))
+    storage.faults.clear()
+
+
+def test_storage_that_fails_for_good_loses_nothing(storage, place):
+    _save(place, 1)
+    with Checkpointer(place) as checkpointer:
+        storage.faults.extend(["500"] * 500)
+        checkpointer.Save(2, _values(2))
+        with pytest.raises(CheckpointError, match=r"a checkpoint could not be written \(.*500"):
+            checkpointer.Wait()
+        storage.faults.clear()
+    _save(place, 3)
+    with Checkpointer(place, read_only=True) as checkpointer:
+        assert checkpointer.Steps() == [1, 3]
+
+
+_SAVE_FOREVER = """
+import itertools, sys
+import jax.numpy as jnp
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+with Checkpointer(sys.argv[1], keep=2) as checkpointer:
+    for step in itertools.count(1):
+        state = {"w": jnp.sin(jnp.arange(1 << 18) * float(step)), "step": jnp.array(step)}
+        checkpointer.Save(step, state, {"step": step})
+"""
+
+
+def test_killed_while_saving_the_newest_complete_step_is_whole(place):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen([sys.executable, "-c", _SAVE_FOREVER, place], env=env)
+    try:
+        while child.poll() is None and not SavedSteps(place).Has(2):
+            time.sleep(0.02)
+    finally:
+        child.kill()
+        child.wait()
+    with Checkpointer(place, keep=2) as checkpointer:
+        step = checkpointer.LatestStep()
+        assert step >= 2
+        state, extra = checkpointer.RestoreToNumpy()
+    assert (int(state.step), extra) == (step, {"step": step})
+    np.testing.assert_array_equal(state.w, jnp.sin(jnp.arange(1 << 18) * float(step)))

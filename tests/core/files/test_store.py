@@ -1,0 +1,125 @@
+"""Files in a directory and in a bucket are alike, whatever goes wrong on the way."""
+
+import threading
+
+import pytest
+from object_storage import FAULTS, bucket
+
+from lingvo_moe.core.files.manifest import ManifestError, verify_manifest, write_manifest
+from lingvo_moe.core.files.paths import PathError
+from lingvo_moe.core.files.store import Bucket, LocalStore, Store, StoreError, open_store
+
+
+@pytest.fixture(scope="module")
+def storage():
+    with bucket() as found:
+        found.page = 3
+        yield found
+
+
+@pytest.fixture(params=["directory", "s3", "memory"])
+def store(request, tmp_path, storage) -> Store:
+    places = {
+        "directory": str(tmp_path / "new" / "place"),
+        "s3": f"s3://bucket/{tmp_path.name}/place",
+        "memory": f"memory://x/{tmp_path.name}/place",
+    }
+    return open_store(places[request.param])
+
+
+def test_files_are_written_read_listed_and_deleted(store):
+    assert not store.Has("a/b")
+    names = ["a/b", "a/b c", "größe", "x/1", "x/2", "x/3", "x/4"]
+    for name in names:
+        store.Write(name, name.encode())
+    store.Write("a/b", b"again")
+    assert store.List() == names
+    assert store.Read("a/b") == b"again" and b"".join(store.Pieces("größe")) == "größe".encode()
+    assert store.Below("x").List() == ["1", "2", "3", "4"] and store.Below("x").Read("3") == b"x/3"
+    assert (store.Has("x/1") and not store.Has("x")) or isinstance(store, LocalStore)
+    with pytest.raises(FileNotFoundError, match="x/5"):
+        store.Read("x/5")
+    store.Delete("x/1")
+    store.Delete("x/1")
+    store.Below("a").DeleteAll()
+    assert store.List() == ["größe", "x/2", "x/3", "x/4"]
+
+
+def test_of_many_writers_one_creates_a_file(store):
+    won = []
+    writers = [
+        threading.Thread(target=lambda i=i: won.append((i, store.Create("one", b"%d" % i))))
+        for i in range(8)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    (winner,) = [i for i, created in won if created]
+    assert store.Read("one") == b"%d" % winner and store.List() == ["one"]
+    assert not store.Create("one", b"late")
+
+
+def test_an_answer_that_was_lost_is_not_taken_for_another_writer(storage, tmp_path):
+    store = Bucket(f"s3://bucket/{tmp_path.name}")
+    first = store.Replace("x", b"1", store.Version("x").generation)
+    storage.faults.extend(["", "500 after"])  # of HEAD and PUT
+    second = store.Replace("x", b"2", first)
+    assert second and store.Version("x") == (b"2", second)
+    assert store.Replace("x", b"3", first) == b"" and store.Read("x") == b"2"
+
+
+def test_a_list_of_files_finds_what_differs(store):
+    for name in ("a", "b/c", "b/d"):
+        store.Write(name, name.encode() * 1000)
+    write_manifest(store, "list")
+    verify_manifest(store, "list")
+    store.Write("b/c", b"b/d" * 1000)
+    with pytest.raises(ManifestError, match=r"b/c was changed or damaged"):
+        verify_manifest(store, "list")
+    store.Delete("b/c")
+    with pytest.raises(ManifestError, match="b/c is missing"):
+        verify_manifest(store, "list")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_once_or_twice_is_repeated(storage, tmp_path, fault):
+    store = open_store(f"s3://bucket/{tmp_path.name}")
+
+    def twice(work):
+        storage.faults.extend([fault] * (1 if fault == "slow" else 2))
+        return work()
+
+    content = bytes(range(256)) * 1000
+    twice(lambda: store.Write("a", content))
+    assert twice(lambda: store.Read("a")) == content
+    for i in range(8):
+        store.Write(f"b{i}", b"")
+    assert twice(store.List) == ["a", *(f"b{i}" for i in range(8))]
+    assert twice(lambda: store.Create("one", b"by me"))
+    assert not twice(lambda: store.Create("one", b"by me too"))
+    twice(lambda: store.Delete("a"))
+    assert not store.Has("a") and not storage.faults
+
+
+@pytest.mark.parametrize(
+    "address, error, message",
+    [
+        ("s3://no-such-bucket/x", StoreError, r"^s3://no-such-bucket/x/: there is no such bucket"),
+        ("s3:///x", PathError, "^s3:///x: names no bucket; write s3://BUCKET/PATH"),
+        ("az://b/x", PathError, "^az://b/x: no storage is known as az://; name a local path, s3:"),
+    ],
+)
+def test_an_address_that_leads_nowhere(storage, address, error, message):
+    with pytest.raises(error, match=message):
+        open_store(address).List()
+
+
+def test_nobody_answers_and_no_credentials(storage, monkeypatch):
+    with monkeypatch.context() as m:
+        m.delenv("AWS_SECRET_ACCESS_KEY")
+        with pytest.raises(StoreError, match=r"^s3://bucket/x/a: set AWS_ACCESS_KEY_ID and"):
+            open_store("s3://bucket/x").Read("a")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(StoreError, match=r"^s3://bucket/x/a: no answer; .*AWS_ENDPOINT_URL"):
+        open_store("s3://bucket/x").Read("a")
