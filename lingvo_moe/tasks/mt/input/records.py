@@ -137,8 +137,17 @@ class Records:
         """
         if language not in self._lengths:
             path = lengths_file(self.directory, self._names[language])
-            there = path.exists()
-            found = np.memmap(path, LENGTHS, "r") if there else self._Measured(language)
+            found: np.ndarray
+            if path.exists():
+                found = np.memmap(path, LENGTHS, "r")
+            else:
+                if not self._lengths:
+                    _log.warning(
+                        "%s: made by an earlier version, without lengths: each start reads all records; tools.prepare "
+                        "again, or a start without this cache, writes them",
+                        self.directory,
+                    )
+                found = self._Measured(language)
             self._lengths[language] = np.asarray(found).reshape(-1, 2)
         return self._lengths[language]
 

@@ -88,7 +88,9 @@ def test_shards_hold_the_same_and_few_are_open(
     assert cached_records(found, vocabs, tmp_path / "large", pairs_per_shard=100).key == whole.key
 
 
-def test_lengths_lie_beside_the_records(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
+def test_lengths_lie_beside_the_records(
+    found: Scan, vocabs: NestedMap, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     records = cached_records(found, vocabs, tmp_path, pairs_per_shard=100)
     needed = [[len(side) for side in records.Read(0, position)] for position in range(300)]
     assert records.Lengths(0).tolist() == needed
@@ -96,7 +98,9 @@ def test_lengths_lie_beside_the_records(found: Scan, vocabs: NestedMap, tmp_path
     # Those of an earlier version have none: all records are read.
     written = path.read_bytes()
     path.unlink()
+    assert not caplog.messages
     assert Records(records.directory, records.key).Lengths(0).tolist() == needed
+    assert "without lengths: each start reads all records" in caplog.text
     path.write_bytes(written[:-4])
     with pytest.raises(DataError, match=r"aa\.lengths: missing or cut short, expected 1200 bytes"):
         Records(records.directory, records.key)
