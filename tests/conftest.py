@@ -94,6 +94,19 @@ def _forget_what_was_compiled() -> Iterator[None]:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+@pytest.fixture
+def kept_programs_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory in which lowered programs are kept, as in a process that is a command of ours."""
+    from lingvo_moe.core.console import command
+    from lingvo_moe.core.engine import compiled_cache
+    from lingvo_moe.core.engine.lowering import kept_programs
+
+    monkeypatch.setattr(command, "_runs", [lambda: 0])
+    monkeypatch.setattr(kept_programs, "_MARGIN", -1e6)  # whoever tests may just have edited it
+    monkeypatch.setattr(compiled_cache, "_kept", [compiled_cache.CheckedCache(tmp_path)])
+    return tmp_path
+
+
 def _resident_bytes() -> int:
     """The resident memory of this process in bytes."""
     pages = Path("/proc/self/statm").read_text().split()[1]

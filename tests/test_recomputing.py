@@ -68,8 +68,9 @@ def test_deep_models_and_unknown_memory_recompute_without_an_estimate(monkeypatc
     assert form.repeat is True and "it is not known" in line
 
 
-def test_what_a_block_keeps_counts_for_each_of_its_repetitions():
-    """Traced once, it is the same as traced as often as it is there."""
+@pytest.mark.usefixtures("kept_programs_directory")
+def test_what_a_block_keeps_counts_for_each_of_its_repetitions(monkeypatch):
+    """Traced once, it is the same as traced as often as it is there. The next start does not trace it again."""
     params = _params("task.num_encoder_layers=4")
     forms = params.task.cls.OpenForms(params.task)
     every = replace(forms, one_block=forms.keeping, num_blocks={})
@@ -79,6 +80,8 @@ def test_what_a_block_keeps_counts_for_each_of_its_repetitions():
     assert counted == pytest.approx(traced, rel=0.01)
     once = recomputing.activation_bytes(replace(forms, num_blocks={}), params, single_device())
     assert counted > 1.2 * once
+    monkeypatch.setattr(recomputing, "trace", None)
+    assert counted == recomputing.activation_bytes(forms, params, single_device())
 
 
 def test_devices_share_the_activations_of_rows_that_are_sharded(monkeypatch):

@@ -6,7 +6,7 @@ moment plays no part, so a run that is resumed on the same machine goes on with 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
@@ -14,6 +14,7 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of
@@ -106,10 +107,15 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
     differentiated, its gradient and one more value of that size are there. They are of the whole batch, whatever
     train.num_micro_batches is, and are read from the traced forward and backward pass of `forms.one_block`; what a
     block keeps counts once for each of its repetitions. Nothing is compiled.
-    Arguments are those of step_bytes.
+    Arguments are those of step_bytes. The number is kept for the next start, as lowered programs are.
     """
     task = forms.one_block.Instantiate()
-    state, batch = train_step(task, params.input.Instantiate()).arg_specs
+    step = train_step(task, params.input.Instantiate())
+    state, batch = step.arg_specs
+    text = f"{step.text}{engine} {forms.num_blocks}" if step.text else ""
+    key = kept_programs.key_of(replace(step, name="activation_bytes", text=text), mesh)
+    if (found := kept_programs.find_bytes(key)) is not None:
+        return int(found)
     forward: set[str] = set()
 
     def gradients(theta: NestedMap, batch: NestedMap, step: tf.Tensor) -> list[tf.Tensor]:
@@ -132,7 +138,9 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
     }
     sizes = {ref: _num_bytes(value) for ref, value in kept.items()}
     counts = {ref: _repetitions(value.op.name, forms.num_blocks) for ref, value in kept.items()}
-    return sum(sizes[ref] * counts[ref] for ref in kept) + 2 * max(sizes.values(), default=0)
+    total = sum(sizes[ref] * counts[ref] for ref in kept) + 2 * max(sizes.values(), default=0)
+    kept_programs.keep_bytes(key, str(total).encode())
+    return total
 
 
 def _trainable(task: BaseTask, theta: NestedMap) -> list[tf.Tensor]:

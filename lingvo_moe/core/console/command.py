@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+_runs: list[Callable[[], int]] = []  # the command of this process
 _SIGPIPE_STATUS = 141  # 128 + 13, as shells give for a process that SIGPIPE ended
 _IN_CHECKOUT = not (Path(__file__).parents[2] / "tools").is_dir()
 _TOOL = re.compile(r"(?:python -m )?(?<![\w./])tools\.([a-z_]+)")
@@ -27,6 +28,11 @@ def as_typed(text: str) -> str:
     return _TOOL.sub(r"lingvo-moe \1", text)
 
 
+def is_command() -> bool:
+    """Whether this process is a command, begun by `run`, and not a program that calls parts of one, as tests do."""
+    return bool(_runs)
+
+
 def say(line: str) -> None:
     """Prints a line to standard error at once: progress, a warning or an error. Its commands are as typed."""
     print(as_typed(line), file=sys.stderr, flush=True)
@@ -44,6 +50,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     # Not above: it brings a debugger's modules, for which nobody who only calls `say` should wait.
     from absl import app
 
+    _runs.append(main)
     if sys.stdout is not None:
         out = sys.stdout
         raw = _StandardOutput(out.fileno(), "wb", closefd=False)

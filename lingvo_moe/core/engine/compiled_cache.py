@@ -27,6 +27,8 @@ _SUFFIX = ".compiled"
 _MOST_BYTES = 8 << 30  # of a directory; those that were not used for the longest time go first
 _LEAST_SECONDS = 0.5  # what compiles faster is not kept
 
+_kept: list["CheckedCache"] = []  # at most one
+
 
 class CacheError(ValueError):
     """A directory that machine code must not be read from."""
@@ -42,7 +44,7 @@ class CheckedCache:
         """The entry's bytes; None if there is none, or, with a warning, if it is damaged."""
         file = self._path / f"{key}{_SUFFIX}"
         value = read_sealed(
-            file, lambda why: say(f"compiled programs: {why}; the program is compiled again")
+            file, lambda why: say(f"compiled programs: {why}; the program is made again")
         )
         with contextlib.suppress(OSError):
             os.utime(file)  # used now
@@ -67,6 +69,7 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     """
     jax.config.update("jax_compilation_cache_dir", None)
     use_cache(CheckedCache)
+    _kept.clear()
     try:
         entries = _directory_of_entries(directory)
     except (CacheError, PathError, OSError, RuntimeError) as e:
@@ -77,7 +80,13 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
     # XLA's own files beside the entries would be read unchecked.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    _kept.append(CheckedCache(entries))
     return str(entries)
+
+
+def kept() -> CheckedCache | None:
+    """The cache that enable_compilation_cache has made, for what else is worth keeping; None where it has not."""
+    return _kept[0] if _kept else None
 
 
 @dataclass

@@ -15,6 +15,7 @@ from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import gpu_settings, xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
+from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
@@ -68,12 +69,21 @@ class PjrtEngine(Engine):
         self.has_host_memory = used[0].platform != "cpu"
 
     def BuildStep(self, step: Step) -> "CompiledProgram":
-        from lingvo_moe.core.engine.lowering.lowering import lower_step  # the door to TensorFlow
+        # A program with a fault is not kept, since only a new one knows the lines of its operations.
+        key = kept_programs.key_of(step, self.mesh) if self.known_faults == ERROR else ""
+        program = found = kept_programs.find(key)
+        if program is None:
+            from lingvo_moe.core.engine.lowering.lowering import (
+                lower_step,
+            )  # the door to TensorFlow
 
-        self.doing(f"lowering {step.name}")
-        program = lower_step(step, self.mesh)
+            self.doing(f"lowering {step.name}")
+            program = lower_step(step, self.mesh)
         self.doing(f"compiling {step.name}, {units.size(len(program.exported))} of StableHLO")
-        return self.Compile(program)
+        compiled = self.Compile(program)
+        if found is None:
+            kept_programs.keep(key, program)
+        return compiled
 
     def Compile(
         self, program: Program, options: Mapping[str, Any] | None = None

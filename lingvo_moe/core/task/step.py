@@ -20,3 +20,5 @@ class Step:
     # argument, all others are replicated. AUTO: the partitioner chooses. Else a tree of specs in the structure of the
     # results.
     results: Any = None
+    # All that determines the program beside specs, mesh and code, i.e. parameters; '' where that is not known.
+    text: str = ""

@@ -38,7 +38,8 @@ def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) ->
         task.CheckMarks(found)
         return results
 
-    return Step("train_step", step, (task.StateSpecs(), batch), donate=(0,))
+    text = f"{_determined_by(task, inputs)}{num_micro_batches}"
+    return Step("train_step", step, (task.StateSpecs(), batch), donate=(0,), text=text)
 
 
 def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:
@@ -48,7 +49,16 @@ def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:
     """
     specs = task.StateSpecs()
     weights = specs.ema if average else specs.theta
-    return Step("held_out_step", task.HeldOutStep, (weights, batch_specs(task, inputs)))
+    args = weights, batch_specs(task, inputs)
+    return Step("held_out_step", task.HeldOutStep, args, text=_determined_by(task, inputs))
+
+
+def _determined_by(task: BaseTask, inputs: BaseInput) -> str:
+    """The classes and parameters that the programs of a task follow from."""
+    return "".join(
+        f"type/{type(one).__module__}/{type(one).__qualname__}\n{one.p.ToText()}"
+        for one in (task, inputs)
+    )
 
 
 def batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:

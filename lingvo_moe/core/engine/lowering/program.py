@@ -88,10 +88,14 @@ class Program:
 
     def Save(self, path: str) -> None:
         """Writes the program to one file, atomically."""
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        files.write_atomic(path, self.ToBytes())
+
+    def ToBytes(self) -> bytes:
+        """The file that Save writes."""
         header = self._header().encode()
         body = _MAGIC + _LENGTHS.pack(len(header), len(self.exported)) + header + self.exported
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        files.write_atomic(path, body + hashlib.sha256(body).digest())
+        return body + hashlib.sha256(body).digest()
 
     @classmethod
     def Load(cls, path: str) -> "Program":
@@ -104,6 +108,11 @@ class Program:
                 data = f.read()
         except OSError as e:
             raise ProgramError(f"program {path}: {e.strerror}") from None
+        return cls.FromBytes(data, path)
+
+    @classmethod
+    def FromBytes(cls, data: bytes, path: str) -> "Program":
+        """The program of a file's bytes; `path` names the file for errors. Raises as Load."""
         start = len(_MAGIC) + _LENGTHS.size
         if not data.startswith(_MAGIC):
             raise ProgramError(f"program {path}: this is no program file, or one of another format")
