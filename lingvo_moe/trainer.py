@@ -20,7 +20,7 @@ from lingvo_moe.core.engine.loop.interrupt import TimeLimit
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.core.runs.run_lock import RunLock
+from lingvo_moe.core.runs.run_lock import RunLock, find_held_lock
 from lingvo_moe.core.runs.time_record import OTHER, PREPARATION, TimeRecord
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.planning.found_strategy import with_found_strategy
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: Flags) -> int:
     """Like main, but lets exceptions through."""
-    limit, times = TimeLimit(args.max_minutes), TimeRecord()
+    limit, times = TimeLimit(args.max_minutes), begun_record(args)
     load_tensorflow(args.engine)
     args = with_found_strategy(args)
     override = full_override(args)
@@ -108,6 +108,15 @@ def run(args: Flags) -> int:
         return evaluate_run(args, params)
     engine = args.engine or fastest_engine(args)
     return train(Job(args, params, override, engine, limit, times))
+
+
+def begun_record(args: Flags) -> TimeRecord:
+    """The record of this start's time; open where it goes on with a run, so that a start that is killed is seen."""
+    times, run_dir = TimeRecord(), RunDir(args.logdir)
+    trains = args.mode == "sync" and args.process_id == 0 and not args.restart
+    if trains and args.logdir and run_dir.time_file.is_file() and not find_held_lock(args.logdir):
+        times.Open(run_dir.time_file)
+    return times
 
 
 def load_tensorflow(engine: str | None) -> None:

@@ -8,6 +8,7 @@ import pytest
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.runs.time_record import TimeRecord
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.training.flags import parse_flags
@@ -54,3 +55,21 @@ def test_the_engine_and_the_mesh_are_said_with_reasons(engine, flags, mesh, line
     params = registry.GetParams("mt.M4Demo")
     job = trainer.Job(args, params, "", engine, TimeLimit(), TimeRecord())
     assert trainer.machine_line(job, Mesh.parse(mesh)) == line
+
+
+def test_a_start_that_goes_on_with_a_run_is_recorded_before_anything_is_loaded(tmp_path):
+    file, others = tmp_path / "time.jsonl", [["--restart"], ["--mode=eval"], ["--process_id=1"]]
+    flags = ["--model=mt.M4Demo", f"--logdir={tmp_path}", "--data_dir=x"]
+
+    def starts(*more):
+        trainer.begun_record(parse_flags([*flags, *more]))
+        return file.read_text().count('"begin"') if file.exists() else 0
+
+    assert starts() == 0 and not list(tmp_path.iterdir())  # no run is there
+    file.touch()
+    assert starts() == 1
+    assert [starts(*more) for more in others] == [1, 1, 1]
+    with RunLock(tmp_path) as lock:
+        lock.Acquire()  # a trainer is at work: this start will be refused
+        assert starts() == 1
+    assert starts() == 2

@@ -144,7 +144,7 @@ class Goodput:
     step_seconds: float  # the mean of a step
     saves: int  # checkpoints while steps were done
     save_seconds: float | None  # the time that training waits for one; None where there was none
-    # From the last step before a disruption to the next one, on average; None where there was none.
+    # From the last step before a disruption to the next one, the mean; None where there was none.
     restart_seconds: float | None
     steps_between_saves: int  # 0 where there were none
     share_of_steps: (
@@ -267,7 +267,10 @@ def _gap(before: Segment, after: Segment) -> float:
 def _restart_seconds(
     segments: Sequence[Segment], gaps: Sequence[float], mean: float
 ) -> float | None:
-    """The mean seconds from the last step before a disruption to the first one after it, which itself takes `mean`."""
+    """The mean seconds from the last step before a disruption to the first one after it, which itself takes `mean`.
+
+    Starts that were disrupted before their first step are left out.
+    """
     pairs = list(zip(itertools.pairwise(segments), gaps, strict=True))
     disrupted = [(before, after, gap) for (before, after), gap in pairs if before.status != 0]
     starts = [gap + a.stepped.elapsed - mean for _, a, gap in disrupted if a.stepped]

@@ -52,10 +52,14 @@ class TimeRecord:
         self._first, self._due = True, 0.0
 
     def Open(self, path: str | os.PathLike) -> None:
-        """From here on lines are appended to a file, the first one of them now. Raises OSError, as all that write."""
-        self._path = os.fspath(path)
-        end_last_line(self._path)
-        self._Write(BEGIN)
+        """From here on lines are appended to a file, the first one of them now. Raises OSError, as all that write.
+
+        A file that is open stays so.
+        """
+        if self._path != os.fspath(path):
+            self._path = os.fspath(path)
+            end_last_line(self._path)
+            self._Write(BEGIN)
 
     def Switch(self, kind: str) -> None:
         """Counts what follows as this kind."""
