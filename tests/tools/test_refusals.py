@@ -61,6 +61,9 @@ verify | --model is required; --model alone lists all
 compare_experts --only=top2_e15 | did you mean
 reproduce --only=M4MoE | --only=M4MoE goes with --plans
 goodput | nothing to do: give --logdir, or --predict
+soak --rounds=3 | --output is required
+soak --output=x --num_devices=6 | --num_devices=6: must be a power of two
+soak --output=x --max_processes=5 | --max_processes=5: must be an integer from 1 to 4
 goodput --logdir=x --announced=0.3 | --announced=0.3 goes with --predict
 goodput --predict --mtbf=3 | --mtbf=3: must be a positive number with a unit, e.g. 90s
 goodput --predict --mtbf=3h --announced=2 | --announced=2: must be a number
@@ -121,6 +124,8 @@ explain --program=/none | program /none: No such file
 explain --model=mt.M4Tiny --mesh=expert:3 | does not divide over the 3 devices
 explain --model=mt.M4Tiny --html=/none/x | --html=/none/x: there is no directory /none
 explain --model=mt.M4Tiny --json=/ | --json=/ is a directory
+soak --output=lines.txt | --output=lines.txt is a file; name a directory
+soak --output=run | --output=run is a run
 goodput --logdir=run | run/time.jsonl: there is no such file
 goodput --predict --mtbf=3h | --predict needs --save_seconds and --restart_seconds, or --logdir of a run
 goodput --predict --json=/ | --json=/ is a directory
