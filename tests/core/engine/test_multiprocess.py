@@ -9,6 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from object_storage import bucket
+
+from lingvo_moe.core.files.store import open_store
 
 # Importable by the workers too, so nothing here touches JAX before they have joined the job.
 _WORKER = """
@@ -20,6 +23,7 @@ initialize_distributed(address, 2, process_id)
 import test_multiprocess
 test_multiprocess.train(directory, first=None, last=3)
 test_multiprocess.train(directory, first=3, last=5)
+test_multiprocess.copy(directory, sys.argv[4], 5)
 test_multiprocess.restore_damaged(directory, 5)
 """
 
@@ -92,6 +96,24 @@ def train(directory, first, last):
     )
 
 
+def copy(directory, to, step):
+    """Saves what all devices restore of a step in another place."""
+    from lingvo_moe.core import sharding
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.engines import make_engine
+    from lingvo_moe.core.engine.lowering.specs import TensorSpec
+    from lingvo_moe.core.nested_map import NestedMap
+
+    engine = make_engine("pjrt", sharding.Mesh.parse("expert:8"))
+    specs = NestedMap(
+        step=TensorSpec((), "int32"), w=TensorSpec((8, 4, 4), "float32", ("expert", None, None))
+    )
+    with Checkpointer(directory, read_only=True) as checkpointer:
+        state, extra = checkpointer.Restore(specs, engine, step)
+    with Checkpointer(to) as checkpointer:
+        checkpointer.Save(step, state, extra)
+
+
 def restore_damaged(directory, step):
     """Flips a bit of two files of a step, of which each process verifies one. Prints, as JSON, how restoring ends."""
     import jax
@@ -140,15 +162,30 @@ def _start(*args):
     )
 
 
+def _assert_alike(directory, place):
+    """The newest step is the same in a directory and in a bucket, to which both processes wrote."""
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+
+    with Checkpointer(directory, read_only=True) as one, Checkpointer(place, read_only=True) as two:
+        (want, extra), (found, same) = one.RestoreToNumpy(), two.RestoreToNumpy()
+    assert extra == same == {"at": 5} and want.step == found.step
+    np.testing.assert_array_equal(want.w, found.w)
+    names = open_store(place).List()
+    assert all(any(f"ocdbt.process_{i}/d/" in name for name in names) for i in (0, 1))
+
+
 @pytest.mark.slow
 def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
     address, shared = f"127.0.0.1:{_free_port()}", str(tmp_path / "two")
-    workers = [_start(_WORKER, address, str(i), shared) for i in range(2)]
     lines = []
-    for worker in workers:
-        out, err = worker.communicate(timeout=300)
-        assert worker.returncode == 0, err
-        lines.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+    with bucket(proxied=False):
+        place = "s3://bucket/two"
+        workers = [_start(_WORKER, address, str(i), shared, place) for i in range(2)]
+        for worker in workers:
+            out, err = worker.communicate(timeout=300)
+            assert worker.returncode == 0, err
+            lines.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+        _assert_alike(shared, place)
     assert lines[0][0]["devices"] == [2, 4]
     assert lines[0][0]["all_to_all"]
     assert lines[0][0]["own_rows"] == 8 and lines[0][0]["most"] == 1
