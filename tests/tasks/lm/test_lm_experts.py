@@ -39,7 +39,7 @@ def test_every_nth_layer_after_the_dense_ones_has_experts():
     assert set(model.Flops((8, 8))) == {f"decoder.{n}" for n in ("self_atten", "ffn", "moe")} | {
         "softmax"
     }
-    with pytest.raises(ParamError, match="num_layers=6: must be a multiple of 2, the layers of"):
+    with pytest.raises(ParamError, match="num_layers=6: must be a multiple of 2, after which"):
         _experiment("task.num_layers=6")
 
 
