@@ -209,7 +209,7 @@ def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, reader, k
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("place", ["disk", "bucket"])
+@pytest.mark.parametrize("place", ["disk", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_the_newest_whole_checkpoint_is_found(steps, reader, place):
     saved = steps[place]
     files: list = [object_storage.Object(saved.store, name) for name in saved.store.List()]

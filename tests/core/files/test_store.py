@@ -1,5 +1,8 @@
 """Files in a directory and in a bucket are alike, whatever goes wrong on the way."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -58,6 +61,25 @@ def test_of_many_writers_one_creates_a_file(store):
     (winner,) = [i for i, created in won if created]
     assert store.Read("one") == b"%d" % winner and store.List() == ["one"]
     assert not store.Create("one", b"late")
+
+
+_READ = """
+from lingvo_moe.core.files.store import open_store
+print(open_store("s3://bucket/standstill").Read("a"))
+"""
+
+
+def test_a_transfer_that_stands_still_is_repeated(storage):
+    """In a process of its own, for a process keeps the seconds that it begins with; here 2 instead of 30."""
+    open_store("s3://bucket/standstill").Write("a", b"whole")
+    storage.faults.append("hang")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "2"
+    done = subprocess.run(
+        [sys.executable, "-c", _READ], env=env, capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout == "b'whole'\n", done.stderr
+    assert not storage.faults
 
 
 def test_an_answer_that_was_lost_is_not_taken_for_another_writer(storage, tmp_path):
