@@ -175,7 +175,7 @@ def test_every_number_has_a_range_where_it_is_defined():
     assert [path for path, owner, name in numeric if owner.Range(name) in wide] == []
     # Templates of layers that a parent may leave out.
     loose = {name for _, owner, name in everything if owner.Range(name) == checks.ANYTHING}
-    assert loose == {"body", "cross_atten_tpl", "position"}
+    assert loose == {"body", "cross_atten_tpl", "first", "position"}
 
 
 @pytest.mark.parametrize(
