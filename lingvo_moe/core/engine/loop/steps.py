@@ -38,7 +38,7 @@ def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) ->
         task.CheckMarks(found)
         return results
 
-    text = f"{_determined_by(task, inputs)}{num_micro_batches}"
+    text = _determined_by(task, inputs, num_micro_batches)
     return Step("train_step", step, (task.StateSpecs(), batch), donate=(0,), text=text)
 
 
@@ -53,12 +53,15 @@ def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:
     return Step("held_out_step", task.HeldOutStep, args, text=_determined_by(task, inputs))
 
 
-def _determined_by(task: BaseTask, inputs: BaseInput) -> str:
-    """The classes and parameters that the programs of a task follow from."""
-    return "".join(
+def _determined_by(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) -> str:
+    """The classes and parameters that the programs of a task follow from; '' for what only looks like an input."""
+    if not isinstance(inputs, BaseInput):
+        return ""
+    found = (
         f"type/{type(one).__module__}/{type(one).__qualname__}\n{one.p.ToText()}"
         for one in (task, inputs)
     )
+    return f"{''.join(found)}{num_micro_batches}"
 
 
 def batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:
