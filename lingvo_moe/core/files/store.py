@@ -10,6 +10,7 @@ AWS_ENDPOINT_URL names another server than Amazon's. Imports TensorStore when a 
 
 import abc
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -129,10 +130,10 @@ class LocalStore(Store):
         return (self.path / name).exists()
 
     def Read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        return self._File(name).read_bytes()
 
     def Pieces(self, name: str) -> Iterator[memoryview]:
-        with open(self.path / name, "rb", buffering=0) as file:
+        with open(self._File(name), "rb", buffering=0) as file:
             piece = memoryview(bytearray(min(_PIECE, os.fstat(file.fileno()).st_size + 1)))
             while size := file.readinto(piece):
                 yield piece[:size]
@@ -163,6 +164,13 @@ class LocalStore(Store):
 
     def Spec(self, name: str) -> dict[str, Any]:
         return {"driver": "file", "path": f"{os.path.abspath(self.path / name)}/"}
+
+    def _File(self, name: str) -> Path:
+        """The path of a file that ends: to open a pipe would wait for ever."""
+        path = self.path / name
+        if not path.is_file():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return path
 
 
 class Version(NamedTuple):
