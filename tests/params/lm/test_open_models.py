@@ -1,8 +1,5 @@
 """Published models have the parameters that follow from their published sizes, to the unit."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 from lingvo_moe.core.config import registry
@@ -26,11 +23,10 @@ TABLE = {
     "Llama4Scout": (107_769_861_120, 17_172_894_720, None),
     "Llama4Maverick": (400_711_848_960, 17_184_691_200, None),
 }
-PAGE = (Path(__file__).parents[3] / "docs" / "experiments.md").read_text()
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_counts_are_exact_and_the_page_has_them(name):
+def test_counts_are_exact(name):
     total, active, without = TABLE[name]
     task = registry.GetParams(f"lm.{name}").task.Instantiate()
     assert count_parameters(task.VariableSpecs().Flatten()) == total
@@ -40,9 +36,6 @@ def test_counts_are_exact_and_the_page_has_them(name):
     assert found["without that of the input"] == active - table
     assert found["without both"] == active - 2 * table
     assert without in (None, active - table)
-    shown = "all" if active == total else f"{active:,}"
-    row = re.escape(f"| `lm.{name}` | {total:,} | {shown} | {task.CacheBytes():,} |")
-    assert re.search(row, PAGE)
     assert f"{total:,} parameters" in registry.GetExperiment(f"lm.{name}").__doc__
 
 
