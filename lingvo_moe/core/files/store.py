@@ -26,7 +26,7 @@ from lingvo_moe.core.files.paths import PathError
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://([^/]+)/?(.*)")
 _DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}
 MOST = 1 << 28  # bytes of a file of a checkpoint, about: it is read in one request to a bucket
-_PIECE = 1 << 20  # bytes read at once from a file: what stays in a processor's cache
+_PIECE = 1 << 17  # bytes read at once from a file: what stays in a processor's cache
 _PATIENCE = 600.0  # seconds of a request with its repetitions, e.g. to write 2 GiB
 # About half a minute; TensorStore's own 32 repetitions take a quarter of an hour where nobody answers.
 _RETRIES = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}
