@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from lingvo_moe.core.engine.base import EngineError
 
+# Where libtpu finds no TPU, it gives its variables a text that begins so, and processes started afterwards inherit it.
+_LIBTPU_KNOWS_NONE = "WARNING: "
 _JOBSET = ("JOB_INDEX", "JOB_REPLICAS", "PROCESSES_IN_JOB", "JAX_COORDINATOR_ADDRESS")
 
 
@@ -80,7 +82,8 @@ def find(environ: Mapping[str, str] = os.environ) -> Launch | None:
         return _hydra(_Variables("MPI", environ))
     if "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
         return _slurm(_Variables("Slurm", environ), environ)
-    if names := environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES"):
+    names = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
+    if names and not names.startswith(_LIBTPU_KNOWS_NONE):
         return _tpu(_Variables("TPU", environ), names.split(","), environ)
     if "JOB_COMPLETION_INDEX" in environ and any(name in environ for name in _JOBSET):
         return _jobset(_Variables("JobSet", environ))

@@ -30,6 +30,11 @@ def _find(*variables):
     return launchers.find(dict(pair.split("=", 1) for part in variables for pair in part.split()))
 
 
+def test_variables_that_libtpu_sets_without_a_tpu_are_no_launchers():
+    text = "WARNING: could not determine TPU worker hostnames or IP addresses, please set env var"
+    assert launchers.find({"TPU_WORKER_HOSTNAMES": text, "TPU_WORKER_ID": "WARNING: no"}) is None
+
+
 @pytest.mark.parametrize(
     "variables, launcher, count, number, host, local",
     [
