@@ -13,6 +13,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.normalization import normalized
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import shape_of
 
@@ -127,9 +128,8 @@ class ExtendedAttention(MultiHeadAttention):
         """RMS normalization over the dimensions of the scale, which are the last ones."""
         sizes = shape_of(heads)
         flat = [*sizes[: -scale.shape.rank], scale.shape.num_elements()]
-        x, scale = tf.reshape(tf.cast(heads, tf.float32), flat), tf.reshape(scale, [-1])
-        y = kernels.current().normalize(x, scale, None, self.p.norm_epsilon)
-        return tf.cast(tf.reshape(y, sizes), heads.dtype)
+        x, scale = tf.reshape(heads, flat), tf.reshape(scale, [-1])
+        return tf.reshape(normalized(x, scale, None, self.p.norm_epsilon, heads.dtype), sizes)
 
     def _Temperature(self, positions: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """The factor of queries, by position."""

@@ -15,6 +15,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.normalization import normalized
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import shape_of
 
@@ -99,9 +100,7 @@ class LatentAttention(MultiHeadAttention):
         return self._Normalized(latent, theta.norm), self._Positioned(turned, positions)
 
     def _Normalized(self, x: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
-        x = tf.cast(x, tf.float32)
-        y = kernels.current().normalize(x, scale, None, self.p.norm_epsilon)
-        return tf.cast(y, self.fprop_dtype)
+        return normalized(x, scale, None, self.p.norm_epsilon, self.fprop_dtype)
 
     def _Heads(
         self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, positions: tf.Tensor | None

@@ -42,13 +42,8 @@ class LayerNorm(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Normalizes x [..., M]; the result has the activations' type."""
-        y = kernels.current().normalize(
-            tf.cast(x, tf.float32),
-            theta.scale,
-            theta.bias if self.BIASED else None,
-            self.p.epsilon,
-        )
-        return tf.cast(y, self.fprop_dtype)
+        bias = theta.bias if self.BIASED else None
+        return normalized(x, theta.scale, bias, self.p.epsilon, self.fprop_dtype)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
@@ -61,6 +56,14 @@ class RmsNorm(LayerNorm):
     Layer Normalization"), in float32 like LayerNorm."""
 
     BIASED: ClassVar[bool] = False
+
+
+def normalized(
+    x: tf.Tensor, scale: tf.Tensor, bias: tf.Tensor | None, epsilon: float, dtype: tf.DType
+) -> tf.Tensor:
+    """LayerNorm's y for weights [M], RmsNorm's where there is no bias: in float32, then rounded to `dtype`."""
+    y = kernels.current().normalize(tf.cast(x, tf.float32), scale, bias, epsilon)
+    return tf.cast(y, dtype)
 
 
 NORMS: Mapping[str, type[LayerNorm]] = {"layer": LayerNorm, "rms": RmsNorm}
