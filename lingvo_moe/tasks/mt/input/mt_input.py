@@ -378,10 +378,9 @@ class BatchIterator(base_input.BatchIterator):
     def _drawn(self) -> Iterator[Sized]:
         """The next pairs that fit, or are truncated."""
         truncates, left_out = self._input.p.too_long == "truncate", 0
-        source_length, target_length = self._shape.source_length, self._shape.target_length
-        counts = self.counts
+        shape, counts = self._shape, self.counts
         for language, position, source, target in self._order:
-            if source >= source_length or target >= target_length:
+            if not shape.Fits(source, target):
                 counts["too_long"] += 1
                 left_out += 1
                 if truncates:
@@ -390,8 +389,8 @@ class BatchIterator(base_input.BatchIterator):
                     continue
                 else:
                     raise DataError(
-                        f"none of {_GIVE_UP_AFTER} pairs fits into source_length={source_length},"
-                        f" target_length={target_length}; make them larger, or set too_long='truncate'"
+                        f"none of {_GIVE_UP_AFTER} pairs fits into source_length={shape.source_length},"
+                        f" target_length={shape.target_length}; make them larger, or set too_long='truncate'"
                     )
             left_out = 0
             counts["pairs"] += 1
