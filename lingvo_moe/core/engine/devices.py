@@ -83,19 +83,14 @@ def initialize_distributed(
     launch = launchers.find()
     if launch is not None and not coordinator_address:
         coordinator_address = launchers.address_of(launch)
-    host, colon, port = coordinator_address.rpartition(":")
-    if not host or not colon or not port.isdigit():
-        raise EngineError(
-            f"--coordinator_address={coordinator_address!r}: expected host:port of process 0, "
-            "e.g. '10.0.0.1:8476'; srun, mpirun and the JobSet of launch/ say it themselves"
-        )
+    host, port = _host_and_port(coordinator_address)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     who = f"process {process_id} of {num_processes}"
     of = f" ({launch.launcher})" if launch is not None else ""
     print(f"{who}: joining the job at {coordinator_address}{of}", file=sys.stderr)
     # If nobody answers, JAX ends the process without an exception. So try to connect first.
-    if process_id and not _answers(host, int(port), timeout_seconds):
+    if process_id and not _answers(host, port, timeout_seconds):
         raise EngineError(
             f"--coordinator_address={coordinator_address}: {who} could not join the job: nobody "
             f"answered there for {timeout_seconds} s; is process 0 running at that address?"
@@ -110,13 +105,23 @@ def initialize_distributed(
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
     find_devices()
-    if (
-        process_count() != num_processes
-    ):  # a job of several that trains as several jobs would be a silent fault
+    # A job of several that trains as several jobs would be a silent fault.
+    if process_count() != num_processes:
         raise EngineError(
             f"{who}: JAX has found {process_count()} processes on {jax.devices()[0].platform}; the processes that "
             "share accelerators have to be started as one job"
         )
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of --coordinator_address. Raises EngineError: it has another form."""
+    host, colon, port = address.rpartition(":")
+    if not host or not colon or not port.isdigit():
+        raise EngineError(
+            f"--coordinator_address={address!r}: expected host:port of process 0, "
+            "e.g. '10.0.0.1:8476'; srun, mpirun and the JobSet of launch/ say it themselves"
+        )
+    return host, int(port)
 
 
 def _answers(host: str, port: int, timeout_seconds: float) -> bool:
