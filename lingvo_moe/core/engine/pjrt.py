@@ -73,9 +73,8 @@ class PjrtEngine(Engine):
         key = kept_programs.key_of(step, self.mesh) if self.known_faults == ERROR else ""
         program = found = kept_programs.find(key)
         if program is None:
-            from lingvo_moe.core.engine.lowering.lowering import (
-                lower_step,
-            )  # the door to TensorFlow
+            # The door to TensorFlow.
+            from lingvo_moe.core.engine.lowering.lowering import lower_step
 
             self.doing(f"lowering {step.name}")
             program = lower_step(step, self.mesh)

@@ -303,9 +303,8 @@ def _connection(scheme: str, bucket: str) -> dict[str, Any]:
         region = region or "us-east-1"
     if region:
         spec["aws_region"] = region
-    if os.environ.get(
-        "AWS_ACCESS_KEY_ID"
-    ):  # otherwise files are looked for first, with lines on standard error
+    # Without this, files are looked for first, with lines on standard error.
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
         spec["aws_credentials"] = {"type": "environment"}
     return spec
 

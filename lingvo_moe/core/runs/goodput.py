@@ -147,9 +147,8 @@ class Goodput:
     # From the last step before a disruption to the next one, the mean; None where there was none.
     restart_seconds: float | None
     steps_between_saves: int  # 0 where there were none
-    share_of_steps: (
-        float  # of the time after the first step without saves; the rest are evaluations and input
-    )
+    # Of the time after the first step without saves; the rest are evaluations and input.
+    share_of_steps: float
 
     @property
     def total(self) -> float:

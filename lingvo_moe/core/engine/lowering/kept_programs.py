@@ -75,9 +75,8 @@ def find(key: str) -> Program | None:
     if content is None:
         return None
     program = Program.FromBytes(content[_DIGITS:], key)
-    vars(program)["hash"] = content[
-        :_DIGITS
-    ].decode()  # to compute it takes as long as to load the compiled program
+    # The value of the cached property, which takes as long to compute as the compiled program to load.
+    vars(program)["hash"] = content[:_DIGITS].decode()
     return program
 
 
