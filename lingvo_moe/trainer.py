@@ -366,11 +366,9 @@ def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], obj
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.loop import job
 
-    def lock_and_begin() -> None:
-        lock.Acquire()
-        begin()
-
-    job.together(lock_and_begin, on=[0])
+    # Apart, since at their first meeting CPU processes wait half a minute for each other, later without an end.
+    job.together(lock.Acquire, on=[0])
+    job.together(begin, on=[0])
     processes = devices.process_count()
     if processes == 1:
         return
