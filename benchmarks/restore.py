@@ -26,7 +26,7 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.runs.saved_steps import SavedSteps
+from lingvo_moe.core.runs.saved_steps import saved_steps
 from lingvo_moe.core.sharding import Mesh
 from tools import _cli
 
@@ -64,7 +64,7 @@ def measure(directory: str, megabytes: int, rounds: int) -> None:
         checkpointer.Save(1, engine.Put(values, specs))
 
     def verify() -> None:
-        verify_step(SavedSteps(directory), 1)
+        verify_step(saved_steps(directory), 1)
 
     def onto_devices() -> None:
         with Checkpointer(directory, read_only=True) as checkpointer:

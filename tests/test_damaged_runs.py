@@ -23,7 +23,7 @@ import object_storage
 import pytest
 from damage import Damage, damages
 
-from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, SavedSteps
+from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, SavedSteps, saved_steps
 
 _COUNT = int(os.environ.get("DAMAGES", "100"))
 _SEED = int(os.environ.get("DAMAGES_SEED", "0"))
@@ -170,7 +170,7 @@ def steps(run_and_export, tmp_path_factory) -> Iterator[dict[str, SavedSteps]]:
     disk = tmp_path_factory.mktemp("checkpoints") / "checkpoints"
     shutil.copytree(run_and_export["run"] / "checkpoints", disk)
     with object_storage.bucket(proxied=False):
-        found = {"disk": SavedSteps(disk), "bucket": SavedSteps("s3://bucket/checkpoints")}
+        found = {"disk": saved_steps(disk), "bucket": saved_steps("s3://bucket/checkpoints")}
         for step in found["disk"].Steps():
             for name in found["disk"].Of(step).List():
                 found["bucket"].Part(step).Write(name, found["disk"].Of(step).Read(name))

@@ -9,18 +9,16 @@ AWS_ENDPOINT_URL names another server than Amazon's. Imports TensorStore when a 
 """
 
 import abc
-import contextlib
 import errno
 import functools
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from lingvo_moe.core.files.files import naming, write_atomic
+from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.core.files.paths import PathError
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://([^/]+)/?(.*)")
@@ -84,13 +82,6 @@ class Store(abc.ABC):
         """Writes or replaces a file: all of it, or nothing. Raises OSError."""
 
     @abc.abstractmethod
-    def Create(self, name: str, data: bytes) -> bool:
-        """Writes a file if there is none; says whether. Of several writers, one gets True. Raises OSError.
-
-        `data` must differ between writers.
-        """
-
-    @abc.abstractmethod
     def Delete(self, name: str) -> None:
         """Deletes a file, if it is there. Raises OSError."""
 
@@ -141,19 +132,6 @@ class LocalStore(Store):
     def Write(self, name: str, data: bytes) -> None:
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / name, data)
-
-    def Create(self, name: str, data: bytes) -> bool:
-        path = self.path / name
-        temp = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write_atomic(temp, data)
-            with naming(path), contextlib.suppress(FileExistsError):
-                os.link(temp, path)
-                return True
-            return False
-        finally:
-            temp.unlink(missing_ok=True)
 
     def Delete(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
@@ -219,6 +197,10 @@ class Bucket(Store):
         self._Do(name, "write", name, data)
 
     def Create(self, name: str, data: bytes) -> bool:
+        """Writes a file if there is none; says whether. Of several writers, one gets True. Raises StoreError.
+
+        `data` must differ between writers.
+        """
         there = self.Version(name)
         return there.value is None and bool(self.Replace(name, data, there.generation))
 

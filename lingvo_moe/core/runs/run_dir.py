@@ -44,7 +44,7 @@ from lingvo_moe.core.runs.run_description import (
     read_program,
     write_program,
 )
-from lingvo_moe.core.runs.saved_steps import SavedSteps
+from lingvo_moe.core.runs.saved_steps import saved_steps
 from lingvo_moe.core.runs.time_record import FILE as _TIME
 
 if TYPE_CHECKING:  # it imports TensorFlow
@@ -118,7 +118,7 @@ class RunDir:
     @property
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first; they have their names only when they are complete."""
-        return SavedSteps(self.checkpoint_dir).Steps()
+        return saved_steps(self.checkpoint_dir).Steps()
 
     def Inside(self, name: str) -> Path:
         """The path of a file or directory in the run, to read or to write, whether it is there or not.

@@ -48,7 +48,9 @@ def test_files_are_written_read_listed_and_deleted(store):
     assert store.List() == ["größe", "x/2", "x/3", "x/4"]
 
 
-def test_of_many_writers_one_creates_a_file(store):
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_of_many_writers_one_creates_a_file(scheme, storage, tmp_path):
+    store = Bucket(f"{scheme}://bucket/{tmp_path.name}/place")
     won = []
     writers = [
         threading.Thread(target=lambda i=i: won.append((i, store.Create("one", b"%d" % i))))
@@ -106,7 +108,7 @@ def test_a_list_of_files_finds_what_differs(store):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_fails_once_or_twice_is_repeated(storage, tmp_path, fault):
-    store = open_store(f"s3://bucket/{tmp_path.name}")
+    store = Bucket(f"s3://bucket/{tmp_path.name}")
 
     def twice(work):
         storage.faults.extend([fault] * (1 if fault == "slow" else 2))

@@ -41,7 +41,7 @@ from lingvo_moe.core.files.paths import check_portable
 from lingvo_moe.core.files.store import Bucket, is_address, reason_of
 from lingvo_moe.core.nested_map import NestedMap, first_difference, flatten_items, pack, skeleton
 from lingvo_moe.core.runs.bucket_lock import BucketLock
-from lingvo_moe.core.runs.saved_steps import SavedSteps
+from lingvo_moe.core.runs.saved_steps import saved_steps
 
 _MOST_SHOWN = 400  # characters of another library's error
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Checkpointer:
             check_portable(directory, "the directory of checkpoints")
             self.directory = os.path.abspath(directory)
         self.rotation = Rotation(keep)
-        self._steps, self._verified = SavedSteps(self.directory), set[int]()
+        self._steps, self._verified = saved_steps(self.directory), set[int]()
         self._saved: set[int] | None = None  # what is there, or on its way, for a writer
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1)

@@ -11,7 +11,7 @@ import numpy as np
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.lowering.specs import numpy_dtype
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.runs.saved_steps import SavedSteps
+from lingvo_moe.core.runs.saved_steps import saved_steps
 from lingvo_moe.core.task.base_task import BaseTask
 
 _PATIENCE = 5.0  # seconds that a trainer may take to delete the files of a checkpoint
@@ -58,7 +58,7 @@ def read_newest(
 def was_deleted(directory: str | os.PathLike, step: int) -> bool:
     """Whether a checkpoint has made place for newer ones; waits while its files are being deleted."""
     until = time.monotonic() + _PATIENCE
-    while step in (there := SavedSteps(directory).Steps()):
+    while step in (there := saved_steps(directory).Steps()):
         if there[-1] == step or time.monotonic() > until:
             return False
         time.sleep(0.05)

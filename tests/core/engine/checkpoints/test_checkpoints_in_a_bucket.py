@@ -21,7 +21,7 @@ from lingvo_moe.core.files.manifest import ManifestError
 from lingvo_moe.core.files.store import open_store
 from lingvo_moe.core.runs import bucket_lock
 from lingvo_moe.core.runs.run_lock import RunLockError
-from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, SavedSteps
+from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, saved_steps
 from lingvo_moe.core.sharding import Mesh
 
 
@@ -92,11 +92,11 @@ def test_who_was_taken_for_dead_completes_no_step(storage, place):
     second.Save(2, _values(2))
     second.Close()
     first.Close()
-    assert SavedSteps(place).Steps() == [2]
+    assert saved_steps(place).Steps() == [2]
 
 
 def test_a_step_is_completed_once(place):
-    steps = SavedSteps(place)
+    steps = saved_steps(place)
     steps.Part(1).Write(LIST, b"")
     assert [steps.Complete(1, digest) for digest in ("a", "b")] == [True, False]
     with pytest.raises(ManifestError, match="COMMIT was changed"):
@@ -159,7 +159,7 @@ def test_killed_while_saving_the_newest_complete_step_is_whole(place):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen([sys.executable, "-c", _SAVE_FOREVER, place], env=env)
     try:
-        while child.poll() is None and not SavedSteps(place).Has(2):
+        while child.poll() is None and not saved_steps(place).Has(2):
             time.sleep(0.02)
     finally:
         child.kill()
