@@ -17,7 +17,9 @@ from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
 from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.files.store import is_address
 from lingvo_moe.core.input.base_input import BaseInput
+from lingvo_moe.core.runs.bucket_lock import BucketRunLock, lock_of
 from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import RunLock, find_held_lock
@@ -112,9 +114,12 @@ def run(args: Flags) -> int:
 
 def begun_record(args: Flags) -> TimeRecord:
     """The record of this start's time; open where it goes on with a run, so that a start that is killed is seen."""
-    times, run_dir = TimeRecord(), RunDir(args.logdir)
+    times = TimeRecord()
     trains = args.mode == "sync" and args.process_id == 0 and not args.restart
-    if trains and args.logdir and run_dir.time_file.is_file() and not find_held_lock(args.logdir):
+    if not trains or not args.logdir or is_address(args.logdir):  # that is copied once it is locked
+        return times
+    run_dir = RunDir(args.logdir)
+    if run_dir.time_file.is_file() and not find_held_lock(args.logdir):
         times.Open(run_dir.time_file)
     return times
 
@@ -239,7 +244,7 @@ def train_model(of: Job) -> int:
 
     run = Run(**vars(of), task=task, inputs=inputs, run_dir=RunDir(args.logdir))
     # Held until the last checkpoint is complete.
-    with RunLock(args.logdir) as lock:
+    with lock_of(args.logdir) as lock:
         return train_locked(run, engine, lock)
 
 
@@ -269,7 +274,7 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
     )
 
 
-def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
+def train_locked(run: Run, engine: Engine, lock: RunLock | BucketRunLock) -> int:
     """Like train; locks the run directory with `lock`, which the caller releases."""
     from lingvo_moe.core.engine.checkpoints import init_from
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
@@ -296,8 +301,9 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         say(machine_line(run, engine.mesh))
     task = trained_task(run, engine.mesh)
     started = time.monotonic()
+    held = lock.held if isinstance(lock, BucketRunLock) else None
     with (
-        Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
+        Checkpointer(run_dir.checkpoint_dir, params.train.save_max_to_keep, lock=held) as saved,
         Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
         contextlib.ExitStack() as stack,
         job.announcing(),
@@ -353,7 +359,9 @@ def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
     return form.Instantiate()
 
 
-def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:
+def share_run(
+    lock: RunLock | BucketRunLock, begin: Callable[[], None], follow: Callable[[], object]
+) -> None:
     """Locks the run directory on process 0, prepares it there, then lets the other processes join the lock.
 
     `begin` is called on process 0 with the lock held, before the others look at the directory; `follow` afterwards on
@@ -381,7 +389,7 @@ def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], obj
     job.together(join_and_follow, on=range(1, processes))
 
 
-def prepare(run: Run, lock: RunLock) -> None:
+def prepare(run: Run, lock: RunLock | BucketRunLock) -> None:
     """Prepares the run directory, which is locked, and the data. Called on the job's first process."""
     from lingvo_moe.core.console.waiting import LineProgress
     from lingvo_moe.core.engine.checkpoints import init_from

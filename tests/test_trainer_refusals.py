@@ -40,11 +40,12 @@ _REFUSED = rf"""
 --eval_lines=5 => --eval_lines=5 goes with --mode=eval
 --mode=eval --max_minutes=5 => --max_minutes=5.0 goes with --mode=sync
 --mode=eval --once => holds no run with a checkpoint
---logdir=gs://bucket/run => --logdir=gs://bucket/run: remote storage is not supported
+--logdir=az://bucket/run => --logdir=az://bucket/run: no storage is known as az://
 --logdir=runs[1]/run => --logdir=runs[1]/run: checkpoints and models could not be read
 --logdir=~/run => --logdir=~/run: '~' is only replaced by a shell
---data_dir=s3://bucket/data => --data_dir=s3://bucket/data: remote storage
---init_from=gs://bucket/run => --init_from=gs://bucket/run: remote storage
+--data_dir=az://bucket/data => --data_dir=az://bucket/data: no storage is known
+--logdir=s3://bucket/run --restart => --restart: works on runs on disk only
+--init_from=az://bucket/run => --init_from=az://bucket/run: no storage is known
 task.num_expert=8 => task.num_expert=8: no parameter 'task.num_expert' (did you mean 'num_experts'
 task.dropout => is not of the form path=value
 task.num_experts=many => task.num_experts=many: does not read as int

@@ -23,7 +23,9 @@ from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.console.waiting import Waiting
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
+from lingvo_moe.core.files.copies import local, push_all
 from lingvo_moe.core.files.paths import check_local
+from lingvo_moe.core.files.store import is_address
 from lingvo_moe.core.runs.directories import Kind, check_addable, check_replaceable, check_writable
 from lingvo_moe.core.runs.run_dir import RunDir
 
@@ -75,7 +77,9 @@ def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
         The status of `work`, 1 after a ValueError, an OSError or a process that failed, or 130 after Ctrl-C.
     """
     try:
-        return work()
+        status = work()
+        push_all()
+        return status
     except subprocess.CalledProcessError as e:
         say(f"{name}: training ended with status {e.returncode}; see above")
         return 1
@@ -137,7 +141,7 @@ def plan_cache(given: str | None) -> Path | None:
     if given is not None:
         if given:
             check_output_directory(given, "--cache_dir")
-        return Path(given) if given else None
+        return local(given) if given else None
     from lingvo_moe.core.engine.aot import aot_cache
 
     return aot_cache.default_cache_dir()
@@ -150,6 +154,8 @@ def check_output_directory(
 
     `replaces` is the kind of directory that the command writes and may replace; None for a command that adds files.
     """
+    if is_address(path):
+        return check_replaceable(path, replaces, flag) if replaces else None
     check_local(path, flag)
     place = Path(os.path.realpath(path))
     if place.exists() and not place.is_dir():
@@ -164,7 +170,7 @@ def check_output_directory(
 def define_cache_flag(flags: Flags) -> None:
     """Defines --cache_dir, which plan_cache reads."""
     help = "directory for plans, verified steps and compiled programs; '' keeps none"
-    flags.DEFINE_path("cache_dir", None, help)
+    flags.DEFINE_path("cache_dir", None, help, address=True)
 
 
 def define_mesh_flags(flags: Flags, most: int) -> None:
@@ -192,15 +198,15 @@ def define_known_faults_flag(flags: Flags) -> None:
 
 def define_model_flags(flags: Flags) -> None:
     """Defines --saved_model and --logdir, of which exactly one must be given."""
-    flags.DEFINE_path("saved_model", None, "the directory that tools.export wrote", portable=True)
-    flags.DEFINE_path("logdir", None, "a run, as given to the trainer", portable=True)
+    flags.DEFINE_path("saved_model", None, "what tools.export wrote", portable=True, address=True)
+    flags.DEFINE_path("logdir", None, "a run, as given to the trainer", portable=True, address=True)
     flags.ExactlyOne("saved_model", "logdir")
 
 
 def define_logdir_flag(flags: Flags) -> None:
     """Defines --logdir, for a command that needs a run."""
     help = "the run, as given to the trainer"
-    flags.DEFINE_path("logdir", None, help, required=True, portable=True)
+    flags.DEFINE_path("logdir", None, help, required=True, portable=True, address=True)
 
 
 _SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")

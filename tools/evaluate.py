@@ -22,6 +22,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.console import units
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
+from lingvo_moe.core.files.copies import local
 
 from . import _cli
 
@@ -49,7 +50,9 @@ def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m tools.evaluate", __doc__)
     _cli.define_model_flags(flags)
-    flags.DEFINE_path("data_dir", None, "the corpus with the pairs (default: what RUN trained on)")
+    flags.DEFINE_path(
+        "data_dir", None, "the corpus with the pairs (default: what RUN trained on)", address=True
+    )
     flags.DEFINE_list("languages", (), "e.g. de,sw (default: all that have dev pairs)")
     flags.DEFINE_integer(
         "max_per_language", None, "dev pairs of each language (default: all)", checks.SIZE
@@ -150,7 +153,7 @@ def _output(args: Flags) -> Path | None:
     """The directory of the report; None for no report."""
     if args.output:
         return Path(args.output)
-    return Path(args.logdir) / "eval" if args.logdir else None
+    return local(args.logdir) / "eval" if args.logdir else None
 
 
 def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
@@ -161,10 +164,10 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
     if args.saved_model:
         from lingvo_moe.tasks.mt.serving.saved_translator import MANIFEST
 
-        files.append(Path(args.saved_model) / MANIFEST)
+        files.append(local(args.saved_model) / MANIFEST)
     else:
         steps = about.get("averaged_steps") or [about["step"]]
-        files += [Path(args.logdir) / "checkpoints" / str(step) for step in steps]
+        files += [Path(args.logdir, "checkpoints", str(step)) for step in steps]
     return [flags, about, [file.stat().st_mtime_ns for file in files if file.exists()]]
 
 

@@ -25,9 +25,10 @@ def define_flags() -> Flags:
     flags.DEFINE_path(
         "output",
         None,
-        "the directory to write; it replaces a SavedModel",
+        "the directory or the address to write; it replaces a SavedModel",
         required=True,
         portable=True,
+        address=True,
     )
     flags.DEFINE_integer(
         "top_k", None, "translations of a line (default: as --beam_size); 1 is faster", checks.SIZE

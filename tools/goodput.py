@@ -43,7 +43,9 @@ def read_time(text: str) -> float:
 def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m tools.goodput", __doc__)
-    flags.DEFINE_path("logdir", None, "the run, as given to the trainer", portable=True)
+    flags.DEFINE_path(
+        "logdir", None, "the run, as given to the trainer", portable=True, address=True
+    )
     flags.DEFINE_boolean("predict", False, "also predict goodput and the best interval")
     flags.DEFINE_path("json", "", "write all figures to this file as JSON")
     of_run = "(default: as in the run)"

@@ -29,7 +29,9 @@ def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m tools.report", __doc__)
     _cli.define_logdir_flag(flags)
-    flags.DEFINE_path("data_dir", None, "the corpus with the pairs (default: what RUN trained on)")
+    flags.DEFINE_path(
+        "data_dir", None, "the corpus with the pairs (default: what RUN trained on)", address=True
+    )
     flags.DEFINE_list(
         "languages",
         (),

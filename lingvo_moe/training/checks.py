@@ -11,9 +11,11 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
-from lingvo_moe.core.files.paths import check_local, check_portable
+from lingvo_moe.core.files.paths import absolute, check_local
+from lingvo_moe.core.files.store import check_place, is_address
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE, ScheduleError
+from lingvo_moe.core.runs.bucket_lock import BucketRunLock
 from lingvo_moe.core.runs.directories import check_addable, check_logdir, check_writable
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import RunLock
@@ -53,7 +55,13 @@ def check_flags(args: Flags, params: Params) -> None:
         )
     if params.train.upcycle_at:
         check_upcycling(args, params)
-    check_writable(args.logdir, f"--logdir={args.logdir}")
+    if not is_address(args.logdir):
+        check_writable(args.logdir, f"--logdir={args.logdir}")
+    elif args.restart or args.mode == "eval":
+        given = "--mode=eval" if args.mode == "eval" else "--restart"
+        raise UsageError(
+            f"{given}: works on runs on disk only, and --logdir={args.logdir} is an address; name another run"
+        )
 
 
 def check_upcycling(args: Flags, params: Params) -> None:
@@ -91,18 +99,20 @@ def check_paths(args: Flags, params: Params) -> None:
         PathError: a remote address, or characters that a library cannot work with.
         OutputError: a --logdir that is, lies in, or holds data, an exported model or another run.
     """
-    check_portable(args.logdir, "--logdir")
-    check_portable(args.init_from, "--init_from")
-    check_local(args.data_dir, "--data_dir")
+    check_place(args.logdir, "--logdir")
+    check_place(args.init_from, "--init_from")
+    check_place(args.data_dir, "--data_dir", portable=False)
     data = params.input
     places = {f"input.{name}": data.Get(name) for name in (*data.cls.READS, *data.cls.ADDS_TO)}
     for name, place in places.items():
-        check_local(place, name)
+        check_place(place, name, portable=False)
     for name in data.cls.ADDS_TO:
         if places[f"input.{name}"]:
+            check_local(places[f"input.{name}"], f"input.{name}")
             check_addable(places[f"input.{name}"], f"input.{name}")
     data_dir = places.get("input.data_dir")
-    check_logdir(args.logdir, {"--data_dir": data_dir} if data_dir else {})
+    if not is_address(args.logdir):
+        check_logdir(args.logdir, {"--data_dir": data_dir} if data_dir else {})
 
 
 def strategy_override(args: Flags, more: str = "") -> str:
@@ -135,7 +145,7 @@ def full_override(args: Flags) -> str:
     if args.max_steps is not None:
         parts.append(f"train.max_steps={args.max_steps}")
     if args.data_dir:
-        parts.append(f"input.data_dir={registry.escape(os.path.abspath(args.data_dir))}")
+        parts.append(f"input.data_dir={registry.escape(absolute(args.data_dir))}")
     return join_overrides(*parts)
 
 
@@ -158,7 +168,7 @@ def check_data_exists(args: Flags, params: Params) -> None:
     """Raises UsageError if what the input reads does not exist: before a run is moved aside or compared."""
     for name in params.input.cls.READS:
         place = params.input.Get(name)
-        if place and not os.path.exists(place):
+        if place and not is_address(place) and not os.path.exists(place):
             flag = "--data_dir" if name == "data_dir" and args.data_dir else f"input.{name}"
             raise UsageError(f"{flag}={place} does not exist")
 
@@ -331,7 +341,7 @@ def has_begun(run_dir: RunDir) -> bool:
 
 
 def prepare_run_dir(
-    run_dir: RunDir, model: str, override: str, lock: RunLock, restart: bool
+    run_dir: RunDir, model: str, override: str, lock: RunLock | BucketRunLock, restart: bool
 ) -> None:
     """Checks that --logdir is unused or holds the run that the flags describe.
 

@@ -40,10 +40,10 @@ def test_every_flag_that_names_a_path_is_checked(name, capsys):
     """The trainer checks its own together with those in parameters; see test_trainer_refusals.py."""
     define = importlib.import_module(name).define_flags
     for flag in filter(_PATHS.fullmatch, define().Names()):
-        others = {**_needed(define()), flag: "s3://x/y"}
+        others = {**_needed(define()), flag: "az://x/y"}
         if flag == "logdir":
             others.pop("saved_model", None)
-        wrong = {"s3://x/y": "remote storage is not"}
+        wrong = {"az://x/y": "storage is"}
         if flag in ("logdir", "saved_model"):
             wrong["x[1]"] = "checkpoints and models could not"
         for path, why in wrong.items():
@@ -51,7 +51,8 @@ def test_every_flag_that_names_a_path_is_checked(name, capsys):
                 define().Parse(
                     [f"--{name}={value}" for name, value in {**others, flag: path}.items()]
                 )
-            assert f"--{flag}={path}: {why}" in capsys.readouterr().err
+            said = capsys.readouterr().err
+            assert f"--{flag}={path}: " in said and why in said
 
 
 @pytest.mark.parametrize("name", COMMANDS)

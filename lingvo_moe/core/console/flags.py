@@ -25,6 +25,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self
 
 from absl import flags
@@ -33,6 +34,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.checks import did_you_mean, either, nearest
 from lingvo_moe.core.console.command import as_typed, say
 from lingvo_moe.core.files.paths import PathError, check_local, check_portable
+from lingvo_moe.core.files.store import check_place
 
 _HELP = "help"  # the section of the flags that every command has
 _COMMON = ("flagfile", "help", "helpfull")  # what one may look for in every command
@@ -183,13 +185,17 @@ class Flags(flags.FlagValues):
         help: str,
         required: bool = False,
         portable: bool = False,
+        address: bool = False,
     ) -> None:
         """Defines a flag that names a file or a directory, checked by lingvo_moe.core.files.paths.
 
-        `portable`: True for a run or an exported model, which TensorStore and TensorFlow read and write.
+        Args:
+            portable: True for a run or an exported model, which TensorStore and TensorFlow read and write.
+            address: whether it may also name a place in a bucket.
         """
         self._Define(name, default, help, _checked(str, checks.TEXT), required)
-        self._CheckPaths(name, check_portable if portable else check_local)
+        check = check_portable if portable else check_local
+        self._CheckPaths(name, partial(check_place, portable=portable) if address else check)
 
     def DEFINE_multi_path(self, name: str, help: str) -> None:
         """Defines a flag that names a file or a directory each time it is given; its value is a list."""

@@ -35,7 +35,7 @@ def check_local(path: str | os.PathLike, what: str) -> None:
     said = _said(text, what)
     if _REMOTE.match(text):
         raise PathError(
-            f"{said}: remote storage is not supported; name a local path (a bucket can be mounted)"
+            f"{said}: remote storage is not supported here; name a local path (a bucket can be mounted)"
         )
     if text == "~" or text.startswith("~/"):
         raise PathError(
@@ -74,6 +74,11 @@ def check_portable(path: str | os.PathLike, what: str) -> None:
             f"{_said(whole[:40], what)}...: {len(whole.encode())} bytes long; at most {_LONGEST} can be, since "
             "checkpoints lie below"
         )
+
+
+def absolute(path: str | os.PathLike) -> str:
+    """A path from the root; an address as it is."""
+    return os.fspath(path) if _REMOTE.match(os.fspath(path)) else os.path.abspath(path)
 
 
 def _said(text: str, what: str) -> str:

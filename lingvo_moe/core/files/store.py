@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from lingvo_moe.core.files.files import write_atomic
-from lingvo_moe.core.files.paths import PathError
+from lingvo_moe.core.files.paths import PathError, check_local, check_portable
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://([^/]+)/?(.*)")
 _DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}
@@ -46,6 +46,19 @@ class StoreError(OSError):
 def is_address(path: str | os.PathLike) -> bool:
     """Whether a path is an address, such as s3://bucket/run, and no name of a local file."""
     return bool(_ADDRESS.fullmatch(os.fspath(path)))
+
+
+def check_place(path: str | os.PathLike, what: str, portable: bool = True) -> None:
+    """Accepts an address of object storage, and the paths that check_portable, or else check_local, accepts.
+
+    `what` is the flag or parameter, for the error. Raises PathError.
+    """
+    if not is_address(path):
+        return (check_portable if portable else check_local)(path, what)
+    try:
+        Bucket(os.fspath(path))
+    except PathError as e:
+        raise PathError(f"{what}={e}") from None
 
 
 class Store(abc.ABC):

@@ -1,4 +1,4 @@
-"""Keeps a second writer out of a place in a bucket, where files cannot be locked.
+"""Keeps a second writer out of a place in a bucket, where files cannot be locked; and the lock of a run there.
 
 The object WRITER says who writes there, and its holder renews it. Whoever comes later watches it: one that is not
 renewed for a while was left by a process that was killed, and is taken over, by one of those who wait for it.
@@ -13,12 +13,15 @@ import threading
 import time
 from typing import Any
 
-from lingvo_moe.core.files.store import Bucket, StoreError
-from lingvo_moe.core.runs.run_lock import RunLockError
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.files.copies import LocalCopy, local_copy
+from lingvo_moe.core.files.store import Bucket, StoreError, is_address
+from lingvo_moe.core.runs.run_lock import RunLock, RunLockError
 
 WRITER = "WRITER"
 RENEWAL = 5.0  # seconds between renewals
 PATIENCE = 30.0  # seconds without a renewal after which a holder counts as dead
+PUSHING = 60.0  # seconds between two looks for changed files of a run
 
 
 class BucketLock:
@@ -91,3 +94,73 @@ class BucketLock:
                 self._lost = str(self._Refusal(self._place.Version(WRITER).value))
                 return
             self._generation, last = renewed, time.monotonic()
+
+
+class BucketRunLock:
+    """As RunLock, of a run at an address, whose files it keeps as the copy of process 0 has them.
+
+    Attributes:
+        held: by process 0, from Acquire to Close; None on others.
+    """
+
+    def __init__(self, address: str):
+        self.token = secrets.token_hex(16)
+        self._address = address
+        self.held: HeldRun | None = None
+
+    def __enter__(self) -> "BucketRunLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.Close()
+
+    def Acquire(self) -> None:
+        """Locks the address, and copies the run as it is then. Raises RunLockError, OSError."""
+        self.held = HeldRun(local_copy(self._address))
+
+    def Join(self, token: str, process: int) -> None:
+        """Copies the run for another process of the job, as process 0 has described it. Raises OSError."""
+        local_copy(self._address).Fetch()
+
+    def Close(self) -> None:
+        """Writes what has changed, and releases the address. Raises StoreError."""
+        if self.held:
+            self.held.Close()
+
+
+class HeldRun(BucketLock):
+    """The lock of a run, which also writes the files that change to the bucket: in Check, and once a minute."""
+
+    def __init__(self, copy: LocalCopy):
+        super().__init__(copy.store)
+        self._copy = copy
+        copy.Fetch()  # anew: another trainer may have been at work since it was made
+        self._pushing = threading.Thread(target=self._Push, name="run", daemon=True)
+        self._pushing.start()
+
+    def Check(self) -> None:
+        """As BucketLock.Check; and writes what has changed. So a step that is complete has its lines of metrics."""
+        super().Check()
+        self._copy.Push()
+
+    def Close(self) -> None:
+        try:
+            if not self._lost:
+                self._copy.Push()
+        finally:
+            super().Close()
+            self._pushing.join()
+
+    def _Push(self) -> None:
+        while not self._closing.wait(PUSHING):
+            try:
+                self.Check()
+            except StoreError as e:
+                say(f"warning: {e}; it is tried again")
+            except RunLockError:  # the next checkpoint says so
+                return
+
+
+def lock_of(logdir: str) -> RunLock | BucketRunLock:
+    """The lock of a trainer's run in a directory or at an address."""
+    return BucketRunLock(logdir) if is_address(logdir) else RunLock(logdir)

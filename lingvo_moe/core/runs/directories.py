@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from lingvo_moe.core.files.store import is_address, open_store
 from lingvo_moe.core.runs.run_lock import (
     CHECKPOINTS,
     DESCRIPTION,
@@ -152,10 +153,17 @@ def check_writable(directory: str | os.PathLike, what: str) -> None:
 
 
 def check_replaceable(output: str | os.PathLike, kind: Kind, flag: str = "--output") -> None:
-    """Accepts a directory that a command makes, and by which it replaces an older one of its kind.
+    """Accepts a directory, or an address, that a command makes, and by which it replaces an older one of its kind.
 
     Raises OutputError: what is there, or around it, is something else, or would be lost.
     """
+    if is_address(output):
+        others = [n for n in open_store(output).List() if not kind.Owns(n.partition("/")[0])]
+        if others:
+            raise OutputError(
+                f"{flag}={output} holds {others[0]!r}, which is no part of {kind}; name another place"
+            )
+        return
     path = Path(output)
     if path.exists() and not path.is_dir():
         raise OutputError(f"{flag}={output} is a file; name a directory")

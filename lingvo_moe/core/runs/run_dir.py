@@ -29,9 +29,10 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.class_names import with_modules_as_now
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.files.copies import copy_at, local
 from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.core.files.manifest import ManifestError, read_listed, write_manifest
-from lingvo_moe.core.files.paths import check_portable
+from lingvo_moe.core.files.store import check_place
 from lingvo_moe.core.runs.evaluations import FILE as _EVALUATIONS
 from lingvo_moe.core.runs.evaluations import Evaluations, read_evaluations
 from lingvo_moe.core.runs.own_runs import is_own, make_mark
@@ -60,26 +61,31 @@ _REMEDY = "copy the run again from where it is whole; or begin it again with --r
 
 
 class RunDir:
-    """The description of a run in `path`. Nothing is read or written before it is asked for."""
+    """The description of a run in `path`. Nothing is read or written before it is asked for.
+
+    Of a run at an address all files but checkpoints are copied to this machine, and `path` is that of the copy.
+    """
 
     def __init__(self, path: str | os.PathLike, flag: str = "--logdir", trust_run: bool = False):
         """
         Args:
-            path: the directory.
+            path: the directory, or the address of one in a bucket.
             flag: what named it, for errors.
             trust_run: whether to import classes outside lingvo_moe that the run names, which is to run code by
                 whoever made it. Those that a run by this user names are always imported.
 
         Raises:
             PathError: a path below which checkpoints could not be read again.
+            OSError: the run cannot be copied.
         """
-        check_portable(path, flag)
-        self.path, self._flag, self._trust_run = Path(path), flag, trust_run
+        check_place(path, flag)
+        self.path, self._flag, self._trust_run = local(path), flag, trust_run
 
     @property
-    def checkpoint_dir(self) -> Path:
-        """The directory of the checkpoints."""
-        return self.path / "checkpoints"
+    def checkpoint_dir(self) -> str:
+        """The directory, or the address, of the checkpoints."""
+        copy = copy_at(self.path)
+        return f"{copy.store.address if copy else self.path}/checkpoints"
 
     @property
     def summaries_dir(self) -> Path:
@@ -174,6 +180,7 @@ class RunDir:
         if mark := make_mark(content):
             write_atomic(self.path / MARK, mark)
         self.ListFiles()
+        self._Publish()
 
     def CheckReplaceable(self) -> None:
         """Raises RunDirError where Write would replace a file of another program that has a description's name."""
@@ -218,6 +225,12 @@ class RunDir:
     def WriteEvaluations(self, evaluations: Evaluations) -> None:
         """Writes `evaluations.json`, in place of an earlier one. Raises RunDirError: it is a link out of the run."""
         write_atomic(self.Inside(_EVALUATIONS), evaluations.ToBytes())
+        self._Publish()
+
+    def _Publish(self) -> None:
+        """Writes what has changed to the bucket, of a run in one. Raises StoreError."""
+        if copy := copy_at(self.path):
+            copy.Push()
 
     def BestStep(self, flag: str) -> int:
         """The step of the checkpoint with the lowest held-out loss.

@@ -66,8 +66,19 @@ class Checkpointer:
         rotation: says which steps stay from the next Save on.
     """
 
-    def __init__(self, directory: str, keep: int = 3, read_only: bool = False):
-        """Args: the directory, made when missing; how many of the newest steps stay; whether to leave it untouched.
+    def __init__(
+        self,
+        directory: str,
+        keep: int = 3,
+        read_only: bool = False,
+        lock: BucketLock | None = None,
+    ):
+        """
+        Args:
+            directory: or an address; made when missing.
+            keep: how many of the newest steps stay.
+            read_only: whether to leave it untouched.
+            lock: of this process 0, that holds the address or one above; None to lock it here, if it is one.
 
         Only one writer at a time may use a directory: a new one deletes the incomplete files of a
         killed writer.
@@ -87,7 +98,7 @@ class Checkpointer:
         self._saved: set[int] | None = None  # what is there, or on its way, for a writer
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1)
-        self._lock: BucketLock | None = None
+        self._lock, self._own_lock = lock, lock is None
         if read_only:
             if not self._steps.Steps() and not os.path.isdir(self.directory):
                 raise CheckpointError(
@@ -110,7 +121,7 @@ class Checkpointer:
         left = []
         if jax.process_index() == 0:
             if isinstance(self._steps.store, Bucket):
-                self._lock = BucketLock(self._steps.store)
+                self._lock = self._lock or BucketLock(self._steps.store)
             else:
                 os.makedirs(self.directory, exist_ok=True)
             left = self._steps.Clear()
@@ -287,7 +298,7 @@ class Checkpointer:
             self.Wait()
         finally:
             self._thread.shutdown()
-            if self._lock:
+            if self._lock and self._own_lock:
                 self._lock.Close()
 
     @contextlib.contextmanager

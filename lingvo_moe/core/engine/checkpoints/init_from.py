@@ -18,6 +18,7 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.flags import BEST
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights, Places
 from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.files.paths import absolute
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.task.base_task import BaseTask, NamedRows
@@ -113,7 +114,7 @@ def begin_from(
         if sizes[0] != sizes[1] or (places != np.arange(sizes[1])).any():
             moved[path] = Places(found.dim, places)
     kept = {kind: [len({*a} & {*b}), len(b)] for kind, (a, b) in names.items()}
-    about: dict[str, Any] = {"logdir": os.path.abspath(logdir), "step": step, "kept": kept}
+    about: dict[str, Any] = {"logdir": absolute(logdir), "step": step, "kept": kept}
     if grows:
         about["grown"] = True
     more: tuple[str, ...] = ()

@@ -4,11 +4,10 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError, NoDevSetError
-from lingvo_moe.tasks.mt.input.file_list import check_languages, data_files
+from lingvo_moe.tasks.mt.input.file_list import check_languages, data_files, local_data
 
 _DEV = "dev"
 _log = logging.getLogger(__name__)
@@ -33,12 +32,13 @@ class DevSet:
             NoDevSetError: there is no such directory.
             DataError: there are none in it, a language is not among them, or they are not those that a tool has listed.
         """
-        directory = Path(data_dir) / _DEV
-        if Path(data_dir).is_dir() and not directory.is_dir():
-            if Path(data_dir).resolve().name == "dev":
+        data_dir = local_data(data_dir)
+        directory = data_dir / _DEV
+        if data_dir.is_dir() and not directory.is_dir():
+            if data_dir.resolve().name == "dev":
                 raise NoDevSetError(
                     f"{str(data_dir)!r} has no dev directory, but seems to be one: give the directory that it"
-                    f" is in, {str(Path(data_dir).resolve().parent)!r}"
+                    f" is in, {str(data_dir.resolve().parent)!r}"
                 )
             raise NoDevSetError(
                 f"{str(data_dir)!r} has no dev directory; put held-out pairs into {directory}/<lang>.tsv.gz"

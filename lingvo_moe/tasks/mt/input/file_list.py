@@ -15,7 +15,9 @@ from pathlib import Path
 
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.files import manifest
+from lingvo_moe.core.files.copies import kept_copy
 from lingvo_moe.core.files.files import write_atomic
+from lingvo_moe.core.files.store import is_address
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 
@@ -95,6 +97,14 @@ class FileList:
         path = Path(path)
         below = path.relative_to(self.directory) if path.is_relative_to(self.directory) else path
         return below.as_posix()
+
+
+def local_data(data_dir: str | os.PathLike) -> Path:
+    """A directory of data; of an address a copy on this machine, of data that a tool has listed. Raises DataError."""
+    if not is_address(data_dir):
+        return Path(data_dir)
+    with _data_errors():
+        return kept_copy(os.fspath(data_dir), tuple(kind.name for kind in LIST_KINDS))
 
 
 def data_files(

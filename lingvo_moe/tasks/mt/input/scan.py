@@ -13,7 +13,7 @@ from pathlib import Path
 from lingvo_moe.core.input.base_input import Progress, quiet
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import check_languages, data_files
+from lingvo_moe.tasks.mt.input.file_list import check_languages, data_files, local_data
 from lingvo_moe.tasks.mt.input.prepared import Prepared, content_digest, fingerprint
 
 _log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ def scan(
     Raises:
         DataError: see data_files, tsv.read_pairs and Prepared.Open; also an unknown language, or not one good pair.
     """
+    data_dir = local_data(data_dir)
     files, listed = data_files(data_dir)
     check_languages(data_dir, languages, files)
     if languages:

@@ -17,7 +17,7 @@ from lingvo_moe.core.files.manifest import write_manifest
 from lingvo_moe.tasks.mt.decoding.line_stream import one_line
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import FileList, verify_where_listed
+from lingvo_moe.tasks.mt.input.file_list import FileList, local_data, verify_where_listed
 from lingvo_moe.tasks.mt.input.prepared import Prepared
 from lingvo_moe.tasks.mt.input.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.mt.quality import intervals
@@ -257,7 +257,7 @@ def count_train_pairs(
 
     Raises DataError: data of tools.prepare or tools.build_corpus that is damaged.
     """
-    languages = list(languages)
+    languages, data_dir = list(languages), local_data(data_dir)
     if prepared := Prepared.Open(data_dir):  # has counted them
         return {lang: prepared.pairs.get(lang, 0) for lang in languages}
     listed = FileList.Open(data_dir)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import tensorflow as tf
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen, read_newest, read_weights
+from lingvo_moe.core.files.copies import upload
 from lingvo_moe.core.files.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.files.manifest import write_manifest
-from lingvo_moe.core.files.paths import check_portable
+from lingvo_moe.core.files.store import check_place, is_address
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.directories import EXPORTED, check_replaceable
 from lingvo_moe.core.task.base_task import BaseTask
@@ -109,6 +111,8 @@ def export(
     its ops; nothing of this package. `assets.extra` says what it is, and lists all files with their SHA-256, which
     SavedTranslator verifies.
 
+    At an address it is written here first; the list of files comes last. A server may load it once that is there.
+
     `output` may hold a SavedModel, which is replaced; `about` is kept in the SavedModel, with the options.
 
     Raises:
@@ -116,9 +120,15 @@ def export(
         PathError: a path from which TensorFlow could not load a model.
         OSError: it cannot be written; it is named.
     """
-    check_portable(output, "--output")
-    output = Path(output)
+    check_place(output, "--output")
     check_replaceable(output, EXPORTED)
+    if is_address(output):
+        with tempfile.TemporaryDirectory(prefix="lingvo_moe.") as temporary:
+            made = Path(temporary, "model")
+            export(translator, made, about)
+            upload(made, os.fspath(output), MANIFEST)
+        return
+    output = Path(output)
     with replaced_directory(output.absolute()) as directory, quiet_absl():
         signature = translator.translate.get_concrete_function()
         try:

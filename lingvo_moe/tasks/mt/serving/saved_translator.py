@@ -13,8 +13,9 @@ import tensorflow as tf
 import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
 
 from lingvo_moe.core.console.quiet import quiet
+from lingvo_moe.core.files.copies import local
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
-from lingvo_moe.core.files.paths import check_portable
+from lingvo_moe.core.files.store import check_place
 from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
@@ -40,9 +41,10 @@ class SavedTranslator:
     """
 
     def __init__(self, path: str | os.PathLike):
-        check_portable(path, "--saved_model")
-        _verify(Path(path))
-        self.about = json.loads((Path(path) / ABOUT).read_text("utf-8"))
+        check_place(path, "--saved_model")
+        path = local(path)
+        _verify(path)
+        self.about = json.loads((path / ABOUT).read_text("utf-8"))
         self.options = SimpleNamespace(**self.about.pop("options"))
         self.languages = tuple(self.about.get("languages", ()))
         if self.about.get("weights") == "int8":

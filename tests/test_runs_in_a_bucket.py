@@ -1,0 +1,164 @@
+"""A whole run in a bucket (moto's): trained, killed, gone on with, read; data and exported models there."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import toy_translation as toy
+from object_storage import bucket
+from trainer_testing import flags, losses, status, write_corpus
+
+from lingvo_moe.core.files import copies
+from lingvo_moe.core.files.copies import kept_copy, local, local_copy, upload
+from lingvo_moe.core.files.manifest import ManifestError, write_manifest
+from lingvo_moe.core.files.store import StoreError, open_store
+from lingvo_moe.core.runs import bucket_lock
+from lingvo_moe.core.runs.directories import EXPORTED, OutputError, check_replaceable
+from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.input.scan import scan
+from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
+from tools import goodput
+
+
+@pytest.fixture(scope="module")
+def storage():
+    with bucket() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def another_machine(monkeypatch, tmp_path):
+    """Has no copies yet, and is hasty: a writer that is dead for two seconds is dead."""
+    monkeypatch.setattr(copies, "_copies", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bucket_lock, "RENEWAL", 0.2)
+    monkeypatch.setattr(bucket_lock, "PATIENCE", 2.0)
+
+
+def _flags(logdir, steps, *more):
+    override = "train.summary_interval_steps=1;train.save_interval_steps=2"
+    given = [
+        "--model=toy_task.Line",
+        f"--logdir={logdir}",
+        f"--max_steps={steps}",
+        "--engine=tf_graph",
+    ]
+    return [*given, f"--model_params_override={override}", *more]
+
+
+def _losses(address):
+    return losses(local_copy(address).path)
+
+
+def test_a_run_goes_on_in_a_bucket_as_on_disk(storage, tmp_path, monkeypatch, capsys):
+    assert status(*_flags(tmp_path / "run", 6)) == 0
+    address = f"s3://bucket/{tmp_path.name}/run"
+    storage.faults.extend(["500", "slow", "cut", "500 after", "503"])
+    assert status(*_flags(address, 4)) == 0
+    monkeypatch.setattr(copies, "_copies", {})
+    assert status(*_flags(address, 6)) == 0
+    assert _losses(address) == losses(tmp_path / "run")
+    assert RunDir(address).steps == RunDir(tmp_path / "run").steps
+    names = {name.split("/")[0] for name in open_store(address).List()}
+    on_disk = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == on_disk - {".trainer.lock"}
+    assert sum(".tfevents." in name for name in open_store(address).List()) == 2
+    assert goodput.main([f"--logdir={address}"]) == 0
+    assert "6 steps" in capsys.readouterr().out
+    assert status(*_flags(address, 6, "--restart")) == 2
+    assert (
+        f"--restart: works on runs on disk only, and --logdir={address}" in capsys.readouterr().err
+    )
+
+
+def test_a_second_trainer_is_refused(storage, tmp_path, capsys):
+    address = f"s3://bucket/{tmp_path.name}/run"
+    with bucket_lock.BucketRunLock(address) as lock:
+        lock.Acquire()
+        assert status(*_flags(address, 2)) == 2
+    assert f"error: {address}: another writer is at work there" in capsys.readouterr().err
+    assert open_store(address).List() == []
+
+
+def test_killed_it_has_the_lines_of_all_steps_before_its_checkpoint(storage, tmp_path):
+    address = f"s3://bucket/{tmp_path.name}/run"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "lingvo_moe.trainer", *_flags(address, 10**6)]
+    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as child:
+        while child.poll() is None and max(RunDir(address).steps, default=0) < 6:
+            time.sleep(0.05)
+        child.send_signal(signal.SIGKILL)
+    local_copy(address).Fetch()
+    last = RunDir(address).steps[-1]
+    assert last >= 6 and set(range(1, last + 1)) <= set(_losses(address))
+
+
+def test_data_are_read_from_a_bucket(storage, tmp_path, capsys):
+    address = f"s3://bucket/{tmp_path.name}"
+    data = write_corpus(tmp_path / "data")
+    assert status(*flags(f"{address}/data", tmp_path / "no", 1)) == 2  # nothing is there
+    assert (
+        "holds no list of its files (prepared.sha256 or corpus.sha256)" in capsys.readouterr().err
+    )
+    (data / "corpus.json").write_text(json.dumps({"list": "corpus.sha256"}))
+    write_manifest(data, "corpus.sha256")
+    upload(data, f"{address}/data", "corpus.sha256")
+    shutil.rmtree(data)
+    assert scan(f"{address}/data").pairs == {"aa": 400, "bb": 150, "cc": 50}
+    open_store(f"{address}/data").Write("aa.tsv", b"x\ty\n")
+    kept_copy.cache_clear()
+    assert scan(f"{address}/data").pairs["aa"] == 400  # the copy is whole, and of this list
+    shutil.rmtree(tmp_path / "cache")
+    kept_copy.cache_clear()
+    with pytest.raises(ManifestError, match=rf"a copy of {address}/data: .*aa.tsv was changed"):
+        kept_copy(f"{address}/data", ("corpus.sha256",))
+
+
+def test_a_model_is_exported_to_a_bucket_and_used_from_there(storage, tmp_path):
+    address = f"s3://bucket/{tmp_path.name}/model"
+    lines = toy.sentences(4)
+    made = toy.save_export(address).Translate(lines)
+    assert SavedTranslator(address).Translate(lines).translations == made.translations
+
+
+def test_an_upload_is_whole_once_its_list_is_there(storage, tmp_path):
+    model, address = tmp_path / "model", f"s3://bucket/{tmp_path.name}/model"
+    (model / "assets").mkdir(parents=True)
+    for name in ("assets/a", "saved_model.pb", "list"):
+        (model / name).write_text(name)
+    upload(model, address, "list")
+    (model / "assets" / "a").rename(model / "assets" / "b")
+    storage.faults.extend([""] * 3 + ["500"] * 500)
+    with pytest.raises(StoreError):
+        upload(model, address, "list")
+    storage.faults.clear()
+    assert not open_store(address).Has("list")
+    upload(model, address, "list")
+    assert open_store(address).List() == ["assets/b", "list", "saved_model.pb"]
+    with pytest.raises(OutputError, match="holds 'list', which is no part of an exported model"):
+        check_replaceable(address, EXPORTED)
+
+
+def test_a_copy_takes_no_name_that_leads_out_of_it_and_writes_back_what_changed(monkeypatch):
+    store = open_store("memory://x/place")
+    store.Write("a/b", b"1")
+    store.Write("checkpoints/1/COMMIT", b"")
+    copy = local_copy("memory://x/place/")
+    assert local("memory://x/place") == copy.path and copy.path.parts[-3:] == (
+        "memory:",
+        "x",
+        "place",
+    )
+    assert [p.name for p in copy.path.rglob("*")] == ["a", "b"]
+    (copy.path / "a" / "c").write_text("2")
+    store.Write("a/b", b"by another")
+    copies.push_all()
+    assert store.Read("a/c") == b"2" and store.Read("a/b") == b"by another"
+    store.Write("../x", b"")
+    with pytest.raises(StoreError, match=r"an object '../x', which no file can be called"):
+        copy.Fetch()
