@@ -17,9 +17,8 @@ from pathlib import Path
 import jax
 
 from lingvo_moe.core.console.command import say
-from lingvo_moe.core.files.paths import PathError, check_local
+from lingvo_moe.core.files.paths import PathError, check_local, user_cache_dir
 from lingvo_moe.core.files.sealed import read_sealed, write_sealed
-from lingvo_moe.core.files.user_cache import user_cache_dir
 from lingvo_moe.core.private.jax import use_cache, watch_cache
 
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"

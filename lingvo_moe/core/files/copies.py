@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 
 from lingvo_moe.core.files.files import only_one, replaced_directory, write_atomic
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
+from lingvo_moe.core.files.paths import user_cache_dir
 from lingvo_moe.core.files.store import Bucket, StoreError, is_address
-from lingvo_moe.core.files.user_cache import user_cache_dir
 
 # The parts of a run that are not copied: checkpoints are read and written in place, events only written.
 _IN_PLACE, _EVENTS = "checkpoints/", ".tfevents."

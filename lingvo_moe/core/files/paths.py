@@ -1,4 +1,4 @@
-"""Checks the paths that flags and parameters name, before anything is written.
+"""Checks the paths that flags and parameters name, before anything is written; and where caches lie.
 
 The libraries' treatment of special characters was found by trying each of them:
 
@@ -11,6 +11,7 @@ All other characters work: spaces, newlines, wildcards, percent signs, any lette
 
 import os
 import re
+from pathlib import Path
 
 # pathlib makes one slash of two, so that `gs:/bucket` may be what is left of an address.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -79,6 +80,17 @@ def check_portable(path: str | os.PathLike, what: str) -> None:
 def absolute(path: str | os.PathLike) -> str:
     """A path from the root; an address as it is."""
     return os.fspath(path) if _REMOTE.match(os.fspath(path)) else os.path.abspath(path)
+
+
+def user_cache_dir() -> Path:
+    """The directory of this user's caches, which may be deleted at any time; it may not be there yet.
+
+    It is `lingvo_moe` in XDG_CACHE_HOME, or in `~/.cache`.
+
+    Raises RuntimeError: there is no home directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lingvo_moe"
 
 
 def _said(text: str, what: str) -> str:

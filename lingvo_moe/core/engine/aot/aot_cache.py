@@ -14,8 +14,8 @@ from pathlib import Path
 
 from lingvo_moe.core.engine.aot.aot import AotResult
 from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.files.paths import user_cache_dir
 from lingvo_moe.core.files.sealed import read_sealed, write_sealed
-from lingvo_moe.core.files.user_cache import user_cache_dir
 
 _FORMAT = 2
 _log = logging.getLogger(__name__)

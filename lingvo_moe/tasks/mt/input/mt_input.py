@@ -20,7 +20,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
-from lingvo_moe.core.files.user_cache import user_cache_dir
+from lingvo_moe.core.files.paths import user_cache_dir
 from lingvo_moe.core.input import base_input
 from lingvo_moe.core.input.base_input import ArraySpec, BaseInput, HeldOutBatch, Progress, quiet
 from lingvo_moe.core.nested_map import NestedMap
