@@ -19,10 +19,10 @@ from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
 from lingvo_moe.core.engine.loop.interrupt import TimeLimit
 from lingvo_moe.core.files.store import is_address
 from lingvo_moe.core.input.base_input import BaseInput
-from lingvo_moe.core.runs.bucket_lock import BucketRunLock, lock_of
+from lingvo_moe.core.runs.bucket_lock import BucketRunLock, TrainerLock, lock_of
 from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.core.runs.run_lock import RunLock, find_held_lock
+from lingvo_moe.core.runs.run_lock import find_held_lock
 from lingvo_moe.core.runs.time_record import OTHER, PREPARATION, TimeRecord
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.planning.found_strategy import with_found_strategy
@@ -274,7 +274,7 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
     )
 
 
-def train_locked(run: Run, engine: Engine, lock: RunLock | BucketRunLock) -> int:
+def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
     """Like train; locks the run directory with `lock`, which the caller releases."""
     from lingvo_moe.core.engine.checkpoints import init_from
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
@@ -359,9 +359,7 @@ def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
     return form.Instantiate()
 
 
-def share_run(
-    lock: RunLock | BucketRunLock, begin: Callable[[], None], follow: Callable[[], object]
-) -> None:
+def share_run(lock: TrainerLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:
     """Locks the run directory on process 0, prepares it there, then lets the other processes join the lock.
 
     `begin` is called on process 0 with the lock held, before the others look at the directory; `follow` afterwards on
@@ -389,7 +387,7 @@ def share_run(
     job.together(join_and_follow, on=range(1, processes))
 
 
-def prepare(run: Run, lock: RunLock | BucketRunLock) -> None:
+def prepare(run: Run, lock: TrainerLock) -> None:
     """Prepares the run directory, which is locked, and the data. Called on the job's first process."""
     from lingvo_moe.core.console.waiting import LineProgress
     from lingvo_moe.core.engine.checkpoints import init_from

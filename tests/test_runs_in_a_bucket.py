@@ -71,9 +71,7 @@ def test_a_run_goes_on_in_a_bucket_as_on_disk(storage, tmp_path, monkeypatch, ca
     assert goodput.main([f"--logdir={address}"]) == 0
     assert "6 steps" in capsys.readouterr().out
     assert status(*_flags(address, 6, "--restart")) == 2
-    assert (
-        f"--restart: works on runs on disk only, and --logdir={address}" in capsys.readouterr().err
-    )
+    assert f"--logdir={address}: --restart and --mode=eval work on runs" in capsys.readouterr().err
 
 
 def test_a_second_trainer_is_refused(storage, tmp_path, capsys):

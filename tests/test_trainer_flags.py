@@ -156,7 +156,7 @@ def _run(tmp_path, override="", model="mt.M4Tiny", begun=True):
     run_dir = RunDir(tmp_path / "run")
     run_dir.Write(model, override, mt_artifacts({"source": b"s", "target": b"t"}))
     if begun:
-        (run_dir.checkpoint_dir / "5").mkdir(parents=True)
+        (run_dir.path / "checkpoints/5").mkdir(parents=True)
     return run_dir
 
 
@@ -264,12 +264,12 @@ def test_restart_leaves_a_run_where_its_beginning_would_be_another_model_s(
     run_dir = _run(tmp_path)
     other = RunDir(tmp_path / "other")
     other.Write("mt.M4Tiny", "task.hidden_dim=64", mt_artifacts({"source": b"s", "target": b"t"}))
-    (other.checkpoint_dir / "5").mkdir(parents=True)
+    (other.path / "checkpoints/5").mkdir(parents=True)
     flags = [TINY, f"--logdir={run_dir.path}", f"--data_dir={data_dir}", "--engine=tf_graph"]
     assert trainer.main([*flags, "--restart", f"--init_from={other.path}"]) == 2
     said = capfd.readouterr().err
     assert said.startswith(f"error: --init_from={other.path}: ") and "hidden_dim : 64" in said
-    assert (run_dir.checkpoint_dir / "5").is_dir()
+    assert (run_dir.path / "checkpoints/5").is_dir()
 
 
 # --- inspection

@@ -54,7 +54,7 @@ def test_data_that_is_missing_is_said_before_the_run_is_compared_or_moved(tmp_pa
     run_dir.Write(
         "mt.M4Tiny", "task.num_experts=16", mt_artifacts({"source": b"s", "target": b"t"})
     )
-    (run_dir.checkpoint_dir / "5").mkdir(parents=True)
+    (run_dir.path / "checkpoints/5").mkdir(parents=True)
     flags = [TINY, f"--data_dir={tmp_path}/nowhere", f"--logdir={run_dir.path}"]
     for mode in ((), ("--restart",), ("--mode=eval",)):
         assert trainer.main([*flags, *mode]) == 2

@@ -44,7 +44,7 @@ _REFUSED = rf"""
 --logdir=runs[1]/run => --logdir=runs[1]/run: checkpoints and models could not be read
 --logdir=~/run => --logdir=~/run: '~' is only replaced by a shell
 --data_dir=az://bucket/data => --data_dir=az://bucket/data: no storage is known
---logdir=s3://bucket/run --restart => --restart: works on runs on disk only
+--logdir=s3://bucket/run --restart => --logdir=s3://bucket/run: --restart and --mode=eval work on
 --init_from=az://bucket/run => --init_from=az://bucket/run: no storage is known
 task.num_expert=8 => task.num_expert=8: no parameter 'task.num_expert' (did you mean 'num_experts'
 task.dropout => is not of the form path=value

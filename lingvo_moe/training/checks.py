@@ -15,10 +15,9 @@ from lingvo_moe.core.files.paths import absolute, check_local
 from lingvo_moe.core.files.store import check_place, is_address
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE, ScheduleError
-from lingvo_moe.core.runs.bucket_lock import BucketRunLock
+from lingvo_moe.core.runs.bucket_lock import TrainerLock
 from lingvo_moe.core.runs.directories import check_addable, check_logdir, check_writable
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
 from lingvo_moe.core.sharding.letters import NONE, axes_of
 from lingvo_moe.core.strategies.strategy_file import read_overrides
@@ -55,13 +54,6 @@ def check_flags(args: Flags, params: Params) -> None:
         )
     if params.train.upcycle_at:
         check_upcycling(args, params)
-    if not is_address(args.logdir):
-        check_writable(args.logdir, f"--logdir={args.logdir}")
-    elif args.restart or args.mode == "eval":
-        given = "--mode=eval" if args.mode == "eval" else "--restart"
-        raise UsageError(
-            f"{given}: works on runs on disk only, and --logdir={args.logdir} is an address; name another run"
-        )
 
 
 def check_upcycling(args: Flags, params: Params) -> None:
@@ -96,23 +88,27 @@ def check_paths(args: Flags, params: Params) -> None:
     """Checks every path of a job before anything is written.
 
     Raises:
-        PathError: a remote address, or characters that a library cannot work with.
-        OutputError: a --logdir that is, lies in, or holds data, an exported model or another run.
+        PathError: an unknown address, or characters that a library cannot work with.
+        UsageError: a flag that works on disk only, with an address.
+        OutputError: --logdir cannot be written; or is, lies in, or holds data, an exported model or another run.
     """
-    check_place(args.logdir, "--logdir")
-    check_place(args.init_from, "--init_from")
-    check_place(args.data_dir, "--data_dir", portable=False)
+    for flag in ("logdir", "init_from", "data_dir"):
+        check_place(getattr(args, flag), f"--{flag}", portable=flag != "data_dir")
+    if is_address(args.logdir) and (args.restart or args.mode == "eval"):
+        raise UsageError(
+            f"--logdir={args.logdir}: --restart and --mode=eval work on runs on disk only; name another run"
+        )
     data = params.input
     places = {f"input.{name}": data.Get(name) for name in (*data.cls.READS, *data.cls.ADDS_TO)}
+    check_place(data_dir := places.pop("input.data_dir", ""), "input.data_dir", portable=False)
     for name, place in places.items():
-        check_place(place, name, portable=False)
-    for name in data.cls.ADDS_TO:
-        if places[f"input.{name}"]:
-            check_local(places[f"input.{name}"], f"input.{name}")
-            check_addable(places[f"input.{name}"], f"input.{name}")
-    data_dir = places.get("input.data_dir")
+        check_local(place, name)
+    for name in (f"input.{name}" for name in data.cls.ADDS_TO):
+        if places[name]:
+            check_addable(places[name], name)
     if not is_address(args.logdir):
         check_logdir(args.logdir, {"--data_dir": data_dir} if data_dir else {})
+        check_writable(args.logdir, f"--logdir={args.logdir}")
 
 
 def strategy_override(args: Flags, more: str = "") -> str:
@@ -341,7 +337,7 @@ def has_begun(run_dir: RunDir) -> bool:
 
 
 def prepare_run_dir(
-    run_dir: RunDir, model: str, override: str, lock: RunLock | BucketRunLock, restart: bool
+    run_dir: RunDir, model: str, override: str, lock: TrainerLock, restart: bool
 ) -> None:
     """Checks that --logdir is unused or holds the run that the flags describe.
 

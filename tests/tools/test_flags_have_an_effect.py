@@ -411,8 +411,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         run.Write(model, "input.data_dir=DATA", artifacts)
         for step in ("5", "6"):
-            (run.checkpoint_dir / step).mkdir(parents=True)
-            (run.checkpoint_dir / step / "x").touch()
+            (run.path / "checkpoints" / step).mkdir(parents=True)
+            (run.path / "checkpoints" / step / "x").touch()
     (place / "strategy.txt").write_text("train.mesh=expert:4\ntask.remat=dots\n")
     (place / "lines.txt").write_text("drei\tthree\tde\n")
     shutil.copy(_GOLDEN, place / "plan.json")

@@ -161,6 +161,9 @@ class HeldRun(BucketLock):
                 return
 
 
-def lock_of(logdir: str) -> RunLock | BucketRunLock:
+TrainerLock = RunLock | BucketRunLock
+
+
+def lock_of(logdir: str) -> TrainerLock:
     """The lock of a trainer's run in a directory or at an address."""
     return BucketRunLock(logdir) if is_address(logdir) else RunLock(logdir)
