@@ -134,7 +134,7 @@ class HeldRun(BucketLock):
     def __init__(self, copy: LocalCopy):
         super().__init__(copy.store)
         self._copy = copy
-        copy.Fetch()  # anew: another trainer may have been at work since it was made
+        copy.Fetch()  # again: another trainer may have been at work since it was made
         self._pushing = threading.Thread(target=self._Push, name="run", daemon=True)
         self._pushing.start()
 
