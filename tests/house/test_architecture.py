@@ -103,7 +103,7 @@ def test_the_trainer_is_imported_without_search_and_planner() -> None:
     code = f"import sys; import lingvo_moe.trainer; print(*{names})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     found = done.stdout.split()
-    assert 40 < len(found) <= 80, done.stderr
+    assert 40 < len(found) <= 90, done.stderr
     late = ("planning.step_plan", "planning.parallelizing", "core.planner", "inspecting")
     assert not [m for m in found if m.removeprefix("lingvo_moe.").startswith(late)]
 
