@@ -19,7 +19,7 @@ from lingvo_moe.core.console.command import say
 
 _TOOLS = "lingvo_moe.tools"
 # They write files of the repository, or read its sources.
-_OF_THE_REPOSITORY = ("build_files", "draw_schedules", "import_graph", "reproduce")
+_OF_THE_REPOSITORY = ("build_files", "import_graph", "reproduce")
 
 
 def commands() -> dict[str, str]:

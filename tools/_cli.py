@@ -32,6 +32,8 @@ from lingvo_moe.core.runs.run_dir import RunDir
 if TYPE_CHECKING:  # they import NumPy or TensorFlow
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.core.sharding import Mesh
+    from lingvo_moe.tasks.lm.generator import Generator
+    from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
     from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 
@@ -214,19 +216,30 @@ _SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")
 OF_RUNS = " ".join((*_SEARCH_FLAGS, "shortlist weights checkpoint_step average_last use_ema"))
 
 
+def define_beam_flags(flags: Flags, default: str) -> None:
+    """Defines --beam_size, --max_source_length and --length_alpha, None where they are not given."""
+    for name, help, check in (
+        (
+            "beam_size",
+            f"hypotheses; 1 is greedy search, the fastest (default: {default})",
+            BEAM_SIZE,
+        ),
+        ("max_source_length", "tokens of a line; longer ones are cut (default: 256)", LENGTH),
+    ):
+        flags.DEFINE_integer(name, None, help, check)
+    flags.DEFINE_float(
+        "length_alpha", None, "length normalisation, 0 for none (default: 0.6)", LENGTH_ALPHA
+    )
+
+
 def define_search_flags(flags: Flags) -> None:
     """Defines the flags of a search, after --logdir: those of _SEARCH_FLAGS, --shortlist, --weights, and those of
     define_run_flags. Those that are not given are None."""
     with flags.Section("with --logdir (an exported model has these inside)"):
         define_run_flags(flags)
-        for name, help, check in (
-            ("beam_size", "hypotheses; 1 is greedy search, the fastest (default: 4)", BEAM_SIZE),
-            ("max_length", "tokens of a translation at most (default: 256)", LENGTH),
-            ("max_source_length", "tokens of a line; longer ones are cut (default: 256)", LENGTH),
-        ):
-            flags.DEFINE_integer(name, None, help, check)
-        flags.DEFINE_float(
-            "length_alpha", None, "length normalisation, 0 for none (default: 0.6)", LENGTH_ALPHA
+        define_beam_flags(flags, "4; 1 for a language model")
+        flags.DEFINE_integer(
+            "max_length", None, "tokens of a translation at most (default: 256)", LENGTH
         )
         flags.DEFINE_path(
             "shortlist",
@@ -338,6 +351,48 @@ def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[st
         return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}
     translator, about = load_from_run(args, search_options(args))
     return translator, {"logdir": str(args.logdir), **about}
+
+
+def is_language_model(args: Flags) -> bool:
+    """Whether --saved_model or --logdir is of a language model, by its description; TensorFlow is loaded."""
+    from lingvo_moe.tasks.lm.model import LmModel
+    from lingvo_moe.tasks.mt.serving.saved_translator import use_of
+
+    if "saved_model" in args.Names() and args.saved_model:
+        return use_of(args.saved_model) == "generate"
+    task = RunDir(args.logdir, trust_run=args.trust_run).Params().task
+    return issubclass(task.cls, LmModel)
+
+
+def generator_from_run(
+    args: Flags, max_length: int | None = None
+) -> "tuple[Generator, dict[str, Any]]":
+    """As load_from_run, of a language model. `max_length` is the largest number of new tokens; None: --max_length.
+
+    Raises ValueError: also for flags that only translation has.
+    """
+    from lingvo_moe.tasks.lm.generator import GenerateOptions
+    from lingvo_moe.tasks.mt.serving.export import load_generator
+
+    for name in ("shortlist", "weights"):
+        if getattr(args, name, None) not in (None, "float32"):
+            what = f"{args.logdir} is of a language model; leave it out"
+            raise ValueError(f"--{name} is for translation models: {what}")
+    given = {**args.Values(), **({"max_length": max_length} if max_length else {})}
+    known = {name: given[name] for name in _SEARCH_FLAGS if given.get(name) is not None}
+    return load_generator(args.logdir, GenerateOptions(**known), chosen(args), args.trust_run)
+
+
+def open_generator(
+    args: Flags, max_length: int | None = None
+) -> "tuple[Generator | SavedGenerator, dict[str, Any]]":
+    """As open_translator, of a language model; `max_length` as for generator_from_run."""
+    if args.saved_model:
+        from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
+
+        return SavedGenerator(args.saved_model), {"saved_model": str(args.saved_model)}
+    generator, about = generator_from_run(args, max_length)
+    return generator, {"logdir": str(args.logdir), **about}
 
 
 @contextlib.contextmanager

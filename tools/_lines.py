@@ -19,16 +19,17 @@ from . import _cli
 _SECONDS_BETWEEN_NOTES = 2.0
 
 
-def define_flags(flags: Flags, what: str) -> None:
-    """Defines --language, --input, --output, --batch_size and --quiet.
+def define_flags(flags: Flags, what: str, languages: bool = True) -> None:
+    """Defines --language, if there are `languages`, --input, --output, --batch_size and --quiet.
 
     `what` is its input, for the help: "lines to translate".
     """
-    flags.DEFINE_string(
-        "language",
-        None,
-        "the source language, e.g. de; only models that route by language (docs/moe.md) use it",
-    )
+    if languages:
+        flags.DEFINE_string(
+            "language",
+            None,
+            "the source language, e.g. de; only models that route by language (docs/moe.md) use it",
+        )
     flags.DEFINE_path("input", None, f"a file of {what} (default: standard input)")
     flags.DEFINE_path("output", None, "the file to write (default: standard output)")
     flags.DEFINE_integer("batch_size", 256, "lines read before any is written", checks.SIZE)

@@ -1,4 +1,4 @@
-"""Writes a trained model as a SavedModel: strings in, translations and scores out, with TensorFlow only.
+"""Writes a trained model as a SavedModel: strings in, strings out, with TensorFlow only.
 
     python -m tools.export --logdir=RUN --output=DIR
 
@@ -7,6 +7,8 @@ To use it one needs tensorflow and tensorflow_text, not this package:
     import tensorflow as tf, tensorflow_text
     translate = tf.saved_model.load("DIR").signatures["serving_default"]
     translate(text=tf.constant(["Guten Tag"]))["translations"]
+
+A language model takes prompts and settings, and gives their continuations (docs/serving.md).
 """
 
 from collections.abc import Sequence
@@ -47,6 +49,8 @@ def _run(args: Flags) -> int:
     _cli.load_tensorflow()
     from lingvo_moe.tasks.mt.serving.export import export
 
+    if _cli.is_language_model(args):
+        return _export_generator(args)
     top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
     options = _cli.search_options(args, top_k)
     translator, about = _cli.load_from_run(args, options)
@@ -57,6 +61,20 @@ def _run(args: Flags) -> int:
         f"{', with a shortlist' if args.shortlist else ''}"
     )
     _cli.made(args.output, next=f"python -m tools.serve --saved_model={args.output}")
+    return 0
+
+
+def _export_generator(args: Flags) -> int:
+    from lingvo_moe.tasks.mt.serving.export import export
+
+    if args.top_k is not None:
+        raise ValueError(
+            f"--top_k={args.top_k}: a language model gives one text for a prompt; leave it out"
+        )
+    generator, about = _cli.generator_from_run(args)
+    export(generator, args.output, about)
+    print(f"{about['model']} at step {about['step']}, beam {generator.options.beam_size}")
+    _cli.made(args.output, next=f"python -m tools.generate --saved_model={args.output}")
     return 0
 
 

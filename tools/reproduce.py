@@ -1,6 +1,6 @@
 """Writes docs/reproduction.md, which compares the paper's systems claims with plans of the same models.
 
-    python -m tools.reproduce                     # the page and its pictures, from recorded plans
+    python -m tools.reproduce                     # the page, its pictures from recorded plans, pipelines.svg
     python -m tools.reproduce --plans             # makes every plan again and compares: hours
     python -m tools.reproduce --plans --only=M4MoE2048E36L-v3_32x32 --update
 
@@ -80,14 +80,14 @@ def show_list(directory: Path) -> int:
 
 def write_page(args: Flags) -> int:
     """The page and its pictures."""
-    from lingvo_moe.reproduction import page
+    from lingvo_moe.reproduction import page, schedules
 
     docs = Path(args.docs)
     recorded = goldens.read_all(docs / "plans", REQUESTS)
     compiling = goldens.read(docs / "plans", goldens.COMPILE_TIME)
     text, pictures = page.write(recorded, compiling, args.partial)
     (docs / "images").mkdir(parents=True, exist_ok=True)
-    for name, data in pictures().items():
+    for name, data in {**pictures(), "pipelines.svg": schedules.draw()}.items():
         files.write_atomic(docs / "images" / name, data)
     files.write_atomic(docs / "reproduction.md", text.encode())
     _cli.made(docs / "reproduction.md")

@@ -1,7 +1,8 @@
 """Records what the `transformers` library computes from random weights: arrays for tests, which do without it.
 
 A file of a module, in tests/core/testdata/, has its input, weights, output and the gradients of a weighted sum of its
-output; one of a model, in tests/tasks/lm/testdata/, has ids, weights and logits. Names and layouts of weights are ours.
+output; one of a model, in tests/tasks/lm/testdata/, has ids, weights, logits and the 200 tokens that
+greedy search continues with. Names and layouts of weights are ours.
 To record again, in an environment of its own (recorded with transformers 5.24.0 and torch 2.13.0):
 
     pip install torch==2.13.0 transformers==5.24.0
@@ -293,7 +294,7 @@ def mixtures(out: Path) -> None:
 
 # --- models
 
-VOCAB = 13
+VOCAB, GREEDY = 13, 200
 
 
 def dense(w: Arrays) -> Arrays:
@@ -314,12 +315,16 @@ def record_model(path: Path, model: torch.nn.Module, attention: Convert, mixture
     ids = torch.randint(0, VOCAB, (B, T), generator=generator)
     with torch.no_grad():
         logits = model(input_ids=ids).logits
+        greedy = {"max_new_tokens": GREEDY, "do_sample": False, "eos_token_id": -1}
+        seen = torch.ones_like(ids)  # no id is padding
+        tokens = model.generate(ids, attention_mask=seen, **greedy)[:, T:]
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     w = {name: value.detach().numpy() for name, value in named.items()}
     table = w["model.embed_tokens.weight"]
     found = {
         "ids": ids.numpy(),
         "logits": logits.numpy(),
+        "greedy": tokens.numpy().astype("int8"),
         "embedding.table": table / np.sqrt(table.shape[1]),  # ours is scaled where it is used
         "softmax.table": w["lm_head.weight"],
         "final_norm.scale": w["model.norm.weight"],

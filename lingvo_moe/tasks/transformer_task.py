@@ -272,6 +272,33 @@ class TransformerTask(BaseTask):
             tokens=tokens,
         )
 
+    @scoped
+    def LogProbs(
+        self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
+    ) -> tf.Tensor:
+        """The log-probability of each label, given what comes before it, in inference: float32 [B,T], 0 at padding.
+
+        Args:
+            theta: the weights.
+            batch: as for FProp.
+            vocab_size: how many ids of the model's V the vocabulary has: the others get no probability, as in decoding;
+                None for all.
+        """
+        carry, _, _ = self.Forward().Run(theta, Context(batch))
+        y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
+        row, logits = self.Predicted(batch), self.softmax.FProp(self.SoftmaxTable(theta), y)
+        nll = kernels.current().cross_entropy(logits[..., :vocab_size], row.labels, 0.0)
+        return tf.where(row.segment_ids > 0, -nll, 0.0)
+
+    @staticmethod
+    def Predicted(batch: NestedMap) -> NestedMap:
+        """The rows of a batch whose labels are predicted."""
+        return batch
+
+    def SoftmaxTable(self, theta: NestedMap) -> NestedMap:
+        """The weights of the softmax."""
+        raise NotImplementedError(f"{type(self).__name__}.SoftmaxTable")
+
 
 def share_of_token(tokens: tf.Tensor, shares: NestedMap | None) -> tf.Tensor:
     """The weight of a token in a mean over those of a batch, or of the batch that a micro-batch is a part of."""

@@ -103,6 +103,10 @@ def test_attention_its_gradients_and_its_steps(name, ops):
             step = lambda *args: layer.ExtendStep(recorded.theta, *args)  # noqa: E731
             cache = layer.InitCache(batch, time)
             assert_steps(step, recorded.x, cache, mask, recorded.y, floor=1.0)
+            cache = layer.InitCache(batch, time)
+            for at in (slice(0, 4), slice(4, time)):  # several steps at once
+                y, cache = step(recorded.x[:, at], cache, tf.range(time)[at], mask[:, at])
+                assert_same(y, recorded.y[:, at], floor=1.0)
 
 
 def _moe(activation="swiglu", shared=0, biases=False, gate_inputs=False, **router):

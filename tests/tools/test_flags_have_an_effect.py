@@ -38,7 +38,7 @@ eval_dir=DATA cache_dir=CACHE data_dir=OTHER corpus=DATA docs=DOCS shortlist=lin
 baselines=DATA logdir=IMAGES saved_model=OTHER program=lines.txt init_from=RUN compare=plan.json
 strategy=strategy.txt model=mt.M4Demo mesh=expert:4 topology=v3:2x2 price=v3:2
 model_params_override=task.hidden_dim=64 variants=|task.hidden_dim=64 what=decode language=de
-languages=aa target_lang=de resource_bounds=9,2 checkpoint_step=5 init_from_step=best
+languages=aa top_p=0.5 target_lang=de resource_bounds=9,2 checkpoint_step=5 init_from_step=best
 engine=tf_graph tensor=loss known_faults=warn objective=smallest activations=bfloat16 weights=int8
 host=0.0.0.0 server_names=mt.example.org name=other columns=target,source json_fields=a,b
 tfds=opus/medical packages=Babel demo.model=mt.M4Tiny compare_experts.only=dense
@@ -80,8 +80,15 @@ def _lines(lines: Sequence[Any], languages: Any = None) -> NestedMap:
     )
 
 
+def _texts(prompts: Sequence[Any], settings: Any) -> NestedMap:
+    print(len(prompts), settings)
+    each = [True] * len(prompts)
+    return NestedMap(texts=["a"] * len(prompts), tokens=each, finished=each, truncated=each)
+
+
 _CLI = {"tools._cli:load_tensorflow": None}
 _TRANSLATOR = anything(Translate=_lines, about={}, languages=("aa", "bb"))
+_GENERATOR = anything(Generate=_texts, about={})
 _ABOUT = {"model": "mt.M4Tiny", "step": 6, "weights": "float32"}
 _EXPORTED = {
     **_CLI,
@@ -157,6 +164,20 @@ _TRAINED = ["--model=mt.M4Tiny", "--data_dir=DATA", "--logdir=NEW"]
 
 COMMANDS = [
     Command("translate", _EXPORTED, [[_MODEL], [_RUN]]),
+    Command(
+        "generate",
+        {
+            **_CLI,
+            "lingvo_moe.tasks.mt.serving.export:load_generator": (_GENERATOR, _ABOUT),
+            "lingvo_moe.tasks.lm.saved_generator:SavedGenerator": _GENERATOR,
+        },
+        [
+            [_MODEL],
+            [_RUN],
+            [_MODEL, "--temperature=0.5"],
+            [_RUN, "--beam_size=2"],
+        ],
+    ),
     Command(
         "score",
         {
@@ -282,6 +303,7 @@ COMMANDS += [
         {
             "lingvo_moe.reproduction.making:in_own_process": _PLAN,
             "lingvo_moe.reproduction.page:write": ("text", dict),
+            "lingvo_moe.reproduction.schedules:draw": b"",
             "lingvo_moe.reproduction.goldens:read_all": {},
             "lingvo_moe.reproduction.goldens:read": _PLAN,
             "lingvo_moe.reproduction.goldens:write": None,
@@ -368,7 +390,6 @@ COMMANDS += [
         },
         [[]],
     ),
-    Command("draw_schedules", {"tools.draw_schedules:draw": b""}, [["--output=o.svg"]]),
     Command(
         "goodput",
         {"tools.goodput:measured": _GOODPUT},

@@ -102,9 +102,6 @@ class Kernels(Protocol):
     def in_layout(self, x_BTNK: tf.Tensor) -> tf.Tensor:
         """Queries, keys or values [B,T,N,K] in the layout of the class's `MEMORY`."""
 
-    def out_of_layout(self, x: tf.Tensor) -> tf.Tensor:
-        """Queries, keys or values of that layout as [B,T,N,K]."""
-
     def attend(
         self,
         q: tf.Tensor,
@@ -127,8 +124,9 @@ class Kernels(Protocol):
         """Zeros for the keys, or the values, of a search, of the letters `CACHE`."""
 
     def write_cache(self, cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
-        """The cache with the keys or values of step `time`, an int32 scalar, of J positions in the layout of `MEMORY`.
-        The old cache must not be used again: its memory may be overwritten."""
+        """The cache with the keys or values of step `time`, an int32 scalar, of J positions in the layout of `MEMORY`;
+        or, with J = 1, of the steps `time`, int32 [P], of P positions. The old cache must not be used again: its memory
+        may be overwritten."""
 
     def attend_cache(
         self,
@@ -138,8 +136,8 @@ class Kernels(Protocol):
         mask: tf.Tensor,
         sinks_N: tf.Tensor | None = None,
     ) -> tf.Tensor:
-        """`attend` for J queries and the keys and values of two caches; mask [B,J,L J], where position t J + j is
-        hypothesis j at step t."""
+        """`attend` for J queries, or P of one hypothesis, and the keys and values of two caches; mask [B, J or P, L J],
+        where position t J + j is hypothesis j at step t."""
 
     def experts_feed_forward(
         self,

@@ -46,7 +46,7 @@ class Activation:
 
 
 # The value of a masked logit: finite, so that a query that may look nowhere still gives numbers.
-MASKED = -1e9
+_MASKED = -1e9
 
 
 def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
@@ -173,11 +173,6 @@ def in_layout(x_BTNK: tf.Tensor) -> tf.Tensor:
     return x_BTNK
 
 
-def out_of_layout(x: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
-    return x
-
-
 def attend(
     q: tf.Tensor,
     k: tf.Tensor,
@@ -207,20 +202,24 @@ def empty_cache(shape: CacheShape) -> tf.Tensor:
 
 def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     """See `Kernels`."""
-    index = tf.reshape(tf.cast(time, tf.int32), [1, 1])
-    return tf.tensor_scatter_nd_update(cache, index, new[tf.newaxis])
+    index = tf.reshape(tf.cast(time, tf.int32), [-1, 1])
+    if time.shape.rank:
+        new = tf.transpose(new, [1, 0, 2, 3])[:, :, tf.newaxis]
+    else:
+        new = new[tf.newaxis]
+    return tf.tensor_scatter_nd_update(cache, index, new)
 
 
 def attend_cache(
     q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, sinks_N: tf.Tensor | None = None
 ) -> tf.Tensor:
     """See `Kernels`."""
-    batch, num_hyps, heads, _ = shape_of(q)
-    steps = dim(k, 0)
+    batch, queries, heads, _ = shape_of(q)
+    steps, num_hyps = dim(k, 0), dim(k, 2)
     logits = by_head("BJNK,LBINK->BNJLI", q, k)
-    logits = tf.reshape(logits, [batch, heads, num_hyps, steps * num_hyps])
+    logits = tf.reshape(logits, [batch, heads, queries, steps * num_hyps])
     probs = tf.cast(masked_softmax(logits, mask, sinks_N), v.dtype)
-    probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
+    probs = tf.reshape(probs, [batch, heads, queries, steps, num_hyps])
     return by_head("BNJLI,LBINK->BJNK", probs, v)
 
 
@@ -229,7 +228,7 @@ def masked_softmax(
 ) -> tf.Tensor:
     """[B,N,T,S] logits to float32 probabilities where the mask [B, T or 1, S] allows."""
     allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
-    logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(MASKED))
+    logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED))
     if sinks_N is None:
         return tf.nn.softmax(logits)
     return softmax_beside(logits, sinks_N[:, tf.newaxis, tf.newaxis])
@@ -468,11 +467,7 @@ def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
 
 
 def with_row(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf.Tensor:
-    """See `Kernels`; the operation is XLA's alone."""
-    if not in_xla():
-        here = tf.range(rows.shape[axis]) == i
-        here = tf.reshape(here, [-1] + [1] * (rows.shape.rank - axis - 1))
-        return tf.where(here, tf.expand_dims(row, axis), rows)
+    """See `Kernels`."""
     place = tf.pad(tf.reshape(i, [1]), [[axis, rows.shape.rank - axis - 1]])
     return gen_xla_ops.xla_dynamic_update_slice(rows, tf.expand_dims(row, axis), place)
 

@@ -16,10 +16,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.kernels import blockwise
-from lingvo_moe.core.kernels.blockwise import BLOCK, Blocks
 from lingvo_moe.core.kernels.weights import Packing
-from lingvo_moe.core.layers import masks
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
 
@@ -56,12 +53,6 @@ class MultiHeadAttention(BaseLayer):
             "position", None, "Params of the Positions of queries and keys; None: they have none."
         )
         p.Define(
-            "block",
-            BLOCK,
-            "Tokens of a block, where self-attention is computed by blocks (kernels/blockwise.py).",
-            check=checks.SIZE,
-        )
-        p.Define(
             "atten_dropout_prob", 0.0, "Dropout on the attention probabilities.", check=checks.SHARE
         )
         return p
@@ -90,7 +81,7 @@ class MultiHeadAttention(BaseLayer):
         theta: NestedMap,
         query: tf.Tensor,
         source: tf.Tensor,
-        mask: tf.Tensor | NestedMap,
+        mask: tf.Tensor,
         seed: tf.Tensor | None = None,
         positions: tf.Tensor | None = None,
     ) -> tf.Tensor:
@@ -100,8 +91,7 @@ class MultiHeadAttention(BaseLayer):
             theta: the weights.
             query: [B, T, M].
             source: [B, S, M]; the query itself in self-attention.
-            mask: [B, T or 1, S], bool or 0/1. Or, for a packed decoder's self-attention by blocks, without dropout on
-                probabilities, the int32 `segments` and `positions` [B, T] from which its mask follows.
+            mask: [B, T or 1, S], bool or 0/1.
             seed: int32 [2]; None means inference, without dropout.
             positions: int32 [B, T], in self-attention whose queries and keys take them.
 
@@ -117,23 +107,10 @@ class MultiHeadAttention(BaseLayer):
             rate = self.p.atten_dropout_prob
             return kernels.dropout(probs, rate, self.FoldSeed(seed, "atten"))
 
-        if isinstance(mask, NestedMap):
-            blocks = Blocks(self.p.block, mask, self._Allowed, self._Reach())
-            context = blockwise.attend(q, k, v, blocks, theta.get("sinks"), self.Shard)
-        else:
-            mask = self._Near(mask, positions, positions)
-            drop_if = drop if seed is not None else None
-            context = kernels.current().attend(q, k, v, mask, drop_if, theta.get("sinks"))
+        mask = self._Near(mask, positions, positions)
+        drop_if = drop if seed is not None else None
+        context = kernels.current().attend(q, k, v, mask, drop_if, theta.get("sinks"))
         return self.Keep(self._Back(theta, context), "attention", "BTM")
-
-    def _Allowed(self, query: NestedMap, key: NestedMap) -> tf.Tensor:
-        """The mask [B, T, S] of some queries and keys, from `segments` and `positions` [B, T] and [B, S]."""
-        mask = masks.causal_segment_mask_of(query, key)
-        return self._Near(mask, query.positions, key.positions)
-
-    def _Reach(self) -> int | None:
-        """The number of tokens a query may look at, itself and those before it; None: all."""
-        return None
 
     def _Heads(
         self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, positions: tf.Tensor | None
@@ -208,7 +185,8 @@ class MultiHeadAttention(BaseLayer):
             theta: the weights.
             x: [B, J, M], the new position of each hypothesis.
             cache: from InitCache or the step before; it must not be used again.
-            time: int32 scalar, the step, in [0, length).
+            time: int32 scalar, the step, in [0, length); or, with one hypothesis, int32 [P], consecutive steps at
+                once: x and what comes back are [B, P, M] then, and mask is [B, P, length].
             mask: [B, J, length * J], bool or 0/1; must allow a hypothesis its own new position,
                 time * J + j.
 
@@ -217,11 +195,12 @@ class MultiHeadAttention(BaseLayer):
         """
         ops = kernels.current()
         takes = self.NEEDS_POSITIONS or self.p.position is not None
-        here = tf.reshape(time, [1, 1]) if takes else None
+        here = tf.reshape(time, [1, -1]) if takes else None
         q, k, v = self._Heads(theta, x, x, here)
         k, v = ops.write_cache(cache.k, k, time), ops.write_cache(cache.v, v, time)
         if self.NEEDS_POSITIONS:
-            mask = self._Near(mask, here, tf.range(dim(mask, 2))[tf.newaxis] // dim(mask, 1))
+            hyps = 1 if time.shape.rank else dim(mask, 1)
+            mask = self._Near(mask, here, tf.range(dim(mask, 2))[tf.newaxis] // hyps)
         context = ops.attend_cache(q, k, v, mask, theta.get("sinks"))
         return self._Back(theta, context), NestedMap(k=k, v=v)
 

@@ -145,7 +145,7 @@ class LatentAttention(MultiHeadAttention):
         mask: tf.Tensor,
     ) -> tuple[tf.Tensor, NestedMap]:
         """See MultiHeadAttention."""
-        ops, here = kernels.current(), tf.reshape(time, [1, 1])
+        ops, here = kernels.current(), tf.reshape(time, [1, -1])
         latent, turned = self._Latent(theta, x, here)
         new = tf.concat([ops.in_layout(latent[:, :, tf.newaxis]), turned], -1)
         latents = ops.write_cache(cache.latent, new, time)

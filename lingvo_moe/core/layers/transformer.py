@@ -4,7 +4,7 @@ Letters: B batch, T time, S source time, M model, L block, J beam hypothesis.
 
 Layers share `aux`, a NestedMap:
     paddings: float [B, T], 1 at padding.
-    self_mask: bool [B, T, T] (see masks.py); or the NestedMap that attention by blocks takes instead (attention.py).
+    self_mask: bool [B, T, T] (see masks.py).
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
     context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/base.py); only if it
         needs some.
@@ -389,7 +389,8 @@ class TransformerStack(BaseLayer):
             theta: the weights.
             x: [B, J, M], the embedded newest token of each hypothesis.
             cache: from InitCache or the step before.
-            time: int32 scalar; the step writes flat positions time * J .. time * J + J - 1.
+            time: int32 scalar; the step writes flat positions time * J .. time * J + J - 1. Or int32 [P], consecutive
+                steps of one hypothesis at once, which are P in the place of J (see MultiHeadAttention.ExtendStep).
             aux: self_mask, bool or 0/1 [B, J, length * J], which must allow a hypothesis its own
                 new position; cross_mask [B, J or 1, S] with cross-attention; paddings [B, J],
                 optional, 1 where a row holds no request; context of [B, J], if needed.

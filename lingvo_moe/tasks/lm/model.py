@@ -17,7 +17,6 @@ from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
-from lingvo_moe.core.kernels.blockwise import BLOCK, FROM_LENGTH
 from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.repeat import Chunk
@@ -32,7 +31,6 @@ from lingvo_moe.tasks.lm.multi_token import MultiTokenHead
 from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer_task import TransformerTask, share_of_token
 
-_CHOICES = ("auto", "full")  # of attention_block, beside numbers
 _LAYERS = "lingvo_moe.core.layers"
 ATTENTIONS = ClassesByName(
     {
@@ -98,9 +96,6 @@ class LmModel(TransformerTask):
             params = pipeline.with_stage_axes(params, V=(params.vocab_size,))
         super().__init__(params)
         p = self.p
-        if p.attention_dropout and p.attention_block not in _CHOICES:
-            why = "blocks have no dropout on probabilities; set task.attention_dropout=0, or this to full"
-            raise ParamError("task.attention_block", str(p.attention_block), why)
         self.CreateChild("embedding", self.EmbeddingParams(p.vocab_size))
         self.CreateChild("position", self.PositionParams())
         self.CreateChild("decoder", self._Stack())
@@ -134,8 +129,6 @@ class LmModel(TransformerTask):
         if number and p.nth_attention is not None and number % p.nth_attention_every == 0:
             atten = p.nth_attention
         atten = atten.Copy()
-        if p.attention_block not in _CHOICES:
-            atten.block = p.attention_block
         if "norm_epsilon" in atten:
             atten.norm_epsilon = p.norm.epsilon
         return self.LayerParams(ffn, atten=atten)
@@ -331,32 +324,59 @@ class LmModel(TransformerTask):
 
     @scoped
     def SoftmaxTable(self, theta: NestedMap) -> NestedMap:
-        """The weights of the softmax: those of the embedding, or its own."""
+        """See TransformerTask: those of the embedding, or its own."""
         return theta.embedding if self.p.tied_softmax else theta.softmax
 
     def Aux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """Masks, paddings and context, which all layers read (see layers/transformer.py)."""
-        rows = NestedMap(segments=batch.segment_ids, positions=batch.segment_pos)
-        by_blocks = self._ByBlocks(batch.segment_ids.shape[1])
         aux = NestedMap(
-            self_mask=rows if by_blocks else masks.causal_segment_mask_of(rows, rows),
+            self_mask=masks.causal_segment_mask(batch.segment_ids, batch.segment_pos),
             paddings=masks.paddings(batch.segment_ids),
             **self.Positions(batch),
+            **self._Context(batch),
         )
-        if self.p.num_experts:
-            needs = self.p.moe.router.cls.Needs(self.p.moe.router)
-            if needs:
-                aux.context = NestedMap({name: batch[name] for name in needs if name in batch})
-            if shares is not None:
-                aux.shares = shares
+        if self.p.num_experts and shares is not None:
+            aux.shares = shares
         return aux
 
-    def _ByBlocks(self, length: int | None) -> bool:
-        """Whether attention is computed by blocks in rows of that length."""
-        chosen = self.p.attention_block
-        if chosen != "auto":
-            return chosen != "full"
-        return (length or 0) >= FROM_LENGTH and not self.p.attention_dropout
+    def _Context(self, row: NestedMap) -> dict[str, NestedMap]:
+        """`context` for the layers, if the router needs any."""
+        router = self.p.moe.router
+        needs = router.cls.Needs(router) if self.p.num_experts else ()
+        return {"context": NestedMap({k: row[k] for k in needs if k in row})} if needs else {}
+
+    # --- decoding
+
+    @scoped
+    def InitCache(self, batch: int | tf.Tensor, length: int) -> list[list[NestedMap]]:
+        """Empty caches for `length` tokens of `batch` texts; see TransformerStack."""
+        return self.decoder.InitCache(batch, length)
+
+    def CacheLetters(self) -> list[list[NestedMap]]:
+        """The letters of InitCache's tensors."""
+        return self.decoder.CacheLetters()
+
+    @scoped
+    def ExtendStep(
+        self, theta: NestedMap, ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor
+    ) -> tuple[tf.Tensor, Any]:
+        """One token of each text, or of each hypothesis of the flat beam search; or the first tokens of a text at once.
+
+        Args:
+            theta: of the model.
+            ids: int32 [B,J], the tokens at `time`; or [B,P].
+            cache: as InitCache gave it, or the last step.
+            time: int32 scalar, the position; or int32 [P], consecutive ones, with one hypothesis.
+            mask: bool [B, J or P, J*length], the flat positions that each looks at, its own included.
+
+        Returns:
+            float32 logits [B, J or P, V] of the next tokens, and the cache.
+        """
+        at = tf.zeros_like(ids) + tf.reshape(time, [1, -1])
+        x = self.position.Add(self.embedding.FProp(theta.embedding, ids), at)
+        aux = NestedMap(self_mask=mask, **self._Context(NestedMap(ids=ids)))
+        y, cache = self.decoder.ExtendStep(theta.decoder, x, cache, time, aux)
+        return self.softmax.FProp(self.SoftmaxTable(theta), y), cache
 
     # --- costs
 
@@ -397,14 +417,6 @@ def _define_attention(p: InstantiableParams) -> None:
         choices=ATTENTIONS,
     )
     p.Define(
-        "attention_block",
-        "auto",
-        "Tokens of a block of attention, whose memory then grows with the length of rows and not with its square "
-        f"(kernels/blockwise.py). full: no blocks. auto: blocks of {BLOCK} in rows of at least {FROM_LENGTH} tokens, "
-        "unless there is attention_dropout, which blocks do not have.",
-        check=checks.SizeOr(_CHOICES),
-    )
-    p.Define(
         "nth_attention",
         None,
         "Self-attention of every nth_attention_every-th layer, after the dense first ones; None: as of the others.",
@@ -420,7 +432,6 @@ def _define_attention(p: InstantiableParams) -> None:
         "num_kv_heads": "num_kv_heads",
         "dim_per_head": "key_dim",
         "position": "position",
-        "block": "attention_block",
         "atten_dropout_prob": "attention_dropout",
         "norm_epsilon": "norm.epsilon",
     }

@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import scoped, updates_of
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
@@ -228,23 +227,14 @@ class MtModel(MtTask):
         moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
         return NestedMap(sums, moe=NestedMap(moe))
 
-    @scoped
-    def LogProbs(
-        self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
-    ) -> tf.Tensor:
-        """The log-probability of each label, given what comes before it, in inference: float32 [B,T], 0 at padding.
+    @staticmethod
+    def Predicted(batch: NestedMap) -> NestedMap:
+        """See TransformerTask."""
+        return batch.tgt
 
-        Args:
-            theta: the weights.
-            batch: as for FProp.
-            vocab_size: how many ids of the model's V the target vocabulary has: the others get no probability, as in
-                the search; None for all.
-        """
-        carry, _, _ = self.Forward().Run(theta, Context(batch))
-        y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
-        logits = self.softmax.FProp(theta.target_embedding, y)[..., :vocab_size]
-        nll = kernels.current().cross_entropy(logits, batch.tgt.labels, 0.0)
-        return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
+    def SoftmaxTable(self, theta: NestedMap) -> NestedMap:
+        """See TransformerTask: the target embedding's."""
+        return theta.target_embedding
 
     def _DecoderAux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """Masks, paddings and context, which all decoder layers read (see layers/transformer.py); not the memory."""

@@ -60,10 +60,6 @@ WINDOWS = (
 )
 
 
-# Of 8 tokens; the plain step computes attention at once.
-BLOCKS = "task.attention_block=3"
-
-
 @pytest.mark.slow
 def test_a_step_in_stages_over_devices_is_the_plain_step():
     """The auxiliary loss, its metrics by layer and the next balance bias are among what is compared."""
@@ -72,7 +68,7 @@ def test_a_step_in_stages_over_devices_is_the_plain_step():
         "task.pipeline.stages=2;task.pipeline.micro_batches=4"
     )
     _, plain, inputs = _experiment(LATENT)
-    step = train_step(_experiment(LATENT, BLOCKS, sharding)[1], inputs)
+    step = train_step(_experiment(LATENT, sharding)[1], inputs)
     compare_steps(step, train_step(plain, inputs, 4), plain, inputs, "stage:2,data:2")
 
 
@@ -83,7 +79,7 @@ def test_a_step_with_heads_and_experts_over_devices_is_that_of_one():
         f"task.weight_split={{'E': 'data', {inside}}}"
     )
     _, plain, inputs = _experiment(WINDOWS)
-    step = train_step(_experiment(WINDOWS, BLOCKS, sharding)[1], inputs)
+    step = train_step(_experiment(WINDOWS, sharding)[1], inputs)
     compare_steps(step, train_step(plain, inputs), plain, inputs, "data:2,model:2")
 
 
@@ -139,7 +135,6 @@ def test_steps_over_a_cache_give_the_rows_of_the_whole_pass():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (f"{BLOCKS};task.attention_dropout=0.1", "attention_block=3: blocks have no dropout"),
         ("task.attention=latent;task.num_kv_heads=1", "num_kv_heads=1: has no effect with Latent"),
         ("task.moe.gate_inputs=True", "gate_inputs=True: .* gives a token 2 experts; choose"),
         ("task.moe.router.expert_groups=3", "expert_groups=3: 4 experts do not fall into"),

@@ -1,4 +1,5 @@
-"""Small models of each family give the logits that the `transformers` library gave for the same weights.
+"""Small models of each family give the logits and the greedy tokens that the `transformers` library gave for the same
+weights.
 
 benchmarks/peers/record_transformers.py made the arrays in testdata/. The experiments are those of the published models,
 with other sizes. Letters: L layer of a stack.
@@ -11,9 +12,11 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.lm.prompt_search import PromptSearch
 
 TESTDATA = Path(__file__).parent / "testdata"
 SIZES = "task.vocab_size=13;task.model_dim=8;task.hidden_dim=12;task.num_heads=4;task.key_dim=4"
@@ -49,8 +52,8 @@ def _theta(recorded, model):
     return NestedMap(decoder=decoder, embedding=recorded.embedding, softmax=recorded.softmax)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits(name):
+def _recorded(name):
+    """The model, what was recorded of it, and its weights."""
     model = registry.GetParams(
         f"lm.{name}", f"{SIZES};task.fprop_dtype=float32;{MODELS[name]}"
     ).task.Instantiate()
@@ -61,6 +64,12 @@ def test_logits(name):
     theta = _theta(recorded, model)
     shapes = [(path, spec.shape) for path, spec in model.VariableSpecs().FlattenItems()]
     assert shapes == [(path, tuple(x.shape)) for path, x in theta.FlattenItems()]
+    return model, recorded, theta
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name):
+    model, recorded, theta = _recorded(name)
     ids = tf.cast(recorded.ids, tf.int32)
     at = tf.tile(tf.range(ids.shape[1])[tf.newaxis], [ids.shape[0], 1])
     batch = NestedMap(ids=ids, labels=ids, segment_ids=tf.ones_like(ids), segment_pos=at)
@@ -69,3 +78,30 @@ def test_logits(name):
         y = model.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
         logits = model.softmax.FProp(model.SoftmaxTable(theta), y)
     np.testing.assert_allclose(logits, recorded.logits, atol=1e-4, rtol=1e-4)
+
+
+class Endless:
+    """A model with one more id, which is never likely: the end of a text. The library's text goes on."""
+
+    def __init__(self, model):
+        self._model = model
+        self.InitCache, self.CacheLetters = model.InitCache, model.CacheLetters
+        self.last = model.p.vocab_size - 1
+
+    def ExtendStep(self, theta, ids, *args):
+        logits, cache = self._model.ExtendStep(theta, tf.minimum(ids, self.last), *args)
+        return tf.pad(logits, [[0, 0], [0, 0], [0, 1]], constant_values=-1e6), cache
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_200_greedy_tokens(name):
+    model, recorded, theta = _recorded(name)
+    endless, count = Endless(model), recorded.greedy.shape[1]
+    end = endless.last + 1
+    options = SearchOptions(1, bos_id=end + 1, eos_id=end, pad_id=end + 2)
+    search = PromptSearch(endless, options, count, np.full(end + 1, True))
+    most = tf.constant([count, count])
+    find = tf.function(lambda ids: search.Search(theta, ids, most, None), autograph=False)
+    found = find(tf.cast(recorded.ids, tf.int32))
+    assert count == 200 and found.lengths_B.numpy().tolist() == [200, 200]
+    np.testing.assert_array_equal(found.ids_BT[:, :count], recorded.greedy)

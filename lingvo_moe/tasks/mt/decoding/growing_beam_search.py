@@ -58,7 +58,7 @@ class GrowingBeamSearch(FlatBeamSearch):
         if letters is None:
             raise ValueError("a search whose caches grow needs the letters of their dimensions")
         given = dim(max_lengths_B, 0)
-        max_lengths_B, cache = self._Filled(max_lengths_B, cache, letters)
+        max_lengths_B, cache = self.Filled(max_lengths_B, cache, letters)
         state = self.Start(max_lengths_B, BLOCK)
         rows_B = tf.range(dim(max_lengths_B, 0))
 
@@ -70,15 +70,15 @@ class GrowingBeamSearch(FlatBeamSearch):
             state, cache = self._Block(step_fn, state, cache)
             found = self._Noted(found, rows_B, state)
             with tf.name_scope("beam_search/"):
-                rows_B, state, cache = self._Regrown(rows_B, state, cache, letters)
+                rows_B, state, cache = self.Regrown(rows_B, state, cache, letters)
             return rows_B, state, cache, found
 
         found = self._NothingFound(max_lengths_B)
         start = (rows_B, state, cache, found)
         shapes = (
             tf.TensorShape([None]),
-            map_structure(_open_shape, state, self.STATE_LETTERS),
-            map_structure(_open_shape, cache, letters),
+            map_structure(open_shape, state, self.STATE_LETTERS),
+            map_structure(open_shape, cache, letters),
             found.Transform(lambda x: x.shape),
         )
         _, state, _, found = tf.while_loop(
@@ -86,7 +86,7 @@ class GrowingBeamSearch(FlatBeamSearch):
         )
         return NestedMap(found.Transform(lambda x: x[:given]), steps=state.time)
 
-    def _Filled(self, max_lengths_B: tf.Tensor, cache: NestedMap, letters: NestedMap) -> tuple:
+    def Filled(self, max_lengths_B: tf.Tensor, cache: NestedMap, letters: NestedMap) -> tuple:
         """Adds padding rows at the end where there are too few rows: see `_least`."""
         fill = tf.maximum(self._least - dim(max_lengths_B, 0), 0)
 
@@ -122,7 +122,7 @@ class GrowingBeamSearch(FlatBeamSearch):
 
         return tf.while_loop(unfinished, step, (state, cache), parallel_iterations=1)
 
-    def _Regrown(
+    def Regrown(
         self, rows_B: tf.Tensor, state: NestedMap, cache: NestedMap, letters: NestedMap
     ) -> tuple:
         """Drops the rows that are done, and gives the rest the capacity of another block."""
@@ -256,7 +256,7 @@ def largest(x_RV: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor]:
     return best_Rn, group_Rn * _GROUP + place_Rn % _GROUP
 
 
-def _open_shape(x: tf.Tensor, letters: str) -> tf.TensorShape:
+def open_shape(x: tf.Tensor, letters: str) -> tf.TensorShape:
     """The shape, with unknown sizes where they change."""
     sizes = zip(letters, x.shape, strict=True)
     return tf.TensorShape([None if letter in "BLS" else size for letter, size in sizes])

@@ -134,7 +134,7 @@ class Translator(tf.Module):
         self.options = o = options or TranslateOptions()
         self._languages = tuple(languages)
         self.traces = 0  # of searches; grows no more once `translate` was traced
-        self._source, self._target = _tokenizer(vocabs.source), _tokenizer(vocabs.target)
+        self._source, self._target = tokenizer(vocabs.source), tokenizer(vocabs.target)
         sizes = {"source": int(self._source.vocab_size()), "target": int(self._target.vocab_size())}
         for side, size in sizes.items():
             room = getattr(model.p, f"{side}_vocab_size")
@@ -325,8 +325,8 @@ class Translator(tf.Module):
         return lambda src, max_lengths: decoder.Search(weights.Tensors(), src, max_lengths)
 
 
-def _tokenizer(vocab: bytes) -> Any:
-    """A tokenizer with a unique name.
+def tokenizer(vocab: bytes) -> Any:
+    """A tokenizer of a serialised SentencePiece model, with a unique name.
 
     In a loaded SavedModel, tokenizers of one name are one: the first, whatever their models.
     """

@@ -1,6 +1,6 @@
-"""The run directory of a translation model. It adds vocabularies and languages to what core/runs/run_dir.py has."""
+"""The run of a translation or language model: vocabularies and languages beside what core/runs/run_dir.py has."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs import run_dir
@@ -10,11 +10,11 @@ from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from lingvo_moe.tasks.mt.model import MtModel
+    from lingvo_moe.core.task.base_task import BaseTask
 
 
 class RunDir(run_dir.RunDir):
-    """The description of a translation model's run; see core/runs/run_dir.py."""
+    """The description of the run of a translation or language model; see core/runs/run_dir.py."""
 
     @property
     def vocabs(self) -> NestedMap:
@@ -43,14 +43,18 @@ class RunDir(run_dir.RunDir):
         except DataError as e:
             raise RunDirError(f"{self.path}: {e}") from None
 
-    def Task(self) -> "MtModel":
-        """The model of the run, instantiated. Raises RunDirError: as Params, or the run is one of another task."""
+    def Task(self, kind: "type[BaseTask] | None" = None) -> Any:
+        """The model of the run, instantiated: an MtModel, or one of another class that is asked for.
+
+        Raises RunDirError: as Params, or the run is one of another task.
+        """
         from lingvo_moe.tasks.mt.model import MtModel
 
-        task = super().Task()
-        if not isinstance(task, MtModel):
+        task, kind = super().Task(), kind or MtModel
+        if not isinstance(task, kind):
+            what = "no translation" if kind is MtModel else "no language"
             raise RunDirError(
-                f"--logdir={self.path}: {type(task).__name__} is no translation model; expected a run of one, "
-                "e.g. of mt.M4Demo"
+                f"--logdir={self.path}: {type(task).__name__} is {what} model; expected a run of one, "
+                f"e.g. of {'mt.M4Demo' if kind is MtModel else 'lm.MoEDemo'}"
             )
         return task

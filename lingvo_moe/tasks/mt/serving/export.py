@@ -1,4 +1,4 @@
-"""Loads a run's checkpoint as a Translator, and exports a Translator as a SavedModel."""
+"""Loads a run's checkpoint as a Translator or a Generator, and exports it as a SavedModel."""
 
 import json
 import os
@@ -17,10 +17,17 @@ from lingvo_moe.core.files.store import check_place, is_address
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.directories import EXPORTED, check_replaceable
 from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.tasks.lm.generator import GenerateOptions, Generator
+from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, MANIFEST, quiet_absl
+from lingvo_moe.tasks.mt.serving.saved_translator import (
+    ABOUT,
+    ABOUT_GENERATOR,
+    MANIFEST,
+    quiet_absl,
+)
 
 
 def load_translator(
@@ -101,15 +108,29 @@ def _last_steps(checkpointer: Checkpointer, step: int, number: int) -> list[int]
     return steps[-number:]
 
 
+def load_generator(
+    logdir: str | os.PathLike,
+    options: GenerateOptions | None = None,
+    chosen: Chosen = NEWEST,
+    trust_run: bool = False,
+) -> tuple[Generator, dict[str, Any]]:
+    """The language model of a run at a checkpoint; arguments, result and errors as load_translator."""
+    run = RunDir(logdir, trust_run=trust_run)
+    model = run.Task(LmModel)
+    theta, about = load_theta(run, model, chosen)
+    about["weights"] = "float32"
+    return Generator(model, theta, run.vocabs.target, options), about
+
+
 def export(
-    translator: Translator, output: str | os.PathLike, about: dict[str, Any] | None = None
+    exported: Translator | Generator, output: str | os.PathLike, about: dict[str, Any] | None = None
 ) -> None:
     """Writes a SavedModel atomically, with the signature 'serving_default' and its alias 'predict'.
 
-    Input `text` string [N], and `language` string [N] where the model routes by language; outputs `translations`
-    string [N,K], `scores` float32 [N,K], `truncated` bool [N]. It needs TensorFlow, and TensorFlow Text imported for
-    its ops; nothing of this package. `assets.extra` says what it is, and lists all files with their SHA-256, which
-    SavedTranslator verifies.
+    Of a translator: input `text` string [N], and `language` string [N] where the model routes by language; outputs
+    `translations` string [N,K], `scores` float32 [N,K], `truncated` bool [N]. Of a generator see Generator._Generate.
+    It needs TensorFlow, and TensorFlow Text imported for its ops; nothing of this package. `assets.extra` says what it
+    is, and lists all files with their SHA-256, which SavedFunctions verifies.
 
     At an address it is written here first; the list of files comes last. A server may load it once that is there.
 
@@ -125,15 +146,17 @@ def export(
     if is_address(output):
         with tempfile.TemporaryDirectory(prefix="lingvo_moe.") as temporary:
             made = Path(temporary, "model")
-            export(translator, made, about)
+            export(exported, made, about)
             upload(made, os.fspath(output), MANIFEST)
         return
     output = Path(output)
     with replaced_directory(output.absolute()) as directory, quiet_absl():
-        signature = translator.translate.get_concrete_function()
+        translates = isinstance(exported, Translator)
+        function = exported.translate if translates else exported.generate
+        signature = function.get_concrete_function()
         try:
             tf.saved_model.save(
-                translator,
+                exported,
                 str(directory),
                 signatures={"serving_default": signature, "predict": signature},
                 # Models define gradients of their own; nobody differentiates a search.
@@ -141,12 +164,12 @@ def export(
             )
         except tf.errors.OpError as e:
             raise not_written(e, output) from e
-        file = directory / ABOUT
+        file = directory / (ABOUT if translates else ABOUT_GENERATOR)
         file.parent.mkdir()
         content = {
             **(about or {}),
-            "languages": translator.languages,
-            "options": vars(translator.options),
+            "languages": exported.languages,
+            "options": vars(exported.options),
         }
         write_atomic(file, (json.dumps(content, indent=2) + "\n").encode())
         write_manifest(directory, MANIFEST)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
@@ -21,30 +21,38 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
 
 # TensorFlow Serving hands what lies in assets.extra through and does not look at it.
-ABOUT = "assets.extra/translator.json"
+ABOUT, ABOUT_GENERATOR = "assets.extra/translator.json", "assets.extra/generator.json"
 MANIFEST = "assets.extra/manifest.sha256"
 
 
-class SavedTranslator:
-    """An exported model, used as a Translator. Every file of it is verified before any is used.
+class SavedFunctions:
+    """An exported model. Every file of it is verified before any is used.
 
     Attributes:
+        NAME: what it does, by which it is used.
         about: what the exporter said of it: model, params_override, step, languages.
-        options: how it translates, with the attributes of TranslateOptions.
+        options: how it translates, with the attributes of TranslateOptions; or how it generates.
         languages: source languages by task id, of a model that routes by them; none of others.
 
     Raises:
         ManifestError: a file was changed, is missing or was added since it was exported.
         PathError: a path from which TensorFlow cannot load a model.
         ValueError: there is no SavedModel, or one that is not by tools.export, or weights of 8 bits where they cannot
-            be.
+            be; or one that does something else.
     """
+
+    NAME: ClassVar[str]
 
     def __init__(self, path: str | os.PathLike):
         check_place(path, "--saved_model")
         path = local(path)
         _verify(path)
-        self.about = json.loads((path / ABOUT).read_text("utf-8"))
+        if (does := use_of(path)) != self.NAME:
+            raise ValueError(
+                f"--saved_model={path}: this model does not {self.NAME}, it is for tools.{does}"
+            )
+        file = ABOUT if does == "translate" else ABOUT_GENERATOR
+        self.about = json.loads((path / file).read_text("utf-8"))
         self.options = SimpleNamespace(**self.about.pop("options"))
         self.languages = tuple(self.about.get("languages", ()))
         if self.about.get("weights") == "int8":
@@ -52,6 +60,12 @@ class SavedTranslator:
         with quiet_absl(), quiet():  # see translator.py: its tokenizer
             self._loaded = tf.saved_model.load(str(path))
         self._signature = self._loaded.signatures["serving_default"]
+
+
+class SavedTranslator(SavedFunctions):
+    """An exported model, used as a Translator; see SavedFunctions."""
+
+    NAME = "translate"
 
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
@@ -62,6 +76,11 @@ class SavedTranslator:
             return self._signature(text=text, **({"language": language[0]} if language else {}))
 
         return translations_of(run, lines, languages, bool(self.languages))
+
+
+def use_of(path: str | os.PathLike) -> str:
+    """The use of an exported model: 'generate' or 'translate'."""
+    return "generate" if (local(path) / ABOUT_GENERATOR).is_file() else "translate"
 
 
 def _verify(path: Path) -> None:

@@ -1,17 +1,11 @@
 """Draws the schedules of pipelines, docs/images/pipelines.svg, from the ticks of `make_schedule`.
 
-    python -m tools.draw_schedules
-
 A row is a stage and a column is a kind of work in a tick; the computation of the loss, which no stage has, is left out.
 Columns are equally wide, whatever their work takes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.core.files import files
 from lingvo_moe.core.pages import drawing
 from lingvo_moe.core.pipeline.schedule import (
     BACKWARD,
@@ -22,8 +16,6 @@ from lingvo_moe.core.pipeline.schedule import (
     Work,
     make_schedule,
 )
-
-from . import _cli
 
 STAGES, MICRO_BATCHES = 4, 8
 # Title, schedule, repeats.
@@ -107,26 +99,3 @@ def draw() -> drawing.Figure:
     handles, labels = axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
-
-
-def define_flags() -> Flags:
-    """The command's flags."""
-    flags = Flags("python -m tools.draw_schedules", __doc__)
-    flags.DEFINE_path("output", "docs/images/pipelines.svg", "the picture to write")
-    return flags
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = define_flags().Parse(argv)
-    return _cli.attempt("draw_schedules", lambda: _write(Path(args.output)))
-
-
-def _write(path: Path) -> int:
-    _cli.check_output_file(path, "--output")
-    files.write_atomic(path, draw())
-    _cli.made(path)
-    return 0
-
-
-if __name__ == "__main__":
-    _cli.run(main)

@@ -1,0 +1,60 @@
+"""Sampling of a token from logits: temperature, top-k and top-p, each row with its own settings and its own numbers.
+
+Stateless: the number that a row draws depends on its seed and the step alone, so that a text does not depend on the
+others of its batch.
+
+Letters: B row, V vocabulary.
+"""
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import dim
+
+# The letters of the settings, for caches that grow; D is the two words of a seed.
+LETTERS = NestedMap(temperature="B", top_k="B", top_p="B", seed="BD")
+
+
+def sample(logits_BV: tf.Tensor, settings: NestedMap, step: tf.Tensor) -> tf.Tensor:
+    """Draws a token for each row, int32 [B].
+
+    Args:
+        logits_BV: float32; -inf for what may not be drawn.
+        settings: temperature, float32 [B], that logits are divided by, 0 for the largest one; then top_k, int32 [B],
+            how many of the largest remain, 0 for all; then top_p, float32 [B]: of those the fewest whose probabilities
+            sum to at least that remain. Equal logits remain together. seed, int32 [B, 2].
+        step: int32 scalar.
+    """
+    greedy_B = settings.temperature <= 0.0
+    scaled_BV = logits_BV / tf.where(greedy_B, 1.0, settings.temperature)[:, tf.newaxis]
+    unlike_B = ((settings.top_k > 0) | (settings.top_p < 1.0)) & ~greedy_B
+    kept_BV = tf.cond(
+        tf.reduce_any(unlike_B), lambda: _largest(scaled_BV, settings), lambda: scaled_BV
+    )
+    upto_BV = tf.cumsum(tf.nn.softmax(kept_BV), axis=1)
+    drawn_B = _uniform(randomness.fold_in(settings.seed, step)) * upto_BV[:, -1]
+    found_B = tf.math.count_nonzero(upto_BV <= drawn_B[:, tf.newaxis], 1, dtype=tf.int32)
+    # Of a product that is rounded up to the sum of all, no token has a larger sum.
+    none_B = found_B == dim(logits_BV, 1)
+    return tf.where(greedy_B | none_B, tf.argmax(logits_BV, 1, output_type=tf.int32), found_B)
+
+
+def _largest(logits_BV: tf.Tensor, settings: NestedMap) -> tf.Tensor:
+    """The logits, -inf for those that top_k and top_p leave out."""
+    all_V = dim(logits_BV, 1)
+    k_B = tf.where(settings.top_k > 0, tf.minimum(settings.top_k, all_V), all_V)
+    sorted_BV = tf.sort(logits_BV, axis=1, direction="DESCENDING")
+    sorted_BV = tf.where(tf.range(all_V) < k_B[:, tf.newaxis], sorted_BV, float("-inf"))
+    before_BV = tf.cumsum(tf.nn.softmax(sorted_BV), axis=1, exclusive=True)
+    of_p_B = tf.math.count_nonzero(before_BV < settings.top_p[:, tf.newaxis], 1, dtype=tf.int32)
+    number_B = tf.clip_by_value(tf.where(settings.top_p < 1.0, of_p_B, all_V), 1, k_B)
+    least_B1 = tf.gather(sorted_BV, number_B[:, tf.newaxis] - 1, batch_dims=1)
+    return tf.where(logits_BV >= least_B1, logits_BV, float("-inf"))
+
+
+def _uniform(seed_BD: tf.Tensor) -> tf.Tensor:
+    """A number in [0, 1) of each seed: float32 [B]."""
+    word = tf.bitcast(seed_BD[:, 0], tf.uint32)
+    fraction = tf.bitcast(tf.bitwise.right_shift(word, tf.constant(8, tf.uint32)), tf.int32)
+    return tf.cast(fraction, tf.float32) * (1.0 / (1 << 24))

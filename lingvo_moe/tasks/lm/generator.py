@@ -1,0 +1,174 @@
+"""Prompts to texts, in TensorFlow alone: tokenise, search or sample, detokenise.
+
+Letters: N prompt, R row of a batch, P token of a prompt, T new token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions
+from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.prompt_search import PromptSearch
+from lingvo_moe.tasks.lm.saved_generator import SETTINGS, Texts
+from lingvo_moe.tasks.mt.decoding.fast_model import SavedWeights
+from lingvo_moe.tasks.mt.decoding.translator import tokenizer
+from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Settings of a Generator that no request can change.
+
+    Attributes:
+        beam_size: hypotheses of a beam search; 1: samples, or greedy search.
+        length_alpha: exponent of the length normalisation of a beam search.
+        max_source_length: tokens of a prompt; the beginning of a longer one is left out, and reported.
+        max_length: new tokens that a request may ask for at most.
+        rows: R, the most prompts continued at once.
+    """
+
+    beam_size: int = 1
+    length_alpha: float = 0.6
+    max_source_length: int = 256
+    max_length: int = 256
+    rows: int = 32
+    xla: ClassVar[bool] = False  # TensorFlow's own kernels run the search
+
+    def __post_init__(self) -> None:
+        self.Search()
+        checks.check_fields(
+            self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
+        )
+
+    def Search(self) -> SearchOptions:
+        """The options of the search."""
+        return SearchOptions(self.beam_size, 1, self.length_alpha, BOS_ID, EOS_ID, PAD_ID)
+
+
+class Generator(tf.Module, Texts):
+    """A model, its weights and its vocabulary as functions of strings, which can be exported.
+
+    Args:
+        model: an LmModel.
+        theta: NestedMap of arrays or tensors.
+        vocab: a serialised SentencePiece model, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
+        options: see GenerateOptions.
+
+    Raises:
+        ValueError: a vocabulary with more pieces than the model has embeddings for.
+    """
+
+    def __init__(
+        self, model: LmModel, theta: NestedMap, vocab: bytes, options: GenerateOptions | None = None
+    ):
+        tf.Module.__init__(self, name="generator")
+        self.options = o = options or GenerateOptions()
+        self._tokenizer = tokenizer(vocab)
+        size = int(self._tokenizer.vocab_size())
+        if size > model.p.vocab_size:
+            raise ValueError(
+                f"the vocabulary has {size} pieces, the model's vocab_size is {model.p.vocab_size}"
+            )
+        self._weights = SavedWeights(theta)
+        search = PromptSearch(model, o.Search(), o.max_length, np.arange(size) != UNK_ID)
+        self._search = lambda: search  # tf.Module would track it
+        samples = o.beam_size == 1
+        names = list(SETTINGS) if samples else ["max_tokens"]
+        specs = [tf.TensorSpec([None, *SETTINGS[n].shape], SETTINGS[n].dtype, n) for n in names]
+        text = tf.TensorSpec([None], tf.string, "text")
+        self.generate = _function(self._Generate, [text, *specs])
+        if samples:  # a beam has no token before its end
+            self.begin = _function(self._Begin, [text, *specs])
+            self.begin.get_concrete_function()  # which says what `more` takes
+            ids = tf.TensorSpec([None, None], tf.int32)
+            self.more = _function(self._More, [ids, *self._specs()])
+
+    def _Generate(self, text: tf.Tensor, *settings: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The whole way, in graph: what `generate` is.
+
+        Args:
+            text: string [N], a prompt of UTF-8 each. Invalid bytes are read as U+FFFD.
+            settings: of each prompt, in the order of SETTINGS; only max_tokens with a beam.
+
+        Returns:
+            texts: string [N], the continuations; tokens: int32 [N], of how many tokens; finished: bool [N], whether the
+            model ended the text, not max_tokens; truncated: bool [N], whether the prompt was too long.
+        """
+        ids, truncated = self._Ids(text)
+        lengths = tf.cast(ids.row_lengths(), tf.int32)
+        order = tf.argsort(lengths, direction="DESCENDING", stable=True)
+        n = tf.shape(text)[0]
+
+        def one(start: tf.Tensor, *found: tf.Tensor) -> tuple:
+            now = order[start : start + self.options.rows]
+            alike = tf.equal(tf.gather(lengths, now), lengths[order[start]])
+            now = now[: tf.math.count_nonzero(alike, dtype=tf.int32)]
+            ids_RP = tf.gather(ids, now).to_tensor(PAD_ID)
+            most, own = self._Settings([tf.gather(x, now) for x in settings])
+            new = self._search().Search(self._weights.Tensors(), ids_RP, most, own)
+            values = (self._Texts(ids_RP, new), new.lengths_B, new.finished_B)
+            at = now[:, tf.newaxis]
+            each = zip(found, values, strict=True)
+            return start + tf.shape(now)[0], *(
+                tf.tensor_scatter_nd_update(x, at, y) for x, y in each
+            )
+
+        nothing = tf.fill([n], ""), tf.zeros([n], tf.int32), tf.zeros([n], tf.bool)
+        _, *found = tf.while_loop(
+            lambda start, *_: start < n, one, (tf.constant(0), *nothing), parallel_iterations=1
+        )
+        names = ("texts", "tokens", "finished")
+        return {**dict(zip(names, found, strict=True)), "truncated": truncated}
+
+    def _Ids(self, text: tf.Tensor) -> tuple[tf.RaggedTensor, tf.Tensor]:
+        """BOS and the tokens of each prompt, and whether its first ones were left out."""
+        # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
+        tokens = self._tokenizer.tokenize(tf.strings.unicode_transcode(text, "UTF-8", "UTF-8"))
+        most = self.options.max_source_length
+        truncated = tokens.row_lengths() > most
+        begin = tf.fill([tf.shape(text)[0], 1], BOS_ID)
+        return tf.concat([begin, tokens[:, -most:]], 1), truncated
+
+    def _Settings(self, values: Sequence[tf.Tensor]) -> tuple[tf.Tensor, NestedMap | None]:
+        """The new tokens at most, and what samples go by."""
+        most = tf.clip_by_value(values[0], 1, self.options.max_length)
+        rest = dict(zip(list(SETTINGS)[1:], values[1:]))
+        return most, NestedMap(rest) if rest else None
+
+    def _Texts(self, ids_RP: tf.Tensor, new: NestedMap) -> tf.Tensor:
+        """The text of the new tokens: what the text of all has more than the prompt's."""
+        tokens = tf.RaggedTensor.from_tensor(new.ids_BT, new.lengths_B)
+        prompt = tf.RaggedTensor.from_tensor(ids_RP[:, 1:])
+        before = self._tokenizer.detokenize(prompt)
+        whole = self._tokenizer.detokenize(tf.concat([prompt, tokens], 1))
+        start = tf.strings.length(before)
+        return tf.strings.substr(whole, start, tf.strings.length(whole) - start)
+
+    def _Begin(self, text: tf.Tensor, *settings: tf.Tensor) -> list[tf.Tensor]:
+        """The arguments of `more` to continue one prompt, string [1]; settings as `_Generate`."""
+        ids, _ = self._Ids(text)
+        ids_RP = ids.to_tensor(PAD_ID)
+        most, own = self._Settings(settings)
+        search = self._search().Begin(self._weights.Tensors(), ids_RP, most, own)
+        specs = self._search().Specs(search)
+        self._structure, self._specs = lambda: search, lambda: specs
+        return [ids_RP, *search.Flatten()]
+
+    def _More(self, ids_RP: tf.Tensor, *state: tf.Tensor) -> tuple:
+        """One more token. Returns what it takes itself, the text so far, and whether it is all, and finished."""
+        search = self._structure().Pack(list(state))
+        search, new, over = self._search().More(self._weights.Tensors(), search)
+        new = new.Transform(lambda x: x[:1])
+        text = self._Texts(ids_RP, new)[0]
+        return [ids_RP, *search.Flatten()], text, over, new.finished_B[0]
+
+
+def _function(fn: Callable, specs: list[tf.TensorSpec]) -> Any:
+    return tf.function(fn, input_signature=specs, autograph=False)

@@ -1,0 +1,207 @@
+"""Continuations of prompts, as ids: the prompt's tokens at once, then flat beam search or samples, a token a step.
+
+A sample is the one token of which the search is certain, so that both are the search of `GrowingBeamSearch`; with a
+beam of 1, without sampling, it is greedy. Prompts of a batch have equally many tokens.
+
+Letters: B row, P token of a prompt, J hypothesis, S place in the flat sequence, V vocabulary, T new token.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core import kernels
+from lingvo_moe.core.decode import sampling
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions, StepFn
+from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.kernels.weights import FEWEST_ROWS
+from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.tensors import dim
+from lingvo_moe.tasks.mt.decoding.growing_beam_search import BLOCK, GrowingBeamSearch, open_shape
+
+# The logit of what was not drawn: its probability is 0, and yet more than that of what must not be chosen.
+_NOT_DRAWN = -1e6
+
+
+class LanguageModel(Protocol):
+    """The methods of a model that the search calls; `LmModel` documents them."""
+
+    def InitCache(self, batch: int | tf.Tensor, length: int) -> Any: ...
+
+    def CacheLetters(self) -> Any: ...
+
+    def ExtendStep(
+        self, theta: NestedMap, ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor
+    ) -> tuple[tf.Tensor, Any]: ...
+
+
+class PromptSearch:
+    """A model and the search for continuations, in TensorFlow's own kernels; methods run inside of a tf.function.
+
+    Args:
+        model: an LmModel.
+        options: of the search; its best result alone is returned.
+        most: the largest number of new tokens.
+        allowed_V: bool, which tokens may be emitted, besides EOS; never PAD and BOS. As long as the vocabulary.
+    """
+
+    def __init__(
+        self, model: LanguageModel, options: SearchOptions, most: int, allowed_V: np.ndarray
+    ):
+        self._model, self._o, self._allowed_V = model, options, allowed_V
+        # At the limit the search ends a text with EOS, which is not one of the new tokens.
+        self._search = GrowingBeamSearch(most + 1, options, allowed_V)
+
+    def Search(
+        self, theta: NestedMap, ids_BP: tf.Tensor, most_B: tf.Tensor, settings: NestedMap | None
+    ) -> NestedMap:
+        """Continues prompts.
+
+        Args:
+            theta: the weights.
+            ids_BP: int32, BOS and the prompts.
+            most_B: int32, the largest number of new tokens of each row.
+            settings: see `sampling.sample`; None: the most likely texts.
+
+        Returns:
+            NestedMap of ids_BT, int32, PAD after the last; lengths_B, int32, without EOS; finished_B, bool: whether the
+            model ended the text, not the limit.
+        """
+        with use_mesh(single_device()), kernels.using(tensorflow):
+            given, (most_B, cache, letters) = (
+                dim(ids_BP, 0),
+                self._Start(theta, ids_BP, most_B, settings),
+            )
+            found = self._search.Run(self._StepFn(theta), cache, _steps(most_B), letters)
+            found = found.Transform(lambda x: x[:given] if x.shape.rank else x)
+            return self._Result(found, most_B[:given])
+
+    def Begin(
+        self, theta: NestedMap, ids_BP: tf.Tensor, most_B: tf.Tensor, settings: NestedMap | None
+    ) -> NestedMap:
+        """The search before its first step, for `More`: a tree of tensors; arguments as of `Search`."""
+        with use_mesh(single_device()), kernels.using(tensorflow):
+            most_B, cache, letters = self._Start(theta, ids_BP, most_B, settings)
+            most_B, cache = self._search.Filled(_steps(most_B), cache, letters)
+            return NestedMap(state=self._search.Start(most_B, BLOCK), cache=cache)
+
+    def Specs(self, search: NestedMap) -> list[tf.TensorSpec]:
+        """The specs of the tensors of `Begin`, of any number of rows and steps."""
+        with kernels.using(tensorflow):
+            letters = self._Letters("settings" in search.cache)
+        all_letters = NestedMap(state=self._search.STATE_LETTERS, cache=letters)
+        shapes = map_structure(open_shape, search, all_letters)
+        return [tf.TensorSpec(s, x.dtype) for s, x in zip(shapes.Flatten(), search.Flatten())]
+
+    def More(self, theta: NestedMap, search: NestedMap) -> tuple[NestedMap, NestedMap, tf.Tensor]:
+        """One more token of each row, with a beam of 1.
+
+        Args:
+            theta: the weights.
+            search: from `Begin` or the last call; it must not be used again.
+
+        Returns:
+            The search; as `Search`, the tokens so far; and whether these are all, a bool scalar.
+        """
+        with use_mesh(single_device()), kernels.using(tensorflow):
+            state, cache = self._search.Step(self._StepFn(theta), search.state, search.cache)
+            full = state.time + 1 >= dim(state.ids_BS, 1)
+            letters, at_B = self._Letters("settings" in cache), tf.range(dim(state.ids_BS, 0))
+            state, cache = tf.cond(
+                full,
+                lambda: self._search.Regrown(at_B, state, cache, letters)[1:],
+                lambda: (state, cache),
+            )
+            over = ~self._search.Unfinished(state)
+            new = NestedMap(
+                ids_BKT=state.ids_BS[:, tf.newaxis, 1 : 1 + state.time],
+                lengths_BK=tf.where(over, state.ended_lengths_BJ, state.time + 1),
+            )
+            return (
+                NestedMap(state=state, cache=cache),
+                self._Result(new, state.max_lengths_B - 1),
+                over,
+            )
+
+    def _Result(self, found: NestedMap, most_B: tf.Tensor) -> NestedMap:
+        lengths_B = found.lengths_BK[:, 0] - 1
+        return NestedMap(
+            ids_BT=found.ids_BKT[:, 0],
+            lengths_B=tf.maximum(lengths_B, 0),
+            finished_B=lengths_B < most_B,
+        )
+
+    def _Start(
+        self, theta: NestedMap, ids_BP: tf.Tensor, most_B: tf.Tensor, settings: NestedMap | None
+    ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
+        """The limits, the caches with all tokens of the prompts but the last, and the caches' letters.
+
+        Rows that are asked for nothing fill the batch up, so that no product has fewer than FEWEST_ROWS rows.
+        """
+        rows, before = tf.shape(ids_BP)[0], tf.shape(ids_BP)[1] - 1
+        fill = tf.maximum(-(-FEWEST_ROWS // tf.maximum(before, 1)) - rows, 0)
+
+        def filled(x: tf.Tensor) -> tf.Tensor:
+            return tf.pad(x, [[0, fill]] + [[0, 0]] * (x.shape.rank - 1))
+
+        ids_BP, most_B = filled(ids_BP), filled(most_B)
+        cache = self._model.InitCache(dim(ids_BP, 0), before + BLOCK)
+        cache = tf.cond(
+            before > 0, lambda: self._Prefilled(theta, ids_BP[:, :-1], cache), lambda: cache
+        )
+        letters = self._Letters(settings is not None)
+        found = NestedMap(
+            model=map_structure(self._ForAll, cache, letters.model),
+            last=ids_BP[:, -1],
+            before=tf.fill([dim(ids_BP, 0)], before),
+        )
+        if settings is not None:
+            found.settings = settings.Transform(filled)
+        return most_B, found, letters
+
+    def _Letters(self, samples: bool) -> NestedMap:
+        own = {"settings": sampling.LETTERS} if samples else {}
+        return NestedMap(model=self._model.CacheLetters(), last="B", before="B", **own)
+
+    def _Prefilled(self, theta: NestedMap, ids_BP: tf.Tensor, cache: Any) -> Any:
+        at_P = tf.range(dim(ids_BP, 1))
+        mask_PS = tf.range(dim(ids_BP, 1) + BLOCK) <= at_P[:, tf.newaxis]
+        mask = tf.tile(mask_PS[tf.newaxis], [dim(ids_BP, 0), 1, 1])
+        return self._model.ExtendStep(theta, ids_BP, cache, at_P, mask)[1]
+
+    def _ForAll(self, x: tf.Tensor, letters: str) -> tf.Tensor:
+        """A cache of one hypothesis as one of all, of which the first has its keys and values (X = J K)."""
+        more = (self._o.beam_size - 1) * x.shape[letters.index("X")]
+        return tf.pad(x, [[0, more * (letter == "X")] for letter in letters]) if more else x
+
+    def _StepFn(self, theta: NestedMap) -> StepFn:
+        J, size = self._o.beam_size, self._allowed_V.size
+
+        def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
+            ids = tf.where(time == 0, cache.last[:, tf.newaxis], ids)
+            before = cache.before[0]
+            first_S = tf.range(before * J) % J == 0
+            seen = tf.tile(first_S[tf.newaxis, tf.newaxis], [dim(mask, 0), J, 1])
+            mask = tf.concat([seen, mask], 2)
+            logits, model = self._model.ExtendStep(theta, ids, cache.model, before + time, mask)
+            logits, cache = logits[..., :size], NestedMap(cache, model=model)
+            if "settings" in cache:
+                logits = self._Drawn(logits, cache.settings, time)
+            return logits, cache
+
+        return step
+
+    def _Drawn(self, logits: tf.Tensor, settings: NestedMap, time: tf.Tensor) -> tf.Tensor:
+        """Logits [B,1,V] that are certain of the tokens drawn."""
+        o, token_V = self._o, np.arange(self._allowed_V.size)
+        may_V = self._allowed_V & (token_V != o.pad_id) & (token_V != o.bos_id)
+        logits = tf.where(may_V | (token_V == o.eos_id), logits[:, 0], float("-inf"))
+        drawn_B = sampling.sample(logits, settings, time)
+        return tf.where(token_V == drawn_B[:, tf.newaxis], 0.0, _NOT_DRAWN)[:, tf.newaxis]
+
+
+def _steps(most_B: tf.Tensor) -> tf.Tensor:
+    """The steps of rows: one for EOS, and none for those that are asked for nothing."""
+    return tf.where(most_B > 0, most_B + 1, 0)

@@ -1,0 +1,92 @@
+"""Continuations of prompts by a Generator or by an exported one, called with Python values; the latter needs no JAX."""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
+from lingvo_moe.tasks.mt.serving.saved_translator import SavedFunctions
+
+# The inputs of a generating function beside `text`: of each prompt a number, or two.
+SETTINGS = {
+    "max_tokens": tf.TensorSpec([], tf.int32),
+    "temperature": tf.TensorSpec([], tf.float32),
+    "top_k": tf.TensorSpec([], tf.int32),
+    "top_p": tf.TensorSpec([], tf.float32),
+    "seed": tf.TensorSpec([2], tf.int32),
+}
+
+
+class Texts:
+    """Calls the functions `generate`, `begin` and `more` of a generator with Python values."""
+
+    options: Any
+    generate: Any
+    begin: Any
+    more: Any
+    languages = ()
+
+    def Generate(self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]) -> NestedMap:
+        """Continues N prompts, each with its own settings.
+
+        Returns:
+            NestedMap(texts: list of str, tokens: int32 [N], finished: bool [N], truncated: bool [N]); see
+            Generator._Generate.
+
+        Raises ValueError: samples are asked for of a beam search, or more tokens than options.max_length.
+        """
+        arguments = self._Arguments(prompts, settings)
+        out = {name: value.numpy() for name, value in self.generate(*arguments).items()}
+        return NestedMap(out, texts=[text.decode("utf-8", "replace") for text in out["texts"]])
+
+    def Stream(self, prompt: str | bytes, settings: Sampling) -> Iterator[tuple[str, bool | None]]:
+        """Continues a prompt, and yields what text each step adds; and whether the model ended it, at the end, else
+        None.
+
+        Raises ValueError: as Generate, or options have a beam.
+        """
+        if self.options.beam_size > 1:
+            raise ValueError("a beam search has no text before its end: it cannot be streamed")
+        state, sent, over = self.begin(*self._Arguments([prompt], [settings])), "", False
+        while not over:
+            state, text, over, finished = self.more(*state)
+            whole = text.numpy().decode("utf-8", "replace")
+            # The first bytes of a character that is not whole yet read as U+FFFD.
+            ready = whole if over else whole.rstrip("\ufffd")
+            yield ready[len(sent) :], bool(finished) if over else None
+            sent = ready if len(ready) > len(sent) else sent
+
+    def _Arguments(self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]) -> list:
+        values = [utf8_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        most = self.options.max_length
+        for each in settings:
+            if each.max_tokens > most:
+                raise ValueError(
+                    f"max_tokens={each.max_tokens} is more than the {most} that this generator was made for"
+                )
+            if self.options.beam_size > 1 and each.temperature:
+                raise ValueError(
+                    f"temperature={each.temperature} has no effect in a beam search; choose one of the two"
+                )
+        columns = zip(*(each.Values() for each in settings), strict=True)
+        named = dict(zip(SETTINGS.items(), columns))
+        tensors = [tf.constant(column, spec.dtype) for (_, spec), column in named.items()]
+        if self.options.beam_size > 1:
+            tensors = tensors[:1]
+        return [tf.constant(values, tf.string), *tensors]
+
+
+class SavedGenerator(SavedFunctions, Texts):
+    """An exported generator, used as a Generator; see SavedFunctions."""
+
+    NAME = "generate"
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__(path)
+        self.generate = self._loaded.generate
+        if self.options.beam_size == 1:
+            self.begin, self.more = self._loaded.begin, self._loaded.more

@@ -1,0 +1,100 @@
+"""Texts of a generator: the same alone, among others and token by token; a beam's are those of a plain search."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy_text
+from numpy_beam_search import beam_search
+
+from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.parts import Context
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.lm.generator import GenerateOptions
+from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, UNK_ID
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.serving.export import load_generator, load_theta
+
+PROMPTS = ["red house", "", "open the green tree", "close stone", "edit \ud800 file"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lm")
+    toy_text.save_run(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def generator(run):
+    return load_generator(run, GenerateOptions(max_source_length=6, max_length=24))[0]
+
+
+@pytest.fixture(scope="module")
+def next_logits(run):
+    """Ids, with BOS -> the logits of the next one, by the pass over all of them."""
+    model, vocab = RunDir(run).Task(LmModel), Vocabulary(toy_text.VOCAB)
+    theta = load_theta(RunDir(run), model)[0].Transform(tf.constant)
+
+    def compute(ids):
+        row = tf.constant([ids])
+        at = tf.range(row.shape[1])[tf.newaxis]
+        batch = NestedMap(ids=row, labels=row, segment_ids=tf.ones_like(row), segment_pos=at)
+        with use_mesh(single_device()):
+            carry, _, _ = model.Forward().Run(theta, Context(batch))
+            y = model.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
+            logits = model.softmax.FProp(model.SoftmaxTable(theta), y)
+        return logits[0, -1, : vocab.size].numpy()
+
+    return vocab, compute
+
+
+def test_a_text_is_the_same_alone_and_token_by_token(generator):
+    kinds = (Sampling(20), Sampling(3), Sampling(20, 0.9, 0, 0.9, 7), Sampling(20, 2.0, 9, 1.0, 8))
+    settings = [kinds[i % 4] for i in range(len(PROMPTS))]
+    together = generator.Generate(PROMPTS, settings)
+    assert together.tokens[1] <= 3 and len(set(together.texts)) == len(PROMPTS)
+    encode = Vocabulary(toy_text.VOCAB).Encode
+    long = [len(encode(prompt.replace("\ud800", "\ufffd"))) > 6 for prompt in PROMPTS]
+    assert together.truncated.tolist() == long and any(long) and not all(long)
+    for i, (prompt, each) in enumerate(zip(PROMPTS, settings)):
+        alone = generator.Generate([prompt], [each])
+        assert alone.texts == together.texts[i : i + 1]
+        assert alone.finished[0] == together.finished[i] == (alone.tokens[0] < each.max_tokens)
+        parts = list(generator.Stream(prompt, each))
+        assert "".join(text for text, _ in parts) == together.texts[i]
+        assert [end for _, end in parts] == [None] * (len(parts) - 1) + [together.finished[i]]
+
+
+def test_greedy_and_beam_search_are_those_over_the_whole_pass(run, generator, next_logits):
+    vocab, compute = next_logits
+    beam = load_generator(run, GenerateOptions(beam_size=3))[0]
+    allowed = np.arange(vocab.size) != UNK_ID
+    start = [BOS_ID, *vocab.Encode(PROMPTS[0])]
+    for size, made in ((1, generator), (3, beam)):
+        (best,) = beam_search(
+            lambda tokens: compute([*start, *tokens]),
+            max_length=6,
+            beam_size=size,
+            top_k=1,
+            length_alpha=0.6,
+            allowed=allowed,
+        )
+        out = made.Generate(PROMPTS[:1], [Sampling(5)])
+        assert vocab.Decode(start) + out.texts[0] == vocab.Decode([*start, *best.tokens])
+        assert out.tokens[0] == len(best.tokens) - 1
+    with pytest.raises(ValueError, match=r"temperature=1.0 has no effect in a beam search"):
+        beam.Generate([""], [Sampling(6, 1.0)])
+    with pytest.raises(ValueError, match="cannot be streamed"):
+        next(beam.Stream("", Sampling(6)))
+
+
+def test_wrong_settings_are_refused(generator):
+    with pytest.raises(ValueError, match="max_tokens=25 is more than the 24 that this generator"):
+        generator.Generate([""], [Sampling(25)])
+    for bad in ("max_tokens=0", "temperature=-1", "top_k=-1", "top_p=0", "top_p=1.1"):
+        name, _, value = bad.partition("=")
+        with pytest.raises(ValueError, match=f"{name}={value}[.0]*: must be"):
+            Sampling(**{name: float(value) if name in ("top_p", "temperature") else int(value)})
