@@ -11,10 +11,11 @@ from equivalence import assert_steps, compare_steps
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import ParamError
 from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 
 SIZES = "task.vocab_size=40;input.target_vocab_size=40;input.target_length=8;task.num_groups=8"
 EXPERTS = (
@@ -60,16 +61,31 @@ WINDOWS = (
 )
 
 
+STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=2;task.pipeline.schedule=gpipe"
+
+
 @pytest.mark.slow
 def test_a_step_in_stages_over_devices_is_the_plain_step():
-    """The auxiliary loss, its metrics by layer and the next balance bias are among what is compared."""
-    sharding = (
-        "task.activation_split={'B': 'data', 'G': 'data', 'E': 'data'};task.weight_split={'E': 'data'};"
-        "task.pipeline.stages=2;task.pipeline.micro_batches=4"
-    )
-    _, plain, inputs = _experiment(LATENT)
-    step = train_step(_experiment(LATENT, sharding)[1], inputs)
-    compare_steps(step, train_step(plain, inputs, 4), plain, inputs, "stage:2,data:2")
+    """The auxiliary loss, its metrics by layer and the next balance bias are among what is compared; SGD's velocities
+    are the gradients."""
+    changes = f"{LATENT};task.moe_every=1;task.num_layers=3"
+    sharding = "task.activation_split={'B': 'model', 'G': 'model', 'E': 'model'};task.weight_split={'E': 'model'}"
+    _, plain, inputs = _experiment(changes)
+    step = train_step(_experiment(changes, sharding, STAGES)[1], inputs)
+    compare_steps(step, train_step(plain, inputs, 2), plain, inputs, "stage:2,model:2")
+
+
+@pytest.mark.slow
+def test_stages_do_not_compute_again_what_remat_names():
+    products = []
+    for remat in ("full", "dots"):
+        changes = f"task.num_layers=2;task.remat={remat};{STAGES}"
+        params = registry.GetParams("lm.Tiny", changes)
+        step = train_step(params.task.Instantiate(), params.input.Instantiate())
+        text = lower_step(step, Mesh.parse("stage:2,data:1")).Text()
+        products.append(text.count("dot_general"))
+    # Five products of a block, in each of four functions that differentiate one: nothing needs its last one's output.
+    assert products[0] - products[1] == 4 * 5
 
 
 def test_a_step_with_heads_and_experts_over_devices_is_that_of_one():

@@ -8,6 +8,8 @@ from trainer_testing import keep_compiled, losses, state, status, write_corpus
 
 from lingvo_moe.core.engine import engines
 
+pytestmark = pytest.mark.slow
+
 # Micro-batches draw numbers of their own.
 PLAIN = "task.dropout=0.0"
 STAGES = f"{PLAIN};task.pipeline.stages=2;task.pipeline.micro_batches=8"

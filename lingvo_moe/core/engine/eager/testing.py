@@ -71,24 +71,24 @@ def run_sharded(
 def run_single(
     fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh | None = None, jit_compile: bool = True
 ) -> Any:
-    """`fn(*args)` by TensorFlow alone on one device: the reference for run_sharded.
+    """`fn(*args)` by TensorFlow alone on one device, the reference for run_sharded.
 
-    `mesh` is for functions that annotate with numbers of partitions, as `split(t, 0, 8)`:
-    TensorFlow itself compiles for one device and ignores them. By default it is that of one device.
+    It is compiled, or with jit_compile=False run operation by operation, which takes less time where each runs once.
+
+    `mesh` is for functions that annotate with numbers of partitions, as `split(t, 0, 8)`: in the graph that is made
+    then, TensorFlow ignores them. By default it is that of one device.
     """
     args = [_to_numpy(arg) for arg in args]
     structures = [skeleton(arg) for arg in args]
     flat = [[tf.constant(leaf) for _, leaf in flatten_items(arg)] for arg in args]
 
-    @tf.function(jit_compile=jit_compile, autograph=False)
     def run(*leaves: Any) -> Any:
         with use_mesh(mesh or single_device()):
             return fn(*[pack(s, values) for s, values in zip(structures, leaves)])
 
-    out = run(*flat)
-    if isinstance(out, tuple):
-        return tuple(_to_numpy(tree) for tree in out)
-    return _to_numpy(out)
+    graph = tf.function(run, jit_compile=jit_compile, autograph=False)
+    out = (graph if jit_compile or mesh else run)(*flat)
+    return tuple(map(_to_numpy, out)) if isinstance(out, tuple) else _to_numpy(out)
 
 
 def _to_numpy(tree: Any) -> Any:
