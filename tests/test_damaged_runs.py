@@ -25,6 +25,8 @@ from damage import Damage, damages
 
 from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, SavedSteps, saved_steps
 
+pytestmark = pytest.mark.slow
+
 _COUNT = int(os.environ.get("DAMAGES", "100"))
 _SEED = int(os.environ.get("DAMAGES_SEED", "0"))
 # Nothing of ours reads these: a lock, TensorBoard's files, which have checksums of their own, and texts for COMET. A

@@ -66,6 +66,7 @@ def _kind(p: Params) -> Any:
     return own.get("cls", frozenset(own))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "override"),
     [

@@ -51,10 +51,12 @@ def done(tmp_path_factory):
     return run, found.stdout, found.stderr
 
 
+@pytest.mark.slow
 def test_the_framework_imports_no_task(done):
     assert "IMPORTED []" in done[1]
 
 
+@pytest.mark.slow
 def test_what_a_run_does_before_its_first_step_is_shown(done):
     words = r"^(compiling the|compiled the|initialising|making|running|step [0-9]+)"
     shown = re.findall(words, done[2], re.MULTILINE)

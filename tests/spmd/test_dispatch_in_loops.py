@@ -47,6 +47,7 @@ def _over_devices(stack: TransformerStack, args: list) -> tuple[NestedMap, int, 
     return got, sent, collectives.hlo.count(" dot(")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", ["index", "dropless"])
 def test_rows_that_are_kept_are_neither_sent_nor_computed_again(dispatcher):
     stack = _stack(dispatcher)

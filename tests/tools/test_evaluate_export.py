@@ -12,6 +12,8 @@ import toy_translation as toy
 from lingvo_moe.core.nested_map import NestedMap
 from tools import _cli, evaluate, export
 
+pytestmark = pytest.mark.slow
+
 _FLAGS = ["--beam_size=2", "--max_source_length=8", "--max_length=12"]
 
 

@@ -12,6 +12,8 @@ from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from tools import report
 
+pytestmark = pytest.mark.slow
+
 E, MOST = 8, 23  # of mt.M4Tiny: experts, ids of a row beside eos or bos
 _PAIRS = {"de": (3, 4), "fi": (2, 40), "sw": (1, 3)}  # how many, and the words of the longest
 

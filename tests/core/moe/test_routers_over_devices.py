@@ -4,6 +4,7 @@ Letters: G group, S token in group, E expert, M model.
 """
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from equivalence import compare
 
@@ -33,6 +34,7 @@ def _routers() -> dict[str, Router]:
     }
 
 
+@pytest.mark.slow
 def test_values_gradients_and_nothing_gathered():
     routers = _routers()
     specs = NestedMap({key: router.VariableSpecs() for key, router in routers.items()})

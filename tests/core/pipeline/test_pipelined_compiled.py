@@ -39,6 +39,7 @@ def _compiled(num):
     return aot.compile_for_topology(lower_step(step, Mesh.parse(MESH)), TOPOLOGY)
 
 
+@pytest.mark.slow
 def test_a_tick_has_one_permute_for_each_tensor_and_no_weights_move():
     module = parse_module(_compiled(16).hlo_text)
     permutes = 0
@@ -55,6 +56,7 @@ def test_a_tick_has_one_permute_for_each_tensor_and_no_weights_move():
     assert (found["blocks"], found["padding"]) == ({"low": 4, "high": 4}, 0)
 
 
+@pytest.mark.slow
 def test_beyond_4k_micro_batches_a_step_of_1f1b_takes_no_more_memory():
     """After so many even the first stack has its gradients."""
     peaks = [_compiled(num).memory["peak"] for num in (16, 24)]

@@ -24,6 +24,8 @@ from lingvo_moe.core.task.pipelined_step import pipelined_step
 from lingvo_moe.core.task.step import Step
 from tests.core.pipeline.toy_stacks import LENGTH, WIDTH, toy
 
+pytestmark = pytest.mark.slow
+
 
 def _sharded(task, specs):
     split = task.p.activation_split

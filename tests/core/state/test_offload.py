@@ -33,6 +33,7 @@ _FORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form, there", _FORMS, ids=str)
 def test_training_is_that_without_offload(form, there):
     """CPU devices have such a memory by name: the program moves what is in it there and back."""

@@ -70,6 +70,7 @@ def cut(step, theta, batch):
     return *map(engine.Get, program(theta, batch)), program
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_equal_those_of_one_device(step, theta, batch, cut):
     engine = make_engine("tf_graph", single_device())
     want_grads, want_metrics = map(engine.Get, engine.Once(step, theta, batch))
@@ -81,6 +82,7 @@ def test_loss_and_gradients_equal_those_of_one_device(step, theta, batch, cut):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * scale, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_layer_sums_over_model_once_for_each_of_its_parts(cut):
     """As in Megatron, forward, recomputed (but for the last part, which nothing needs) and backward."""
     sums, others = Counter(), set()

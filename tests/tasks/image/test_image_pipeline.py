@@ -57,6 +57,7 @@ def plain(batch):
     return task, state, run_single(step, [state, batch], jit_compile=False)
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_micro_batches(plain, batch, monkeypatch):
     monkeypatch.setattr(gpipe_loops, "_UNUSED", float("nan"))
     task, state, (new, metrics) = plain
@@ -75,6 +76,7 @@ def test_a_step_is_that_of_micro_batches(plain, batch, monkeypatch):
     assert_same(by_path(specs, found), by_path(task.StateSpecs(), new), floor=0.0)
 
 
+@pytest.mark.slow
 def test_inference_is_the_same(plain, batch):
     task, state, _ = plain
     pipelined = _task(3)

@@ -37,6 +37,7 @@ def _losses(engine_name: str, mesh: str) -> list[np.ndarray]:
     return [np.array(engine.Get(found)), np.asarray(engine.Get(variance))]
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_devices_or_engine():
     reference = _losses("tf_graph", "data:1")
     for got, want in zip(_losses("pjrt", "data:8"), reference, strict=True):
@@ -72,6 +73,7 @@ def folder(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(engines, "make_engine", engines.make_engine)  # put back in the end
     keep_compiled()

@@ -20,6 +20,7 @@ def _experiment(*overrides):
     return params, params.task.Instantiate(), params.input.Instantiate()
 
 
+@pytest.mark.slow
 def test_a_step_in_stages_is_the_step_without():
     """With random routing, whose seeds belong to micro-batches and layers. Experts are sharded beside. SGD's velocities
     are the gradients. GPipe's loops are the shortest; tests/core/pipeline/test_pipelined_step.py has all schedules."""

@@ -50,6 +50,7 @@ def _save(place, *steps, keep=3):
             checkpointer.Save(step, engine.Put(_values(step), SPECS), {"input": {"row": step}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: PjrtEngine(Mesh.parse("expert:2")), TfEngine])
 def test_restored_exactly_on_any_mesh_and_engine(place, make):
     _save(place, 1, 2, 3, keep=2)

@@ -80,6 +80,7 @@ def make_job():
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count, number, by, who",
     [
@@ -96,6 +97,7 @@ def test_a_process_that_is_gone_is_named_by_the_others(make_job, count, number, 
     assert time.monotonic() - job.start < 30
 
 
+@pytest.mark.slow
 def test_a_process_that_stalls_is_named_by_all(make_job):
     job = make_job(2, 1)
     for status, said in job.Ends():
@@ -106,6 +108,7 @@ def test_a_process_that_stalls_is_named_by_all(make_job):
     assert time.monotonic() - job.start < 30
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_stops_all_after_the_same_step(make_job):
     job = make_job(3)
     job.processes[1].terminate()

@@ -14,6 +14,8 @@ from lingvo_moe.tasks.mt.quality.held_out_loss import held_out_loss
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from tools import evaluate
 
+pytestmark = pytest.mark.slow
+
 _LINES = {"aa": 12, "bb": 8, "cc": 4}
 
 

@@ -17,6 +17,8 @@ from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import load_theta
 
+pytestmark = pytest.mark.slow
+
 SOURCES = toy.sentences(4, 1, 6)
 TARGETS = toy.sentences(4, 2, 6)
 

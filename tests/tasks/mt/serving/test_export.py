@@ -25,6 +25,8 @@ from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import export, load_translator
 from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, MANIFEST, SavedTranslator
 
+pytestmark = pytest.mark.slow
+
 # One bucket, to compile once.
 OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=14, rows=4)
 _BARE = """
