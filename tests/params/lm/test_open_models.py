@@ -3,6 +3,7 @@
 import pytest
 
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.inspect import active_parameters, count_parameters
 
 # Parameters; active ones with both embeddings; and without that of the input, where another source states them.
@@ -43,3 +44,29 @@ def test_the_head_of_deepseek_v3_has_a_block_and_a_projection_more():
     task = registry.GetParams("lm.DeepSeekV3", "task.multi_token_weight=0.3").task.Instantiate()
     more = count_parameters(task.VariableSpecs().Flatten()) - TABLE["DeepSeekV3"][0]
     assert more == 11_610_068_224
+
+
+# Parameters, and those of parts that we lack, with which Lingvo states the sum.
+MEASURED = {
+    "DenseLm128B8x8": (137_702_154_240, 32 * 128 * 64, 137_702_416_384),
+    "DenseLm128B32x32": (137_702_154_240, 32 * 128 * 64, 137_702_416_384),
+    "DenseLm175B32x32": (174_341_763_072, 2048 * 12288, 174_366_928_896),
+    "DenseLm12kWide41BAdam16x16": (43_880_361_984, 2048 * 12288, 43_905_527_808),
+    "MaxText16B": (15_831_666_688, 0, 15_831_666_688),
+    "MaxText22B": (22_137_083_904, 0, 22_137_083_904),
+    "MaxText32B": (31_663_333_376, 0, 31_663_333_376),
+    "MaxText64B": (62_802_370_560, 0, 62_802_370_560),
+    "MaxText128B": (125_079_396_352, 0, 125_079_396_352),
+    "MaxText512B": (499_268_993_024, 0, 499_268_993_024),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_counts_of_measured_models_are_exact(name):
+    total, lacking, published = MEASURED[name]
+    params = registry.GetParams(f"lm.{name}")
+    assert count_parameters(params.task.Instantiate().VariableSpecs().Flatten()) == total
+    assert total + lacking == published
+    text = registry.GetExperiment(f"lm.{name}").__doc__
+    assert f"{total:,} parameters" in text and f"{published:,}" in text
+    assert params.input.batch_size % Mesh.parse(params.train.mesh).axis_size("data") == 0
