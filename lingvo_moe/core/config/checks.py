@@ -201,6 +201,27 @@ class FlagOr(Check):
 
 
 @dataclass(frozen=True)
+class SizeOr(Check):
+    """An integer of at least 1, or one of some words."""
+
+    words: tuple[str, ...]
+
+    def Allows(self, value: Any) -> bool:
+        return value in self.words if isinstance(value, str) else SIZE.Allows(value)
+
+    def Read(self, text: str) -> int | str:
+        """The value that a text means; the text itself where it means none."""
+        bare = text.strip("'\"")
+        return int(bare) if bare.isdecimal() else bare
+
+    def Hint(self, value: Any) -> str:
+        return nearest(str(value), self.words)
+
+    def __str__(self) -> str:
+        return either((*self.words, str(SIZE)))
+
+
+@dataclass(frozen=True)
 class AnyOf(Check):
     """A value that one of several checks allows."""
 
@@ -338,6 +359,7 @@ def check_fields(options: Any, ranges: Mapping[str, Check]) -> None:
             raise ParamError(name, str(value), why)
 
 
+READ_THEIR_TEXT = (FlagOr, NamesOr, SizeOr)
 ANYTHING = Kind((object, bool), "anything")
 NONE = Kind((type(None),), "None")
 FLAG = Kind((bool,), "True or False")

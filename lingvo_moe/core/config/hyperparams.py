@@ -318,7 +318,7 @@ class Params:
             param = owner._params.get(name)
             if param is not None and param.choices is not None:
                 value = chosen(text, param.choices, isinstance(param.value, str))
-            elif param is not None and isinstance(param.check, checks.FlagOr | checks.NamesOr):
+            elif isinstance(param and param.check, checks.READ_THEIR_TEXT):
                 value = param.check.Read(text)
             else:
                 value = from_text(text, self.Get(path), find_class)

@@ -102,6 +102,9 @@ class Kernels(Protocol):
     def in_layout(self, x_BTNK: tf.Tensor) -> tf.Tensor:
         """Queries, keys or values [B,T,N,K] in the layout of the class's `MEMORY`."""
 
+    def out_of_layout(self, x: tf.Tensor) -> tf.Tensor:
+        """Queries, keys or values of that layout as [B,T,N,K]."""
+
     def attend(
         self,
         q: tf.Tensor,

@@ -23,14 +23,13 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.tensors import dim, fused, open_shape, shape_of
 
-_MASKED = -1e9  # added to a masked logit: beside it a float32 logit vanishes
-
 # Where each expert has few rows, the weights decide what a product costs (see `experts_feed_forward`).
 _FEW_ROWS = 128
 _MANY_EXPERTS = 256  # with more, a product for each would be a large graph
 
 cross_entropy = xla.cross_entropy
 adafactor = tensorflow_adafactor.adafactor
+with_row = xla.with_row
 
 
 def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
@@ -232,6 +231,11 @@ def in_layout(x_BTNK: tf.Tensor) -> tf.Tensor:
     return tf.transpose(x_BTNK, [2, 0, 1, 3])
 
 
+def out_of_layout(x: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    return tf.transpose(x, [1, 2, 0, 3])
+
+
 def attend(
     q: tf.Tensor,
     k: tf.Tensor,
@@ -242,7 +246,7 @@ def attend(
 ) -> tf.Tensor:
     """See `Kernels`; the heads that share keys and values are rows of one product."""
     heads, shared = q.shape[0], k.shape[0]
-    bias = (1.0 - tf.cast(mask, tf.float32)) * _MASKED
+    bias = (1.0 - tf.cast(mask, tf.float32)) * xla.MASKED
     if shared == heads:
         scores = tf.cast(tf.matmul(q, k, transpose_b=True), tf.float32)
         probs = _softmax_of(scores, bias, sinks_N)
@@ -477,12 +481,6 @@ def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
     """See `Kernels`; together, so that the gradient is one stack, not a sum of arrays that are zero but for a slice."""
     unstacked = [tf.unstack(stack, num) for stack in stacks]
     return [[layers[i] for layers in unstacked] for i in range(num)]
-
-
-def with_row(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf.Tensor:
-    """See `Kernels`."""
-    here = tf.reshape(tf.range(rows.shape[axis]) == i, [-1] + [1] * (rows.shape.rank - axis - 1))
-    return tf.where(here, tf.expand_dims(row, axis), rows)
 
 
 def select(condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -46,7 +46,7 @@ class Activation:
 
 
 # The value of a masked logit: finite, so that a query that may look nowhere still gives numbers.
-_MASKED = -1e9
+MASKED = -1e9
 
 
 def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
@@ -173,6 +173,11 @@ def in_layout(x_BTNK: tf.Tensor) -> tf.Tensor:
     return x_BTNK
 
 
+def out_of_layout(x: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    return x
+
+
 def attend(
     q: tf.Tensor,
     k: tf.Tensor,
@@ -228,7 +233,7 @@ def masked_softmax(
 ) -> tf.Tensor:
     """[B,N,T,S] logits to float32 probabilities where the mask [B, T or 1, S] allows."""
     allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
-    logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED))
+    logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(MASKED))
     if sinks_N is None:
         return tf.nn.softmax(logits)
     return softmax_beside(logits, sinks_N[:, tf.newaxis, tf.newaxis])
@@ -467,7 +472,11 @@ def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
 
 
 def with_row(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf.Tensor:
-    """See `Kernels`."""
+    """See `Kernels`; the operation is XLA's alone."""
+    if not in_xla():
+        here = tf.range(rows.shape[axis]) == i
+        here = tf.reshape(here, [-1] + [1] * (rows.shape.rank - axis - 1))
+        return tf.where(here, tf.expand_dims(row, axis), rows)
     place = tf.pad(tf.reshape(i, [1]), [[axis, rows.shape.rank - axis - 1]])
     return gen_xla_ops.xla_dynamic_update_slice(rows, tf.expand_dims(row, axis), place)
 

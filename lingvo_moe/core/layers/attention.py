@@ -16,7 +16,10 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.kernels import blockwise
+from lingvo_moe.core.kernels.blockwise import BLOCK, Blocks
 from lingvo_moe.core.kernels.weights import Packing
+from lingvo_moe.core.layers import masks
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
 
@@ -53,6 +56,12 @@ class MultiHeadAttention(BaseLayer):
             "position", None, "Params of the Positions of queries and keys; None: they have none."
         )
         p.Define(
+            "block",
+            BLOCK,
+            "Tokens of a block, where self-attention is computed by blocks (kernels/blockwise.py).",
+            check=checks.SIZE,
+        )
+        p.Define(
             "atten_dropout_prob", 0.0, "Dropout on the attention probabilities.", check=checks.SHARE
         )
         return p
@@ -81,7 +90,7 @@ class MultiHeadAttention(BaseLayer):
         theta: NestedMap,
         query: tf.Tensor,
         source: tf.Tensor,
-        mask: tf.Tensor,
+        mask: tf.Tensor | NestedMap,
         seed: tf.Tensor | None = None,
         positions: tf.Tensor | None = None,
     ) -> tf.Tensor:
@@ -91,7 +100,8 @@ class MultiHeadAttention(BaseLayer):
             theta: the weights.
             query: [B, T, M].
             source: [B, S, M]; the query itself in self-attention.
-            mask: [B, T or 1, S], bool or 0/1.
+            mask: [B, T or 1, S], bool or 0/1. Or, for a packed decoder's self-attention by blocks, without dropout on
+                probabilities, the int32 `segments` and `positions` [B, T] from which its mask follows.
             seed: int32 [2]; None means inference, without dropout.
             positions: int32 [B, T], in self-attention whose queries and keys take them.
 
@@ -107,10 +117,23 @@ class MultiHeadAttention(BaseLayer):
             rate = self.p.atten_dropout_prob
             return kernels.dropout(probs, rate, self.FoldSeed(seed, "atten"))
 
-        mask = self._Near(mask, positions, positions)
-        drop_if = drop if seed is not None else None
-        context = kernels.current().attend(q, k, v, mask, drop_if, theta.get("sinks"))
+        if isinstance(mask, NestedMap):
+            blocks = Blocks(self.p.block, mask, self._Allowed, self._Reach())
+            context = blockwise.attend(q, k, v, blocks, theta.get("sinks"), self.Shard)
+        else:
+            mask = self._Near(mask, positions, positions)
+            drop_if = drop if seed is not None else None
+            context = kernels.current().attend(q, k, v, mask, drop_if, theta.get("sinks"))
         return self.Keep(self._Back(theta, context), "attention", "BTM")
+
+    def _Allowed(self, query: NestedMap, key: NestedMap) -> tf.Tensor:
+        """The mask [B, T, S] of some queries and keys, from `segments` and `positions` [B, T] and [B, S]."""
+        mask = masks.causal_segment_mask_of(query, key)
+        return self._Near(mask, query.positions, key.positions)
+
+    def _Reach(self) -> int | None:
+        """The number of tokens a query may look at, itself and those before it; None: all."""
+        return None
 
     def _Heads(
         self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, positions: tf.Tensor | None

@@ -153,6 +153,10 @@ class ExtendedAttention(MultiHeadAttention):
             near &= tf.equal(query // p.chunk, key // p.chunk)
         return near
 
+    def _Reach(self) -> int | None:
+        """See MultiHeadAttention."""
+        return min(filter(None, (self.p.window, self.p.chunk)), default=None)
+
     def _Known(self, positions: tf.Tensor | None) -> tf.Tensor:
         if positions is None:
             raise ValueError(

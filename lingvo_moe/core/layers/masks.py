@@ -6,6 +6,8 @@ integers, so nothing in it is a constant that tracing could fold.
 
 import tensorflow as tf
 
+from lingvo_moe.core.nested_map import NestedMap
+
 
 def segment_mask(query_segments: tf.Tensor, key_segments: tf.Tensor) -> tf.Tensor:
     """Within one packed example, never at padding: int [B, T] and [B, S] to bool [B, T, S].
@@ -28,7 +30,15 @@ def causal_mask(query_pos: tf.Tensor, key_pos: tf.Tensor) -> tf.Tensor:
 
 def causal_segment_mask(segments: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
     """A packed decoder's self-attention mask: int [B, T] twice to bool [B, T, T]."""
-    return tf.logical_and(segment_mask(segments, segments), causal_mask(segment_pos, segment_pos))
+    row = NestedMap(segments=segments, positions=segment_pos)
+    return causal_segment_mask_of(row, row)
+
+
+def causal_segment_mask_of(query: NestedMap, key: NestedMap) -> tf.Tensor:
+    """The part for some queries and keys: int `segments` and `positions` [B, T] and [B, S] to bool [B, T, S]."""
+    return tf.logical_and(
+        segment_mask(query.segments, key.segments), causal_mask(query.positions, key.positions)
+    )
 
 
 def paddings(segments: tf.Tensor) -> tf.Tensor:

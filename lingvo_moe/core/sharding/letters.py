@@ -41,6 +41,7 @@ ACTIVATION_LETTERS = {
     "J": "hypotheses",
     "L": "positions in a cache",
     "P": "projections",
+    "Q": "blocks of tokens in attention",
     "S": "source positions, or tokens of a group",
     "T": "target positions",
 }

@@ -17,6 +17,7 @@ from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
+from lingvo_moe.core.kernels.blockwise import BLOCK, FROM_LENGTH
 from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.repeat import Chunk
@@ -31,6 +32,7 @@ from lingvo_moe.tasks.lm.multi_token import MultiTokenHead
 from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer_task import TransformerTask, share_of_token
 
+_CHOICES = ("auto", "full")  # of attention_block, beside numbers
 _LAYERS = "lingvo_moe.core.layers"
 ATTENTIONS = ClassesByName(
     {
@@ -96,6 +98,9 @@ class LmModel(TransformerTask):
             params = pipeline.with_stage_axes(params, V=(params.vocab_size,))
         super().__init__(params)
         p = self.p
+        if p.attention_dropout and p.attention_block not in _CHOICES:
+            why = "blocks have no dropout on probabilities; set task.attention_dropout=0, or this to full"
+            raise ParamError("task.attention_block", str(p.attention_block), why)
         self.CreateChild("embedding", self.EmbeddingParams(p.vocab_size))
         self.CreateChild("position", self.PositionParams())
         self.CreateChild("decoder", self._Stack())
@@ -129,6 +134,8 @@ class LmModel(TransformerTask):
         if number and p.nth_attention is not None and number % p.nth_attention_every == 0:
             atten = p.nth_attention
         atten = atten.Copy()
+        if p.attention_block not in _CHOICES:
+            atten.block = p.attention_block
         if "norm_epsilon" in atten:
             atten.norm_epsilon = p.norm.epsilon
         return self.LayerParams(ffn, atten=atten)
@@ -329,8 +336,10 @@ class LmModel(TransformerTask):
 
     def Aux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """Masks, paddings and context, which all layers read (see layers/transformer.py)."""
+        rows = NestedMap(segments=batch.segment_ids, positions=batch.segment_pos)
+        by_blocks = self._ByBlocks(batch.segment_ids.shape[1])
         aux = NestedMap(
-            self_mask=masks.causal_segment_mask(batch.segment_ids, batch.segment_pos),
+            self_mask=rows if by_blocks else masks.causal_segment_mask_of(rows, rows),
             paddings=masks.paddings(batch.segment_ids),
             **self.Positions(batch),
             **self._Context(batch),
@@ -338,6 +347,13 @@ class LmModel(TransformerTask):
         if self.p.num_experts and shares is not None:
             aux.shares = shares
         return aux
+
+    def _ByBlocks(self, length: int | None) -> bool:
+        """Whether attention is computed by blocks in rows of that length."""
+        chosen = self.p.attention_block
+        if chosen != "auto":
+            return chosen != "full"
+        return (length or 0) >= FROM_LENGTH and not self.p.attention_dropout
 
     def _Context(self, row: NestedMap) -> dict[str, NestedMap]:
         """`context` for the layers, if the router needs any."""
@@ -417,6 +433,14 @@ def _define_attention(p: InstantiableParams) -> None:
         choices=ATTENTIONS,
     )
     p.Define(
+        "attention_block",
+        "auto",
+        "Tokens of a block of attention, whose memory then grows with the length of rows and not with its square "
+        f"(kernels/blockwise.py). full: no blocks. auto: blocks of {BLOCK} in rows of at least {FROM_LENGTH} tokens, "
+        "unless there is attention_dropout, which blocks do not have.",
+        check=checks.SizeOr(_CHOICES),
+    )
+    p.Define(
         "nth_attention",
         None,
         "Self-attention of every nth_attention_every-th layer, after the dense first ones; None: as of the others.",
@@ -432,6 +456,7 @@ def _define_attention(p: InstantiableParams) -> None:
         "num_kv_heads": "num_kv_heads",
         "dim_per_head": "key_dim",
         "position": "position",
+        "block": "attention_block",
         "atten_dropout_prob": "attention_dropout",
         "norm_epsilon": "norm.epsilon",
     }

@@ -41,6 +41,7 @@ TEXTS = checks.ListOf(checks.TEXT, "a list of strings")
         (checks.one_of("ab"), ("a",), "c", "must be one of a, b"),
         (checks.one_of(("yes", "no")), (), "yess", "must be one of yes, no (did you mean 'yes'?)"),
         (checks.or_none(checks.SIZE), (1, None), 0, "must be an integer of at least 1, or None"),
+        (checks.SizeOr(("auto",)), ("auto", 3), 0, "must be auto or an integer of at least 1"),
         (checks.FLAG, (True, False), 1, "must be True or False"),
         (checks.TEXT, ("", "x"), b"x", "must be a string"),
         (TEXTS, ([], ["a"], ("a",)), [1, 2], "must be a list of strings"),

@@ -61,7 +61,7 @@ def _attention(ops, query, source, *weights, cross, dropped=False, bfloat16=Fals
     w = NestedMap(zip("qkvo", weights))
     q, k, v = ops.project_heads(query, keys, w, 0.5, _as_is)
     q *= ops.per_head(1.0 + tf.cast(_normal(9, 2, 5, 3), q.dtype) ** 2)
-    q += ops.in_layout(tf.cast(_normal(10, 2, 5, 2, 3), q.dtype))
+    q = ops.in_layout(ops.out_of_layout(q) + tf.cast(_normal(10, 2, 5, 2, 3), q.dtype))
     drop = functools.partial(_dropout, ops) if dropped else None
     sinks = _normal(11, 2) if cross else None
     y = ops.project_back(ops.attend(q, k, v, mask, drop, sinks), w.o)
@@ -218,7 +218,7 @@ for _activation in ("gelu", "swiglu"):
             _expert_inputs(_slots, _activation),
         )
 # Attention's functions are compared together, since the layout between them is each set's own.
-STEPS = {"project_heads", "per_head", "in_layout", "attend", "project_back"}
+STEPS = {"project_heads", "per_head", "in_layout", "out_of_layout", "attend", "project_back"}
 SEARCH = {"project_queries", "project_memory", "empty_cache", "write_cache", "attend_cache"}
 for _heads in (2, 1):
     for _cross in (False, True):

@@ -62,6 +62,8 @@ WINDOWS = (
 
 
 STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=2;task.pipeline.schedule=gpipe"
+# Of 8 tokens; the plain step computes attention at once.
+BLOCKS = "task.attention_block=3"
 
 
 @pytest.mark.slow
@@ -71,7 +73,7 @@ def test_a_step_in_stages_over_devices_is_the_plain_step():
     changes = f"{LATENT};task.moe_every=1;task.num_layers=3"
     sharding = "task.activation_split={'B': 'model', 'G': 'model', 'E': 'model'};task.weight_split={'E': 'model'}"
     _, plain, inputs = _experiment(changes)
-    step = train_step(_experiment(changes, sharding, STAGES)[1], inputs)
+    step = train_step(_experiment(changes, BLOCKS, sharding, STAGES)[1], inputs)
     compare_steps(step, train_step(plain, inputs, 2), plain, inputs, "stage:2,model:2")
 
 
@@ -95,7 +97,7 @@ def test_a_step_with_heads_and_experts_over_devices_is_that_of_one():
         f"task.weight_split={{'E': 'data', {inside}}}"
     )
     _, plain, inputs = _experiment(WINDOWS)
-    step = train_step(_experiment(WINDOWS, sharding)[1], inputs)
+    step = train_step(_experiment(WINDOWS, BLOCKS, sharding)[1], inputs)
     compare_steps(step, train_step(plain, inputs), plain, inputs, "data:2,model:2")
 
 
@@ -151,6 +153,7 @@ def test_steps_over_a_cache_give_the_rows_of_the_whole_pass():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (f"{BLOCKS};task.attention_dropout=0.1", "attention_block=3: blocks have no dropout"),
         ("task.attention=latent;task.num_kv_heads=1", "num_kv_heads=1: has no effect with Latent"),
         ("task.moe.gate_inputs=True", "gate_inputs=True: .* gives a token 2 experts; choose"),
         ("task.moe.router.expert_groups=3", "expert_groups=3: 4 experts do not fall into"),

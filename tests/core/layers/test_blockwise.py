@@ -1,0 +1,79 @@
+"""Attention by blocks is attention: values and gradients, of each kind, with each set of kernels, sharded, in a model.
+
+Letters: B batch, T time, M model, N head, K key dimension.
+"""
+
+import pytest
+import tensorflow as tf
+from equivalence import assert_same, compare, with_gradients
+from layer_testing import init, normal, single, wave
+
+from lingvo_moe.core import kernels
+from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.layers import positions
+from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.extended_attention import ExtendedAttention
+from lingvo_moe.core.layers.latent_attention import LatentAttention
+from lingvo_moe.core.layers.masks import causal_segment_mask_of
+from lingvo_moe.core.nested_map import NestedMap
+
+M, T = 8, 13
+# Two texts, of 7 and 4 tokens, and padding.
+SEGMENTS = [[1] * 7 + [2] * 4 + [0] * 2, [1] * T]
+POSITIONS = [[*range(7), *range(4), 0, 0], [*range(T)]]
+KINDS = {
+    "plain": (MultiHeadAttention, {}),
+    "grouped, window, sinks": (
+        ExtendedAttention,
+        {"num_kv_heads": 2, "window": 3, "sinks": True, "qk_norm": "head"},
+    ),
+    "chunk, sinks": (ExtendedAttention, {"chunk": 5, "sinks": True}),
+    "latent": (LatentAttention, {"rank": 6, "turned_dim": 4, "value_dim": 5}),
+}
+
+
+def _layer(kind, **kwargs):
+    cls, given = KINDS[kind]
+    p = cls.Params().Set(name="atten", model_dim=M, num_heads=4, dim_per_head=4, block=4, **given)
+    return p.Set(position=positions.Rotary.Params(), **kwargs).Instantiate()
+
+
+def _theta(layer):
+    theta = init(layer)
+    if "sinks" in theta:
+        theta.sinks = normal(5, 4)
+    return theta
+
+
+def _run(layer, by_blocks):
+    """(theta, x, segments, positions) -> the result where there are tokens."""
+
+    def run(theta, x, segments, at):
+        row = NestedMap(segments=segments, positions=at)
+        mask = row if by_blocks else causal_segment_mask_of(row, row)
+        y = layer.FProp(theta, x, x, mask, positions=at)
+        return tf.where(segments[..., tf.newaxis] > 0, y, 0.0)
+
+    return with_gradients(run, wave)
+
+
+def _args(layer):
+    return [_theta(layer), normal(0, 2, T, M), tf.constant(SEGMENTS), tf.constant(POSITIONS)]
+
+
+@pytest.mark.parametrize("own", [xla, tensorflow], ids=["xla", "tensorflow"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_those_of_attention_at_once(kind, own):
+    layer = _layer(kind)
+    with kernels.using(own):
+        got, want = (single(_run(layer, by), *_args(layer)) for by in (True, False))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped, window, sinks"])
+def test_sharded_over_rows_and_heads(kind):
+    layer = _layer(kind, activation_split={"B": "data", "N": "model"}, weight_split={"N": "model"})
+    _, collectives = compare(
+        _run(layer, True), _args(layer), None, "data:2,model:2", _run(_layer(kind), False)
+    )
+    assert collectives["all-to-all"] == 0
