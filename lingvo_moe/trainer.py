@@ -170,15 +170,32 @@ def train(of: Job) -> int:
     check_budget(of.params.train, args.num_processes)
     # Imported here, since inspecting a model should not wait for them.
     from lingvo_moe.core.engine import devices, launchers
-    from lingvo_moe.core.engine.loop.watcher import watching
+    from lingvo_moe.core.engine.loop.watcher import LOSS_SECONDS, watching
+    from lingvo_moe.core.engine.lost import LOST
+    from lingvo_moe.core.engine.survivors import end_together
+    from lingvo_moe.training.elastic import after_loss
 
     if note := launchers.allocation_note():
         say(note)
     if args.num_devices and of.engine == "pjrt":
         devices.request_cpu_devices(args.num_devices)
-    devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
-    with watching(of.params.train.stall_seconds):
-        return train_in_job(of)
+    devices.initialize_distributed(
+        args.coordinator_address, args.num_processes, args.process_id, elastic=args.elastic
+    )
+    while True:
+        with watching(of.params.train.stall_seconds, args.elastic):
+            try:
+                status = train_in_job(of)
+                break
+            except Exception as e:
+                if not LOST.MayHaveCaused(e) or not (lost := LOST.Await(LOSS_SECONDS)):
+                    raise
+        # Out of the block of the exception, whose frames hold what is on the devices.
+        args = after_loss(of.args, of.params, of.override, lost)
+        of = replace(of, args=args, times=TimeRecord())
+    if of.args.elastic:
+        end_together()
+    return status
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,16 @@ class Numbers(BaseInput):
         )
 
     def __iter__(self):
-        return _Batches()
+        return _Batches(self.p.batch_size)
 
 
 class _Batches(BatchIterator):
-    _made = 0
+    def __init__(self, rows=16):
+        self._made, self._rows = 0, rows
 
     def __next__(self):
         self._made += 1
-        x = np.random.default_rng(self._made).normal(size=(16, 8)).astype(np.float32)
+        x = np.random.default_rng(self._made).normal(size=(self._rows, 8)).astype(np.float32)
         return NestedMap(x=x, y=x.sum(1))
 
     def GetState(self):

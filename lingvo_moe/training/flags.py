@@ -62,7 +62,7 @@ def define_flags() -> Flags:
 def _declare_effects(flags: Flags) -> None:
     """Declares which flags go with which mode; --mode=eval takes those of the trainer whose run it scores."""
     flags.OnlyWith("eval_lines once", mode="eval")
-    flags.OnlyWith("max_minutes restart", mode="sync")
+    flags.OnlyWith("max_minutes restart elastic", mode="sync")
     flags.OnlyWith("init_from_step init_from_state trust_run", init_from=True)
     flags.OnlyWith(
         "logdir init_from engine known_faults verify coordinator_address num_processes process_id",
@@ -179,6 +179,11 @@ def _define_machine_flags(flags: Flags) -> None:
         "the number of this process, from 0 (default: the launcher's)",
         checks.COUNT,
     )
+    flags.DEFINE_boolean(
+        "elastic",
+        False,
+        "of several processes: when one but process 0 is lost, the others go on from the newest checkpoint",
+    )
 
 
 def parse_flags(argv: Sequence[str] | None = None) -> Flags:
@@ -202,4 +207,6 @@ def parse_flags(argv: Sequence[str] | None = None) -> Flags:
                 f"--engine={args.engine}: trains in one process, and {launch.launcher} has started {count}; "
                 "several need --engine=pjrt"
             )
+        if args.elastic and count == 1:
+            args.Fail("--elastic: goes with several processes, and this job has one")
     return args.With(num_processes=count, process_id=number)

@@ -58,7 +58,11 @@ def request_cpu_devices(count: int) -> None:
 
 
 def initialize_distributed(
-    coordinator_address: str, num_processes: int, process_id: int, timeout_seconds: int = 300
+    coordinator_address: str,
+    num_processes: int,
+    process_id: int,
+    timeout_seconds: int = 300,
+    elastic: bool = False,
 ) -> None:
     """Joins this process to a job of several; CPU devices then communicate by Gloo.
 
@@ -68,6 +72,7 @@ def initialize_distributed(
         process_id: 0..num_processes-1, different in each process.
         timeout_seconds: how long to wait for the others. If some never join, JAX ends the
             process with a message.
+        elastic: whether the others stay when one is gone.
 
     Raises:
         EngineError: invalid numbers or address, nobody answers there, the address is not given and the launcher's is
@@ -79,12 +84,14 @@ def initialize_distributed(
             "the processes of a job are numbered 0..num_processes-1"
         )
     if num_processes == 1:
+        jax.config.update("jax_cpu_collectives_implementation", None)
         return
     launch = launchers.find()
     if launch is not None and not coordinator_address:
         coordinator_address = launchers.address_of(launch)
     host, port = _host_and_port(coordinator_address)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_recoverability", elastic)
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     who = f"process {process_id} of {num_processes}"
     of = f" ({launch.launcher})" if launch is not None else ""
@@ -134,6 +141,11 @@ def _answers(host: str, port: int, timeout_seconds: float) -> bool:
         except OSError:
             time.sleep(0.2)
     return False
+
+
+def local_device_count() -> int:
+    """The devices of this process."""
+    return jax.local_device_count()
 
 
 def device_count() -> int:

@@ -4,12 +4,15 @@ JAX may change any of them in a minor version; `tests/core/private/test_private_
 imports from `jax._src` or `jaxlib`.
 """
 
+import functools
+import gc
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from jax._src import compilation_cache, distributed
 from jax._src.export import _export
 from jax._src.lib import _jax
+from jax.extend.backend import clear_backends
 
 # MLIR in Python: JAX has it, but documents nothing of it.
 from jaxlib.mlir import ir
@@ -27,9 +30,36 @@ class JobState(Protocol):
     coordinator_address: str | None
 
 
+_services: list[Any] = []
+
+
 def job_state() -> JobState:
     """The state that jax.distributed.initialize changes."""
     return distributed.global_state
+
+
+def leave_job() -> None:
+    """Leaves the job that this process has joined, so that it can join another. Its arrays and devices are gone before.
+
+    The service of process 0 stays to the end of the process: where it ends, JAX aborts those that have not left yet.
+    """
+    state = distributed.global_state
+    _services.append(state.service)
+    client, state.client, state.service = state.client, None, None
+    state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
+    client.shutdown()
+
+
+def forget_devices() -> None:
+    """Gives up JAX's devices, and the connections of this process to others, which Python objects keep alive.
+
+    What is on the devices, and programs for them, has to be gone.
+    """
+    clear_backends()
+    for cache in gc.get_objects():  # keyed by meshes, some of them by private functions
+        if isinstance(cache, functools._lru_cache_wrapper) and cache.__module__.startswith("jax"):
+            cache.cache_clear()
+    gc.collect()
 
 
 def module_to_bytes(module: ir.Module) -> bytes:

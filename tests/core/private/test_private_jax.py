@@ -1,5 +1,6 @@
 """The private parts of JAX do what core/private/jax.py says."""
 
+import os
 import subprocess
 import sys
 
@@ -72,3 +73,28 @@ def test_compiled_programs_go_through_our_cache():
     """A program that may be kept comes from the cache the second time, another one does not."""
     done = subprocess.run([sys.executable, "-c", _CACHE], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["1", "1"], done.stderr
+
+
+_LEAVE = """
+import socket
+import jax
+from lingvo_moe.core.private import jax as private
+
+jax.config.update("jax_enable_preemption_service", False)
+for count in (2, 3):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jax.config.update("jax_num_cpu_devices", count)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0, cluster_detection_method="deactivate")
+    assert private.job_state().client is not None and jax.device_count() == count
+    jax.jit(lambda x: x + 1)(1).block_until_ready()
+    private.forget_devices()
+    private.leave_job()
+    assert private.job_state().client is None
+"""
+
+
+def test_a_process_leaves_a_job_and_joins_another_with_other_devices():
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", _LEAVE], env=env, check=True)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from lingvo_moe.core.engine.checkpoints import arrays
+from lingvo_moe.core.engine.lost import LOST
 from lingvo_moe.core.files.manifest import (
     XXH128,
     ManifestError,
@@ -56,8 +57,12 @@ def join_parts(step: Store, processes: int, about: Mapping[str, Any]) -> str:
 
 
 def await_true(condition: Callable[[], bool]) -> None:
-    """Waits for something that another process does. Where that one fails, the job ends (engine/loop/job.py)."""
+    """Waits for something that another process does. Where that one fails, the job ends (engine/loop/job.py).
+
+    Raises LostError: a process of an elastic job is gone.
+    """
     while not condition():
+        LOST.Check()
         time.sleep(_POLL)
 
 

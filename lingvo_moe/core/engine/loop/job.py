@@ -21,6 +21,7 @@ import numpy as np
 # Private: JAX has no public way to the client of its coordination service.
 from jax.experimental import multihost_utils
 
+from lingvo_moe.core.engine.lost import LOST
 from lingvo_moe.core.private.jax import job_state
 
 TO_ALL = "lingvo_moe/to_all/"  # the directory of keys that all processes read
@@ -86,12 +87,13 @@ def together(work: Callable[[], _T], on: Container[int] | None = None) -> _T | N
 def announcing() -> Iterator[None]:
     """Reports an error inside the block to the job's other processes at once, before this process cleans up.
 
-    Cleaning up may wait for the other processes. After a minute this process ends even so.
+    Cleaning up may wait for the other processes. After a minute this process ends even so. In an elastic job an error
+    that a lost process may have caused is not reported.
     """
     try:
         yield
-    except BaseException:
-        if job_state().client is not None:
+    except BaseException as e:
+        if job_state().client is not None and not LOST.MayHaveCaused(e):
             _announce("", waits=True)
             deadline = threading.Timer(_PATIENCE, end, [STATUS])
             deadline.daemon = True

@@ -13,11 +13,14 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.several = self.asks = False
-        self.begun = 0
+        self._changed = threading.Condition()
+        self.Reset(several=False)
+
+    def Reset(self, several: bool) -> None:
+        """Begins a job, or what comes after one: no step has begun, and nobody wants to stop."""
+        self.several, self.asks, self.begun = several, False, 0
         self._held = False
         self._last: int | None = None
-        self._changed = threading.Condition()
 
     def Begin(self, step: int, asks: bool) -> bool:
         """Begins the step after `step`, for which all is there; returns False if the run is to stop before it.

@@ -3,7 +3,8 @@
 Twice a second each process reports how far it is to JAX's coordination service, which process 0 hosts. Process 0 reads
 all reports. It names a process that reports nothing any more, as after SIGSTOP, and one that is behind the others for
 long, as when a read never returns; every process then ends. If one wants to stop, no process begins a further step
-until process 0 has found the furthest step that any has begun, which all of them do before they stop.
+until process 0 has found the furthest step that any has begun, which all of them do before they stop. In an elastic job
+all learn which processes are gone (lost.py), and the others have a minute to give up what they did with them.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import jax
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.engine.loop import job
 from lingvo_moe.core.engine.loop.pace import PACE
+from lingvo_moe.core.engine.lost import LOST
 from lingvo_moe.core.private.jax import job_state
 
 SILENCE = 10.0  # seconds; less than JAX's heartbeats take, which name neither machine nor step
@@ -26,17 +28,23 @@ _INTERVAL = 0.5  # seconds between two looks
 _AT = "lingvo_moe/at/"  # the report of each process, by its number
 _ORDER = f"{job.TO_ALL}order"  # of process 0: _HOLD, then the last step
 _HOLD = "hold"
+_LOST = f"{job.TO_ALL}lost"  # of process 0: numbers of processes, and a line
+# Seconds without a report after which a process is gone, where a collective has failed already; and those that another
+# has to give up what it did with lost ones.
+_SUSPECT, _LEAVING = 5.0, 60.0
+LOSS_SECONDS = SILENCE + 10.0  # after which a loss is known, if there was one
 
 
 @dataclass(frozen=True)
 class Report:
-    """The state of a process: how often it has reported, its steps (see Pace), and its machine."""
+    """The state of a process: how often it has reported, its steps (see Pace), its machine, and what LOST has of it."""
 
     beats: int
     begun: int
     asks: bool
     held: bool
     host: str
+    suspects: bool = False
 
 
 class Progress:
@@ -44,21 +52,28 @@ class Progress:
 
     The clock is the reader's.
 
-    `stall_seconds`: how long a process may be behind another one; 0: for ever.
+    Args:
+        stall_seconds: how long a process may be behind another one; 0: for ever.
+
+    Attributes:
+        silent: the numbers of the processes that had not reported for long when Why was called last.
     """
 
     def __init__(self, stall_seconds: float):
-        self._stall = stall_seconds
+        self._stall, self.silent = stall_seconds, list[int]()
         self._heard: dict[int, tuple[int, float]] = {}
         self._moved: dict[int, tuple[int, float]] = {}
 
-    def Why(self, reports: Mapping[int, Report], now: float) -> str:
+    def Why(self, reports: Mapping[int, Report], now: float, silence: float | None = None) -> str:
         """Returns a line about the processes that hold up the job; '' if there are none.
 
         A process counts once it has begun a step: what comes before may take long on one alone, as compiling does.
+
+        `silence`: seconds without a report that are long; by default SILENCE.
         """
+        silence = SILENCE if silence is None else silence
         most = max((report.begun for report in reports.values()), default=0)
-        silent, behind = [], []
+        self.silent, silent, behind = [], [], []
         for number, report in sorted(reports.items()):
             if self._heard.get(number, (0, 0.0))[0] != report.beats:
                 self._heard[number] = report.beats, now
@@ -67,23 +82,27 @@ class Progress:
             if not report.begun:
                 continue
             who = f"process {number} on {report.host}, at step {report.begun}"
-            if now - self._heard[number][1] > SILENCE:
+            if now - self._heard[number][1] > silence:
                 silent.append(who)
+                self.silent.append(number)
             elif report.begun < most and 0 < self._stall < now - self._moved[number][1]:
                 behind.append(who)
         if silent:
-            return f"{'; '.join(silent)}: has not answered for {SILENCE:.0f} s; it was killed, stopped or cut off"
+            return f"{'; '.join(silent)}: has not answered for {silence:.0f} s; it was killed, stopped or cut off"
         if behind:
             return f"{'; '.join(behind)}: is behind the others for {self._stall:g} s (train.stall_seconds)"
         return ""
 
 
 @contextlib.contextmanager
-def watching(stall_seconds: float) -> Iterator[None]:
+def watching(stall_seconds: float, elastic: bool = False) -> Iterator[None]:
     """Inside the block, this process ends soon after another process of its job fails, dies or stalls.
 
-    `stall_seconds`: how long a process may be behind another one; 0: for ever.
+    Args:
+        stall_seconds: how long a process may be behind another one; 0: for ever.
+        elastic: whether LOST learns of a process that dies, instead; but not of process 0.
     """
+    LOST.Begin(elastic)
     if job_state().client is None:
         yield
         return
@@ -94,11 +113,11 @@ def watching(stall_seconds: float) -> Iterator[None]:
     ]
     for thread in threads:
         thread.start()
-    PACE.several = True
+    PACE.Reset(several=True)
     try:
         yield
     finally:
-        PACE.several = False
+        PACE.Reset(several=False)
         watcher.Stop()
         for thread in threads:
             thread.join()
@@ -115,6 +134,7 @@ class _Watcher:
         # Seconds in which this process was at work itself: the others are not silent while it is stopped.
         self._clock, self._looked = 0.0, time.monotonic()
         self._over = threading.Event()
+        self._lost = 0.0  # when processes were lost, by the clock
 
     def Stop(self) -> None:
         """Ends both threads soon."""
@@ -132,7 +152,9 @@ class _Watcher:
                     job.leave(job.STATUS, wait=failure.waits)
                 self._obey(to_all.get(_ORDER, ""))
                 self._report()
-                if self._number == 0 and not failure:
+                if lost := to_all.get(_LOST, ""):
+                    self._leave_lost(*json.loads(lost))
+                elif self._number == 0 and not failure:
                     self._judge()
             except jax.errors.JaxRuntimeError:  # process 0 is gone, or does not answer
                 continue
@@ -161,17 +183,35 @@ class _Watcher:
 
     def _report(self) -> None:
         self._beats += 1
-        report = Report(self._beats, PACE.begun, PACE.asks, PACE.held, self._host)
+        report = Report(self._beats, PACE.begun, PACE.asks, PACE.held, self._host, LOST.suspected)
         self._client.key_value_set(
             f"{_AT}{self._number}", json.dumps(asdict(report)), allow_overwrite=True
         )
+
+    def _leave_lost(self, numbers: list[int], line: str) -> None:
+        """Tells this process of those that are gone, and ends it where it still waits for them after a while."""
+        now = time.monotonic()
+        if self._number in numbers:
+            say(f"error: this process was taken for lost: {line}")
+            job.end(job.STATUS)
+        if not self._lost:
+            self._lost = now
+            say(line)
+            LOST.Tell(numbers)
+        elif now - self._lost > _LEAVING and not LOST.left:
+            say(f"error: what was begun with the others could not be given up in {_LEAVING:.0f} s")
+            job.leave(job.STATUS, line=line, wait=False)
 
     def _judge(self) -> None:
         found = self._client.key_value_dir_get(_AT)
         reports = {int(key.rpartition("/")[2]): Report(**json.loads(text)) for key, text in found}
         now = time.monotonic()
         self._clock, self._looked = self._clock + min(now - self._looked, 2 * _INTERVAL), now
-        if why := self._progress.Why(reports, self._clock):
+        suspected = any(report.suspects for report in reports.values())
+        if why := self._progress.Why(reports, self._clock, _SUSPECT if suspected else SILENCE):
+            if (gone := self._progress.silent) and LOST.elastic:
+                self._client.key_value_set(_LOST, json.dumps([gone, why]))
+                return
             say(f"error: {why}")
             job.leave(job.STATUS, line=why, wait=False)
         if not self._order and any(report.asks for report in reports.values()):

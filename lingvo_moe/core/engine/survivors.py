@@ -1,0 +1,61 @@
+"""Makes a smaller job out of the processes that are left of one, which go on as they are (--elastic).
+
+JAX can leave no process out of a job. So each gives up its devices, with all that is on them, which also breaks the
+connections on which others may still wait; leaves the job; and joins a new one at another port of process 0.
+"""
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+
+import jax
+
+from lingvo_moe.core.engine import devices
+from lingvo_moe.core.private.jax import forget_devices, job_state, leave_job
+
+_KEY = "lingvo_moe/survivors/"
+_PATIENCE = 60_000  # milliseconds for all to come
+_AT_END = "lingvo_moe/end"  # a barrier
+
+
+def regroup(kept: Sequence[int]) -> tuple[str, int, int]:
+    """Joins this process to a new job of these processes of its job, of which process 0 is one.
+
+    Returns the address of process 0, the count of processes and the number of this one, as initialize_distributed takes
+    them. Nothing may hold on to devices or to what is on them.
+
+    Raises:
+        JaxRuntimeError: another one did not come.
+        EngineError: as initialize_distributed.
+    """
+    state = job_state()
+    client, me = state.client, state.process_id
+    host = (state.coordinator_address or "").rpartition(":")[0]
+    forget_devices()
+    if me:
+        client.key_value_set(f"{_KEY}{me}", "here")
+        address = client.blocking_key_value_get(f"{_KEY}address", _PATIENCE)
+    else:
+        for other in kept[1:]:
+            client.blocking_key_value_get(f"{_KEY}{other}", _PATIENCE)
+        with socket.socket() as free:
+            free.bind(("", 0))
+            address = f"{host}:{free.getsockname()[1]}"
+        client.key_value_set(f"{_KEY}address", address)
+    del client
+    leave_job()
+    place = address, len(kept), kept.index(me)
+    devices.initialize_distributed(*place, elastic=True)
+    return place
+
+
+def end_together() -> None:
+    """Waits for all processes of an elastic job, at its end: JAX would abort those that are there after process 0."""
+    if (client := job_state().client) is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was lost at the end
+            client.wait_at_barrier(_AT_END, _PATIENCE)
+        if job_state().process_id:
+            leave_job()
+        else:
+            time.sleep(1.0)  # until the others have left
