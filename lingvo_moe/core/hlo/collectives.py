@@ -50,8 +50,6 @@ def collective_use(
     Of an asynchronous pair (-start, -done) only the start counts.
 
     Args:
-      instruction: any instruction.
-      inside: the computation that contains it.
       module_attributes: `Module.attributes`, needed where replica groups mean all devices.
 
     Raises:

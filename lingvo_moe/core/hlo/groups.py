@@ -73,7 +73,7 @@ def device_groups(instruction: Instruction, module_attributes: str = "") -> Grou
 def _read(text: str) -> Groups:
     """The groups of a text in one of the three notations; () for any other."""
     if iota := _IOTA.match(text):
-        return _rows(_ids(iota[3]), int(iota[1]), int(iota[2]))
+        return _rows(device_ids(iota[3]), int(iota[1]), int(iota[2]))
     if mesh := _MESH.match(text):
         return _along_axes(mesh[1], mesh[2], mesh[3])
     return _lists(text)
@@ -84,7 +84,7 @@ def _lists(text: str) -> Groups:
     return tuple(tuple(map(int, group.split(","))) for group in _LIST.findall(text))
 
 
-def _ids(text: str) -> np.ndarray:
+def device_ids(text: str) -> np.ndarray:
     """Device ids: an iota `[4,2]`, maybe transposed `[4,2]T(1,0)`, or a list `0,2,1,3`."""
     iota = _IN_ORDER.match(text)
     if not iota:
@@ -112,7 +112,7 @@ def _along_axes(axes_text: str, ids_text: str | None, talking_text: str) -> Grou
         dims.append(size // done)
     talking = [place[name, before] for name, before, _ in wanted]
     silent = [i for i in range(len(dims)) if i not in talking]
-    every = _ids(ids_text or f"[{math.prod(dims)}]")
+    every = device_ids(ids_text or f"[{math.prod(dims)}]")
     ids = every.reshape(dims).transpose(silent + talking)
     devices = math.prod(dims[i] for i in talking)
     return _rows(ids, ids.size // devices, devices)

@@ -13,7 +13,6 @@ slices 1 and 2.
 
 import functools
 import re
-from collections import Counter
 
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.instructions import Instruction
@@ -50,20 +49,12 @@ def transfer_kind(instruction: Instruction) -> str | None:
     return _KINDS[found[1]]
 
 
-def count_transfers(hlo_text: str) -> Counter[str]:
-    """Kind of collective -> the transfers between slices in a program's text, each counted once."""
-    sends = (line for line in hlo_text.splitlines() if " send(" in line)
-    found = (_TYPE.search(line) for line in sends)
-    return Counter(_KINDS.get(match[1], match[1].lower()) for match in found if match)
-
-
 def transfer_groups(
     instruction: Instruction, devices_per_slice: int
 ) -> tuple[tuple[int, ...], ...]:
     """The devices of each group of a transfer, or each (source, target) pair, numbered over all slices.
 
     Args:
-        instruction: a `send` for which `transfer_kind` is not None.
         devices_per_slice: device d of slice s, both counted from 0, is number s * devices_per_slice + d.
 
     Raises:

@@ -172,7 +172,7 @@ def parse_module(text: str) -> Module:
             current = None
         elif line.strip():
             try:
-                current.instructions.append(_parse_instruction(line.strip()))
+                current.instructions.append(parse_instruction(line.strip()))
             except (ValueError, IndexError) as error:
                 raise HloError(
                     f"line {number} is not an instruction: {line.strip()[:120]!r}"
@@ -182,7 +182,8 @@ def parse_module(text: str) -> Module:
     return Module(name.strip(), entry, computations, attributes.strip())
 
 
-def _parse_instruction(line: str) -> Instruction:
+def parse_instruction(line: str) -> Instruction:
+    """Parses one line of a computation, without its indentation; ValueError or IndexError if it is none."""
     is_root = line.startswith("ROOT ")
     name, equals, rest = (line[5:] if is_root else line).partition(" = ")
     if not equals:

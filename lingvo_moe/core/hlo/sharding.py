@@ -18,12 +18,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from lingvo_moe.core.hlo.errors import HloError
+from lingvo_moe.core.hlo.groups import device_ids
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh
+from lingvo_moe.core.sharding.letters import axis_of
 
 REPLICATED = "replicated"
 MANUAL = "manual"
 _KINDS = (REPLICATED, MANUAL, "maximal", "tiled")
-_DEVICES = re.compile(r"devices=\[([\d,]*)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))")
+_DEVICES = re.compile(r"devices=\[([\d,]*)\](?:<=(\[[\d,]+\](?:T\([\d,]+\))?)|([\d,]+))")
 _SUBGROUPS = re.compile(r"last_tile_dims=\{([^}]*)\}")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _MOST_DEVICES_SHOWN = 8
@@ -213,14 +215,8 @@ def _pieces(text: str) -> list[str]:
 
 
 def _tiled(inner: str, found: re.Match[str]) -> TensorSharding:
-    dims = _numbers(found[1])
-    if found[2] is None:
-        devices = _numbers(found[4])
-    else:
-        reshaped = np.arange(math.prod(_numbers(found[2]))).reshape(_numbers(found[2]))
-        if found[3] is not None:
-            reshaped = reshaped.transpose(_numbers(found[3]))
-        devices = tuple(reshaped.flatten().tolist())
+    dims = tuple(int(n) for n in found[1].split(",") if n)
+    devices = tuple(device_ids(found[2] or found[3]).flatten().tolist())
     kinds: list[str] = []
     named = _SUBGROUPS.search(inner)
     if named:
@@ -230,10 +226,6 @@ def _tiled(inner: str, found: re.Match[str]) -> TensorSharding:
     rank = len(dims) - len(kinds)
     subgroups = tuple(zip(kinds, dims[rank:], strict=True))
     return TensorSharding("tiled", dims[:rank], devices, subgroups)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
 
 
 def _mapping(
@@ -254,7 +246,7 @@ def _mapping(
         if axes is None or used & set(axes):
             return None
         used |= set(axes)
-        out.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+        out.append(axis_of(axes))
     return tuple(out)
 
 
