@@ -11,7 +11,7 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.base import BaseOptimizer, slot_spec
+from lingvo_moe.core.optimizers.base import BaseOptimizer, Numbers, slot_spec
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
 
 
@@ -92,20 +92,14 @@ class Adafactor(BaseOptimizer):
         )
 
     def _UpdateOne(
-        self,
-        spec: VariableSpec,
-        weight: tf.Tensor,
-        grad: tf.Tensor,
-        slot: NestedMap,
-        rate: tf.Tensor,
-        step: tf.Tensor,
+        self, spec: VariableSpec, weight: tf.Tensor, grad: tf.Tensor, slot: NestedMap, now: Numbers
     ) -> tuple[kernels.Delta, NestedMap]:
         p = self.p
-        t = tf.cast(step, tf.float32) + 1.0
+        t = tf.cast(now.step, tf.float32) + 1.0
         decay = tf.minimum(1.0 - tf.pow(t, -p.decay_exponent), p.beta2)
         recipe = kernels.AdafactorRecipe(
             decay,
-            rate,
+            now.rate,
             p.epsilon1,
             p.epsilon2,
             p.clip_threshold,

@@ -9,7 +9,7 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.base import BaseOptimizer, slot_spec
+from lingvo_moe.core.optimizers.base import BaseOptimizer, Numbers, slot_spec
 from lingvo_moe.core.optimizers.schedules import InverseSqrt
 
 
@@ -42,19 +42,12 @@ class Adam(BaseOptimizer):
         return slots
 
     def _UpdateOne(
-        self,
-        spec: VariableSpec,
-        weight: tf.Tensor,
-        grad: tf.Tensor,
-        slot: NestedMap,
-        rate: tf.Tensor,
-        step: tf.Tensor,
+        self, spec: VariableSpec, weight: tf.Tensor, grad: tf.Tensor, slot: NestedMap, now: Numbers
     ) -> tuple[kernels.Delta, NestedMap]:
-        del spec, weight
         p = self.p
-        t = tf.cast(step, tf.float32) + 1.0
+        t = tf.cast(now.step, tf.float32) + 1.0
         square = p.beta2 * slot.square + (1.0 - p.beta2) * tf.square(grad)
-        new, mean = NestedMap(square=square), grad
+        new, mean, rate = NestedMap(square=square), grad, now.rate
         if p.beta1:
             new.mean = mean = p.beta1 * slot.mean + (1.0 - p.beta1) * grad
             rate /= _weights_so_far(p.beta1, t)

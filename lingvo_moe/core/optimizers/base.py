@@ -39,6 +39,16 @@ from lingvo_moe.core.state.state_sharding import in_parts
 MASTER = "master"  # the slot with the float32 value of a narrower weight
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """The scalars that the updates of all variables share in a step."""
+
+    rate: tf.Tensor  # the learning rate
+    step: tf.Tensor  # the number of the step
+    scale: tf.Tensor | None  # the factor of the gradients; None: 1
+    finite: tf.Tensor | None  # see BaseOptimizer.Update
+
+
 class BaseOptimizer:
     """The base of optimizers. Subclasses implement `_SlotSpecs` and `_UpdateOne` for one variable.
 
@@ -165,7 +175,7 @@ class BaseOptimizer:
         slots_of = self._SlotsOf(specs, state.slots)
         if finite is not None:
             finite &= tf.math.is_finite(tf.add_n(squares))
-        numbers = _Numbers(rate, step, scale, finite)
+        numbers = Numbers(rate, step, scale, finite)
         deltas, new_slots = self._Deltas(theta, grads, slots_of, specs, numbers)
         changed = [d for d in deltas if d is not None]
         if not max_grad_norm:
@@ -190,7 +200,7 @@ class BaseOptimizer:
         grads: NestedMap,
         slots: list[NestedMap],
         specs: NestedMap,
-        numbers: "_Numbers",
+        numbers: Numbers,
     ) -> tuple[list[kernels.Delta | None], list[NestedMap]]:
         """The change of each variable, None where it is not trainable, and its new slots, MASTER only if Applied."""
         deltas: list[kernels.Delta | None] = []
@@ -225,19 +235,18 @@ class BaseOptimizer:
         slot: NestedMap,
         *,
         decays: bool,
-        numbers: "_Numbers",
+        numbers: Numbers,
     ) -> tuple[kernels.Delta, NestedMap]:
         """The change of one variable, and its new slots but for MASTER."""
-        rate = numbers.rate
         weight = tf.cast(slot.get(MASTER, weight), tf.float32)
         if numbers.scale is not None:
             grad *= tf.cast(numbers.scale, grad.dtype)
         grad = tf.cast(grad, tf.float32)
         if decays and not self.DECOUPLED:
             grad += self.p.weight_decay * weight
-        delta, slot = self._UpdateOne(spec, weight, grad, slot, rate, numbers.step)
+        delta, slot = self._UpdateOne(spec, weight, grad, slot, numbers)
         if decays and self.DECOUPLED:
-            delta = DecayedDelta(delta, rate * self.p.weight_decay)
+            delta = DecayedDelta(delta, numbers.rate * self.p.weight_decay)
         return delta, slot
 
     def Settled(self, specs: NestedMap) -> frozenset[str]:
@@ -274,26 +283,10 @@ class BaseOptimizer:
         raise NotImplementedError(f"{type(self).__name__}._SlotSpecs")
 
     def _UpdateOne(
-        self,
-        spec: VariableSpec,
-        weight: tf.Tensor,
-        grad: tf.Tensor,
-        slot: NestedMap,
-        rate: tf.Tensor,
-        step: tf.Tensor,
+        self, spec: VariableSpec, weight: tf.Tensor, grad: tf.Tensor, slot: NestedMap, now: Numbers
     ) -> tuple[kernels.Delta, NestedMap]:
-        """(the change of the weight, new slots); weight and gradient are float32."""
+        """(the change of the weight, new slots); weight and gradient, already clipped, are float32."""
         raise NotImplementedError(f"{type(self).__name__}._UpdateOne")
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """The scalars that the updates of all variables share in a step."""
-
-    rate: tf.Tensor  # the learning rate
-    step: tf.Tensor  # the number of the step
-    scale: tf.Tensor | None  # the factor of the gradients; None: 1
-    finite: tf.Tensor | None  # see BaseOptimizer.Update
 
 
 def _layer(

@@ -68,14 +68,10 @@ def update_by_layer(
     """The update of a stack.
 
     Args:
-        update: of one layer.
         specs: of the stack's weight and of its slots.
         values: the same tensors [L, ...].
         grad: of the weight, [L, ...].
         finite: bool scalar; False: weight and slots keep their values.
-
-    Returns:
-        The update of the weight, and the new slots.
     """
     spec, places = specs[0], [(_split(s), s.memory == HOST) for s in flatten(specs)]
     layer = replace(

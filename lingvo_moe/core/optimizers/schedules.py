@@ -52,7 +52,6 @@ class Schedule:
 
     def Mismatch(self, max_steps: int) -> Mismatch | None:
         """Finds the value of this schedule that does not suit a run of so many steps; None where all do."""
-        del max_steps
         return None
 
 
@@ -95,7 +94,6 @@ class Constant(WarmupSchedule):
     """`value`, after the warm-up."""
 
     def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
-        del now, last
         return rate
 
 
@@ -121,7 +119,6 @@ class InverseSqrt(WarmupSchedule):
             raise checks.ParamError("decay_start", str(p.decay_start), why)
 
     def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
-        del last
         start = float(self.p.decay_start or max(self.p.warmup_steps, 1))
         return rate * tf.math.rsqrt(tf.maximum(now / start, 1.0))
 
@@ -183,7 +180,6 @@ class _ToTheEnd(WarmupSchedule):
     def _Start(self, total: Any) -> Any:
         """The step at which the decay begins, where it ends at `total`: a number, or a float32 scalar. Not before the
         warm-up is over."""
-        del total
         return float(self.p.warmup_steps)
 
     def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
@@ -252,7 +248,6 @@ class Transformer(Schedule):
 
     def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
         """See Schedule."""
-        del last
         p = self.p
         t = tf.cast(step, tf.float32) + 1.0
         shape = tf.minimum(tf.math.rsqrt(t), t * float(p.warmup_steps) ** -1.5)
@@ -282,6 +277,5 @@ class SqrtDecay(Schedule):
 
     def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
         """See Schedule."""
-        del last
         clock = tf.maximum(tf.cast(step, tf.float32), float(self.p.constant_steps))
         return self.p.multiplier * tf.math.rsqrt(clock)

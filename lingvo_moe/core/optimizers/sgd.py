@@ -7,7 +7,7 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.base import BaseOptimizer, slot_spec
+from lingvo_moe.core.optimizers.base import BaseOptimizer, Numbers, slot_spec
 
 
 class Sgd(BaseOptimizer):
@@ -42,18 +42,11 @@ class Sgd(BaseOptimizer):
         return NestedMap(velocity=slot_spec(spec, "velocity")) if self.p.momentum else NestedMap()
 
     def _UpdateOne(
-        self,
-        spec: VariableSpec,
-        weight: tf.Tensor,
-        grad: tf.Tensor,
-        slot: NestedMap,
-        rate: tf.Tensor,
-        step: tf.Tensor,
+        self, spec: VariableSpec, weight: tf.Tensor, grad: tf.Tensor, slot: NestedMap, now: Numbers
     ) -> tuple[kernels.Delta, NestedMap]:
-        del spec, weight, step
         p = self.p
         if not p.momentum:
-            return kernels.DenseDelta(rate * grad), NestedMap()
+            return kernels.DenseDelta(now.rate * grad), NestedMap()
         velocity = p.momentum * slot.velocity + grad
         direction = p.momentum * velocity + grad if p.nesterov else velocity
-        return kernels.DenseDelta(rate * direction), NestedMap(velocity=velocity)
+        return kernels.DenseDelta(now.rate * direction), NestedMap(velocity=velocity)
