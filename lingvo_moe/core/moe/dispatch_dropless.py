@@ -79,7 +79,6 @@ class DroplessDispatcher(Dispatcher):
 
         Args:
             routing: its positions and capacity are ignored.
-            x_GSM: tokens.
 
         Raises:
             ShardingError: see the class.

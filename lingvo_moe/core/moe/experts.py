@@ -243,7 +243,6 @@ def feed_forward_of_chosen(
         kept_Nk: which of them count: those above zero.
         gate_Nk: the factors of their outputs.
         weights: lists of each expert's packed weights: wo [H,M] and those that the activation names, [M,H].
-        activation: f.
     """
     tokens, (ranks, width) = tf.shape(x_NM)[0], (expert_Nk.shape[1], x_NM.shape[1])
     choices, nobody = tokens * ranks, len(weights.wo)

@@ -119,7 +119,6 @@ def importance(gate_GSk: tf.Tensor, index_GSk: tf.Tensor, num_experts: int) -> t
     Args:
         gate_GSk: the gates of the chosen experts before drops, 0 for padding, float32.
         index_GSk: the experts, int32.
-        num_experts: E.
     """
     by_rank = [
         tf.reduce_sum(
@@ -145,7 +144,6 @@ def smooth_load(
         clean_GSE: logits without noise.
         deviation_GSE: standard deviations of their noise, positive.
         threshold_GSE: the value that each noisy logit has to exceed: the k-th largest of the others.
-        real_GS: 1 for tokens, 0 for padding.
     """
     z_GSE = (clean_GSE - threshold_GSE) / deviation_GSE
     chosen_GSE = 0.5 * tf.math.erfc(z_GSE * (-1.0 / math.sqrt(2.0)))

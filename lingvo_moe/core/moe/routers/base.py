@@ -110,31 +110,27 @@ class Router(BaseLayer):
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """The entries that `context` must have for a router of these Params; see moe/routers/py."""
-        del params
+        """The entries of CONTEXT that `context` must have for a router of these Params."""
         return ()
 
     @classmethod
     def LooksAhead(cls, params: HyperParams) -> bool:
         """Whether a token's experts depend on later tokens: no decoder can use such a router."""
-        del params
         return False
 
     @classmethod
     def Slots(cls, group_size: int, capacity: int) -> int:
         """The slots of an expert in training, where the layer gives it C for S tokens."""
-        del group_size
         return capacity
 
     @classmethod
     def Choices(cls, params: HyperParams) -> int:
-        """k of `Routing`; sizes are set in `params`. All experts, where a router says nothing else."""
-        return params.num_experts
+        """k of `Routing`: the parameter k of a router that has one, else all experts; sizes are set in `params`."""
+        return params.k if "k" in params else params.num_experts
 
     @classmethod
     def Flops(cls, params: HyperParams, tokens: int) -> int:
         """FLOPs of the gating of so many tokens; sizes are set in `params`."""
-        del params, tokens
         return 0
 
     @classmethod
@@ -143,6 +139,11 @@ class Router(BaseLayer):
         p.Define("model_dim", 0, "M; the MoE layer sets it.", check=checks.SIZE)
         p.Define("num_experts", 0, "E; the MoE layer sets it.", check=checks.SIZE)
         return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        if "k" in self.p:
+            check_choices(self.path, "k", self.p.k, self.p.num_experts)
 
     @scoped
     def Choose(
@@ -157,7 +158,6 @@ class Router(BaseLayer):
         """Chooses the experts of tokens.
 
         Args:
-            theta: the router's weights, if it has any.
             x_GSM: tokens, in any float type.
             paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
             capacity: C, or None for no limit; for routers that choose by it.
@@ -293,7 +293,7 @@ class LearnedRouter(Router):
             "gate",
             "softmax",
             "From logits to the weights of the experts' outputs: 'softmax' over experts, or each logit's own 'sigmoid' "
-            "(moe/routers/gates.py).",
+            "(moe/slots.py).",
             check=checks.one_of(GATES),
         )
         define_level(p)
@@ -377,7 +377,7 @@ class LearnedRouter(Router):
     ) -> Choice:
         """The choice by the gating network's input; `real_GS` as in `Choice`, the other arguments as in `Choose`.
 
-        A router overrides it if it needs more than logits: other weights, noise on the
+        A router overrides it if it needs more than logits: other weights, noise on the inputs.
         """
         return self.ChooseByLogits(self.Logits(theta, x_GSM), real_GS, capacity, seed)
 

@@ -18,7 +18,7 @@ from lingvo_moe.core.moe.losses_and_metrics import (
     importance,
     smooth_load,
 )
-from lingvo_moe.core.moe.routers.base import LearnedRouter, check_choices
+from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.slots import count_choices, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -37,11 +37,6 @@ class NoisyTopKRouter(LearnedRouter):
     Beyond the paper: `noise_epsilon` is added to the noise's deviation (as in its authors' published
     code), which keeps the load finite; and experts have a capacity.
     """
-
-    @classmethod
-    def Choices(cls, params: HyperParams) -> int:
-        """See `Router`."""
-        return params.k
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -71,7 +66,6 @@ class NoisyTopKRouter(LearnedRouter):
         params.weight_split = {"wnoise.E": None, **(params.weight_split or {})}
         super().__init__(params)
         p = self.p
-        check_choices(self.path, "k", p.k, p.num_experts)
         self.CreateVariable(
             "wnoise", WeightParams((p.model_dim, p.num_experts), "ME", WeightInit.Constant(0.0))
         )

@@ -22,7 +22,6 @@ class SoftRouter(LearnedRouter):
     @classmethod
     def Slots(cls, group_size: int, capacity: int) -> int:
         """One for each token."""
-        del capacity
         return group_size
 
     def ChooseByLogits(

@@ -12,7 +12,6 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.losses_and_metrics import (
     AuxLoss,
@@ -21,7 +20,7 @@ from lingvo_moe.core.moe.losses_and_metrics import (
     log_partition,
     z_loss,
 )
-from lingvo_moe.core.moe.routers.base import LearnedRouter, check_choices
+from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.routers.expert_groups import check_groups, in_best_groups
 from lingvo_moe.core.moe.slots import count_choices, normalize, pick, top_k
 from lingvo_moe.core.nested_map import NestedMap
@@ -53,11 +52,6 @@ class TopKRouter(LearnedRouter):
     down where it had more. Experts are then best by biased probability. load_balance_weight=0 goes
     with it.
     """
-
-    @classmethod
-    def Choices(cls, params: HyperParams) -> int:
-        """See `Router`."""
-        return params.k
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -142,7 +136,6 @@ class TopKRouter(LearnedRouter):
 
     def _Check(self) -> None:
         p = self.p
-        check_choices(self.path, "k", p.k, p.num_experts)
         if p.expert_groups > 1:
             check_groups(self.path, p)
         if p.k == 1 and (p.softmax_order, p.normalize_gates) != ("before", "never"):

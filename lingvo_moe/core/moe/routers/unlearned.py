@@ -7,9 +7,8 @@ import tensorflow as tf
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.losses_and_metrics import Choice
-from lingvo_moe.core.moe.routers.base import Router, check_choices, real_tokens
+from lingvo_moe.core.moe.routers.base import Router, real_tokens
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -21,20 +20,10 @@ class UnlearnedRouter(Router):
     """
 
     @classmethod
-    def Choices(cls, params: HyperParams) -> int:
-        """See `Router`."""
-        return params.k
-
-    @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("k", 1, "Experts of a token.", check=checks.SIZE)
         return p
-
-    def __init__(self, params: InstantiableParams):
-        super().__init__(params)
-        p = self.p
-        check_choices(self.path, "k", p.k, p.num_experts)
 
     def Choose(
         self,
@@ -46,7 +35,6 @@ class UnlearnedRouter(Router):
         context: NestedMap | None = None,
     ) -> Choice:
         """See `Router`; theta is empty."""
-        del theta, capacity
         k, real_GS = self.p.k, real_tokens(paddings_GS)
         wanted = tf.stack([real_GS] * k, -1)
         return Choice(self.Rule(x_GSM, seed, context), wanted * (1.0 / k), wanted, real_GS)
@@ -69,7 +57,6 @@ def spread(number: tf.Tensor, k: int, num_experts: int) -> tf.Tensor:
     Args:
         number: int32, not negative.
         k: at most E.
-        num_experts: E.
     """
     longest = (num_experts - 1) // (k - 1) if k > 1 else 1
     step = 1 + number // num_experts % longest
