@@ -1,6 +1,7 @@
 """Explanation: the sharding of a program's tensors, the collectives, and the source lines behind them."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -211,7 +212,35 @@ class Explanation:
 
     def ToHtml(self) -> str:
         """Returns one self-contained HTML page."""
-        return _page(self)
+        headline = [
+            ("devices", f"{self.mesh.size:,}", ""),
+            ("annotated tensors", f"{len(self.tensors):,}", ""),
+            ("collectives", f"{len(self.exchanges):,}", ""),
+            ("reshards", f"{len(self.reshards):,}", ""),
+            ("sent for reshards", units.size(self.Bytes(spmd.RESHARD)), ""),
+            ("in all, one device, one run", units.size(self.Bytes()), ""),
+        ]
+        reasons = [
+            Piece(reason, _COLOURS[reason], held, units.size(held))
+            for reason in spmd.REASONS
+            if (held := self.Bytes(reason))
+        ]
+        return rendering.html(
+            __package__,
+            "sharding.html",
+            e=self,
+            headline=headline,
+            reasons=sorted(reasons, key=lambda piece: -piece.value),
+            explained=spmd.REASONS,
+            flows=_flows(self),
+            exchanges=_exchanges_table(self, _MOST_ON_PAGE),
+            cards=[t for t in self.tensors if t.phase == "forward"] or self.tensors,
+            padding=_padding,
+            figure=figure,
+            axes_text=_axes_text,
+            dims=_dims,
+            tensor_type=_tensor_type,
+        )
 
     def __str__(self) -> str:
         parts = [f"Program {self.name!r} on mesh {self.mesh}, {self.mesh.size} devices"]
@@ -249,22 +278,22 @@ class Explanation:
             f"Communication: {len(self.exchanges)} collectives, {units.size(self.Bytes())} on one "
             f"device in one run"
         )
-        ordered = sorted(self.exchanges, key=lambda e: -e.total_bytes)
         said = [title, *_lines(_exchanges_table(self, _MOST_ROWS))]
-        rest = ordered[_MOST_ROWS:]
-        if rest:
+        if rest := self._Largest()[_MOST_ROWS:]:
             held = units.size(sum(e.total_bytes for e in rest))
             said.append(f"  {len(rest)} more, {held}")
         return said + self._compiled_text()
 
+    def _Largest(self) -> list[Exchange]:
+        """The exchanges, the largest first."""
+        return sorted(self.exchanges, key=lambda e: -e.total_bytes)
+
     def _compiled_text(self) -> list[str]:
-        made: dict[str, int] = {}
-        for exchange in self.exchanges:
-            made[exchange.what.kind] = made.get(exchange.what.kind, 0) + 1
+        made = Counter(exchange.what.kind for exchange in self.exchanges)
         changed = [
-            f"{kind} {made.get(kind, 0)} -> {self.compiled.get(kind, 0)}"
+            f"{kind} {made[kind]} -> {self.compiled.get(kind, 0)}"
             for kind in sorted(made.keys() | self.compiled.keys())
-            if made.get(kind, 0) != self.compiled.get(kind, 0)
+            if made[kind] != self.compiled.get(kind, 0)
         ]
         if not self.compiled or not changed:
             return []
@@ -278,8 +307,7 @@ def _lines(table: Table) -> list[str]:
 def _exchanges_table(explained: Explanation, most: int) -> Table:
     """A row for each of `most` exchanges, the largest first."""
     columns = [*numbers("bytes", "times", "devices"), *words("collective", "why", "tensor", "from")]
-    largest = sorted(explained.exchanges, key=lambda e: -e.total_bytes)[:most]
-    rows = [_exchange_row(exchange, explained.mesh) for exchange in largest]
+    rows = [_exchange_row(each, explained.mesh) for each in explained._Largest()[:most]]
     return Table([*columns, *words("to", "line")], rows)
 
 
@@ -322,38 +350,6 @@ def _short(name: str) -> str:
     """Drops the prefix 'gradient_tape/'. Of a name that is still longer than 46 characters, keeps '…' and the end."""
     name = name.removeprefix("gradient_tape/")
     return name if len(name) <= _WIDEST else "…" + name[1 - _WIDEST :]
-
-
-def _page(explanation: Explanation) -> str:
-    headline = [
-        ("devices", f"{explanation.mesh.size:,}"),
-        ("annotated tensors", f"{len(explanation.tensors):,}"),
-        ("collectives", f"{len(explanation.exchanges):,}"),
-        ("reshards", f"{len(explanation.reshards):,}"),
-        ("sent for reshards", units.size(explanation.Bytes(spmd.RESHARD))),
-        ("in all, one device, one run", units.size(explanation.Bytes())),
-    ]
-    reasons = [
-        Piece(reason, _COLOURS[reason], held, units.size(held))
-        for reason in spmd.REASONS
-        if (held := explanation.Bytes(reason))
-    ]
-    return rendering.html(
-        __package__,
-        "sharding.html",
-        e=explanation,
-        headline=[(what, value, "") for what, value in headline],
-        reasons=sorted(reasons, key=lambda piece: -piece.value),
-        explained=spmd.REASONS,
-        flows=_flows(explanation),
-        exchanges=_exchanges_table(explanation, _MOST_ON_PAGE),
-        cards=[t for t in explanation.tensors if t.phase == "forward"] or explanation.tensors,
-        padding=_padding,
-        figure=figure,
-        axes_text=_axes_text,
-        dims=_dims,
-        tensor_type=_tensor_type,
-    )
 
 
 def _flows(explanation: Explanation) -> list[list[Exchange]]:

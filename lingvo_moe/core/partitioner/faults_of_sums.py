@@ -177,18 +177,6 @@ def _groups(sharding: TensorSharding, dims: Sequence[int]) -> tuple[tuple[int, .
     return tuple(map(tuple, groups.values()))
 
 
-def reshards_the_batch(dot: Dot) -> bool:
-    """Whether XLA returns the elements of a batch dimension in a wrong order: see `Sum.ReshardsBatch`."""
-    found = sum_of(dot)
-    return found is not None and found.ReshardsBatch()
-
-
-def exchanges_parts(dot: Dot) -> bool:
-    """Whether XLA exchanges parts of the result between devices: see `Sum.ExchangesParts`."""
-    found = sum_of(dot)
-    return found is not None and found.ExchangesParts()
-
-
 def _with_copies(sharding: TensorSharding) -> dict[int, tuple[int, ...]]:
     """Maps each device to the indices of its part, and to its number among the copies of that part."""
     found: dict[int, tuple[int, ...]] = {}

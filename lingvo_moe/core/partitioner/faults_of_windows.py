@@ -267,12 +267,6 @@ def _halos(w: WindowDim, left: int, right: int, results: int, count: int) -> tup
     """Returns the largest halos, in elements (before, after), that a part of the image needs.
 
     The convolution is a sum over the window's parts.
-
-    Args:
-        w: the window dimension.
-        left, right: the sizes of a part of the image and of the window.
-        results: the number of results along the dimension.
-        count: the number of parts.
     """
     step = left - right * w.rhs_dilate
     before = max(step * i + w.pad_low for i in range(1, count))

@@ -20,7 +20,7 @@ still be wrong. These cases are not detected:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.hlo.groups import num_devices
@@ -125,12 +125,6 @@ _TEXTS = {
         "use a mesh whose devices are in ascending order",
     ),
 }
-_DOTS: Sequence[tuple[str, Callable[[Dot], bool]]] = (
-    (BATCH, sums.reshards_the_batch),
-    (EXCHANGED, sums.exchanges_parts),
-    (SUMS, products.sums_differently_sharded_dims),
-    (ADDING_UP, products.adds_up_other_devices),
-)
 # Opcodes that an all-reduce may have.
 _REDUCED = ("add", "multiply", "maximum", "minimum", "and", "or")
 _MOST_NAMED = 5
@@ -236,9 +230,18 @@ _Found = Iterator[tuple[str, dict[str, object]]]
 
 def _in_dot(at: _At) -> _Found:
     lhs, rhs, result = at.shardings
-    if lhs.is_sharded and rhs.is_sharded:
-        what = Dot(at.instruction, at.operands[0], at.operands[1], lhs, rhs, result)
-        yield from ((kind, {}) for kind, is_so in _DOTS if is_so(what))
+    if not (lhs.is_sharded and rhs.is_sharded):
+        return
+    what = Dot(at.instruction, at.operands[0], at.operands[1], lhs, rhs, result)
+    over_devices = sums.sum_of(what)
+    if over_devices and over_devices.ReshardsBatch():
+        yield BATCH, {}
+    if over_devices and over_devices.ExchangesParts():
+        yield EXCHANGED, {}
+    if products.sums_differently_sharded_dims(what):
+        yield SUMS, {}
+    if products.adds_up_other_devices(what):
+        yield ADDING_UP, {}
 
 
 def _in_convolution(at: _At) -> _Found:
