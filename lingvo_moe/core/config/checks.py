@@ -74,7 +74,6 @@ class Check:
 
     def Hint(self, value: Any) -> str:
         """A hint that is added to the message about a value outside the range; '' for none."""
-        del value
         return ""
 
 

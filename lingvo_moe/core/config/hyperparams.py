@@ -230,7 +230,6 @@ class Params:
         return out
 
     def __deepcopy__(self, memo: dict) -> Self:
-        del memo
         return self.Copy()
 
     def Freeze(self) -> Self:
@@ -347,13 +346,6 @@ class Params:
             if not fresh._params[name].WhyNot(value):
                 setattr(fresh, name, value)
         self._assign(path, fresh)
-
-    def TextDiff(self, other: "Params") -> str:
-        """The lines of ToText that differ: `> ` from self, `< ` from other."""
-        mine, theirs = self.ToText().splitlines(), other.ToText().splitlines()
-        only_mine, only_theirs = set(mine) - set(theirs), set(theirs) - set(mine)
-        rows = [("> ", line) for line in only_mine] + [("< ", line) for line in only_theirs]
-        return "".join(f"{mark}{line}\n" for mark, line in sorted(rows, key=lambda r: (r[1], r[0])))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(\n{self.ToText()})"

@@ -78,7 +78,6 @@ def no_parameter(path: str, known: Iterable[str], choices: Mapping[str, Any] | N
 
     Args:
         path: of the parameter; its last part may have indices.
-        known: the names that exist in its place.
         choices: the classes that its parent may configure, by name; None where the parent has no choice.
     """
     parent, _, last = path.rpartition(".")

@@ -69,9 +69,6 @@ def describe_padding(
 ) -> str:
     """Says what is padding, e.g. '2 stages of 5 blocks have the 9 blocks of the encoder: 10% of their work is padding'.
 
-    Args:
-        stacks: the name of each stack and its number of blocks.
-
     Returns:
         The sentence without a full stop; empty if nothing is padding.
     """

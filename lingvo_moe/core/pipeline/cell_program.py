@@ -68,7 +68,6 @@ class CellProgram:
         Args:
             weights: row k [P] of each packed variable.
             given: the packed inputs, [D, A] by dtype.
-            seed: of the micro-batch.
             sums: [1, P] for each packed variable that has updates, by name, and [1, X] for EXTRAS.
         """
         theta = self._Weights(weights)
@@ -105,7 +104,6 @@ class CellProgram:
         trained and of which the cell has a part, by name.
 
         Args:
-            weights, given, seed: as Forward's.
             upstream: the gradients of the outputs, packed, by floating-point dtype.
             dextras: [1, X], those of the extras; None if no cell has extras.
         """

@@ -56,7 +56,6 @@ def fprop_in_sequence(
 
     Args:
         layers: names and layers. A layer's seed is folded with its name.
-        seed: int32 [2] or None.
 
     Returns:
         What each layer returns, and all extras: by the layer's name, and `updates` joined.
@@ -180,7 +179,6 @@ class FeatureExtractionLayer(LayerWithExtras):
 
         Args:
             args: of the first layer, then num_act_inputs activations.
-            seed: int32 [2]; None in inference.
 
         Returns:
             The last layer's outputs, then the activations; and the extras of all layers.

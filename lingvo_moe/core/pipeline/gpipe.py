@@ -56,9 +56,7 @@ class GPipe:
     ):
         """
         Args:
-            path: dotted, of the layer.
             name: where the layer's theta has the packed variables.
-            cells: at least one.
             weight_split: letter -> mesh axis. 'Z' is the axis of the stages.
             activation_split: 'B' is the axis or axes that rows are spread over.
         """

@@ -22,16 +22,7 @@ _UNUSED = 0.0
 
 
 class Loops:
-    """The two loops over ticks, for one batch.
-
-    Args:
-        scope: opens the name scope of the loop 'forward' or 'backward'.
-        specs: of the packed variables.
-        programs: the cells.
-        stages: how they run.
-        num: M.
-        differentiate_inputs: whether inputs get gradients.
-    """
+    """The two loops over ticks, for one batch."""
 
     def __init__(
         self,

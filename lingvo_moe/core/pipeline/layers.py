@@ -119,10 +119,6 @@ class PipeliningLayer(SeqLayer):
         specs[_CELLS] = self._pipeline.specs
         return specs
 
-    def SequentialSpecs(self) -> NestedMap:
-        """The VariableSpecs of the SeqLayer of the same layers."""
-        return super().VariableSpecs()
-
     def FPropWithExtras(
         self, theta: NestedMap, args: Args, seed: tf.Tensor | None
     ) -> tuple[Args, NestedMap]:

@@ -46,9 +46,7 @@ class Layout:
     ):
         """
         Args:
-            schedule: of the stacks.
             division: of the batch, whose specs have no axis `data`.
-            stacks: in order.
             rest_splits: the mesh axes of the other weights, by the names of their gradients (see stage.py).
             ends: Blocks.ends of each stack.
         """
@@ -87,8 +85,6 @@ class Layout:
         """Sums [K, D, V, n, ...] as [L, ...]: the sum over D, without padding.
 
         Args:
-            stack: its number.
-            x: the sums.
             split: the mesh axes of the result; empty: XLA decides.
         """
         x, blocks = tf.reduce_sum(x, 1), self._blocks[stack]

@@ -50,14 +50,6 @@ class Loops:
         batch: NestedMap,
         given: tf.Tensor,
     ):
-        """
-        Args:
-            schedule: of the stacks.
-            programs: what is computed in a tick.
-            layout: how it is sharded.
-            batch: the micro-batches, Division.Stacked.
-            given: as for runtime_zeros.
-        """
         self._float = given
         self._schedule, self._do, self._layout = schedule, programs, layout
         self._batch = layout.Sets(batch)
@@ -122,7 +114,6 @@ class Loops:
             state.outputs = self._layout.WrittenOutputs(state.outputs, slot, last)
 
     def _Loss(self, work: Work, tick: tf.Tensor, before: NestedMap, state: NestedMap) -> None:
-        del before
         unit = self._Unit(work, tick, 0)
         slot = (tick - work.start) % self._schedule.outputs_kept
         carry = state.outputs.Transform(lambda rows: tf.gather(rows, slot))
@@ -177,7 +168,6 @@ class Loops:
     def _WeightGradients(
         self, work: Work, tick: tf.Tensor, before: NestedMap, state: NestedMap
     ) -> None:
-        del before
         mine, unit = state.stacks[work.stack], self._Unit(work, tick)
         number = tick - work.start
         carry = self._layout.Read(work.stack, mine.inputs, number + self._stages)

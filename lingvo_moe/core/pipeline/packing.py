@@ -51,7 +51,6 @@ def packed_specs(path: str, cells: Sequence[NestedMap], weight_split: SplitMap) 
 
     Args:
         path: what the names of the packed variables begin with.
-        cells: the VariableSpecs of each cell.
         weight_split: letter -> mesh axis; 'Z' shards the stages.
 
     Raises:
@@ -225,7 +224,6 @@ class Boundary:
 
         Args:
             tree: tensors in this structure, with the rows of the batch.
-            num: M.
             devices: D, the devices that have other rows.
         """
 

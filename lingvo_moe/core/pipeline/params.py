@@ -72,7 +72,6 @@ def with_stage_axes(task: InstantiableParams, **sizes: Sequence[int]) -> Instant
     """Params of a pipelined task whose layers, L, are sharded along the axis of stages, unless it says otherwise.
 
     Args:
-        task: its Params.
         sizes: for further letters of what lies outside of the stages, e.g. V, the sizes of their dimensions; they are
             sharded likewise if the number of stages divides these.
     """

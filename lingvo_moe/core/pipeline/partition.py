@@ -116,9 +116,6 @@ def PartitionSequentialLayers(
         shapes: of the inputs of the first layer.
         rule: 'histogram' (GPipe's) or 'optimal' (the least largest part).
 
-    Returns:
-        Params of K FeatureExtractionLayers.
-
     Raises:
         PartitionError: more parts than layers, or a part that would be empty.
         ValueError: an unknown rule.

@@ -120,10 +120,6 @@ def make_schedule(
             as soon as its loss is known. interleaved: 1f1b for V > 1. zb_h1: 1f1b whose backward pass computes the
             gradients of inputs; those of weights follow in M ticks that all stages share ("Zero Bubble Pipeline
             Parallelism", arXiv 2401.10241, ZB-H1).
-        stages: K.
-        micro_batches: M.
-        repeats: V.
-        stacks: how many stacks follow each other.
 
     Raises:
         ScheduleError: numbers that the schedule does not have.

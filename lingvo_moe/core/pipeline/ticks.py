@@ -76,7 +76,6 @@ class Stages:
 
         Args:
             t: the tick, int32 scalar. Stage k works if k <= t < k + M, else it is idle.
-            work: of a stage.
             own: tensors [K, ...] of which each stage sees its row: [K, P], or [K, D, A] whose blocks of rows are
                 spread over devices.
             shared: tensors that all stages see: scalars, vectors, or [D, A].

@@ -71,14 +71,11 @@ def test_frozen_params_do_not_change_and_their_copies_do():
     assert p.Copy().Set(name="z").name == "z"
 
 
-def test_text_round_trip_and_diff():
+def test_text_round_trip():
     p = _params()
     q = p.Copy().Set(**{"model.rate": 0.25}, name="a = b : 'c'\n", split={"G": ("x", "y")})
     q.layers[1].hidden_dim = 7
     assert p.Copy().FromText(q.ToText()) == q
-    assert p.TextDiff(p.Copy()) == ""
-    diff = p.TextDiff(q)
-    assert "> layers[1].hidden_dim : 64\n" in diff and "< layers[1].hidden_dim : 7\n" in diff
 
 
 @settings(max_examples=20)
