@@ -391,12 +391,7 @@ class BaseLayer:
 
         Here they stay as they are, those of the children too; a layer whose methods pass weights to the kernels
         overrides it. A class that overrides a method with `theta` does not inherit that: it must state both.
-
-        Args:
-            theta: the weights.
-            packing: the kind of weights.
         """
-        del packing
         return theta
 
     @scoped

@@ -68,7 +68,6 @@ def runtime_zeros(
 
     Args:
         given: any floating-point tensor, not empty, that is not a constant.
-        dtype: of the zeros.
         shape: of the zeros; None: that of `given`.
     """
     first = tf.reshape(given, [-1])[0]
@@ -234,7 +233,6 @@ def _instead(x: tf.Tensor, stored: tf.Tensor) -> tf.Tensor:
 
     @custom_gradient
     def run(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        del x
         return tf.identity(stored), lambda dy: dy
 
     return run(x)

@@ -21,7 +21,7 @@ from lingvo_moe.core.engine.aot.aot_cache import cached
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.program import Program
-from lingvo_moe.core.hlo.errors import HloError
+from lingvo_moe.core.hlo.instructions import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hlo.parts import Layers
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action

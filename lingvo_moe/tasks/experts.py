@@ -66,9 +66,7 @@ def moe_params(
     """The MoE layer of a task, without its model_dim.
 
     Args:
-        p: Params of the task.
         name: the router's parameter.
-        router: Params of the router.
         causal: whether later tokens are unknown, as in a decoder.
         vocab_size: V, the ids that a router may be asked for.
 

@@ -25,10 +25,6 @@ def parts(task: Params, letter: str, mesh: Mesh) -> int:
 def shrink_layers(task: Params, mesh: Mesh) -> Size:
     """Sets the sizes of layers, the number of layers of each stack, and float32.
 
-    Args:
-        task: Params of a TransformerTask.
-        mesh: divides the sizes.
-
     Returns:
         (letter, least) -> the smallest multiple of the letter's parts that is not below `least`.
     """
@@ -60,7 +56,6 @@ def sample_rows(
     Args:
         specs: ArraySpecs of a batch, int32 [B,T], with paths such as 'src.ids' or 'ids'.
         vocab_sizes: V by what comes before the last dot of a path, e.g. 'src' or ''.
-        rng: of the ids.
     """
     batch = NestedMap()
     for path, spec in specs.FlattenItems():

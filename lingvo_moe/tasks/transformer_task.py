@@ -106,13 +106,11 @@ class TransformerTask(BaseTask):
     @classmethod
     def LayersOfBlock(cls, task: HyperParams) -> int:
         """Number of different layers in a block of a stack."""
-        del task
         return 1
 
     @classmethod
     def LayersBefore(cls, task: HyperParams) -> int:
         """Number of layers of a stack before its blocks."""
-        del task
         return 0
 
     @classmethod
@@ -253,7 +251,6 @@ class TransformerTask(BaseTask):
         """The loss of the last stack's output.
 
         Args:
-            table: the weights of the softmax.
             y: [B,T,M].
             row: int32 `labels` and `segment_ids` [B,T]; segment 0 is padding.
             shares: as in MicroBatchTerms; None for a whole batch.

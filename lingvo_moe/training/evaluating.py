@@ -28,12 +28,6 @@ def evaluate_run(args: Flags, params: Params) -> int:
     Ends after the last step, where training stopped early, and with --once after the newest checkpoint. Where the
     trainer begins another run in the directory (--restart), it goes on with that.
 
-    Args:
-        params: the experiment's parameters, which must be those of the run.
-
-    Returns:
-        The exit status.
-
     Raises:
         UsageError: another experiment's run, or no run with --once.
         RunLockError: another evaluator is at work there.

@@ -32,8 +32,6 @@ def memory_of(engine: str, mesh: Mesh, num_processes: int = 1) -> Memory:
     In a job of several processes each returns what the first one found, so that they agree. All have to call it.
 
     Args:
-        engine: the engine's name.
-        mesh: all devices of the job.
         num_processes: processes of the job; each has an equal share of the devices.
     """
     on_cpu = devices.runs_on_cpu(engine)
@@ -85,10 +83,6 @@ def check_memory(
     gradients, temporaries or programs.
 
     Args:
-        params: the experiment's parameters.
-        task, inputs: instantiated from them.
-        mesh: all devices of the job.
-        share: the share of the job that is counted.
         available: memory in bytes; None: `machine_bytes()`.
     """
     if available is None:

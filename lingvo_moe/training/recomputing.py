@@ -51,12 +51,6 @@ def chosen_form(
     Activations are kept if the step then takes at most SHARE of the memory, by an estimate, and if it has at most
     MOST_BLOCKS blocks to unroll. If not, they are recomputed, which is the form that always works.
 
-    Args:
-        params: the experiment's parameters.
-        mesh: all devices of the job.
-        memory: of the devices.
-        engine: the name of the engine that runs the step.
-
     Returns:
         (Params, line): `params.task` itself and '' if it leaves nothing open.
     """
@@ -87,9 +81,7 @@ def step_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -
     They are the state, the gradients, and the activations. These count as sharded only where their rows are.
 
     Args:
-        forms: of the task.
         params: the experiment's parameters: `input` gives the batch, `train` the number of its micro-batches.
-        mesh: all devices of the job.
         engine: as for chosen_form.
     """
     task = forms.keeping.Instantiate()

@@ -16,11 +16,6 @@ from lingvo_moe.core.sharding.letters import DimsMapping
 def annotated(call: Callable[[], Any], strategy: Strategy, name: str) -> Any:
     """Calls a function whose tensors are those of the graph that is being traced, with annotations.
 
-    Args:
-        call: without arguments.
-        strategy: of that function.
-        name: of the function, for messages.
-
     Raises:
         ShardingError: the function makes other operations than when the strategy was found.
     """

@@ -247,9 +247,7 @@ class Costs:
 
     def _Base(self, operator: Operator, choice: Choice) -> float:
         """Bytes of the result that an operator's other tensors follow."""
-        made = operator.members[0].makes if operator.members else ()
-        first = next((m.makes for m in operator.members if m.flops), made)
-        return sum(self._Bytes(v, d, choice) for v, d in first) or np.inf
+        return sum(self._Bytes(v, d, choice) for v, d in operator.root) or np.inf
 
     def _Working(self, operator: Operator, choice: Choice) -> float:
         sizes = [

@@ -71,7 +71,6 @@ def gradient_exchanges(
     """The collectives that bring a gradient back.
 
     Args:
-        mesh: whose axes these are.
         used: the layout in which an operation read the tensor.
         held: the layout in which another made it.
         partial: axes along which each device has a part of every sum of the gradient.

@@ -29,7 +29,7 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec, dtype_name
 from lingvo_moe.core.nested_map import flatten, flatten_items, map_structure, pack_as
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.planner.network.mesh_machine import mesh_machine
-from lingvo_moe.core.sharding import Mesh, ShardingError, current_mesh
+from lingvo_moe.core.sharding import Mesh, ShardingError
 
 
 def auto_shard(
@@ -89,6 +89,8 @@ def auto_shard(
 class AutoSharded(ShardedFunction):
     """A function that finds its sharding; see `auto_shard`."""
 
+    MAKER = "auto_shard"
+
     def Configure(
         self,
         differentiate: Sequence[str] | None,
@@ -109,18 +111,13 @@ class AutoSharded(ShardedFunction):
                 )
         self._differentiate, self._topology = differentiate, topology
         self._memory_limit, self._given = memory_limit, strategy
-        self._found: dict[Any, tuple[strategies.Strategy, ShardedFunction]] = {}
 
     def Strategy(self, *args: Any, **kwargs: Any) -> strategies.Strategy:
         """The strategy for such arguments; it is searched for if it is not known yet, and nothing is run.
 
         In place of a tensor a TensorSpec does.
         """
-        return self._Find(self._Bind(args, kwargs))[0]
-
-    def NumPrograms(self) -> int:
-        """The number of signatures that are kept."""
-        return len(self._found)
+        return self._Find(self.Bind(args, kwargs))[0]
 
     def _Bound(self, arguments: dict[str, Any]) -> Any:
         return self._Find(arguments)[1]._Bound(arguments)
@@ -129,17 +126,13 @@ class AutoSharded(ShardedFunction):
         return self._Find(arguments)[1]._Inline(arguments)
 
     def _Find(self, arguments: dict[str, Any]) -> tuple[strategies.Strategy, ShardedFunction]:
-        mesh = self._MeshInForce()
-        wanted = self._Wanted(arguments)
-        key = (self.Key(arguments, mesh), tuple(wanted))
-        if key in self._found:
-            self._found[key] = self._found.pop(key)  # the last one used
-        else:
+        mesh, wanted = self.MeshInForce(), self._Wanted(arguments)
+
+        def find() -> tuple[strategies.Strategy, ShardedFunction]:
             strategy, structure = self._Strategy(arguments, mesh, wanted)
-            self._found[key] = strategy, self._Annotated(arguments, strategy, structure)
-        while len(self._found) > self._max_programs:
-            del self._found[next(iter(self._found))]
-        return self._found[key]
+            return strategy, self._Annotated(arguments, strategy, structure)
+
+        return self.Kept((self.Key(arguments, mesh), tuple(wanted)), find)
 
     def _Wanted(self, arguments: dict[str, Any]) -> list[bool]:
         """For each tensor whether its gradient counts."""
@@ -156,21 +149,8 @@ class AutoSharded(ShardedFunction):
 
     def Searched(self, *args: Any, **kwargs: Any) -> Search:
         """The search for such arguments, not yet run: its operators, their choices and costs."""
-        arguments = self._Bind(args, kwargs)
-        return self._Search(arguments, self._MeshInForce(), self._Wanted(arguments))[0]
-
-    def _Bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        bound = self._parameters.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
-
-    def _MeshInForce(self) -> Mesh:
-        mesh = self._mesh or current_mesh()
-        if mesh is None:
-            raise ShardingError(
-                f"{self._name}: no mesh; give auto_shard one, or call it under sharding.use_mesh(mesh)"
-            )
-        return mesh
+        arguments = self.Bind(args, kwargs)
+        return self._Search(arguments, self.MeshInForce(), self._Wanted(arguments))[0]
 
     def _Strategy(
         self, arguments: dict[str, Any], mesh: Mesh, wanted: Sequence[bool]

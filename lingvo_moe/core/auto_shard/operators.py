@@ -77,6 +77,12 @@ class Operator:
     # The mesh axes of each letter where an annotation says so.
     fixed: dict[int, tuple[str, ...]] | None = None
 
+    @property
+    def root(self) -> tuple[tuple[Value, Letters], ...]:
+        """The results that its other tensors follow: those of its first product, else of its first operation."""
+        products = (m.makes for m in self.members if m.flops)
+        return next(products, self.members[0].makes if self.members else ())
+
 
 @dataclass(frozen=True)
 class _Node:
@@ -116,13 +122,8 @@ class Operators:
         mapping_of: Callable[[Any], DimsMapping],
         results: Sequence[tuple[Any, str, DimsMapping | None]] = (),
     ):
-        """Args:
-        arguments: of the function.
-        operations: of its trace, in order.
-        mesh: that they are sharded over.
-        mapping_of: reads an annotation, given its operation.
-        results: of the function, each with its path, and its sharding where the caller gave one.
-        """
+        """`operations` are those of the trace, in order, of which `mapping_of` reads the annotations. Each of `results`
+        has its path, and its sharding where the caller gave one."""
         self.operators: list[Operator] = []
         self.home: dict[int, Operator] = {}
         self.values: list[Value] = []

@@ -13,7 +13,6 @@ from lingvo_moe.core.auto_shard.exchanges import Exchange
 from lingvo_moe.core.auto_shard.operators import (
     ANNOTATION,
     Argument,
-    Operator,
     Operators,
     Value,
     is_even,
@@ -79,13 +78,7 @@ class Search:
         results: Sequence[tuple[str, DimsMapping | None]],
         on: MeshMachine,
     ):
-        """Args:
-        name: of the function.
-        traced: its operations.
-        arguments: of the trace.
-        results: the path of each result, and its sharding if it is given.
-        on: the machine.
-        """
+        """`results` has the path of each result, and its sharding if it is given."""
         self._name, self._on, self._traced, self._results = name, on, traced, results
         self.notes: list[str] = []
         start = time.perf_counter()
@@ -109,13 +102,9 @@ class Search:
         self.seconds = time.perf_counter() - start
 
     def Run(self, memory_limit: float | None) -> Strategy:
-        """The best strategy.
+        """The best strategy that needs at most `memory_limit` bytes on a device; None: any.
 
-        Args:
-            memory_limit: bytes on a device; None: any.
-
-        Raises:
-            ShardingError: no strategy keeps the limit; the message says what lacks.
+        Raises ShardingError: there is none; the message says what lacks.
         """
         start = time.perf_counter()
         try:
@@ -200,7 +189,7 @@ class Search:
             if operator.kind == ANNOTATION:
                 continue
             made = {v for v in crossing[i] if v.op >= 0}
-            made |= {v for v, _ in _root(operator)}
+            made |= {v for v, _ in operator.root}
             for value in sorted(made, key=lambda v: v.number):
                 if value.shape:
                     op = self._traced.operations[value.op]
@@ -253,14 +242,6 @@ class Search:
             f"device; every one needs at least {size(least)} (of which {parts}), {size(max(0.0, least - limit))} more. "
             "A larger mesh, a smaller batch or a larger limit would do"
         )
-
-
-def _root(operator: Operator) -> Sequence[tuple[Value, Any]]:
-    """The result that an operator's other tensors follow."""
-    if operator.kind == "result":
-        return ()
-    products = (m.makes for m in operator.members if m.flops)
-    return next(products, operator.members[0].makes if operator.members else ())
 
 
 def _texts(steps: Sequence[Exchange]) -> tuple[str, ...]:

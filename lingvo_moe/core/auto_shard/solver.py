@@ -43,14 +43,9 @@ class Solution:
 def solve(
     choices: Sequence[Choices], edges: Sequence[Edge], memory_limit: float | None
 ) -> Solution:
-    """Minimises the seconds.
+    """Minimises the seconds, with at most `memory_limit` bytes on a device; None: any.
 
-    Args:
-        choices, edges: the costs.
-        memory_limit: bytes on a device; None: any.
-
-    Raises:
-        NoSolution: nothing keeps the limit.
+    Raises NoSolution: nothing keeps the limit.
     """
     alive = _eliminated(choices, edges, memory_limit)
     chosen, optimal = _integer_program(choices, edges, alive, memory_limit)

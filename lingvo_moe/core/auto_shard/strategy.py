@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lingvo_moe.core.console.units import size
-from lingvo_moe.core.sharding.letters import DimsMapping, axes_of
+from lingvo_moe.core.sharding.letters import DimsMapping, axes_of, axis_of
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 
 _VERSION = 1
@@ -139,4 +139,4 @@ def mapping_text(mapping: DimsMapping) -> str:
 
 def mapping_of(layout: Sequence[tuple[str, ...]]) -> DimsMapping:
     """A layout as `mesh_split` takes it."""
-    return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in layout)
+    return tuple(map(axis_of, layout))

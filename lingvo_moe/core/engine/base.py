@@ -14,7 +14,9 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from lingvo_moe.core.nested_map import NestedMap
+import numpy as np
+
+from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
 
@@ -90,16 +92,15 @@ class Engine(abc.ABC):
         In a job of several processes each process gives arrays of the full shape and keeps its part; see OwnRows.
         """
 
-    @abc.abstractmethod
     def Get(self, tree: Any) -> Any:
         """Fetches a tree as full NumPy arrays on every process (all processes have to call it)."""
+        return pack(skeleton(tree), [np.asarray(leaf) for _, leaf in flatten_items(tree)])
 
     def OwnRows(self, specs: NestedMap) -> Collection[int] | None:
         """The numbers of the rows of a batch that this process places on its devices; None: all.
 
         `specs` are the batch's ArraySpecs, with `split`.
         """
-        del specs
         return None
 
     def Most(self, value: float) -> float:

@@ -35,13 +35,7 @@ _CODE: tuple[ModuleType, ...] = (hlo, partitioner, partition_dump)
 def compile_checked(lowered: Any, options: dict[str, Any], program: Program, action: str) -> Any:
     """Compiles a program and looks for known faults in what its partitioner was given.
 
-    Args:
-        lowered: a `jax.stages.Lowered` of the program.
-        program: for names and lines.
         action: one of `known_faults.ACTIONS`: raise, say so, or do not look.
-
-    Returns:
-        A `jax.stages.Compiled`.
 
     Raises:
         ShardingError: there is a fault and `action` is 'error'; names lines and remedies.

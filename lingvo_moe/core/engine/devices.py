@@ -68,7 +68,6 @@ def initialize_distributed(
 
     Args:
         coordinator_address: host:port of process 0, the same for all; '' to take it from the launcher.
-        num_processes: number of processes of the job; with 1 nothing is done.
         process_id: 0..num_processes-1, different in each process.
         timeout_seconds: how long to wait for the others. If some never join, JAX ends the
             process with a message.

@@ -21,21 +21,14 @@ _JOBSET = ("JOB_INDEX", "JOB_REPLICAS", "PROCESSES_IN_JOB", "JAX_COORDINATOR_ADD
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in the job that a launcher started.
+    """The place of this process in the job that a launcher started."""
 
-    Attributes:
-        launcher: its name, for messages.
-        count: the processes of the job.
-        number: of this process, from 0.
-        address: host:port at which process 0 is to listen; '' if the variables do not say it.
-        local: the number of this process among those of its machine, and their count; None where each process sees
-            devices of its own already.
-    """
-
-    launcher: str
-    count: int
-    number: int
-    address: str
+    launcher: str  # its name, for messages
+    count: int  # the processes of the job
+    number: int  # of this process, from 0
+    address: str  # host:port at which process 0 is to listen; '' if the variables do not say it
+    # The number of this process among those of its machine, and their count; None where each process sees devices of
+    # its own already.
     local: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -155,12 +148,6 @@ def place(
     launch: Launch | None, address: str, count: int | None, number: int | None
 ) -> tuple[int, int]:
     """Returns the count of processes and the number of this one, from flags, and from the launcher where none is given.
-
-    Args:
-        launch: what find returned.
-        address: --coordinator_address, '' if not given; so for
-        count: --num_processes, and
-        number: --process_id, None if not given.
 
     Raises:
         EngineError: the flags contradict the launcher, or say too little.

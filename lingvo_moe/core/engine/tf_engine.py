@@ -7,7 +7,6 @@ its matrix products are oneDNN's, which are faster than XLA:CPU's (docs/speed.md
 import functools
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
@@ -16,7 +15,6 @@ from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
 from lingvo_moe.core.engine.lowering.tracing import Traced, trace
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 from lingvo_moe.core.sharding.letters import HOST
 from lingvo_moe.core.task.step import Step
@@ -55,9 +53,6 @@ class TfEngine(Engine):
 
     def Put(self, tree: Any, specs: Any) -> Any:
         return map_with_specs(_to_tensor, tree, specs)
-
-    def Get(self, tree: Any) -> Any:
-        return pack(skeleton(tree), [np.asarray(leaf) for _, leaf in flatten_items(tree)])
 
 
 class CompiledTfFunction(Compiled):

@@ -12,7 +12,6 @@ import tensorflow as tf
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.lowering.specs import map_with_specs
 from lingvo_moe.core.engine.lowering.tracing import Traced, trace
-from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
 
@@ -48,9 +47,6 @@ class TpuStrategyEngine(Engine):
 
     def Put(self, tree: Any, specs: Any) -> Any:
         return map_with_specs(lambda value, _spec: tf.convert_to_tensor(value), tree, specs)
-
-    def Get(self, tree: Any) -> Any:
-        return pack(skeleton(tree), [np.asarray(leaf) for _, leaf in flatten_items(tree)])
 
 
 class CompiledTpuFunction(Compiled):

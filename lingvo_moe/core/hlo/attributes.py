@@ -4,8 +4,7 @@ import dataclasses
 import functools
 import re
 
-from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.instructions import Instruction
+from lingvo_moe.core.hlo.instructions import HloError, Instruction
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 

@@ -19,8 +19,7 @@ import re
 import numpy as np
 
 from lingvo_moe.core.hlo import megascale
-from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.instructions import Instruction
+from lingvo_moe.core.hlo.instructions import HloError, Instruction
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -5,6 +5,10 @@ import functools
 import re
 
 
+class HloError(ValueError):
+    """The text is not in a form that XLA prints; the message quotes it and says what was expected."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Array:
     """An array in memory; `memory_space` 0 is the device's main memory (HBM)."""

@@ -10,8 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 
-from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.instructions import Computation, HloError, Instruction
 
 _MOST_TRIPS = 1_000_000
 _KNOWN = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')

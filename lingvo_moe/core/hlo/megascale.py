@@ -14,8 +14,7 @@ slices 1 and 2.
 import functools
 import re
 
-from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.instructions import Instruction
+from lingvo_moe.core.hlo.instructions import HloError, Instruction
 
 _KINDS = {
     "ALL_REDUCE": "all-reduce",

@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from lingvo_moe.core.hlo import loops, pipelines
-from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.instructions import Array, Computation, Instruction, balanced
+from lingvo_moe.core.hlo.instructions import Array, Computation, HloError, Instruction, balanced
 
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _BITS = re.compile(r"\D+(\d+)")

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.groups import device_ids
+from lingvo_moe.core.hlo.instructions import HloError
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh
 from lingvo_moe.core.sharding.letters import axis_of
 

@@ -137,7 +137,6 @@ class BaseInput(abc.ABC):
         Raises:
             ValueError: the data is missing or damaged, or does not suit the artifacts.
         """
-        del progress, artifacts
         return self
 
     def CheckNewRun(self) -> None:  # noqa: B027

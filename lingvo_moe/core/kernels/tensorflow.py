@@ -74,7 +74,6 @@ def experts_feed_forward(
     is faster than a batched one, as long as its result stays in the cache until it is used. That holds for the hidden
     layer, but not for the weights' gradients, which would have to be joined.
     """
-    del shard
     experts, groups, slots, width = shape_of(x_EGCM)
     as_one = drop is None and keep_hidden is None
     if as_one and weights.wo.shape[0] <= _MANY_EXPERTS and _is_few(groups * slots):
@@ -186,7 +185,6 @@ def project_heads(
 
 def project_queries(query: tf.Tensor, weights: NestedMap, scale: float, shard: Shard) -> tf.Tensor:
     """See `Kernels`."""
-    del shard
     packed = weights.get("qkv", weights.get("q"))
     if isinstance(packed, Heads):
         return packed.Project(query)[0]
@@ -197,7 +195,6 @@ def project_memory(
     source: tf.Tensor, weights: NestedMap, shard: Shard
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """See `Kernels`."""
-    del shard
     packed = weights.get("qkv", weights.get("kv"))
     if isinstance(packed, Heads):
         *_, k, v = packed.Project(source)

@@ -112,7 +112,6 @@ def stable_order(key: tf.Tensor) -> tf.Tensor:
     # tf.argsort is a top-k to XLA, of a size that the TPU compiler takes for dynamic in a region.
     @tf.function(autograph=False)
     def before(a: tf.Tensor, b: tf.Tensor, i: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
-        del i, j
         return a < b
 
     at = tf.range(dim(key, 0))
@@ -389,24 +388,19 @@ class DenseDelta:
 
 @dataclass(frozen=True)
 class AdafactorRecipe:
-    """The numbers of one step of Adafactor for one variable; see optimizers/adafactor.py.
+    """The numbers of one step of Adafactor for one variable; see optimizers/adafactor.py."""
 
-    Attributes:
-        decay: of the second moment, float32 scalar.
-        rate: the learning rate, float32 scalar.
-        epsilon1, epsilon2, clip_threshold, multiply_by_parameter_scale: the optimizer's parameters.
-        dims: the two factored dimensions; None where the second moment is kept in full.
-        stack_dims: how many leading dimensions count layers, each with statistics of its own.
-    """
-
-    decay: tf.Tensor
-    rate: tf.Tensor
+    decay: tf.Tensor  # of the second moment, float32 scalar
+    rate: tf.Tensor  # the learning rate, float32 scalar
+    # `epsilon1` to `multiply_by_parameter_scale`: the optimizer's parameters.
     epsilon1: float
     epsilon2: float
     clip_threshold: float
     multiply_by_parameter_scale: bool
-    dims: tuple[int, int] | None
-    stack_dims: int
+    dims: (
+        tuple[int, int] | None
+    )  # the two that are factored; None: the second moment is kept in full
+    stack_dims: int  # how many leading dimensions count layers, each with statistics of its own
 
     def Average(self, old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
         """The second moment after this step."""

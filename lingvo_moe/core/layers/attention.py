@@ -97,7 +97,6 @@ class MultiHeadAttention(BaseLayer):
         """Each query looks at the source positions that its mask allows.
 
         Args:
-            theta: the weights.
             query: [B, T, M].
             source: [B, S, M]; the query itself in self-attention.
             mask: [B, T or 1, S], bool or 0/1. Or, for a packed decoder's self-attention by blocks, without dropout on
@@ -146,7 +145,6 @@ class MultiHeadAttention(BaseLayer):
         self, mask: tf.Tensor, of_queries: tf.Tensor | None, of_keys: tf.Tensor | None
     ) -> tf.Tensor:
         """The mask without what the layer does not look at, by int32 positions [B or 1, T or 1] and [B or 1, S]."""
-        del of_queries, of_keys
         return mask
 
     def _Back(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
@@ -205,7 +203,6 @@ class MultiHeadAttention(BaseLayer):
         never reordered here (flat beam search, the paper's appendix A.1).
 
         Args:
-            theta: the weights.
             x: [B, J, M], the new position of each hypothesis.
             cache: from InitCache or the step before; it must not be used again.
             time: int32 scalar, the step, in [0, length); or, with one hypothesis, int32 [P], consecutive steps at

@@ -28,7 +28,6 @@ class Activation(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """The function of each element of x, of any shape."""
-        del theta
         return ACTIVATIONS[self.p.activation].function(x)
 
     @classmethod
@@ -48,7 +47,6 @@ class Dropout(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """x, of a static shape, with elements zeroed by `seed` (int32 [2]); x itself where it is None."""
-        del theta
         return kernels.dropout(x, self.p.rate, seed)
 
     @classmethod

@@ -90,7 +90,6 @@ class FeedForward(BaseLayer):
         `paddings` [B, T], `context` and `shares` are not needed: a position depends on no other, and
         nothing is chosen. `seed` None means inference.
         """
-        del paddings, context, shares
         product, activation = kernels.current().product, ACTIVATIONS[self.p.activation]
         products = [
             self.Keep(product(x, self.Cast(theta[name])), "hidden", "BTH")

@@ -40,7 +40,6 @@ class Pool2D(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Pools x [B, Y, X, O], of static rows and columns; returns [B, Y', X', O]."""
-        del theta
         height, width = x.shape[_ROWS], x.shape[_COLUMNS]
         for dim in (_COLUMNS, _ROWS):
             x = self.Shard(self._Along(x, dim), "BYXO")
@@ -97,7 +96,6 @@ class GlobalAveragePool(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Averages x [B, Y, X, O], of static rows and columns, in float32; returns [B, O]."""
-        del theta
         pixels = x.shape[_ROWS] * x.shape[_COLUMNS]
         mean = tf.reduce_sum(tf.cast(x, tf.float32), axis=[_ROWS, _COLUMNS]) * (1 / pixels)
         return self.Shard(tf.cast(mean, self.fprop_dtype), "BO")
@@ -105,6 +103,5 @@ class GlobalAveragePool(BaseLayer):
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """One operation for each element."""
-        del params
         shape = input_shapes[0]
         return NestedMap(flops=math.prod(shape), out_shapes=((shape[0], shape[3]),))

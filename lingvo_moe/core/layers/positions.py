@@ -31,7 +31,6 @@ class Positions(BaseLayer):
 
     def Add(self, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
         """Adds to embeddings x [B, T, M] the positions of their tokens, int32 [B, T], each counted in its segment."""
-        del segment_pos
         return x
 
     def CheckHeads(self, size: int) -> None:
@@ -43,7 +42,6 @@ class Positions(BaseLayer):
 
         The layout of `heads` is that of the kernels in use: see `Kernels.per_head`.
         """
-        del positions
         return heads
 
     def ScoreScale(self) -> float:

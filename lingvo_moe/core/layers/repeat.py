@@ -114,7 +114,6 @@ class Repeat(BaseLayer):
                 and carry must come through here: gradients do not reach tensors that the body
                 merely captures.
             seed: int32 [2] or None.
-            chunk: which repetitions theta holds.
 
         Returns:
             (carry, extras): the last carry, and the body's extras (floating point) stacked, [L,

@@ -183,7 +183,6 @@ def _backward(
     Args:
         one: a repetition.
         weights: [L, ...] each.
-        rest: what all repetitions get.
         stored: the carry, then the activations that were kept.
         upstream: the gradients of the last carry, and of the extras [L, ...].
     """

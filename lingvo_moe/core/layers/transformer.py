@@ -142,13 +142,10 @@ class TransformerLayer(BaseLayer):
         """One decoding step of J hypotheses, in inference.
 
         Args:
-            theta: the weights.
             x: [B, J, M].
-            cache: from InitCache or the step before.
             time: int32 scalar.
             aux: self_mask [B, J, length * J]; with cross-attention cross_mask [B, J or 1, S];
                 paddings [B, J], 1 where a row holds no request; context of [B, J], if needed.
-            memory: from PrecomputeMemory.
 
         Returns:
             ([B, J, M], the new cache).
@@ -386,9 +383,7 @@ class TransformerStack(BaseLayer):
         """One decoding step of J hypotheses.
 
         Args:
-            theta: the weights.
             x: [B, J, M], the embedded newest token of each hypothesis.
-            cache: from InitCache or the step before.
             time: int32 scalar; the step writes flat positions time * J .. time * J + J - 1. Or int32 [P], consecutive
                 steps of one hypothesis at once, which are P in the place of J (see MultiHeadAttention.ExtendStep).
             aux: self_mask, bool or 0/1 [B, J, length * J], which must allow a hypothesis its own

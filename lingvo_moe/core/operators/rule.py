@@ -50,10 +50,8 @@ def rule(
     A dimension of one element has no letter. A letter has the greatest common divisor of the sizes of its dimensions.
 
     Args:
-        op: the operation, whose shapes are static.
         inputs: of its first operands; the others are numbers of the operation.
         outputs: of its first results; the last one stands for all others.
-        flops, heavy: as Rule has them.
     """
     inputs = (*inputs, *[None] * (len(op.inputs) - len(inputs)))
     outputs = (*outputs, *[outputs[-1]] * (len(op.outputs) - len(outputs)))

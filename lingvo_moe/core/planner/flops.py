@@ -11,8 +11,7 @@ import re
 from typing import NamedTuple
 
 from lingvo_moe.core.hlo import attributes
-from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.instructions import Computation, HloError, Instruction
 from lingvo_moe.core.hlo.module import Module
 
 # Number formats of products. A GPU multiplies float32 in TF32 unless the program demands more.

@@ -132,7 +132,6 @@ def bridge_hlo(concrete: Any, definitions: Sequence[Any], specs: Sequence[tf.Ten
     A runtime holds the graph of each function that it has lowered, some 8 kB an operation, until it is deleted itself.
 
     Args:
-        concrete: traced with `jit_compile=True`.
         definitions: FunctionDefs of it and of all that it calls.
         specs: of its arguments, without those that it captures.
     """

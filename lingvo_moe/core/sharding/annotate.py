@@ -8,7 +8,7 @@ while they trace a function. Without a mesh an annotation could have no effect, 
 import contextlib
 import contextvars
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -18,11 +18,19 @@ from lingvo_moe.core.sharding.letters import (
     DimsMapping,
     SplitMap,
     axes_of,
+    axis_of,
     check_mapping,
     dims_mapping,
     tile_devices,
 )
-from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, Slice, current_mesh, traced_slices
+from lingvo_moe.core.sharding.mesh import (
+    Mesh,
+    ShardingError,
+    Slice,
+    current_mesh,
+    holding,
+    traced_slices,
+)
 
 
 def replicate(tensor: tf.Tensor) -> tf.Tensor:
@@ -142,14 +150,12 @@ def within_slice(mapping: DimsMapping, slices: Sequence[Slice] | None = None) ->
     """The mapping without the axes of which one slice is traced: a slice is not sharded along them.
 
     Args:
-        mapping: of a tensor.
         slices: those that are meant; None: those that are being traced.
     """
     gone = [one.axis for one in (traced_slices() if slices is None else slices)]
     if not gone or not isinstance(mapping, (tuple, list)):
         return mapping
-    rest = [tuple(a for a in axes_of(axes) if a not in gone) for axes in mapping]
-    return tuple((axes[0] if len(axes) == 1 else axes) if axes else None for axes in rest)
+    return tuple(axis_of([a for a in axes_of(axes) if a not in gone]) for axes in mapping)
 
 
 def shard_letters(
@@ -171,14 +177,9 @@ def shard_letters(
     return mesh_split(tensor, mesh, mapping)
 
 
-@contextlib.contextmanager
-def free_letters() -> Iterator[None]:
+def free_letters() -> contextlib.AbstractContextManager[bool]:
     """Inside, layers leave a tensor open none of whose letters has an axis; outside, they replicate it."""
-    token = _letters_are_free.set(True)
-    try:
-        yield
-    finally:
-        _letters_are_free.reset(token)
+    return holding(_letters_are_free, True)
 
 
 _letters_are_free: contextvars.ContextVar[bool] = contextvars.ContextVar("free", default=False)
@@ -205,7 +206,6 @@ def mesh_of(what: str, mesh: Mesh | None) -> Mesh:
     """The mesh for an operation: the given one, or else the one in force.
 
     Args:
-        what: the operation, for messages.
         mesh: None for the one in force.
 
     Raises:
@@ -255,7 +255,7 @@ def read_mapping(op: tf.Operation, mesh: Mesh) -> DimsMapping | None:
             parts = tuple(mesh.axis_size(each) for each in split)
             if parts != wanted.shape[:-1]:
                 continue
-            mapping = tuple(None if not s else s[0] if len(s) == 1 else s for s in split)
+            mapping = tuple(map(axis_of, split))
             if np.array_equal(np.sort(tile_devices(mapping, mesh), axis=-1), wanted):
                 return mapping
     return None
@@ -266,7 +266,6 @@ def read_tiles(sharding: bytes, rank: int, mesh: Mesh) -> np.ndarray | None:
 
     Args:
         sharding: XLA's OpSharding.
-        rank: of the tensor.
         mesh: whose devices hold it if it is replicated.
     """
     proto = xla_data_pb2.OpSharding.FromString(sharding)

@@ -59,19 +59,14 @@ def dims_mapping(letters: str, split_map: SplitMap, name: str = "") -> DimsMappi
         letters: one letter per dimension, e.g. 'EMH'.
         split_map: letter -> axis; the key 'name.letter' applies to one tensor only and takes
             precedence over the bare letter.
-        name: the tensor's name, e.g. 'wi'.
     """
     used: set[str] = set()
     out: list[Axis] = []
     for letter in letters:
-        axis = (
-            split_map.get(f"{name}.{letter}", split_map.get(letter))
-            if name
-            else split_map.get(letter)
-        )
+        axis = split_map.get(f"{name}.{letter}", split_map.get(letter))
         axes = [a for a in axes_of(axis) if a not in used]
         used.update(axes)
-        out.append(_axis(axes))
+        out.append(axis_of(axes))
     return tuple(out)
 
 
@@ -98,12 +93,6 @@ def split_over_copies(
     that it shards: where a gradient is to be sharded further along a sharded dimension, as that of experts, XLA gathers
     the operands of its product. If no dimension divides, the larger axes come first, each for itself; an axis that
     divides no dimension still holds copies.
-
-    Args:
-        shape: of the tensor.
-        split: the mesh axis, axes or None of each dimension.
-        free_dims: the dimensions that may be sharded further.
-        mesh: whose axes they are.
     """
     if mesh.size == 1 or not free_dims:
         return split
@@ -120,7 +109,7 @@ def split_over_copies(
         if dim is not None:
             axes[dim] += more
             held[dim] //= parts
-    return tuple(_axis(each) for each in axes)
+    return tuple(map(axis_of, axes))
 
 
 def part_shape(shape: Sequence[int], split: DimsMapping, mesh: Mesh) -> tuple[int, ...]:
@@ -131,7 +120,8 @@ def part_shape(shape: Sequence[int], split: DimsMapping, mesh: Mesh) -> tuple[in
     )
 
 
-def _axis(axes: Sequence[str]) -> Axis:
+def axis_of(axes: Sequence[str]) -> Axis:
+    """Mesh axes, major first, as a mapping's entry: the inverse of `axes_of`."""
     return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
@@ -139,10 +129,7 @@ def check_mapping(name: str, shape: Sequence[int | None], mapping: DimsMapping, 
     """Checks that a mapping fits a tensor.
 
     Args:
-        name: of the tensor, for messages.
         shape: of the tensor; None for an unknown size.
-        mapping: the mesh axis, axes or None of each dimension.
-        mesh: the mesh that the axes belong to.
 
     Raises:
         ShardingError: it does not fit; the message names tensor, dimension, size and partitions.

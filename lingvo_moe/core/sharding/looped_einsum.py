@@ -39,7 +39,6 @@ def looped_einsum(
         axis: a mesh axis. Along other axes operands and result are replicated.
         letters: one of lhs and the result only, then one of rhs and the result only, e.g. 'IJ'; by default the first
             such letter of each.
-        mesh: by default the one in force.
 
     Returns:
         The result, sharded along the first of `letters` over the axis, unsharded along the second.

@@ -150,7 +150,6 @@ def auto_to_manual(
     Args:
         tensor: of full shape.
         mapping: for each dimension the mesh axis, axes or None; dimensions divide evenly.
-        mesh: by default the one in force.
         axis: opens a region that is manual along this mesh axis only; along the others the
             partitioner shards the tensor as the mapping says.
 
@@ -190,7 +189,6 @@ def manual_to_auto(
         mapping: the sharding of the full tensor. Along axes that it does not name, the devices' local
             tensors have to be equal; if they are not, it is undefined which of them counts.
         full_shape: the expected full shape, to be checked; it follows from local shape and mapping.
-        mesh: by default the one in force.
         axis: the axis of the region, if it has one; then the mapping has to name it.
 
     Raises:
@@ -248,7 +246,6 @@ def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | None = None) -> tf.Te
     Args:
         tensor: local, of one shape on all devices.
         axis: a mesh axis or a tuple of them.
-        mesh: by default the one in force.
 
     Raises:
         ShardingError: no mesh is in force, or it has no such axis.

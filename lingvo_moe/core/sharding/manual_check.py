@@ -45,10 +45,7 @@ def check_regions(graph: Any, name: str, num_args: int, result_names: Sequence[s
     """Checks a traced function.
 
     Args:
-        graph: its FuncGraph.
-        name: of the function, for messages.
         num_args: how many of the graph's inputs are arguments; the others are captured constants.
-        result_names: of the graph's outputs.
 
     Raises:
         ShardingError: a result is a local tensor; an operation combines local and full tensors, or

@@ -8,11 +8,13 @@ import contextvars
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from lingvo_moe.core.config.checks import did_you_mean
+
+_T = TypeVar("_T")
 
 
 class ShardingError(ValueError):
@@ -121,13 +123,18 @@ _current: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", d
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Sets the mesh that annotations use while a function is traced. Engines call it; users seldom do."""
-    token = _current.set(mesh)
+def holding(variable: contextvars.ContextVar[_T], value: _T) -> Iterator[_T]:
+    """Inside, a context variable, of what is in force while a function is traced, has this value."""
+    token = variable.set(value)
     try:
-        yield mesh
+        yield value
     finally:
-        _current.reset(token)
+        variable.reset(token)
+
+
+def use_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Mesh | None]:
+    """Sets the mesh that annotations use while a function is traced. Engines call it; users seldom do."""
+    return holding(_current, mesh)
 
 
 def current_mesh() -> Mesh | None:
@@ -147,25 +154,17 @@ class Slice:
 _slices: contextvars.ContextVar[tuple[Slice, ...]] = contextvars.ContextVar("slices", default=())
 
 
-@contextlib.contextmanager
-def tracing_slice(slice_: Slice) -> Iterator[None]:
+def tracing_slice(slice_: Slice) -> contextlib.AbstractContextManager[tuple[Slice, ...]]:
     """Says that what is traced is one slice, within the slice that is traced already, if there is one."""
-    token = _slices.set((*_slices.get(), slice_))
-    try:
-        yield
-    finally:
-        _slices.reset(token)
+    return holding(_slices, (*_slices.get(), slice_))
 
 
 @contextlib.contextmanager
 def tracing_all_slices() -> Iterator[Slice]:
     """The opposite of the innermost `tracing_slice`, for what takes all slices at once."""
     *outer, innermost = _slices.get()
-    token = _slices.set(tuple(outer))
-    try:
+    with holding(_slices, tuple(outer)):
         yield innermost
-    finally:
-        _slices.reset(token)
 
 
 def traced_slices() -> tuple[Slice, ...]:

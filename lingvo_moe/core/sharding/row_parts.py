@@ -6,26 +6,20 @@ only, and asks here for the sum over all of them.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
 
 import tensorflow as tf
 
 from lingvo_moe.core.sharding.manual import all_reduce
-from lingvo_moe.core.sharding.mesh import Mesh, use_mesh
+from lingvo_moe.core.sharding.mesh import Mesh, holding, use_mesh
 
 _spread: contextvars.ContextVar[tuple[Mesh, tuple[str, ...]] | None] = contextvars.ContextVar(
     "spread", default=None
 )
 
 
-@contextlib.contextmanager
-def rows_spread_over(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[None]:
+def rows_spread_over(mesh: Mesh, axes: tuple[str, ...]) -> contextlib.AbstractContextManager:
     """Says that the rows of the batch are spread over these axes of a mesh, while a region over all axes is traced."""
-    token = _spread.set((mesh, axes))
-    try:
-        yield
-    finally:
-        _spread.reset(token)
+    return holding(_spread, (mesh, axes))
 
 
 def num_row_parts() -> int:

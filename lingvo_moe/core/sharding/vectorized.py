@@ -42,9 +42,6 @@ def vectorized(
         axis: the mesh axis that shards the leading dimension; a mesh of one device need not have it.
         elems: tensors [K, ...]; the devices along the axis divide K.
 
-    Returns:
-        The results, [K, ...] each.
-
     Raises:
         ShardingError: no mesh is in force, it has no such axis, or its size does not divide K.
         ValueError: `fn` uses an operation that cannot be mapped.
@@ -84,7 +81,6 @@ def as_one_operation(
     Args:
         plain: of one slice of `tensors`; tells shapes and types of the results, floating point, and is not run.
         mapped: the same for all slices.
-        tensors: the arguments.
     """
     floating = [i for i, t in enumerate(tensors) if t.dtype.is_floating]
     count = len(tensors)

@@ -16,7 +16,6 @@ class Budget:
         compiles: programs that are compiled on a machine at most.
         seconds: when the search should be over.
         verifies: whether the winner is verified, which takes time too.
-        clock: returns seconds.
     """
 
     def __init__(

@@ -65,9 +65,7 @@ class Estimator:
     """Estimates candidates of one experiment on one machine.
 
     Args:
-        work: of the experiment's step.
         states: gives what counts the state, for a type of activations and what is offloaded.
-        machine: the machine.
         itemsizes: bytes of an element of activations, by their type.
     """
 

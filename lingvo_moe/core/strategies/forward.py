@@ -80,10 +80,7 @@ def forward(work: Workload, layout: Layout, itemsize: int, on: MeshMachine) -> F
     """The forward pass of a step's work.
 
     Args:
-        work: of the step.
-        layout: of the model on the mesh.
         itemsize: bytes of an element of activations.
-        on: the layout's mesh on a machine.
     """
     reader = _Reader(layout, itemsize, on)
     for product, count in work.products.items():
@@ -98,11 +95,7 @@ def forward(work: Workload, layout: Layout, itemsize: int, on: MeshMachine) -> F
 
 
 class _Reader:
-    """Adds up the forward pass, product by product.
-
-    Args:
-        layout, itemsize, on: as in `forward`.
-    """
+    """Adds up the forward pass, product by product."""
 
     def __init__(self, layout: Layout, itemsize: int, on: MeshMachine):
         self._layout, self._itemsize, self._on = layout, itemsize, on

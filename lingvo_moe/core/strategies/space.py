@@ -40,9 +40,6 @@ class Space:
     """The search space.
 
     Args:
-        params: of the experiment.
-        work: of its step.
-        machine: the devices.
         dtypes: of activations that are allowed; '' is the experiment's own.
     """
 

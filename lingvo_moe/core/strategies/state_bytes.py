@@ -53,7 +53,6 @@ class StateBytes:
     """Counts the bytes of an experiment's state.
 
     Args:
-        params: of the experiment.
         fprop_dtype: of activations; '' for the experiment's own.
         offload: what is in the memory of the hosts.
 

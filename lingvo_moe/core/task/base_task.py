@@ -139,7 +139,6 @@ class BaseTask(BaseLayer):
     @classmethod
     def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
         """Returns the Params, by name, that make a task the smaller one whose weights Grow takes; {}: there is none."""
-        del task
         return {}
 
     @classmethod
@@ -158,7 +157,6 @@ class BaseTask(BaseLayer):
         Raises:
             TaskError: the task does not implement it.
         """
-        del task, inputs, mesh
         raise TaskError(f"{cls.__name__} cannot be verified: it has no Shrink(task, inputs, mesh)")
 
     def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
@@ -167,7 +165,6 @@ class BaseTask(BaseLayer):
         Raises:
             TaskError: the task does not implement it.
         """
-        del inputs, rng
         name = type(self).__name__
         raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
 
@@ -177,7 +174,6 @@ class BaseTask(BaseLayer):
 
         An instance made from Params that leave it open is of the recomputing form.
         """
-        del task
         return None
 
     def CheckData(self, inputs: BaseInput) -> None:
@@ -189,12 +185,10 @@ class BaseTask(BaseLayer):
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
         """FLOPs of a forward pass over a full batch (given as ArraySpecs), by part of the model; empty if unknown."""
-        del batch
         return {}
 
     def StageFlops(self, batch: NestedMap) -> list[int]:
         """FLOPs of a forward pass over a full batch (given as ArraySpecs), by pipeline stage; empty without one."""
-        del batch
         return []
 
     def StepFlops(self, batch: NestedMap) -> int:
@@ -206,7 +200,6 @@ class BaseTask(BaseLayer):
 
     def LeastActivationBytes(self, batch: NestedMap) -> int:
         """A lower bound of the memory that the activations of a full batch need, on all devices together."""
-        del batch
         return 0
 
     def CacheBytes(self) -> int:
@@ -215,7 +208,6 @@ class BaseTask(BaseLayer):
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
         """Returns the parameters that set the size of dimension `letter` of the variable at `path`."""
-        del path
         return self.SIZES.get(letter, ())
 
     def NamedRows(self) -> dict[str, NamedRows]:
@@ -233,7 +225,6 @@ class BaseTask(BaseLayer):
     @classmethod
     def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
         """Params of the task, besides the batch size, that a micro-batch has 1/M of, e.g. 'num_groups'."""
-        del task
         return ()
 
     def Units(self, batch: NestedMap) -> NestedMap:
@@ -284,7 +275,6 @@ class BaseTask(BaseLayer):
 
     def ProgressNote(self, metrics: NestedMap) -> str:
         """Returns text about a step's metrics (NumPy) for the progress line, besides loss and speed; '' for none."""
-        del metrics
         return ""
 
     def MetricLayers(self) -> dict[str, list[str]]:

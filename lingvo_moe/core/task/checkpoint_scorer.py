@@ -29,9 +29,7 @@ class BaseCheckpointScorer(abc.ABC):
     ):
         """
         Args:
-            task: of the run.
             inputs: prepared, with held-out data.
-            artifacts: those of the run.
             lines: held-out examples of each kind, e.g. of a language, at most; None for the task's own number.
         """
 

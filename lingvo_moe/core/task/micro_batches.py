@@ -95,7 +95,6 @@ def _terms(task: BaseTask, i: tf.Tensor, batch: NestedMap, shared: NestedMap) ->
 
     Args:
         task: with the sizes of a micro-batch.
-        i: int32 scalar.
         shared: theta; the step's seed; units, those of the whole batch.
     """
     weights = zip(shared.theta.Flatten(), task.VariableSpecs().Flatten(), strict=True)

@@ -61,7 +61,6 @@ class PipelinedLayers:
     Args:
         layers: in order; the last one returns features.
         parts: which of them each stage has.
-        params: see pipeline_params.
     """
 
     def __init__(

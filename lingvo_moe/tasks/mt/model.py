@@ -175,7 +175,6 @@ class MtModel(MtTask):
     def _RunEncoder(
         self, weights: NestedMap, theta: NestedMap, carry: NestedMap, context: Context, chunk: Chunk
     ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
-        del theta
         aux = self._EncoderAux(context.batch.src, context.shares)
         seed = self.FoldSeed(context.seed, "encoder")
         x, extras = self.encoder.RunBlocks(weights, carry.x, aux, seed, chunk)
@@ -313,9 +312,7 @@ class MtModel(MtTask):
         """One target position for each hypothesis of the flat beam search (appendix A.1).
 
         Args:
-            theta: of the model.
             ids: int32 [B,J], the tokens at `time`.
-            cache: as InitCache gave it, or the last step.
             time: int32 scalar, the position.
             mask: bool [B,J,J*max_length], the flat positions that each hypothesis attends to,
                 itself included.

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from lingvo_moe.core.hlo import attributes
 from lingvo_moe.core.hlo import module as hlo
-from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.groups import device_groups
+from lingvo_moe.core.hlo.instructions import HloError
 
 LOOPS = """HloModule step, is_scheduled=true, num_partitions=4
 

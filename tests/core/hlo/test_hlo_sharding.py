@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lingvo_moe.core.hlo.errors import HloError
+from lingvo_moe.core.hlo.instructions import HloError
 from lingvo_moe.core.hlo.sharding import TensorSharding, parse_sharding
 from lingvo_moe.core.sharding import Mesh
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_use
-from lingvo_moe.core.hlo.errors import HloError
+from lingvo_moe.core.hlo.instructions import HloError
 from lingvo_moe.core.hlo.module import parse_module
 
 _PAIRS = "{{100001->200000},{200001->100000}}"

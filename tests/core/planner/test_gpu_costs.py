@@ -3,7 +3,7 @@
 import pytest
 
 from lingvo_moe.core.hlo import module as hlo
-from lingvo_moe.core.hlo.errors import HloError
+from lingvo_moe.core.hlo.instructions import HloError
 from lingvo_moe.core.planner import tables
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS

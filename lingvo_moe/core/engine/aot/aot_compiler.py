@@ -31,7 +31,6 @@ class Compiler(abc.ABC):
 
     def Mark(self, topology: str) -> str:
         """A text that identifies the description of a machine besides its name; '' where the compiler has its own."""
-        del topology
         return ""
 
     def Flags(self) -> str:
@@ -55,7 +54,6 @@ class Compiler(abc.ABC):
 
     def Misfit(self, program: str, topology: str, result: AotResult) -> OutOfMemory | None:
         """The error for a program that was compiled and needs more memory than a device has; None if it fits."""
-        del program, topology, result
         return None
 
 

@@ -48,7 +48,6 @@ class GpuCompiler(Compiler):
         return hashlib.sha256(described.encode()).hexdigest()[:8]
 
     def Refusal(self, program: str, topology: str, message: str, lowered: Any) -> EngineError:
-        del lowered
         return EngineError(
             f"the GPU compiler refuses program {program!r} for {topology}: {first_line(message)}"
         )

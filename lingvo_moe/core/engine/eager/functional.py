@@ -62,19 +62,10 @@ def shard_function(
         max_programs: how many signatures are kept; those not used for longest are dropped.
         known_faults: what to do with a program that XLA's partitioner is known to compute wrongly:
             'error', 'warn' or 'off'.
-
-    Returns:
-        A ShardedFunction.
     """
     if fn is None:
-        return functools.partial(
-            shard_function,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            mesh=mesh,
-            max_programs=max_programs,
-            known_faults=known_faults,
-        )
+        given = {name: value for name, value in locals().items() if name != "fn"}
+        return functools.partial(shard_function, **given)
     if not callable(fn):
         raise ShardingError(f"shard_function: {fn!r} is no function; for a tensor there is `shard`")
     check_action(known_faults, "shard_function: known_faults")
@@ -87,6 +78,8 @@ class ShardedFunction:
     Called while a program is being traced (under an engine, or inside another sharded function) it
     becomes a part of that program, with its shardings as annotations.
     """
+
+    MAKER = "shard_function"  # for messages: what makes such functions
 
     def __init__(
         self,
@@ -103,7 +96,7 @@ class ShardedFunction:
         self._known_faults = known_faults
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._parameters = inspect.signature(fn)
-        self._programs: OrderedDict[Any, _Bound] = OrderedDict()
+        self._programs: OrderedDict[Any, Any] = OrderedDict()  # the last one used is last
 
     def __get__(self, instance: Any, owner: Any) -> "ShardedFunction":
         """Refuses to become a method: `self` would be an argument, and it is no tensor."""
@@ -150,15 +143,21 @@ class ShardedFunction:
     def Key(self, arguments: Mapping[str, Any], mesh: Mesh) -> tuple[Any, ...]:
         """A key that is the same for two calls exactly if their arguments have the same signature."""
         kinds = (_kind(path, leaf) for path, leaf in _items(arguments))
-        return (mesh, *kinds, _types(arguments))
+        return (mesh, *kinds, repr(map_structure(lambda _: 0, dict(arguments))))
 
-    def _Arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def Bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by the names of the function's parameters, defaults included."""
         try:
             bound = self._parameters.bind(*args, **kwargs)
         except TypeError as e:
             raise TypeError(f"{self._name}: {e}") from None
         bound.apply_defaults()
-        for path, leaf in _items(bound.arguments):
+        return dict(bound.arguments)
+
+    def _Arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """As Bind, with leaves that a program can take. Raises ShardingError for others."""
+        arguments = self.Bind(args, kwargs)
+        for path, leaf in _items(arguments):
             if not isinstance(leaf, (*_STATIC, tf.Tensor, tf.Variable, np.ndarray, np.generic)):
                 raise ShardingError(
                     f"{self._name}: argument {path} is a {type(leaf).__name__}; arguments are dense "
@@ -166,24 +165,29 @@ class ShardedFunction:
                 )
             if not isinstance(leaf, _STATIC):
                 _check_numbers(self._name, f"argument {path}", leaf.dtype)
-        return dict(bound.arguments)
+        return arguments
 
-    def _Bound(self, arguments: dict[str, Any]) -> "_Bound":
+    def MeshInForce(self) -> Mesh:
+        """The function's mesh, or the one in force. Raises ShardingError: there is neither."""
         mesh = self._mesh or current_mesh()
         if mesh is None:
             raise ShardingError(
-                f"{self._name}: no mesh; give shard_function one, or call it under "
-                "sharding.use_mesh(mesh)"
+                f"{self._name}: no mesh; give {self.MAKER} one, or call it under sharding.use_mesh(mesh)"
             )
-        key = self.Key(arguments, mesh)
-        if key in self._programs:
-            self._programs.move_to_end(key)
-            return self._programs[key]
-        bound = _Bound(self, arguments, mesh)
-        self._programs[key] = bound
+        return mesh
+
+    def Kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The value made for a signature; those not used for longest are dropped."""
+        if key not in self._programs:
+            self._programs[key] = make()
+        self._programs.move_to_end(key)
         while len(self._programs) > self._max_programs:
             self._programs.popitem(last=False)
-        return bound
+        return self._programs[key]
+
+    def _Bound(self, arguments: dict[str, Any]) -> "_Bound":
+        mesh = self.MeshInForce()
+        return self.Kept(self.Key(arguments, mesh), lambda: _Bound(self, arguments, mesh))
 
     def _Inline(self, arguments: dict[str, Any]) -> Any:
         mesh = current_mesh()
@@ -326,10 +330,6 @@ def _kind(path: str, leaf: Any) -> Any:
         # As text: 0.0 equals -0.0, and NaN not even itself.
         return path, type(leaf), repr(leaf)
     return path, tuple(leaf.shape), dtype_name(leaf.dtype)
-
-
-def _types(arguments: Mapping[str, Any]) -> str:
-    return repr(map_structure(lambda _: 0, dict(arguments)))
 
 
 def _result(name: str, path: str, leaf: Any) -> tf.Tensor:

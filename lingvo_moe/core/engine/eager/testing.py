@@ -47,16 +47,12 @@ def run_sharded(
 
     Args:
         fn: a TensorFlow function of trees; annotations in it take effect.
-        args: trees of NumPy arrays or eager tensors.
         mesh: as many devices as the test wants, at most 8 under tests/conftest.py.
         splits: for each argument None (replicated), or a tree in its structure whose
             leaves are specs with a `.split` (VariableSpecs, TensorSpecs), or, for an argument that
             is one tensor, a tuple such as ('expert', None).
         results: as for `lowering.lower`; by default the partitioner chooses, so that no collective
             only gathers results.
-
-    Returns:
-        The results as trees of NumPy arrays, and the collectives of the compiled program.
     """
     args = [_to_numpy(arg) for arg in args]
     specs = [

@@ -61,11 +61,7 @@ def exported_bytes(call: Callable[..., Sequence[jax.Array]], signature: Signatur
     abstract = jax.sharding.AbstractMesh(mesh.shape, mesh.axis_names)
 
     def sharding(spec: TensorSpec) -> Any:
-        if spec.split is None:
-            return None
-        return jax.sharding.NamedSharding(
-            abstract, jax.sharding.PartitionSpec(*spec.split), memory_kind=xla.memory_kind(spec)
-        )
+        return xla.named_sharding(spec, mesh, abstract)
 
     jitted = jax.jit(call, out_shardings=tuple(sharding(spec) for spec in signature.results))
     # TensorFlow lowers for the platform that it has; what it emits is plain StableHLO for any.

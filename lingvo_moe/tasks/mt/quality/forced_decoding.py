@@ -74,7 +74,6 @@ class Scorer:
     """A run's model at a checkpoint.
 
     Args:
-        logdir: a trainer's.
         options, chosen: how to score, and with which weights.
         trust_run: see RunDir.
 

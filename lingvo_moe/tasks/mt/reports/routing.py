@@ -14,7 +14,6 @@ from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfEngine
-from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
@@ -33,28 +32,20 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class LayerRouting:
-    """The choices of one MoE layer.
+    """The choices of one MoE layer."""
 
-    Attributes:
-        name: e.g. 'encoder/layer_1'.
-        router: the router's class, e.g. 'Top2Router'.
-        tokens_U: int64, the tokens of each language.
-        chosen_UE: int64, how many of them went to each expert, all choices together.
-        unrouted_U: int64, tokens that no expert saw.
-        first_UE: int64, as chosen_UE, of first choices; None where choices have no order.
-        probability_UE: float64, the sum of the gating network's probabilities; None without one.
-        entropy_U: float64, the sum of the entropies of these, in nats; None without them.
-        training: from the run's own summaries, means over the last tenth of them, by metric.
-    """
-
-    name: str
-    router: str
-    tokens_U: np.ndarray
-    chosen_UE: np.ndarray
-    unrouted_U: np.ndarray
+    name: str  # e.g. 'encoder/layer_1'
+    router: str  # the router's class, e.g. 'Top2Router'
+    tokens_U: np.ndarray  # int64, the tokens of each language
+    chosen_UE: np.ndarray  # int64, how many of them went to each expert, all choices together
+    unrouted_U: np.ndarray  # int64, tokens that no expert saw
+    # int64, as chosen_UE, of first choices; None where choices have no order
     first_UE: np.ndarray | None = None
+    # float64, the sum of the gating network's probabilities; None without one
     probability_UE: np.ndarray | None = None
+    # float64, the sum of the entropies of these, in nats; None without them
     entropy_U: np.ndarray | None = None
+    # From the run's own summaries, means over the last tenth of them, by metric.
     training: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -102,17 +93,11 @@ class LayerRouting:
 
 @dataclass
 class RoutingReport:
-    """The choices of all MoE layers.
+    """The choices of all MoE layers."""
 
-    Attributes:
-        about: model, params_override and step of the checkpoint, and num_experts.
-        pairs: how many held-out pairs of each language were looked at.
-        layers: in the order of the model.
-    """
-
-    about: dict[str, Any]
-    pairs: dict[str, int]
-    layers: list[LayerRouting]
+    about: dict[str, Any]  # model, params_override and step of the checkpoint, and num_experts
+    pairs: dict[str, int]  # how many held-out pairs of each language were looked at
+    layers: list[LayerRouting]  # in the order of the model
 
     @property
     def languages(self) -> list[str]:
@@ -166,11 +151,7 @@ def measure_routing(
     reports of a batch are counts of that language. A pair that is longer than the run's rows is cut.
 
     Args:
-        logdir: a trainer's.
-        devset: the pairs.
-        chosen: which weights of it.
         rows: B.
-        progress: called after each language.
         trust_run: see RunDir.
 
     Raises:
@@ -189,7 +170,8 @@ def measure_routing(
     vocabs = run.vocabs.Transform(Vocabulary)
     inputs = params.input.Copy().Set(batch_size=rows, pack=True).Instantiate()
     theta, about = load_theta(run, task, chosen)
-    metrics_of = _moe_metrics(task, theta, inputs.BatchSpec().Transform(_to_tensor_spec))
+    batch_specs = inputs.BatchSpec().Transform(lambda spec: TensorSpec(spec.shape, spec.dtype))
+    metrics_of = _moe_metrics(task, theta, batch_specs)
     tallies = []
     pairs: dict[str, int] = {}
     tasks = [0] * len(devset.languages)
@@ -312,7 +294,3 @@ def _of_training(rows: Sequence[dict[str, Any]], prefix: str, layer: int) -> dic
             if finite:
                 out[path.removeprefix(f"{prefix}/")] = float(np.mean(finite))
     return out
-
-
-def _to_tensor_spec(spec: ArraySpec) -> TensorSpec:
-    return TensorSpec(spec.shape, spec.dtype)
