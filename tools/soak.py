@@ -4,11 +4,12 @@
 
 Each round starts the trainer and disrupts it after a random time: by SIGKILL, or by SIGTERM, with which preemptions are
 announced. In the last third of the rounds it also restarts on other numbers of devices and processes; all are virtual
-devices of this machine. At the end two runs are in SOAK: `disturbed` and `undisturbed`. Their losses in the first two
-thirds must be equal bit for bit, and those of steps that a restart did again, on any layout, within --tolerance. The
-goodput that was measured is printed beside the predicted one. Rounds follow from --seed. After Ctrl-C the same command
-goes on. The exit status is 0, 1 where losses differ or the trainer does not recover, 2 for a mistake in flags, 130
-after Ctrl-C.
+devices of this machine. At the end two runs are in SOAK: `disturbed`, and `undisturbed`, which changes its layout at
+the same steps, but is never killed. Their losses in the first two thirds must be equal bit for bit, and all later ones
+within --tolerance; and so must be those of the first steps that a restart did again, on whatever layout, and the ones
+from before it. The goodput that was measured is printed beside the predicted one. Rounds follow from --seed. After
+Ctrl-C the same command goes on. The exit status is 0, 1 where losses differ or the trainer does not recover, 2 for a
+mistake in flags, 130 after Ctrl-C.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from lingvo_moe.core.pages import tables
 from lingvo_moe.core.runs.goodput import account, read_segments
 from lingvo_moe.core.runs.goodput_prediction import Machine
 from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.runs.time_record import STEP
 
 from . import _cli
 from .goodput import parts_table, print_table, read_time, summary
@@ -154,13 +156,31 @@ def run(args: Flags) -> int:
     if not journal.end:
         last = max((step for step, _ in losses(output / "disturbed")), default=0)
         journal.Add({"end": last + _MORE_STEPS})
-    at_end, base = plan_round(args.rounds - 1, args).layout, Layout(1, args.num_devices)
-    for name, layout in (("disturbed", at_end), ("undisturbed", base)):
-        say(f"{name}: {layout} up to step {journal.end}")
-        with started(args, layout, output / name, journal.end) as job:
+    parts = layouts_by_step(args, journal)
+    for name, (layout, end) in [
+        ("disturbed", parts[-1]),
+        *(("undisturbed", part) for part in parts),
+    ]:
+        if max(RunDir(output / name).steps, default=0) >= end:
+            continue
+        say(f"{name}: {layout} up to step {end}")
+        with started(args, layout, output / name, end) as job:
             if job.HasEnded() and any(process.poll() for process in job.processes):
                 raise job.Failed("did not end well")
     return report(args, journal, output)
+
+
+def layouts_by_step(args: Flags, journal: "Journal") -> list[tuple[Layout, int]]:
+    """The layouts of the steps that lasted, each with the last step done on it, ascending."""
+    found = list[tuple[Layout, int]]()
+    ends = [*(row["begins"] for row in journal.rounds[1:]), journal.end]
+    for number, end in enumerate(ends):
+        layout = plan_round(number, args).layout
+        if found and found[-1][0] == layout:
+            found.pop()
+        if not found or end > found[-1][1]:
+            found.append((layout, end))
+    return found
 
 
 class Journal:
@@ -302,17 +322,20 @@ def report(args: Flags, journal: Journal, output: Path) -> int:
     print_table(tables.Table([*tables.words("disruption"), *tables.numbers("rounds")], rows))
     exact = journal.rounds[changed]["begins"] if args.rounds // 3 else journal.end
     wrong = compare(output, exact, journal.end, args.tolerance)
-    found = account(read_segments(RunDir(output / "disturbed").time_file)[0])
+    segments = read_segments(RunDir(output / "disturbed").time_file)[0]
+    found = account(segments)
     print_table(parts_table(found))
     print(summary(found))
     if found.mtbf and found.save_seconds and found.restart_seconds and found.interval_seconds:
-        stops = how[STOPPED] / args.rounds
+        # The first start, which compiles, is no restart, of which alone the prediction knows.
+        first = segments[0].stepped
+        total = found.total - (first.elapsed - found.step_seconds if first else 0.0)
         machine = Machine(
-            *(found.mtbf, found.save_seconds, found.restart_seconds, found.interval_seconds),
-            *(stops, found.share_of_steps),
+            *(total / found.disruptions, found.save_seconds, found.restart_seconds),
+            *(found.interval_seconds, how[STOPPED] / args.rounds, found.share_of_steps),
         )
-        predicted = units.share(machine.Goodput())
-        print(f"predicted from these {predicted}, measured {units.share(found.goodput)}")
+        predicted, measured = map(units.share, (machine.Goodput(), found.seconds[STEP] / total))
+        print(f"without the first start: predicted from these {predicted}, measured {measured}")
     _cli.made(output / "disturbed", output / "undisturbed")
     return wrong
 
@@ -321,16 +344,16 @@ def compare(output: Path, exact: int, end: int, tolerance: float) -> int:
     """Prints how far losses are apart; 1 where that is too far.
 
     They are those of both runs, which are equal up to step `exact`, and those of steps that were done again, from the
-    same checkpoint. After a change of layout rounding makes the runs drift apart, so only the first steps are judged.
+    same checkpoint: of these the first ones, since rounding makes layouts drift apart.
     """
     rows = losses(output / "disturbed")
     one, other = dict(rows), dict(losses(output / "undisturbed"))
     steps = range(1, end + 1)
     missing = [step for step in steps if step not in one or step not in other]
     after = [(s, one[s], other[s]) for s in steps[exact:] if s not in missing]
-    judged = [*after[:_JUDGED], *done_again(rows)]
+    again = done_again(rows)
     differ = [step for step in steps[:exact] if one.get(step) != other.get(step)]
-    far = [step for step, *pair in judged if apart(*pair) > tolerance]
+    far = [step for step, *pair in (*after, *again) if apart(*pair) > tolerance]
     for found, what in (
         (missing, "are missing"),
         (differ, "differ"),
@@ -338,12 +361,10 @@ def compare(output: Path, exact: int, end: int, tolerance: float) -> int:
     ):
         if found:
             say(f"soak: the losses of {len(found)} steps {what}, first that of step {found[0]}")
-    most, drift = (max((apart(*x[1:]) for x in of), default=0.0) for of in (judged, after))
+    most, most_after = (max((apart(*x[1:]) for x in of), default=0.0) for of in (again, after))
     print(f"losses of {exact - len(differ)} of {exact} steps on the same layout: equal bit for bit")
-    print(
-        f"losses of {len(judged)} steps that were done again, or on another layout first: at most {most:.1e} apart"
-    )
-    print(f"losses of {len(after)} steps on other layouts: in the end at most {drift:.1e} apart")
+    print(f"losses of {len(after)} steps on other layouts: at most {most_after:.1e} apart")
+    print(f"losses of {len(again)} steps that were done again: at most {most:.1e} apart")
     return int(bool(missing or differ or far))
 
 
