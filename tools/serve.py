@@ -1,4 +1,4 @@
-"""Serves translations over HTTP, to programs and to people.
+"""Serves translations, or continuations of a language model, over HTTP, to programs and to people.
 
     python -m tools.serve --saved_model=DIR
     python -m tools.serve --logdir=RUN --port=8081
@@ -7,8 +7,9 @@
 
 POST /translate takes {"text": "one line or several"} or {"text": ["line", ...]}, and for models that route by
 language {"language": "de"}. GET / is a page to try it, /health reports whether it is ready, /metrics is for Prometheus,
-and /v1/models/NAME:predict accepts requests for TensorFlow Serving. Requests that arrive at the same time are
-translated together. After Ctrl-C or SIGTERM it accepts no more requests, answers those that run, and exits.
+and /v1/models/NAME:predict accepts requests for TensorFlow Serving. A language model has POST /generate instead:
+{"text": "a prompt", "max_tokens": 64, "stream": true} (docs/language_models.md). Requests that arrive at the same time
+are answered together. After Ctrl-C or SIGTERM it accepts no more requests, answers those that run, and exits.
 
 Only this machine can reach it unless --host says otherwise. It has no encryption and no passwords: on a network, put
 a proxy that has both in front of it (docs/serving.md).
@@ -123,7 +124,8 @@ def _run(args: Flags) -> int:
 
     sockets = server.bind(args.host, args.port)
     _cli.load_tensorflow()
-    translator, about = _cli.open_translator(args)
+    is_lm = _cli.is_language_model(args)
+    translator, about = _cli.open_generator(args) if is_lm else _cli.open_translator(args)
     about |= getattr(translator, "about", {})
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(Limits)}
     if args.server_names is None and server.is_loopback(sockets):

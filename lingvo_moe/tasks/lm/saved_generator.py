@@ -28,7 +28,7 @@ class Texts:
     generate: Any
     begin: Any
     more: Any
-    languages = ()
+    languages: tuple[str, ...] = ()
 
     def Generate(self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]) -> NestedMap:
         """Continues N prompts, each with its own settings.
@@ -59,6 +59,19 @@ class Texts:
             ready = whole if over else whole.rstrip("\ufffd")
             yield ready[len(sent) :], bool(finished) if over else None
             sent = ready if len(ready) > len(sent) else sent
+
+    def Translate(
+        self, lines: Sequence[bytes], settings: Sequence[Sampling] | None = None
+    ) -> NestedMap:
+        """Generate as the server calls it, in the form of Translator.Translate; without settings, to warm up."""
+        if settings is None:
+            settings = [Sampling(1)] * len(lines)
+            if self.options.beam_size == 1:
+                list(self.Stream(lines[0], settings[0]))
+        out = self.Generate(lines, settings)
+        out.translations = [[text] for text in out.texts]
+        out.scores = [[0.0] for _ in out.texts]  # there are none
+        return out
 
     def _Arguments(self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]) -> list:
         values = [utf8_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

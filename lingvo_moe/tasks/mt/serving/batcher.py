@@ -7,6 +7,7 @@ is full. So a request of one line waits for one batch of each earlier request, h
 
 import asyncio
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,8 @@ class Translation:
 
     texts: list[str]  # K translations
     scores: list[float]  # their scores
-    truncated: bool  # whether the line was too long and its end was left out
+    truncated: bool  # whether the line was too long and a part was left out
+    finished: bool = True  # of a language model: whether it ended the text itself
 
 
 @dataclass(eq=False)
@@ -33,7 +35,7 @@ class _Request:
     """The lines of one request, and their translations so far."""
 
     lines: Sequence[bytes]
-    languages: Sequence[str] | None
+    languages: Sequence[Any] | None
     done: asyncio.Future
     waiting: deque[int] = field(init=False)
     found: dict[int, Translation] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class Batcher:
     """Calls a translator for many requests at once.
 
     Args:
-        translate: lines, and languages or None -> NestedMap(translations, scores, truncated), as
+        translate: lines, and their languages or settings or None -> NestedMap(translations, scores, truncated), as
             Translator.Translate. Called in one thread only.
         max_lines: of a batch; of long lines it has fewer.
         max_wait: seconds that the first line of a quiet time waits for others.
@@ -63,7 +65,7 @@ class Batcher:
 
     def __init__(
         self,
-        translate: Callable[[list[bytes], list[str] | None], Any],
+        translate: Callable[[list[bytes], list[Any] | None], Any],
         max_lines: int,
         max_wait: float,
         on_batch: Callable[[int, float], None] = lambda lines, seconds: None,
@@ -85,7 +87,7 @@ class Batcher:
         return sum(len(r.waiting) for r in self._requests)
 
     async def Translate(
-        self, lines: Sequence[bytes], languages: Sequence[str] | None = None
+        self, lines: Sequence[bytes], languages: Sequence[Any] | None = None
     ) -> list[Translation]:
         """One Translation for each line, in order. A call that is cancelled leaves no line waiting.
 
@@ -199,8 +201,10 @@ class Batcher:
 
 
 def _translations(out: Any) -> Iterable[Translation]:
-    for texts, scores, cut in zip(out.translations, out.scores, out.truncated):
-        yield Translation([one_line(t) for t in texts], [float(s) for s in scores], bool(cut))
+    finished = out.get("finished", itertools.repeat(True))
+    for texts, scores, cut, end in zip(out.translations, out.scores, out.truncated, finished):
+        each = [float(s) for s in scores]
+        yield Translation([one_line(t) for t in texts], each, bool(cut), bool(end))
 
 
 def _length_class(line: bytes) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lingvo_moe.core.config.checks import did_you_mean
+from lingvo_moe.core.config.checks import ParamError, did_you_mean
+from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
 from lingvo_moe.tasks.mt.serving.batcher import Translation
 from lingvo_moe.tasks.mt.serving.errors import RequestError
@@ -27,8 +28,10 @@ class Wanted:
 
     lines: list[bytes]  # in order
     languages: list[str] | None  # of each; None for models that do not route by language
-    # Of the answer: 'text', or TensorFlow Serving's 'instances' (by rows) or 'inputs' (by columns).
-    form: Literal["text", "instances", "inputs"]
+    # Of the answer: 'text', or TensorFlow Serving's 'instances' (by rows) or 'inputs' (by columns); 'prompts' of a
+    # language model, and 'stream', token by token.
+    form: Literal["text", "instances", "inputs", "prompts", "stream"]
+    settings: Sequence[Sampling] = ()  # of each prompt of a language model
 
 
 def parse_translate(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted:
@@ -84,9 +87,43 @@ def parse_predict(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted:
     return Wanted(lines, _languages(languages, known), form)
 
 
+def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
+    """Reads `{"text": "a prompt" or ["a prompt", ...]}` with fields of Sampling and "stream": true, for one prompt.
+
+    `most` is the largest max_tokens.
+
+    Raises:
+        RequestError: as parse_translate.
+    """
+    names = [name for name in Sampling.RANGES if name != "number"]
+    content = _object(body, ("text", "stream", *names))
+    text, stream = content.get("text"), content.get("stream", False)
+    if not isinstance(stream, bool):
+        raise RequestError(400, f'"stream" is {_kind(stream)}; give true or false')
+    if not isinstance(text, str) and (stream or not isinstance(text, list)):
+        one = "" if stream else " or a list of strings"
+        raise RequestError(400, f'"text" is {_kind(text)}; give a string{one}')
+    texts = [text] if isinstance(text, str) else text
+    lines = [_line(line, f"text[{i}]") for i, line in enumerate(texts)]
+    given = {"max_tokens": min(Sampling.max_tokens, most)}
+    given |= {name: content[name] for name in names if name in content}
+    try:
+        settings = [Sampling(**given, number=i) for i in range(len(lines))]
+    except ParamError as e:
+        raise RequestError(400, str(e)) from None
+    asked = max((each.max_tokens for each in settings), default=0)
+    if asked > most:
+        raise RequestError(400, f"max_tokens={asked}: this model gives at most {most}")
+    _check_sizes(lines, limits)
+    return Wanted(lines, None, "stream" if stream else "prompts", settings)
+
+
 def answer(wanted: Wanted, found: list[Translation]) -> dict[str, Any]:
     """The body for the translations of `wanted.lines`: the best of each, or all K in TensorFlow Serving's forms."""
     truncated = [t.truncated for t in found]
+    if wanted.form == "prompts":
+        finished = [t.finished for t in found]
+        return {"texts": [t.texts[0] for t in found], "finished": finished, "truncated": truncated}
     if wanted.form == "text":
         return {
             "translations": [t.texts[0] for t in found],

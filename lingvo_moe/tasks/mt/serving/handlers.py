@@ -1,6 +1,8 @@
 """The handlers of the server's paths."""
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +20,14 @@ from lingvo_moe.tasks.mt.serving.service import READY, Service
 def make_app(service: Service, name: str) -> tornado.web.Application:
     """The paths of a service; `name` is the model's in TensorFlow Serving's, its one version is 1."""
     model = f"/v1/models/{name}"
-    handlers = {
+    handlers: dict[str, type[BaseHandler]] = {
         "/": PageHandler,
         "/translate": TranslateHandler,
         f"{model}:predict": PredictHandler,
+    }
+    if hasattr(service.translator, "Stream"):
+        handlers = {"/generate": GenerateHandler}
+    handlers |= {
         model: ModelHandler,
         "/health": HealthHandler,
         "/metrics": MetricsHandler,
@@ -69,12 +75,16 @@ class _TranslatingHandler(BaseHandler):
         self.lines = len(wanted.lines)
         service.running += 1
         try:
-            self._work = asyncio.ensure_future(service.Translate(wanted))
-            await self.Answer(bodies.answer(wanted, await self._work))
+            self._work = asyncio.ensure_future(self.Reply(wanted))
+            await self._work
         except asyncio.CancelledError:
             self.set_status(*GONE)
         finally:
             service.running -= 1
+
+    async def Reply(self, wanted: bodies.Wanted) -> None:
+        """Translates and answers; cancelled when the client leaves."""
+        await self.Answer(bodies.answer(wanted, await self.service.Translate(wanted)))
 
     def _wanted(self) -> bodies.Wanted:
         """Parses the request from the body, and frees the body."""
@@ -99,6 +109,49 @@ class PredictHandler(_TranslatingHandler):
     """`/v1/models/NAME:predict`, as TensorFlow Serving has it, see bodies.parse_predict."""
 
     parse = staticmethod(bodies.parse_predict)
+
+
+class GenerateHandler(_TranslatingHandler):
+    """`/generate`, of a language model, see bodies.parse_generate; a stream is of server-sent events."""
+
+    def _wanted(self) -> bodies.Wanted:
+        body, service = self.ReadBody(), self.service
+        service.CheckReady()
+        options = service.translator.options
+        wanted = bodies.parse_generate(body, service.limits, options.max_length)
+        if options.beam_size > 1 and (
+            wanted.form == "stream" or any(each.temperature for each in wanted.settings)
+        ):
+            raise RequestError(
+                400, "this model searches with a beam: leave out stream and temperature"
+            )
+        return wanted
+
+    async def Reply(self, wanted: bodies.Wanted) -> None:
+        """See _TranslatingHandler; once a stream has begun, an error is its last event."""
+        if wanted.form != "stream":
+            return await super().Reply(wanted)
+        seconds = self.service.limits.request_timeout
+        (prompt,), (settings,) = wanted.lines, wanted.settings
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                contextlib.aclosing(self.service.Stream(prompt, settings)) as steps,
+            ):
+                async for text, finished in steps:
+                    end = {} if finished is None else {"finished": finished}
+                    await self._Event({"text": text, **end})
+        except TimeoutError:
+            error = RequestError(504, f"not done within {seconds:g} s; ask for fewer tokens", 1)
+            if not self._headers_written:
+                raise error from None
+            await self._Event({"error": error.message})
+        await self.finish()
+
+    async def _Event(self, content: dict[str, Any]) -> None:
+        self.set_header("Content-Type", "text/event-stream; charset=UTF-8")
+        self.write(f"data: {json.dumps(content, ensure_ascii=False)}\n\n")
+        await self.flush()
 
 
 class ModelHandler(BaseHandler):

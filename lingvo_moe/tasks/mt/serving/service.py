@@ -2,9 +2,10 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import Any, Protocol, cast
 
+from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.mt.serving.batcher import Batcher, Translation
 from lingvo_moe.tasks.mt.serving.bodies import Wanted
 from lingvo_moe.tasks.mt.serving.errors import RequestError
@@ -15,13 +16,20 @@ WARMING_UP, READY, STOPPING = "warming up", "ready", "stopping"
 
 
 class ServedTranslator(Protocol):
-    """The interface of a Translator and a SavedTranslator that the server uses."""
+    """The interface of a Translator, a Generator and exported ones that the server uses."""
 
     options: Any
     languages: tuple[str, ...]
 
     def Translate(self, lines: Any, languages: Any = None) -> Any:
         """See Translator.Translate."""
+
+
+class ServedGenerator(ServedTranslator, Protocol):
+    """The same of a Generator and of an exported one: settings are in the place of languages."""
+
+    def Stream(self, prompt: bytes, settings: Sampling) -> Iterator[tuple[str, bool | None]]:
+        """See Texts.Stream."""
 
 
 class Service:
@@ -52,7 +60,7 @@ class Service:
         self.state = WARMING_UP
         self.connections = 0
         self.header_timers: dict[object, asyncio.TimerHandle] = {}
-        self.running = 0
+        self.running = self._streams = 0
         self.metrics = Metrics(
             lambda: self._batcher.lines, lambda: self.connections, lambda: self.state == READY
         )
@@ -96,18 +104,40 @@ class Service:
 
         Raises RequestError: 503 while there are too many lines, 504 when it took too long, 500 where the model failed.
         """
-        room = self.limits.max_waiting_lines - self._batcher.lines
-        if len(wanted.lines) > room:
-            raise RequestError(503, "too many lines wait already; try again later", 1)
+        self._CheckRoom(len(wanted.lines))
         try:
             async with asyncio.timeout(self.limits.request_timeout):
-                found = await self._batcher.Translate(wanted.lines, wanted.languages)
+                found = await self._batcher.Translate(
+                    wanted.lines, wanted.settings or wanted.languages
+                )
         except TimeoutError:
             raise RequestError(
                 504, f"not done within {self.limits.request_timeout:g} s; send fewer lines", 1
             ) from None
         self.metrics.CountLines(len(found), sum(t.truncated for t in found))
         return found
+
+    async def Stream(
+        self, prompt: bytes, settings: Sampling
+    ) -> AsyncGenerator[tuple[str, bool | None], None]:
+        """The text of each step that continues a prompt, as Texts.Stream; between two steps others have their turn.
+
+        Raises RequestError: 503 while there are too many lines.
+        """
+        self._CheckRoom(1)
+        self._streams += 1
+        try:
+            steps = cast(ServedGenerator, self.translator).Stream(prompt, settings)
+            while step := await self._batcher.Call(functools.partial(next, steps, None)):
+                yield step
+        finally:
+            self._streams -= 1
+        self.metrics.CountLines(1, 0)
+
+    def _CheckRoom(self, lines: int) -> None:
+        """Raises RequestError 503 if so many lines more would be too many."""
+        if self._batcher.lines + self._streams + lines > self.limits.max_waiting_lines:
+            raise RequestError(503, "too many lines wait already; try again later", 1)
 
 
 def warm_up_lines(max_source_length: int) -> Sequence[bytes]:
