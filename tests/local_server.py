@@ -49,6 +49,35 @@ class Capitals:
         )
 
 
+class Echo:
+    """Continues a prompt with its words and the seed of each; closed, `gate` holds a stream after its first step."""
+
+    languages = ()
+
+    def __init__(self, beam_size=1):
+        self.options = SimpleNamespace(rows=4, max_length=50, xla=False, beam_size=beam_size)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def Translate(self, lines, settings=None):
+        settings = settings or [SimpleNamespace(seed=0, number=0)] * len(lines)
+        each = zip(lines, settings)
+        texts = [f"{line.decode()} {s.seed}.{s.number}" for line, s in each]
+        count = len(lines)
+        return NestedMap(
+            translations=[[text] for text in texts],
+            scores=np.zeros([count, 1]),
+            truncated=[False] * count,
+            finished=[b"end" in line for line in lines],
+        )
+
+    def Stream(self, prompt, settings):
+        for word in prompt.decode().split():
+            yield f" {word}", None
+            assert self.gate.wait(20)
+        yield "", settings.max_tokens > 5
+
+
 @dataclass
 class Reply:
     """The status, headers and body of a reply."""

@@ -1,4 +1,4 @@
-"""Scores given translations: prints the log-probability that a model gives to each. Nothing is searched.
+"""Scores given translations or texts: prints the log-probability that a model gives to each. Nothing is searched.
 
     python -m tools.score --logdir=RUN <pairs.tsv >scores.tsv
     python -m tools.score --logdir=RUN --input=pairs.tsv --output=scores.tsv --tokens
@@ -8,6 +8,8 @@ separated by tabs, the log-probability of the target (nats), the number of its t
 and the mean per token; with --tokens also each token as piece:log-probability. Every input line gets an output line:
 one without a TAB gets nan, 0, nan. At the end, standard error gets the mean loss (nats a target token) and the
 perplexity of each language.
+
+With the run of a language model a line is a text, and the end also has the bits for each byte, newlines included.
 """
 
 import math
@@ -32,9 +34,20 @@ _MOST_LANGUAGES = 1000
 
 @dataclass
 class Losses:
-    """Sums over scored pairs, by language ('' where none was named): pairs, tokens, log-probability in nats."""
+    """Sums over scored pairs, by language ('' where none was named): pairs, tokens, log-probability in nats.
+
+    Attributes:
+        whole: of the texts of a language model that were not truncated: bytes, log-probability.
+    """
 
     sums: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    whole: tuple[int, float] = (0, 0.0)
+
+    def AddText(self, log_prob: float, tokens: int, size: int | None) -> None:
+        """Adds a text of `size` bytes; None: of some of it alone."""
+        self.Add("", log_prob, tokens)
+        if size is not None:
+            self.whole = self.whole[0] + size, self.whole[1] + log_prob
 
     def Add(self, language: str, log_prob: float, tokens: int) -> None:
         """Adds a pair. Raises ValueError for more names than there are languages in any data."""
@@ -52,6 +65,14 @@ class Losses:
         if len(named) > 1:
             pairs, tokens, totals = zip(*named.values(), strict=True)
             named["all"] = sum(pairs), sum(tokens), sum(totals)
+        size, log_prob = self.whole
+        if size:
+            texts, number, loss = named["all"]
+            bits = -log_prob / size / math.log(2)
+            return [
+                f"{texts:,} texts, {number:,} tokens, mean loss {-loss / number:.3f} nats a token, perplexity "
+                f"{_exp(-loss / number):,.2f}, {bits:.3f} bits a byte"
+            ]
         few = [name for name, (pairs, *_) in named.items() if has_few(pairs)]
         lines = [
             f"{name}{FEW * (name in few)}: {pairs:,} pairs, {tokens:,} tokens, mean loss "
@@ -96,9 +117,13 @@ def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
         scorer = _open(args)
+        score = _answer
+        if scorer.scores_texts:
+            _refuse(args, "language", "language_column", "max_source_length")
+            score = _answer_texts
 
         def answer(lines: list[Line]) -> list[tuple[str, str]]:
-            return _answer(scorer, lines, args, losses)
+            return score(scorer, lines, args, losses)
 
         status = _lines.answer_all("score", args, answer, source, sink)
     if status == 0 and not args.quiet:
@@ -135,6 +160,26 @@ def _answer(
         else _scored(next(rest), line.is_cut, args.tokens)
         for line, warning in zip(lines, warnings)
     ]
+
+
+def _refuse(args: Flags, *names: str) -> None:
+    """Raises ValueError if a flag is given that has no effect with a language model."""
+    for name in names:
+        if getattr(args, name) != args[name].default:
+            what = f"--{name}={getattr(args, name)}: {args.logdir} is of a language model"
+            raise ValueError(f"{what}, whose texts have no source; leave it out")
+
+
+def _answer_texts(
+    scorer: "Scorer", lines: list[Line], args: Flags, losses: Losses
+) -> list[tuple[str, str]]:
+    """(text, warning) of each line, which is a text; adds the scores to `losses`."""
+    texts = [line.text.decode("utf-8", "replace").strip() for line in lines]
+    scores = scorer.Score([""] * len(texts), texts)
+    for text, line, score in zip(texts, lines, scores, strict=True):
+        size = None if line.is_cut or score.truncated else len(text.encode()) + 1
+        losses.AddText(score.log_prob, len(score.pieces), size)
+    return [_scored(score, line.is_cut, args.tokens) for score, line in zip(scores, lines)]
 
 
 def _warning(column: list[str], language_column: int | None) -> str | None:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from local_server import Capitals, running
+from local_server import Capitals, Echo, running
 
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.tasks.mt.serving.handlers import make_app
@@ -14,7 +14,7 @@ from tools import _cli, serve
 from tools.import_graph import ROOT
 
 _PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-_CURLS = re.findall(r"^curl (http://127\.0\.0\.1:8080.*)$", _PAGE, re.MULTILINE)
+_CURLS = re.findall(r"^curl (?:-N )?(http://127\.0\.0\.1:8080.*)$", _PAGE, re.MULTILINE)
 
 
 def test_the_page_lists_every_flag_and_its_default() -> None:
@@ -40,9 +40,10 @@ def test_the_page_lists_every_flag_and_its_default() -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl: apt-get install curl")
 def test_its_curls_are_answered() -> None:
     assert len(_CURLS) > 5
-    with running(Capitals()) as server:
+    with running(Capitals()) as translator, running(Echo()) as generator:
         for curl in _CURLS:
             address, *flags = shlex.split(curl)
+            server = generator if "/generate" in address else translator
             address = address.replace("8080", str(server.port))
             done = subprocess.run(
                 ["curl", "--silent", "--fail-with-body", address, *flags],

@@ -183,7 +183,7 @@ COMMANDS = [
         {
             **_CLI,
             "lingvo_moe.tasks.mt.quality.forced_decoding:Scorer": SimpleNamespace(
-                Score=lambda sources, *_: [_SCORE] * len(sources)
+                Score=lambda sources, *_: [_SCORE] * len(sources), scores_texts=False
             ),
         },
         [[_RUN]],

@@ -2,9 +2,11 @@
 
 import io
 import math
+import re
 import sys
 
 import pytest
+import toy_text
 import toy_translation as toy
 
 from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
@@ -78,3 +80,26 @@ def test_a_wrong_column_is_named():
         ValueError, match="more than 1,000 different languages, the last one '1000'"
     ):
         losses.Add("1000", -1.0, 1)
+
+
+def test_texts_of_a_language_model(tmp_path, capfd):
+    toy_text.save_run(tmp_path / "run")
+    texts, out = tmp_path / "texts", tmp_path / "out"
+    lines = ["red house", "", "grün\ttree", "tree " * 20]
+    texts.write_text("\n".join(lines))
+    given = [f"--logdir={tmp_path}/run", f"--input={texts}", f"--output={out}", "--max_length=16"]
+    assert score.main(given) == 0
+    rows = [line.split("\t") for line in out.read_text().split("\n")]
+    totals, tokens = [float(row[0]) for row in rows], [int(row[1]) for row in rows]
+    assert tokens[1] == 1 and tokens[3] == 16  # the end alone, and as much as fits
+    loss = -sum(totals) / sum(tokens)
+    bits = -sum(totals[:3]) / math.log(2) / sum(len(line.encode()) + 1 for line in lines[:3])
+    err = capfd.readouterr().err
+    assert "line 4 is too long: its end is not scored" in err
+    said = (
+        rf"4 texts, {sum(tokens)} tokens, mean loss {loss:.3f} nats a token, perplexity ([\d,.]+), "
+    )
+    (perplexity,) = re.findall(rf"{said}{bits:.3f} bits a byte\n", err)
+    assert float(perplexity.replace(",", "")) == pytest.approx(math.exp(loss), rel=1e-5)
+    assert score.main([*given, "--language=de"]) == 1
+    assert re.search("--language=de: .* have no source", capfd.readouterr().err)

@@ -1,4 +1,4 @@
-"""Forced decoding: the log-probability of each token of a given target, given its source.
+"""Forced decoding: the log-probability of each token of a given target, given its source; or of a text.
 
 Letters: R row of a batch, S source token, T target token.
 
@@ -22,12 +22,14 @@ from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, to_batch
 from lingvo_moe.tasks.mt.input.special_ids import EOS_ID
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import load_theta
+from lingvo_moe.tasks.transformer_task import TransformerTask
 
 _SMALLEST_BUCKET = 8
 _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
@@ -71,7 +73,7 @@ class Score:
 
 
 class Scorer:
-    """A run's model at a checkpoint.
+    """A run's model at a checkpoint: of translation, or a language model, whose texts are targets without a source.
 
     Args:
         options, chosen: how to score, and with which weights.
@@ -79,6 +81,7 @@ class Scorer:
 
     Attributes:
         about: what the model is: model, params_override, step.
+        scores_texts: whether it is a language model.
 
     Raises:
         RunDirError, CheckpointError: as load_translator.
@@ -93,8 +96,9 @@ class Scorer:
     ):
         run = RunDir(logdir, trust_run=trust_run)
         self._options = options or ScoreOptions()
-        self._task = run.Task()
-        self._by_language = self._task.RoutesByTask(self._task.p)
+        self._task = run.Task(TransformerTask)
+        self.scores_texts = isinstance(self._task, LmModel)
+        self._by_language = not self.scores_texts and self._task.RoutesByTask(self._task.p)
         self._languages = run.languages
         self._vocabs = run.vocabs.Transform(Vocabulary)
         theta, self.about = load_theta(run, self._task, chosen)
@@ -162,6 +166,7 @@ class Scorer:
         """float32 [R,T] of at most `rows` pairs."""
         shape = Shape(self._options.rows, *bucket, pack=False, task_ids=self._by_language)
         batch = to_batch([[pair] for pair in pairs], shape).Transform(tf.constant)
+        batch = batch.tgt if self.scores_texts else batch
         if not self.programs:
             self._trace(batch)
         return self._program(self._theta, batch).numpy()

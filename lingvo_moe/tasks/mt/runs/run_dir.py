@@ -52,9 +52,11 @@ class RunDir(run_dir.RunDir):
 
         task, kind = super().Task(), kind or MtModel
         if not isinstance(task, kind):
-            what = "no translation" if kind is MtModel else "no language"
+            what, example = "language", "lm.MoEDemo"
+            if issubclass(MtModel, kind):
+                what, example = "translation", "mt.M4Demo"
             raise RunDirError(
-                f"--logdir={self.path}: {type(task).__name__} is {what} model; expected a run of one, "
-                f"e.g. of {'mt.M4Demo' if kind is MtModel else 'lm.MoEDemo'}"
+                f"--logdir={self.path}: {type(task).__name__} is no {what} model; expected a run of one, "
+                f"e.g. of {example}"
             )
         return task

@@ -1,46 +1,11 @@
 """A language model behind the server: whole texts, streams, and what is refused."""
 
 import json
-import threading
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from local_server import running
+from local_server import Echo, running
 
-from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.serving.limits import Limits
-
-
-class Echo:
-    """Continues a prompt with its words and the seed of each; `gate` holds a stream after its first step."""
-
-    languages = ()
-
-    def __init__(self, beam_size=1):
-        self.options = SimpleNamespace(rows=4, max_length=50, xla=False, beam_size=beam_size)
-        self.gate, self.closed = threading.Event(), threading.Event()
-
-    def Translate(self, lines, settings=None):
-        settings = settings or [SimpleNamespace(seed=0, number=0)] * len(lines)
-        each = zip(lines, settings)
-        texts = [f"{line.decode()} {s.seed}.{s.number}" for line, s in each]
-        count = len(lines)
-        return NestedMap(
-            translations=[[text] for text in texts],
-            scores=np.zeros([count, 1]),
-            truncated=[False] * count,
-            finished=[b"end" in line for line in lines],
-        )
-
-    def Stream(self, prompt, settings):
-        try:
-            for word in prompt.decode().split():
-                yield f" {word}", None
-                assert self.gate.wait(20)
-            yield "", settings.max_tokens > 5
-        finally:
-            self.closed.set()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +29,6 @@ def test_texts_of_prompts(server):
 
 
 def test_a_stream_is_of_events(server):
-    server.service.translator.gate.set()
     reply = server.Ask("POST", "/generate", {"text": "grün und blau", "stream": True})
     assert reply.headers["Content-Type"] == "text/event-stream; charset=UTF-8"
     events = reply.body.decode().split("\n\n")
