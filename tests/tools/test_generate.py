@@ -8,6 +8,8 @@ import pytest
 import toy_text
 import toy_translation as toy
 
+from lingvo_moe.tasks.lm.generator import GenerateOptions
+from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT_GENERATOR
 from tools import export, generate, translate
 
 SAMPLED = ["--temperature=0.8", "--top_p=0.9", "--seed=5", "--max_tokens=12"]
@@ -38,6 +40,8 @@ def saved(run):
 def test_a_run_and_its_export_give_the_same_texts(run, saved, tmp_path, capfd):
     prompts, out = tmp_path / "prompts", tmp_path / "out"
     prompts.write_bytes(b"red house\nopen\n\n" + b"tree " * 300)
+    options = json.loads((saved / ABOUT_GENERATOR).read_text())["options"]
+    assert options.keys() == {"xla", *vars(GenerateOptions())}  # what the server reads
     files = [f"--input={prompts}", f"--output={out}"]
     assert generate.main([f"--saved_model={saved}", *files, "--max_tokens=20"]) == 0
     assert len(out.read_text().split("\n")) == 4

@@ -169,7 +169,7 @@ def export(
         content = {
             **(about or {}),
             "languages": exported.languages,
-            "options": vars(exported.options),
+            "options": {**vars(exported.options), "xla": exported.options.xla},
         }
         write_atomic(file, (json.dumps(content, indent=2) + "\n").encode())
         write_manifest(directory, MANIFEST)
