@@ -15,11 +15,12 @@ from .expert_variants import GROUPS
 
 _STACKS = ("encoder", "decoder")
 _HEADS = {"experts": "experts", "routers": "router, 16 experts", "recipes": "recipe"}
+# Losses are compared with these.
 _BASES = {
     "experts": "dense",
     "routers": "dense",
     "recipes": "default",
-}  # what losses are compared with
+}
 _SETTLED = 50  # from this step on a router should lose few choices, and no expert should be dead
 
 

@@ -78,9 +78,8 @@ def explain(
     module = parse_module(made.before)
     before, after = spmd.Propagated(module), parse_module(made.after)
     names = _Names(program, before)
-    faults = known_faults.known_faults(
-        module
-    )  # of a machine that is not here too, as `tools.plan` does
+    # Of a machine that is not here too, as `tools.plan` does.
+    faults = known_faults.known_faults(module)
     annotations = before.Annotations()
     return Explanation(
         name=program.name,

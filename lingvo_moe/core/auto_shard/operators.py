@@ -286,9 +286,8 @@ class Operators:
         makes = [(v, named(dims)) for v, dims in zip(at.made, rule.outputs, strict=True)]
         own = _some(letters[letter] for letter in rule.sizes)
         reduced = _some(letters[letter] for letter in rule.reduced)
-        if (
-            rule.reduced
-        ):  # worth a sharding of its own, as a normalization of the function's argument is
+        # Worth a sharding of its own, as a normalization of the function's argument is.
+        if rule.reduced:
             self._pending.discard(id(operator))
         self._Append(
             operator,

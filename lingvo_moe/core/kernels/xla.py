@@ -397,9 +397,8 @@ class AdafactorRecipe:
     epsilon2: float
     clip_threshold: float
     multiply_by_parameter_scale: bool
-    dims: (
-        tuple[int, int] | None
-    )  # the two that are factored; None: the second moment is kept in full
+    # The two that are factored; None: the second moment is kept in full.
+    dims: tuple[int, int] | None
     stack_dims: int  # how many leading dimensions count layers, each with statistics of its own
 
     def Average(self, old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:

@@ -364,9 +364,8 @@ def _without_capacity(p: HyperParams) -> str:
 def _extras(routing: Routing, tokens: tf.Tensor | Rows, shares: NestedMap | None) -> NestedMap:
     """FProp's second result."""
     aux_loss, metrics = routing.aux_loss, routing.metrics
-    if isinstance(
-        tokens, Rows
-    ):  # the number of rows is that of the choices kept, whatever C would be
+    # The number of rows is that of the choices kept, whatever C would be.
+    if isinstance(tokens, Rows):
         metrics = NestedMap({**metrics, **tokens.metrics})
         metrics.effective_capacity = metrics.experts_per_token
     if shares is not None:

@@ -133,9 +133,8 @@ def _sum_of_slots(
             gate_gX = tf.cast(of_slots(gate_gSk, places), dtype)
             slots_gXM = slots_gXM * gate_gX[..., tf.newaxis]
         token_gX = _token(places)
-        token_gX = tf.where(
-            token_gX < 0, -1, token_gX + size * tf.range(groups)[:, tf.newaxis]
-        )  # -1: nowhere
+        # -1: nowhere
+        token_gX = tf.where(token_gX < 0, -1, token_gX + size * tf.range(groups)[:, tf.newaxis])
         y = tf.math.unsorted_segment_sum(slots_gXM, token_gX, groups * size)
         return tf.reshape(y, [groups, size, slots_gXM.shape[-1]])
     weight_gSk = tf.cast(places.slot_gSk >= 0, dtype)

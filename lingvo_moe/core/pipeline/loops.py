@@ -195,9 +195,8 @@ class Loops:
             number = unit // (self._V * self._K) * self._K + unit % self._K
             chunk = unit // self._K % self._V
         if work.kind == schedules.LOSS:
-            valid &= (
-                chunk == 0
-            )  # The last stage's last part, counted from the first tick that has one.
+            # The last stage's last part, counted from the first tick that has one.
+            valid &= chunk == 0
         if work.kind == schedules.BACKWARD:
             chunk = self._V - 1 - chunk
         return Unit(tf.clip_by_value(number, 0, self._M - 1), chunk, valid)

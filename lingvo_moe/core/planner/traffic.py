@@ -93,9 +93,8 @@ def _results(module: Module, instruction: Instruction, operands: list[Instructio
     arrays = instruction.arrays
     if any(f'"{library}' in instruction.attributes for library in _WITH_WORKSPACE):
         arrays = arrays[:1]  # A workspace follows.
-    if instruction.opcode.endswith(
-        "-start"
-    ):  # Its result is a tuple that begins with its operands.
+    # Its result is a tuple that begins with its operands.
+    if instruction.opcode.endswith("-start"):
         taken = tuple(array for operand in operands for array in operand.arrays)
         arrays = arrays[len(taken) :] if arrays[: len(taken)] == taken else arrays
     if instruction.opcode == "dynamic-update-slice":

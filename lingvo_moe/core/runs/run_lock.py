@@ -76,10 +76,8 @@ def find_held_lock(directory: str | os.PathLike) -> str | None:
         return None
     try:
         names = sorted(filter(TRAINER.Owns, os.listdir(directory)))
-    except (
-        FileNotFoundError,
-        PermissionError,
-    ):  # it has just gone; or only names that are known can be opened
+    # It has just gone; or only names that are known can be opened.
+    except (FileNotFoundError, PermissionError):
         names = [LOCK_FILE]
     return next((name for name in names if _is_held(os.path.join(directory, name))), None)
 

@@ -102,9 +102,8 @@ def _describe(name: str) -> tuple[Any, ...]:
         raise EngineError(
             f"topology {name!r}: the TPU compiler knows no such slice ({refusal}); {_NAMES}"
         )
-    return tuple(
-        sorted(description.devices, key=lambda device: device.id)
-    )  # a slice's ids are consecutive
+    # A slice's ids are consecutive.
+    return tuple(sorted(description.devices, key=lambda device: device.id))
 
 
 def _check_installed() -> None:

@@ -114,9 +114,8 @@ class Top2Router(LearnedRouter):
 
         def losses() -> list[AuxLoss]:
             first_GE = count_choices(index_GSk[:, :, :1], real_GS[:, :, tf.newaxis], p.num_experts)
-            loss = load_balance(
-                probabilities_GSE, first_GE, real_GS
-            )  # as for other routers 1 at balance
+            # As for other routers 1 at balance.
+            loss = load_balance(probabilities_GSE, first_GE, real_GS)
             return [AuxLoss("load_balance", loss, self._AuxLossScale(), "groups")]
 
         return Choice(

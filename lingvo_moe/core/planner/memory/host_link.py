@@ -118,9 +118,8 @@ class _Reader:
         self._costs = {cost.name: cost for cost in costs}
         self._machine = machine
         self._moves: dict[str, Move] = {}
-        self._waits: dict[str, float] = defaultdict(
-            float
-        )  # by the name of a move, in one execution
+        # By the name of a move, in one execution.
+        self._waits: dict[str, float] = defaultdict(float)
 
     def Waiting(self) -> float:
         """Seconds of one run of the program in which the device waits for moves."""
