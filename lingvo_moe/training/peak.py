@@ -1,9 +1,15 @@
 """Peak FLOP/s of a job's devices, from which training computes its utilisation (MFU)."""
 
+import os
+import time
+
+import tensorflow as tf
+
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.engine import devices
-from lingvo_moe.core.engine.measuring import matmul_flops_per_second
 from lingvo_moe.core.planner.machines.peaks import peak_flops
+
+_SIZE = 1024  # of matrices that are multiplied to measure a CPU
 
 
 def job_peak(engine: str, num_devices: int) -> float | None:
@@ -20,3 +26,21 @@ def job_peak(engine: str, num_devices: int) -> float | None:
         say(f"no data sheet is known for the device {kind!r}: utilisation is not measured")
         return None
     return peak * num_devices
+
+
+def matmul_flops_per_second(cpu_seconds: float = 0.2) -> float:
+    """Floating-point operations a second that all CPUs of this process together do in float32 products.
+
+    Products are repeated until they have taken `cpu_seconds`. CPU time is counted, not the clock's, so that other
+    programs on the machine do not lower the result. TensorFlow multiplies, with the threads that also train.
+    """
+    products = 0
+    with tf.device("CPU:0"):
+        a = tf.fill([_SIZE, _SIZE], 0.5)
+        (a @ a).numpy()  # warms up
+        began = time.process_time()
+        while (taken := time.process_time() - began) < cpu_seconds:
+            (a @ a).numpy()
+            products += 1
+    cpus = len(os.sched_getaffinity(0))
+    return 2 * _SIZE**3 * products / taken * cpus

@@ -23,7 +23,6 @@ from lingvo_moe.core.optimizers.by_layer import (
     squares_by_layer,
     update_by_layer,
 )
-from lingvo_moe.core.optimizers.clipping import clip_scale
 from lingvo_moe.core.optimizers.registry import SCHEDULES
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
 from lingvo_moe.core.optimizers.weight_decay import (
@@ -162,15 +161,17 @@ class BaseOptimizer:
             gradient is not finite the new state is not either: the caller decides which state to keep.
 
         Raises:
-            ValueError: a trainable variable without a gradient, by its path.
+            ValueError: a trainable variable without a gradient, by its path; a negative `max_grad_norm`.
         """
         grads, step = _dense(grads, specs), state.step
         theta = _in_parts(state.theta, specs)
         squares = _squares(grads, specs)
         scale: tf.Tensor | None = None
         if max_grad_norm:
+            if max_grad_norm < 0:
+                raise ValueError(f"the gradient norm's limit must be positive, got {max_grad_norm}")
             grad_norm = tf.sqrt(tf.add_n(squares))
-            scale = clip_scale(grad_norm, max_grad_norm)
+            scale = max_grad_norm / tf.maximum(grad_norm, max_grad_norm)
         rate = self.learning_rate.Value(step, state.get("last_step"))
         slots_of = self._SlotsOf(specs, state.slots)
         if finite is not None:

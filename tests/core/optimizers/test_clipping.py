@@ -7,7 +7,6 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.clipping import clip_scale
 from lingvo_moe.core.optimizers.sgd import Sgd
 
 GRADS = NestedMap(a=tf.constant([3.0, 0.0]), b=NestedMap(c=tf.constant([[4.0]])))  # norm 5
@@ -65,4 +64,4 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm():
 
 def test_a_limit_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="got -1"):
-        clip_scale(tf.constant(5.0), -1.0)
+        _updated(GRADS, -1.0)

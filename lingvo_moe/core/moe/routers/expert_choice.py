@@ -14,7 +14,6 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.losses_and_metrics import Choice
 from lingvo_moe.core.moe.routers.base import LearnedRouter, all_experts, check_choices
-from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
 from lingvo_moe.core.moe.slots import top_k
 
 _BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
@@ -95,9 +94,31 @@ def chosen_tokens(gates_GSE: tf.Tensor, real_GS: tf.Tensor, capacity: int) -> tf
     """
     bits_GSE = tf.bitcast(tf.stop_gradient(gates_GSE), tf.int32)
     bits_GSE = tf.where(real_GS[:, :, tf.newaxis] > 0, bits_GSE, -1)
-    least_GE = kth_largest_bits(bits_GSE, capacity, _BITS)[:, tf.newaxis, :]
+    least_GE = _kth_largest_bits(bits_GSE, capacity)[:, tf.newaxis, :]
     above = tf.cast(bits_GSE > least_GE, tf.float32)
     equal = tf.cast(tf.equal(bits_GSE, least_GE), tf.float32)
     free_GE = float(capacity) - tf.reduce_sum(above, 1, keepdims=True)
     earlier = tf.cumsum(equal, 1, exclusive=True)
     return above + equal * tf.cast(earlier < free_GE, tf.float32)
+
+
+def _kth_largest_bits(bits_GSE: tf.Tensor, k: int) -> tf.Tensor:
+    """int32 [G,E]: the k-th largest of the S numbers of each expert, found bit by bit; 0 where fewer than k count.
+
+    Instead of a sort, a few sums over S, which XLA shards along G like any other operation: much less work on a CPU,
+    and no gather where S is not sharded.
+
+    Args:
+        bits_GSE: int32 below 2^_BITS; negative ones do not count.
+        k: at least 1.
+    """
+
+    def step(bit: tf.Tensor, found_GE: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        larger_GE = found_GE + tf.bitwise.left_shift(1, bit)
+        at_least = tf.cast(bits_GSE >= larger_GE[:, tf.newaxis, :], tf.float32)
+        return bit - 1, tf.where(tf.reduce_sum(at_least, 1) >= k, larger_GE, found_GE)
+
+    # Zeros, sharded as the numbers are.
+    start_GE = tf.reduce_min(tf.bitwise.bitwise_and(bits_GSE, 0), 1)
+    _, found_GE = tf.while_loop(lambda bit, _: bit >= 0, step, (_BITS - 1, start_GE))
+    return found_GE

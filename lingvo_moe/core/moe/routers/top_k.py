@@ -1,6 +1,6 @@
 """The k best experts of each token, for any k: Switch (k = 1) and later routers.
 
-Letters: G group, S token in group, k choice rank, E expert, M model.
+Letters: G group, S token in group, k choice rank, E expert, Q group of experts, M model.
 """
 
 import functools
@@ -21,9 +21,9 @@ from lingvo_moe.core.moe.losses_and_metrics import (
     z_loss,
 )
 from lingvo_moe.core.moe.routers.base import LearnedRouter
-from lingvo_moe.core.moe.routers.expert_groups import check_groups, in_best_groups
 from lingvo_moe.core.moe.slots import count_choices, normalize, pick, top_k
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import shape_of
 
 _ORDERS = ("before", "after")
 _NORMALIZATIONS = ("never", "before_drops", "after_drops")
@@ -137,11 +137,27 @@ class TopKRouter(LearnedRouter):
     def _Check(self) -> None:
         p = self.p
         if p.expert_groups > 1:
-            check_groups(self.path, p)
+            self._CheckGroups()
         if p.k == 1 and (p.softmax_order, p.normalize_gates) != ("before", "never"):
             raise ValueError(
                 f"{self.path}: with k=1, softmax_order={p.softmax_order!r} and normalize_gates="
                 f"{p.normalize_gates!r} make every gate 1, which trains nothing; use 'before' and 'never'"
+            )
+
+    def _CheckGroups(self) -> None:
+        """Raises ValueError, naming the parameter, where groups are unequal or a token's experts do not fit."""
+        p = self.p
+        if p.num_experts % p.expert_groups:
+            raise ValueError(
+                f"{self.path}.expert_groups={p.expert_groups}: {p.num_experts} experts do not fall into that many "
+                "equal groups"
+            )
+        size = p.num_experts // p.expert_groups
+        least = -(-p.k // size)
+        if not least <= p.groups_per_token <= p.expert_groups:
+            raise ValueError(
+                f"{self.path}.groups_per_token={p.groups_per_token}: {p.k} experts of a token, in groups of {size}, "
+                f"take from {least} to {p.expert_groups} groups"
             )
 
     def ChooseByInputs(
@@ -232,7 +248,7 @@ class TopKRouter(LearnedRouter):
             if bias_E is not None:
                 by_GSE += bias_E
             if p.expert_groups > 1:
-                by_GSE = in_best_groups(by_GSE, p.expert_groups, p.groups_per_token)
+                by_GSE = _in_best_groups(by_GSE, p.expert_groups, p.groups_per_token)
             _, index_GSk = top_k(by_GSE, p.k)
             logits_GSk = pick(logits_GSE, index_GSk)
         if p.softmax_order == "after":
@@ -249,3 +265,20 @@ class TopKRouter(LearnedRouter):
         # All times E: 1/E times the sum would be rounded, and an expert exactly at the mean would get a step.
         missing_E = tf.reduce_sum(load_E) - self.p.num_experts * load_E
         return bias_E + self.p.balance_bias * tf.sign(missing_E)
+
+
+def _in_best_groups(scores_GSE: tf.Tensor, num_groups: int, chosen: int) -> tf.Tensor:
+    """The scores of the experts in each token's best groups, by the sum of their two best scores; -inf elsewhere.
+
+    Args:
+        scores_GSE: float32; no gradient flows.
+        num_groups: Q, of consecutive experts.
+        chosen: how many groups are best.
+    """
+    groups, tokens, experts = shape_of(scores_GSE)
+    size = experts // num_groups
+    by_group = tf.reshape(scores_GSE, [groups, tokens, num_groups, size])
+    two_best = tf.math.top_k(tf.stop_gradient(by_group), min(2, size)).values
+    _, index_GSk = top_k(tf.reduce_sum(two_best, -1), chosen)
+    best_GSQ = tf.reduce_any(tf.one_hot(index_GSk, num_groups, True, False, dtype=tf.bool), 2)
+    return tf.where(tf.repeat(best_GSQ, size, -1), scores_GSE, float("-inf"))

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from lingvo_moe.core.engine.measuring import matmul_flops_per_second
 from lingvo_moe.core.planner.machines.peaks import peak_flops
 from lingvo_moe.core.planner.machines.topology import CHIPS
+from lingvo_moe.training.peak import matmul_flops_per_second
 
 
 @pytest.mark.parametrize(
