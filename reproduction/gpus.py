@@ -64,8 +64,11 @@ def not_made(plans: Plans, card: str) -> list[str]:
 
 
 def bounds(plan: Plan) -> dict[str, float]:
-    """The shares of a step by the keys of _BOUNDS; memory traffic is what takes longer than arithmetic."""
-    work, step = plan["work"], plan["time"]["step_seconds"]
+    """The shares of a step without overlap, at the machine's rates, by the keys of _BOUNDS.
+
+    Memory traffic is what takes longer than arithmetic.
+    """
+    work = plan["work"]
     arithmetic = sum(row["compute_seconds"] for row in work)
     talking = sum(row["seconds"] for row in plan["collectives"])
     exchange = sum(
@@ -79,7 +82,8 @@ def bounds(plan: Plan) -> dict[str, float]:
         "exchange": exchange,
         "rest": talking - exchange,
     }
-    return {key: value / step for key, value in seconds.items()}
+    in_all = sum(seconds.values())
+    return {key: value / in_all for key, value in seconds.items()}
 
 
 def bounds_table(plans: Plans, card: str) -> str:

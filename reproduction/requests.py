@@ -25,6 +25,7 @@ class Wanted:
     topology: str
     override: str = ""
     what: str = "train"
+    mesh: str = ""
 
 
 def moe(experts: int, layers: int) -> str:

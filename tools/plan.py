@@ -4,12 +4,14 @@
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v3:32x32,v5p:8x8x8,h100:32x8 --price=v5p:4.2,h100:3
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v5p --output=plan.json --html=plan.html
     python -m tools.plan --compare=plan.json,other.json
+    python -m tools.plan --validate --output=errors.json
     python -m tools.plan --model=mt.M4MoE512E36L --topology=v3:16x16 --variants='|task.fprop_dtype="bfloat16"'
 
 The step is the trainer's own, compiled by the real TPU or GPU compiler; the device itself is not needed.
-Memory, operations and collectives are those of the compiled program; times are estimates. A topology without a size,
-e.g. --topology=v5p or --topology=h100, looks for the smallest machine that the model fits. The exit status is
-0, 1 or (in flags) 2 for a mistake, 3 where the model does not fit, 130 after Ctrl-C.
+Memory, operations and collectives are those of the compiled program; times are estimates, which --validate holds
+against steps that others measured. A topology without a size, e.g. --topology=v5p or --topology=h100, looks for the
+smallest machine that the model fits. The exit status is 0, 1 or (in flags) 2 for a mistake, 3 where the model does
+not fit, 130 after Ctrl-C.
 """
 
 import itertools
@@ -30,6 +32,8 @@ from lingvo_moe.training.checks import strategy_override
 from lingvo_moe.training.flags import define_experiment_flag, define_strategy_flag
 
 from . import _cli
+
+PLANS = Path(__file__).resolve().parent.parent / "docs" / "plans"  # in a checkout
 
 
 def define_flags() -> Flags:
@@ -55,7 +59,16 @@ def define_flags() -> Flags:
     flags.DEFINE_override()
     define_strategy_flag(flags)
     flags.DEFINE_float("token_budget", 1e12, "tokens of a whole run", checks.POSITIVE)
-    flags.DEFINE_path("output", "", "write the plan to this file as JSON (docs/planning.md)")
+    flags.DEFINE_boolean(
+        "validate",
+        False,
+        "show estimates beside published steps, from recorded plans (docs/validation.md)",
+    )
+    flags.DEFINE_path(
+        "output",
+        "",
+        "write the plan, or the validated steps, to this file as JSON (docs/planning.md)",
+    )
     flags.DEFINE_path(
         "html", "", "write a page about this plan, or all compared ones, to this file"
     )
@@ -70,18 +83,41 @@ def define_flags() -> Flags:
     _cli.define_known_faults_flag(flags)
     _cli.define_cache_flag(flags)
     flags.Distinct("output", "html")
-    of_new = "output variants what mesh model_params_override strategy token_budget known_faults"
+    of_new = "variants what mesh model_params_override strategy token_budget known_faults"
     flags.OnlyWith(f"{of_new} cache_dir", "it is of a new plan", model=True)
+    flags.OnlyWith("model topology compare html price", "it takes recorded plans", validate=False)
     return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
+    if args.validate:
+        return _cli.attempt("plan", lambda: validate(args.output))
+    if args.output and not args.model:
+        args.Fail("--output needs --model or --validate: it is of a new plan")
     if bool(args.model) != bool(args.topology):
         args.Fail("--model and --topology go together")
     if not args.model and not args.compare:
         args.Fail("nothing to do: give --model and --topology, or --compare")
     return _cli.attempt_compiling("plan", lambda: run(args))
+
+
+def validate(output: str) -> int:
+    """Prints estimates beside published steps, and writes them to a file, if there is one; returns the exit status."""
+    _cli.load_tensorflow()
+    from lingvo_moe.core.files import files
+    from lingvo_moe.core.pages import tables
+    from lingvo_moe.reproduction import validation
+
+    if output:
+        _cli.check_output_file(output)
+    rows = validation.held(PLANS)
+    for table in (validation.table(rows), validation.errors(rows), validation.ratios(rows)):
+        print(*tables.lines(table), sep="\n", end="\n\n")
+    if output:
+        files.write_json(output, [row.Entry() for row in rows])
+        _cli.made(output)
+    return 0
 
 
 def run(args: Flags) -> int:

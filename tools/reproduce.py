@@ -1,4 +1,5 @@
-"""Writes docs/reproduction.md, which compares the paper's systems claims with plans of the same models.
+"""Writes docs/reproduction.md, which compares the paper's systems claims with plans of the same models, and
+docs/validation.md, which holds plans against steps that others measured.
 
     python -m tools.reproduce                     # the page, its pictures from recorded plans, pipelines.svg
     python -m tools.reproduce --plans             # makes every plan again and compares: hours
@@ -17,11 +18,13 @@ from typing import Any
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
-from lingvo_moe.reproduction import goldens, making
-from lingvo_moe.reproduction.requests import GROUPS, REQUESTS
+from lingvo_moe.reproduction import goldens, making, published, requests
 
 from . import _cli
 
+# Plans of the page on reproduction, and of published steps.
+REQUESTS = {**requests.REQUESTS, **published.REQUESTS}
+GROUPS = {**requests.GROUPS, "published": tuple(published.REQUESTS)}
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -80,17 +83,21 @@ def show_list(directory: Path) -> int:
 
 def write_page(args: Flags) -> int:
     """The page and its pictures."""
-    from lingvo_moe.reproduction import page, schedules
+    from lingvo_moe.reproduction import page, schedules, validation
 
     docs = Path(args.docs)
-    recorded = goldens.read_all(docs / "plans", REQUESTS)
+    recorded = goldens.read_all(docs / "plans", requests.REQUESTS)
     compiling = goldens.read(docs / "plans", goldens.COMPILE_TIME)
     text, pictures = page.write(recorded, compiling, args.partial)
     (docs / "images").mkdir(parents=True, exist_ok=True)
     for name, data in {**pictures(), "pipelines.svg": schedules.draw()}.items():
         files.write_atomic(docs / "images" / name, data)
     files.write_atomic(docs / "reproduction.md", text.encode())
-    _cli.made(docs / "reproduction.md")
+    made = [docs / "reproduction.md"]
+    if any(goldens.path_of(docs / "plans", name).exists() for name in published.REQUESTS):
+        files.write_atomic(docs / "validation.md", validation.page(docs / "plans").encode())
+        made.append(docs / "validation.md")
+    _cli.made(*made)
     return 0
 
 

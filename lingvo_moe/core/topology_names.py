@@ -12,7 +12,7 @@ from typing import Self
 
 _SIZE = r"[1-9]\d{0,5}"
 _SIZES = re.compile(rf"{_SIZE}(?:x{_SIZE})*")
-_TPU = re.compile(r"(?:v\d{1,2}[a-z]?)?")
+_TPU = re.compile(r"(?:(?:tpu|v)\d{1,2}[a-z]?)?")
 
 
 @dataclass(frozen=True)

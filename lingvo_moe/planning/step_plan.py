@@ -209,7 +209,7 @@ def _analyse(
 ) -> dict[str, Any]:
     """The part of a plan that comes from the compiled program."""
     module = parse_module(compiled.hlo_text)
-    costs = costs_of(module, layers)
+    costs = costs_of(module, layers, tile=topology.tile)
     work = tables.work(costs, topology)
     collectives = tables.collectives(costs, topology)
     some: dict[str, Any] = {}

@@ -361,7 +361,9 @@ def test_lines_of_plans_are_those_of_the_recorded_one() -> None:
 
 
 def test_the_page_on_planning_has_the_data_sheets_figures() -> None:
-    rows = re.findall(r"^\| `(v\d\w*)` \| (.*) \|$", _text("docs/planning.md"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `((?:v|tpu)\d\w*)` \| (.*) \|$", _text("docs/planning.md"), re.MULTILINE
+    )
     assert [name for name, _ in rows] == list(CHIPS)
     for name, cells in rows:
         chip = CHIPS[name]

@@ -77,7 +77,9 @@ def executed_collective(
 ) -> CollectiveUse | None:
     """As collective_use, also for a fusion around a collective.
 
-    The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and the slice of its result.
+    The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and the slice of its result. One that runs
+    beside other work is a fusion that starts it, fusions with work that go on with it, and one that ends it; the first
+    counts.
 
     Raises:
       HloError: as collective_use.
@@ -85,6 +87,10 @@ def executed_collective(
     if instruction.opcode != "fusion":
         return collective_use(instruction, inside, module.attributes)
     fused = module.computation(instruction.called[0])
+    if fused.name.startswith("async_collective_fusion") or any(
+        '"AsyncCollectiveDone"' in each.attributes for each in fused.instructions
+    ):
+        return None
     for each in fused.instructions:
         use = collective_use(each, fused, module.attributes)
         if use is not None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 # The parts that rules here and in the planner know; a layer may declare any other.
-EMBEDDING, LOOP = "embedding", "loop"
+ATTENTION, EMBEDDING, LOOP = "attention", "embedding", "loop"
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 _WRAPPER = re.compile(

@@ -12,9 +12,9 @@ from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_kind, executed_collective
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.module import Executed, Module
-from lingvo_moe.core.hlo.parts import EMBEDDING, LOOP, NO_LAYERS, Layers, Place
+from lingvo_moe.core.hlo.parts import ATTENTION, EMBEDDING, LOOP, NO_LAYERS, Layers, Place
 from lingvo_moe.core.planner import traffic
-from lingvo_moe.core.planner.flops import MatmulFlops, Product, number_format
+from lingvo_moe.core.planner.flops import MatmulFlops, Product, in_tiles, number_format
 
 _SEARCH_LIMIT = 12  # How many neighbours to visit for an instruction without a name.
 _NO_CYCLES = ("while", "conditional", "call", "async-start", "async-done")
@@ -35,42 +35,58 @@ class Cost:
     collective: CollectiveUse | None = None  # what it sends, if it is a collective
     # The FLOPs by number format, one of `flops.FORMATS`.
     formats: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # The same with sizes rounded up to whole tiles of the matrix unit.
+    tiled: Mapping[str, int] = dataclasses.field(default_factory=dict)
     loops: tuple[str, ...] = ()  # the names of the loops in whose bodies it runs, outermost first
 
 
-def costs(module: Module, layers: Layers = NO_LAYERS, once: bool = False) -> list[Cost]:
+def costs(
+    module: Module, layers: Layers = NO_LAYERS, once: bool = False, tile: int = 1
+) -> list[Cost]:
     """Returns the cost of every executed instruction, in schedule order.
 
     Of a conditional's branches, that with the most FLOPs counts. Where devices take different branches at the same
     time, e.g. the stages of a pipeline, the others wait for it.
 
+    A loop of an attention layer, over blocks of queries and keys, counts as the one kernel that accelerators have for
+    it: its products, and each array that it carries once.
+
     Args:
       module: a scheduled program for one device.
       layers: those of the model, for the places.
       once: count a loop's body once, as XLA's own cost analysis does.
+      tile: rows and columns of the matrix unit.
 
     Raises:
       HloError: a loop's trip count or a collective's replica groups cannot be read from the text.
     """
     flops = MatmulFlops(module)
     placer = Placer(module, layers)
-    found = []
+    found: list[Cost] = []
+    kernels: set[str] = set()  # loops that count as one kernel
     for executed in module.executions(once, branches=_LongestBranch(module, flops)):
         instruction, inside = executed.instruction, executed.computation
         products = flops.products(instruction, inside)
         by_weight = sorted(products, key=lambda product: -product.flops)
-        counts = instruction.opcode not in _NO_CYCLES
+        place = placer.place(executed, [p.instruction.op_name for p in by_weight])
+        num_bytes = traffic.hbm_bytes(module, inside, instruction)
+        fused = not kernels.isdisjoint(executed.loops)
+        if instruction.opcode == "while" and place.part == ATTENTION and not fused:
+            kernels.add(instruction.name)
+            num_bytes = sum(traffic.in_hbm(array) for array in instruction.arrays)
+        counts = instruction.opcode not in _NO_CYCLES and not fused
         found.append(
             Cost(
-                place=placer.place(executed, [p.instruction.op_name for p in by_weight]),
+                place=place,
                 opcode=instruction.opcode,
                 name=instruction.name,
                 times=executed.times,
                 flops=sum(product.flops for product in products),
-                bytes=traffic.hbm_bytes(module, inside, instruction),
+                bytes=0 if fused else num_bytes,
                 estimated_cycles=attributes.estimated_cycles(instruction) if counts else 0,
                 collective=executed_collective(instruction, inside, module),
                 formats=_by_format(products),
+                tiled=_by_format(products, tile),
                 loops=executed.loops,
             )
         )
@@ -100,11 +116,11 @@ class _LongestBranch:
         return self.work[name]
 
 
-def _by_format(products: list[Product]) -> dict[str, int]:
+def _by_format(products: list[Product], tile: int = 1) -> dict[str, int]:
     sums: dict[str, int] = {}
     for product in products:
         kind = number_format(product.instruction, product.inside)
-        sums[kind] = sums.get(kind, 0) + product.flops
+        sums[kind] = sums.get(kind, 0) + (in_tiles(product, tile) if tile > 1 else product.flops)
     return sums
 
 

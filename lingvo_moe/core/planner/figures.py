@@ -153,6 +153,7 @@ def headline(plan: Plan) -> list[tuple[str, str, str]]:
         ("parameters", units.quantity(get(plan, "parameters.count")), False),
         ("peak memory a device", units.size(get(plan, "memory.peak")), False),
         ("step", units.duration(get(plan, "time.step_seconds")), True),
+        ("at least, at most", _interval(plan), True),
         (f"{unit(plan)} a second", units.number(speed(plan)), True),
         ("utilisation", units.share(get(plan, "time.utilization")), True),
     ]
@@ -175,6 +176,12 @@ def headline(plan: Plan) -> list[tuple[str, str, str]]:
         (name, value, "estimated" if estimated and value != units.DASH else "")
         for name, value, estimated in out
     ]
+
+
+def _interval(plan: Plan) -> str:
+    """The bounds of a step; a dash for a plan that has none."""
+    bounds = [get(plan, f"time.{bound}_seconds") for bound in ("lower", "upper")]
+    return units.DASH if None in bounds else ", ".join(map(units.duration, bounds))
 
 
 def _years(plan: Plan) -> str:
@@ -298,4 +305,4 @@ def _peaks(plan: Plan) -> str:
     )
 
 
-_FORMATS = {"bfloat16": "bfloat16", "tf32": "TF32", "float32": "float32"}
+_FORMATS = {"fp8": "FP8", "bfloat16": "bfloat16", "tf32": "TF32", "float32": "float32"}

@@ -15,7 +15,7 @@ from lingvo_moe.core.hlo.instructions import Computation, HloError, Instruction
 from lingvo_moe.core.hlo.module import Module
 
 # Number formats of products. A GPU multiplies float32 in TF32 unless the program demands more.
-BFLOAT16, TF32, FLOAT32 = FORMATS = ("bfloat16", "tf32", "float32")
+FP8, BFLOAT16, TF32, FLOAT32 = FORMATS = ("fp8", "bfloat16", "tf32", "float32")
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$[^"]*"')
 _CUDNN = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -28,6 +28,8 @@ _PRECISE_CALL = re.compile(
 def number_format(product: Instruction, inside: Computation) -> str:
     """The format, of FORMATS, in which a device multiplies: by the operands' dtypes and the precision demanded."""
     lhs, rhs = (operand.arrays[0] for operand in inside.operands(product)[:2])
+    if lhs.dtype.startswith("f8") and rhs.dtype.startswith("f8"):
+        return FP8
     bits = max(8 * array.num_bytes // max(1, math.prod(array.dims)) for array in (lhs, rhs))
     if bits <= 16:
         return BFLOAT16
@@ -91,6 +93,21 @@ def _convolution_flops(
 
 def _groups(instruction: Instruction, key: str) -> int:
     return int(instruction.attribute(key) or 1)
+
+
+def in_tiles(product: "Product", tile: int) -> int:
+    """FLOPs of a product whose sizes are rounded up to whole tiles of a matrix unit.
+
+    The unit holds a tile of one factor, and loading one takes as long as a tile of the other needs to stream through.
+    """
+    instruction, result = product.instruction, product.instruction.arrays[0].dims
+    if not product.flops:
+        return 0
+    summed = product.flops / (2 * math.prod(result))
+    convolves = instruction.opcode == "convolution"
+    columns = result[attributes.convolution_dims(instruction).output["f"] if convolves else -1]
+    sizes = summed, columns, math.prod(result) / columns
+    return round(product.flops * math.prod(math.ceil(n / tile) * tile / n for n in sizes))
 
 
 class Product(NamedTuple):

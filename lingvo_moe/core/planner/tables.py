@@ -4,10 +4,13 @@ A plan is a dict that JSON can hold; docs/planning.md describes its fields. Byte
 device; times are seconds for one run of the program. Bytes and FLOPs come from the compiled program.
 Times are estimates:
 
-* An instruction takes the longest of its arithmetic at peak FLOP/s, its traffic at full memory
-  bandwidth, and the cycles that the compiler counts for it.
+* An instruction takes the longest of its arithmetic at peak FLOP/s in whole tiles of the matrix unit, its traffic at
+  full memory bandwidth, and the cycles that the compiler counts for it.
 * A collective takes what the model of network/interconnect.py gives.
-* Nothing overlaps but moves from and to the hosts' memory: see memory/host_link.py.
+* Moves from and to the hosts' memory overlap as scheduled: see memory/host_link.py.
+* Nothing hides transfers between TPU slices.
+* A step takes what the machine's pace makes of its roofline, the longer of the first two of each instruction, and of
+  its collectives: see machines/pace.py. Held against measured steps, the compiler's cycles made estimates worse.
 """
 
 import math
@@ -91,9 +94,12 @@ def work(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]]:
 
 
 def compute_seconds(cost: Cost, topology: Machine) -> float:
-    """Seconds of an instruction's matrix products, each at the peak of its number format."""
+    """Seconds of an instruction's matrix products, each at the peak of its number format, in whole tiles."""
     peaks = topology.peaks
-    return sum(flops / peaks.get(kind, peaks["bfloat16"]) for kind, flops in cost.formats.items())
+    return sum(
+        flops / peaks.get(kind, peaks["bfloat16"])
+        for kind, flops in (cost.tiled or cost.formats).items()
+    )
 
 
 def _compiler_seconds(cost: Cost, topology: Machine) -> float:
@@ -168,7 +174,13 @@ def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]
         }
         if lies is not None:
             sent = interconnect.sent(kind, num_bytes, lies, topology)
-            part = "node" if isinstance(topology, Cluster) else "slice"
+            part = (
+                "node"
+                if isinstance(topology, Cluster)
+                else "slice"
+                if topology.node_devices
+                else "chip"
+            )
             row |= {
                 f"{part}s": lies.nodes,
                 f"in_{part}": lies.inside,
@@ -200,11 +212,20 @@ def time(
     network_seconds = sum(row["seconds"] for row in collective_rows)
     flops = sum(row["flops"] for row in work_rows)
     recomputed = sum(row["flops"] for row in work_rows if row["phase"] == "recompute")
-    step = busy + network_seconds + waiting
+    # Work does not hide transfers between slices: docs/validation.md.
+    between = sum(row["seconds"] for row in collective_rows if row.get("slices", 1) > 1)
+    apart = network_seconds - between, waiting + between
+    step = topology.pace.Seconds(roofline, *apart)
+    arithmetic, memory = (
+        sum(row[f"{kind}_seconds"] for row in work_rows) for kind in ("compute", "memory")
+    )
+    least, most = topology.pace.Bounds(arithmetic, memory, roofline, *apart)
     peak = step * topology.peaks["bfloat16"]
     speed = list(job.batch.values())[-1] / step
     out: dict[str, Any] = {
         "step_seconds": step,
+        "lower_seconds": least,
+        "upper_seconds": most,
         "roofline_seconds": roofline,
         "work_seconds": busy,
         "collective_seconds": network_seconds,
@@ -222,6 +243,24 @@ def time(
     out["device_years"] = days * topology.num_devices / _YEAR_DAYS
     out["chip_days"] = days * topology.num_chips
     return out
+
+
+def timed_again(plan: dict[str, Any], topology: Machine) -> dict[str, Any]:
+    """A recorded plan with the seconds that today's models of the network and of a step give for its facts."""
+    rows = []
+    for row in plan["collectives"]:
+        nodes = next((n for n in ("node", "slice", "chip") if f"{n}s" in row), "")
+        lies = interconnect.Spread(row[f"{nodes}s"], row[f"in_{nodes}"]) if nodes else None
+        one = interconnect.seconds(row["kind"], row["bytes"], row["participants"], topology, lies)
+        rows.append(row | {"seconds": row["count"] * one})
+    rows.sort(key=lambda row: -row["seconds"])
+    was = plan["time"]
+    unit = next(key for key in was if key.startswith("budget_")).removeprefix("budget_")
+    job = Job(
+        plan["model"], plan["override"], plan["what"], plan["batch"], unit, was[f"budget_{unit}"]
+    )
+    again = time(job, topology, plan["work"], rows, was.get("host_seconds", 0.0))
+    return plan | {"collectives": rows, "time": again}
 
 
 def describe_topology(topology: Machine) -> dict[str, Any]:

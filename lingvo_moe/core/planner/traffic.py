@@ -35,7 +35,7 @@ def hbm_bytes(module: Module, inside: Computation, instruction: Instruction) -> 
     read = 0.0
     for operand in dict.fromkeys(instruction.operands):
         arrays = inside.by_name[operand].arrays
-        size = float(sum(map(_hbm, arrays)))
+        size = float(sum(map(in_hbm, arrays)))
         if size and len(arrays) == 1:
             size *= _fraction(_touched(module, instruction, operand), arrays[0])
         read += size
@@ -43,7 +43,8 @@ def hbm_bytes(module: Module, inside: Computation, instruction: Instruction) -> 
     return round(read + written)
 
 
-def _hbm(array: Array) -> int:
+def in_hbm(array: Array) -> int:
+    """Bytes of an array in main memory, with the padding of tiles; 0 for one elsewhere."""
     return array.padded_bytes if array.memory_space == 0 else 0
 
 
@@ -98,16 +99,16 @@ def _results(module: Module, instruction: Instruction, operands: list[Instructio
         taken = tuple(array for operand in operands for array in operand.arrays)
         arrays = arrays[len(taken) :] if arrays[: len(taken)] == taken else arrays
     if instruction.opcode == "dynamic-update-slice":
-        return _hbm(arrays[0]) * _fraction(_size(operands[1]), arrays[0])
+        return in_hbm(arrays[0]) * _fraction(_size(operands[1]), arrays[0])
     if instruction.opcode == "scatter":
-        return sum(_hbm(array) * _fraction(2 * _size(operands[-1]), array) for array in arrays)
+        return sum(in_hbm(array) * _fraction(2 * _size(operands[-1]), array) for array in arrays)
     if instruction.opcode != "fusion":
-        return sum(map(_hbm, arrays))
+        return sum(map(in_hbm, arrays))
     written = _fusion_results(module, module.computation(instruction.called[0]))
     if len(written) != len(arrays):
-        return sum(map(_hbm, arrays))
+        return sum(map(in_hbm, arrays))
     return sum(
-        _hbm(array) * _fraction(elements, array)
+        in_hbm(array) * _fraction(elements, array)
         for array, elements in zip(arrays, written, strict=True)
     )
 

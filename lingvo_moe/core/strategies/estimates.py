@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.planner.machines.base import Machine
+from lingvo_moe.core.planner.machines.pace import AS_RATED, Pace
 from lingvo_moe.core.planner.memory.state import Held
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
@@ -49,12 +50,13 @@ class Estimate:
     idle: float = 1.0  # by how much a pipeline's idle time lengthens the work of its stages
     hosted: float = 0.0  # bytes in the memory of the device's host
     moves: float = 0.0  # seconds of the moves from and to it
+    pace: Pace = AS_RATED  # the machine's
 
     def Seconds(self, by: Correction) -> float:
         """The time of a step."""
         work = sum(seconds * by.work.get(part, 1.0) for part, seconds in self.work.items())
         computing = self.idle * (work + by.rest * self.rest)
-        return computing + by.network * self.network + by.waiting * self.moves
+        return self.pace.Seconds(computing, by.network * self.network, by.waiting * self.moves)
 
     def Bytes(self, by: Correction) -> float:
         """That one device needs."""
@@ -122,6 +124,7 @@ class Estimator:
             idle=idle,
             hosted=hosted,
             moves=moved / self._machine.host_bandwidth,
+            pace=self._machine.pace,
         )
 
     def _Idle(self, candidate: Candidate) -> float:

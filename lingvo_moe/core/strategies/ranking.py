@@ -112,7 +112,7 @@ def corrected(before: Correction, estimate: Estimate, plan: Mapping[str, Any]) -
         return Correction(dict.fromkeys(estimate.work, factor), factor, factor, _within(memory))
     work: dict[str, float] = {}
     for row in plan["work"]:
-        work[row["part"]] = work.get(row["part"], 0.0) + row["seconds"] / estimate.idle
+        work[row["part"]] = work.get(row["part"], 0.0) + row["roofline_seconds"] / estimate.idle
     for part, seconds in estimate.work.items():
         if seconds > 0:
             out.work[part] = _within(work.pop(part, 0.0) / seconds)

@@ -83,6 +83,24 @@ def test_flops_of_a_tpus_convolutions(lhs, rhs, output, attributes, flops):
     assert found["c"].flops == flops
 
 
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "output", "whole"),
+    [
+        ((256, 512), (512, 128), (256, 128), 1),
+        ((256, 64), (64, 128), (256, 128), 2),  # half of each tile's sum
+        ((256, 512), (512, 96), (256, 96), 128 / 96),
+        ((1, 512), (512, 128), (1, 128), 128),  # a single row streams through
+    ],
+)
+def test_products_fill_whole_tiles(lhs, rhs, output, whole):
+    lines = f"""  %a = {_shape(lhs)} parameter(0)
+  %b = {_shape(rhs)} parameter(1)
+  ROOT %c = {_shape(output)} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
+    (cost,) = (c for c in costs(_program(lines), tile=128) if c.name == "c")
+    assert cost.tiled == {"tf32": pytest.approx(whole * cost.flops)}
+    assert cost.formats == {"tf32": cost.flops}
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     size=st.integers(3, 9),
@@ -211,6 +229,40 @@ def test_collectives():
     assert found["done"].bytes == found["astart"].bytes == found["adone"].bytes == 0
 
 
+def test_a_collective_beside_work_counts_once_and_the_work_is_work():
+    gather = (
+        "%g = f32[8,4]{1,0} all-gather(%p), channel_id=7, replica_groups={{0,1}}, dimensions={0}"
+    )
+    fused = """
+%{name} (p: f32[4,4]) -> f32[8,4] {{
+  %p = f32[4,4]{{1,0}} parameter(0)
+  {gather}
+  ROOT %r = f32[8,4]{{1,0}} {root}
+}}
+""".format
+    call = 'custom-call(%g), custom_call_target="AsyncCollective{}"'.format
+    before = "".join(
+        fused(name=name, gather=gather, root=root)
+        for name, root in (
+            ("fused_computation.1", call("Start")),
+            (
+                "async_collective_fusion.1",
+                "dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            ),
+            ("fused_computation.2", call("Done")),
+        )
+    )
+    found = _costs(
+        """  %x = f32[4,4]{1,0} parameter(0)
+  %start = f32[8,4]{1,0} fusion(%x), kind=kCustom, calls=%fused_computation.1
+  %work = f32[8,4]{1,0} fusion(%x), kind=kOutput, calls=%async_collective_fusion.1
+  ROOT %done = f32[8,4]{1,0} fusion(%x), kind=kCustom, calls=%fused_computation.2""",
+        before,
+    )
+    assert [name for name, cost in found.items() if cost.collective is not None] == ["start"]
+    assert found["work"].flops == 2 * 8 * 4 * 4
+
+
 def test_a_fusion_of_an_all_reduce_and_its_slice_is_a_reduce_scatter():
     found = _costs(
         """  %x = f32[8,4]{1,0} parameter(0)
@@ -288,6 +340,15 @@ def test_places_of_named_and_nameless_instructions():
     assert places["new"] == ("optimizer", "source_embedding")
     assert found["y.3"].times == 9
     assert found["y.3"].flops == 2 * 4 * 8 * 8
+
+
+def test_a_loop_of_attention_counts_as_one_kernel():
+    scope = 'body=%body, metadata={op_name="call_tensorflow/m/encoder/blocks/body/layers_0/self_atten/while"}'
+    found = _costs(_MAIN.replace("body=%body", scope), _LOOP)
+    assert found["while"].bytes == 4 + 4 * 4 * 8 + 4 * 9 * 4 * 8  # what it carries
+    inside = [cost for cost in found.values() if "while" in cost.loops]
+    assert inside and all(cost.bytes == cost.estimated_cycles == 0 for cost in inside)
+    assert found["y.3"].flops == 2 * 4 * 8 * 8 and found["y.3"].times == 9
 
 
 def test_what_is_sent_to_another_slice_belongs_to_the_layer_that_computed_it():

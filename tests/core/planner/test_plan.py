@@ -32,6 +32,7 @@ def _cost(place, times=1, flops=0, num_bytes=0, cycles=0, collective=None):
         "estimated_cycles": cycles,
         "collective": collective,
         "formats": {"bfloat16": flops},
+        "tiled": {"bfloat16": flops},
         "loops": (),
     }
     return Cost(**{f.name: fields[f.name] for f in dataclasses.fields(Cost)})
@@ -93,7 +94,8 @@ def test_a_budget_costs_its_tokens_at_the_step_s_rate():
     costs = [_cost(EXPERTS, flops=CHIP.peak_flops), _all_to_all(4)]
     work, talk = tables.work(costs, POD), tables.collectives(costs, POD)
     time = tables.time(_job(budget=1e9), POD, work, talk)
-    step = 1 + talk[0]["seconds"]
+    step = POD.pace.Seconds(1, talk[0]["seconds"])
+    assert 1 < time["lower_seconds"] + 1e-9 < step < time["upper_seconds"]
     assert time["step_seconds"] == pytest.approx(step)
     assert time["utilization"] == pytest.approx(1 / step)
     assert time["tokens_per_second"] == pytest.approx(128 / step)

@@ -24,7 +24,7 @@ def _estimates():
 
 
 def _plan(work, rest, network, needed, fits=True):
-    rows = [{"part": "experts", "seconds": work}, {"part": "loss", "seconds": rest}]
+    rows = [{"part": p, "roofline_seconds": s} for p, s in (("experts", work), ("loss", rest))]
     time = {"step_seconds": work + rest + network, "collective_seconds": network}
     return {
         "memory": {"fits": fits, "needed": needed},

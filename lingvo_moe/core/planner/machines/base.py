@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lingvo_moe.core.planner.machines.pace import AS_RATED, Pace
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -17,6 +19,8 @@ class Machine:
     hbm_bandwidth: float  # bytes/s between a device and its memory
     # FLOP/s of matrix products by number format, of which 'bfloat16' is one.
     peaks: Mapping[str, float] = field(hash=False)
+    tile: int = 1  # rows and columns of its matrix unit, whole multiples of which it multiplies
+    pace: Pace = AS_RATED  # how much of these rates a step reaches
     clock_hz: float = 0.0  # rate of the cycles that the compiler counts; 0 if it counts none
     # Devices of a node (or slice), inside of which the network is faster; 0 where all devices are in one network.
     node_devices: int = 0

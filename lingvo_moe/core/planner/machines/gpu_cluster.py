@@ -15,6 +15,7 @@ from lingvo_moe.core.config.checks import either
 from lingvo_moe.core.gpu_memory import MEMORY_BYTES, usable_bytes
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.base import Machine
+from lingvo_moe.core.planner.machines.pace import pace_of
 from lingvo_moe.core.topology_names import TopologyName
 
 # What one GPU's lanes of PCI Express carry in one direction, 16 lanes, before the packets' headers.
@@ -22,6 +23,7 @@ _PCIE4 = 32e9
 _PCIE5 = 64e9
 # NVIDIA's baseboards and most servers take at most so many GPUs, in powers of two.
 NODE_SIZES = (1, 2, 4, 8)
+_TILE = 64  # the rows that a warp group of tensor cores multiplies at a time, at least
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Card:
     source: str  # where the figures come from, with what is assumed
     # Bytes/s over NVLink; 0 for a card without it, which uses PCI Express inside a node.
     nvlink_bandwidth: float = 0.0
+    node_sizes: tuple[int, ...] = NODE_SIZES  # how many GPUs its links may join
 
     @property
     def memory_bytes(self) -> int:
@@ -51,8 +54,9 @@ class Card:
         return self.nvlink_bandwidth or self.pcie_bandwidth
 
 
-def _peaks(bfloat16: float, tf32: float, float32: float) -> Mapping[str, float]:
-    return {"bfloat16": bfloat16, "tf32": tf32, "float32": float32}
+def _peaks(bfloat16: float, tf32: float, float32: float, fp8: float = 0.0) -> Mapping[str, float]:
+    """Without units for 8-bit floating point these are multiplied as bfloat16."""
+    return {"fp8": fp8 or bfloat16, "bfloat16": bfloat16, "tf32": tf32, "float32": float32}
 
 
 # NVLink: 600, 900 and 1800 GB/s in both directions together (third, fourth and fifth generation).
@@ -73,7 +77,7 @@ _H100 = Card(
     name="h100",
     label="NVIDIA H100 SXM 80 GB",
     hbm_bandwidth=3350e9,
-    peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
+    peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12, 1978.9e12),
     nvlink_bandwidth=450e9,
     pcie_bandwidth=_PCIE5,
     nic_bandwidth=50e9,
@@ -86,7 +90,7 @@ _B200 = Card(
     name="b200",
     label="NVIDIA B200 SXM 180 GB",
     hbm_bandwidth=7700e9,
-    peak_flops=_peaks(2250e12, 1100e12, 75e12),
+    peak_flops=_peaks(2250e12, 1100e12, 75e12, 4500e12),
     nvlink_bandwidth=900e9,
     pcie_bandwidth=_PCIE5,
     nic_bandwidth=50e9,
@@ -99,7 +103,7 @@ _L40S = Card(
     name="l40s",
     label="NVIDIA L40S 48 GB",
     hbm_bandwidth=864e9,
-    peak_flops=_peaks(362.05e12, 183e12, 91.6e12),
+    peak_flops=_peaks(362.05e12, 183e12, 91.6e12, 733e12),
     pcie_bandwidth=_PCIE4,
     nic_bandwidth=25e9,
     source=(
@@ -110,7 +114,7 @@ _L4 = Card(
     name="l4",
     label="NVIDIA L4 24 GB",
     hbm_bandwidth=300e9,
-    peak_flops=_peaks(121e12, 60e12, 30.3e12),
+    peak_flops=_peaks(121e12, 60e12, 30.3e12, 242.5e12),
     pcie_bandwidth=_PCIE4,
     nic_bandwidth=12.5e9,
     source=(
@@ -139,7 +143,29 @@ CARDS = {
                 "assumed, one NDR 400 Gb/s interface a GPU as in the DGX H200"
             ),
         ),
+        replace(
+            _H100,
+            name="h800",
+            label="NVIDIA H800 SXM 80 GB",
+            nvlink_bandwidth=200e9,
+            source=(
+                "NVIDIA H100 data sheet, with NVLink of 400 GB/s in both directions together (DeepSeek-V3's report, "
+                "arXiv 2412.19437); network: assumed, one NDR 400 Gb/s interface a GPU, as there"
+            ),
+        ),
         _B200,
+        replace(
+            _B200,
+            name="gb200",
+            label="NVIDIA GB200 (a GPU of it) 186 GB",
+            hbm_bandwidth=8000e9,
+            peak_flops=_peaks(2500e12, 1250e12, 75e12, 5000e12),
+            node_sizes=(*NODE_SIZES, 16, 32, 64),
+            source=(
+                "NVIDIA GB200 NVL72 data sheet, a 72nd of the rack's; memory: the B200's; a node is what NVLink joins, "
+                "of a rack's 72 the powers of two; network: assumed, one NDR 400 Gb/s interface a GPU"
+            ),
+        ),
         _L40S,
         _L4,
     )
@@ -173,14 +199,16 @@ class Cluster(Machine):
                 f"topology {name!r}: only TPUs have slices; a larger GPU cluster has more nodes, e.g."
                 f" {model}:{2 * nodes}x{gpus}"
             )
-        if gpus not in NODE_SIZES:
+        card = CARDS[model]
+        if gpus not in card.node_sizes:
             swapped = (
-                f"; the nodes come first: {model}:{gpus}x{nodes}" if nodes in NODE_SIZES else ""
+                f"; the nodes come first: {model}:{gpus}x{nodes}"
+                if nodes in card.node_sizes
+                else ""
             )
             raise PlanError(
-                f"topology {name!r}: a node of {gpus} GPUs; a node has {either(NODE_SIZES)}{swapped}"
+                f"topology {name!r}: a node of {gpus} GPUs; a node has {either(card.node_sizes)}{swapped}"
             )
-        card = CARDS[model]
         return cls(
             name=str(parsed),
             card=card,
@@ -191,6 +219,8 @@ class Cluster(Machine):
             hbm_bytes=usable_bytes(card.memory_bytes),  # what XLA's allocator has for programs
             hbm_bandwidth=card.hbm_bandwidth,
             peaks=card.peak_flops,
+            tile=_TILE,
+            pace=pace_of(card.name),
             node_devices=gpus,
             host_devices=gpus,
             host_bandwidth=card.pcie_bandwidth,

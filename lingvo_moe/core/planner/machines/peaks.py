@@ -11,6 +11,8 @@ from lingvo_moe.core.planner.machines.topology import CHIPS
 
 # By words of the name that JAX or TensorFlow gives a device, the more special ones first.
 _TPUS = (
+    ("7x", "tpu7x"),
+    ("tpu7x", "tpu7x"),
     ("v6", "v6e"),
     ("v6e", "v6e"),
     ("v5 lite", "v5e"),
@@ -21,12 +23,14 @@ _TPUS = (
     ("v3", "v3"),
 )
 _GPUS = (
+    ("GB200", CARDS["gb200"].peak_flops["bfloat16"]),
     ("B200", CARDS["b200"].peak_flops["bfloat16"]),
     ("H200 NVL", 835.5e12),
     ("H200", CARDS["h200"].peak_flops["bfloat16"]),
     ("H100 NVL", 835.5e12),
     ("H100 PCIe", 756e12),
     ("H100", CARDS["h100"].peak_flops["bfloat16"]),
+    ("H800", CARDS["h800"].peak_flops["bfloat16"]),
     ("A100", CARDS["a100"].peak_flops["bfloat16"]),
     ("L40S", CARDS["l40s"].peak_flops["bfloat16"]),
     ("L4", CARDS["l4"].peak_flops["bfloat16"]),

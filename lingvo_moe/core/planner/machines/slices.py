@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, NODE_SIZES
+from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
 from lingvo_moe.core.planner.machines.topology import CHIPS
 
 _MOST_NODES = 512
@@ -28,12 +28,13 @@ def machines(kind: str) -> Iterator[str]:
 
 
 def clusters(card: str) -> Iterator[str]:
-    """Yields topology names from one GPU up; each has twice the GPUs of the one before, in full nodes from 8 on."""
-    for gpus in NODE_SIZES:
+    """Yields topology names from one GPU up; each has twice the GPUs of the one before, in full nodes from two on."""
+    sizes = CARDS[card].node_sizes
+    for gpus in sizes:
         yield f"{card}:1x{gpus}"
     nodes = 2
     while nodes <= _MOST_NODES:
-        yield f"{card}:{nodes}x{NODE_SIZES[-1]}"
+        yield f"{card}:{nodes}x{sizes[-1]}"
         nodes *= 2
 
 

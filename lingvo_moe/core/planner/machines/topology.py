@@ -14,6 +14,7 @@ from typing import Any
 from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.base import Machine
+from lingvo_moe.core.planner.machines.pace import pace_of
 from lingvo_moe.core.topology_names import TopologyName
 
 _GIB = 2**30
@@ -39,6 +40,8 @@ class Chip:
     # Bytes/s per chip to other slices over the data-centre network, in one direction: its share of its host's network
     # interfaces. 0 where no figure is published.
     dcn_bandwidth: float = 0.0
+    tile: int = 128  # rows and columns of a matrix unit
+    fp8_flops: float = 0.0  # FLOP/s per device of products of 8-bit numbers; 0: as bfloat16
     host_of_eight: bool = False  # whether a slice of 2x4 chips has one host, with twice the memory
 
 
@@ -115,6 +118,22 @@ CHIPS = {
             host_memory=720 * 10**9,
             host_of_eight=True,
             dcn_bandwidth=25.6e12 / 8 / 256,
+            tile=256,
+        ),
+        Chip(
+            generation="tpu7x",
+            devices_per_chip=2,
+            hbm_bytes=int(94.75 * _GIB),
+            peak_flops=2307e12 / 2,
+            hbm_bandwidth=7370e9 / 2,
+            link_bandwidth=100e9,
+            clock_hz=2200e6,
+            max_dims=(16, 16, 36),
+            host_bandwidth=32e9,
+            host_memory=960 * 10**9,
+            dcn_bandwidth=100e9 / 8,
+            tile=256,
+            fp8_flops=4614e12 / 2,
         ),
     )
 }
@@ -167,7 +186,10 @@ class Topology(Machine):
             num_chips=slices * chips,
             hbm_bytes=chip.hbm_bytes,
             hbm_bandwidth=chip.hbm_bandwidth,
-            peaks={"bfloat16": chip.peak_flops},  # in which float32 is multiplied too, by default
+            # In bfloat16 float32 is multiplied too, by default.
+            peaks={"bfloat16": chip.peak_flops, "fp8": chip.fp8_flops or chip.peak_flops},
+            tile=chip.tile,
+            pace=pace_of(generation),
             clock_hz=chip.clock_hz,
             node_devices=chips * each if slices > 1 else 0,
             host_devices=(8 if one_host_of_eight else min(4, chips)) * each,

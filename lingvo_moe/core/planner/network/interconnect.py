@@ -27,7 +27,7 @@ def seconds(
         participants: devices in one replica group. All groups work at the same time.
         machine: the slice or the cluster.
         spread: how each group lies in a cluster's nodes, or in several slices; None: in as few of them as can be.
-            Inside a slice each group is a box of neighbouring chips.
+            Inside a slice each group is a box of neighbouring chips; there it may say how it lies in the chips.
 
     Returns:
         Seconds; 0 for one participant.
@@ -48,7 +48,7 @@ def seconds(
     if isinstance(machine, Ring):
         return _ring_seconds(kind, num_bytes, participants, machine)
     if isinstance(machine, Topology) and not machine.node_devices:
-        return torus.seconds(kind, num_bytes, participants, machine)
+        return torus.seconds(kind, num_bytes, participants, machine, spread)
     lies = spread or two_levels.compact(participants, machine.node_devices)
     if isinstance(machine, Topology):
         return slices_network.seconds(kind, num_bytes, lies, machine)
@@ -66,8 +66,13 @@ def _ring_seconds(kind: str, num_bytes: float, count: int, ring: Ring) -> float:
 
 
 def spread(groups: Groups, machine: Machine) -> Spread | None:
-    """Counts the nodes of a cluster, or the slices, that each group of devices spans; None where there are none."""
+    """Counts the nodes of a cluster, or the slices, that each group of devices spans; None where there are none.
+
+    Inside a single slice whose chips have several devices it counts the chips.
+    """
     size = machine.node_devices
+    if not size and groups and isinstance(machine, Topology) and machine.chip.devices_per_chip > 1:
+        size = machine.chip.devices_per_chip
     return two_levels.spread(groups, size) if size else None
 
 

@@ -5,8 +5,9 @@ hosts exchange it over the data-centre network (DCN). What a device sends betwee
 All-reduce, all-gather and reduce-scatter are hierarchical, one level after the other, as the compiled program does
 them: it reduces inside the slice first, so that between slices each device sends only its share.
 
-Nothing is fitted and nothing here was measured. Each chip has its share of its host's network interfaces; the network
-itself is no bottleneck.
+Nothing is fitted. Each chip has its share of its host's network interfaces; the network itself is no bottleneck.
+Slices exchange in a ring, since measured steps on 1 to 32 slices grow with their number and not with its logarithm
+(docs/validation.md).
 """
 
 from lingvo_moe.core.planner.machines.topology import Topology
@@ -31,7 +32,7 @@ def seconds(kind: str, num_bytes: float, lies: Spread, topology: Topology) -> fl
     if lies.nodes == 1:
         return inside
     moved = two_levels.sent(kind, num_bytes, lies).between
-    steps = two_levels.steps_between(kind, lies)
+    steps = 1 if kind in two_levels.DIRECT else PASSES.get(kind, 1) * (lies.nodes - 1)
     return inside + moved / topology.dcn_bandwidth + steps * SECONDS_PER_STEP
 
 
@@ -42,6 +43,6 @@ def describe(topology: Topology) -> str:
         f"{topology.name} has {topology.slices} slices, joined by the data-centre network: a chip's share of its host's"
         f" interfaces carries {chip.dcn_bandwidth / 1e9:g} GB/s each way (data sheet, not measured). All-reduce,"
         " all-gather and reduce-scatter are hierarchical: between slices a device sends only its share of its slice's"
-        " data, after or before the part inside the slice. Each step between slices adds"
+        " data, after or before the part inside the slice, in a ring. Each step between slices adds"
         f" {SECONDS_PER_STEP * 1e6:g} us, which is an assumption. Inside a slice: "
     )

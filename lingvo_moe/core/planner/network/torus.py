@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from lingvo_moe.core.planner.machines.topology import Topology
+from lingvo_moe.core.planner.network.two_levels import Spread
 
 # Assumptions, of the order commonly quoted for TPUs; no data sheet gives them.
 SECONDS_PER_HOP = 1e-6
@@ -23,25 +24,34 @@ class _Group:
     dims: tuple[int, ...]  # chips in each dimension
     wraps: tuple[bool, ...]  # whether each dimension closes to a ring
     devices_per_chip: int  # devices of the group on each chip
+    sharing: int = 1  # groups that send over the links of each chip
 
     @property
     def chips(self) -> int:
         return math.prod(self.dims)
 
 
-def seconds(kind: str, num_bytes: float, participants: int, topology: Topology) -> float:
+def seconds(
+    kind: str,
+    num_bytes: float,
+    participants: int,
+    topology: Topology,
+    lies: Spread | None = None,
+) -> float:
     """Estimates how long one collective of at least two participants takes; see network.seconds.
 
-    All groups work at the same time, each in its own box of neighbouring chips.
+    All groups work at the same time, each in its own box of neighbouring chips; those of the devices of one chip share
+    its links.
     """
-    group = _group(participants, topology)
+    on_chip = lies.inside if lies else min(topology.chip.devices_per_chip, participants)
+    group = _group(participants, topology, on_chip)
     bandwidth = topology.chip.link_bandwidth
     if group.chips == 1 and (kind != "collective-permute" or topology.slice_chips == 1):
         # All participants are on one chip, so the data goes through its memory and over no link. Not
         # for a permute: its group is a pair, and most pairs lie on two chips.
         return SECONDS_PER_OPERATION + num_bytes / topology.chip.hbm_bandwidth
     link_bytes, hops = _load(kind, num_bytes, group)
-    return SECONDS_PER_OPERATION + link_bytes / bandwidth + hops * SECONDS_PER_HOP
+    return SECONDS_PER_OPERATION + group.sharing * link_bytes / bandwidth + hops * SECONDS_PER_HOP
 
 
 def describe(topology: Topology) -> str:
@@ -88,9 +98,8 @@ def _load(kind: str, num_bytes: float, group: _Group) -> tuple[float, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _group(participants: int, topology: Topology) -> _Group:
+def _group(participants: int, topology: Topology, on_chip: int) -> _Group:
     """The most compact box of chips that holds `participants` devices; part of a ring is a line."""
-    on_chip = min(topology.chip.devices_per_chip, participants)
     chips = math.ceil(participants / on_chip)
     sizes = [[n for n in range(1, size + 1) if size % n == 0] for size in topology.dims]
     boxes = [box for box in itertools.product(*sizes) if math.prod(box) >= chips]
@@ -99,7 +108,7 @@ def _group(participants: int, topology: Topology) -> _Group:
         wrap and part == size
         for wrap, part, size in zip(topology.wraps, dims, topology.dims, strict=True)
     )
-    return _Group(dims, wraps, on_chip)
+    return _Group(dims, wraps, on_chip, topology.chip.devices_per_chip // on_chip)
 
 
 def _fewest_links(chips: int, wraps: bool) -> int:

@@ -20,5 +20,5 @@ def test_they_double_up_to_the_pod(generation):
 def test_clusters_double_from_one_gpu_and_fill_nodes(card):
     clusters = [Cluster.parse(name) for name in machines(card)]
     assert [c.num_devices for c in clusters] == [2**i for i in range(len(clusters))]
-    assert all(c.nodes == 1 or c.gpus_per_node == 8 for c in clusters)
+    assert all(c.nodes == 1 or c.gpus_per_node == CARDS[card].node_sizes[-1] for c in clusters)
     assert clusters[-1].num_devices >= 4096

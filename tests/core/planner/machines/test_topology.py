@@ -15,6 +15,7 @@ SMALLEST = {
     "v5e": "v5e:2x2",
     "v5p": "v5p:2x2x1",
     "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
 }
 
 

@@ -1,0 +1,65 @@
+"""Published steps: each is a request that can be planned, and the committed page is that of the recorded plans."""
+
+import math
+
+import pytest
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.planner.machines.machine import parse_machine
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.reproduction import validation
+from lingvo_moe.reproduction.published import FITTED, RATIOS, ROWS, WHY
+from tools.import_graph import ROOT
+
+PLANS = ROOT / "docs" / "plans"
+
+
+@pytest.fixture(scope="module")
+def held():
+    return validation.held(PLANS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.number)
+def test_each_is_a_request_for_a_mesh_over_its_machine(row):
+    params = registry.GetParams(row.wanted.model, row.wanted.override)
+    assert Mesh.parse(row.wanted.mesh).size == parse_machine(row.wanted.topology).num_devices
+    tokens = params.input.batch_size * params.input.target_length
+    assert tokens % Mesh.parse(row.wanted.mesh).axis_size(params.task.activation_split["B"]) == 0
+
+
+def test_each_is_one_row():
+    numbers = [row.number for row in ROWS]
+    assert len(numbers) == len(set(numbers))
+    assert set(numbers) >= {*FITTED, *WHY, *(n for one, other, _ in RATIOS for n in (one, other))}
+
+
+def test_counts_of_operations_are_those_of_the_sources():
+    by = {row.number: row.seconds for row in ROWS}
+    # Steps that the sources state beside the rates from which ours follow.
+    assert by["9"] == pytest.approx(7.30, rel=2e-3) and by["13"] == pytest.approx(42.4, rel=2e-3)
+    assert by["15 x16"] == pytest.approx(11.14, rel=2e-3)
+
+
+def test_the_committed_page_is_that_of_the_recorded_plans():
+    text = (ROOT / "docs" / "validation.md").read_text("utf-8")
+    assert text == validation.page(PLANS), "stale: run make reproduction"
+
+
+def test_errors_are_within_what_was_asked_for(held):
+    clear = [h for h in held if not h.row.doubt]
+    for device, most in (("tpu", 0.12), ("gpu", 0.20)):
+        rows = [h for h in clear if h.row.device == device]
+        assert validation.median(rows) <= most
+        assert validation.median([h for h in rows if not h.row.fitted]) <= 1.5 * most
+    assert all(h.bounded for h in clear)
+    for h in held:
+        entry = h.Entry()
+        assert 0 < entry["lower_seconds"] <= entry["estimated_seconds"] <= entry["upper_seconds"]
+
+
+def test_slices_lengthen_a_step_as_measured(held):
+    by = {h.row.number: h for h in held}
+    for one, other, _ in RATIOS:
+        if one in by and other in by and "x" in other:
+            ratio = by[other].ratio / by[one].ratio
+            assert math.isclose(ratio, 1.0, abs_tol=0.1)
