@@ -61,7 +61,7 @@ def test_the_others_go_on_when_one_is_killed(tmp_path):
             process.kill()
             process.wait()
     said = log.read_text()
-    assert re.search(r"^process 2 on .*, at step [0-9]+: has not answered for 5 s", said, re.M)
+    assert re.search(r"^process 2 on .*, at step [0-9]+: has not answered for (5|10) s", said, re.M)
     assert "going on with 2 of 3 processes, mesh data:2, from the newest checkpoint" in said
     found = losses(run)
     last = RunDir(run).steps[-1]
