@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # they import NumPy or TensorFlow
     from lingvo_moe.tasks.lm.generator import Generator
     from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+    from lingvo_moe.tasks.mt.input.preparing.beam import BeamRunner
     from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 
 _T = TypeVar("_T")
@@ -188,6 +189,28 @@ def mesh_of(args: Flags, params: Params) -> "Mesh":
     from lingvo_moe.training.meshes import make_mesh
 
     return make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
+
+
+def define_runner_flags(flags: Flags) -> None:
+    """Defines --runner and --runner_option, which beam_runner reads."""
+    with flags.Section("many machines, with Apache Beam (docs/data.md)"):
+        help = "the runner of Apache Beam that does the work, e.g. FnApiRunner or FlinkRunner (default: none)"
+        flags.DEFINE_string("runner", None, help)
+        flags.DEFINE_multi_string(
+            "runner_option", "an option of the pipeline, e.g. direct_num_workers=4"
+        )
+    flags.OnlyWith("runner_option", "no pipeline is run", runner=True)
+
+
+def beam_runner(args: Flags) -> "BeamRunner | None":
+    """The runner of --runner, if it is given. Raises DataError: Beam is not installed, or has no such runner."""
+    if args.runner is None:
+        return None
+    from lingvo_moe.tasks.mt.input.preparing.beam import BeamRunner
+
+    runner = BeamRunner(args.runner, tuple(args.runner_option))
+    runner.Check()
+    return runner
 
 
 def define_known_faults_flag(flags: Flags) -> None:

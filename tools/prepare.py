@@ -160,6 +160,8 @@ def _define_size_flags(flags: Flags) -> None:
         "processes, of some 200 MB each; two of them also hold the sample for the vocabularies",
         checks.Integer(1, 1024),
     )
+    _cli.define_runner_flags(flags)
+    flags.OnlyWith("workers", "the runner's options say how many it has", runner=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -219,6 +221,7 @@ def _options(args: Flags, experiment: Params | None) -> PrepareOptions:
         args.pairs_per_shard,
         args.workers,
         tuple(args.tfds),
+        _cli.beam_runner(args),
         rows,
     )
 

@@ -3,27 +3,35 @@
     python -m tools.translate --saved_model=DIR <lines.txt >translations.txt
     python -m tools.translate --logdir=RUN --input=lines.txt --output=translations.txt
     python -m tools.translate --saved_model=DIR            (at a terminal: line by line)
+    python -m tools.translate --saved_model=DIR --input=lines.txt --output=translations.txt --runner=FlinkRunner
 
 Only a newline ends a line. Blank lines stay blank; bytes that are not UTF-8 are read as unknown
 characters; a line that is too long is truncated, with a warning. An output file appears when it is complete; a pipe or
-a device is written line by line.
+a device is written line by line. With --runner, the same command resumes after Ctrl-C or another interruption.
 """
 
 import contextlib
 import io
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.tasks.mt.decoding import blocks
 from lingvo_moe.tasks.mt.decoding.line_stream import translation_of
+from lingvo_moe.tasks.mt.input.made_once import clear_others, settings_key, work_directory
 
 from . import _cli, _lines
 
 if TYPE_CHECKING:  # they import TensorFlow
     from lingvo_moe.tasks.mt.decoding.translator import Translator
+    from lingvo_moe.tasks.mt.input.preparing.beam import BeamRunner
     from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
+
+_BATCHES = 64  # that a job of a runner translates
 
 
 def define_flags() -> Flags:
@@ -32,6 +40,9 @@ def define_flags() -> Flags:
     _cli.define_model_flags(flags)
     _lines.define_flags(flags, "lines to translate")
     _cli.define_search_flags(flags)
+    _cli.define_runner_flags(flags)
+    because = "workers read exported models and files"
+    flags.OnlyWith("runner", because, saved_model=True, input=True, output=True)
     return flags
 
 
@@ -42,16 +53,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
+        runner = _cli.beam_runner(args)
         _cli.load_tensorflow()
         translator, _ = _cli.open_translator(args)
         if args.language and not translator.languages:
             raise ValueError(
                 f"--language={args.language} has no effect: this model does not route by language; leave it out"
             )
+        if runner:
+            return _with_beam(args, runner, source, sink)
         if not args.input and not args.output and sys.stdin.isatty():
             return _converse(translator, args.language)
         answer = translation_of(lambda lines: translator.Translate(lines, args.language))
         return _lines.answer_all("translate", args, answer, source, sink)
+
+
+def _with_beam(
+    args: Flags, runner: "BeamRunner", source: BinaryIO, sink: AbstractContextManager[BinaryIO]
+) -> int:
+    """Has workers translate blocks of the input, then writes all as a translator of this process would."""
+    from lingvo_moe.tasks.mt.serving.saved_translator import MANIFEST
+
+    inputs, model, output = (Path(p).resolve() for p in (args.input, args.saved_model, args.output))
+    of_input, of_model = inputs.stat(), (model / MANIFEST).read_text()
+    changes = (str(inputs), of_input.st_size, of_input.st_mtime_ns)
+    key = settings_key([changes, of_model, args.batch_size, _BATCHES, args.language])
+    with work_directory(output, "translating") as work:
+        clear_others(work, key)
+        jobs = [
+            blocks.BlockJob(
+                str(inputs),
+                *at,
+                args.batch_size,
+                str(model),
+                args.language,
+                str(work / key / f"{i:06d}"),
+            )
+            for i, at in enumerate(blocks.blocks_of(inputs, _BATCHES * args.batch_size))
+        ]
+        made = runner.Run(blocks.answer_block, jobs)
+        return _lines.answer_all("translate", args, blocks.answers_in(made), source, sink)
 
 
 def _converse(translator: "Translator | SavedTranslator", language: str | None) -> int:

@@ -40,12 +40,14 @@ def test_the_lowest_versions_are_those_that_are_tested():
 
 @pytest.mark.parametrize("requirement", _ALL, ids=str)
 def test_a_checkout_has_versions_in_the_ranges(requirement):
-    pinned = _pinned("requirements.lock.txt") | _pinned("requirements-gpu.txt")
+    files = "requirements.lock.txt", "requirements-gpu.txt", "requirements-beam.txt"
+    pinned = {name: version for file in files for name, version in _pinned(file).items()}
     assert pinned[canonicalize_name(requirement.name)] in requirement.specifier
 
 
 def test_what_the_code_imports_is_in_the_package_and_nothing_else():
-    files = "requirements.txt", "requirements-gpu.txt", "requirements-corpus.txt"
+    optional = (f"requirements-{name}.txt" for name in ("gpu", "beam", "corpus"))
+    files = "requirements.txt", *optional
     wanted = {name for file in files for name in _pinned(file)}
     assert {canonicalize_name(r.name) for r in _ALL} == wanted
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import toy_translation
+from apache_beam_installed import A_CORPUS, NO_BEAM
 from stand_ins import Done, StandIns, Through, anything
 
 from lingvo_moe import trainer
@@ -45,7 +46,7 @@ tfds=opus/medical packages=Babel demo.model=mt.M4Tiny compare_experts.only=dense
 reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_params memory=4
 language_column=3 num_devices=4 soak.num_devices=2 max_waiting_lines=99999 max_lines=7 average_last=2
 source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2
-steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25
+steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25 runner=SparkRunner runner_option=parallelism=2
 """
 _SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
 # The trainer's flags go with --mode=eval, too, so that its command only needs that flag.
@@ -163,7 +164,7 @@ _TRAINED = ["--model=mt.M4Tiny", "--data_dir=DATA", "--logdir=NEW"]
 
 
 COMMANDS = [
-    Command("translate", _EXPORTED, [[_MODEL], [_RUN]]),
+    Command("translate", {**_EXPORTED, **NO_BEAM}, [[_MODEL], [_RUN], [_MODEL, *A_CORPUS]]),
     Command(
         "generate",
         {
@@ -278,11 +279,12 @@ COMMANDS += [
     Command(
         "prepare",
         {
+            **NO_BEAM,
             "tools.prepare:prepare": {},
             "tools.prepare:_report": Through(lambda *_: None),
             "tools.prepare:_print_next": Through(lambda *_: None),
         },
-        [["--input=DATA", "--output=o"]],
+        [["--input=DATA", "--output=o"], ["--input=DATA", "--output=o", "--runner=FnApiRunner"]],
     ),
     Command(
         "report",

@@ -154,6 +154,14 @@ def _name_in_place(error: OSError, temp: Path, path: Path) -> None:
         error.filename = os.fspath(path / named.relative_to(temp))
 
 
+def link_or_copy(path: Path, target: Path) -> None:
+    """Gives a file another name, too; a copy, where the disk has no links. Raises OSError: it cannot be written."""
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copyfile(path, target)
+
+
 def clear_leftovers(path: Path) -> None:
     """Deletes temporary files that killed writers of `path` left. Call it only if nobody is writing `path`."""
     for left in path.parent.iterdir():

@@ -4,12 +4,18 @@ An undamaged directory is used again; a damaged one is made again.
 """
 
 import contextlib
+import fcntl
+import hashlib
+import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from lingvo_moe.core.files import files
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest, write_manifest
+from lingvo_moe.tasks.mt.input.errors import DataError
 
 _LIST = "files.sha256"
 _log = logging.getLogger(__name__)
@@ -43,3 +49,37 @@ def making(directory: Path) -> Iterator[Path]:
     with files.replaced_directory(directory) as temp:
         yield temp
         write_manifest(temp, _LIST)
+
+
+@contextlib.contextmanager
+def work_directory(output: Path, doing: str) -> Iterator[Path]:
+    """Yields the hidden directory beside `output` for what is made on the way to it; removed after success.
+
+    `doing` is what happens to the output, e.g. "preparing".
+
+    Raises DataError: another process of this machine works there.
+    """
+    work = output.with_name(f".{output.name}.{doing}")
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise DataError(f"another process is {doing} {output}; wait until it is done") from e
+        yield work
+        shutil.rmtree(work)
+
+
+def clear_others(work: Path, *keys: str) -> None:
+    """Removes from a work directory what other settings than those of the keys left, and what was cut off."""
+    for path in work.iterdir():
+        if path.is_dir() and not path.name.endswith(keys):
+            shutil.rmtree(path)
+        elif path.is_dir():
+            for cut_off in path.glob(".*"):
+                shutil.rmtree(cut_off, ignore_errors=True)
+
+
+def settings_key(settings: Any) -> str:
+    """Names settings, which JSON can hold."""
+    return hashlib.blake2b(json.dumps(settings).encode(), digest_size=8).hexdigest()

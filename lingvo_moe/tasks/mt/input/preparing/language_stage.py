@@ -3,17 +3,21 @@
 import dataclasses
 import gzip
 import heapq
+import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lingvo_moe.core.files import files
 from lingvo_moe.tasks.mt.input.corpus import split
 from lingvo_moe.tasks.mt.input.corpus.clean import sentence_key
 from lingvo_moe.tasks.mt.input.made_once import make_once
 from lingvo_moe.tasks.mt.input.prepared import content_digest
-from lingvo_moe.tasks.mt.input.preparing.dedup import keep_first
+from lingvo_moe.tasks.mt.input.preparing.dedup import hashes_in, keep_first, marked
 from lingvo_moe.tasks.mt.input.preparing.formats import read_source
 from lingvo_moe.tasks.mt.input.preparing.read_stage import held_out_pair
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
@@ -34,7 +38,14 @@ class LanguageJob:
     dev_sources: tuple[Source, ...] | None
     fields: Fields  # for `dev_sources`
     max_dev: int  # the most that are drawn
+    block: int  # pairs that are compressed together, so that they can be read alone
     output: str  # the directory to make
+    # A directory of files with the places of the pairs to keep, uint64; None to look for duplicates.
+    firsts: str | None = None
+
+    def Hashes(self) -> list[Path]:
+        """The files of the hashes of its pairs, in order."""
+        return [p for part in self.parts if (p := Path(part) / f"{self.lang}.hashes").exists()]
 
 
 def language_stage(job: LanguageJob, report: Callable[[int], None]) -> str:
@@ -48,12 +59,8 @@ def language_stage(job: LanguageJob, report: Callable[[int], None]) -> str:
     """
 
     def write(directory: Path) -> None:
-        kept, total = _write_train(job, directory)
-        dev = _write_dev(job, directory)
-        summary: dict[str, Any] = {"kept": kept, "duplicates": total - kept, "dev": dev}
-        if kept:
-            path = directory / TRAIN
-            summary |= {"bytes": path.stat().st_size, "digest": content_digest(path)}
+        summary = _write_train(job, directory)
+        summary["dev"] = _write_dev(job, directory)
         files.write_atomic(directory / SUMMARY, json.dumps(summary).encode())
 
     made = make_once(job.output, write)
@@ -61,22 +68,25 @@ def language_stage(job: LanguageJob, report: Callable[[int], None]) -> str:
     return made
 
 
-def _write_train(job: LanguageJob, directory: Path) -> tuple[int, int]:
-    """Returns how many pairs were written and how many there were."""
+def _write_train(job: LanguageJob, directory: Path) -> dict[str, Any]:
+    """Writes the training pairs. Returns what the summary says of them."""
     work = directory / "work"
     work.mkdir()
-    hashes = [p for part in job.parts if (p := Path(part) / f"{job.lang}.hashes").exists()]
-    keep = keep_first(hashes, work)
+    hashes = job.Hashes()
+    if job.firsts is None:
+        keep = keep_first(hashes, work)
+    else:
+        places = (np.fromfile(path, "<u8") for path in Path(job.firsts).glob("*"))
+        keep = marked(hashes_in(hashes), places, work)
     kept = int(keep.sum())
+    about: dict[str, Any] = {"kept": kept, "duplicates": keep.size - kept, "dev": 0}
     if kept:
-        lines = _lines(job, "tsv")
-        _write(directory / TRAIN, (line for line, keeps in zip(lines, keep) if keeps))
-    total = keep.size
+        lines, path = _lines(job, "tsv"), directory / TRAIN
+        starts = _write(path, (line for line, keeps in zip(lines, keep) if keeps), job.block)
+        about |= {"bytes": path.stat().st_size, "digest": content_digest(path), "blocks": starts}
     del keep
-    for path in work.iterdir():
-        path.unlink()
-    work.rmdir()
-    return kept, total
+    shutil.rmtree(work)
+    return about
 
 
 def _write_dev(job: LanguageJob, directory: Path) -> int:
@@ -86,7 +96,7 @@ def _write_dev(job: LanguageJob, directory: Path) -> int:
         lines = _drawn(job)
         if not lines:
             return 0
-        _write(directory / DEV, iter(lines))
+        _write(directory / DEV, iter(lines), job.block)
         return len(lines)
     count = 0
 
@@ -100,7 +110,7 @@ def _write_dev(job: LanguageJob, directory: Path) -> int:
                     yield f"{given_source}\t{target}\n".encode()
 
     path = directory / DEV
-    _write(path, given())
+    _write(path, given(), job.block)
     if not count:
         path.unlink()
     return count
@@ -130,14 +140,16 @@ def _lines(job: LanguageJob, kind: str) -> Iterator[bytes]:
                 yield from file
 
 
-def _write(path: Path, lines: Iterator[bytes]) -> None:
+def _write(path: Path, lines: Iterator[bytes], block: int) -> list[int]:
+    """Writes a compressed file, a stream of gzip for each `block` lines. Returns where each begins, in bytes."""
+    starts = []
     with files.open_to_write(path) as raw:
-        # No name and no time in the header: the same data is the same bytes.
-        with gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as file:
-            waiting: list[bytes] = []
-            for line in lines:
-                waiting.append(line)
-                if len(waiting) == _WRITTEN_AT_ONCE:
-                    file.write(b"".join(waiting))
-                    waiting = []
-            file.write(b"".join(waiting))
+        while first := list(itertools.islice(lines, min(block, _WRITTEN_AT_ONCE))):
+            starts.append(raw.tell())
+            # No name and no time in the header: the same data is the same bytes.
+            with gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as file:
+                file.write(b"".join(first))
+                rest = itertools.islice(lines, block - len(first))
+                while some := list(itertools.islice(rest, _WRITTEN_AT_ONCE)):
+                    file.write(b"".join(some))
+    return starts

@@ -1,21 +1,17 @@
 """Makes a prepared data set from parallel text, in four stages; the results of each are kept until all are done.
 
 read (a job a source) -> languages (a job a language: duplicates, held-out pairs) -> vocabularies -> records (a job a
-language). A job writes into a directory beside the output, named by the settings that it depends on. So the same
-command resumes where it was stopped, and with other vocabulary sizes the text is not read again.
+block of a language). A job writes into a directory beside the output, named by the settings that it depends on. So
+the same command resumes where it was stopped, and with other vocabulary sizes the text is not read again.
 """
 
-import contextlib
 import dataclasses
-import fcntl
-import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +25,24 @@ from lingvo_moe.tasks.mt.input.corpus import split
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST, list_of
 from lingvo_moe.tasks.mt.input.lengths import loss_of, measure, of_targets
+from lingvo_moe.tasks.mt.input.made_once import clear_others, settings_key, work_directory
 from lingvo_moe.tasks.mt.input.mixing import temperature_weights
 from lingvo_moe.tasks.mt.input.preparing import language_stage as languages
 from lingvo_moe.tasks.mt.input.preparing import read_stage as reading
 from lingvo_moe.tasks.mt.input.preparing import token_stages as tokens
+from lingvo_moe.tasks.mt.input.preparing.beam import BeamRunner
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Found, Source, find_sources
 from lingvo_moe.tasks.mt.input.preparing.table import all_languages
 from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
 from lingvo_moe.tasks.mt.input.records import Records, records_key, write_contents
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
-from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD, lengths_file, shard_file
+from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, load_vocabularies
 from lingvo_moe.tasks.mt.input.vocabulary import VocabularyTooLarge
 
-_VERSION = 2  # change it when the same settings would give other data
+_VERSION = 3  # change it when the same settings would give other data
+_BLOCK = PAIRS_PER_SHARD  # the pairs of a language that a job tokenises, about
 _SMALL = 2_000_000  # bytes that one process reads before others would have started
 _log = logging.getLogger(__name__)
 
@@ -64,6 +63,7 @@ class PrepareOptions:
     pairs_per_shard: int = PAIRS_PER_SHARD  # the most pairs in a shard
     workers: int = 1  # processes
     tfds: tuple[str, ...] = ()  # names of TFDS builders to read too
+    beam: BeamRunner | None = None  # runs the jobs instead of processes of this machine
     # The source and target lengths of the experiment's rows, or those of the target alone, whose loss is reported;
     # none: not known.
     rows: tuple[int, ...] = ()
@@ -97,24 +97,10 @@ def prepare(
     found.train += [Source("tfds", name, None) for name in options.tfds]
     for note in found.notes:
         _log.warning("%s", note)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    work = output.with_name(f".{output.name}.preparing")
-    with _alone(work, output):
+    with work_directory(output, "preparing") as work:
         summary = _Preparation(found, work, options, progress).Run(output)
         files.clear_leftovers(output)  # of a run that was killed while it put all in place
-        shutil.rmtree(work)
     return summary
-
-
-@contextlib.contextmanager
-def _alone(work: Path, output: Path) -> Iterator[None]:
-    work.mkdir(exist_ok=True)
-    with open(work / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise DataError(f"another process is preparing {output}; wait until it is done") from e
-        yield
 
 
 class _Preparation:
@@ -134,19 +120,16 @@ class _Preparation:
             dataclasses.asdict(options.rules),
             (share, options.max_dev),
         ]
-        self._read_key = _key(read)
+        # Whole shards: a job makes those of a block, and small ones are not worth a job each.
+        self._block = options.pairs_per_shard * max(1, _BLOCK // options.pairs_per_shard)
+        self._read_key = settings_key([_VERSION, read])
+        self._languages_key = settings_key([self._read_key, self._block])
         vocab = options.vocab
         sizes = (vocab.source_size, vocab.target_size, vocab.temperature, vocab.max_sentences)
-        self._vocab_key = _key([self._read_key, sizes])
-        self._records_key = _key([self._vocab_key, options.pairs_per_shard])
-        keys = (self._read_key, self._vocab_key, self._records_key)
-        for path in work.iterdir():
-            # What other settings left, and what was cut off while it was written.
-            if path.is_dir() and not path.name.endswith(keys):
-                shutil.rmtree(path)
-            elif path.is_dir():
-                for cut_off in path.glob(".*"):
-                    shutil.rmtree(cut_off, ignore_errors=True)
+        self._vocab_key = settings_key([self._languages_key, sizes])
+        self._records_key = settings_key([self._vocab_key, options.pairs_per_shard])
+        keys = (self._read_key, self._languages_key, self._vocab_key, self._records_key)
+        clear_others(work, *keys)
         self._tables: dict[str, reading.LanguageCounts] = {}
         self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
         self._given = reading.GivenHeldOut()
@@ -207,7 +190,7 @@ class _Preparation:
 
     def _Languages(self) -> dict[str, str]:
         """Makes the training and held-out files; returns a directory for each language that has pairs."""
-        place = self._Place("languages", self._read_key)
+        place = self._Place("languages", self._languages_key)
         langs = {lang for lang in self._tables if lang != reading.NO_LANGUAGE}
         langs |= self._given.sources.keys()
         jobs = [
@@ -217,10 +200,16 @@ class _Preparation:
                 tuple(self._given.sources.get(lang, ())) if self._found.dev else None,
                 self._options.fields,
                 self._options.max_dev,
+                self._block,
                 str(place / lang),
             )
             for lang in sorted(langs)
         ]
+        if beam := self._options.beam:
+            firsts = self._Place("firsts", self._read_key) / "found"
+            self._progress("looking for duplicates")
+            beam.KeepFirst({job.lang: job.Hashes() for job in jobs}, firsts)
+            jobs = [dataclasses.replace(job, firsts=str(firsts / job.lang)) for job in jobs]
         made = self._Stage(
             languages.language_stage, jobs, "looking for duplicates, {} of {} languages"
         )
@@ -248,30 +237,47 @@ class _Preparation:
             )
             for side in ("target", "source")
         ]
-        made = self._Stage(tokens.vocabulary_stage, jobs, "training vocabularies, {} of {}")
+        made = self._Stage(
+            tokens.vocabulary_stage, jobs, "training vocabularies, {} of {}", here=True
+        )
         failed = {job.side: e for job, e in zip(jobs, made) if isinstance(e, VocabularyTooLarge)}
         if failed:
             raise self._options.vocab.TooLarge(failed)
         self._vocabs: NestedMap = load_vocabularies(place)
 
-    def _Records(self, directories: Mapping[str, str]) -> dict[str, str]:
+    def _Records(self, directories: Mapping[str, str]) -> dict[str, list[str]]:
+        """Tokenises all blocks; returns the directories of those of each language."""
         place = self._Place("records", self._records_key)
+        vocab_dir = str(self._Place("vocab", self._vocab_key))
         jobs = [
             tokens.RecordsJob(
                 lang,
                 directories[lang],
-                str(self._Place("vocab", self._vocab_key)),
+                start,
+                self._block,
+                vocab_dir,
                 self._options.pairs_per_shard,
-                str(place / lang),
+                str(place / f"{lang}-{i:05d}"),
             )
             for lang in self._scan.pairs
+            for i, start in enumerate(_summary(directories[lang])["blocks"])
         ]
-        made = self._Stage(tokens.records_stage, jobs, "tokenising, {} of {} languages", "pairs")
-        return {job.lang: directory for job, directory in zip(jobs, made)}
+        made: dict[str, list[str]] = {}
+        doing = "tokenising, {} of {} blocks"
+        for job, directory in zip(jobs, self._Stage(tokens.records_stage, jobs, doing, "pairs")):
+            made.setdefault(job.lang, []).append(directory)
+        return made
 
     def _Stage(
-        self, function: Callable, jobs: Sequence[Any], doing: str, unit: str = ""
+        self,
+        function: Callable,
+        jobs: Sequence[Any],
+        doing: str,
+        unit: str = "",
+        here: bool = False,
     ) -> list[Any]:
+        """Does the jobs of a stage; `here` says that Beam does not, whose jobs return no more than directories."""
+
         def show(done: int, count: int, seconds: float) -> None:
             text = doing.format(done, len(jobs))
             rate = count / max(seconds, 1e-9)
@@ -281,10 +287,13 @@ class _Preparation:
                 else f"{text}: {seconds:.0f} s so far"
             )
 
+        if self._options.beam and not here:
+            self._progress(doing.format(0, len(jobs)))
+            return self._options.beam.Run(function, jobs)
         return run_jobs(function, jobs, self._workers, show)
 
     def _Summary(
-        self, directories: Mapping[str, str], records: Mapping[str, str]
+        self, directories: Mapping[str, str], records: Mapping[str, Sequence[str]]
     ) -> dict[str, Any]:
         """The contents of prepared.json."""
         kept, options = self._scan.pairs, self._options
@@ -293,6 +302,7 @@ class _Preparation:
         for lang in sorted({*self._tables, *directories}):
             counts = self._tables.get(lang, reading.LanguageCounts())
             found = _summary(directories[lang]) if lang in directories else {"kept": 0, "dev": 0}
+            found.pop("blocks", None)
             dropped = counts.dropped + Counter(duplicate=found.pop("duplicates", 0))
             dropped["held_out"] -= 0 if self._found.dev else found["dev"]
             about[lang] = {"read": counts.read, **found, "source_tokens": 0, "target_tokens": 0}
@@ -323,7 +333,7 @@ class _Preparation:
         self,
         output: Path,
         directories: Mapping[str, str],
-        records: Mapping[str, str],
+        records: Mapping[str, Sequence[str]],
         summary: dict[str, Any],
     ) -> None:
         with files.replaced_directory(output) as temp:
@@ -334,18 +344,17 @@ class _Preparation:
                 _log.warning("no pair is held out: give dev/ in an input, or a larger --dev_share")
             for lang, directory in directories.items():
                 train, dev = (Path(directory) / name for name in (languages.TRAIN, languages.DEV))
-                _place(train, temp / f"{lang}.tsv.gz")
-                _place(dev, temp / "dev" / f"{lang}.tsv.gz")
+                if train.exists():
+                    files.link_or_copy(train, temp / f"{lang}.tsv.gz")
+                if dev.exists():
+                    files.link_or_copy(dev, temp / "dev" / f"{lang}.tsv.gz")
             for side in ("source", "target"):
                 model = self._Place("vocab", self._vocab_key) / f"{side}.model"
                 for path in (model, list_of(model)):
-                    _place(path, temp / "vocab" / path.name)
-            entries = {lang: tokens.shards_of(directory) for lang, directory in records.items()}
-            for lang, entry in entries.items():
-                made = Path(records[lang])
-                shards = (shard_file(made, lang, i) for i in range(len(entry.records)))
-                for path in (*shards, lengths_file(made, lang)):
-                    _place(path, temp / "records" / path.name)
+                    files.link_or_copy(path, temp / "vocab" / path.name)
+            for lang, blocks in records.items():
+                tokens.place_shards(lang, blocks, temp / "records")
+            entries = {lang: tokens.shards_of(blocks) for lang, blocks in records.items()}
             write_contents(temp / "records", summary["records"], self._vocabs, entries)
             summary["row_lengths"] = self._RowLengths(Records(temp / "records", summary["records"]))
             text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
@@ -372,26 +381,11 @@ def _summary(directory: str) -> dict[str, Any]:
     return json.loads((Path(directory) / languages.SUMMARY).read_text())
 
 
-def _place(path: Path, target: Path) -> None:
-    """The same file under another name, so that what was made stays until all is done; a copy where it must be."""
-    if not path.exists():
-        return
-    try:
-        os.link(path, target)
-    except OSError:
-        shutil.copyfile(path, target)
-
-
 def _described(source: Source) -> dict[str, Any]:
     """Identifies a source: the result changes when its files or options do."""
     stats = [(p.stat().st_size, p.stat().st_mtime_ns) for p in source.files]
     paths = [str(p.resolve()) for p in source.files]
     return {**dataclasses.asdict(source), "paths": paths, "stats": stats}
-
-
-def _key(settings: Any) -> str:
-    text = json.dumps([_VERSION, settings])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _add(total: reading.LanguageCounts, counts: Mapping[str, Any]) -> None:

@@ -1,9 +1,12 @@
 """The third and fourth stages: the two vocabularies, and each language's pairs in their ids."""
 
 import dataclasses
+import gzip
+import itertools
 import json
 import unicodedata
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from lingvo_moe.core.files import files
@@ -12,7 +15,12 @@ from lingvo_moe.tasks.mt.input.file_list import write_listed
 from lingvo_moe.tasks.mt.input.made_once import make_once
 from lingvo_moe.tasks.mt.input.preparing.language_stage import TRAIN
 from lingvo_moe.tasks.mt.input.scan import Scan
-from lingvo_moe.tasks.mt.input.shards import LanguageShards, write_shards
+from lingvo_moe.tasks.mt.input.shards import (
+    LanguageShards,
+    lengths_file,
+    shard_file,
+    write_shards,
+)
 from lingvo_moe.tasks.mt.input.vocab_cache import (
     NORMALIZATION,
     VocabOptions,
@@ -70,17 +78,29 @@ def _missing(characters: str, sentences: list[str], normalization: str) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class RecordsJob:
-    """The job for one language."""
+    """The job for a block of a language's pairs."""
 
     lang: str  # its code
     directory: str  # its directory of the second stage
+    start: int  # the byte of the training file at which the block begins
+    block: int  # the pairs of a block; the last one has fewer
     vocab_dir: str  # of both vocabularies
     pairs_per_shard: int  # the most that a shard holds
     output: str  # the directory to make
 
+    def Pairs(self) -> Iterator[tuple[str, str]]:
+        """The pairs of the block."""
+        with open(Path(self.directory) / TRAIN, "rb") as raw:
+            raw.seek(self.start)
+            with gzip.GzipFile(fileobj=raw) as file:
+                for line in itertools.islice(file, self.block):
+                    _, pair = tsv.parse(line.decode())
+                    if pair:
+                        yield pair
+
 
 def records_stage(job: RecordsJob, report: Callable[[int], None]) -> str:
-    """Tokenises a language atomically, unless it was done before. Returns its directory.
+    """Tokenises a block atomically, unless it was done before. Returns its directory.
 
     `report` is called with the number of pairs tokenised since the last call.
 
@@ -90,13 +110,35 @@ def records_stage(job: RecordsJob, report: Callable[[int], None]) -> str:
 
     def write(directory: Path) -> None:
         vocabs = load_vocabularies(job.vocab_dir)
-        pairs = tsv.read_pairs(Path(job.directory) / TRAIN)
-        shards = write_shards(pairs, directory, job.lang, vocabs, job.pairs_per_shard, report)
+        shards = write_shards(job.Pairs(), directory, job.lang, vocabs, job.pairs_per_shard, report)
         files.write_atomic(directory / SUMMARY, json.dumps(dataclasses.asdict(shards)).encode())
 
     return make_once(job.output, write)
 
 
-def shards_of(directory: str) -> LanguageShards:
-    """Reads the summary that records_stage wrote into a directory."""
-    return LanguageShards(**json.loads((Path(directory) / SUMMARY).read_text()))
+def shards_of(directories: Iterable[str]) -> LanguageShards:
+    """All shards of a language, from the summaries that records_stage wrote into the directories of its blocks."""
+    total, dropped = LanguageShards(), Counter[str]()
+    for directory in directories:
+        block = LanguageShards(**json.loads((Path(directory) / SUMMARY).read_text()))
+        total.records += block.records
+        total.bytes += block.bytes
+        total.source_tokens += block.source_tokens
+        total.target_tokens += block.target_tokens
+        dropped.update(block.dropped)
+    total.dropped = dict(dropped)
+    return total
+
+
+def place_shards(lang: str, directories: Iterable[str], target: Path) -> None:
+    """Puts the shards of a language's blocks, and the lengths of all, into a directory of records.
+
+    Raises OSError: it cannot be written.
+    """
+    shard = itertools.count()
+    for directory in directories:
+        made = Path(directory)
+        for i in range(len(shards_of([directory]).records)):
+            files.link_or_copy(shard_file(made, lang, i), shard_file(target, lang, next(shard)))
+        if (lengths := lengths_file(made, lang)).exists():
+            files.append(lengths_file(target, lang), lengths.read_bytes())

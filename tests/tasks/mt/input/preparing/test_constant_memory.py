@@ -41,11 +41,15 @@ def _prepare(lines: int, place: Path, vocabs: Path) -> dict[str, int]:
             read_stage.ReadJob(source, Fields(), Rules(), share, None, f"{place}/read"), _quiet
         ),
         "language": lambda: language_stage.language_stage(
-            language_stage.LanguageJob("de", (f"{place}/read",), None, Fields(), 10, f"{place}/de"),
+            language_stage.LanguageJob(
+                "de", (f"{place}/read",), None, Fields(), 10, lines, f"{place}/de"
+            ),
             _quiet,
         ),
         "records": lambda: token_stages.records_stage(
-            token_stages.RecordsJob("de", f"{place}/de", str(vocabs), 100, f"{place}/records"),
+            token_stages.RecordsJob(
+                "de", f"{place}/de", 0, lines, str(vocabs), 100, f"{place}/records"
+            ),
             _quiet,
         ),
         "draw": lambda: _draw(place / "records", vocabs),
@@ -60,7 +64,7 @@ def _prepare(lines: int, place: Path, vocabs: Path) -> dict[str, int]:
 
 
 def _draw(directory: Path, vocabs: Path) -> None:
-    entry = token_stages.shards_of(str(directory))
+    entry = token_stages.shards_of([str(directory)])
     both = Vocabulary.Load(vocabs / "source.model")
     write_contents(directory, "key", NestedMap(source=both, target=both), {"de": entry})
     records = Records(directory, "key")
