@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.validate:
         return _cli.attempt("plan", lambda: validate(args.output))
     if args.output and not args.model:
-        args.Fail("--output needs --model or --validate: it is of a new plan")
+        args.Fail(f"--output={args.output} goes with --model or --validate")
     if bool(args.model) != bool(args.topology):
         args.Fail("--model and --topology go together")
     if not args.model and not args.compare:

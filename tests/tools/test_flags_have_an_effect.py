@@ -274,7 +274,7 @@ COMMANDS += [
             "lingvo_moe.core.planner.report:html_report": "page",
             "lingvo_moe.core.planner.report:print_plan": None,
         },
-        [_MACHINE, ["--compare=plan.json"]],
+        [_MACHINE, ["--compare=plan.json"], ["--validate"]],
     ),
     Command(
         "prepare",
