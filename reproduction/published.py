@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from .requests import Wanted
 
 PREFIX = "published-"  # of the recorded plans' names
-FITTED = frozenset(("3", "4", "9", "15 x1", "19 x1", "21 8", "25", "43", "44", "46", "48 8"))
+FITTED = frozenset(
+    ("3", "4", "9", "11 128", "15 x1", "19 x1", "21 8", "25", "43", "44", "46", "48 8", "50 7.5B")
+)
 WHY = {
     "1": "its layers are not scanned: the compiler of that time decided what is recomputed, here all is",
     "11 2x256": "a longer step on two slices than on one by 15%, where two slices of half the size lose 3%",

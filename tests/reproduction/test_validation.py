@@ -50,7 +50,8 @@ def test_errors_are_within_what_was_asked_for(held):
     for device, most in (("tpu", 0.12), ("gpu", 0.20)):
         rows = [h for h in clear if h.row.device == device]
         assert validation.median(rows) <= most
-        assert validation.median([h for h in rows if not h.row.fitted]) <= 1.5 * most
+        others = [h for h in rows if not h.row.fitted]
+        assert not others or validation.median(others) <= 1.5 * most
     assert all(h.bounded for h in clear)
     for h in held:
         entry = h.Entry()
