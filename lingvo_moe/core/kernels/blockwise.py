@@ -20,7 +20,7 @@ from lingvo_moe.core.kernels.xla import MASKED, Shard, by_head
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import custom_gradient, runtime_zeros, shape_of
 
-BLOCK, FROM_LENGTH = 512, 8192  # tokens: of a block; of rows from which on blocks pay
+BLOCK, FROM_LENGTH = 1024, 2048  # tokens: of a block; of rows from which on blocks pay
 
 
 @dataclass(frozen=True)
