@@ -13,8 +13,8 @@ LOCK := requirements.lock.txt
 JOBS ?= 2
 PYTEST_ARGS ?=
 TESTS ?=
-# make test has a process for each of these, after one for all other tests, since a process keeps programs that TensorFlow
-# compiled until it ends. The shortest comes last.
+# make test has a process for each of these, after lint, which one core does, and one for all other tests, since a process
+# keeps programs that TensorFlow compiled until it ends. The shortest comes last.
 PARTS := tests/spmd/test_[a-d]* tests/core/p* tests/spmd/test_[e-z]* tests/tasks/mt/test_* tests/core/[m-oq-z]* \
   tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/mt/[e-s]* tests/tasks/image tests/tools tests/tasks/lm \
   tests/house
@@ -76,7 +76,7 @@ lint: install ## ruff (rules and format) and mypy.
 	echo "== ruff format" && $(VENV)/bin/ruff format --check .
 	echo "== mypy" && $(VENV)/bin/mypy
 
-test: lint ## Lint, types and every test; TESTS=PATH for some, GPU=1 for those on GPUs too.
+test: $(if $(TESTS),lint,install) ## Lint, types and every test; TESTS=PATH for some, GPU=1 for those on GPUs too.
 	@export TEST_GPU=$(if $(filter-out 0,$(GPU)),1,0)
 	if [[ -n "$(TESTS)" ]]; then
 	  exec $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(TESTS) $(PYTEST_ARGS)
@@ -86,13 +86,14 @@ test: lint ## Lint, types and every test; TESTS=PATH for some, GPU=1 for those o
 	# Runs a part; what it says is shown when it ends.
 	run() {
 	  local code=0 log="$$LOGS/$$BASHPID"
+	  if [[ $$1 == lint ]]; then exec make --no-print-directory lint; fi
 	  $(PY) -m pytest --durations=5 $$1 $(PYTEST_ARGS) > "$$log" 2>&1 || code=$$?
 	  echo "== pytest $$1" | cat - "$$log"
 	  # 5: PYTEST_ARGS selects none of these.
 	  [[ $$code -eq 0 || ( $$code -eq 5 && -n "$(PYTEST_ARGS)" ) ]]
 	}
 	export -f run
-	printf '%s\0' "tests $(foreach part,$(PARTS),--ignore-glob=$(part))" $(PARTS:%='%') \
+	printf '%s\0' lint "tests $(foreach part,$(PARTS),--ignore-glob=$(part))" $(PARTS:%='%') \
 	  | xargs -0 -n 1 -P $(if $(filter-out 0,$(JOBS)),$(JOBS),1) bash -c 'run "$$1"' run
 
 fuzz: install ## EXAMPLES random expressions, PROGRAMS random programs and NUMBERS parameters; SEED=... repeats.
