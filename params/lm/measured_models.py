@@ -1,10 +1,10 @@
 """Dense models whose steps others measured on TPUs and published: Lingvo's on v3, MaxText's on v4, v5e and v5p.
 
 From their configurations (`lm/params/synthetic_packed_input.py`; `configs/{v4,v5e,v5p}`): sizes, rows, meshes, what is
-recomputed. MaxText's 22B is the one of its first release, whose heads have 256 numbers and whose feed-forward layer is
-not gated: so it has the parameters of its name. Ours: learning rates. Not here, and added to each count in its
-docstring: Lingvo's 32 relative position biases for each head of each layer of the models of 128B, and its learned
-positions, instead of which the other two have sinusoids. Nobody has trained these models with this code.
+recomputed. For MaxText's 22B we took heads of 256 numbers and a feed-forward layer without a gate: of the forms tried,
+that one has the parameters of its name. Ours: learning rates. Not here, and added to each count in its docstring:
+Lingvo's 32 relative position biases for each head of each layer of the models of 128B, and its learned positions,
+instead of which the other two have sinusoids. Nobody has trained these models with this code.
 """
 
 from typing import NamedTuple
