@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.tasks.mt.decoding import blocks
 from lingvo_moe.tasks.mt.decoding.line_stream import translation_of
-from lingvo_moe.tasks.mt.input.made_once import clear_others, settings_key, work_directory
 
 from . import _cli, _lines
 
@@ -72,6 +70,8 @@ def _with_beam(
     args: Flags, runner: "BeamRunner", source: BinaryIO, sink: AbstractContextManager[BinaryIO]
 ) -> int:
     """Has workers translate blocks of the input, then writes all as a translator of this process would."""
+    from lingvo_moe.tasks.mt.decoding import blocks
+    from lingvo_moe.tasks.mt.input.made_once import clear_others, settings_key, work_directory
     from lingvo_moe.tasks.mt.serving.saved_translator import MANIFEST
 
     inputs, model, output = (Path(p).resolve() for p in (args.input, args.saved_model, args.output))
