@@ -49,10 +49,10 @@ def _run(args: Flags) -> int:
     _cli.load_tensorflow()
     from lingvo_moe.tasks.mt.serving.export import export
 
-    if _cli.is_language_model(args):
-        return _export_generator(args)
     top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
     options = _cli.search_options(args, top_k)
+    if _cli.is_language_model(args):
+        return _export_generator(args)
     translator, about = _cli.load_from_run(args, options)
     export(translator, args.output, about)
     print(
