@@ -54,7 +54,7 @@ def plans(monkeypatch):
         one = seconds.get(mesh, 1.0)
         return {
             "memory": {"fits": True, "needed": _GIB, "hbm": 16 * _GIB},
-            "work": [{"part": "experts", "seconds": one}],
+            "work": [{"part": "experts", "roofline_seconds": one}],
             "time": {"step_seconds": one, "collective_seconds": 0.0},
         }
 
