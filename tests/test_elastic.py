@@ -17,6 +17,8 @@ from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.training.elastic import largest
 from lingvo_moe.training.flags import parse_flags
 
+pytestmark = pytest.mark.slow
+
 
 def _flags(run, steps, *more):
     override = "train.summary_interval_steps=1;train.save_interval_steps=5;input.batch_size=12"

@@ -24,6 +24,8 @@ from lingvo_moe.tasks.mt.input.scan import scan
 from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 from tools import goodput
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def storage():

@@ -14,6 +14,8 @@ import toy_task
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
 
+pytestmark = pytest.mark.slow
+
 _DRIVER = """
 import json, sys, toy_task
 from lingvo_moe import trainer
@@ -51,12 +53,10 @@ def done(tmp_path_factory):
     return run, found.stdout, found.stderr
 
 
-@pytest.mark.slow
 def test_the_framework_imports_no_task(done):
     assert "IMPORTED []" in done[1]
 
 
-@pytest.mark.slow
 def test_what_a_run_does_before_its_first_step_is_shown(done):
     words = r"^(compiling the|compiled the|initialising|making|running|step [0-9]+)"
     shown = re.findall(words, done[2], re.MULTILINE)

@@ -12,6 +12,8 @@ from lingvo_moe.tasks.lm.generator import GenerateOptions
 from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT_GENERATOR
 from tools import export, generate, translate
 
+pytestmark = pytest.mark.slow
+
 SAMPLED = ["--temperature=0.8", "--top_p=0.9", "--seed=5", "--max_tokens=12"]
 _ALONE = """
 import sys, tensorflow as tf, tensorflow_text

@@ -84,6 +84,7 @@ def _loop(task, theta, src, mesh):
     return results, program, cache
 
 
+@pytest.mark.slow
 def test_a_loop_over_the_step_is_the_translators_search(task, theta, src, found):
     results, program, cache = _loop(task, theta, src, Mesh.parse("expert:8"))
     ids, lengths, scores = found
@@ -97,6 +98,7 @@ def test_a_loop_over_the_step_is_the_translators_search(task, theta, src, found)
     assert [c.kind for c in program.Collectives()] == ["all-to-all"] * 3
 
 
+@pytest.mark.slow
 def test_caches_and_state_are_donated(task):
     step = decode_step(task, ROWS, S, OPTIONS.beam_size, OPTIONS.max_length)
     program = lower_step(step, Mesh.parse("expert:8"))

@@ -27,6 +27,8 @@ from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.model import MtModel
 
+pytestmark = pytest.mark.slow
+
 V, LONGEST = 700, 36  # more than two blocks of steps
 LENGTHS = [3, 47, 16, 1, 30, 31, 17, 5, 64, 12]
 
