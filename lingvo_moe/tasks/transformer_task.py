@@ -283,7 +283,7 @@ class TransformerTask(BaseTask):
         """
         carry, _, _ = self.Forward().Run(theta, Context(batch))
         y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
-        row, logits = self.Predicted(batch), self.softmax.FProp(self.SoftmaxTable(theta), y)
+        row, logits = self.Predicted(batch), self.softmax.FProp(self._SoftmaxTable(theta), y)
         nll = kernels.current().cross_entropy(logits[..., :vocab_size], row.labels, 0.0)
         return tf.where(row.segment_ids > 0, -nll, 0.0)
 
@@ -292,9 +292,9 @@ class TransformerTask(BaseTask):
         """The rows of a batch whose labels are predicted."""
         return batch
 
-    def SoftmaxTable(self, theta: NestedMap) -> NestedMap:
+    def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
         """The weights of the softmax."""
-        raise NotImplementedError(f"{type(self).__name__}.SoftmaxTable")
+        raise NotImplementedError(f"{type(self).__name__}._SoftmaxTable")
 
 
 def share_of_token(tokens: tf.Tensor, shares: NestedMap | None) -> tf.Tensor:

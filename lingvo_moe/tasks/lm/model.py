@@ -280,7 +280,7 @@ class LmModel(TransformerTask):
         self, theta: NestedMap, carry: NestedMap, context: Context
     ) -> tuple[tf.Tensor, NestedMap]:
         y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
-        table = self.SoftmaxTable(theta)
+        table = self._SoftmaxTable(theta)
         loss, metrics = self.TokenLosses(table, y, context.batch, context.shares)
         if not self.p.multi_token_weight:
             return loss, metrics
@@ -330,7 +330,7 @@ class LmModel(TransformerTask):
         return NestedMap(sums, moe=NestedMap(decoder=combined_metrics(sums.moe.decoder)))
 
     @scoped
-    def SoftmaxTable(self, theta: NestedMap) -> NestedMap:
+    def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
         """See TransformerTask: those of the embedding, or its own."""
         return theta.embedding if self.p.tied_softmax else theta.softmax
 
@@ -392,7 +392,7 @@ class LmModel(TransformerTask):
         x = self.position.Add(self.embedding.FProp(theta.embedding, ids), at)
         aux = NestedMap(self_mask=mask, **self._Context(NestedMap(ids=ids)))
         y, cache = self.decoder.ExtendStep(theta.decoder, x, cache, time, aux)
-        return self.softmax.FProp(self.SoftmaxTable(theta), y), cache
+        return self.softmax.FProp(self._SoftmaxTable(theta), y), cache
 
     # --- costs
 

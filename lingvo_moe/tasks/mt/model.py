@@ -231,7 +231,7 @@ class MtModel(MtTask):
         """See TransformerTask."""
         return batch.tgt
 
-    def SoftmaxTable(self, theta: NestedMap) -> NestedMap:
+    def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
         """See TransformerTask: the target embedding's."""
         return theta.target_embedding
 
