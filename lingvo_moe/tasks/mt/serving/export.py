@@ -151,7 +151,7 @@ def export(
         return
     output = Path(output)
     with replaced_directory(output.absolute()) as directory, quiet_absl():
-        translates = isinstance(exported, Translator)
+        translates = not isinstance(exported, Generator)
         function = exported.translate if translates else exported.generate
         signature = function.get_concrete_function()
         try:

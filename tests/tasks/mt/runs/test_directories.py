@@ -161,6 +161,6 @@ def test_the_lock_of_another_process_marks_a_run(tmp_path: Path) -> None:
 
 
 def test_a_run_is_nowhere_that_it_could_not_be_read_from() -> None:
-    for path in ("gs://bucket/run", Path("gs://bucket/run"), "runs[1]"):
+    for path in ("az://bucket/run", Path("az://bucket/run"), "runs[1]"):
         with pytest.raises(PathError, match=r"^--logdir="):
             RunDir(path)
