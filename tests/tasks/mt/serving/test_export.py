@@ -167,7 +167,7 @@ class _Plain(tf.Module):
         super().__init__()
         self.weights = tf.Variable(tf.zeros([4000]))
         self.languages: list[str] = []
-        self.options = SimpleNamespace(beam_size=1)
+        self.options = SimpleNamespace(beam_size=1, xla=False)
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
     def translate(self, text):
