@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
+
 from .requests import Wanted
 
 PREFIX = "published-"  # of the recorded plans' names
@@ -70,7 +72,7 @@ class Row:
     @property
     def device(self) -> str:
         """'tpu' or 'gpu'."""
-        return "gpu" if self.kind in ("a100", "h100", "h200", "h800") else "tpu"
+        return "gpu" if self.kind in CARDS else "tpu"
 
 
 def _override(**values: object) -> list[str]:

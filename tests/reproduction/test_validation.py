@@ -27,6 +27,33 @@ def test_each_is_a_request_for_a_mesh_over_its_machine(row):
     assert tokens % Mesh.parse(row.wanted.mesh).axis_size(params.task.activation_split["B"]) == 0
 
 
+# The experiments in params/lm/measured_models.py that state the same sizes.
+EXPERIMENTS = {
+    "1": "DenseLm128B8x8",
+    "3": "DenseLm128B32x32",
+    "4": "DenseLm175B32x32",
+    "6": "DenseLm12kWide41BAdam16x16",
+    "9": "MaxText32B",
+    "11 128": "MaxText128B",
+    "13": "MaxText512B",
+    "15 x1": "MaxText16B",
+    "17 x1": "MaxText64B",
+    "19 x1": "MaxText22B",
+}
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.number in EXPERIMENTS], ids=lambda r: r.name)
+def test_the_experiment_of_a_measured_model_states_the_sizes_that_were_planned(row):
+    planned = registry.GetParams(row.wanted.model, row.wanted.override)
+    own = registry.GetParams(f"lm.{EXPERIMENTS[row.number]}")
+    for name in ("model_dim", "hidden_dim", "num_layers", "num_heads", "key_dim", "activation"):
+        assert planned.task.Get(name) == own.task.Get(name), name
+    for name in ("batch_size", "target_length"):
+        assert planned.input.Get(name) == own.input.Get(name), name
+    sizes = [n for n in Mesh.parse(own.train.mesh).shape if n > 1]
+    assert list(Mesh.parse(row.wanted.mesh).shape) == sizes
+
+
 def test_each_is_one_row():
     numbers = [row.number for row in ROWS]
     assert len(numbers) == len(set(numbers))

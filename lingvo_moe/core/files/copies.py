@@ -131,10 +131,8 @@ def upload(directory: Path, address: str, last: str) -> None:
 
     Until then it is missing, so that what was begun is not taken for whole. Raises StoreError.
     """
-    store, names = (
-        Bucket(address),
-        {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()},
-    )
+    store = Bucket(address)
+    names = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
     store.Delete(last)
     for name in {*store.List()} - names:
         store.Delete(name)

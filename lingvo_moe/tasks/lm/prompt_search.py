@@ -70,11 +70,9 @@ class PromptSearch:
             model ended the text, not the limit.
         """
         with use_mesh(single_device()), kernels.using(tensorflow):
-            given, (most_B, cache, letters) = (
-                dim(ids_BP, 0),
-                self._Start(theta, ids_BP, most_B, settings),
-            )
+            most_B, cache, letters = self._Start(theta, ids_BP, most_B, settings)
             found = self._search.Run(self._StepFn(theta), cache, _steps(most_B), letters)
+            given = dim(ids_BP, 0)
             found = found.Transform(lambda x: x[:given] if x.shape.rank else x)
             return self._Result(found, most_B[:given])
 

@@ -14,9 +14,8 @@ MARGIN = 1.25
 class Pace:
     """The seconds of a step from those of its parts."""
 
-    efficiency: float = (
-        1.0  # the seconds of work at the machine's rates, as a share of what it takes
-    )
+    # The seconds of work at the machine's rates, as a share of those that it takes.
+    efficiency: float = 1.0
     overlap: float = 0.0  # the share of the shorter of work and network that runs beside the longer
     source: str = ""  # the machines to whose steps it was fitted
 
