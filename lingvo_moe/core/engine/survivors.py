@@ -1,15 +1,17 @@
 """Makes a smaller job out of the processes that are left of one, which go on as they are (--elastic).
 
-JAX can leave no process out of a job. So each gives up its devices, with all that is on them, which also breaks the
-connections on which others may still wait; leaves the job; and joins a new one at another port of process 0.
+JAX can leave no process out of a job. So each breaks its connections to others, on which collectives of both may still
+wait; gives up its devices, with all that is on them; leaves the job; and joins a new one at another port of process 0.
 """
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Sequence
 
 import jax
+import psutil
 
 from lingvo_moe.core.engine import devices
 from lingvo_moe.core.private.jax import forget_devices, job_state, leave_job
@@ -31,7 +33,8 @@ def regroup(kept: Sequence[int]) -> tuple[str, int, int]:
     """
     state = job_state()
     client, me = state.client, state.process_id
-    host = (state.coordinator_address or "").rpartition(":")[0]
+    host, _, port = (state.coordinator_address or "").rpartition(":")
+    _break_connections(int(port))
     forget_devices()
     if me:
         client.key_value_set(f"{_KEY}{me}", "here")
@@ -48,6 +51,19 @@ def regroup(kept: Sequence[int]) -> tuple[str, int, int]:
     place = address, len(kept), kept.index(me)
     devices.initialize_distributed(*place, elastic=True)
     return place
+
+
+def _break_connections(but: int) -> None:
+    """Shuts the TCP connections of this process, but for those from and to a port.
+
+    A step that still waits for another process, beside the one that has failed, would keep devices and connections, and
+    the other process would wait for this one. A store's connections are made again when it is asked next.
+    """
+    for found in psutil.Process().net_connections("tcp"):
+        ends = {end.port for end in (found.laddr, found.raddr) if end}
+        if found.status == psutil.CONN_ESTABLISHED and but not in ends:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found.fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def end_together() -> None:

@@ -1,6 +1,7 @@
 """Keeps the step that this process is at, and lets all processes of a job stop after the same one."""
 
 import threading
+from collections.abc import Callable
 
 
 class Pace:
@@ -16,9 +17,13 @@ class Pace:
         self._changed = threading.Condition()
         self.Reset(several=False)
 
-    def Reset(self, several: bool) -> None:
-        """Begins a job, or what comes after one: no step has begun, and nobody wants to stop."""
+    def Reset(self, several: bool, tell: Callable[[], None] = lambda: None) -> None:
+        """Begins a job, or what comes after one: no step has begun, and nobody wants to stop.
+
+        `tell` is called when the first step begins: from then on the others count on this process.
+        """
         self.several, self.asks, self.begun = several, False, 0
+        self._tell = tell
         self._held = False
         self._last: int | None = None
 
@@ -35,8 +40,10 @@ class Pace:
                 self._changed.wait()
             if self._last is not None and step >= self._last:
                 return False
-            self.begun = step + 1
-            return True
+            first, self.begun = not self.begun, step + 1
+        if first:
+            self._tell()
+        return True
 
     def End(self) -> None:
         """Ends a run, whose steps count no longer."""

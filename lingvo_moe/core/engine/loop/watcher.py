@@ -113,7 +113,7 @@ def watching(stall_seconds: float, elastic: bool = False) -> Iterator[None]:
     ]
     for thread in threads:
         thread.start()
-    PACE.Reset(several=True)
+    PACE.Reset(several=True, tell=watcher.Tell)
     try:
         yield
     finally:
@@ -131,6 +131,7 @@ class _Watcher:
         self._progress = Progress(stall_seconds)
         self._host = socket.gethostname()
         self._beats, self._order = 0, ""
+        self._reporting = threading.Lock()
         # Seconds in which this process was at work itself: the others are not silent while it is stopped.
         self._clock, self._looked = 0.0, time.monotonic()
         self._over = threading.Event()
@@ -181,12 +182,18 @@ class _Watcher:
         elif self._order:
             PACE.StopAfter(int(self._order))
 
+    def Tell(self) -> None:
+        """Reports at once, if process 0 is there. One that dies after its last report, before a step, is not missed."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._report()
+
     def _report(self) -> None:
-        self._beats += 1
-        report = Report(self._beats, PACE.begun, PACE.asks, PACE.held, self._host, LOST.suspected)
-        self._client.key_value_set(
-            f"{_AT}{self._number}", json.dumps(asdict(report)), allow_overwrite=True
-        )
+        with self._reporting:
+            self._beats += 1
+            at = Report(self._beats, PACE.begun, PACE.asks, PACE.held, self._host, LOST.suspected)
+            self._client.key_value_set(
+                f"{_AT}{self._number}", json.dumps(asdict(at)), allow_overwrite=True
+            )
 
     def _leave_lost(self, numbers: list[int], line: str) -> None:
         """Tells this process of those that are gone, and ends it where it still waits for them after a while."""

@@ -80,6 +80,15 @@ def make_job():
         process.communicate()
 
 
+def test_a_process_tells_of_its_first_step_when_it_begins():
+    """Else one that is killed soon after it would count as one that has not begun, for which nobody waits."""
+    pace, told = Pace(), []
+    pace.Reset(several=True, tell=lambda: told.append(pace.begun))
+    assert pace.Begin(7, False) and pace.Begin(8, False)
+    pace.End()
+    assert pace.Begin(3, False) and told == [8, 4]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "count, number, by, who",
