@@ -14,7 +14,7 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 TESTS ?=
 # make test has a process for each of these, after lint, which one core does, and one for all other tests, since a process
-# keeps programs that TensorFlow compiled until it ends. The shortest comes last.
+# keeps programs that TensorFlow compiled until it ends. The shortest comes last. See tests/run_parts.py.
 PARTS := tests/spmd/test_[a-d]* tests/core/p* tests/spmd/test_[e-z]* tests/tasks/mt/test_* tests/core/[m-oq-z]* \
   tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/mt/[e-s]* tests/tasks/image tests/tools tests/tasks/lm \
   tests/house
@@ -81,20 +81,8 @@ test: $(if $(TESTS),lint,install) ## Lint, types and every test; TESTS=PATH for 
 	if [[ -n "$(TESTS)" ]]; then
 	  exec $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(TESTS) $(PYTEST_ARGS)
 	fi
-	export LOGS=$$(mktemp -d)
-	trap 'rm -rf "$$LOGS"' EXIT
-	# Runs a part; what it says is shown when it ends.
-	run() {
-	  local code=0 log="$$LOGS/$$BASHPID"
-	  if [[ $$1 == lint ]]; then exec make --no-print-directory lint; fi
-	  $(PY) -m pytest --durations=5 $$1 $(PYTEST_ARGS) > "$$log" 2>&1 || code=$$?
-	  echo "== pytest $$1" | cat - "$$log"
-	  # 5: PYTEST_ARGS selects none of these.
-	  [[ $$code -eq 0 || ( $$code -eq 5 && -n "$(PYTEST_ARGS)" ) ]]
-	}
-	export -f run
-	printf '%s\0' lint "tests $(foreach part,$(PARTS),--ignore-glob=$(part))" $(PARTS:%='%') \
-	  | xargs -0 -n 1 -P $(if $(filter-out 0,$(JOBS)),$(JOBS),1) bash -c 'run "$$1"' run
+	exec $(PY) -m tests.run_parts $(JOBS) lint "tests $(foreach part,$(PARTS),--ignore-glob=$(part))" $(PARTS:%='%') \
+	  -- $(PYTEST_ARGS)
 
 fuzz: install ## EXAMPLES random expressions, PROGRAMS random programs and NUMBERS parameters; SEED=... repeats.
 	@seed=$(SEED)

@@ -1,10 +1,4 @@
-"""Sets up the process for tests: eight virtual CPU devices, a quiet TensorFlow, no accelerator.
-
-TensorFlow and JAX read these variables when they are first imported, so they are set here, before any
-test module is. A value that is already set wins, except that an accelerator is never used: tests must
-say the same thing on every machine. With TEST_GPU=1 (make test GPU=1) JAX sees NVIDIA GPUs beside the CPU,
-which stays the default; the tests that are for GPUs then run too.
-"""
+"""Sets up the process for tests, in the environment of `environment.py`."""
 
 import ctypes
 import functools
@@ -15,38 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import environment
 import hypothesis
 import pytest
 
-NUM_DEVICES = 8
 _TESTS = os.path.dirname(__file__)
 _MOST_BYTES = 2 << 30  # held by a test process before it returns freed memory between files
-# Tests run each compiled program a few times, so short compile times matter more than speed: machine code is not
-# optimized, fusions are compiled the quicker way, which saves a third of a model's compile, and machine code is made in
-# one piece instead of 32, which saves a third of a small program's test. Partitioning is the same.
-_XLA_FLAGS = {
-    "--xla_force_host_platform_device_count": str(NUM_DEVICES),
-    "--xla_backend_optimization_level": "0",
-    "--xla_cpu_use_fusion_emitters": "false",
-    "--xla_cpu_parallel_codegen_split_count": "1",
-}
-
-
-def _set_environment() -> None:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if os.environ.get("TEST_GPU", "0") == "1":
-        os.environ["JAX_PLATFORMS"] = "cpu,cuda"
-    else:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    flags = os.environ.get("XLA_FLAGS", "")
-    for flag, value in _XLA_FLAGS.items():
-        if flag not in flags:
-            flags = f"{flags} {flag}={value}".strip()
-    os.environ["XLA_FLAGS"] = flags
-
-
-_set_environment()
+environment.set_up()
 
 # The same examples every time: a red build must mean that the change is wrong. No deadline, since the
 # first call of anything compiles, and no database, since Bazel's sandbox is read-only.
