@@ -92,11 +92,9 @@ def normal(seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32) 
     return _inverse_normal(uniform(seed, shape), 1.0 - 2.0**-20, dtype)
 
 
-def truncated_normal(
-    seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32
-) -> tf.Tensor:
+def truncated_normal(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """Standard normal floats conditioned on lying within two standard deviations."""
-    return _inverse_normal(uniform(seed, shape), math.erf(2 / math.sqrt(2)), dtype)
+    return _inverse_normal(uniform(seed, shape), math.erf(2 / math.sqrt(2)), tf.float32)
 
 
 def kept(

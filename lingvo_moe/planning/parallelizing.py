@@ -86,9 +86,10 @@ class Found:
         plan = self.best.plan
         assert plan is not None
         held, hosted = plan["memory"], plan.get("host")
+        how = "measured" if isinstance(self.machine, Ring) else "estimated"
         about = [
             f"{self.search.model} on {self.machine.name}: {units.duration(self.best.step_seconds)} a step "
-            f"({self._how}), {units.size(held['needed'])} of {units.size(held['hbm'])} on each device"
+            f"({how}), {units.size(held['needed'])} of {units.size(held['hbm'])} on each device"
             + (f", {units.size(hosted['needed'])} of its host's memory" if hosted else ""),
             *(
                 [f"beside --model_params_override='{self.search.override}'"]
@@ -97,10 +98,6 @@ class Found:
             ),
         ]
         return to_text(self.best.overrides, about)
-
-    @property
-    def _how(self) -> str:
-        return "measured" if isinstance(self.machine, Ring) else "estimated"
 
     def Ranked(self) -> list[tuple[Tried, str]]:
         """All that was compiled, the best first, each with why it was or was not taken."""
@@ -365,17 +362,13 @@ def _machines(search: Search, params: Params, work: Workload) -> list[str]:
     costs: dict[str, float] = {}
     for name in machines(search.topology):
         machine = parse_machine(name)
-        if seconds := _fastest(search, params, work, machine):
+        memory = _memory(search, machine)
+        space = Space(params, work, machine, _dtypes(search, params))
+        if seconds := space.Estimated(memory).Fastest(memory):
             costs[name] = seconds * machine.num_chips
     if search.objective == CHIP_DAYS:
         return sorted(costs, key=lambda name: costs[name])
     return list(costs)
-
-
-def _fastest(search: Search, params: Params, work: Workload, machine: Machine) -> float | None:
-    """The least seconds of a step by estimate; None where no candidate may fit."""
-    memory = _memory(search, machine)
-    return Space(params, work, machine, _dtypes(search, params)).Estimated(memory).Fastest(memory)
 
 
 def _dtypes(search: Search, params: Params) -> tuple[str, ...]:

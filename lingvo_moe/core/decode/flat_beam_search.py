@@ -58,46 +58,16 @@ def length_norm(length: tf.Tensor, alpha: float) -> tf.Tensor:
     return tf.pow((5.0 + tf.cast(length, tf.float32)) / 6.0, alpha)
 
 
-def flat_beam_search(
-    step_fn: StepFn,
-    cache: Any,
-    max_lengths_B: tf.Tensor,
-    max_length: int,
-    options: SearchOptions,
-    allowed_V: tf.Tensor | None = None,
-) -> NestedMap:
-    """Searches for the best sequences of every row: pure, of static shapes, fit for `jit_compile`.
-
-    Args:
-        step_fn: at time t writes the J tokens `ids_BJ` at flat positions t*J .. t*J+J-1 of its
-            cache and returns the logits of the tokens that follow; `mask_BJS` is true where
-            hypothesis j may look, its newest position included.
-        cache: any nest of tensors; handed to step_fn and back, never looked into.
-        max_lengths_B: int32, the most tokens of a row's results, EOS included; 0 for a row to
-            leave alone.
-        max_length: T, static, at least every max_lengths_B. Flat sequences have S = T * J places.
-        options: see SearchOptions.
-        allowed_V: bool, which tokens may be emitted besides EOS (None: all but PAD and BOS).
-
-    Returns:
-        NestedMap of, K = top_k, best first:
-            ids_BKT: int32, ends in EOS, then PAD.
-            lengths_BK: int32, EOS included; 0 where there are fewer than K hypotheses (all PAD
-                then, score NEVER).
-            scores_BK: float32, log-probability / length_norm.
-            steps: int32 scalar, calls of step_fn.
-    """
-    search = FlatBeamSearch(max_length, options, allowed_V)
-    return search.Run(step_fn, cache, max_lengths_B)
-
-
 class FlatBeamSearch:
     """The parts of the search: `Start`, then `Step` while `Unfinished`, then `Results`; `Run` is all of it.
 
     The state between two steps is a NestedMap of tensors, so a step is a program of its own as well as the
     body of a loop. `STATE_LETTERS` has the letters of each tensor, in the structure of the state.
 
-    Args: as `flat_beam_search`.
+    Args:
+        max_length: T, static, at least every max_lengths_B. Flat sequences have S = T * J places.
+        options: see SearchOptions.
+        allowed_V: bool, which tokens may be emitted besides EOS (None: all but PAD and BOS).
     """
 
     STATE_LETTERS: ClassVar[NestedMap] = NestedMap(
@@ -118,7 +88,24 @@ class FlatBeamSearch:
         self.allowed_V = allowed_V
 
     def Run(self, step_fn: StepFn, cache: Any, max_lengths_B: tf.Tensor) -> NestedMap:
-        """See `flat_beam_search`."""
+        """Searches for the best sequences of every row: pure, of static shapes, fit for `jit_compile`.
+
+        Args:
+            step_fn: at time t writes the J tokens `ids_BJ` at flat positions t*J .. t*J+J-1 of its
+                cache and returns the logits of the tokens that follow; `mask_BJS` is true where
+                hypothesis j may look, its newest position included.
+            cache: any nest of tensors; handed to step_fn and back, never looked into.
+            max_lengths_B: int32, the most tokens of a row's results, EOS included; 0 for a row to
+                leave alone.
+
+        Returns:
+            NestedMap of, K = top_k, best first:
+                ids_BKT: int32, ends in EOS, then PAD.
+                lengths_BK: int32, EOS included; 0 where there are fewer than K hypotheses (all PAD
+                    then, score NEVER).
+                scores_BK: float32, log-probability / length_norm.
+                steps: int32 scalar, calls of step_fn.
+        """
 
         def unfinished(state: NestedMap, cache: Any) -> tf.Tensor:
             del cache
@@ -128,7 +115,7 @@ class FlatBeamSearch:
             return self.Step(step_fn, state, cache)
 
         if max_lengths_B.shape[0] is None:
-            raise ValueError("flat_beam_search needs a static batch size: pad the batch")
+            raise ValueError("the flat beam search needs a static batch size: pad the batch")
         state, _ = tf.while_loop(unfinished, body, (self.Start(max_lengths_B), cache))
         return self.Results(state)
 
@@ -146,7 +133,7 @@ class FlatBeamSearch:
         """All hypotheses hold BOS; the first alone is live, or the beam would fill with copies.
 
         Args:
-            max_lengths_B: see `flat_beam_search`.
+            max_lengths_B: see `Run`.
             steps: how many there are places for; None: T.
         """
         J = self.J

@@ -19,21 +19,15 @@ from lingvo_moe.core.task.step import Step
 class TpuStrategyEngine(Engine):
     """Runs functions by `TPUStrategy.run`, with one replica, on the TPU that TensorFlow can reach."""
 
-    def __init__(self, mesh: Mesh, tpu: str = "local"):
-        """Args: the mesh; the TPU's name or gRPC address, 'local' for the cores of this machine.
-
-        Raises:
-            EngineError: there is no TPU, or the mesh does not fit its cores.
-        """
+    def __init__(self, mesh: Mesh):
+        """Raises EngineError: this machine has no TPU, or the mesh does not fit its cores."""
         self.mesh = mesh
         try:
-            resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=tpu)
-            if tpu != "local":
-                tf.config.experimental_connect_to_cluster(resolver)
+            resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu="local")
             topology = tf.tpu.experimental.initialize_tpu_system(resolver)
         except (ValueError, RuntimeError, tf.errors.OpError) as e:
             raise EngineError(
-                f"--engine=tpu_strategy: TensorFlow finds no TPU at {tpu!r} "
+                "--engine=tpu_strategy: TensorFlow finds no TPU at 'local' "
                 f"({str(e).splitlines()[0][:120]}); --engine=pjrt runs on CPUs, GPUs and TPUs"
             ) from None
         self.strategy = tf.distribute.TPUStrategy(

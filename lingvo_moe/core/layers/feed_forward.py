@@ -22,14 +22,6 @@ from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.nested_map import NestedMap
 
 
-def _geglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    return tf.nn.gelu(gate) * x
-
-
-def _swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    return tf.nn.silu(gate) * x
-
-
 def _clamped_swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     """As in gpt-oss (OpenAI 2025): both products are clamped, and the linear one is around 1."""
     gate, x = tf.minimum(gate, 7.0), tf.clip_by_value(x, -7.0, 7.0)
@@ -44,8 +36,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "tanh": Activation(tf.math.tanh, 7),
     "gelu": Activation(tf.nn.gelu, 15),
     "silu": Activation(tf.nn.silu, 5),
-    "geglu": Activation(_geglu, 16, gated=True),
-    "swiglu": Activation(_swiglu, 6, gated=True),
+    "geglu": Activation(lambda gate, x: tf.nn.gelu(gate) * x, 16, gated=True),
+    "swiglu": Activation(lambda gate, x: tf.nn.silu(gate) * x, 6, gated=True),
     "clamped_swiglu": Activation(_clamped_swiglu, 11, gated=True),
 }
 

@@ -19,15 +19,6 @@ def segment_mask(query_segments: tf.Tensor, key_segments: tf.Tensor) -> tf.Tenso
     return tf.logical_and(tf.equal(q, k), tf.not_equal(k, 0))
 
 
-def causal_mask(query_pos: tf.Tensor, key_pos: tf.Tensor) -> tf.Tensor:
-    """At or before the query's own position: int [B, T] and int [B, S] to bool [B, T, S].
-
-    With positions that restart in each segment this orders one segment only: join it with
-    segment_mask.
-    """
-    return tf.greater_equal(query_pos[:, :, tf.newaxis], key_pos[:, tf.newaxis, :])
-
-
 def causal_segment_mask(segments: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
     """A packed decoder's self-attention mask: int [B, T] twice to bool [B, T, T]."""
     row = NestedMap(segments=segments, positions=segment_pos)
@@ -36,8 +27,10 @@ def causal_segment_mask(segments: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tenso
 
 def causal_segment_mask_of(query: NestedMap, key: NestedMap) -> tf.Tensor:
     """The part for some queries and keys: int `segments` and `positions` [B, T] and [B, S] to bool [B, T, S]."""
+    # Positions restart in each segment, so that they order what is in one segment only.
     return tf.logical_and(
-        segment_mask(query.segments, key.segments), causal_mask(query.positions, key.positions)
+        segment_mask(query.segments, key.segments),
+        tf.greater_equal(query.positions[:, :, tf.newaxis], key.positions[:, tf.newaxis, :]),
     )
 
 

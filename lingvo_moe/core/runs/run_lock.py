@@ -118,10 +118,10 @@ class RunLock:
         token: names this lock; sent to the job's other processes.
     """
 
-    def __init__(self, logdir: str | os.PathLike, flag: str = "--logdir", holder: Holder = TRAINER):
-        """Args: the directory; the flag that named it, for errors; what holds the lock."""
-        self._said = f"{flag}={os.fspath(logdir)}"
-        self._logdir, self._flag = Path(os.path.realpath(logdir)), flag
+    def __init__(self, logdir: str | os.PathLike, holder: Holder = TRAINER):
+        """Args: the directory that --logdir names; what holds the lock."""
+        self._said = f"--logdir={os.fspath(logdir)}"
+        self._logdir = Path(os.path.realpath(logdir))
         self._handle: int | None = None
         self._holder, self._path = holder, self._logdir / holder.file
         self._made: list[Path] = []
@@ -161,7 +161,7 @@ class RunLock:
         if _read(self._path).get("token") != token:
             raise RunLockError(
                 f"{self._said}: process {process} sees another directory there than process 0 of the "
-                f"job; give all processes the same {self._flag}, on a file system that all of them share"
+                f"job; give all processes the same --logdir, on a file system that all of them share"
             )
         self._path = self._logdir / f"{LOCK_FILE}.{process}"
         handle = self._lock(self._path)
@@ -260,7 +260,7 @@ class RunLock:
             by = f" (process {who['pid']} on {who['host']}, since {who['since']})"
         return RunLockError(
             f"{self._said}: another {self._holder.name} is at work there{by}; wait, stop it, or give another "
-            f"{self._flag}"
+            "--logdir"
         )
 
 

@@ -158,9 +158,7 @@ def within_slice(mapping: DimsMapping, slices: Sequence[Slice] | None = None) ->
     return tuple(axis_of([a for a in axes_of(axes) if a not in gone]) for axes in mapping)
 
 
-def shard_letters(
-    tensor: tf.Tensor, letters: str, split_map: SplitMap, name: str = ""
-) -> tf.Tensor:
+def shard_letters(tensor: tf.Tensor, letters: str, split_map: SplitMap) -> tf.Tensor:
     """`mesh_split` on the mesh in force, by einsum letters (see `letters.dims_mapping`).
 
     On a mesh of one device it returns the tensor unchanged, and under `free_letters` where no letter has an axis.
@@ -171,7 +169,7 @@ def shard_letters(
     mesh = mesh_in_force("shard_letters", tensor)
     if mesh.size == 1:
         return tensor
-    mapping = dims_mapping(letters, split_map, name)
+    mapping = dims_mapping(letters, split_map)
     if _letters_are_free.get() and not any(mapping):
         return tensor
     return mesh_split(tensor, mesh, mapping)

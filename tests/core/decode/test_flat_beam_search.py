@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy_beam_search import BOS, EOS, PAD
 from toy_search_model import ToyModel, assert_plain
 
-from lingvo_moe.core.decode.flat_beam_search import NEVER, SearchOptions, flat_beam_search
+from lingvo_moe.core.decode.flat_beam_search import NEVER, FlatBeamSearch, SearchOptions
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -16,16 +16,8 @@ def searching(model, options, allowed=None, step=None, compiled=True):
     """(the largest length of each row) -> what the search finds, as NumPy arrays."""
 
     def search(max_lengths_B):
-        return dict(
-            flat_beam_search(
-                step or model.Step,
-                model.Cache(options.beam_size),
-                max_lengths_B,
-                model.max_length,
-                options,
-                allowed,
-            )
-        )
+        found = FlatBeamSearch(model.max_length, options, allowed)
+        return dict(found.Run(step or model.Step, model.Cache(options.beam_size), max_lengths_B))
 
     if compiled:
         search = tf.function(search, jit_compile=True, autograph=False)

@@ -6,7 +6,7 @@ device's part, and the collectives are inserted.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,20 +25,16 @@ _CPU_OPTIONS: dict[str, Any] = {
 }
 
 
-def partition(
-    program: Program, devices: Sequence[Any] | None = None, topology: str = ""
-) -> Partitioned:
+def partition(program: Program, topology: str = "") -> Partitioned:
     """Compiles a program for the devices of its mesh and returns its module before and after partitioning.
 
-    Args:
-        devices: of JAX; by default the first ones of this process.
-        topology: a TPU slice or a GPU cluster, e.g. 'v3:2x2', to compile for ahead of time instead.
+    It is compiled for the first devices of this process, or ahead of time for a topology, e.g. 'v3:2x2'.
 
     Raises:
         EngineError: too few devices; no such slice; the compiler refused the program before it was
             partitioned, or wrote nothing down.
     """
-    lowered, options = _lowered(program, devices, topology)
+    lowered, options = _lowered(program, topology)
     error: Exception | None = None
     with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as directory:
         try:
@@ -61,11 +57,9 @@ def partition(
     )
 
 
-def _lowered(
-    program: Program, devices: Sequence[Any] | None, topology: str
-) -> tuple[Any, dict[str, Any]]:
+def _lowered(program: Program, topology: str) -> tuple[Any, dict[str, Any]]:
     if not topology:
-        engine = PjrtEngine(program.mesh, devices)
+        engine = PjrtEngine(program.mesh)
         on_cpu = engine.jax_mesh.devices.flat[0].platform == "cpu"
         lowered = xla.trace(program, engine.jax_mesh).lower()
         return lowered, _CPU_OPTIONS if on_cpu else {}

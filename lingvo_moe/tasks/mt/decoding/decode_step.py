@@ -73,7 +73,7 @@ class Decoder:
             max_lengths_B: int32, the maximum length of each row's translations, EOS included; 0 skips the row.
 
         Returns:
-            NestedMap(ids_BKT, lengths_BK, scores_BK, steps); see `flat_beam_search`.
+            NestedMap(ids_BKT, lengths_BK, scores_BK, steps); see `FlatBeamSearch.Run`.
         """
         cache = self.InitCache(theta, self.model.Encode(theta, src))
         return self.search.Run(self._StepFn(theta), cache, max_lengths_B)

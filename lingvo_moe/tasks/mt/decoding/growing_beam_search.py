@@ -1,6 +1,6 @@
 """Flat beam search with TensorFlow's kernels, whose shapes may change while the search runs.
 
-It finds the hypotheses and scores of `flat_beam_search` at a lower cost:
+It finds the hypotheses and scores of `FlatBeamSearch` at a lower cost:
 
   * the flat sequence and the caches begin with a capacity of one block of steps and grow by a block at a time
     ("growing"), so that attention spans little more than what was written;
@@ -37,7 +37,7 @@ class GrowingBeamSearch(FlatBeamSearch):
         max_lengths_B: tf.Tensor,
         letters: NestedMap | None = None,
     ) -> NestedMap:
-        """Runs the complete search, like `flat_beam_search`, over caches that grow.
+        """Runs the complete search, like `FlatBeamSearch`, over caches that grow.
 
         Args:
             step_fn: must accept caches of any number of rows and steps. V may be unknown while tracing. Then V must be
@@ -49,7 +49,7 @@ class GrowingBeamSearch(FlatBeamSearch):
                 B is the row, L the step.
 
         Returns:
-            NestedMap(ids_BKT, lengths_BK, scores_BK, steps) as of `flat_beam_search`; T is the largest of
+            NestedMap(ids_BKT, lengths_BK, scores_BK, steps) as of `FlatBeamSearch`; T is the largest of
             max_lengths_B.
 
         Raises:
@@ -140,14 +140,10 @@ class GrowingBeamSearch(FlatBeamSearch):
             y.set_shape(x.shape)
             return y
 
-        def of_state(x: tf.Tensor, letters: str) -> tf.Tensor:
-            return regrown(x, letters, "S", BLOCK * self.J)
-
-        def of_cache(x: tf.Tensor, letters: str) -> tf.Tensor:
-            return regrown(x, letters, "L", BLOCK)
-
-        state = map_structure(of_state, state, self.STATE_LETTERS)
-        return regrown(rows_B, "B", "", 0), state, map_structure(of_cache, cache, letters)
+        flat = BLOCK * self.J
+        state = map_structure(lambda x, own: regrown(x, own, "S", flat), state, self.STATE_LETTERS)
+        cache = map_structure(lambda x, own: regrown(x, own, "L", BLOCK), cache, letters)
+        return regrown(rows_B, "B", "", 0), state, cache
 
     def _Staying(self, done_B: tf.Tensor) -> tf.Tensor:
         """The rows that go on: those that are not done, and the first of the others, up to `_least` rows."""

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-from collections.abc import Callable
 
 from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
@@ -15,11 +14,8 @@ def held_out_loss(
     logdir: str | os.PathLike,
     data_dir: str | os.PathLike,
     num_batches: int,
-    step: int | None = None,
-    use_ema: bool = False,
-    say: Callable[[str], None] = lambda text: None,
 ) -> NestedMap:
-    """Computes the loss of a run's checkpoint on held-out pairs, with inference's routing.
+    """Computes the loss of a run's newest checkpoint on held-out pairs, with inference's routing.
 
     The batches are those that the trainer evaluates on, see MtInput.HeldOut: the same for every run of the same data,
     vocabularies and shapes.
@@ -27,8 +23,6 @@ def held_out_loss(
     Args:
         data_dir: holds the pairs that the run trained on, and dev/<lang>.tsv.gz.
         num_batches: how many batches of the run's size, at most.
-        step: of the checkpoint; None for the newest.
-        use_ema: whether to take the moving average of the weights, of a run with task.ema_decay.
 
     Returns:
         NestedMap(step: of the checkpoint, and what Evaluator returns: nll: nats a target token, without smoothing;
@@ -43,14 +37,8 @@ def held_out_loss(
     inputs = params.input.Copy().Set(data_dir=str(data_dir)).Instantiate()
     batches = itertools.islice(inputs.Prepare(artifacts=run.artifacts).HeldOut(), num_batches)
     step, theta = read_newest(
-        run.checkpoint_dir, lambda saved, at: (at, read_weights(saved, task, at, use_ema)), step
+        run.checkpoint_dir, lambda saved, at: (at, read_weights(saved, task, at))
     )
-
-    def counted():
-        for number, batch in enumerate(batches, 1):
-            yield batch
-            say(f"held-out batch {number} of {num_batches}")
-
-    found = Evaluator(task, inputs, TfEngine())(theta, counted())
+    found = Evaluator(task, inputs, TfEngine())(theta, batches)
     found.step = step
     return found
