@@ -148,7 +148,7 @@ plans: install ## Make the plans in docs/plans anew and compare them; hours. ARG
 	@$(PY) -m tools.reproduce --plans $(ARGS)
 
 reproduction: install ## Write docs/reproduction.md from the recorded plans.
-	@$(PY) -m tools.reproduce --partial $(ARGS)
+	@$(PY) -m tools.reproduce $(ARGS)
 
 lock: install ## Pin again all that the other requirements files need, after changing them.
 	@fresh=$$(mktemp -d)

@@ -86,19 +86,8 @@ def _dump(value: Any) -> str:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """One sentence for each difference of `new` from the recorded `old`; see core/planner/golden.py."""
-    tried_old, tried_new = old.get("fits_none"), new.get("fits_none")
-    if tried_old or tried_new:
-        if tried_old == tried_new:
-            return []
-        return [f"{_where(new, tried_new)}, but it {_where(old, tried_old).removeprefix('it ')}"]
     out = []
     was, now = old["topology"]["name"], new["topology"]["name"]
     if was != now:
         out.append(f"topology is {now}, was {was}")
     return out + golden.differences(compact(old), compact(new))
-
-
-def _where(plan: dict[str, Any], tried: list[str] | None) -> str:
-    if tried:
-        return f"it fits none of {', '.join(tried)}"
-    return f"it was planned for {plan['topology']['name']}"

@@ -1,5 +1,6 @@
 """The page's tables of GPU clusters: the paper's models on the smallest ones, beside the TPU slices."""
 
+import itertools
 from collections.abc import Mapping
 
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
@@ -23,9 +24,9 @@ _BOUNDS = {
 }
 
 
-def cards_table(cards: list[str]) -> str:
+def cards_table() -> str:
     """The figures of data sheets that the estimates take."""
-    shown = [CARDS[card] for card in cards]
+    shown = [CARDS[card] for card in requests.CARDS]
     rows = {
         "peak, bfloat16": [f"{card.peak_flops['bfloat16'] / 1e12:.4g} TFLOP/s" for card in shown],
         "peak, TF32": [f"{card.peak_flops['tf32'] / 1e12:.4g} TFLOP/s" for card in shown],
@@ -44,7 +45,7 @@ def model(plan: Plan) -> tuple[str, str]:
 
 
 def _recorded(plans: Plans, card: str) -> list[Plan]:
-    return [plans[name] for name in requests.GROUPS[card] if name in plans]
+    return [plans[name] for name in requests.GROUPS[card]]
 
 
 def smallest(plans: Plans, card: str) -> str:
@@ -52,15 +53,6 @@ def smallest(plans: Plans, card: str) -> str:
     head = ["model", "activations", "cluster", "GPUs", "memory of a GPU", "step", "tokens/s"]
     rows = [[*model(plan), *measures.machine_cells(plan)] for plan in _recorded(plans, card)]
     return text.table([*head, "days", "GPU-days"], rows)
-
-
-def not_made(plans: Plans, card: str) -> list[str]:
-    """The models whose plans of a card are not recorded."""
-    absent = [requests.REQUESTS[name] for name in requests.GROUPS[card] if name not in plans]
-    return [
-        f"{LABELS[wanted.model.removeprefix('mt.')]} with {_TYPES[bool(wanted.override)]}"
-        for wanted in absent
-    ]
 
 
 def bounds(plan: Plan) -> dict[str, float]:
@@ -91,9 +83,7 @@ def bounds_table(plans: Plans, card: str) -> str:
     head = ["share of a step", "activations", "arithmetic", "memory traffic beyond it"]
     head += ["all-to-alls between nodes", "other collectives"]
     rows = [
-        [*model(plan), *map(text.percent, bounds(plan).values())]
-        for plan in _recorded(plans, card)
-        if measures.has_time(plan)
+        [*model(plan), *map(text.percent, bounds(plan).values())] for plan in _recorded(plans, card)
     ]
     return text.table(head, rows)
 
@@ -102,29 +92,27 @@ def largest_bounds(plans: Plans, card: str) -> list[str]:
     """Returns the largest share of a step, in words, with the models whose largest it is."""
     largest: dict[str, list[str]] = {}
     for plan in _recorded(plans, card):
-        if measures.has_time(plan):
-            share = bounds(plan)
-            most = max(share, key=lambda key: share[key])
-            largest.setdefault(most, []).append(" in ".join(model(plan)))
+        share = bounds(plan)
+        most = max(share, key=lambda key: share[key])
+        largest.setdefault(most, []).append(" in ".join(model(plan)))
     return [f"{_BOUNDS[key]} for {text.listed(of)}" for key, of in largest.items()]
 
 
-def beside(plans: Plans, cards: list[str]) -> str:
+def beside(plans: Plans) -> str:
     """Device-days of the models on the paper's slices, on today's and on clusters."""
     models = requests.GPU_MODELS
     papers = {requests.moe(*key): name for key, name in requests.TABLE3.items()}
     names = {"TPU v3, float32": [papers.get(one, requests.DENSE_NAME) for one in models]}
     for generation in requests.GENERATIONS:
         head = f"TPU {generation}, bfloat16"
-        names[head] = [requests.today(one, generation) for one in models]
-    for card in cards:
+        names[head] = [requests.today(generation) if one == requests.BIG else "" for one in models]
+    for card in requests.CARDS:
         for bf16, kind in _TYPES.items():
             head = f"{card.upper()}, {kind}"
             names[head] = [requests.on_gpus(one, card, bf16) for one in models]
     columns = {head: [_days(plans.get(name)) for name in of] for head, of in names.items()}
-    shown = {head: cells for head, cells in columns.items() if set(cells) != {DASH}}
-    rows = [[LABELS[one], *(cells[i] for cells in shown.values())] for i, one in enumerate(models)]
-    return text.table(["model", *shown], rows)
+    rows = [[LABELS[one], *cells] for one, cells in zip(models, zip(*columns.values()))]
+    return text.table(["model", *columns], rows)
 
 
 def _days(plan: Plan | None) -> str:
@@ -139,18 +127,15 @@ def outside_layers(plan: Plan) -> list[str]:
     return [f"{sum(row['count'] for row in rows)} of the {part}" for part, rows in outside.items()]
 
 
-def findings(plans: Plans, cards: list[str]) -> list[Finding]:
+def findings(plans: Plans) -> list[Finding]:
     """The rows of the summary of clusters."""
     out = []
-    for card in cards:
-        for bf16, kind in _TYPES.items():
-            plan = plans.get(requests.on_gpus(requests.moe(2048, 36), card, bf16))
-            if plan is not None and measures.has_time(plan):
-                smallest = f"smallest {card.upper()} cluster for {model(plan)[0]} in {kind}"
-                what = f"{smallest}, and GPU-days for 1T tokens"
-                out.append(Finding(what, DASH, measures.machine_and_days(plan), "estimated"))
-    if cards and (plan := plans.get(requests.ON_CLUSTER)):
-        gpus = plan["topology"]["devices"]
-        what = f"lowering and compiling {model(plan)[0]} for {gpus} H100s, and the host's memory"
-        out.append(Finding(what, DASH, measures.made_in(plan["compile"]), "timed"))
-    return out
+    for card, (bf16, kind) in itertools.product(requests.CARDS, _TYPES.items()):
+        plan = plans[requests.on_gpus(requests.BIG, card, bf16)]
+        smallest = f"smallest {card.upper()} cluster for {model(plan)[0]} in {kind}"
+        what = f"{smallest}, and GPU-days for 1T tokens"
+        out.append(Finding(what, DASH, measures.machine_and_days(plan), "estimated"))
+    plan = plans[requests.ON_CLUSTER]
+    gpus = plan["topology"]["devices"]
+    what = f"lowering and compiling {model(plan)[0]} for {gpus} H100s, and the host's memory"
+    return [*out, Finding(what, DASH, measures.made_in(plan["compile"]), "timed")]

@@ -51,24 +51,8 @@ def _guarded(make: Callable[..., Any], path: Path, *args: Any) -> None:
 
 
 def make_plan(wanted: Wanted, cache_dir: Path | None, say: Say) -> dict[str, Any]:
-    """Makes a plan. If no slice of the requested generation holds the model, returns a record with `fits_none`,
-    the slices that were tried.
-
-    Raises ValueError: as plans.make_plan.
-    """
+    """Makes a plan. Raises ValueError: as plans.make_plan, and where no machine of a kind holds the model."""
     from lingvo_moe.planning import step_plan
 
-    request = step_plan.Request(**asdict(wanted))
-    if ":" in wanted.topology:
-        return step_plan.make_plan(request, cache_dir, say)
-    try:
-        return step_plan.smallest_slice(request, cache_dir, say)
-    except step_plan.FitsNone as e:
-        return {
-            "version": 1,
-            "model": wanted.model,
-            "override": wanted.override,
-            "what": wanted.what,
-            "topology": {"generation": wanted.topology},
-            "fits_none": e.tried,
-        }
+    make = step_plan.make_plan if ":" in wanted.topology else step_plan.smallest_slice
+    return make(step_plan.Request(**asdict(wanted)), cache_dir, say)

@@ -48,14 +48,7 @@ def held(plan: Plan) -> str:
 
 
 def machine_cells(plan: Plan) -> list[str]:
-    """The machine of a plan, its chips, the memory of a device, and the costs of a step and of the budget.
-
-    Dashes for a model that no machine holds.
-    """
-    if "fits_none" in plan:
-        tried = plan["fits_none"]
-        why = f"none up to `{tried[-1]}`" if tried else "none: each is too small for its state"
-        return [why, *[text.DASH] * 6]
+    """The machine of a plan, its chips, the memory of a device, and the costs of a step and of the budget."""
     time, top = plan["time"], plan["topology"]
     return [
         f"`{top['name']}`",

@@ -1,6 +1,6 @@
 """The page's tables and figures of single models: parameters, speed and cost, decoding, today's machines."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lingvo_moe.core.console import units
@@ -10,8 +10,6 @@ from .measures import Plan
 from .text import DASH, Finding
 
 Plans = Mapping[str, Plan]
-
-_BIG = requests.moe(2048, 36)
 
 
 def machines(plans: Plans) -> str:
@@ -128,18 +126,6 @@ def ratios(plans: Plans) -> dict[str, list[str]]:
     return out | {"same": same}
 
 
-def dense_ratio(plans: Plans) -> float | None:
-    """The core-years of T(96L) in those of the paper, which gives no steps a second of it; None without a time."""
-    plan, papers = plans[requests.DENSE_NAME], paper.DENSE.core_years
-    return plan["time"]["device_years"] / papers if measures.has_time(plan) and papers else None
-
-
-def pipelined(plans: Plans) -> Plan | None:
-    """T(96L) in a pipeline, as the paper trained it, if it has times."""
-    plan = plans[requests.PIPELINED_NAME]
-    return plan if measures.has_time(plan) and plan.get("pipelines") else None
-
-
 def verdict(plans: Plans, bf16: bool) -> str:
     """Whether the trillion fits, and how."""
     plan = plans[requests.weak(2048, 60, bf16)]
@@ -174,15 +160,12 @@ def findings(plans: Plans) -> list[Finding]:
     count = f"{ours['parameters']['count']:,}"
     claim = f"parameters of {row.label}, table 1"
     out = [Finding(claim, text.count(row.parameters), count, "exact")]
-    if measures.has_time(ours):
-        for what, papers, key in (
-            ("steps/s", row.steps_per_second, "steps_per_second"),
-            ("core-years", row.core_years, "device_years"),
-        ):
-            figure = units.number(ours["time"][key])
-            out.append(
-                Finding(f"{what} of {row.label}, table 3", f"{papers:g}", figure, "estimated")
-            )
+    for what, papers, key in (
+        ("steps/s", row.steps_per_second, "steps_per_second"),
+        ("core-years", row.core_years, "device_years"),
+    ):
+        figure = units.number(ours["time"][key])
+        out.append(Finding(f"{what} of {row.label}, table 3", f"{papers:g}", figure, "estimated"))
     for label, took in _compiled(plans):
         if took.get("lower_seconds") is not None and took.get("compile_seconds") is not None:
             claim = f"lowering and compiling {label}, and the host's memory"
@@ -204,30 +187,15 @@ def decoding(plan: Plan) -> str:
     return text.table(["", ""], rows)
 
 
-def today(plans: Plans, generation: str) -> str:
-    """A table of the smallest slices of a generation."""
-    names = {model: requests.today(model, generation) for model in requests.TODAY_MODELS}
-    head = ["model", "slice", "chips", "memory of a device", "step", "tokens/s", "days"]
-    rows = [
-        [f"`mt.{model}`", *measures.machine_cells(plans[name])]
-        for model, name in names.items()
-        if name in plans
-    ]
-    return text.table([*head, "chip-days"], rows)
+def today(plans: Plans) -> str:
+    """A table of the smallest slices of today's generations."""
+    head = ["TPU", "slice", "chips", "memory of a device", "step", "tokens/s", "days", "chip-days"]
+    shown = {g: plans[requests.today(g)] for g in requests.GENERATIONS}
+    return text.table(head, [[g, *measures.machine_cells(plan)] for g, plan in shown.items()])
 
 
-def not_recorded(plans: Plans, generation: str) -> list[str]:
-    """The models without a plan of a generation."""
-    models = requests.TODAY_MODELS
-    return [f"`mt.{m}`" for m in models if requests.today(m, generation) not in plans]
-
-
-def findings_of_today(plans: Plans, generations: Sequence[str]) -> list[Finding]:
+def findings_of_today(plans: Plans) -> list[Finding]:
     """The rows of the summary of the smallest slices."""
-    out = []
-    for generation in generations:
-        if plan := plans.get(requests.today(_BIG, generation)):
-            what = f"smallest {generation} slice for MoE(2048E, 36L), and chip-days for 1T tokens"
-            ours = "none" if "fits_none" in plan else measures.machine_and_days(plan)
-            out.append(Finding(what, DASH, ours, "estimated"))
-    return out
+    claim = "smallest {} slice for MoE(2048E, 36L), and chip-days for 1T tokens"
+    found = {g: measures.machine_and_days(plans[requests.today(g)]) for g in requests.GENERATIONS}
+    return [Finding(claim.format(g), DASH, ours, "estimated") for g, ours in found.items()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 CORES = {128: "v3:8x8", 512: "v3:16x16", 2048: "v3:32x32"}  # by experts, one on each core
 LAYERS = (12, 36, 60)
-GENERATIONS = ("v4", "v5p", "v6e")
+GENERATIONS = ("v4", "v5p")
 CARDS = ("h100", "a100")
 BF16 = 'task.fprop_dtype="bfloat16"'
 # Rows of 128 tokens on a core that make the 2048 tokens of weak scaling.
@@ -49,9 +49,9 @@ def real(experts: int, layers: int) -> str:
     return f"{moe(experts, layers)}-{_file(CORES[experts])}"
 
 
-def today(model: str, generation: str) -> str:
-    """The name of the plan for the smallest slice of a generation."""
-    return f"{model}-{generation}"
+def today(generation: str) -> str:
+    """The name of the plan of BIG for the smallest slice of a generation."""
+    return f"{BIG}-{generation}"
 
 
 def on_gpus(model: str, card: str, bf16: bool = False) -> str:
@@ -63,12 +63,12 @@ def _file(topology: str) -> str:
     return topology.replace(":", "_")
 
 
-TODAY_MODELS = (*(moe(e, n) for e in sorted(CORES, reverse=True) for n in LAYERS), DENSE)
+BIG = moe(2048, 36)
 DENSE_NAME = f"{DENSE}-{_file(CORES[2048])}"
 PIPELINED = "T96LPipe8"
 PIPELINED_NAME = f"{PIPELINED}-{_file(CORES[2048])}"
 # No figure shows it: 9 blocks in 2 stages, for docs/pipelines.md.
-UNEQUAL = f"{moe(2048, 36)}Pipe2"
+UNEQUAL = f"{BIG}Pipe2"
 UNEQUAL_NAME = f"{UNEQUAL}-{_file(CORES[2048])}"
 # No figure shows it: a trillion float32 parameters without copies, for docs/state.md.
 SHARDED = f"{moe(2048, 60)}Sharded"
@@ -80,7 +80,7 @@ DECODE = f"{real(2048, 36)}-decode"
 GPU_MODELS = (*(moe(experts, 36) for experts in sorted(CORES, reverse=True)), DENSE)
 # The paper's model of 600 billion parameters on 256 GPUs, which need not be the fewest that hold it.
 CLUSTER = "h100:32x8"
-ON_CLUSTER = f"{moe(2048, 36)}-{_file(CLUSTER)}"
+ON_CLUSTER = f"{BIG}-{_file(CLUSTER)}"
 
 # Figure 2: as many experts, groups and times 2048 tokens as devices, in 36 layers.
 COMPILED = {
@@ -102,7 +102,7 @@ def _paper_s(experts: int, layers: int, *overrides: str, what: str = "train") ->
 def _few_devices(devices: int, topology: str) -> Wanted:
     sizes = f"task.num_experts={devices};task.num_groups={devices}"
     rows = f"input.batch_size={ROWS_A_CORE * devices}"
-    return Wanted(f"mt.{moe(2048, 36)}", topology, f"{sizes};{rows}")
+    return Wanted(f"mt.{BIG}", topology, f"{sizes};{rows}")
 
 
 REQUESTS: dict[str, Wanted] = {
@@ -117,8 +117,8 @@ REQUESTS: dict[str, Wanted] = {
     COMPILED[8]: _few_devices(8, "v3:2x2"),
     COMPILED[32]: _few_devices(32, "v3:4x4"),
     DECODE: _paper_s(2048, 36, what="decode"),
-    **{today(m, g): Wanted(f"mt.{m}", g, BF16) for g in GENERATIONS for m in TODAY_MODELS},
-    ON_CLUSTER: Wanted(f"mt.{moe(2048, 36)}", CLUSTER),
+    **{today(g): Wanted(f"mt.{BIG}", g, BF16) for g in GENERATIONS},
+    ON_CLUSTER: Wanted(f"mt.{BIG}", CLUSTER),
     **{
         on_gpus(m, card, bf16): Wanted(f"mt.{m}", card, BF16 * bf16)
         for card in CARDS
@@ -143,13 +143,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         if layers == 60 or not bf16
     ),
     "figure8": tuple(weak(experts, 36) for experts in CORES),
-    "figure9": (),
     "decode": (DECODE,),
-    **{g: tuple(today(model, g) for model in TODAY_MODELS) for g in GENERATIONS},
+    **{g: (today(g),) for g in GENERATIONS},
     "stages": (UNEQUAL_NAME,),
     "state": (SHARDED_NAME, HOST_NAME),
     "cluster": (ON_CLUSTER,),
     **{c: tuple(on_gpus(m, c, bf16) for m in GPU_MODELS for bf16 in (False, True)) for c in CARDS},
 }
-# Groups that are shown for those of their plans that are recorded.
-PARTLY = (*GENERATIONS, *CARDS)

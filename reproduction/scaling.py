@@ -107,7 +107,7 @@ def finding_of_memory(plans: Plans) -> Finding:
 
 @dataclass(frozen=True)
 class Forward:
-    """Figure 8's forward passes, by experts: of those plans that have times."""
+    """Figure 8's forward passes, by experts."""
 
     plans: dict[int, Plan]
     parts: dict[int, dict[str, float]]  # seconds by part
@@ -128,12 +128,9 @@ class Forward:
         return self.plans[MANY]["time"]["step_seconds"] / self.plans[FEW]["time"]["step_seconds"]
 
 
-def forward(plans: Plans) -> Forward | None:
-    """Figure 8: the forward pass by part; None if the fewest or the most experts have no time."""
-    named = {experts: plans[requests.weak(experts, 36)] for experts in requests.CORES}
-    found = {experts: plan for experts, plan in named.items() if measures.has_time(plan)}
-    if FEW not in found or MANY not in found:
-        return None
+def forward(plans: Plans) -> Forward:
+    """Figure 8: the forward pass by part."""
+    found = {experts: plans[requests.weak(experts, 36)] for experts in requests.CORES}
     parts = {e: measures.forward_seconds(plan) for e, plan in found.items()}
     totals = {e: sum(seconds.values()) for e, seconds in parts.items()}
     network = {e: parts[e]["dispatch_network"] / totals[e] for e in found}

@@ -33,7 +33,6 @@ def define_flags() -> Flags:
     flags = Flags("python -m tools.reproduce", __doc__)
     flags.DEFINE_path("docs", str(DOCS), "directory with the page, images/ and plans/")
     flags.DEFINE_boolean("list", False, "list all plans, and whether each is recorded")
-    flags.DEFINE_boolean("partial", False, "leave out what needs plans that are missing")
     flags.DEFINE_boolean("plans", False, "make the plans again instead of the page")
     flags.DEFINE_list(
         "only", (), f"with --plans: only these, by names of plans or of groups: {', '.join(GROUPS)}"
@@ -42,8 +41,7 @@ def define_flags() -> Flags:
     flags.DEFINE_boolean("update", False, "with --plans: record the new plans")
     _cli.define_cache_flag(flags)
     flags.OnlyWith("only missing update cache_dir", plans=True)
-    flags.OnlyWith("partial", plans=False)
-    flags.OnlyWith("plans partial", list=False)
+    flags.OnlyWith("plans", list=False)
     return flags
 
 
@@ -88,7 +86,7 @@ def write_page(args: Flags) -> int:
     docs = Path(args.docs)
     recorded = goldens.read_all(docs / "plans", requests.REQUESTS)
     compiling = goldens.read(docs / "plans", goldens.COMPILE_TIME)
-    text, pictures = page.write(recorded, compiling, args.partial)
+    text, pictures = page.write(recorded, compiling)
     (docs / "images").mkdir(parents=True, exist_ok=True)
     for name, data in {**pictures(), "pipelines.svg": schedules.draw()}.items():
         files.write_atomic(docs / "images" / name, data)
