@@ -203,8 +203,8 @@ class Repeat(BaseLayer):
         carry, extras = self.body.FProp(theta, self._ShardCarry(carry), shared, seed=seed)
         return self._ShardCarry(carry), extras
 
-    def _ShardCarry(self, x: tf.Tensor) -> tf.Tensor:
-        return shard_letters(x, self.p.carry_letters, self.p.activation_split)
+    def _ShardCarry(self, x: tf.Tensor, prefix: str = "") -> tf.Tensor:
+        return shard_letters(x, prefix + self.p.carry_letters, self.p.activation_split)
 
     def _ShardTheta(self, theta: NestedMap) -> NestedMap:
         """Annotates slices like their stacks: sharding, and the gradient's, survives slicing. Weights that the state
