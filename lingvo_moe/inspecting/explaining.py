@@ -28,8 +28,6 @@ from lingvo_moe.core.partitioner.explanation import (
 )
 from lingvo_moe.core.sharding import Mesh, current_mesh
 
-__all__ = ["ExplainError", "Explanation", "explain", "get_sharding"]
-
 _ARGUMENT = re.compile(r"args\[(\d+)\]")
 _MOST_IN_SCOPE = 10_000
 

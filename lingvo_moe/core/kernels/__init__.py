@@ -23,25 +23,12 @@ from lingvo_moe.core.kernels.xla import (
     AdafactorRecipe,
     CacheShape,
     Delta,
-    DenseDelta,
     Drop,
     Keep,
     Shard,
 )
+from lingvo_moe.core.kernels.xla import DenseDelta as DenseDelta
 from lingvo_moe.core.nested_map import NestedMap
-
-__all__ = [
-    "Activation",
-    "AdafactorRecipe",
-    "CacheShape",
-    "Delta",
-    "DenseDelta",
-    "Kernels",
-    "Weight",
-    "current",
-    "dropout",
-    "using",
-]
 
 
 class Kernels(Protocol):

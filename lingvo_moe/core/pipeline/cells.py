@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, scoped
-from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
@@ -133,85 +132,37 @@ class LayerWithExtras(BaseLayer):
 
 
 class FeatureExtractionLayer(LayerWithExtras):
-    """Layers in sequence that also carries activations along, of this sequence and of earlier ones (Lingvo).
-
-    The last `num_act_inputs` of all arguments are passed on unchanged. The first output of each layer in
-    `act_fetch_layers` follows them, so there are num_act_inputs + len(act_fetch_layers) such results.
-    """
+    """Layers in sequence, each with a name of its own: a part of a partition (Lingvo)."""
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("variable_name_prefix", "", "What the names of the layers begin with.")
         p.Define("sub", [], "Params of the layers, each with a name.")
-        p.Define("num_act_inputs", 0, "Activations among the inputs.", check=checks.COUNT)
-        p.Define("num_act_outputs", 0, "Activations among the results.", check=checks.COUNT)
-        p.Define("act_fetch_layers", [], "Names of layers whose first output is carried along.")
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        p = self.p
-        names = [sub.name for sub in p.sub]
+        names = [sub.name for sub in self.p.sub]
         if "" in names:
-            raise ValueError(f"{p.name}: layer {names.index('')} of sub={names} has no name")
-        wanted = p.num_act_inputs + len(p.act_fetch_layers)
-        if p.num_act_outputs != wanted:
-            raise ValueError(
-                f"{p.name}: num_act_outputs={p.num_act_outputs}: must be {wanted}, the sum of num_act_inputs="
-                f"{p.num_act_inputs} and the {len(p.act_fetch_layers)} layers of act_fetch_layers"
-            )
-        if unknown := [name for name in p.act_fetch_layers if name not in names]:
-            raise ValueError(f"{p.name}: act_fetch_layers: {unknown[0]!r} is none of {names}")
-        for sub in p.sub:
-            self.CreateChild(p.variable_name_prefix + sub.name, sub)
+            raise ValueError(f"{self.p.name}: layer {names.index('')} of sub={names} has no name")
+        for sub in self.p.sub:
+            self.CreateChild(sub.name, sub)
 
     @classmethod
-    def SubLayers(cls, params: HyperParams) -> list[InstantiableParams] | None:
-        """See `sub_layers`. A sequence that carries activations along is not opened."""
-        carries = params.num_act_inputs or params.act_fetch_layers
-        return None if carries else list(params.sub)
+    def SubLayers(cls, params: HyperParams) -> list[InstantiableParams]:
+        """See `sub_layers`."""
+        return list(params.sub)
 
     def FPropWithExtras(
         self, theta: NestedMap, args: Args, seed: tf.Tensor | None
     ) -> tuple[Args, NestedMap]:
-        """See HasExtras.
-
-        Args:
-            args: of the first layer, then num_act_inputs activations.
-
-        Returns:
-            The last layer's outputs, then the activations; and the extras of all layers.
-
-        Raises:
-            ValueError: there are no more arguments than activations.
-        """
-        p = self.p
-        own, carried = _divided(p, args)
-        names = [p.variable_name_prefix + sub.name for sub in p.sub]
-        layers = [(name, self.children[name]) for name in names]
-        thetas = [theta[name] for name in names]
-        outputs, extras = fprop_in_sequence(layers, thetas, own, seed)
-        by_name = dict(zip([sub.name for sub in p.sub], outputs))
-        fetched = tuple(by_name[name][0] for name in p.act_fetch_layers)
-        return ((outputs or [own])[-1]) + carried + fetched, extras
+        """See HasExtras: the outputs of the last layer."""
+        layers = [(sub.name, self.children[sub.name]) for sub in self.p.sub]
+        thetas = [theta[name] for name, _ in layers]
+        outputs, extras = fprop_in_sequence(layers, thetas, args, seed)
+        return outputs[-1], extras
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """The sum of the layers, and the shapes of all results."""
-        shapes, carried = _divided(params, input_shapes)
-        metas = metas_in_sequence(params.sub, *shapes)
-        fetched = {sub.name: m.out_shapes[0] for sub, m in zip(params.sub, metas, strict=True)}
-        fetches = tuple(fetched[name] for name in params.act_fetch_layers)
-        last = tuple(metas[-1].out_shapes) if metas else shapes
-        return NestedMap(flops=sum(m.flops for m in metas), out_shapes=last + carried + fetches)
-
-
-def _divided(p: HyperParams, args: Sequence[Any]) -> tuple[Args, Args]:
-    """The arguments of the first layer, and the activations to carry along."""
-    if len(args) <= p.num_act_inputs:
-        raise ValueError(
-            f"{p.name}: {len(args)} arguments, which must be more than num_act_inputs={p.num_act_inputs}"
-        )
-    own = len(args) - p.num_act_inputs
-    return tuple(args[:own]), tuple(args[own:])
+        """The sum of the layers."""
+        return meta_of_sequence(params.sub, *input_shapes)

@@ -1,4 +1,4 @@
-"""FeatureExtractionLayer: layers in sequence, with activations fetched and carried along."""
+"""FeatureExtractionLayer: layers in sequence."""
 
 import numpy as np
 import tensorflow as tf
@@ -15,27 +15,17 @@ def _layer(**params):
     return p.Set(**params).Instantiate()
 
 
-def test_fetched_activations_follow_those_that_came():
-    layer = _layer(num_act_inputs=1, num_act_outputs=3, act_fetch_layers=["c2", "c0"])
+def test_layers_follow_each_other_and_one_output_is_a_tensor():
+    layer = _layer()
     theta = layer.InitTheta(SEED)
-    x = tf.ones([3, 5])
-    y, carried, third, first = layer.FProp(theta, x, tf.constant(7.0))
-    assert carried == 7
-    want = layer.c0.FProp(theta.c0, x)
-    np.testing.assert_array_equal(first, want)
-    want = layer.c2.FProp(theta.c2, layer.c1.FProp(theta.c1, want))
-    np.testing.assert_array_equal(third, want)
-    np.testing.assert_array_equal(y, layer.c3.FProp(theta.c3, want))
-    meta = FeatureExtractionLayer.FPropMeta(layer.p, (3, 5), ())
-    assert meta.out_shapes == ((3, 2), (), (3, 6), (3, 7))
+    assert sorted(theta) == ["c0", "c1", "c2", "c3"]
+    x = want = tf.ones([3, 5])
+    for name in theta:
+        want = layer.children[name].FProp(theta[name], want)
+    np.testing.assert_array_equal(layer.FProp(theta, x), want)
+    meta = FeatureExtractionLayer.FPropMeta(layer.p, (3, 5))
+    assert meta.out_shapes == ((3, 2),)
     assert meta.flops == 2 * 3 * (35 + 21 + 18 + 12)
-
-
-def test_one_output_is_a_tensor_and_names_have_the_prefix():
-    layer = _layer(variable_name_prefix="p_")
-    theta = layer.InitTheta(SEED)
-    assert sorted(theta) == ["p_c0", "p_c1", "p_c2", "p_c3"]
-    assert layer.FProp(theta, tf.ones([3, 5])).shape == [3, 2]
 
 
 def test_extras_are_joined_and_seeds_are_those_of_names():

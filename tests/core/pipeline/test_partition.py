@@ -5,13 +5,12 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_toys import Dense, cells
+from pipeline_toys import cells
 
 from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer
 from lingvo_moe.core.pipeline.partition import (
     PartitionError,
     PartitionSequentialLayers,
-    flattened,
     histogram_partition,
     optimal_partition,
     partition_of,
@@ -72,10 +71,3 @@ def test_layers_become_cells_with_the_sequence_opened():
     assert names == [["cell_000"], ["cell_001", "cell_002", "cell_003"]]
     assert partition_of(found, (8, 5)).costs == (2 * 8 * 35, 2 * 8 * (21 + 18 + 12))
     assert layers[0].name == "c0"  # The caller's Params stay as they are.
-
-
-def test_a_sequence_that_carries_activations_is_one_layer():
-    carrying = FeatureExtractionLayer.Params().Set(
-        name="x", sub=cells()[:2], act_fetch_layers=["c0"], num_act_outputs=1
-    )
-    assert len(flattened([carrying, Dense.Params()])) == 2

@@ -72,13 +72,7 @@ REFUSED = [
     (lambda: histogram_partition([1, 1], 3), "num_partitions=3: there are only 2 layers"),
     (lambda: optimal_partition([1, 1], 0), "num_partitions=0: must be an integer of at least 1"),
     (lambda: PartitionSequentialLayers(cells(), 2, (8, 5), rule="best"), "rule=best: must be one"),
-    (lambda: _sequence(num_act_outputs=1), "num_act_outputs=1: must be 0, the sum of num_act_in"),
-    (lambda: _sequence(act_fetch_layers=["c9"], num_act_outputs=1), "'c9' is none of"),
     (lambda: _sequence(sub=[cells()[0].Set(name="")]), "layer 0 of sub="),
-    (
-        lambda: _sequence(num_act_inputs=1, num_act_outputs=1),
-        "1 arguments, which must be more than",
-    ),
     (lambda: _gpipe(num_micro_batches=0), "num_micro_batches=0: must be an integer of at least 1"),
     (lambda: _gpipe(cell_tpl=[]), "cell_tpl=[]: must have at least one cell"),
     (lambda: _gpipe(num_micro_batches=3), "a batch of 16 rows does not divide into that many equ"),

@@ -16,24 +16,14 @@ import numpy as np
 from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.aot.aot_compiler import Compiler
 from lingvo_moe.core.engine.aot.aot_gpu import GpuCompiler
-from lingvo_moe.core.engine.aot.aot_result import AotResult, Holder, OutOfMemory
+from lingvo_moe.core.engine.aot.aot_result import AotResult
+from lingvo_moe.core.engine.aot.aot_result import OutOfMemory as OutOfMemory
 from lingvo_moe.core.engine.aot.aot_tpu import TpuCompiler
 from lingvo_moe.core.engine.aot.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.sharding.letters import HOST
 from lingvo_moe.core.topology_names import TopologyName
-
-__all__ = [
-    "AotResult",
-    "Holder",
-    "OutOfMemory",
-    "compile_for_topology",
-    "compiler_identity",
-    "compiler_versions",
-    "devices_of",
-    "lower_for_topology",
-]
 
 _TPU = TpuCompiler()
 _GPU = GpuCompiler()
