@@ -14,12 +14,18 @@ from . import figures
 from .expert_variants import GROUPS
 
 _STACKS = ("encoder", "decoder")
-_HEADS = {"experts": "experts", "routers": "router, 16 experts", "recipes": "recipe"}
+_HEADS = {
+    "experts": "experts",
+    "routers": "router, 16 experts",
+    "recipes": "recipe",
+    "balance": "balanced by",
+}
 # Losses are compared with these.
 _BASES = {
     "experts": "dense",
     "routers": "dense",
     "recipes": "default",
+    "balance": "by_loss_seed1",
 }
 _SETTLED = 50  # from this step on a router should lose few choices, and no expert should be dead
 
@@ -35,9 +41,9 @@ def routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
 
     def mean(name: str) -> float:
-        return float(np.mean([row[f"moe/{stack}/{name}"] for row in rows for stack in _STACKS]))
+        return float(np.mean(_of_layers(rows, name)))
 
-    loads = np.concatenate([row[f"moe/{stack}/expert_load"] for row in rows for stack in _STACKS])
+    loads = np.concatenate(_of_layers(rows, "expert_load"))  # of rows and layers
     return {
         "dropped": mean("over_capacity_ratio"),
         "without_expert": mean("dispatch_0"),
@@ -57,9 +63,30 @@ def worst_routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
 
     def worst(name: str) -> float:
-        return float(max(np.max(row[f"moe/{stack}/{name}"]) for row in rows for stack in _STACKS))
+        return float(np.max(_of_layers(rows, name)))
 
     return {"worst_dropped": worst("over_capacity_ratio"), "worst_dead": worst("dead_experts")}
+
+
+def busiest(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """Busiest / mean in each quarter of a run's metrics.jsonl and each MoE layer, averaged over rows; nothing for a
+    dense model, or for less than four rows.
+    """
+    if len(rows) < 4 or not any(name.startswith("moe/") for name in rows[-1]):
+        return {}
+    load_RLE = _of_layers(rows, "expert_load")
+    ratio_RL = load_RLE.max(-1) / load_RLE.mean(-1)
+    return {
+        "busiest": [quarter.mean(0).round(3).tolist() for quarter in np.array_split(ratio_RL, 4)]
+    }
+
+
+def _of_layers(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """A metric of all MoE layers, of the encoder first: [R,L,...] for R rows."""
+    of_rows = [
+        [row[f"moe/{s}/{name}"] for s in _STACKS if f"moe/{s}/{name}" in row] for row in rows
+    ]
+    return np.array([np.concatenate(stacks) for stacks in of_rows])
 
 
 def groups(results: Mapping[str, Any]) -> list[str]:
@@ -72,7 +99,7 @@ def table(results: Mapping[str, Any], group: str) -> str:
     base = _BASES[group]
     columns = words(_HEADS[group]) + numbers(
         *("parameters", "held-out loss", f"against {base}", "dropped", "without expert"),
-        *("busiest / mean", "most dropped", "most dead"),
+        *("busiest / mean", "in each quarter, by layer", "most dropped", "most dead", "CPU s"),
     )
     return markdown(Table(columns, [_row(r, results.get(base)) for r in _of(results, group)]))
 
@@ -90,7 +117,9 @@ def _row(r: Mapping[str, Any], base: Mapping[str, Any] | None) -> list[str]:
         f"{r['held_out_nll'] - base['held_out_nll']:+.3f}" if base else "",
         *(share("dropped"), share("without_expert")),
         f"{r['imbalance']:.1f}" if "imbalance" in r else "",
+        "; ".join(" ".join(f"{x:.2f}" for x in layers) for layers in r.get("busiest", ())),
         *(share("worst_dropped"), share("worst_dead")),
+        str(r.get("cpu_seconds", "")),
     ]
 
 

@@ -2,20 +2,21 @@
 
 'experts' and 'routers' are variants of mt.M4Experts. A token's feed-forward layers cost 4 M H multiplications and
 additions in each, H = 256 altogether: two experts of 128, one of 256, or sixteen of 16. 'recipes' are variants of
-mt.M4Demo: each changes one thing of its recipe.
+mt.M4Demo: each changes one thing of its recipe. 'balance' are variants of lm.MoEDemo in rows of half the length, on the
+target sides of the pairs: 8 experts balanced by a loss, by a bias, or not at all, with two seeds each.
 """
 
 from dataclasses import dataclass
 
-GROUPS = ("experts", "routers", "recipes")
-STEPS = {"experts": 1000, "routers": 300, "recipes": 600}
+GROUPS = ("experts", "routers", "recipes", "balance")
+STEPS = {"experts": 1000, "routers": 300, "recipes": 600, "balance": 250}
 
 
 @dataclass(frozen=True)
 class Variant:
     """One model of the comparison."""
 
-    # 'experts' (more and more of them), 'routers' (at 16 experts) or 'recipes', or several, space-separated.
+    # 'experts' (more and more of them), 'routers' (at 16 experts), 'recipes' or 'balance', or several, space-separated.
     group: str
     experts: int  # E; 1 for the dense model
     says: str  # a short description
@@ -57,6 +58,21 @@ def _recipe(says: str, *settings: str, experts: int = 8) -> Variant:
 def _schedule(name: str, **values: float) -> str:
     return ";".join([f"{_RATE}={name}", *(f"{_RATE}.{k}={v}" for k, v in values.items())])
 
+
+def _balance(says: str, loss: float, bias: float, seed: int) -> Variant:
+    """A variant of lm.MoEDemo: 0.01 times `loss` is the weight of its loss, `bias` its bias's step."""
+    override = (
+        f"task.moe.router.load_balance_weight={loss};task.moe.router.balance_bias={bias};"
+        f"input.target_length=64;train.mesh=expert:1,model:1;task.seed={seed};input.seed={seed}"
+    )
+    return Variant("balance", 8, f"{says}, seed {seed}", override, "lm.MoEDemo")
+
+
+_BALANCES = {
+    "by_loss": ("a loss of weight 0.01", 1.0, 0.0),
+    "by_bias": ("a bias, in steps of 0.01", 0.0, 0.01),
+    "by_nothing": ("neither", 0.0, 0.0),
+}
 
 _WIDE = "task.expert_hidden_dim=256"  # two of them cost what the dense layer of H = 512 does
 
@@ -106,4 +122,9 @@ VARIANTS: dict[str, Variant] = {
         experts=32,
     ),
     "dense_demo": _recipe("dense, H = 512", "task.num_experts=0", experts=1),
+    **{
+        f"{name}_seed{seed}": _balance(*settings, seed)
+        for seed in (1, 2)
+        for name, settings in _BALANCES.items()
+    },
 }

@@ -10,6 +10,7 @@ for TensorBoard and tools.report.
 """
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,8 +110,12 @@ class Comparison:
             self._say(f"{name}: done before")
             return
         more = f"--engine={self._args.engine}", f"--max_steps={steps}"
+        is_new, began = not run.exists(), os.times()
         _cli.train(model, self._corpus, run, [variant.override], *more)
-        measured = self._measure(run)
+        ended, measured = os.times(), self._measure(run)
+        if is_new:  # the time of a part says nothing
+            spent = sum(ended[2:4]) - sum(began[2:4])  # user and system time of children
+            measured["cpu_seconds"] = round(spent)
         entry = {"says": variant.says, "group": variant.group, "experts": variant.experts}
         content = json.dumps({**entry, **measured}, indent=2).encode() + b"\n"
         file_list.write_listed(result, content)
@@ -133,18 +138,21 @@ class Comparison:
         from lingvo_moe.core.task import inspect
         from lingvo_moe.tasks.mt.quality.held_out_loss import held_out_loss
         from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+        from lingvo_moe.tasks.transformer_task import TransformerTask
 
+        task = RunDir(run).Task(TransformerTask)
         held_out = held_out_loss(run, self._corpus, self._args.batches)
         rows = read_metrics(str(run / "train"))
         return {
             "steps": held_out.step,
-            "params": inspect.count_parameters(RunDir(run).Task().VariableSpecs().Flatten()),
+            "params": inspect.count_parameters(task.VariableSpecs().Flatten()),
             "held_out_nll": float(held_out.nll),
             "held_out_accuracy": float(held_out.accuracy),
             "held_out_tokens": int(held_out.tokens),
             "train_nll": rows[-1]["nll"],
             **expert_comparison.routing(rows[-5:]),
             **expert_comparison.worst_routing(rows),
+            **expert_comparison.busiest(rows),
         }
 
     def _results(self) -> dict[str, Any]:

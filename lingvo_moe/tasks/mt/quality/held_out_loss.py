@@ -1,4 +1,4 @@
-"""The loss of a run's model on held-out pairs."""
+"""The loss of a run's model on held-out pairs, of a language model on their target sides."""
 
 import itertools
 import os
@@ -8,6 +8,7 @@ from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.transformer_task import TransformerTask
 
 
 def held_out_loss(
@@ -33,7 +34,7 @@ def held_out_loss(
         RunDirError: no run. DataError: no held-out pairs. CheckpointError: no readable checkpoint.
     """
     run = RunDir(logdir)
-    params, task = run.Params(), run.Task()
+    params, task = run.Params(), run.Task(TransformerTask)
     inputs = params.input.Copy().Set(data_dir=str(data_dir)).Instantiate()
     batches = itertools.islice(inputs.Prepare(artifacts=run.artifacts).HeldOut(), num_batches)
     step, theta = read_newest(
