@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -27,6 +28,17 @@ class Through:
     """A replacement that takes the place itself, and is not recorded."""
 
     value: Any
+
+
+def scorer(*about: Any) -> Any:
+    """Stands for a Scorer; of the directory TEXTS, for one of a language model."""
+    one = SimpleNamespace(log_prob=-1.0, pieces=["a"], token_log_probs=[-1.0], truncated=False)
+
+    def score(sources: Sequence[str], targets: Sequence[str], *_: Any) -> list[Any]:
+        print(about, targets)
+        return [one] * len(sources)
+
+    return SimpleNamespace(Score=score, scores_texts=about[0] == "TEXTS")
 
 
 class StandIns:

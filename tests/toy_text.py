@@ -14,11 +14,11 @@ from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 VOCAB = toy.train_vocab(toy.sentences(200))
 
 
-def save_run(path: str | os.PathLike, more: str = "") -> None:
+def save_run(path: str | os.PathLike, more: str = "", vocab: bytes = VOCAB) -> None:
     """A run of lm.Tiny, of one layer, with one checkpoint of random weights, whose texts vary; `more` are overrides."""
     run = RunDir(path)
     override = ";".join(["task.num_layers=1;task.vocab_size=400;task.position=rotary", more])
-    artifacts = mt_artifacts({"source": VOCAB, "target": VOCAB})
+    artifacts = mt_artifacts({"source": vocab, "target": vocab})
     run.Write("lm.Tiny", override.rstrip(";"), artifacts)
     rng = np.random.RandomState(0)
     specs = run.Task(LmModel).VariableSpecs()

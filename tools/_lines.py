@@ -1,9 +1,10 @@
 """The input and output of the commands that answer each line with a line."""
 
 import contextlib
+import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
@@ -12,7 +13,8 @@ from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.files.files import atomic_file
-from lingvo_moe.tasks.mt.decoding.line_stream import Answer, Counts, answer_stream
+from lingvo_moe.tasks.mt.decoding.line_stream import Answer, Counts, Line, answer_stream
+from lingvo_moe.tasks.mt.input.tsv import text_of
 
 from . import _cli
 
@@ -34,6 +36,32 @@ def define_flags(flags: Flags, what: str, languages: bool = True) -> None:
     flags.DEFINE_path("output", None, "the file to write (default: standard output)")
     flags.DEFINE_integer("batch_size", 256, "lines read before any is written", checks.SIZE)
     flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+
+
+def define_field_flag(flags: Flags) -> None:
+    """Defines --field."""
+    flags.DEFINE_string(
+        "field",
+        None,
+        "lines are JSON objects with a text in this field (default: text, if --input is *.jsonl; else lines are texts)",
+    )
+
+
+def text_reader(args: Flags) -> Callable[[list[Line]], list[bytes]]:
+    """A function from the next lines to their texts. It raises ValueError: one has no such field."""
+    field = args.field or ("text" if (args.input or "").endswith(".jsonl") else None)
+    numbers = itertools.count(1)
+
+    def text(line: Line) -> bytes:
+        number = next(numbers)
+        if field is None:
+            return line.text
+        try:
+            return text_of(line.text, field).encode()
+        except ValueError as e:
+            raise ValueError(f"{args.input or 'standard input'}:{number}: {e} (--field)") from None
+
+    return lambda lines: [text(line) for line in lines]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ To use it one needs tensorflow and tensorflow_text, not this package:
     translate = tf.saved_model.load("DIR").signatures["serving_default"]
     translate(text=tf.constant(["Guten Tag"]))["translations"]
 
-A language model takes prompts and settings, and gives their continuations (docs/serving.md).
+A language model takes prompts and settings, and gives their continuations (docs/language_models.md); one with a
+tokenizer.json takes and gives ids, for TensorFlow cannot run that.
 """
 
 from collections.abc import Sequence

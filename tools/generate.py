@@ -3,10 +3,10 @@
     python -m tools.generate --logdir=RUN <prompts.txt
     python -m tools.generate --saved_model=DIR --input=prompts.txt --output=texts.jsonl --json --temperature=0.8
 
-A prompt is a line. Its continuation is the most likely next token, again and again; or with --temperature one that is
-drawn; or with --beam_size the most likely text that a beam search finds. It ends where the model ends the text, or
-after --max_tokens. A text depends on its prompt, the number of its line and --seed, not on other lines.
-With --json a line is an object: prompt, text, tokens, finished (whether the model ended the text).
+A prompt is a line, or in a JSON object (--field). Its continuation is the most likely next token, again and again; or
+with --temperature one that is drawn; or with --beam_size the most likely text that a beam search finds. It ends where
+the model ends the text, or after --max_tokens. A text depends on its prompt, the number of its line and --seed, not on
+other lines. With --json a line is an object: prompt, text, tokens, finished (whether the model ended the text).
 """
 
 import itertools
@@ -35,6 +35,7 @@ def define_flags() -> Flags:
     flags, defaults = Flags("python -m tools.generate", __doc__), Sampling()
     _cli.define_model_flags(flags)
     _lines.define_flags(flags, "prompts", languages=False)
+    _lines.define_field_flag(flags)
     flags.DEFINE_boolean("json", False, "write JSON lines")
     for name, help in _INTEGERS.items():
         flags.DEFINE_integer(name, getattr(defaults, name), help, Sampling.RANGES[name])
@@ -61,11 +62,11 @@ def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
         generator, _ = _cli.open_generator(args, args.max_tokens)
-        numbers = itertools.count()
+        numbers, texts_of = itertools.count(), _lines.text_reader(args)
         settings = {name: getattr(args, name) for name in (*_INTEGERS, *_NUMBERS)}
 
         def answer(lines: list[Line]) -> list[tuple[str, str]]:
-            prompts = [line.text for line in lines]
+            prompts = texts_of(lines)
             each = [Sampling(**settings, number=next(numbers)) for _ in lines]
             out = generator.Generate(prompts, each)
             texts = out.texts

@@ -9,7 +9,8 @@ and the mean per token; with --tokens also each token as piece:log-probability. 
 one without a TAB gets nan, 0, nan. At the end, standard error gets the mean loss (nats a target token) and the
 perplexity of each language.
 
-With the run of a language model a line is a text, and the end also has the bits for each byte, newlines included.
+With the run of a language model a line is a text, or a JSON object with one (--field), and the end also has the bits
+for each byte, newlines included.
 """
 
 import math
@@ -102,6 +103,7 @@ def define_flags() -> Flags:
         checks.Integer(3),
     )
     _lines.define_flags(flags, "pairs to score")
+    _lines.define_field_flag(flags)
     return flags
 
 
@@ -117,13 +119,18 @@ def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
         scorer = _open(args)
-        score = _answer
+        texts_of = _lines.text_reader(args)
         if scorer.scores_texts:
             _refuse(args, "language", "language_column", "max_source_length")
-            score = _answer_texts
+        elif args.field:
+            raise ValueError(
+                f"--field={args.field}: {args.logdir} is not of a language model; give lines of pairs"
+            )
 
         def answer(lines: list[Line]) -> list[tuple[str, str]]:
-            return score(scorer, lines, args, losses)
+            if scorer.scores_texts:
+                return _answer_texts(scorer, lines, texts_of(lines), args.tokens, losses)
+            return _answer(scorer, lines, args, losses)
 
         status = _lines.answer_all("score", args, answer, source, sink)
     if status == 0 and not args.quiet:
@@ -171,15 +178,15 @@ def _refuse(args: Flags, *names: str) -> None:
 
 
 def _answer_texts(
-    scorer: "Scorer", lines: list[Line], args: Flags, losses: Losses
+    scorer: "Scorer", lines: list[Line], given: list[bytes], tokens: bool, losses: Losses
 ) -> list[tuple[str, str]]:
-    """(text, warning) of each line, which is a text; adds the scores to `losses`."""
-    texts = [line.text.decode("utf-8", "replace").strip() for line in lines]
+    """(text, warning) of each line, of a given text; adds the scores to `losses`."""
+    texts = [text.decode("utf-8", "replace").strip() for text in given]
     scores = scorer.Score([""] * len(texts), texts)
     for text, line, score in zip(texts, lines, scores, strict=True):
         size = None if line.is_cut or score.truncated else len(text.encode()) + 1
         losses.AddText(score.log_prob, len(score.pieces), size)
-    return [_scored(score, line.is_cut, args.tokens) for score, line in zip(scores, lines)]
+    return [_scored(score, line.is_cut, tokens) for score, line in zip(scores, lines)]
 
 
 def _warning(column: list[str], language_column: int | None) -> str | None:

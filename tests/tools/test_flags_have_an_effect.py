@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import toy_translation
 from apache_beam_installed import A_CORPUS, NO_BEAM
-from stand_ins import Done, StandIns, Through, anything
+from stand_ins import Done, StandIns, Through, anything, scorer
 
 from lingvo_moe import trainer
 from lingvo_moe.core.console.flags import Flags
@@ -41,7 +41,7 @@ strategy=strategy.txt model=mt.M4Demo mesh=expert:4 topology=v3:2x2 price=v3:2
 model_params_override=task.hidden_dim=64 variants=|task.hidden_dim=64 what=decode language=de
 languages=aa top_p=0.5 target_lang=de resource_bounds=9,2 checkpoint_step=5 init_from_step=best
 engine=tf_graph tensor=loss known_faults=warn objective=smallest activations=bfloat16 weights=int8
-host=0.0.0.0 server_names=mt.example.org name=other columns=target,source json_fields=a,b
+host=0.0.0.0 field=other server_names=mt.example.org name=other columns=target,source json_fields=a,b
 tfds=opus/medical packages=Babel demo.model=mt.M4Tiny compare_experts.only=dense
 reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_params memory=4
 language_column=3 num_devices=4 soak.num_devices=2 max_waiting_lines=99999 max_lines=7 average_last=2
@@ -96,7 +96,6 @@ _EXPORTED = {
     "lingvo_moe.tasks.mt.serving.export:load_translator": (_TRANSLATOR, _ABOUT),
     "lingvo_moe.tasks.mt.serving.saved_translator:SavedTranslator": _TRANSLATOR,
 }
-_SCORE = SimpleNamespace(log_prob=-1.0, pieces=["a"], token_log_probs=[-1.0], truncated=False)
 
 
 def _trained(command: Sequence[str], check: bool) -> None:
@@ -177,17 +176,16 @@ COMMANDS = [
             [_RUN],
             [_MODEL, "--temperature=0.5"],
             [_RUN, "--beam_size=2"],
+            [_MODEL, "--input=texts.jsonl", "--json"],
         ],
     ),
     Command(
         "score",
         {
             **_CLI,
-            "lingvo_moe.tasks.mt.quality.forced_decoding:Scorer": SimpleNamespace(
-                Score=lambda sources, *_: [_SCORE] * len(sources), scores_texts=False
-            ),
+            "lingvo_moe.tasks.mt.quality.forced_decoding:Scorer": Through(scorer),
         },
-        [[_RUN]],
+        [[_RUN], ["--logdir=TEXTS", "--input=texts.jsonl"]],
     ),
     Command(
         "evaluate",
@@ -438,6 +436,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (run.path / "checkpoints" / step / "x").touch()
     (place / "strategy.txt").write_text("train.mesh=expert:4\ntask.remat=dots\n")
     (place / "lines.txt").write_text("drei\tthree\tde\n")
+    (place / "texts.jsonl").write_text('{"text": "three", "other": "four"}\n' * 3)
     shutil.copy(_GOLDEN, place / "plan.json")
     return place
 

@@ -16,6 +16,7 @@ _AS_INSTALLED = {
     "python -m lingvo_moe.trainer": "lingvo-moe train",
     "pip install --no-deps -r requirements-gpu.txt": "pip install 'lingvo_moe[gpu-plan]'",
     "pip install --no-deps -r requirements-beam.txt": "pip install 'lingvo_moe[beam]'",
+    "pip install --no-deps -r requirements-tokenizers.txt": "pip install 'lingvo_moe[tokenizers]'",
     "pip install --no-deps -r requirements-corpus.txt": "pip install 'lingvo_moe[corpus]'",
 }
 

@@ -1,5 +1,7 @@
 """Prompts to texts, in TensorFlow alone: tokenise, search or sample, detokenise.
 
+TensorFlow has no tokenizer.json: with one, functions are of ids, and Texts makes ids of prompts and texts of ids.
+
 Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 """
 
@@ -19,7 +21,8 @@ from lingvo_moe.tasks.lm.prompt_search import PromptSearch
 from lingvo_moe.tasks.lm.saved_generator import SETTINGS, Texts
 from lingvo_moe.tasks.mt.decoding.fast_model import SavedWeights
 from lingvo_moe.tasks.mt.decoding.translator import tokenizer
-from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from lingvo_moe.tasks.mt.input.tokenizer_json import JsonVocabulary
+from lingvo_moe.tasks.mt.input.vocabulary import open_vocabulary
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,18 @@ class GenerateOptions:
             self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
         )
 
-    def Search(self) -> SearchOptions:
-        """The options of the search."""
-        return SearchOptions(self.beam_size, 1, self.length_alpha, BOS_ID, EOS_ID, PAD_ID)
+    def Search(self, *marks: int) -> SearchOptions:
+        """The options of the search; `marks` are the ids of begin, end and padding."""
+        return SearchOptions(self.beam_size, 1, self.length_alpha, *marks)
 
 
 class Generator(tf.Module, Texts):
-    """A model, its weights and its vocabulary as functions of strings, which can be exported.
+    """A model, its weights and its vocabulary as functions of strings, or of ids, which can be exported.
 
     Args:
         model: an LmModel.
         theta: NestedMap of arrays or tensors.
-        vocab: a serialised SentencePiece model, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
+        vocab: a serialised vocabulary, see open_vocabulary.
         options: see GenerateOptions.
 
     Raises:
@@ -70,70 +73,95 @@ class Generator(tf.Module, Texts):
     ):
         tf.Module.__init__(self, name="generator")
         self.options = o = options or GenerateOptions()
-        self._tokenizer = tokenizer(vocab)
-        size = int(self._tokenizer.vocab_size())
+        found = open_vocabulary(vocab)
+        self._marks = (found.bos_id, found.eos_id, found.pad_id)
+        size = found.size
+        if isinstance(found, JsonVocabulary):
+            self.vocabulary = found
+            ids, number = (
+                tf.TensorSpec([None, None], tf.int32, "ids"),
+                tf.TensorSpec([None], tf.int32, "lengths"),
+            )
+            prompt = [ids, number]
+        else:
+            self._tokenizer = tokenizer(vocab)
+            prompt = [tf.TensorSpec([None], tf.string, "text")]
+        self._takes = len(prompt)
         if size > model.p.vocab_size:
             raise ValueError(
                 f"the vocabulary has {size} pieces, the model's vocab_size is {model.p.vocab_size}"
             )
         self._weights = SavedWeights(theta)
-        search = PromptSearch(model, o.Search(), o.max_length, np.arange(size) != UNK_ID)
+        search = PromptSearch(
+            model, o.Search(*self._marks), o.max_length, np.arange(size) != found.unk_id
+        )
         self._search = lambda: search  # tf.Module would track it
         samples = o.beam_size == 1
         names = list(SETTINGS) if samples else ["max_tokens"]
         specs = [tf.TensorSpec([None, *SETTINGS[n].shape], SETTINGS[n].dtype, n) for n in names]
-        text = tf.TensorSpec([None], tf.string, "text")
-        self.generate = _function(self._Generate, [text, *specs])
+        self.generate = _function(self._Generate, [*prompt, *specs])
         if samples:  # a beam has no token before its end
-            self.begin = _function(self._Begin, [text, *specs])
+            self.begin = _function(self._Begin, [*prompt, *specs])
             self.begin.get_concrete_function()  # which says what `more` takes
             ids = tf.TensorSpec([None, None], tf.int32)
             self.more = _function(self._More, [ids, *self._specs()])
 
-    def _Generate(self, text: tf.Tensor, *settings: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _Generate(self, *given: tf.Tensor) -> dict[str, tf.Tensor]:
         """The whole way, in graph: what `generate` is.
 
         Args:
-            text: string [N], a prompt of UTF-8 each. Invalid bytes are read as U+FFFD.
-            settings: of each prompt, in the order of SETTINGS; only max_tokens with a beam.
+            given: string [N], a prompt of UTF-8 each, whose invalid bytes are read as U+FFFD; with a tokenizer.json
+                int32 [N,P] and [N] instead, the ids of prompts, and how many are of each. Then the settings of each
+                prompt, in the order of SETTINGS; only max_tokens with a beam.
 
         Returns:
-            texts: string [N], the continuations; tokens: int32 [N], of how many tokens; finished: bool [N], whether the
-            model ended the text, not max_tokens; truncated: bool [N], whether the prompt was too long.
+            texts: string [N], the continuations; with a tokenizer.json `ids` instead, int32 [N,max_length];
+            tokens: int32 [N], of how many tokens; finished: bool [N], whether the model ended the text, not
+            max_tokens; truncated: bool [N], whether the prompt was too long.
         """
-        ids, truncated = self._Ids(text)
+        ids, truncated = self._Ids(*given[: self._takes])
+        settings = given[self._takes :]
         lengths = tf.cast(ids.row_lengths(), tf.int32)
         order = tf.argsort(lengths, direction="DESCENDING", stable=True)
-        n = tf.shape(text)[0]
+        n = tf.shape(lengths)[0]
 
         def one(start: tf.Tensor, *found: tf.Tensor) -> tuple:
             now = order[start : start + self.options.rows]
             alike = tf.equal(tf.gather(lengths, now), lengths[order[start]])
             now = now[: tf.math.count_nonzero(alike, dtype=tf.int32)]
-            ids_RP = tf.gather(ids, now).to_tensor(PAD_ID)
+            ids_RP = tf.gather(ids, now).to_tensor()
             most, own = self._Settings([tf.gather(x, now) for x in settings])
             new = self._search().Search(self._weights.Tensors(), ids_RP, most, own)
-            values = (self._Texts(ids_RP, new), new.lengths_B, new.finished_B)
+            values = (self._Found(ids_RP, new), new.lengths_B, new.finished_B)
             at = now[:, tf.newaxis]
             each = zip(found, values, strict=True)
             return start + tf.shape(now)[0], *(
                 tf.tensor_scatter_nd_update(x, at, y) for x, y in each
             )
 
-        nothing = tf.fill([n], ""), tf.zeros([n], tf.int32), tf.zeros([n], tf.bool)
+        texts = (
+            tf.zeros([n, self.options.max_length], tf.int32)
+            if self.vocabulary
+            else tf.fill([n], "")
+        )
+        nothing = texts, tf.zeros([n], tf.int32), tf.zeros([n], tf.bool)
         _, *found = tf.while_loop(
             lambda start, *_: start < n, one, (tf.constant(0), *nothing), parallel_iterations=1
         )
-        names = ("texts", "tokens", "finished")
+        names = ("ids" if self.vocabulary else "texts", "tokens", "finished")
         return {**dict(zip(names, found, strict=True)), "truncated": truncated}
 
-    def _Ids(self, text: tf.Tensor) -> tuple[tf.RaggedTensor, tf.Tensor]:
+    def _Ids(self, prompt: tf.Tensor, *lengths: tf.Tensor) -> tuple[tf.RaggedTensor, tf.Tensor]:
         """BOS and the tokens of each prompt, and whether its first ones were left out."""
-        # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
-        tokens = self._tokenizer.tokenize(tf.strings.unicode_transcode(text, "UTF-8", "UTF-8"))
+        if lengths:
+            tokens = tf.RaggedTensor.from_tensor(prompt, *lengths)
+        else:
+            # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
+            text = tf.strings.unicode_transcode(prompt, "UTF-8", "UTF-8")
+            tokens = self._tokenizer.tokenize(text)
         most = self.options.max_source_length
         truncated = tokens.row_lengths() > most
-        begin = tf.fill([tf.shape(text)[0], 1], BOS_ID)
+        begin = tf.fill([tf.shape(prompt)[0], 1], self._marks[0])
         return tf.concat([begin, tokens[:, -most:]], 1), truncated
 
     def _Settings(self, values: Sequence[tf.Tensor]) -> tuple[tf.Tensor, NestedMap | None]:
@@ -142,8 +170,12 @@ class Generator(tf.Module, Texts):
         rest = dict(zip(list(SETTINGS)[1:], values[1:]))
         return most, NestedMap(rest) if rest else None
 
-    def _Texts(self, ids_RP: tf.Tensor, new: NestedMap) -> tf.Tensor:
-        """The text of the new tokens: what the text of all has more than the prompt's."""
+    def _Found(self, ids_RP: tf.Tensor, new: NestedMap) -> tf.Tensor:
+        """The text of the new tokens: what the text of all has more than the prompt's; with a tokenizer.json, ids."""
+        if self.vocabulary:
+            left = self.options.max_length - tf.shape(new.ids_BT)[1]
+            ids = tf.pad(new.ids_BT, [[0, 0], [0, tf.maximum(left, 0)]])
+            return ids[:, : self.options.max_length]
         tokens = tf.RaggedTensor.from_tensor(new.ids_BT, new.lengths_B)
         prompt = tf.RaggedTensor.from_tensor(ids_RP[:, 1:])
         before = self._tokenizer.detokenize(prompt)
@@ -151,23 +183,25 @@ class Generator(tf.Module, Texts):
         start = tf.strings.length(before)
         return tf.strings.substr(whole, start, tf.strings.length(whole) - start)
 
-    def _Begin(self, text: tf.Tensor, *settings: tf.Tensor) -> list[tf.Tensor]:
-        """The arguments of `more` to continue one prompt, string [1]; settings as `_Generate`."""
-        ids, _ = self._Ids(text)
-        ids_RP = ids.to_tensor(PAD_ID)
-        most, own = self._Settings(settings)
+    def _Begin(self, *given: tf.Tensor) -> list[tf.Tensor]:
+        """The arguments of `more` to continue one prompt; arguments as `_Generate`."""
+        ids, _ = self._Ids(*given[: self._takes])
+        ids_RP = ids.to_tensor()
+        most, own = self._Settings(given[self._takes :])
         search = self._search().Begin(self._weights.Tensors(), ids_RP, most, own)
         specs = self._search().Specs(search)
         self._structure, self._specs = lambda: search, lambda: specs
         return [ids_RP, *search.Flatten()]
 
     def _More(self, ids_RP: tf.Tensor, *state: tf.Tensor) -> tuple:
-        """One more token. Returns what it takes itself, the text so far, and whether it is all, and finished."""
+        """One more token. Returns what it takes itself, the text or ids so far, and whether it is all, and finished."""
         search = self._structure().Pack(list(state))
         search, new, over = self._search().More(self._weights.Tensors(), search)
         new = new.Transform(lambda x: x[:1])
-        text = self._Texts(ids_RP, new)[0]
-        return [ids_RP, *search.Flatten()], text, over, new.finished_B[0]
+        found = self._Found(ids_RP, new)[0]
+        if self.vocabulary:
+            found = found[: new.lengths_B[0]]
+        return [ids_RP, *search.Flatten()], found, over, new.finished_B[0]
 
 
 def _function(fn: Callable, specs: list[tf.TensorSpec]) -> Any:

@@ -7,9 +7,13 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.core.files.copies import local
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
+from lingvo_moe.tasks.mt.input.tokenizer_json import JsonVocabulary
 from lingvo_moe.tasks.mt.serving.saved_translator import SavedFunctions
+
+TOKENIZER = "assets.extra/tokenizer.json"  # of an export whose functions are of ids
 
 # The inputs of a generating function beside `text`: of each prompt a number, or two.
 SETTINGS = {
@@ -29,6 +33,7 @@ class Texts:
     begin: Any
     more: Any
     languages: tuple[str, ...] = ()
+    vocabulary: JsonVocabulary | None = None  # None: the functions are of strings
 
     def Generate(self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]) -> NestedMap:
         """Continues N prompts, each with its own settings.
@@ -39,9 +44,14 @@ class Texts:
 
         Raises ValueError: samples are asked for of a beam search, or more tokens than options.max_length.
         """
-        arguments = self._Arguments(prompts, settings)
+        ids, arguments = self._Arguments(prompts, settings)
         out = {name: value.numpy() for name, value in self.generate(*arguments).items()}
-        return NestedMap(out, texts=[text.decode("utf-8", "replace") for text in out["texts"]])
+        if self.vocabulary is None:
+            texts = [text.decode("utf-8", "replace") for text in out["texts"]]
+        else:
+            each = zip(ids, out.pop("ids"), out["tokens"], strict=True)
+            texts = [self._Text(prompt, new[:tokens]) for prompt, new, tokens in each]
+        return NestedMap(out, texts=texts)
 
     def Stream(self, prompt: str | bytes, settings: Sampling) -> Iterator[tuple[str, bool | None]]:
         """Continues a prompt, and yields what text each step adds; and whether the model ended it, at the end, else
@@ -51,10 +61,14 @@ class Texts:
         """
         if self.options.beam_size > 1:
             raise ValueError("a beam search has no text before its end: it cannot be streamed")
-        state, sent, over = self.begin(*self._Arguments([prompt], [settings])), "", False
+        ids, arguments = self._Arguments([prompt], [settings])
+        state, sent, over = self.begin(*arguments), "", False
         while not over:
-            state, text, over, finished = self.more(*state)
-            whole = text.numpy().decode("utf-8", "replace")
+            state, found, over, finished = self.more(*state)
+            if self.vocabulary is None:
+                whole = found.numpy().decode("utf-8", "replace")
+            else:
+                whole = self._Text(ids[0], found.numpy())
             # The first bytes of a character that is not whole yet read as U+FFFD.
             ready = whole if over else whole.rstrip("\ufffd")
             yield ready[len(sent) :], bool(finished) if over else None
@@ -73,7 +87,16 @@ class Texts:
         out.scores = [[0.0] for _ in out.texts]  # there are none
         return out
 
-    def _Arguments(self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]) -> list:
+    def _Text(self, prompt: Sequence[int], new: Sequence[int]) -> str:
+        """The text of new tokens: what the text of all has more than the prompt's."""
+        assert self.vocabulary
+        before = self.vocabulary.Decode(prompt)
+        return self.vocabulary.Decode([*prompt, *new])[len(before) :]
+
+    def _Arguments(
+        self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]
+    ) -> tuple[list[list[int]], list]:
+        """The ids that are read of each prompt, of a vocabulary; and what functions take."""
         values = [utf8_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         most = self.options.max_length
         for each in settings:
@@ -90,7 +113,13 @@ class Texts:
         tensors = [tf.constant(column, spec.dtype) for (_, spec), column in named.items()]
         if self.options.beam_size > 1:
             tensors = tensors[:1]
-        return [tf.constant(values, tf.string), *tensors]
+        if self.vocabulary is None:
+            return [], [tf.constant(values, tf.string), *tensors]
+        ids = self.vocabulary.EncodeBatch([value.decode("utf-8", "replace") for value in values])
+        rows = tf.ragged.constant(ids, tf.int32, ragged_rank=1)
+        most = self.options.max_source_length
+        given = [rows.to_tensor(), tf.cast(rows.row_lengths(), tf.int32)]
+        return [one[-most:] for one in ids], [*given, *tensors]
 
 
 class SavedGenerator(SavedFunctions, Texts):
@@ -101,5 +130,7 @@ class SavedGenerator(SavedFunctions, Texts):
     def __init__(self, path: str | os.PathLike):
         super().__init__(path)
         self.generate = self._loaded.generate
+        if (file := local(path) / TOKENIZER).is_file():
+            self.vocabulary = JsonVocabulary(file.read_bytes(), file)
         if self.options.beam_size == 1:
             self.begin, self.more = self._loaded.begin, self._loaded.more

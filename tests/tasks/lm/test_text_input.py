@@ -1,4 +1,9 @@
-"""Rows of packed text from the data of a translation task."""
+"""Rows of packed text, from the data of a translation task and from files of texts."""
+
+import gzip
+import itertools
+import json
+import logging
 
 import numpy as np
 import pytest
@@ -22,7 +27,7 @@ def data_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def inputs(data_dir):
     params = registry.GetParams("lm.Tiny").input
-    params.Set(data_dir=str(data_dir), cache_dir=str(data_dir.parent / "cache"))
+    params.Set(data_dir=str(data_dir), cache_dir=str(data_dir.parent / "cache"), too_long="drop")
     return params.Instantiate().Prepare()
 
 
@@ -96,3 +101,73 @@ def test_a_vocabulary_that_is_too_large_names_the_model_s_parameter(inputs):
     params = inputs.p.Copy().Set(target_vocab_size=20_000)
     with pytest.raises(DataError, match=r"input.target_vocab_size=\d+;task.vocab_size=\d+'"):
         params.Instantiate().Prepare()
+
+
+LONG = "  one " + "two\nthree 🙂 " * 30
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Input of files of texts, of which a few are longer than a row."""
+    data = tmp_path / "data"
+    (data / "dev").mkdir(parents=True)
+    objects = [{"id": "x", "body": text} for text in (LONG, "a \ud800 b", *map(str, range(300)))]
+    lines = [json.dumps(item) for item in objects]
+    (data / "web.jsonl").write_text(
+        "\n".join([*lines, "{", '{"text": "no", "body": 1}', '{"body": " "}'])
+    )
+    with gzip.open(data / "books.txt.gz", "wt") as file:
+        file.write("\n".join(f"line {n} " + "word " * (n % 60) for n in range(200)))
+    (data / "dev" / "web.jsonl").write_text(lines[0])
+    params = registry.GetParams("lm.Tiny").input
+    params.Set(data_dir=str(data), cache_dir=str(tmp_path / "cache"), text_field="body")
+    return params.Set(target_vocab_size=290)
+
+
+def test_files_of_texts_are_read_whole_in_parts_of_a_row(texts, caplog):
+    with caplog.at_level(logging.WARNING):
+        inputs = texts.Instantiate().Prepare()
+    assert inputs.languages == {"books": 200, "web": 302}
+    assert "web.jsonl:303: skipped: no json: a line must be an object" in caplog.text
+    assert "no text: no string in field 'body'; strings are in 'text'" in caplog.text
+    assert inputs.vocabs.source is inputs.vocabs.target
+    whole = [BOS_ID, *inputs.vocabs.target.Encode(LONG.strip()), EOS_ID]
+    parts = [tuple(whole[at : at + 25]) for at in range(0, len(whole) - 1, 24)]
+    assert len(parts) > 8 and inputs.vocabs.target.Decode(whole[1:]) == LONG.strip()
+    assert sorted(_parts(held.batch for held in inputs.HeldOut())) == sorted(parts)
+    assert set(parts) <= set(_parts(itertools.islice(inputs, 400)))
+
+
+def _parts(batches):
+    """The ids of each segment, and its last label."""
+    found = []
+    for batch in batches:
+        for row, segments in enumerate(batch.segment_ids):
+            for segment in range(1, segments.max() + 1):
+                ids, labels = (
+                    batch.ids[row][segments == segment],
+                    batch.labels[row][segments == segment],
+                )
+                assert ids[1:].tolist() == labels[:-1].tolist()
+                found.append((*ids.tolist(), labels[-1]))
+    return found
+
+
+def test_a_stream_of_parts_goes_on_where_it_stopped(texts):
+    inputs = texts.Instantiate().Prepare()
+    stream = iter(inputs)
+    for _ in range(3):
+        next(stream)
+    again = iter(inputs)
+    again.SetState(json.loads(json.dumps(stream.GetState())))
+    for _ in range(3):
+        want, found = next(stream), next(again)
+        assert all(np.array_equal(array, found[name]) for name, array in want.items())
+    other = iter(texts.Copy().Set(target_length=16).Instantiate().Prepare())
+    with pytest.raises(DataError, match=r"is of other data.*target_length"):
+        other.SetState(stream.GetState())
+
+
+def test_a_field_that_no_line_has_is_named(texts):
+    with pytest.raises(DataError, match=r"no pairs.*malformed.*a string in the field 'nope'"):
+        texts.Copy().Set(text_field="nope", languages=["web"]).Instantiate().Prepare()

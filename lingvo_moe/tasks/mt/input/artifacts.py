@@ -12,14 +12,14 @@ VOCAB_FILES = {"source": "vocab/source.model", "target": "vocab/target.model"}
 def mt_artifacts(vocabs: Mapping[str, bytes], languages: Sequence[str] = ()) -> RunArtifacts:
     """The artifacts of a run.
 
-    `vocabs` are serialised SentencePiece models by side; a language's place in `languages` is its task id.
+    `vocabs` are serialised vocabularies by side; a language's place in `languages` is its task id.
     """
     files = {name: vocabs[side] for side, name in VOCAB_FILES.items()}
     return RunArtifacts(files, {"languages": list(languages)})
 
 
 def vocabs_of(artifacts: RunArtifacts) -> NestedMap:
-    """NestedMap(source, target): serialised SentencePiece models. Raises DataError where one is missing."""
+    """NestedMap(source, target): serialised vocabularies. Raises DataError where one is missing."""
     for name in VOCAB_FILES.values():
         if name not in artifacts.files:
             raise DataError(f"the run keeps no {name}: it is no run of a translation model")

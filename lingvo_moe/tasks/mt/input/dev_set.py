@@ -25,8 +25,9 @@ class DevSet:
         data_dir: str | os.PathLike,
         max_per_language: int | None = None,
         languages: Sequence[str] = (),
+        field: str | None = None,
     ):
-        """Finds the files of `<data_dir>/dev`.
+        """Finds the files of `<data_dir>/dev`; `field` as of scan.
 
         Raises:
             NoDevSetError: there is no such directory.
@@ -43,7 +44,8 @@ class DevSet:
             raise NoDevSetError(
                 f"{str(data_dir)!r} has no dev directory; put held-out pairs into {directory}/<lang>.tsv.gz"
             )
-        self._files, self._listed = data_files(data_dir, _DEV)
+        self._files, self._listed = data_files(data_dir, _DEV, field is not None)
+        self._field = field or "text"
         self._max = max_per_language
         self._told: set[str] = set()  # languages that were read before
         self._directory = directory
@@ -60,7 +62,8 @@ class DevSet:
             self._listed.Verify([self._files[lang]])
         warn = None if lang in self._told else _log.warning
         self._told.add(lang)
-        pairs = list(itertools.islice(tsv.read_pairs(self._files[lang], warn=warn), self._max))
+        found = tsv.read_pairs(self._files[lang], warn=warn, field=self._field)
+        pairs = list(itertools.islice(found, self._max))
         if not pairs:
             raise DataError(f"{self._files[lang]}: no good line; lines must be source<TAB>english")
         return pairs

@@ -108,14 +108,16 @@ def local_data(data_dir: str | os.PathLike) -> Path:
 
 
 def data_files(
-    data_dir: str | os.PathLike, folder: str = ""
+    data_dir: str | os.PathLike, folder: str = "", texts: bool = False
 ) -> tuple[dict[str, Path], FileList | None]:
     """`({lang: file}, list)` of a data directory, or of its `dev`; the list is None where no tool listed it.
+
+    `texts` as of tsv.language_files.
 
     Raises DataError: as tsv.language_files; or files were added to or removed from what is listed.
     """
     listed = FileList.Open(data_dir)
-    files = tsv.language_files(Path(data_dir) / folder)
+    files = tsv.language_files(Path(data_dir) / folder, texts)
     if listed:
         listed.CheckLanguages(files.values(), folder)
     return files, listed

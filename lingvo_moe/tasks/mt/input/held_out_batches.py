@@ -7,14 +7,16 @@ proportion to their pairs, and within a group so do languages: the first batches
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from lingvo_moe.core.input.base_input import HeldOutBatch
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, Sized, fill_batch, to_batch
 
-# (source, target) texts of a language, and its task or None.
-LanguagePairs = tuple[Sequence[tuple[str, str]], int | None]
+# Pairs of a language, e.g. of texts, and its task or None.
+LanguagePairs = tuple[Sequence[Any], int | None]
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -41,36 +43,51 @@ class _Group:
         """Whether nothing is left for another batch."""
         return self.drawn == len(self._places) and not self.waiting
 
-    def Draw(self) -> tuple[str, str, int | None] | None:
+    def Draw(self) -> tuple[Any, int | None] | None:
         """The next pair and its task; None after the last one."""
         if self.drawn == len(self._places):
             return None
         _, number, i = self._places[self.drawn]
         self.drawn += 1
         pairs, task = self._languages[number]
-        return (*pairs[i], task)
+        return pairs[i], task
+
+
+def encoded(
+    encode: tuple[Encode, Encode], shape: Shape, truncate: bool
+) -> Callable[[tuple[str, str], int | None], Sized | None]:
+    """A function from texts and a task to what a batch takes; None of a pair longer than a row, unless it is truncated.
+
+    `encode` gives the ids of a source, and of a target.
+    """
+
+    def sized(pair: tuple[str, str], task: int | None) -> Sized | None:
+        source, target = (np.array(f(text), np.int32) for f, text in zip(encode, pair))
+        if truncate:
+            source = source[: shape.source_length - 1]
+            target = target[: shape.target_length - 1]
+        if source.size and target.size and shape.Fits(source.size, target.size):
+            return source.size, target.size, (source, target, task)
+        return None
+
+    return sized
 
 
 def held_out_batches(
     groups: dict[str, list[LanguagePairs]],
-    encode: tuple[Encode, Encode],
+    sized: Callable[[Any, int | None], Sized | None],
     shape: Shape,
-    truncate: bool,
+    batch: Callable[[list, Shape], NestedMap] = to_batch,
 ) -> Iterator[HeldOutBatch]:
     """Batches of all pairs; see rows_of_pairs.to_batch. The last ones of a group have empty rows.
 
-    Each group has languages with at least one pair each; `encode` gives the ids of a source, and of a target. Pairs
-    longer than a row are truncated, or left out.
+    Each group has languages with at least one pair each; `sized` gives what `batch` takes, as `encoded` does.
     """
 
     def drawn(group: _Group) -> Iterator[Sized]:
-        while (pair := group.Draw()) is not None:
-            source, target = (np.array(f(text), np.int32) for f, text in zip(encode, pair[:2]))
-            if truncate:
-                source = source[: shape.source_length - 1]
-                target = target[: shape.target_length - 1]
-            if source.size and target.size and shape.Fits(source.size, target.size):
-                yield source.size, target.size, (source, target, pair[-1])
+        while (item := group.Draw()) is not None:
+            if (found := sized(*item)) is not None:
+                yield found
 
     waiting = {name: _Group(languages) for name, languages in groups.items() if languages}
     while waiting:
@@ -79,6 +96,6 @@ def held_out_batches(
 
         rows, group.waiting = fill_batch(shape, group.waiting, drawn(group))
         if any(rows):
-            yield HeldOutBatch(to_batch(rows, shape), name)
+            yield HeldOutBatch(batch(rows, shape), name)
         if group.done:
             del waiting[name]

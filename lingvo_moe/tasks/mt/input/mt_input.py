@@ -10,7 +10,7 @@ resume bit for bit.)
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -27,7 +27,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, mt_artifacts, vocabs_of
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError, NoDevSetError
-from lingvo_moe.tasks.mt.input.held_out_batches import LanguagePairs, held_out_batches
+from lingvo_moe.tasks.mt.input.held_out_batches import LanguagePairs, encoded, held_out_batches
 from lingvo_moe.tasks.mt.input.lengths import Lengths, Loss, measure
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.records import Records, cached_records, prepared_records
@@ -42,11 +42,11 @@ from lingvo_moe.tasks.mt.input.vocab_cache import (
     cached_vocabularies,
     load_vocabularies,
 )
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.input.vocabulary import open_vocabulary
 
+TOO_LONG = ("drop", "truncate")
 # After so many consecutive pairs that do not fit, none is assumed to fit.
 _GIVE_UP_AFTER = 100_000
-_TOO_LONG = ("drop", "truncate")
 _SIDES = ("source", "target")
 _CACHE_REMEDY = "set input.cache_dir, or XDG_CACHE_HOME, to a directory that can be written"
 
@@ -64,8 +64,9 @@ class MtInput(BaseInput):
     ADDS_TO: ClassVar[tuple[str, ...]] = ("cache_dir",)
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("data_dir", "cache_dir")
     BATCH_SIZES: ClassVar[tuple[str, ...]] = ("batch_size", "source_length", "target_length")
-    # Which sides of the data the two sides of a batch have.
-    SIDES: ClassVar[tuple[str, str]] = ("source", "target")
+    DATA: ClassVar[str] = "<lang>.tsv.gz files"
+    # The sides of a pair of the data that a batch has as source and target: 0 is its source, 1 its target.
+    COLUMNS: ClassVar[tuple[int, int]] = (0, 1)
     # What to set where a vocabulary is too large, by side.
     VOCAB_SETTINGS: ClassVar[Mapping[str, str]] = {
         side: f"input.{side}_vocab_size={{most}};task.{side}_vocab_size={{most}}"
@@ -123,7 +124,7 @@ class MtInput(BaseInput):
         """See BaseInput."""
         if not params.data_dir:
             raise DataError(
-                "--data_dir is needed to train: a directory of <lang>.tsv.gz files "
+                f"--data_dir is needed to train: a directory of {cls.DATA} "
                 "(`python -m tools.build_corpus --output=corpus` makes one)"
             )
 
@@ -160,13 +161,13 @@ class MtInput(BaseInput):
         p = self.p
         if not p.data_dir:
             raise DataError(
-                f"{p.name}.data_dir is not set: give --data_dir, a directory of <lang>.tsv.gz files"
+                f"{p.name}.data_dir is not set: give --data_dir, a directory of {self.DATA}"
                 " (`python -m tools.build_corpus --output=corpus` makes one)"
             )
         vocabs, tasks = (
             (vocabs_of(artifacts), languages_of(artifacts)) if artifacts else (None,) * 2
         )
-        found = scan(p.data_dir, p.languages, progress)
+        found = scan(p.data_dir, p.languages, progress, self._Field())
         self._vocabs = self._find_vocabularies(found, progress, vocabs)
         self._records = prepared_records(found, self._vocabs) or cached_records(
             found, self._vocabs, self._CacheDir(), progress
@@ -191,7 +192,7 @@ class MtInput(BaseInput):
         count = (
             f"{'about ' if lengths.is_sample else ''}{round(self._loss.share * lengths.pairs):,}"
         )
-        done = "left out" if self.p.too_long == "drop" else "truncated"
+        done = {"drop": "left out", "truncate": "truncated"}.get(self.p.too_long, "split")
         return f"; {count} ({self._loss.share:.1%}) are longer than a row and {done}"
 
     def _Shape(self) -> Shape:
@@ -202,12 +203,6 @@ class MtInput(BaseInput):
     def _LossOf(self, lengths: Lengths) -> Loss:
         """The pairs too long for rows of this input's shape."""
         return lengths.Loss(self.shape.source_length, self.shape.target_length)
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """The sides of a pair of the data that a batch has as source and target: 0 is its source, 1 its target."""
-        source, target = map(_SIDES.index, self.SIDES)
-        return source, target
 
     def Warnings(self) -> list[str]:
         """See BaseInput: whether more than 1% of the pairs are longer than a row."""
@@ -238,11 +233,22 @@ class MtInput(BaseInput):
         if given is None:
             if found.prepared and not p.vocab_dir:
                 found.prepared.VerifyVocabularies()
-            vocabs = load_vocabularies(directory)
+            vocabs = self._Load(directory, found.sides)
         else:
-            vocabs = NestedMap({side: Vocabulary(given[side]) for side in ("source", "target")})
+            vocabs = NestedMap(
+                {side: open_vocabulary(given[side]) for side in ("source", "target")}
+            )
+            if given["source"] == given["target"]:
+                vocabs.source = vocabs.target
         self._check_sizes(vocabs, found)
         return vocabs
+
+    def _Field(self) -> str | None:
+        """The field of JSON with a text, where data may be texts alone; None: it must be pairs."""
+        return None
+
+    def _Load(self, directory: str | os.PathLike, sides: Sequence[str]) -> NestedMap:
+        return load_vocabularies(directory, sides)
 
     @property
     def vocabs(self) -> NestedMap:
@@ -275,7 +281,7 @@ class MtInput(BaseInput):
             NoDevSetError: there are none.
             DataError: they are damaged.
         """
-        dev, known = DevSet(self.p.data_dir), self.languages
+        dev, known = DevSet(self.p.data_dir, field=self._Field()), self.languages
         languages = [lang for lang in dev.languages if lang in known]
         if not languages:
             raise NoDevSetError(
@@ -284,12 +290,17 @@ class MtInput(BaseInput):
             )
         tasks = dict(zip(known, self.task_of or (), strict=False))
         groups: dict[str, list[LanguagePairs]] = {name: [] for name in GROUPS}
-        first, second = self.columns
         for lang, group in resource_groups({lang: known[lang] for lang in languages}).items():
-            pairs = [(pair[first], pair[second]) for pair in dev[lang]]
-            groups[group].append((pairs, tasks.get(lang)))
-        source, target = (self.vocabs[side].Encode for side in self.SIDES)
-        return held_out_batches(groups, (source, target), self.shape, self.p.too_long == "truncate")
+            groups[group].append((self._HeldOutPairs(dev[lang]), tasks.get(lang)))
+        return self._HeldOutBatches(groups)
+
+    def _HeldOutPairs(self, pairs: Sequence[tuple[str, str]]) -> Sequence[Any]:
+        return pairs
+
+    def _HeldOutBatches(self, groups: dict[str, list[LanguagePairs]]) -> Iterator[HeldOutBatch]:
+        encode = self.vocabs.source.Encode, self.vocabs.target.Encode
+        sized = encoded(encode, self.shape, self.p.too_long == "truncate")
+        return held_out_batches(groups, sized, self.shape)
 
     def _VocabFlags(self, sizes: Mapping[str, int]) -> str:
         """The trainer's flag that sets these sizes of vocabularies, by side."""
@@ -297,7 +308,10 @@ class MtInput(BaseInput):
         return f"--model_params_override='{';'.join(settings)}'"
 
     def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
-        wanted = {side: self.p.Get(f"{side}_vocab_size") for side in ("source", "target")}
+        one = vocabs.source is vocabs.target
+        wanted = {
+            side: self.p.Get(f"{side}_vocab_size") for side in _SIDES if side == "target" or not one
+        }
         wrong = {side: vocabs[side] for side, size in wanted.items() if vocabs[side].size != size}
         if not wrong:
             return
@@ -323,9 +337,9 @@ class BatchIterator(base_input.BatchIterator):
 
     def __init__(self, input_generator: MtInput):
         self._input, self._shape = input_generator, input_generator.shape
-        records = self._records = input_generator.records
+        self._records = input_generator.records
         p = input_generator.p
-        sizes, shards = records.languages, records.shards
+        sizes, shards = self._Sizes()
         self._order = PairOrder(sizes, p.temperature, p.seed, shards, self._lengths)
         self._waiting: list[Sized] = []  # with their places in the records: language, position
         self.counts = {"batches": 0, "pairs": 0, "too_long": 0}
@@ -339,7 +353,14 @@ class BatchIterator(base_input.BatchIterator):
         self.counts["batches"] += 1
         if self.rows is not None:
             rows = [row if i in self.rows else [] for i, row in enumerate(rows)]
-        return to_batch([[self._read(*place) for place in row] for row in rows], self._shape)
+        return self._ToBatch([[self._read(*place) for place in row] for row in rows], self._shape)
+
+    def _Sizes(self) -> tuple[Mapping[str, int], Mapping[str, Sequence[int]]]:
+        """The numbers of pairs to draw from, of each language and of each of its shards."""
+        return self._records.languages, self._records.shards
+
+    def _ToBatch(self, rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
+        return to_batch(rows, shape)
 
     def GetState(self) -> dict[str, Any]:
         """The position of the iterator: a dict for JSON, a few KB."""
@@ -373,7 +394,7 @@ class BatchIterator(base_input.BatchIterator):
 
     def _lengths(self, language: int, positions: np.ndarray) -> np.ndarray:
         """The numbers of ids of pairs, before they are truncated: [N, 2] for positions [N]."""
-        return self._records.Lengths(language)[positions][:, self._input.columns]
+        return self._records.Lengths(language)[positions][:, self._input.COLUMNS]
 
     def _drawn(self) -> Iterator[Sized]:
         """The next pairs that fit, or are truncated."""
@@ -407,10 +428,10 @@ class BatchIterator(base_input.BatchIterator):
         ((source, target),) = self._lengths(language, np.array([position])).tolist()
         return *self._truncated(source, target), (language, position)
 
-    def _read(self, language: int, position: int) -> tuple[np.ndarray, np.ndarray, int | None]:
-        """A pair's ids, truncated to a row's lengths, and its task."""
+    def _read(self, language: int, position: int) -> Any:
+        """A pair's ids, truncated to a row's lengths, and its task, for _ToBatch."""
         pair = self._records.Read(language, position)
-        source, target = (pair[side] for side in self._input.columns)
+        source, target = (pair[side] for side in self._input.COLUMNS)
         task = self._input.task_of[language] if self._input.task_of else None
         shape = self._shape
         return source[: shape.source_length - 1], target[: shape.target_length - 1], task
@@ -462,5 +483,5 @@ def _define_rows(p: InstantiableParams) -> None:
         "too_long",
         "drop",
         "What to do with a pair longer than a row: drop or truncate.",
-        check=checks.one_of(_TOO_LONG),
+        check=checks.one_of(TOO_LONG),
     )

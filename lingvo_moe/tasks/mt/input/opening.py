@@ -31,8 +31,10 @@ def open_binary(path: str | os.PathLike) -> BinaryIO:
     return open(path, "rb")
 
 
-def read_lines(path: str | os.PathLike) -> Iterator[tuple[int, str | None, str]]:
-    """Streams the lines of a file, also one without line ends, in bounded memory.
+def read_lines(
+    path: str | os.PathLike, most: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, str | None, str]]:
+    """Streams the lines of a file, also one without line ends, in bounded memory; those of up to `most` bytes.
 
     Yields:
         `(number, text, "")`, numbers from 1, the text without its line end and a leading byte order mark; or
@@ -44,13 +46,13 @@ def read_lines(path: str | os.PathLike) -> Iterator[tuple[int, str | None, str]]
     number = 0
     try:
         with open_binary(path) as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
+            while line := file.readline(most + 1):
                 number += 1
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
-                if len(line) > MAX_LINE_BYTES:
+                if len(line) > most:
                     while line and not line.endswith(b"\n"):
-                        line = file.readline(MAX_LINE_BYTES + 1)
+                        line = file.readline(most + 1)
                     yield number, None, "too_long"
                     continue
                 try:

@@ -70,6 +70,8 @@ def write_shards(
 ) -> LanguageShards:
     """Tokenises `(source, target)` texts and writes their shards and lengths; records.py describes a record.
 
+    Texts alone have '' as their source.
+
     `report` is called with the number of pairs that were done since the last call.
 
     Raises:
@@ -82,10 +84,10 @@ def write_shards(
         while chunk := list(itertools.islice(pairs, _TOKENISED_AT_ONCE)):
             sources, targets = zip(*chunk)
             lengths: list[tuple[int, int]] = []
-            for source, target in zip(
-                vocabs.source.EncodeBatch(sources), vocabs.target.EncodeBatch(targets)
+            for text, source, target in zip(
+                sources, vocabs.source.EncodeBatch(sources), vocabs.target.EncodeBatch(targets)
             ):
-                if not source or not target:
+                if (text and not source) or not target:
                     dropped["empty_after_tokenising"] += 1
                     continue
                 if max(len(source), len(target)) > _MAX_IDS:

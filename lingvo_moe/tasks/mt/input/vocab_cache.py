@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class VocabOptions:
 def cached_vocabularies(
     scan: Scan, options: VocabOptions, cache_dir: str | os.PathLike, progress: Progress = quiet
 ) -> NestedMap:
-    """NestedMap(source, target) of Vocabulary: from the cache, or trained and put there.
+    """NestedMap(source, target) of Vocabulary: from the cache, or trained and put there. Texts alone have one for both.
 
     One that is damaged in the cache is trained again, with a warning.
 
@@ -76,7 +76,7 @@ def cached_vocabularies(
         OSError: the cache cannot be written.
     """
     cache_dir = Path(cache_dir)
-    paths = {side: cache_dir / _file_name(scan, options, side) for side in NORMALIZATION}
+    paths = {side: cache_dir / _file_name(scan, options, side) for side in scan.sides}
     out, sample, too_large = NestedMap(), None, {}
     with files.only_one(cache_dir):
         for side, path in paths.items():
@@ -96,7 +96,7 @@ def cached_vocabularies(
             out[side] = vocabulary
     if too_large:
         raise options.TooLarge(too_large)
-    return out
+    return NestedMap(out, source=out.get("source", out.target))
 
 
 def cached_vocabulary(path: Path) -> Vocabulary | None:
@@ -122,21 +122,24 @@ def train_side(sentences: list[str], side: str, options: VocabOptions) -> bytes:
     )
 
 
-def load_vocabularies(directory: str | os.PathLike) -> NestedMap:
+def load_vocabularies(
+    directory: str | os.PathLike, sides: Sequence[str] = tuple(NORMALIZATION)
+) -> NestedMap:
     """NestedMap(source, target) of `source.model` and `target.model` in a directory, with their lists verified.
 
-    Models without a list are loaded, with a warning: other tools make them, too.
+    If `sides` are the target alone, it stands for both. Models without a list are loaded, with a warning: other tools
+    make them, too.
 
     Raises:
         DataError: one is missing, damaged or no vocabulary of this form.
     """
     out = NestedMap()
-    for side in NORMALIZATION:
+    for side in sides:
         path = Path(directory) / f"{side}.model"
         if path.exists() or list_of(path).exists():
             verify_where_listed(directory, list_of(path).name, [path.name], "tools.train_vocab")
         out[side] = Vocabulary.Load(path)
-    return out
+    return NestedMap(out, source=out.get("source", out.target))
 
 
 def sample_pairs(scan: Scan, temperature: float, limit: int, seed: int = 0) -> dict[str, list[str]]:
@@ -148,8 +151,13 @@ def sample_pairs(scan: Scan, temperature: float, limit: int, seed: int = 0) -> d
         for i, (source, english) in enumerate(scan.Pairs(lang)):
             if i in chosen:
                 sample["source"].append(source)
-                sample["target"].append(english)
+                sample["target"] += [english] if source else _parts(english)
     return sample
+
+
+def _parts(text: str) -> list[str]:
+    """A text that may be long, in parts that SentencePiece does not pass over, of 4000 bytes at most."""
+    return [text[at : at + 1000] for at in range(0, len(text), 1000)]
 
 
 def _file_name(scan: Scan, options: VocabOptions, side: str) -> str:

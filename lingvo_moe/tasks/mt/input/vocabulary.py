@@ -12,6 +12,7 @@ import sentencepiece
 
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from lingvo_moe.tasks.mt.input.tokenizer_json import JsonVocabulary
 
 _SPECIAL = 4 + 256  # the ids above and one piece per byte
 MIN_SIZE = 280
@@ -36,13 +37,16 @@ class VocabularyTooLarge(DataError):
 
 
 class Vocabulary:
-    """A trained model: text to ids and back.
+    """A trained model: text to ids and back; JsonVocabulary has the same methods and attributes.
 
     Attributes:
         size: the number of ids, V.
+        pad_id, bos_id, eos_id, unk_id: the ids that are no text.
         model_bytes: the serialized model, for a SavedModel's tokenizer.
         path: where the model lies, or None.
     """
+
+    pad_id, bos_id, eos_id, unk_id = PAD_ID, BOS_ID, EOS_ID, UNK_ID
 
     def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None):
         self.model_bytes = model_bytes
@@ -92,6 +96,14 @@ class Vocabulary:
             if i not in (PAD_ID, BOS_ID):
                 kept.append(int(i))
         return self._processor.DecodeIds(kept)
+
+
+def open_vocabulary(
+    model_bytes: bytes, path: str | os.PathLike | None = None
+) -> Vocabulary | JsonVocabulary:
+    """The vocabulary of a run, whose bytes are a SentencePiece model's or a JsonVocabulary's. Raises as these."""
+    kind = JsonVocabulary if model_bytes.startswith(b"{") else Vocabulary
+    return kind(model_bytes, path)
 
 
 def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes:

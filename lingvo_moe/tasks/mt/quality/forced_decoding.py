@@ -23,10 +23,10 @@ from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.text_input import marked, text_batch
 from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, to_batch
-from lingvo_moe.tasks.mt.input.special_ids import EOS_ID
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.input.vocabulary import open_vocabulary
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import load_theta
 from lingvo_moe.tasks.transformer_task import TransformerTask
@@ -100,7 +100,7 @@ class Scorer:
         self.scores_texts = isinstance(self._task, LmModel)
         self._by_language = not self.scores_texts and self._task.RoutesByTask(self._task.p)
         self._languages = run.languages
-        self._vocabs = run.vocabs.Transform(Vocabulary)
+        self._vocabs = run.vocabs.Transform(open_vocabulary)
         theta, self.about = load_theta(run, self._task, chosen)
         self._theta = theta.Transform(tf.constant)
         self._program = tf.function(self._log_probs, autograph=False)
@@ -139,7 +139,7 @@ class Scorer:
                 found_RT = self._run(bucket, [(src[i][0], tgt[i][0], tasks[i]) for i in now])
                 for i, found_T in zip(now, found_RT):
                     ids, cut = tgt[i]
-                    pieces = self._vocabs.target.Pieces([*ids, EOS_ID])
+                    pieces = self._vocabs.target.Pieces([*ids, self._vocabs.target.eos_id])
                     scores[i] = Score(found_T[: len(pieces)], pieces, cut or src[i][1])
         return [scores[i] for i in range(len(src))]
 
@@ -165,8 +165,11 @@ class Scorer:
     def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> np.ndarray:
         """float32 [R,T] of at most `rows` pairs."""
         shape = Shape(self._options.rows, *bucket, pack=False, task_ids=self._by_language)
-        batch = to_batch([[pair] for pair in pairs], shape).Transform(tf.constant)
-        batch = batch.tgt if self.scores_texts else batch
+        if self.scores_texts:
+            batch = text_batch([[marked(ids, self._vocabs.target)] for _, ids, _ in pairs], shape)
+        else:
+            batch = to_batch([[pair] for pair in pairs], shape)
+        batch = batch.Transform(tf.constant)
         if not self.programs:
             self._trace(batch)
         return self._program(self._theta, batch).numpy()

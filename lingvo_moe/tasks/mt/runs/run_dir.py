@@ -7,7 +7,7 @@ from lingvo_moe.core.runs import run_dir
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.tasks.mt.input.artifacts import VOCAB_FILES, languages_of, vocabs_of
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.input.vocabulary import open_vocabulary
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.core.task.base_task import BaseTask
@@ -18,18 +18,18 @@ class RunDir(run_dir.RunDir):
 
     @property
     def vocabs(self) -> NestedMap:
-        """NestedMap(source, target): serialised SentencePiece models.
+        """NestedMap(source, target): serialised vocabularies, for open_vocabulary.
 
         Raises:
             RunDirError: no run, a damaged one, or one of another task.
-            DataError: a file is no SentencePiece model.
+            DataError: a file is no vocabulary.
         """
         try:
             found = vocabs_of(self.artifacts)
         except DataError as e:
             raise RunDirError(f"{self.path}: {e}") from None
         for side, model in found.items():
-            Vocabulary(model, self.path / VOCAB_FILES[side])
+            open_vocabulary(model, self.path / VOCAB_FILES[side])
         return found
 
     @property

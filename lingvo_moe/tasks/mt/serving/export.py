@@ -19,6 +19,7 @@ from lingvo_moe.core.runs.directories import EXPORTED, check_replaceable
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.lm.generator import GenerateOptions, Generator
 from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.saved_generator import TOKENIZER
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -172,6 +173,8 @@ def export(
             "options": {**vars(exported.options), "xla": exported.options.xla},
         }
         write_atomic(file, (json.dumps(content, indent=2) + "\n").encode())
+        if isinstance(exported, Generator) and exported.vocabulary:
+            write_atomic(directory / TOKENIZER, exported.vocabulary.model_bytes)
         write_manifest(directory, MANIFEST)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from lingvo_moe.core.input.base_input import NoHeldOutError
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.held_out_batches import held_out_batches
+from lingvo_moe.tasks.mt.input.held_out_batches import encoded, held_out_batches
 from lingvo_moe.tasks.mt.input.mt_input import MtInput
 from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape
 
@@ -25,7 +25,7 @@ def _encode(text: str) -> list[int]:
 
 
 def _batches(groups, truncate=False, shape=_SHAPE):
-    return list(held_out_batches(groups, (_encode, _encode), shape, truncate))
+    return list(held_out_batches(groups, encoded((_encode, _encode), shape, truncate), shape))
 
 
 def _ids(batch) -> list[int]:
