@@ -17,7 +17,10 @@ from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
 pytestmark = pytest.mark.slow
 
 _DRIVER = """
-import json, sys, toy_task
+import json, sys
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
+import_tensorflow()
+import toy_task
 from lingvo_moe import trainer
 from lingvo_moe.planning import step_plan
 run, common = sys.argv[1], ["--model=toy_task.Line", "--mesh=data:8"]

@@ -25,6 +25,8 @@ from tools import build_corpus, evaluate, export, train_vocab
 # The trainer without its steps: it runs until it is killed.
 _TRAINER = """
 import sys, time
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
+import_tensorflow()
 from lingvo_moe.core.engine.loop.train_loop import TrainLoop
 
 def work(self, on_compiled):

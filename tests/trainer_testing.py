@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.loop.progress import StepProgress
 
 SAVE_EVERY = 6
@@ -167,6 +168,7 @@ def _spoil_rows_of_others() -> None:
 
 
 def main() -> None:
+    import_tensorflow(pool=True)
     keep_compiled()
     _spoil_rows_of_others()
     from lingvo_moe import trainer

@@ -37,7 +37,10 @@ def test_gradient_that_does_not_compile():
 
 def test_negative_low_padding_ends_the_process():
     """Documents that this is XLA's fault, and fails when XLA fixes it."""
-    program = "import cases_halo, spmd_case; spmd_case.check(cases_halo.ABORTED)"
+    program = (
+        "from lingvo_moe.core.console.tensorflow_import import import_tensorflow; import_tensorflow(); "
+        "import cases_halo, spmd_case; spmd_case.check(cases_halo.ABORTED)"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     check(dataclasses.replace(ABORTED, gradients=(1,)))
     done = subprocess.run(

@@ -118,6 +118,8 @@ def test_a_soak_of_other_flags_is_not_gone_on_with(tmp_path):
 # steps after a start as it would come seconds.
 _FORKED = """
 import atexit, math, os, signal, sys
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
+import_tensorflow()
 import toy_task
 from lingvo_moe import trainer
 from lingvo_moe.core.engine import pjrt

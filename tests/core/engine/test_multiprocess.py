@@ -16,10 +16,12 @@ from lingvo_moe.core.files.store import open_store
 # Importable by the workers too, so nothing here touches JAX before they have joined the job.
 _WORKER = """
 import json, sys
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
 address, process_id, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 request_cpu_devices(4)
 initialize_distributed(address, 2, process_id)
+import_tensorflow()
 import test_multiprocess
 test_multiprocess.train(directory, first=None, last=3)
 test_multiprocess.train(directory, first=3, last=5)

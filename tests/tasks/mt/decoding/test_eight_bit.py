@@ -18,6 +18,8 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.fast_model import SavedWeights
 
 _EXTREMES = """
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
+import_tensorflow()
 import numpy as np
 import tensorflow as tf
 from lingvo_moe.core.kernels.eight_bit import EightBit
