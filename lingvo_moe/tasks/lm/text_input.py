@@ -35,7 +35,6 @@ class LmInput(MtInput):
     DATA: ClassVar[str] = (
         "<lang>.tsv.gz files, or of texts in NAME.txt, NAME.jsonl, plain, .gz or .zst"
     )
-    COLUMNS: ClassVar[tuple[int, int]] = (1, 1)
     VOCAB_SETTINGS: ClassVar[Mapping[str, str]] = {
         "source": "input.source_vocab_size={most}",
         "target": "input.target_vocab_size={most};task.vocab_size={most}",
@@ -140,10 +139,7 @@ class TextIterator(BatchIterator):
 
     def _lengths(self, language: int, positions: np.ndarray) -> np.ndarray:
         texts, numbers = self._At(language, positions)
-        found, length = (
-            super()._lengths(language, texts).astype(np.int64),
-            self._shape.target_length,
-        )
+        found, length = super()._lengths(language, texts)[:, [1, 1]], self._shape.target_length
         if self._ends[language] is None:
             return found
         return np.minimum(found - (numbers * length)[:, np.newaxis], length - 1)
@@ -159,7 +155,7 @@ class TextIterator(BatchIterator):
 
 def marked(ids: Sequence[int] | np.ndarray, vocabulary: Any) -> np.ndarray:
     """A text's ids between the marks of its begin and its end, int32."""
-    return np.array([vocabulary.bos_id, *ids, vocabulary.eos_id], np.int32)
+    return np.concatenate([[vocabulary.bos_id], ids, [vocabulary.eos_id]]).astype(np.int32)
 
 
 def text_batch(rows: Sequence[Sequence[np.ndarray]], shape: Shape) -> NestedMap:

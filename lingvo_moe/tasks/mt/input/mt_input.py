@@ -65,8 +65,6 @@ class MtInput(BaseInput):
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("data_dir", "cache_dir")
     BATCH_SIZES: ClassVar[tuple[str, ...]] = ("batch_size", "source_length", "target_length")
     DATA: ClassVar[str] = "<lang>.tsv.gz files"
-    # The sides of a pair of the data that a batch has as source and target: 0 is its source, 1 its target.
-    COLUMNS: ClassVar[tuple[int, int]] = (0, 1)
     # What to set where a vocabulary is too large, by side.
     VOCAB_SETTINGS: ClassVar[Mapping[str, str]] = {
         side: f"input.{side}_vocab_size={{most}};task.{side}_vocab_size={{most}}"
@@ -394,7 +392,7 @@ class BatchIterator(base_input.BatchIterator):
 
     def _lengths(self, language: int, positions: np.ndarray) -> np.ndarray:
         """The numbers of ids of pairs, before they are truncated: [N, 2] for positions [N]."""
-        return self._records.Lengths(language)[positions][:, self._input.COLUMNS]
+        return self._records.Lengths(language)[positions]
 
     def _drawn(self) -> Iterator[Sized]:
         """The next pairs that fit, or are truncated."""
@@ -430,8 +428,7 @@ class BatchIterator(base_input.BatchIterator):
 
     def _read(self, language: int, position: int) -> Any:
         """A pair's ids, truncated to a row's lengths, and its task, for _ToBatch."""
-        pair = self._records.Read(language, position)
-        source, target = (pair[side] for side in self._input.COLUMNS)
+        source, target = self._records.Read(language, position)
         task = self._input.task_of[language] if self._input.task_of else None
         shape = self._shape
         return source[: shape.source_length - 1], target[: shape.target_length - 1], task
