@@ -161,7 +161,7 @@ def test_killed_while_saving_the_newest_complete_step_is_whole(place):
     child = subprocess.Popen([sys.executable, "-c", _SAVE_FOREVER, place], env=env)
     try:
         while child.poll() is None and not saved_steps(place).Has(2):
-            time.sleep(0.02)
+            time.sleep(0.2)  # each look is a request
     finally:
         child.kill()
         child.wait()

@@ -72,7 +72,7 @@ def test_an_error_is_raised_when_its_batch_is_asked_for():
 
 
 def test_the_time_that_is_waited_is_measured_and_the_thread_ends():
-    with Prefetched(Counting(seconds=0.05)) as batches:
+    with Prefetched(Counting(seconds=0.2)) as batches:
         next(batches)
         assert batches.waited > 0.04
         before = batches.waited
