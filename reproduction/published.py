@@ -22,6 +22,7 @@ WHY = {
     "11 2x256": "a longer step on two slices than on one by 15%, where two slices of half the size lose 3%",
     "21 8": "of the v6e rows it has most arithmetic beside products, where XLA's program is not theirs",
     "25": "of the v6e rows it reaches the smallest share of the peak: 42% without recomputation",
+    "36": "all copies of a token cross between nodes, in half of the estimate: see above",
     "44": "the fastest program on H100s: a node alone, whose libraries choose kernels by trying them",
     "48 8": "cards of 500 W instead of 700, and another framework",
     "48 128": "as 48 8",
@@ -323,7 +324,55 @@ def _gpus() -> Iterator[Row]:
     yield Row("43", "Llama-3.1-70B, MaxText", wanted, 15.516, "gpu-recipes, a3ultra")
 
 
-ROWS: Sequence[Row] = (*_lingvo(), *_maxtext(), *_logged(), *_gpus())
+# --- with experts
+
+# One-hot masks dispatch there. Its factor of 1.25 is of the choices, two a token, and ours of the tokens.
+_MASKED = _override(**{"moe.dispatcher": "einsum", "moe.capacity_factor": 2.5})
+# In rows of 8192 tokens its chunks of 8192 are whole rows: layers differ in nothing that takes time.
+_ALIKE = _override(nth_attention=None)
+# Loads were forced to be equal there: devices send each other equally many rows.
+_DROPLESS = "lingvo_moe.core.moe.dispatch_dropless/DroplessDispatcher"
+# It recomputes no product and sends nothing again.
+_NOT_AGAIN = ["query", "key", "value", "attention", "router"]
+_NOT_AGAIN += ["dispatched", "experts_hidden", "returned"]
+
+
+def _with_experts() -> Iterator[Row]:
+    """MaxText's, which gather weights so that each chip computes all experts for its own tokens; Megatron's.
+
+    MaxText kept inputs of layers in the hosts' memory, for Mixtral those of attention too; here all is computed again.
+    """
+    split = {"weight_split": {"M": "fsdp"}, "activation_split": dict.fromkeys("BG", "fsdp")}
+    full = [*_override(repeat=True, remat="full", **split), "train.shard_state=none"]
+    for number, model, name, one, chips, rows, length, more, seconds in (
+        ("27", "Mixtral8x7B", "Mixtral 8x7B", "v6e:16x16", 256, 12, 4096, _MASKED, 13.484),
+        ("30", "DeepSeekV3", "DeepSeek-V3", "v5p:8x8x8", 512, 6, 8192, [], 90.668),
+        ("32", "Llama4Scout", "Llama 4 Scout", "v5p:8x8x8", 512, 8, 8192, _ALIKE, 31.652),
+    ):
+        override = [*full, *more, *_rows(rows * chips, length)]
+        wanted = Wanted(f"lm.{model}", one, ";".join(override), mesh=f"fsdp:{chips}")
+        yield Row(number, f"{name}, MaxText", wanted, seconds, "tpu-recipes")
+    override = [
+        *_override(repeat=True, dtype="bfloat16", remat=json.dumps(_NOT_AGAIN)),
+        *_override(weight_split={"E": "expert"}, activation_split=dict.fromkeys("BGE", "expert")),
+        *_override(**{"moe.dispatcher.cls": f"type/{_DROPLESS}"}),
+        *_override(**{"moe.dispatcher.device_capacity_factor": 1}),
+        *_rows(1024, 4096),
+        "train.num_micro_batches=64",
+        "train.shard_state=slots",
+    ]
+    wanted = Wanted("lm.Qwen3_30B_A3B", "h100:2x8", ";".join(override), mesh="expert:16")
+    yield Row(
+        "36",
+        "Qwen3-30B-A3B, Megatron",
+        wanted,
+        24.714,
+        "Megatron-Bridge, skills on MoE communication",
+        doubt="it may send a token to a node once, these plans send all its copies",
+    )
+
+
+ROWS: Sequence[Row] = (*_lingvo(), *_maxtext(), *_logged(), *_gpus(), *_with_experts())
 
 REQUESTS = {row.name: row.wanted for row in ROWS}
 LEFT_OUT = (
@@ -335,7 +384,8 @@ LEFT_OUT = (
         "21 and 22 on more chips",
         "inputs of layers in the hosts' memory take the compiler very long",
     ),
-    ("27, 30, 32, 36, 39", "with experts: not compiled yet"),
+    ("27, 30, 32", "with experts: no plan of these requests is recorded yet"),
+    ("39", "with experts in stages: the dropless dispatcher cannot exchange rows within stages"),
     (
         "50 but for 7.5B",
         "XLA's GPU compiler refuses the 1.7B without a device; the others have pipelines",

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 # The parts that rules here and in the planner know; a layer may declare any other.
-ATTENTION, EMBEDDING, LOOP = "attention", "embedding", "loop"
+ATTENTION, EMBEDDING, EXPERTS, LOOP = "attention", "embedding", "experts", "loop"
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 _WRAPPER = re.compile(

@@ -169,9 +169,12 @@ class _Tiles:
             return i + 1, step(e, start, tf.gather(self._sizes_E, e) - done, state)
 
         tiles = self._last_E[-1]
+        # Zero by a run-time value: in a manual region the TPU and GPU compilers' partitioners end the process where a
+        # counter that starts at a constant, a full tensor to them, goes on as a local one.
+        first = tf.minimum(tiles, 0)
         with tf.name_scope(self._scope):
             return tf.while_loop(
-                lambda i, _: i < tiles, body, (tf.constant(0), init), parallel_iterations=1
+                lambda i, _: i < tiles, body, (first, init), parallel_iterations=1
             )[1]
 
     def _zeros(self, shape: list[int], dtype: tf.DType) -> tf.Tensor:

@@ -11,8 +11,9 @@ from lingvo_moe.core.hlo import attributes, parts
 from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_kind, executed_collective
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.loops import expected_trips
 from lingvo_moe.core.hlo.module import Executed, Module
-from lingvo_moe.core.hlo.parts import ATTENTION, EMBEDDING, LOOP, NO_LAYERS, Layers, Place
+from lingvo_moe.core.hlo.parts import ATTENTION, EMBEDDING, EXPERTS, LOOP, NO_LAYERS, Layers, Place
 from lingvo_moe.core.planner import traffic
 from lingvo_moe.core.planner.flops import MatmulFlops, Product, in_tiles, number_format
 
@@ -48,8 +49,9 @@ def costs(
     Of a conditional's branches, that with the most FLOPs counts. Where devices take different branches at the same
     time, e.g. the stages of a pipeline, the others wait for it.
 
-    A loop of an attention layer, over blocks of queries and keys, counts as the one kernel that accelerators have for
-    it: its products, and each array that it carries once.
+    A loop of an attention layer over blocks of queries and keys, and one of experts over the rows that they received,
+    count as the one kernel that accelerators have for it: its products, and each array that it carries once, where that
+    is less than the traffic of all its trips.
 
     Args:
       module: a scheduled program for one device.
@@ -63,18 +65,19 @@ def costs(
     flops = MatmulFlops(module)
     placer = Placer(module, layers)
     found: list[Cost] = []
-    kernels: set[str] = set()  # loops that count as one kernel
+    carried: dict[str, int] = {}  # bytes of the loops that may count as one kernel
     for executed in module.executions(once, branches=_LongestBranch(module, flops)):
         instruction, inside = executed.instruction, executed.computation
         products = flops.products(instruction, inside)
         by_weight = sorted(products, key=lambda product: -product.flops)
         place = placer.place(executed, [p.instruction.op_name for p in by_weight])
-        num_bytes = traffic.hbm_bytes(module, inside, instruction)
-        fused = not kernels.isdisjoint(executed.loops)
-        if instruction.opcode == "while" and place.part == ATTENTION and not fused:
-            kernels.add(instruction.name)
-            num_bytes = sum(traffic.in_hbm(array) for array in instruction.arrays)
-        counts = instruction.opcode not in _NO_CYCLES and not fused
+        if instruction.opcode == "while" and carried.keys().isdisjoint(executed.loops):
+            if expected_trips(instruction) is not None and not place.is_clear:
+                # A gradient's loop has no layer's scope; only experts have such loops.
+                place = dataclasses.replace(place, part=EXPERTS)
+            if place.part == ATTENTION or expected_trips(instruction) is not None:
+                carried[instruction.name] = sum(map(traffic.in_hbm, instruction.arrays))
+        counts = instruction.opcode not in _NO_CYCLES
         found.append(
             Cost(
                 place=place,
@@ -82,7 +85,7 @@ def costs(
                 name=instruction.name,
                 times=executed.times,
                 flops=sum(product.flops for product in products),
-                bytes=0 if fused else num_bytes,
+                bytes=traffic.hbm_bytes(module, inside, instruction),
                 estimated_cycles=attributes.estimated_cycles(instruction) if counts else 0,
                 collective=executed_collective(instruction, inside, module),
                 formats=_by_format(products),
@@ -90,7 +93,49 @@ def costs(
                 loops=executed.loops,
             )
         )
-    return found
+    return _with_kernels(found, carried)
+
+
+def _with_kernels(found: Sequence[Cost], carried: Mapping[str, int]) -> list[Cost]:
+    """The costs in which loops are kernels; one of experts only where it carries less than its trips move.
+
+    Products of experts count with the loop, whose rows stream through them; those of attention stay where they are.
+    """
+    kernels: dict[str, Cost] = {}
+    merged: set[str] = set()  # whose products count with the loop
+    for loop in (cost for cost in found if cost.name in carried):
+        inside = [cost for cost in found if loop.name in cost.loops]
+        once = dataclasses.replace(loop, bytes=carried[loop.name])
+        if loop.place.part == ATTENTION:
+            kernels[loop.name] = once
+        elif loop.times * once.bytes < sum(cost.times * cost.bytes for cost in inside):
+            merged.add(loop.name)
+            kernels[loop.name] = dataclasses.replace(
+                once,
+                flops=sum(cost.times * cost.flops for cost in inside) // loop.times,
+                formats=_of_one_run(loop, inside, "formats"),
+                tiled=_of_one_run(loop, inside, "tiled"),
+            )
+    return [kernels.get(cost.name) or _inside_kernels(cost, kernels, merged) for cost in found]
+
+
+def _of_one_run(loop: Cost, inside: Sequence[Cost], field: str) -> dict[str, int]:
+    """The FLOPs by number format of all instructions in one run of a loop."""
+    sums: dict[str, int] = {}
+    for cost in inside:
+        for kind, flops in getattr(cost, field).items():
+            sums[kind] = sums.get(kind, 0) + cost.times * flops // loop.times
+    return sums
+
+
+def _inside_kernels(cost: Cost, kernels: Mapping[str, Cost], merged: set[str]) -> Cost:
+    """The cost without what the kernel that it is in, if any, counts."""
+    if kernels.keys().isdisjoint(cost.loops):
+        return cost
+    cost = dataclasses.replace(cost, bytes=0, estimated_cycles=0)
+    if merged.isdisjoint(cost.loops):
+        return cost
+    return dataclasses.replace(cost, flops=0, formats={}, tiled={})
 
 
 @dataclasses.dataclass

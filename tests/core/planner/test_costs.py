@@ -351,6 +351,22 @@ def test_a_loop_of_attention_counts_as_one_kernel():
     assert found["y.3"].flops == 2 * 4 * 8 * 8 and found["y.3"].times == 9
 
 
+def test_a_loop_over_rows_of_experts_counts_as_one_kernel_where_that_moves_less():
+    scope = 'metadata={op_name="call_tensorflow/m/encoder/blocks/body/layers_1/ffn/experts/about_9_trips/while"}'
+    main = _MAIN.replace("body=%body", f"body=%body, {scope}")
+    found = _costs(main, _LOOP)
+    carried = 4 + 4 * 4 * 8 + 4 * 9 * 4 * 8
+    assert found["while"].bytes == carried < sum(9 * c.bytes for c in _costs(_MAIN, _LOOP).values())
+    assert (
+        found["while"].flops == 9 * 2 * 4 * 8 * 8 and found["while"].tiled == found["while"].formats
+    )
+    assert found["y.3"].flops == found["y.3"].bytes == 0
+    # A single trip moves less than all that the loop carries, as in a step of a search.
+    wider = [text.replace("f32[9,", "f32[99,") for text in (main, _LOOP)]
+    once = _costs(wider[0], wider[1].replace("constant(9)", "constant(1)"))
+    assert once["while"].bytes == 0 and once["y.3"].flops == 2 * 4 * 8 * 8
+
+
 def test_what_is_sent_to_another_slice_belongs_to_the_layer_that_computed_it():
     # The compiler combined two sums before it sends one of them, and names neither.
     transfer = 'frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}'
