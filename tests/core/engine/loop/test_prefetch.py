@@ -72,11 +72,11 @@ def test_an_error_is_raised_when_its_batch_is_asked_for():
 
 
 def test_the_time_that_is_waited_is_measured_and_the_thread_ends():
-    with Prefetched(Counting(seconds=0.2)) as batches:
+    with Prefetched(Counting(seconds=0.1)) as batches:
         next(batches)
         assert batches.waited > 0.04
         before = batches.waited
-        time.sleep(0.3)  # a long step
+        time.sleep(0.4)  # a long step
         next(batches)
         assert batches.waited - before < 0.04
     assert not [t for t in threading.enumerate() if t.name.startswith("batches")]
