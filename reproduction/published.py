@@ -384,7 +384,7 @@ LEFT_OUT = (
         "21 and 22 on more chips",
         "inputs of layers in the hosts' memory take the compiler very long",
     ),
-    ("27, 30, 32", "with experts: no plan of these requests is recorded yet"),
+    ("27, 30", "with experts: the requested programs do not fit a device: see above"),
     ("39", "with experts in stages: the dropless dispatcher cannot exchange rows within stages"),
     (
         "50 but for 7.5B",
