@@ -60,7 +60,10 @@ def text_reader(args: Flags) -> Callable[[list[Line]], list[bytes]]:
         try:
             return text_of(line.text, field).encode()
         except ValueError as e:
-            raise ValueError(f"{args.input or 'standard input'}:{number}: {e} (--field)") from None
+            wrong = str(e).partition(": ")[2]  # without the name of what is counted
+            raise ValueError(
+                f"{args.input or 'standard input'}:{number}: {wrong} (--field)"
+            ) from None
 
     return lambda lines: [text(line) for line in lines]
 

@@ -10,18 +10,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
 import toy_translation as toy
 from local_server import Running, running
 
-from lingvo_moe.tasks.mt.decoding.line_stream import answer_stream, translation_of
+from lingvo_moe.tasks.mt.decoding.line_stream import Line, answer_stream, translation_of
 from lingvo_moe.tasks.mt.decoding.translator import Translator
 from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 from lingvo_moe.tasks.mt.serving.limits import Limits
 from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
-from tools import score, translate
+from tools import _lines, score, translate
 
 _LONG = b"red " * 1_000_000
 _MATRIX = {
@@ -165,3 +166,17 @@ def test_tools_score(name, scorer, monkeypatch, tmp_path, capfd):
     assert outputs[0].count("\n") == data.count(b"\n")
     assert len(outputs[0].splitlines()) == _count(data)
     assert all(len(line.split("\t")) == 3 for line in outputs[0].splitlines())
+
+
+@pytest.mark.parametrize(
+    "line, wrong",
+    [
+        (b"a", "a line must be an object"),
+        (b'{"text": "a"}', "no string in field 'prompt'; strings are in 'text'"),
+    ],
+)
+def test_a_line_without_its_text_is_named(line: bytes, wrong: str) -> None:
+    texts_of = _lines.text_reader(SimpleNamespace(field="prompt", input="prompts.jsonl"))
+    assert texts_of([Line(b'{"prompt": "a"}')]) == [b"a"]
+    with pytest.raises(ValueError, match=re.escape(f"prompts.jsonl:2: {wrong} (--field)") + "$"):
+        texts_of([Line(line)])

@@ -27,7 +27,7 @@ class TpuStrategyEngine(Engine):
             topology = tf.tpu.experimental.initialize_tpu_system(resolver)
         except (ValueError, RuntimeError, tf.errors.OpError) as e:
             raise EngineError(
-                "--engine=tpu_strategy: TensorFlow finds no TPU at 'local' "
+                "--engine=tpu_strategy: TensorFlow finds no TPU on this machine "
                 f"({str(e).splitlines()[0][:120]}); --engine=pjrt runs on CPUs, GPUs and TPUs"
             ) from None
         self.strategy = tf.distribute.TPUStrategy(

@@ -131,7 +131,7 @@ def _text(line: str, field: str) -> tuple[str, tuple[str, str] | None]:
 def text_of(line: str | bytes, field: str) -> str:
     """The text in a field of a JSON object; halves of surrogate pairs, which UTF-8 lacks, are U+FFFD.
 
-    Raises ValueError: 'no_json', or 'no_text: ', with what would be right.
+    Raises ValueError: 'no_json: ' or 'no_text: ', with what would be right.
     """
     try:
         item = json.loads(line)
