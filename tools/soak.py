@@ -32,7 +32,7 @@ from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.files.checked_lines import append_row, end_last_line, parse
 from lingvo_moe.core.pages import tables
-from lingvo_moe.core.runs.goodput import account, read_segments
+from lingvo_moe.core.runs.goodput import Segment, account, read_segments
 from lingvo_moe.core.runs.goodput_prediction import Machine
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.time_record import STEP
@@ -147,11 +147,11 @@ def run(args: Flags) -> int:
     journal = Journal(output / _JOURNAL, {name: args[name].value for name in names})
     for number in range(len(journal.rounds), args.rounds):
         planned = plan_round(number, args)
-        begins = max(RunDir(output / "disturbed").steps, default=0)
+        begins, began = max(RunDir(output / "disturbed").steps, default=0), time.time()
         say(f"round {number + 1} of {args.rounds}: {planned.layout} from step {begins}")
         with started(args, planned.layout, output / "disturbed", _MANY) as job:
             how = disrupt(job, planned)
-        journal.Add({"begins": begins, "how": how})
+        journal.Add({"begins": begins, "began": began, "how": how})
         say(f"round {number + 1} of {args.rounds}: {how} after {planned.after:.1f} s")
     if not journal.end:
         last = max((step for step, _ in losses(output / "disturbed")), default=0)
@@ -326,18 +326,33 @@ def report(args: Flags, journal: Journal, output: Path) -> int:
     found = account(segments)
     print_table(parts_table(found))
     print(summary(found))
-    if found.mtbf and found.save_seconds and found.restart_seconds and found.interval_seconds:
-        # The first start, which compiles, is no restart, of which alone the prediction knows.
-        first = segments[0].stepped
-        total = found.total - (first.elapsed - found.step_seconds if first else 0.0)
-        machine = Machine(
-            *(total / found.disruptions, found.save_seconds, found.restart_seconds),
-            *(found.interval_seconds, how[STOPPED] / args.rounds, found.share_of_steps),
-        )
-        predicted, measured = map(units.share, (machine.Goodput(), found.seconds[STEP] / total))
-        print(f"without the first start: predicted from these {predicted}, measured {measured}")
+    of_one = journal.rounds[:changed]
+    if args.rounds // 3:
+        segments = [s for s in segments if s.began < journal.rounds[changed]["began"]]
+    print_prediction(of_one, segments)
     _cli.made(output / "disturbed", output / "undisturbed")
     return wrong
+
+
+def print_prediction(rounds: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> None:
+    """Prints the goodput of rounds on one layout beside the one predicted from what they took, if that is known."""
+    found = account(segments)
+    if not (found.save_seconds and found.restart_seconds and found.interval_seconds):
+        return
+    # The first start, which compiles, is no restart, of which alone the prediction knows.
+    first = segments[0].stepped
+    total = found.total - (first.elapsed - found.step_seconds if first else 0.0)
+    stops = sum(row["how"] == STOPPED for row in rounds)
+    machine = Machine(
+        *(total / len(rounds), found.save_seconds, found.restart_seconds),
+        *(found.interval_seconds, stops / len(rounds), found.share_of_steps),
+    )
+    predicted, measured = map(units.share, (machine.Goodput(), found.seconds[STEP] / total))
+    print(
+        f"first layout, without the first start: predicted {predicted}, measured {measured}; seconds: "
+        f"{machine.mtbf:.1f} between disruptions, {machine.restart:.1f} a restart, {machine.save:.2f} a save, "
+        f"{machine.interval:.1f} between saves"
+    )
 
 
 def compare(output: Path, exact: int, end: int, tolerance: float) -> int:

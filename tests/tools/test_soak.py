@@ -184,6 +184,6 @@ def test_ten_disruptions(tmp_path):
     assert done.returncode == 0, done.stderr + logs
     assert "on the same layout: equal bit for bit" in done.stdout
     assert re.search("losses of [1-9].* steps on other layouts: at most .* apart", done.stdout)
-    assert re.search("predicted from these .*%, measured .*%", done.stdout)
+    assert re.search("predicted .*%, measured .*%; .* a restart", done.stdout)
     found = account(read_segments(tmp_path / "disturbed" / "time.jsonl")[0])
     assert (found.segments, found.disruptions) == (11, 10)
