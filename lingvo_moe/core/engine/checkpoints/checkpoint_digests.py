@@ -34,9 +34,11 @@ class NotListedError(ManifestError):
 
 
 def write_part(step: Store, process: int, pieces: list[arrays.Piece]) -> None:
-    """Writes and lists what a process has of a step. Raises Exception: as arrays.write, or OSError."""
+    """Writes and lists what a process has of a step, maybe nothing. Raises Exception: as arrays.write, or OSError."""
     arrays.write(step, process, pieces)
-    write_manifest(step.Below(arrays.part_of(process)), _PART, digest=XXH128)
+    # Without a piece there is no directory yet.
+    files = None if pieces else ()
+    write_manifest(step.Below(arrays.part_of(process)), _PART, files, XXH128)
 
 
 def join_parts(step: Store, processes: int, about: Mapping[str, Any]) -> str:

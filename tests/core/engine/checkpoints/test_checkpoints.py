@@ -16,12 +16,14 @@ import tensorflow as tf
 from damage import full_disk
 
 from lingvo_moe.core.engine.checkpoints import checkpoints
+from lingvo_moe.core.engine.checkpoints.checkpoint_digests import write_part
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import read_newest
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.runs.saved_steps import saved_steps
 from lingvo_moe.core.sharding import Mesh
 
 SPECS = NestedMap(
@@ -78,6 +80,19 @@ def test_restored_exactly_on_any_mesh_and_engine(saved, make):
         assert extra == {"input": {"row": 9}, "params": "a : 1"}
         state, _ = checkpointer.Restore(SPECS, engine, 7)
         _assert_equal(engine.Get(state), _values(7))
+
+
+def test_a_process_may_have_nothing_to_save(tmp_path, monkeypatch):
+    """Process 0 of two saves step 7; the other one's devices hold nothing that is not on those of the first, too."""
+    engine, directory = PjrtEngine(MESH), str(tmp_path)
+    with Checkpointer(directory) as checkpointer:
+        write_part(saved_steps(directory).Part(7), 1, [])
+        monkeypatch.setattr("jax.process_count", lambda: 2)
+        checkpointer.Save(7, engine.Put(_values(), SPECS))
+        checkpointer.Wait()
+        monkeypatch.undo()
+    with Checkpointer(directory, read_only=True) as checkpointer:
+        _assert_equal(checkpointer.RestoreToNumpy()[0], _values())
 
 
 def test_a_step_that_orbax_wrote_is_restored(tmp_path):
