@@ -33,6 +33,7 @@ from lingvo_moe.tasks.mt.input.prepared import fingerprint
 from lingvo_moe.tasks.mt.input.scan import Scan
 from lingvo_moe.tasks.mt.input.shards import (
     LENGTHS,
+    MAX_IDS,
     PAIRS_PER_SHARD,
     LanguageShards,
     id_dtype,
@@ -252,7 +253,11 @@ def write_contents(
     """
     kept = {lang: dataclasses.asdict(entry) for lang, entry in entries.items() if entry.records}
     if not kept:
-        raise DataError("no pair has any token left on both sides after tokenisation")
+        why = sum((Counter(entry.dropped) for entry in entries.values()), Counter[str]())
+        raise DataError(
+            "no pair or text is left after tokenisation: "
+            f"{why['empty_after_tokenising']:,} have no token on a side, {why['too_long']:,} more than {MAX_IDS:,}"
+        )
     manifest: dict[str, Any] = {"key": key, "dtype": id_dtype(vocabs).str, "languages": kept}
     files.write_atomic(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
 

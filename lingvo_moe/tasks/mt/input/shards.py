@@ -19,7 +19,7 @@ from lingvo_moe.core.nested_map import NestedMap
 PAIRS_PER_SHARD = 262_144
 LENGTHS = np.dtype("<u2")
 _TOKENISED_AT_ONCE = 4096
-_MAX_IDS = 2**16 - 1
+MAX_IDS = 2**16 - 1  # of a side: its number is of 16 bits
 # Records of a group are decoded together, and the index holds a place a group. Measured, for 100,000 records of 90
 # bytes: a read takes 11 us with groups of 32, 240 us with groups of one (whose index is copied for each read).
 _GROUP_SIZE = 32
@@ -57,7 +57,7 @@ def shard_language(path: str | os.PathLike) -> str | None:
 
 def id_dtype(vocabs: NestedMap) -> np.dtype:
     """The dtype of ids on disk: the narrowest that holds those of both vocabularies."""
-    return np.dtype("<u4" if max(vocabs.source.size, vocabs.target.size) > _MAX_IDS else "<u2")
+    return np.dtype("<u4" if max(vocabs.source.size, vocabs.target.size) > MAX_IDS else "<u2")
 
 
 def write_shards(
@@ -90,7 +90,7 @@ def write_shards(
                 if (text and not source) or not target:
                     dropped["empty_after_tokenising"] += 1
                     continue
-                if max(len(source), len(target)) > _MAX_IDS:
+                if max(len(source), len(target)) > MAX_IDS:
                     dropped["too_long"] += 1
                     continue
                 if writer is None:

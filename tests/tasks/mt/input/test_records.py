@@ -6,9 +6,9 @@ from damage import full_disk
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.records import _OPEN_SHARDS, Records, cached_records
+from lingvo_moe.tasks.mt.input.records import _OPEN_SHARDS, Records, cached_records, write_contents
 from lingvo_moe.tasks.mt.input.scan import Scan, scan
-from lingvo_moe.tasks.mt.input.shards import lengths_file
+from lingvo_moe.tasks.mt.input.shards import LanguageShards, lengths_file
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, cached_vocabularies
 
 
@@ -107,3 +107,9 @@ def test_lengths_lie_beside_the_records(
     path.write_bytes(written[:2] + b"\1\1" + written[4:])  # after the list of files was verified
     with pytest.raises(DataError, match=r"aa-00000\.array_record: record 0 is damaged .*; start"):
         Records(records.directory, records.key).Read(0, 0)
+
+
+def test_an_error_says_why_nothing_is_left(tmp_path):
+    dropped = {"too_long": 2, "empty_after_tokenising": 1}
+    with pytest.raises(DataError, match="1 have no token on a side, 2 more than 65,535"):
+        write_contents(tmp_path, "key", NestedMap(), {"de": LanguageShards(dropped=dropped)})
