@@ -283,7 +283,7 @@ def test_bfloat16_attention_keeps_its_type() -> None:
     fn = functools.partial(_attention, cross=False, bfloat16=True)
     # Small: how a product rounds depends on the processor, and probabilities near 0 and 1 enlarge that.
     inputs = [0.5 * x for x in _attention_inputs(2)]
-    _assert_close(_results(xla, fn, inputs), _results(tensorflow, fn, inputs), tol=5e-2)
+    _assert_close(_results(xla, fn, inputs), _results(tensorflow, fn, inputs), tol=3e-2)
 
 
 def test_rounding_does_not_depend_on_the_number_of_elements() -> None:
