@@ -326,10 +326,9 @@ def report(args: Flags, journal: Journal, output: Path) -> int:
     found = account(segments)
     print_table(parts_table(found))
     print(summary(found))
-    of_one = journal.rounds[:changed]
     if args.rounds // 3:
         segments = [s for s in segments if s.began < journal.rounds[changed]["began"]]
-    print_prediction(of_one, segments)
+    print_prediction(journal.rounds[:changed], segments)
     _cli.made(output / "disturbed", output / "undisturbed")
     return wrong
 
