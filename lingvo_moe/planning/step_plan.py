@@ -18,6 +18,7 @@ from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import checking
 from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.aot.aot_cache import cached
+from lingvo_moe.core.engine.devices import has_fused_kernels
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.program import Program
@@ -89,10 +90,11 @@ def make_plan(
         if line:
             say(line)
     step, job = describe_job(request, params, task)
-    key = request.model, request.override, request.what, form.ToText(), str(mesh)
+    fused = has_fused_kernels(aot.devices_of(topology.name)[0])
+    key = request.model, request.override, request.what, form.ToText(), str(mesh), fused
     if key not in _last_lowered:
         say(f"lowering the {job.what} step of {request.model} for mesh {mesh}")
-    program, lower_seconds = _lowered(key, step, mesh)
+    program, lower_seconds = _lowered(key, step, mesh, fused)
     out: dict[str, Any] = {
         "version": tables.VERSION,
         "model": request.model,
@@ -126,18 +128,20 @@ def make_plan(
     return out
 
 
-_last_lowered: dict[tuple[str, ...], tuple[Program, float]] = {}
+_last_lowered: dict[tuple[str | bool, ...], tuple[Program, float]] = {}
 
 
-def _lowered(key: tuple[str, ...], step: Step, mesh: Mesh) -> tuple[Program, float]:
+def _lowered(
+    key: tuple[str | bool, ...], step: Step, mesh: Mesh, fused: bool
+) -> tuple[Program, float]:
     """The program of a step and how many seconds it took; that of the last plan where `key` is its key.
 
-    The program is the same for all machines of so many devices.
+    The program is the same for all machines of so many devices, with or without fused kernels.
     """
     if key not in _last_lowered:
         _last_lowered.clear()
         started = time.monotonic()
-        program = lower_step(step, mesh)
+        program = lower_step(step, mesh, fused)
         _last_lowered[key] = program, time.monotonic() - started
     return _last_lowered[key]
 

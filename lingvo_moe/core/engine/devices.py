@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +32,15 @@ def find_devices() -> None:
     has_tpu = bool([*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")])
     with contextlib.nullcontext() if has_tpu else quiet():
         device_count()
+
+
+def has_fused_kernels(device: Any) -> bool:
+    """Whether a JAX device has the kernels of kernels/tpu_attention.py, as TPUs have from v4 on.
+
+    The compiler of these kernels multiplies no bfloat16 on the cores before.
+    """
+    kind = device.device_kind
+    return kind.startswith("TPU") and not kind.startswith(("TPU v2", "TPU v3"))
 
 
 def request_cpu_devices(count: int) -> None:

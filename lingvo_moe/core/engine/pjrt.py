@@ -15,6 +15,7 @@ from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import gpu_settings, xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
+from lingvo_moe.core.engine.devices import has_fused_kernels
 from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
@@ -66,18 +67,21 @@ class PjrtEngine(Engine):
                 f"give a mesh of {len(available)} devices, e.g. --mesh={_suggest(mesh, len(available))}"
             )
         self.jax_mesh = jax.sharding.Mesh(np.array(used).reshape(mesh.shape), mesh.axis_names)
+        self._fused = has_fused_kernels(used[0])
         self.has_host_memory = used[0].platform != "cpu"
 
     def BuildStep(self, step: Step) -> "CompiledProgram":
         # A program with a fault is not kept, since only a new one knows the lines of its operations.
-        key = kept_programs.key_of(step, self.mesh) if self.known_faults == ERROR else ""
+        key = ""
+        if self.known_faults == ERROR:
+            key = kept_programs.key_of(step, self.mesh, self._fused)
         program = found = kept_programs.find(key)
         if program is None:
             # The door to TensorFlow.
             from lingvo_moe.core.engine.lowering.lowering import lower_step
 
             self.doing(f"lowering {step.name}")
-            program = lower_step(step, self.mesh)
+            program = lower_step(step, self.mesh, self._fused)
         self.doing(f"compiling {step.name}, {units.size(len(program.exported))} of StableHLO")
         compiled = self.Compile(program)
         if found is None:

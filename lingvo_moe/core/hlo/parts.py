@@ -17,6 +17,7 @@ PHASES = ("forward", "recompute", "backward", "optimizer")
 _WRAPPER = re.compile(
     r"^(?:(?:Stateful)?PartitionedCall(?:_\d+)?|call_tensorflow|call_exported|call(?:\.\d+)?|jit\(.*\))$"
 )
+_MODULE = "XlaCallModule"  # an operation that is a program of JAX
 _LAST_CALL = re.compile(r"/(?:Stateful)?PartitionedCall(?:_\d+)?/(?=[^/]*$)")
 _LOOP = re.compile(r"^while(?:_\d+)?$")
 _MASK = re.compile(r"^Logical(?:And|Or|Not)(?:_\d+)?$")
@@ -62,7 +63,9 @@ def _joined(op_name: str) -> list[str]:
 
 
 def _unwrap(parts: list[str]) -> list[str]:
-    """Drops everything up to the last part that belongs to the program's wrapper."""
+    """Drops the program's wrapper, up to the last part that belongs to it, and the names inside of JAX's kernels."""
+    if _MODULE in parts:
+        parts = parts[: parts.index(_MODULE) + 1]
     wrapped = [i for i, part in enumerate(parts) if _WRAPPER.match(part)]
     return parts[wrapped[-1] + 1 :] if wrapped else parts
 

@@ -29,6 +29,7 @@ from lingvo_moe.core.kernels.xla import (
 )
 from lingvo_moe.core.kernels.xla import DenseDelta as DenseDelta
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding.mesh import holding
 
 
 class Kernels(Protocol):
@@ -237,21 +238,24 @@ class Kernels(Protocol):
 
 
 _current: contextvars.ContextVar[Kernels] = contextvars.ContextVar("kernels", default=xla)
+_fused: contextvars.ContextVar[bool] = contextvars.ContextVar("fused", default=False)
 
 
 @contextlib.contextmanager
-def using(kernels: Kernels) -> Iterator[None]:
-    """Code that is traced inside calls these kernels. Engines enter it."""
-    token = _current.set(kernels)
-    try:
+def using(kernels: Kernels, fused: bool = False) -> Iterator[None]:
+    """Code that is traced inside calls these kernels; `fused`: see the function. Engines enter it."""
+    with holding(_current, kernels), holding(_fused, fused):
         yield
-    finally:
-        _current.reset(token)
 
 
 def current() -> Kernels:
     """The kernels in use; XLA's unless an engine chose others."""
     return _current.get()
+
+
+def fused() -> bool:
+    """Whether the program is for a device that has fused kernels (tpu_attention.py)."""
+    return _fused.get()
 
 
 def dropout(

@@ -16,12 +16,15 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.kernels import blockwise
+from lingvo_moe.core.kernels import blockwise, tpu_attention
 from lingvo_moe.core.kernels.blockwise import BLOCK, Blocks
+from lingvo_moe.core.kernels.tpu_attention import SeenKeys
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
+
+AUTO = "auto"
 
 
 class MultiHeadAttention(BaseLayer):
@@ -57,9 +60,10 @@ class MultiHeadAttention(BaseLayer):
         )
         p.Define(
             "block",
-            BLOCK,
-            "Tokens of a block, where self-attention is computed by blocks (kernels/blockwise.py).",
-            check=checks.SIZE,
+            AUTO,
+            "Tokens of a block, where self-attention is computed by blocks (kernels/blockwise.py). auto: those of the "
+            f"fused kernel in a program for TPUs (kernels/tpu_attention.py), in others {BLOCK}.",
+            check=checks.SizeOr((AUTO,)),
         )
         p.Define(
             "atten_dropout_prob", 0.0, "Dropout on the attention probabilities.", check=checks.SHARE
@@ -116,14 +120,34 @@ class MultiHeadAttention(BaseLayer):
             rate = self.p.atten_dropout_prob
             return kernels.dropout(probs, rate, self.FoldSeed(seed, "atten"))
 
+        sinks = theta.get("sinks")
         if isinstance(mask, NestedMap):
-            blocks = Blocks(self.p.block, mask, self._Allowed, self._Reach())
-            context = blockwise.attend(q, k, v, blocks, theta.get("sinks"), self.Shard)
+            context = self._AttendInRow(q, k, v, mask, sinks)
         else:
             mask = self._Near(mask, positions, positions)
             drop_if = drop if seed is not None else None
-            context = kernels.current().attend(q, k, v, mask, drop_if, theta.get("sinks"))
+            context = kernels.current().attend(q, k, v, mask, drop_if, sinks)
         return self.Keep(self._Back(theta, context), "attention", "BTM")
+
+    def _AttendInRow(
+        self,
+        q: tf.Tensor,
+        k: tf.Tensor,
+        v: tf.Tensor,
+        rows: NestedMap,
+        sinks_N: tf.Tensor | None,
+    ) -> tf.Tensor:
+        """A packed decoder's self-attention by blocks: [B, T, N, K]."""
+        size, reach = self.p.block, self._Reach()
+        if size == AUTO and kernels.fused():
+            seen = SeenKeys(self._Segments(rows), reach)
+            return tpu_attention.attend(q, k, v, seen, sinks_N, self.p.activation_split)
+        blocks = Blocks(BLOCK if size == AUTO else size, rows, self._Allowed, reach)
+        return blockwise.attend(q, k, v, blocks, sinks_N, self.Shard)
+
+    def _Segments(self, rows: NestedMap) -> tf.Tensor:
+        """Numbers [B, T], the same for tokens one of which may look at the other: those of the packed texts."""
+        return rows.segments
 
     def _Allowed(self, query: NestedMap, key: NestedMap) -> tf.Tensor:
         """The mask [B, T, S] of some queries and keys, from `segments` and `positions` [B, T] and [B, S]."""

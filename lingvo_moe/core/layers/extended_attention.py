@@ -153,6 +153,13 @@ class ExtendedAttention(MultiHeadAttention):
             near &= tf.equal(query // p.chunk, key // p.chunk)
         return near
 
+    def _Segments(self, rows: NestedMap) -> tf.Tensor:
+        """See MultiHeadAttention; chunks are segments of texts."""
+        if not self.p.chunk:
+            return rows.segments
+        most = 1 + tf.shape(rows.positions)[1] // self.p.chunk
+        return rows.segments * most + rows.positions // self.p.chunk
+
     def _Reach(self) -> int | None:
         """See MultiHeadAttention."""
         return min(filter(None, (self.p.window, self.p.chunk)), default=None)

@@ -3,7 +3,8 @@
 The TPU compiler turns every product into a convolution, a batched one into a convolution whose window
 has padding, strides and dilations. As in XLA's own cost analysis, only window positions that meet
 data count, not those that fall on padding or into holes. The GPU compiler keeps products as `dot`s inside fusions, or
-calls cuBLAS and cuDNN, whose calls state their dimensions.
+calls cuBLAS and cuDNN, whose calls state their dimensions. Of a TPU's fused attention the program's name scope says how
+many keys a query looks at (kernels/tpu_attention.py).
 """
 
 import math
@@ -18,6 +19,9 @@ from lingvo_moe.core.hlo.module import Module
 FP8, BFLOAT16, TF32, FLOAT32 = FORMATS = ("fp8", "bfloat16", "tf32", "float32")
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$[^"]*"')
 _CUDNN = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
+# By the phase in a kernel's name: products of queries and keys, or as large ones, and those as large as with values.
+_ATTENTION = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
+_KEYS = re.compile(r"/about_(\d+)_keys(?:_\d+)?/(?:.*/)?splash_m[hq]a_(fwd|dq|dkv)_")
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _HIGH = re.compile(r"operand_precision=\{[^}]*highest|algorithm=dot_f32_f32_f32\b")
 _PRECISE_CALL = re.compile(
@@ -27,7 +31,7 @@ _PRECISE_CALL = re.compile(
 
 def number_format(product: Instruction, inside: Computation) -> str:
     """The format, of FORMATS, in which a device multiplies: by the operands' dtypes and the precision demanded."""
-    lhs, rhs = (operand.arrays[0] for operand in inside.operands(product)[:2])
+    lhs, rhs = (operand.arrays[0] for operand in _factors(product, inside)[:2])
     if lhs.dtype.startswith("f8") and rhs.dtype.startswith("f8"):
         return FP8
     bits = max(8 * array.num_bytes // max(1, math.prod(array.dims)) for array in (lhs, rhs))
@@ -37,8 +41,16 @@ def number_format(product: Instruction, inside: Computation) -> str:
     return FLOAT32 if precise or bits > 32 else TF32
 
 
+def _factors(product: Instruction, inside: Computation) -> list[Instruction]:
+    """What is multiplied. An attention's kernel has integers before its queries, keys and values."""
+    operands = inside.operands(product)
+    if _KEYS.search(product.op_name):
+        return [each for each in operands if not each.arrays[0].dtype.startswith("s")][:3]
+    return operands[:2]
+
+
 def matmul_flops(instruction: Instruction, inside: Computation) -> int:
-    """FLOPs of one execution of a `dot`, a `convolution` or a call of cuBLAS or cuDNN; 0 for any other instruction."""
+    """FLOPs of one execution of a `dot`, a `convolution` or a call of a kernel; 0 for any other instruction."""
     if instruction.opcode == "dot":
         lhs = inside.operands(instruction)[0].arrays[0].dims
         contracted = attributes.dims_list(instruction, "lhs_contracting_dims")
@@ -53,7 +65,16 @@ def matmul_flops(instruction: Instruction, inside: Computation) -> int:
         return _cublas_flops(instruction, inside)
     if call := _CUDNN.search(instruction.attributes):
         return _cudnn_flops(instruction, inside, call[1])
+    if kernel := _KEYS.search(instruction.op_name):
+        return _attention_flops(instruction, inside, int(kernel[1]), kernel[2])
     return 0
+
+
+def _attention_flops(instruction: Instruction, inside: Computation, keys: int, phase: str) -> int:
+    """FLOPs of a kernel on queries, keys and values [B,N,T,K], or, where B is 1, [N,T,K]."""
+    q, _, v = (each.arrays[0].dims for each in _factors(instruction, inside))
+    of_keys, of_values = _ATTENTION[phase]
+    return 2 * keys * math.prod(q[:-1]) * (of_keys * q[-1] + of_values * v[-1])
 
 
 def _cublas_flops(instruction: Instruction, inside: Computation) -> int:
@@ -103,6 +124,11 @@ def in_tiles(product: "Product", tile: int) -> int:
     instruction, result = product.instruction, product.instruction.arrays[0].dims
     if not product.flops:
         return 0
+    if (
+        instruction.opcode == "custom-call"
+    ):  # a kernel of whole tiles, but for the numbers of a head
+        size = _factors(instruction, product.inside)[0].arrays[0].dims[-1]
+        return round(product.flops * math.ceil(size / tile) * tile / size)
     summed = product.flops / (2 * math.prod(result))
     convolves = instruction.opcode == "convolution"
     columns = result[attributes.convolution_dims(instruction).output["f"] if convolves else -1]

@@ -19,7 +19,7 @@ from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.kernels.blockwise import BLOCK, FROM_LENGTH
 from lingvo_moe.core.layers import masks, softmax
-from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure
@@ -32,7 +32,7 @@ from lingvo_moe.tasks.lm.multi_token import MultiTokenHead
 from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer_task import TransformerTask, share_of_token
 
-_CHOICES = ("auto", "full")  # of attention_block, beside numbers
+_CHOICES = (AUTO, "full")  # of attention_block, beside numbers
 _LAYERS = "lingvo_moe.core.layers"
 ATTENTIONS = ClassesByName(
     {
@@ -351,7 +351,7 @@ class LmModel(TransformerTask):
     def _ByBlocks(self, length: int | None) -> bool:
         """Whether attention is computed by blocks in rows of that length."""
         chosen = self.p.attention_block
-        if chosen != "auto":
+        if chosen != AUTO:
             return chosen != "full"
         return (length or 0) >= FROM_LENGTH and not self.p.attention_dropout
 
@@ -436,8 +436,9 @@ def _define_attention(p: InstantiableParams) -> None:
         "attention_block",
         "auto",
         "Tokens of a block of attention, whose memory then grows with the length of rows and not with its square "
-        f"(kernels/blockwise.py). full: no blocks. auto: blocks of {BLOCK} in rows of at least {FROM_LENGTH} tokens, "
-        "unless there is attention_dropout, which blocks do not have.",
+        f"(kernels/blockwise.py). full: no blocks. auto: in rows of at least {FROM_LENGTH} tokens, unless "
+        "there is attention_dropout, which blocks do not have; by the fused kernel of TPUs from v4 on "
+        f"(kernels/tpu_attention.py), elsewhere in blocks of {BLOCK}.",
         check=checks.SizeOr(_CHOICES),
     )
     p.Define(

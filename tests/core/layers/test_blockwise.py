@@ -1,4 +1,5 @@
 """Attention by blocks is attention: values and gradients, of each kind, with each set of kernels, sharded, in a model.
+So is a TPU's fused kernel, which is interpreted here.
 
 Letters: B batch, T time, M model, N head, K key dimension.
 """
@@ -6,18 +7,20 @@ Letters: B batch, T time, M model, N head, K key dimension.
 import pytest
 import tensorflow as tf
 from equivalence import assert_same, compare, with_gradients
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from layer_testing import init, normal, single, wave
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.kernels import tensorflow, tpu_attention, xla
 from lingvo_moe.core.layers import positions
-from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.extended_attention import ExtendedAttention
 from lingvo_moe.core.layers.latent_attention import LatentAttention
 from lingvo_moe.core.layers.masks import causal_segment_mask_of
 from lingvo_moe.core.nested_map import NestedMap
 
 M, T = 8, 13
+SPLIT = {"activation_split": {"B": "data", "N": "model"}, "weight_split": {"N": "model"}}
 # Two texts, of 7 and 4 tokens, and padding.
 SEGMENTS = [[1] * 7 + [2] * 4 + [0] * 2, [1] * T]
 POSITIONS = [[*range(7), *range(4), 0, 0], [*range(T)]]
@@ -28,6 +31,10 @@ KINDS = {
         {"num_kv_heads": 2, "window": 3, "sinks": True, "qk_norm": "head"},
     ),
     "chunk, sinks": (ExtendedAttention, {"chunk": 5, "sinks": True}),
+    "one head of keys, window longer than blocks": (
+        ExtendedAttention,
+        {"num_kv_heads": 1, "window": 11, "chunk": 12},
+    ),
     "latent": (LatentAttention, {"rank": 6, "turned_dim": 4, "value_dim": 5}),
 }
 
@@ -45,13 +52,14 @@ def _theta(layer):
     return theta
 
 
-def _run(layer, by_blocks):
+def _run(layer, by_blocks, own=xla, fused=False):
     """(theta, x, segments, positions) -> the result where there are tokens."""
 
     def run(theta, x, segments, at):
         row = NestedMap(segments=segments, positions=at)
         mask = row if by_blocks else causal_segment_mask_of(row, row)
-        y = layer.FProp(theta, x, x, mask, positions=at)
+        with kernels.using(own, fused):
+            y = layer.FProp(theta, x, x, mask, positions=at)
         return tf.where(segments[..., tf.newaxis] > 0, y, 0.0)
 
     return with_gradients(run, wave)
@@ -65,15 +73,50 @@ def _args(layer):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_attention_at_once(kind, own):
     layer = _layer(kind)
-    with kernels.using(own):
-        got, want = (single(_run(layer, by), *_args(layer)) for by in (True, False))
+    got, want = (single(_run(layer, by, own), *_args(layer)) for by in (True, False))
     assert_same(got, want)
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped, window, sinks"])
 def test_sharded_over_rows_and_heads(kind):
-    layer = _layer(kind, activation_split={"B": "data", "N": "model"}, weight_split={"N": "model"})
+    layer = _layer(kind, **SPLIT)
     _, collectives = compare(
         _run(layer, True), _args(layer), None, "data:2,model:2", _run(_layer(kind), False)
     )
+    assert collectives["all-to-all"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_of_the_fused_kernel(kind, monkeypatch):
+    monkeypatch.setattr(tpu_attention, "_INTERPRETED", True)
+    layer = _layer(kind, block=AUTO)
+    got = single(_run(layer, True, fused=True), *_args(layer))
+    assert_same(got, single(_run(layer, False), *_args(layer)))
+
+
+def test_the_fused_kernel_of_several_blocks(monkeypatch):
+    """A window that ends within a block, over a border of texts."""
+    monkeypatch.setattr(tpu_attention, "_INTERPRETED", True)
+    monkeypatch.setattr(tpu_attention, "_BLOCK", 128)
+    layer = _layer("grouped, window, sinks", block=AUTO, window=150)
+    lengths = [200, 90, 10]
+    at = tf.concat([tf.range(n) for n in lengths], 0)[tf.newaxis]
+    args = [_theta(layer), normal(0, 1, 300, M), tf.repeat([[1, 2, 0]], lengths, axis=1), at]
+    got = single(_run(layer, True, fused=True), *args)
+    assert_same(got, single(_run(layer, False), *args))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fused_kernel_sharded_over_rows_and_heads(kind, monkeypatch):
+    """No device needs another's rows or heads. In the kernel's place are products, since XLA's partitioner refuses the
+    loops of an interpreted one."""
+
+    def products(mask, **_):
+        return splash.make_masked_mha_reference(mask)
+
+    monkeypatch.setattr(splash, "make_splash_mha", products)
+    monkeypatch.setattr(tpu_attention, "_INTERPRETED", True)
+    layer = _layer(kind, block=AUTO, **SPLIT)
+    fused = _run(layer, True, fused=True)
+    _, collectives = compare(fused, _args(layer), None, "data:2,model:2", _run(_layer(kind), False))
     assert collectives["all-to-all"] == 0

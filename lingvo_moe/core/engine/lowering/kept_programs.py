@@ -33,7 +33,7 @@ _VARIABLES = ("TF_", "XLA_", "JAX_", "LIBTPU_")
 _MARGIN = 2.0  # seconds: the system's time of a process's start is that far off at most
 
 
-def key_of(step: Step, mesh: Mesh) -> str:
+def key_of(step: Step, mesh: Mesh, fused: bool = False) -> str:
     """The name under which the program of a step is kept; '' where it is not."""
     if not step.text or step.results is not None or kept() is None or not is_command():
         return ""
@@ -47,7 +47,7 @@ def key_of(step: Step, mesh: Mesh) -> str:
     ]
     environment = {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
     determined_by = [
-        *(_FORMAT, step.name, step.text, specs, list(step.donate)),
+        *(_FORMAT, step.name, step.text, specs, list(step.donate), fused),
         *(mesh.axis_names, mesh.shape, code, packages(), sys.version, sorted(environment.items())),
     ]
     return f"lowered-{hashlib.sha256(json.dumps(determined_by).encode()).hexdigest()}"

@@ -35,8 +35,11 @@ def lower(
     return lower_step(Step(name, fn, arg_specs, donate, results), mesh)
 
 
-def lower_step(step: Step, mesh: Mesh) -> Program:
+def lower_step(step: Step, mesh: Mesh, fused: bool = False) -> Program:
     """Lowers a step for a mesh, which is in force while the step is traced; its devices are numbered in order.
+
+    `fused`: the devices have fused kernels (`devices.has_fused_kernels`), which the program may contain. Without any it
+    is for all devices.
 
     Raises:
         LoweringError: 64-bit tensors; a result that is None or that does not fit a donated argument
@@ -49,7 +52,7 @@ def lower_step(step: Step, mesh: Mesh) -> Program:
             f"{mesh.device_ids}; give the engine its devices in that order instead"
         )
     with paused_collection():
-        traced = trace(step, mesh)
+        traced = trace(step, mesh, fused=fused)
         specs = [tf.TensorSpec(a.shape, a.dtype) for a in traced.signature.args]
         exported = exported_bytes(embedded(traced.function, specs), traced.signature)
         return Program(traced.signature, exported, record(traced.graph))

@@ -37,8 +37,11 @@ class Traced:
     signature: Signature
 
 
-def trace(step: Step, mesh: Mesh, jit_compile: bool = True) -> Traced:
-    """Traces a step under a mesh. Raises as `lowering.lower_step`; `jit_compile` is that of `tf.function`."""
+def trace(step: Step, mesh: Mesh, jit_compile: bool = True, fused: bool = False) -> Traced:
+    """Traces a step under a mesh.
+
+    Raises as `lowering.lower_step`, whose `fused` it takes; `jit_compile` is that of `tf.function`.
+    """
     fn, arg_specs = step.fn, step.arg_specs
     name = step.name or getattr(fn, "__name__", type(fn).__name__)
     names = _arg_names(fn, len(arg_specs))
@@ -50,7 +53,7 @@ def trace(step: Step, mesh: Mesh, jit_compile: bool = True) -> Traced:
     _check_dtypes(name, args)
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
     tf_function = tf.function(flat_fn, jit_compile=jit_compile, autograph=False)
-    chosen = kernels.using(xla if jit_compile else tensorflow)
+    chosen = kernels.using(xla if jit_compile else tensorflow, fused)
     with paused_collection(), remembering_forward(), chosen:
         concrete = tf_function.get_concrete_function(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]

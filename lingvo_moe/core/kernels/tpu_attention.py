@@ -1,0 +1,156 @@
+"""Causal self-attention by the fused kernel that JAX has for TPUs, "splash attention" of Pallas.
+
+Its logits stay in the memory of a core, forward and backward, and blocks of which no query may see a key are not
+computed. JAX writes it; TensorFlow carries it into the program as a module of its own. The TPU compiler compiles it,
+also for a slice that is not there; we had no TPU to run it on. Tests run it interpreted, by XLA on a CPU.
+
+Letters: B batch, T query, S key, N head, A head of keys and values, K key dimension.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.sharding.annotate import mesh_of
+from lingvo_moe.core.sharding.letters import SplitMap, axes_of, dims_mapping
+from lingvo_moe.core.sharding.manual import manual_region
+from lingvo_moe.core.tensors import custom_gradient
+
+if TYPE_CHECKING:
+    import jax
+
+_INTERPRETED = False  # True in tests: the kernel as operations that a CPU has
+_BLOCK, _LANES = 512, 128  # tokens of a block; the least that a TPU has
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """Which keys a query looks at: those of its own segment, itself and those before it, the last `reach` at most.
+
+    Attributes:
+        segments: int32 [B,T].
+        reach: None for all.
+    """
+
+    segments: tf.Tensor
+    reach: int | None = None
+
+    def Mean(self, length: int) -> int:
+        """Of how many keys the kernel computes the logits, for the mean query of a row that is one segment."""
+        size = _block_of(length)
+        blocks, reach = -(-length // size), self.reach or length
+        pairs = sum(i - max(0, i * size - reach + 1) // size + 1 for i in range(blocks))
+        return pairs * size // blocks
+
+
+def attend(
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    seen: SeenKeys,
+    sinks_N: tf.Tensor | None,
+    split: SplitMap,
+) -> tf.Tensor:
+    """`Kernels.attend` without dropout: [B,T,N,K]. Each device computes its rows and heads, of whole rows.
+
+    Args:
+        q, k, v: in the layout of XLA's kernels, of a static length.
+        seen: the mask.
+        sinks_N: see `Kernels.attend`.
+        split: the mesh axes of activations, by letters.
+    """
+    rows, _, heads, _ = dims_mapping("BTNK", split)
+    length = q.shape[1]
+    if k.shape[2] % mesh_of("attention", None).axis_size(axes_of(heads)):
+        # What the heads of a device look at is no even part of all.
+        k, v = (tf.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    each = (rows, heads, None, None)
+    ins = [each, each, each, (rows, None), *([] if sinks_N is None else [(heads,)])]
+    inputs = [_padded(x) for x in (q, k, v, seen.segments)]
+    inputs[:3] = [tf.transpose(x, [0, 2, 1, 3]) for x in inputs[:3]]
+    if sinks_N is not None:
+        inputs.append(tf.cast(sinks_N, tf.float32))
+    local = functools.partial(_local, reach=seen.reach)
+    with tf.name_scope(f"about_{seen.Mean(length)}_keys"):
+        y = manual_region(local, ins, each)(*inputs)
+    return tf.transpose(y, [0, 2, 1, 3])[:, :length]
+
+
+def _block_of(length: int) -> int:
+    return min(_BLOCK, -(-length // _LANES) * _LANES)
+
+
+def _padded(x: tf.Tensor) -> tf.Tensor:
+    """With tokens of segment 0 behind a row's last one, up to whole blocks."""
+    length, rest = x.shape[1], x.shape.rank - 2
+    return tf.pad(x, [[0, 0], [0, -length % _block_of(length)], *[[0, 0]] * rest])
+
+
+def _local(*inputs: tf.Tensor, reach: int | None) -> tf.Tensor:
+    """The kernel on a device's queries [B,N,T,K], keys and values [B,A,S,K], segments [B,T] and, if any, sinks [N]."""
+    import jax
+
+    def forward(*inputs: "jax.Array") -> tuple:
+        y, pull = _with_gradients(inputs, reach)
+        return (y, *jax.tree.leaves(pull))
+
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype.as_numpy_dtype) for x in inputs]
+    structure = jax.tree.structure(jax.eval_shape(lambda *a: _with_gradients(a, reach)[1], *specs))
+
+    def backward(dy: "jax.Array", *kept: "jax.Array") -> tuple:
+        return jax.tree.unflatten(structure, kept)(dy)
+
+    @custom_gradient
+    def run(*inputs: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        y, *kept = _of_jax(forward)(*inputs)
+
+        def grad(dy: tf.Tensor) -> list[tf.Tensor | None]:
+            of_q, of_k, of_v, *of_sinks = _of_jax(backward)(dy, *kept)
+            return [of_q, of_k, of_v, None, *of_sinks]
+
+        return y, grad
+
+    return run(*inputs)
+
+
+def _with_gradients(inputs: tuple, reach: int | None) -> tuple["jax.Array", Any]:
+    """The result, and the function from its gradient to those of all inputs but the segments."""
+    import jax
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    q, k, v, segments, *sinks = inputs
+    heads, length = q.shape[1:3]
+    causal = splash.CausalMask((length, length))
+    near = splash.LocalMask((length, length), (reach - 1, 0), 0) if reach else causal
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([near] * heads),
+        block_sizes=splash.BlockSizes(**{f"block_{name}": _block_of(length) for name in names}),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=_INTERPRETED,
+    )
+
+    def attend(q: "jax.Array", k: "jax.Array", v: "jax.Array", *sinks: "jax.Array") -> "jax.Array":
+        def of_row(q: "jax.Array", k: "jax.Array", v: "jax.Array", ids: "jax.Array") -> "jax.Array":
+            return kernel(q, k, v, splash.SegmentIds(ids, ids), *sinks)
+
+        return jax.vmap(of_row)(q, k, v, segments)
+
+    return jax.vjp(attend, q, k, v, *sinks)
+
+
+def _of_jax(fn: Callable) -> Callable:
+    """A function of JAX as one of TensorFlow, in programs for TPUs."""
+    from jax.experimental import jax2tf
+
+    return jax2tf.convert(
+        fn,
+        with_gradient=False,
+        native_serialization_platforms=["cpu" if _INTERPRETED else "tpu"],
+        # TensorFlow lowers for the platform that it has.
+        native_serialization_disabled_checks=[jax2tf.DisabledSafetyCheck.platform()],
+    )

@@ -1,0 +1,70 @@
+"""What a plan sees of a TPU's fused attention, in programs of the real compiler."""
+
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.engine.devices import has_fused_kernels
+from lingvo_moe.core.engine.lowering.lowering import lower_step
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.hlo.parts import Layers
+from lingvo_moe.core.kernels.blockwise import FROM_LENGTH
+from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.planner.costs import costs
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.step import Step
+
+B, T, M, N, A, K = 4, FROM_LENGTH, 128, 8, 2, 64
+KEYS = T * 10 // 16  # of four blocks a query looks at 1, 2, 3 or 4
+
+
+def _step(layer):
+    """The gradients of an attention layer's weights."""
+
+    def gradients(theta, x, ids):
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(theta.Flatten())
+            y = layer.FProp(theta, x, x, NestedMap(segments=ids, positions=ids))
+            loss = tf.reduce_sum(tf.cast(y, tf.float32) ** 2)
+        return tape.gradient(loss, theta.Flatten())
+
+    ids = TensorSpec((B, T), "int32", ("data", None))
+    x = TensorSpec((B, T, M), "bfloat16", ("data", None, None))
+    return Step("gradients", gradients, [layer.VariableSpecs(), x, ids])
+
+
+def test_the_kernels_of_a_layer_on_four_chips():
+    """Forward and backward: the FLOPs of a device's rows and heads, and no logits in its memory."""
+    split = {"N": "model", "A": "model"}
+    p = MultiHeadAttention.Params().Set(
+        name="atten", model_dim=M, num_heads=N, num_kv_heads=A, dim_per_head=K
+    )
+    p.Set(fprop_dtype="bfloat16", activation_split={"B": "data", **split}, weight_split=split)
+    layer = p.Instantiate()
+    program = lower_step(_step(layer), Mesh.parse("data:2,model:2"), fused=True)
+    compiled = aot.compile_for_topology(program, "v5e:2x2")
+    layers = Layers(layer.DeclaredParts())
+    found = costs(parse_module(compiled.hlo_text), layers, tile=128)
+    kernels = {c.name.split("_")[2]: c for c in found if c.opcode == "custom-call" and c.flops}
+    product = 2 * KEYS * (B // 2) * (N // 2) * T * K
+    assert {name: c.flops // product for name, c in kernels.items()} == {
+        "fwd": 2,
+        "dq": 3,
+        "dkv": 4,
+    }
+    for cost in kernels.values():
+        assert cost.formats == {"bfloat16": cost.flops}
+        assert cost.tiled == {"bfloat16": 2 * cost.flops}  # a tile is twice as wide as a head
+    places = {name: (c.place.part, c.place.phase) for name, c in kernels.items()}
+    backward = "attention", "backward"
+    assert places == {"fwd": ("attention", "forward"), "dq": backward, "dkv": backward}
+    assert compiled.memory["temporaries"] < T * T * 2 * (B // 2) * (N // 2)  # bytes of all logits
+
+
+@pytest.mark.parametrize(
+    ("topology", "has"), [("v5e:2x2", True), ("v4:2x2x1", True), ("v3:2x2", False)]
+)
+def test_which_tpus_have_the_kernels(topology, has):
+    assert has_fused_kernels(aot.devices_of(topology)[0]) == has
