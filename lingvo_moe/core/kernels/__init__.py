@@ -16,7 +16,7 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.kernels import pallas, xla
 from lingvo_moe.core.kernels.weights import Weight
 from lingvo_moe.core.kernels.xla import (
     Activation,
@@ -238,24 +238,18 @@ class Kernels(Protocol):
 
 
 _current: contextvars.ContextVar[Kernels] = contextvars.ContextVar("kernels", default=xla)
-_fused: contextvars.ContextVar[bool] = contextvars.ContextVar("fused", default=False)
 
 
 @contextlib.contextmanager
 def using(kernels: Kernels, fused: bool = False) -> Iterator[None]:
-    """Code that is traced inside calls these kernels; `fused`: see the function. Engines enter it."""
-    with holding(_current, kernels), holding(_fused, fused):
+    """Code that is traced inside calls these kernels, and with `fused` those of pallas.py. Engines enter it."""
+    with holding(_current, kernels), pallas.allowing(fused):
         yield
 
 
 def current() -> Kernels:
     """The kernels in use; XLA's unless an engine chose others."""
     return _current.get()
-
-
-def fused() -> bool:
-    """Whether the program is for a device that has fused kernels (tpu_attention.py)."""
-    return _fused.get()
 
 
 def dropout(

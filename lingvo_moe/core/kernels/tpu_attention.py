@@ -1,28 +1,25 @@
 """Causal self-attention by the fused kernel that JAX has for TPUs, "splash attention" of Pallas.
 
 Its logits stay in the memory of a core, forward and backward, and blocks of which no query may see a key are not
-computed. JAX writes it; TensorFlow carries it into the program as a module of its own. The TPU compiler compiles it,
-also for a slice that is not there; we had no TPU to run it on. Tests run it interpreted, by XLA on a CPU.
+computed.
 
 Letters: B batch, T query, S key, N head, A head of keys and values, K key dimension.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from lingvo_moe.core.kernels import pallas
 from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.sharding.letters import SplitMap, axes_of, dims_mapping
 from lingvo_moe.core.sharding.manual import manual_region
-from lingvo_moe.core.tensors import custom_gradient
 
 if TYPE_CHECKING:
     import jax
 
-_INTERPRETED = False  # True in tests: the kernel as operations that a CPU has
 _BLOCK, _LANES = 512, 128  # tokens of a block; the least that a TPU has
 
 
@@ -73,7 +70,7 @@ def attend(
     inputs[:3] = [tf.transpose(x, [0, 2, 1, 3]) for x in inputs[:3]]
     if sinks_N is not None:
         inputs.append(tf.cast(sinks_N, tf.float32))
-    local = functools.partial(_local, reach=seen.reach)
+    local = functools.partial(pallas.call, functools.partial(_splash, reach=seen.reach))
     with tf.name_scope(f"about_{seen.Mean(length)}_keys"):
         y = manual_region(local, ins, each)(*inputs)
     return tf.transpose(y, [0, 2, 1, 3])[:, :length]
@@ -89,39 +86,18 @@ def _padded(x: tf.Tensor) -> tf.Tensor:
     return tf.pad(x, [[0, 0], [0, -length % _block_of(length)], *[[0, 0]] * rest])
 
 
-def _local(*inputs: tf.Tensor, reach: int | None) -> tf.Tensor:
+def _splash(
+    q: "jax.Array",
+    k: "jax.Array",
+    v: "jax.Array",
+    segments: "jax.Array",
+    *sinks: "jax.Array",
+    reach: int | None,
+) -> "jax.Array":
     """The kernel on a device's queries [B,N,T,K], keys and values [B,A,S,K], segments [B,T] and, if any, sinks [N]."""
-    import jax
-
-    def forward(*inputs: "jax.Array") -> tuple:
-        y, pull = _with_gradients(inputs, reach)
-        return (y, *jax.tree.leaves(pull))
-
-    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype.as_numpy_dtype) for x in inputs]
-    structure = jax.tree.structure(jax.eval_shape(lambda *a: _with_gradients(a, reach)[1], *specs))
-
-    def backward(dy: "jax.Array", *kept: "jax.Array") -> tuple:
-        return jax.tree.unflatten(structure, kept)(dy)
-
-    @custom_gradient
-    def run(*inputs: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        y, *kept = _of_jax(forward)(*inputs)
-
-        def grad(dy: tf.Tensor) -> list[tf.Tensor | None]:
-            of_q, of_k, of_v, *of_sinks = _of_jax(backward)(dy, *kept)
-            return [of_q, of_k, of_v, None, *of_sinks]
-
-        return y, grad
-
-    return run(*inputs)
-
-
-def _with_gradients(inputs: tuple, reach: int | None) -> tuple["jax.Array", Any]:
-    """The result, and the function from its gradient to those of all inputs but the segments."""
     import jax
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    q, k, v, segments, *sinks = inputs
     heads, length = q.shape[1:3]
     causal = splash.CausalMask((length, length))
     near = splash.LocalMask((length, length), (reach - 1, 0), 0) if reach else causal
@@ -131,26 +107,10 @@ def _with_gradients(inputs: tuple, reach: int | None) -> tuple["jax.Array", Any]
         block_sizes=splash.BlockSizes(**{f"block_{name}": _block_of(length) for name in names}),
         head_shards=1,
         q_seq_shards=1,
-        interpret=_INTERPRETED,
+        interpret=pallas.INTERPRETED,
     )
 
-    def attend(q: "jax.Array", k: "jax.Array", v: "jax.Array", *sinks: "jax.Array") -> "jax.Array":
-        def of_row(q: "jax.Array", k: "jax.Array", v: "jax.Array", ids: "jax.Array") -> "jax.Array":
-            return kernel(q, k, v, splash.SegmentIds(ids, ids), *sinks)
+    def of_row(q: "jax.Array", k: "jax.Array", v: "jax.Array", ids: "jax.Array") -> "jax.Array":
+        return kernel(q, k, v, splash.SegmentIds(ids, ids), *sinks)
 
-        return jax.vmap(of_row)(q, k, v, segments)
-
-    return jax.vjp(attend, q, k, v, *sinks)
-
-
-def _of_jax(fn: Callable) -> Callable:
-    """A function of JAX as one of TensorFlow, in programs for TPUs."""
-    from jax.experimental import jax2tf
-
-    return jax2tf.convert(
-        fn,
-        with_gradient=False,
-        native_serialization_platforms=["cpu" if _INTERPRETED else "tpu"],
-        # TensorFlow lowers for the platform that it has.
-        native_serialization_disabled_checks=[jax2tf.DisabledSafetyCheck.platform()],
-    )
+    return jax.vmap(of_row)(q, k, v, segments)

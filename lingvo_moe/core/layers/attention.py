@@ -16,7 +16,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.kernels import blockwise, tpu_attention
+from lingvo_moe.core.kernels import blockwise, pallas, tpu_attention
 from lingvo_moe.core.kernels.blockwise import BLOCK, Blocks
 from lingvo_moe.core.kernels.tpu_attention import SeenKeys
 from lingvo_moe.core.kernels.weights import Packing
@@ -139,7 +139,7 @@ class MultiHeadAttention(BaseLayer):
     ) -> tf.Tensor:
         """A packed decoder's self-attention by blocks: [B, T, N, K]."""
         size, reach = self.p.block, self._Reach()
-        if size == AUTO and kernels.fused():
+        if size == AUTO and pallas.allowed():
             seen = SeenKeys(self._Segments(rows), reach)
             return tpu_attention.attend(q, k, v, seen, sinks_N, self.p.activation_split)
         blocks = Blocks(BLOCK if size == AUTO else size, rows, self._Allowed, reach)

@@ -3,8 +3,8 @@
 The TPU compiler turns every product into a convolution, a batched one into a convolution whose window
 has padding, strides and dilations. As in XLA's own cost analysis, only window positions that meet
 data count, not those that fall on padding or into holes. The GPU compiler keeps products as `dot`s inside fusions, or
-calls cuBLAS and cuDNN, whose calls state their dimensions. Of a TPU's fused attention the program's name scope says how
-many keys a query looks at (kernels/tpu_attention.py).
+calls cuBLAS and cuDNN, whose calls state their dimensions. Of the TPU's kernels (kernels/pallas.py) the program's name
+scope says how many keys a query looks at, or how many rows experts have.
 """
 
 import math
@@ -19,9 +19,10 @@ from lingvo_moe.core.hlo.module import Module
 FP8, BFLOAT16, TF32, FLOAT32 = FORMATS = ("fp8", "bfloat16", "tf32", "float32")
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$[^"]*"')
 _CUDNN = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
-# By the phase in a kernel's name: products of queries and keys, or as large ones, and those as large as with values.
-_ATTENTION = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
-_KEYS = re.compile(r"/about_(\d+)_keys(?:_\d+)?/(?:.*/)?splash_m[hq]a_(fwd|dq|dkv)_")
+# Of a TPU's attention, by the phase in its name: products as large as of queries and keys, and those as with values.
+_PHASES = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
+_ATTENTION = re.compile(r"/about_(\d+)_keys(?:_\d+)?/(?:.*/)?splash_m[hq]a_(fwd|dq|dkv)_")
+_GROUPED = re.compile(r"/about_(\d+)_rows(?:_\d+)?/(?:.*/)?\S*\bt?gmm\b\S*/pallas_call$")
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _HIGH = re.compile(r"operand_precision=\{[^}]*highest|algorithm=dot_f32_f32_f32\b")
 _PRECISE_CALL = re.compile(
@@ -31,7 +32,10 @@ _PRECISE_CALL = re.compile(
 
 def number_format(product: Instruction, inside: Computation) -> str:
     """The format, of FORMATS, in which a device multiplies: by the operands' dtypes and the precision demanded."""
-    lhs, rhs = (operand.arrays[0] for operand in _factors(product, inside)[:2])
+    operands = inside.operands(product)
+    if kernel := _kernel_of(product, inside):
+        operands = kernel.factors
+    lhs, rhs = (operand.arrays[0] for operand in operands[:2])
     if lhs.dtype.startswith("f8") and rhs.dtype.startswith("f8"):
         return FP8
     bits = max(8 * array.num_bytes // max(1, math.prod(array.dims)) for array in (lhs, rhs))
@@ -39,14 +43,6 @@ def number_format(product: Instruction, inside: Computation) -> str:
         return BFLOAT16
     precise = _HIGH.search(product.attributes) or _PRECISE_CALL.search(product.attributes)
     return FLOAT32 if precise or bits > 32 else TF32
-
-
-def _factors(product: Instruction, inside: Computation) -> list[Instruction]:
-    """What is multiplied. An attention's kernel has integers before its queries, keys and values."""
-    operands = inside.operands(product)
-    if _KEYS.search(product.op_name):
-        return [each for each in operands if not each.arrays[0].dtype.startswith("s")][:3]
-    return operands[:2]
 
 
 def matmul_flops(instruction: Instruction, inside: Computation) -> int:
@@ -65,16 +61,38 @@ def matmul_flops(instruction: Instruction, inside: Computation) -> int:
         return _cublas_flops(instruction, inside)
     if call := _CUDNN.search(instruction.attributes):
         return _cudnn_flops(instruction, inside, call[1])
-    if kernel := _KEYS.search(instruction.op_name):
-        return _attention_flops(instruction, inside, int(kernel[1]), kernel[2])
+    if kernel := _kernel_of(instruction, inside):
+        return kernel.flops
     return 0
 
 
-def _attention_flops(instruction: Instruction, inside: Computation, keys: int, phase: str) -> int:
-    """FLOPs of a kernel on queries, keys and values [B,N,T,K], or, where B is 1, [N,T,K]."""
-    q, _, v = (each.arrays[0].dims for each in _factors(instruction, inside))
-    of_keys, of_values = _ATTENTION[phase]
-    return 2 * keys * math.prod(q[:-1]) * (of_keys * q[-1] + of_values * v[-1])
+class _Kernel(NamedTuple):
+    """A kernel of Pallas."""
+
+    flops: int
+    factors: list[Instruction]  # the floats among its operands; what is multiplied is first
+    widths: tuple[int, ...]  # the sizes of its products that need not be of whole tiles
+
+
+def _kernel_of(instruction: Instruction, inside: Computation) -> _Kernel | None:
+    """None for other instructions."""
+    if instruction.opcode != "custom-call":
+        return None
+    operands = inside.operands(instruction)
+    floats = [each for each in operands if not each.arrays[0].dtype.startswith("s")]
+    if attention := _ATTENTION.search(
+        instruction.op_name
+    ):  # queries, keys and values [B,N,T,K], or, where B is 1, [N,T,K]
+        q, _, v = (each.arrays[0].dims for each in floats[:3])
+        of_keys, of_values = _PHASES[attention[2]]
+        each = of_keys * q[-1] + of_values * v[-1]
+        return _Kernel(2 * int(attention[1]) * math.prod(q[:-1]) * each, floats, q[-1:])
+    grouped = _GROUPED.search(instruction.op_name)
+    if not grouped:
+        return None
+    arrays = [instruction.arrays[0], *(each.arrays[0] for each in floats)]
+    (weights,) = (array.dims for array in arrays if len(array.dims) == 3)  # or their gradient
+    return _Kernel(2 * int(grouped[1]) * math.prod(weights[1:]), floats, weights[1:])
 
 
 def _cublas_flops(instruction: Instruction, inside: Computation) -> int:
@@ -124,11 +142,10 @@ def in_tiles(product: "Product", tile: int) -> int:
     instruction, result = product.instruction, product.instruction.arrays[0].dims
     if not product.flops:
         return 0
-    if (
-        instruction.opcode == "custom-call"
-    ):  # a kernel of whole tiles, but for the numbers of a head
-        size = _factors(instruction, product.inside)[0].arrays[0].dims[-1]
-        return round(product.flops * math.ceil(size / tile) * tile / size)
+    if kernel := _kernel_of(instruction, product.inside):
+        return round(
+            product.flops * math.prod(math.ceil(n / tile) * tile / n for n in kernel.widths)
+        )
     summed = product.flops / (2 * math.prod(result))
     convolves = instruction.opcode == "convolution"
     columns = result[attributes.convolution_dims(instruction).output["f"] if convolves else -1]

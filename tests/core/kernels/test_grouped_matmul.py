@@ -1,4 +1,5 @@
-"""Ragged products compared with one product a row, in both forms: tiles for XLA, a product for each group otherwise.
+"""Ragged products compared with one product a row, in each form: tiles for XLA, a product for each group otherwise, and
+a TPU's kernel, interpreted.
 
 Letters: N rows, E expert, M and H the dimensions of a product.
 """
@@ -7,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.kernels import grouped_matmul as gm
+from lingvo_moe.core.kernels import pallas
 from lingvo_moe.core.kernels import xla as xla_kernels
 
 M, H = 3, 5
@@ -37,10 +38,16 @@ def _product(x, w, sizes, dy) -> tuple:
     return (y, *tape.gradient(y, [x, w], dy))
 
 
-@pytest.mark.parametrize("xla", [True, False], ids=["tiles", "groups"])
-def test_any_sizes(xla):
+@pytest.fixture(params=["tiles", "groups", "kernel"])
+def run(request, monkeypatch):
+    """`_product` as a program of each form."""
+    monkeypatch.setattr(pallas, "INTERPRETED", True)
+    with pallas.allowing(request.param == "kernel"):
+        yield tf.function(_product, jit_compile=request.param == "tiles", autograph=False)
+
+
+def test_any_sizes(run):
     """One program computes all sizes: its shapes are static, group sizes are data."""
-    run = tf.function(_product, jit_compile=xla, autograph=False)
     for sizes in (
         [9, 0, 17, 3, 1],  # some rows belong to no expert
         [8, 8, 8, 8, 8],
@@ -54,21 +61,20 @@ def test_any_sizes(xla):
             np.testing.assert_allclose(got, want, atol=1e-5, err_msg=str(sizes))
 
 
-def test_rows_without_an_expert_have_no_effect():
+def test_rows_without_an_expert_have_no_effect(run):
     """Rows after the last group change nothing, whatever values they hold, and have no gradient."""
     x, w, sizes, dy = _case([3, 0, 2], 8)
     x[5:], dy[5:] = np.nan, np.nan
-    for got in run_single(_product, [x, w, sizes, dy]):
+    for got in run(*map(tf.constant, [x, w, sizes, dy])):
         assert np.all(np.isfinite(got))
 
 
-@pytest.mark.parametrize("xla", [True, False], ids=["tiles", "groups"])
-def test_bfloat16_sums_weights_gradients_in_float32(xla):
+def test_bfloat16_sums_weights_gradients_in_float32(run):
     """512 equal rows: a sum in bfloat16 would stop at 256."""
     ones = tf.ones([512, 1], tf.bfloat16)
     args = [ones, tf.ones([1, 1, 1], tf.bfloat16), tf.constant([512]), ones]
     # Tiles of a power of two: more rows than one.
-    y, dx, dw = tf.function(_product, jit_compile=xla, autograph=False)(*args)
+    y, dx, dw = run(*args)
     assert y.dtype == dx.dtype == dw.dtype == tf.bfloat16
     assert float(dw[0, 0, 0]) == 512
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from layer_testing import init, normal, single, wave
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.kernels import tensorflow, tpu_attention, xla
+from lingvo_moe.core.kernels import pallas, tensorflow, tpu_attention, xla
 from lingvo_moe.core.layers import positions
 from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.extended_attention import ExtendedAttention
@@ -88,7 +88,7 @@ def test_sharded_over_rows_and_heads(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_of_the_fused_kernel(kind, monkeypatch):
-    monkeypatch.setattr(tpu_attention, "_INTERPRETED", True)
+    monkeypatch.setattr(pallas, "INTERPRETED", True)
     layer = _layer(kind, block=AUTO)
     got = single(_run(layer, True, fused=True), *_args(layer))
     assert_same(got, single(_run(layer, False), *_args(layer)))
@@ -96,7 +96,7 @@ def test_values_and_gradients_of_the_fused_kernel(kind, monkeypatch):
 
 def test_the_fused_kernel_of_several_blocks(monkeypatch):
     """A window that ends within a block, over a border of texts."""
-    monkeypatch.setattr(tpu_attention, "_INTERPRETED", True)
+    monkeypatch.setattr(pallas, "INTERPRETED", True)
     monkeypatch.setattr(tpu_attention, "_BLOCK", 128)
     layer = _layer("grouped, window, sinks", block=AUTO, window=150)
     lengths = [200, 90, 10]
@@ -115,7 +115,7 @@ def test_the_fused_kernel_sharded_over_rows_and_heads(kind, monkeypatch):
         return splash.make_masked_mha_reference(mask)
 
     monkeypatch.setattr(splash, "make_splash_mha", products)
-    monkeypatch.setattr(tpu_attention, "_INTERPRETED", True)
+    monkeypatch.setattr(pallas, "INTERPRETED", True)
     layer = _layer(kind, block=AUTO, **SPLIT)
     fused = _run(layer, True, fused=True)
     _, collectives = compare(fused, _args(layer), None, "data:2,model:2", _run(_layer(kind), False))

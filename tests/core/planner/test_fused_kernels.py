@@ -1,4 +1,4 @@
-"""What a plan sees of a TPU's fused attention, in programs of the real compiler."""
+"""A TPU's kernels as plans see them, in programs of the real compiler."""
 
 import pytest
 import tensorflow as tf
@@ -9,11 +9,13 @@ from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hlo.parts import Layers
+from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.kernels.blockwise import FROM_LENGTH
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.manual import manual_region
 from lingvo_moe.core.task.step import Step
 
 B, T, M, N, A, K = 4, FROM_LENGTH, 128, 8, 2, 64
@@ -61,6 +63,36 @@ def test_the_kernels_of_a_layer_on_four_chips():
     backward = "attention", "backward"
     assert places == {"fwd": ("attention", "forward"), "dq": backward, "dkv": backward}
     assert compiled.memory["temporaries"] < T * T * 2 * (B // 2) * (N // 2)  # bytes of all logits
+
+
+def test_the_kernels_of_experts():
+    """Each chip multiplies its own rows, forward and backward, without a loop over tiles."""
+    rows, experts, m, h, expected = 1024, 4, 256, 320, 600
+
+    def local(x, w, sizes):
+        return xla.grouped_matmul(x[0], w, sizes[0], expected)[tf.newaxis]
+
+    def gradients(x, w, sizes):
+        by_chip = ("data", None, None)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([x, w])
+            ins = [by_chip, (None, None, None), ("data", None)]
+            y = manual_region(local, ins, by_chip)(x, w, sizes)
+            loss = tf.reduce_sum(y**2)
+        return tape.gradient(loss, [x, w])
+
+    specs = [
+        TensorSpec((4, rows, m), "float32", ("data", None, None)),
+        TensorSpec((experts, m, h), "float32", (None, None, None)),
+        TensorSpec((4, experts), "int32", ("data", None)),
+    ]
+    program = lower_step(Step("gradients", gradients, specs), Mesh.parse("data:4"), fused=True)
+    compiled = aot.compile_for_topology(program, "v5e:2x2")
+    found = costs(parse_module(compiled.hlo_text), tile=128)
+    half_tiles = experts * 512 // 2
+    assert [c.flops for c in found if c.flops] == [2 * (expected + half_tiles) * m * h] * 3
+    assert all(c.tiled == {"tf32": c.flops * 384 // h} for c in found if c.flops)
+    assert not [c for c in found if c.flops and c.loops]
 
 
 @pytest.mark.parametrize(
