@@ -35,7 +35,7 @@ def find_devices() -> None:
 
 
 def has_fused_kernels(device: Any) -> bool:
-    """Whether a JAX device has the kernels of kernels/tpu_attention.py, as TPUs have from v4 on.
+    """Whether a JAX device has the kernels of kernels/pallas/, as TPUs have from v4 on.
 
     The compiler of these kernels multiplies no bfloat16 on the cores before.
     """

@@ -11,12 +11,12 @@ E expert, G group, C capacity slot, R row, L layer; of searches: J hypothesis, L
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import tensorflow as tf
 
-from lingvo_moe.core.kernels import pallas, xla
+from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.kernels.weights import Weight
 from lingvo_moe.core.kernels.xla import (
     Activation,
@@ -240,11 +240,9 @@ class Kernels(Protocol):
 _current: contextvars.ContextVar[Kernels] = contextvars.ContextVar("kernels", default=xla)
 
 
-@contextlib.contextmanager
-def using(kernels: Kernels, fused: bool = False) -> Iterator[None]:
-    """Code that is traced inside calls these kernels, and with `fused` those of pallas.py. Engines enter it."""
-    with holding(_current, kernels), pallas.allowing(fused):
-        yield
+def using(kernels: Kernels) -> contextlib.AbstractContextManager[Kernels]:
+    """Code that is traced inside calls these kernels. Engines enter it."""
+    return holding(_current, kernels)
 
 
 def current() -> Kernels:

@@ -2,29 +2,20 @@
 
 `by_tiles` has static shapes: a loop over tiles of rows whose length follows the groups' sizes, as in block-sparse
 products (Gale et al. 2022, "MegaBlocks", section 5). Rows that belong to no group, and experts without rows, cost
-nothing. `by_kernel` is the kernel that JAX has for TPUs. `by_group` makes a product for each group, of as many rows as
-it has.
+nothing. `by_group` makes a product for each group, of as many rows as it has. TPUs have a kernel in pallas/.
 
 Letters: N rows, R rows of a tile, E expert, M and H the dimensions of a product.
 """
 
-import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from lingvo_moe.core.kernels import pallas
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import gen_xla_ops
 
-if TYPE_CHECKING:
-    import jax
-
 _MOST_ROWS = 256  # a tile of this many rows is no faster a product with more
-# Of the kernel: rows of a tile, bytes of a tile's other sides, the least that a TPU has.
-_KERNEL_TILE, _KERNEL_BYTES, _LEAST_TILE = 512, 2048, 128
 _FEW_ROWS = 256  # TensorFlow packs a transposed matrix in the time of a product with so many rows
 
 
@@ -62,40 +53,6 @@ def by_group(
     rows = rows_NM.shape[0] if rows_expected is None else rows_expected
     few = rows is not None and rows < _FEW_ROWS * weights_EMH.shape[0]
     return _multiply(_Pieces(group_sizes_E, few), rows_NM, weights_EMH)
-
-
-def by_kernel(
-    rows_NM: tf.Tensor,
-    weights_EMH: tf.Tensor,
-    group_sizes_E: tf.Tensor,
-    rows_expected: int | None = None,
-) -> tf.Tensor:
-    """The same as `by_tiles`, by the kernel "megablox": pallas.py says in which programs."""
-    num, experts = rows_NM.shape[0], weights_EMH.shape[0]
-    tile = min(_KERNEL_TILE, max(_LEAST_TILE, 1 << (num - 1).bit_length()))
-    expected = num if rows_expected is None else min(num, rows_expected)
-    product = functools.partial(_megablox, tile=tile)
-    with tf.name_scope(f"about_{expected + tile * min(expected, experts) // 2}_rows"):
-        return pallas.call(product, rows_NM, weights_EMH, group_sizes_E)
-
-
-def _megablox(
-    rows_NM: "jax.Array", weights_EMH: "jax.Array", group_sizes_E: "jax.Array", tile: int
-) -> "jax.Array":
-    from jax import numpy as jnp
-    from jax.experimental.pallas.ops.tpu import megablox
-
-    num, dtype = rows_NM.shape[0], rows_NM.dtype
-    # Of rows without an expert the kernel leaves what was in memory, and so does its gradient.
-    real = (jnp.arange(num) < group_sizes_E.sum())[:, jnp.newaxis]
-    rows = jnp.pad(jnp.where(real, rows_NM, 0), ((0, -num % tile), (0, 0)))
-    wide = min(_KERNEL_BYTES // dtype.itemsize, *weights_EMH.shape[1:])
-    wide = max(_LEAST_TILE, 1 << (wide.bit_length() - 1))
-    tiling = tile, wide, wide
-    y = megablox.gmm(
-        rows, weights_EMH, group_sizes_E, dtype, tiling, None, None, False, pallas.INTERPRETED
-    )
-    return jnp.where(real, y[:num], 0)
 
 
 def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tensor) -> tf.Tensor:

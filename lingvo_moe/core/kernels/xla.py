@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
-from lingvo_moe.core.kernels import pallas
 from lingvo_moe.core.kernels.weights import Weight
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.private import tensorflow as private
@@ -102,8 +101,6 @@ def grouped_matmul(
 ) -> tf.Tensor:
     """See `Kernels`; without XLA the static shapes that it needs would gain nothing."""
     form = grouped.by_tiles if in_xla() else grouped.by_group
-    if pallas.allowed():
-        form = grouped.by_kernel
     return form(rows_RM, weights_EMH, group_sizes_E, rows_expected)
 
 

@@ -16,9 +16,9 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.kernels import blockwise, pallas, tpu_attention
+from lingvo_moe.core.kernels import blockwise, tpu
 from lingvo_moe.core.kernels.blockwise import BLOCK, Blocks
-from lingvo_moe.core.kernels.tpu_attention import SeenKeys
+from lingvo_moe.core.kernels.pallas import attention as fused
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.nested_map import NestedMap
@@ -62,7 +62,7 @@ class MultiHeadAttention(BaseLayer):
             "block",
             AUTO,
             "Tokens of a block, where self-attention is computed by blocks (kernels/blockwise.py). auto: those of the "
-            f"fused kernel in a program for TPUs (kernels/tpu_attention.py), in others {BLOCK}.",
+            f"fused kernel in a program for TPUs (kernels/pallas/attention.py), in others {BLOCK}.",
             check=checks.SizeOr((AUTO,)),
         )
         p.Define(
@@ -139,9 +139,9 @@ class MultiHeadAttention(BaseLayer):
     ) -> tf.Tensor:
         """A packed decoder's self-attention by blocks: [B, T, N, K]."""
         size, reach = self.p.block, self._Reach()
-        if size == AUTO and pallas.allowed():
-            seen = SeenKeys(self._Segments(rows), reach)
-            return tpu_attention.attend(q, k, v, seen, sinks_N, self.p.activation_split)
+        if size == AUTO and kernels.current() is tpu:
+            seen = fused.SeenKeys(self._Segments(rows), reach)
+            return fused.attend(q, k, v, seen, sinks_N, self.p.activation_split)
         blocks = Blocks(BLOCK if size == AUTO else size, rows, self._Allowed, reach)
         return blockwise.attend(q, k, v, blocks, sinks_N, self.Shard)
 

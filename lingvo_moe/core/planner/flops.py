@@ -3,7 +3,7 @@
 The TPU compiler turns every product into a convolution, a batched one into a convolution whose window
 has padding, strides and dilations. As in XLA's own cost analysis, only window positions that meet
 data count, not those that fall on padding or into holes. The GPU compiler keeps products as `dot`s inside fusions, or
-calls cuBLAS and cuDNN, whose calls state their dimensions. Of the TPU's kernels (kernels/pallas.py) the program's name
+calls cuBLAS and cuDNN, whose calls state their dimensions. Of the TPU's kernels (kernels/pallas/) the program's name
 scope says how many keys a query looks at, or how many rows experts have.
 """
 

@@ -438,7 +438,7 @@ def _define_attention(p: InstantiableParams) -> None:
         "Tokens of a block of attention, whose memory then grows with the length of rows and not with its square "
         f"(kernels/blockwise.py). full: no blocks. auto: in rows of at least {FROM_LENGTH} tokens, unless "
         "there is attention_dropout, which blocks do not have; by the fused kernel of TPUs from v4 on "
-        f"(kernels/tpu_attention.py), elsewhere in blocks of {BLOCK}.",
+        f"(kernels/pallas/attention.py), elsewhere in blocks of {BLOCK}.",
         check=checks.SizeOr(_CHOICES),
     )
     p.Define(

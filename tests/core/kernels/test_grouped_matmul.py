@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import grouped_matmul as gm
-from lingvo_moe.core.kernels import pallas
-from lingvo_moe.core.kernels import xla as xla_kernels
+from lingvo_moe.core.kernels import tpu, xla
+from lingvo_moe.core.kernels.pallas import calls
 
 M, H = 3, 5
 
@@ -34,15 +35,15 @@ def _by_row(x, w, sizes, dy) -> tuple:
 def _product(x, w, sizes, dy) -> tuple:
     with tf.GradientTape() as tape:
         tape.watch([x, w])
-        y = xla_kernels.grouped_matmul(x, w, sizes, None)
+        y = kernels.current().grouped_matmul(x, w, sizes, None)
     return (y, *tape.gradient(y, [x, w], dy))
 
 
 @pytest.fixture(params=["tiles", "groups", "kernel"])
 def run(request, monkeypatch):
     """`_product` as a program of each form."""
-    monkeypatch.setattr(pallas, "INTERPRETED", True)
-    with pallas.allowing(request.param == "kernel"):
+    monkeypatch.setattr(calls, "INTERPRETED", True)
+    with kernels.using(tpu if request.param == "kernel" else xla):
         yield tf.function(_product, jit_compile=request.param == "tiles", autograph=False)
 
 

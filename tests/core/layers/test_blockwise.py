@@ -11,7 +11,9 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from layer_testing import init, normal, single, wave
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.kernels import pallas, tensorflow, tpu_attention, xla
+from lingvo_moe.core.kernels import tensorflow, tpu, xla
+from lingvo_moe.core.kernels.pallas import attention as fused_attention
+from lingvo_moe.core.kernels.pallas import calls
 from lingvo_moe.core.layers import positions
 from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.extended_attention import ExtendedAttention
@@ -52,13 +54,13 @@ def _theta(layer):
     return theta
 
 
-def _run(layer, by_blocks, own=xla, fused=False):
+def _run(layer, by_blocks, own=xla):
     """(theta, x, segments, positions) -> the result where there are tokens."""
 
     def run(theta, x, segments, at):
         row = NestedMap(segments=segments, positions=at)
         mask = row if by_blocks else causal_segment_mask_of(row, row)
-        with kernels.using(own, fused):
+        with kernels.using(own):
             y = layer.FProp(theta, x, x, mask, positions=at)
         return tf.where(segments[..., tf.newaxis] > 0, y, 0.0)
 
@@ -88,21 +90,21 @@ def test_sharded_over_rows_and_heads(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_of_the_fused_kernel(kind, monkeypatch):
-    monkeypatch.setattr(pallas, "INTERPRETED", True)
+    monkeypatch.setattr(calls, "INTERPRETED", True)
     layer = _layer(kind, block=AUTO)
-    got = single(_run(layer, True, fused=True), *_args(layer))
+    got = single(_run(layer, True, tpu), *_args(layer))
     assert_same(got, single(_run(layer, False), *_args(layer)))
 
 
 def test_the_fused_kernel_of_several_blocks(monkeypatch):
     """A window that ends within a block, over a border of texts."""
-    monkeypatch.setattr(pallas, "INTERPRETED", True)
-    monkeypatch.setattr(tpu_attention, "_BLOCK", 128)
+    monkeypatch.setattr(calls, "INTERPRETED", True)
+    monkeypatch.setattr(fused_attention, "_BLOCK", 128)
     layer = _layer("grouped, window, sinks", block=AUTO, window=150)
     lengths = [200, 90, 10]
     at = tf.concat([tf.range(n) for n in lengths], 0)[tf.newaxis]
     args = [_theta(layer), normal(0, 1, 300, M), tf.repeat([[1, 2, 0]], lengths, axis=1), at]
-    got = single(_run(layer, True, fused=True), *args)
+    got = single(_run(layer, True, tpu), *args)
     assert_same(got, single(_run(layer, False), *args))
 
 
@@ -115,8 +117,8 @@ def test_the_fused_kernel_sharded_over_rows_and_heads(kind, monkeypatch):
         return splash.make_masked_mha_reference(mask)
 
     monkeypatch.setattr(splash, "make_splash_mha", products)
-    monkeypatch.setattr(pallas, "INTERPRETED", True)
+    monkeypatch.setattr(calls, "INTERPRETED", True)
     layer = _layer(kind, block=AUTO, **SPLIT)
-    fused = _run(layer, True, fused=True)
+    fused = _run(layer, True, tpu)
     _, collectives = compare(fused, _args(layer), None, "data:2,model:2", _run(_layer(kind), False))
     assert collectives["all-to-all"] == 0

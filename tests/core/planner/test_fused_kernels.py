@@ -3,13 +3,13 @@
 import pytest
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.devices import has_fused_kernels
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hlo.parts import Layers
-from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.kernels.blockwise import FROM_LENGTH
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap
@@ -70,7 +70,7 @@ def test_the_kernels_of_experts():
     rows, experts, m, h, expected = 1024, 4, 256, 320, 600
 
     def local(x, w, sizes):
-        return xla.grouped_matmul(x[0], w, sizes[0], expected)[tf.newaxis]
+        return kernels.current().grouped_matmul(x[0], w, sizes[0], expected)[tf.newaxis]
 
     def gradients(x, w, sizes):
         by_chip = ("data", None, None)

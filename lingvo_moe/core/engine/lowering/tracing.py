@@ -17,7 +17,7 @@ from lingvo_moe.core.console.collection import paused_collection
 from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.sources import remembering_forward
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
-from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.kernels import tensorflow, tpu, xla
 from lingvo_moe.core.nested_map import first_difference, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh, use_mesh
 from lingvo_moe.core.sharding.manual_check import check_regions
@@ -53,7 +53,7 @@ def trace(step: Step, mesh: Mesh, jit_compile: bool = True, fused: bool = False)
     _check_dtypes(name, args)
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
     tf_function = tf.function(flat_fn, jit_compile=jit_compile, autograph=False)
-    chosen = kernels.using(xla if jit_compile else tensorflow, fused)
+    chosen = kernels.using(tpu if fused else xla if jit_compile else tensorflow)
     with paused_collection(), remembering_forward(), chosen:
         concrete = tf_function.get_concrete_function(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]

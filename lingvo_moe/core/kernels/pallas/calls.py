@@ -4,31 +4,17 @@ TensorFlow carries such a kernel into its program as a module of its own. The TP
 that are not there; we had no TPU to run one on. Tests run them interpreted, by XLA on a CPU.
 """
 
-import contextlib
-import contextvars
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.sharding.mesh import holding
 from lingvo_moe.core.tensors import custom_gradient
 
 if TYPE_CHECKING:
     import jax
 
 INTERPRETED = False  # True in tests: kernels as operations that a CPU has
-_allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("pallas", default=False)
-
-
-def allowing(yes: bool) -> contextlib.AbstractContextManager[bool]:
-    """Says whether the program that is traced inside is for devices that have the kernels."""
-    return holding(_allowed, yes)
-
-
-def allowed() -> bool:
-    """Whether the program is for devices that have the kernels; no, unless an engine said so."""
-    return _allowed.get()
 
 
 def call(fn: Callable[..., "jax.Array"], *inputs: tf.Tensor) -> tf.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from lingvo_moe.core.kernels import pallas
+from lingvo_moe.core.kernels.pallas import calls
 from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.sharding.letters import SplitMap, axes_of, dims_mapping
 from lingvo_moe.core.sharding.manual import manual_region
@@ -70,7 +70,7 @@ def attend(
     inputs[:3] = [tf.transpose(x, [0, 2, 1, 3]) for x in inputs[:3]]
     if sinks_N is not None:
         inputs.append(tf.cast(sinks_N, tf.float32))
-    local = functools.partial(pallas.call, functools.partial(_splash, reach=seen.reach))
+    local = functools.partial(calls.call, functools.partial(_splash, reach=seen.reach))
     with tf.name_scope(f"about_{seen.Mean(length)}_keys"):
         y = manual_region(local, ins, each)(*inputs)
     return tf.transpose(y, [0, 2, 1, 3])[:, :length]
@@ -107,7 +107,7 @@ def _splash(
         block_sizes=splash.BlockSizes(**{f"block_{name}": _block_of(length) for name in names}),
         head_shards=1,
         q_seq_shards=1,
-        interpret=pallas.INTERPRETED,
+        interpret=calls.INTERPRETED,
     )
 
     def of_row(q: "jax.Array", k: "jax.Array", v: "jax.Array", ids: "jax.Array") -> "jax.Array":
