@@ -25,7 +25,7 @@ _CALLED = re.compile(
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _MARK = re.compile(r"/\*.*?\*/")
 # An attribute that is printed over several lines, of Pallas's kernels.
-_SPANNING = re.compile(r", frontend_attributes=\{kernel_metadata=\{\n.*\n\}\}")
+_SPANNING = re.compile(r", frontend_attributes=\{kernel_metadata=\{\n(?:.*\n)*?\}\}")
 _MICRO_BATCHES = re.compile(r"/micro_batches/while(?:_\d+)?$")
 GRADIENT = "gradient_tape/"  # Appears in the op_name of operations that compute gradients.
 

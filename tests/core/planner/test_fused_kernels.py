@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.engine.checking import find_faults
 from lingvo_moe.core.engine.devices import has_fused_kernels
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
@@ -93,6 +94,7 @@ def test_the_kernels_of_experts():
     assert [c.flops for c in found if c.flops] == [2 * (expected + half_tiles) * m * h] * 3
     assert all(c.tiled == {"tf32": c.flops * 384 // h} for c in found if c.flops)
     assert not [c for c in found if c.flops and c.loops]
+    assert find_faults(compiled.partitioner_input, program) == []
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,12 @@ AS_RATED = Pace()  # rates as they are, and nothing overlapped
 # By TPU generation or card; to two digits. TPUs from v4 on and GPUs have one overlap each.
 _HOPPER = Pace(0.65, 0.5, "H100 and H200")
 _AMPERE = Pace(0.71, 0.5, "A100")
-_V6E = Pace(0.82, 0.9, "v6e")
+_V6E = Pace(0.8, 0.9, "v6e")
 PACES = {
     "v3": Pace(0.73, 0.0, "v3"),
-    "v4": Pace(0.76, 0.9, "v4"),
-    "v5e": Pace(0.89, 0.9, "v5e"),
-    "v5p": Pace(0.84, 0.9, "v5p"),
+    "v4": Pace(0.72, 0.9, "v4"),
+    "v5e": Pace(0.83, 0.9, "v5e"),
+    "v5p": Pace(0.82, 0.9, "v5p"),
     "v6e": _V6E,
     "tpu7x": _V6E,
     **dict.fromkeys(("a100", "a100-40"), _AMPERE),
