@@ -24,8 +24,8 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _MARK = re.compile(r"/\*.*?\*/")
-# An attribute that is printed over several lines, of Pallas's kernels.
-_SPANNING = re.compile(r", frontend_attributes=\{kernel_metadata=\{\n(?:.*\n)*?\}\}")
+# Before a line that goes on with the JSON of an attribute, of Pallas's kernels.
+_GOES_ON = re.compile(r'\n(?="|\}[,}])')
 _MICRO_BATCHES = re.compile(r"/micro_batches/while(?:_\d+)?$")
 GRADIENT = "gradient_tape/"  # Appears in the op_name of operations that compute gradients.
 
@@ -152,7 +152,7 @@ def parse_module(text: str) -> Module:
     Raises:
       HloError: the text is not a module's, or a line of it cannot be read.
     """
-    lines = _SPANNING.sub("", text).splitlines()
+    lines = _GOES_ON.sub("", text).splitlines()
     if not lines or not lines[0].startswith("HloModule "):
         first = lines[0][:60] if lines else ""
         raise HloError(
