@@ -25,7 +25,7 @@ _CALLED = re.compile(
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _MARK = re.compile(r"/\*.*?\*/")
 # Before a line that goes on with the JSON of an attribute, of Pallas's kernels.
-_GOES_ON = re.compile(r'\n(?="|\}[,}])')
+_GOES_ON = re.compile(r'\n(?="|\}\}|\}, ")')
 _MICRO_BATCHES = re.compile(r"/micro_batches/while(?:_\d+)?$")
 GRADIENT = "gradient_tape/"  # Appears in the op_name of operations that compute gradients.
 

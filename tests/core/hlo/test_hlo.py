@@ -134,6 +134,29 @@ def test_instructions_keep_what_they_say():
     assert [u.name for u in body.users["while.3"]] == ["x.4"]
 
 
+def test_attributes_over_several_lines():
+    """As XLA prints those of a kernel, before and after it compiles; a computation may have attributes of its own."""
+    module = hlo.parse_module("""HloModule m
+
+%other (a: s32[]) -> s32[] {
+  ROOT %a = s32[] parameter(0)
+}, execution_thread="sparsecore"
+
+ENTRY %main (p: f32[2]) -> f32[2] {
+  %p = f32[2] parameter(0)
+  %x = f32[2] custom-call(%p), frontend_attributes={kernel_metadata={
+"key":"{}"
+}}, metadata={op_name="a"}
+  ROOT %y = f32[2] custom-call(%x), metadata={op_name="b"}, backend_config={"body": "A", "cost": {
+"flops":2,
+"bytes":1
+}, "format": 1}
+}
+""")
+    assert list(module.computations) == ["other", "main"]
+    assert [i.op_name for i in module.entry.instructions] == ["", "a", "b"]
+
+
 def test_operands_with_their_types():
     text = """HloModule m
 ENTRY main {
