@@ -25,7 +25,7 @@ _BLOCK, _LANES = 512, 128  # tokens of a block; the least that a TPU has
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """Which keys a query looks at: those of its own segment, itself and those before it, the last `reach` at most.
+    """The keys that a query looks at: those of its own segment, itself and those before it, the last `reach` at most.
 
     Attributes:
         segments: int32 [B,T].
@@ -36,7 +36,7 @@ class SeenKeys:
     reach: int | None = None
 
     def Mean(self, length: int) -> int:
-        """Of how many keys the kernel computes the logits, for the mean query of a row that is one segment."""
+        """The number of keys whose logits the kernel computes for a query, in the mean of a row of one segment."""
         size = _block_of(length)
         blocks, reach = -(-length // size), self.reach or length
         pairs = sum(i - max(0, i * size - reach + 1) // size + 1 for i in range(blocks))
