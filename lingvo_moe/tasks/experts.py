@@ -5,6 +5,7 @@ Letters: B batch, T time, H hidden, E expert, G group, V vocabulary.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -106,6 +107,18 @@ def _configured(
             raise ParamError(f"task.{name}.vocab_size", str(router.vocab_size), why)
         router.vocab_size = router.vocab_size or vocab_size
     return router
+
+
+def grows_from(task: HyperParams) -> dict[str, Any]:
+    """See BaseTask.GrowsFrom: experts as wide as a dense layer, alone or with the shared ones, grow out of it."""
+    width = task.expert_hidden_dim or task.hidden_dim
+    widths = (width, width * (1 + task.moe.num_shared_experts))
+    return {"num_experts": 0} if task.num_experts and task.hidden_dim in widths else {}
+
+
+def micro_batch_sizes(task: HyperParams) -> tuple[str, ...]:
+    """See BaseTask.MicroBatchSizes: the groups of MoE layers stay as they are."""
+    return ("num_groups",) if task.num_experts and task.num_groups else ()
 
 
 def check_groups(task: HyperParams, rows: int, length: int, length_name: str) -> None:

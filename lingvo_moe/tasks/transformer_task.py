@@ -4,7 +4,7 @@ Letters: B batch, T time, L layers, M model, H hidden, N heads, A heads of keys 
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -26,7 +26,6 @@ from lingvo_moe.core.layers import (
 )
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.layers.normalization import NORMS
-from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts
@@ -131,25 +130,6 @@ class TransformerTask(BaseTask):
                 for stack, number in cls.STACKS.items()
             },
         )
-
-    @classmethod
-    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        """See BaseTask: experts as wide as a dense layer, alone or with the shared ones, grow out of it."""
-        width = task.expert_hidden_dim or task.hidden_dim
-        widths = (width, width * (1 + task.moe.num_shared_experts))
-        return {"num_experts": 0} if task.num_experts and task.hidden_dim in widths else {}
-
-    @classmethod
-    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
-        """See BaseTask: the groups of MoE layers stay as they are."""
-        return ("num_groups",) if task.num_experts and task.num_groups else ()
-
-    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
-        """See BaseTask: with experts, `moe` has the metrics of each stack."""
-        if not self.p.num_experts:
-            return sums
-        moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
-        return NestedMap(sums, moe=NestedMap(moe))
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
         """See BaseTask; the layers are those of the variable's stack."""

@@ -21,6 +21,7 @@ from lingvo_moe.core.kernels.blockwise import BLOCK, FROM_LENGTH
 from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.repeat import Chunk
+from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
@@ -159,6 +160,16 @@ class LmModel(TransformerTask):
         if letter == "L" and "decoder.first" in path:
             return ("task.dense_first_layers",)
         return super().SizeParams(path, letter)
+
+    @classmethod
+    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
+        """See BaseTask."""
+        return experts.grows_from(task)
+
+    @classmethod
+    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
+        """See BaseTask."""
+        return experts.micro_batch_sizes(task)
 
     def MetricLayers(self) -> dict[str, list[str]]:
         """See BaseTask: the layers with experts, counted with the dense ones from 0."""
@@ -311,6 +322,12 @@ class LmModel(TransformerTask):
         aux_loss = tf.add_n([tf.reduce_sum(moe.aux_loss) for moe in layers])
         moe = NestedMap(decoder=map_structure(_in_order, *(moe.metrics for moe in layers)))
         return NestedMap(metrics, aux_loss=aux_loss, moe=moe, **updates_of(*layers, ahead))
+
+    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
+        """See BaseTask."""
+        if not self.p.num_experts:
+            return sums
+        return NestedMap(sums, moe=NestedMap(decoder=combined_metrics(sums.moe.decoder)))
 
     @scoped
     def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:

@@ -5,6 +5,7 @@ Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabul
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,6 +17,7 @@ from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe.layer import ROUTERS
+from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
@@ -109,6 +111,11 @@ class MtModel(MtTask):
         """See BaseTask: batches hold task ids where a router asks for them."""
         if cls.RoutesByTask(task):
             inputs.task_ids = True
+
+    @classmethod
+    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
+        """See BaseTask."""
+        return experts.grows_from(task)
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: a router that chooses by language has a place for each."""
@@ -211,6 +218,13 @@ class MtModel(MtTask):
             moe=NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics),
             **updates_of(moe.encoder, moe.decoder),
         )
+
+    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
+        """See BaseTask."""
+        if not self.p.num_experts:
+            return sums
+        moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
+        return NestedMap(sums, moe=NestedMap(moe))
 
     @staticmethod
     def Predicted(batch: NestedMap) -> NestedMap:

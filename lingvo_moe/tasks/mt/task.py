@@ -95,6 +95,11 @@ class MtTask(TransformerTask):
         """See BaseTask."""
         return _row_names(kind, artifacts)
 
+    @classmethod
+    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
+        """See BaseTask."""
+        return experts.micro_batch_sizes(task)
+
     def Units(self, batch: NestedMap) -> NestedMap:
         """See BaseTask: tokens of the target, and by side, e.g. `source_tokens`, tokens and the groups with a token."""
         units = NestedMap()
