@@ -4,9 +4,11 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.checking import find_faults
 from lingvo_moe.core.engine.devices import has_fused_kernels
+from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.hlo.module import parse_module
@@ -95,6 +97,23 @@ def test_the_kernels_of_experts():
     assert all(c.tiled == {"tf32": c.flops * 384 // h} for c in found if c.flops)
     assert not [c for c in found if c.flops and c.loops]
     assert find_faults(compiled.partitioner_input, program) == []
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "fused", "has"),
+    [
+        (FROM_LENGTH, "auto", True, True),
+        (FROM_LENGTH, "auto", False, False),
+        (FROM_LENGTH, "512", True, False),
+        (FROM_LENGTH // 2, "auto", True, False),
+    ],
+)
+def test_which_programs_of_a_language_model_have_the_kernel(length, block, fused, has):
+    changes = f"input.target_length={length};input.batch_size=1;task.attention_block={block}"
+    params = registry.GetParams("lm.Tiny", changes)
+    step = train_step(params.task.Instantiate(), params.input.Instantiate())
+    program = lower_step(step, Mesh.parse("data:1"), fused)
+    assert ("tpu_custom_call" in program.Text()) == has
 
 
 @pytest.mark.parametrize(
