@@ -80,7 +80,8 @@ def make_plan(
     params = registry.GetParams(request.model, request.override)
     form = params.task
     task = form.Instantiate()
-    mesh = planned_mesh(params, len(aot.devices_of(topology.name)), request.mesh)
+    devices = aot.devices_of(topology.name)
+    mesh = planned_mesh(params, len(devices), request.mesh)
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
     train = request.what == "train"
@@ -90,7 +91,7 @@ def make_plan(
         if line:
             say(line)
     step, job = describe_job(request, params, task)
-    fused = has_fused_kernels(aot.devices_of(topology.name)[0])
+    fused = has_fused_kernels(devices[0])
     key = request.model, request.override, request.what, form.ToText(), str(mesh), fused
     if key not in _last_lowered:
         say(f"lowering the {job.what} step of {request.model} for mesh {mesh}")

@@ -2,8 +2,9 @@
 
 XLA fuses elementwise operations and chooses layouts; TensorFlow's executor runs each operation as written, in a pass
 over memory of its own. `xla.py` and `tensorflow.py` implement the same functions, `Kernels`, with the same values and
-gradients up to rounding and, in `token_losses`, ties. Layers and optimizers state the mathematics and call
-`kernels.current()`; engines choose with `kernels.using(...)`. XLA's are the default.
+gradients up to rounding and, in `token_losses`, ties. `tpu.py` is XLA's with the kernels that JAX has for TPUs. Layers
+and optimizers state the mathematics and call `kernels.current()`; engines choose with `kernels.using(...)`. XLA's are
+the default.
 
 Letters: B batch, T query, S key, M model, H hidden, N head, A head of keys and values, K key dimension, V vocabulary,
 E expert, G group, C capacity slot, R row, L layer; of searches: J hypothesis, L step.

@@ -75,24 +75,22 @@ class _Kernel(NamedTuple):
 
 
 def _kernel_of(instruction: Instruction, inside: Computation) -> _Kernel | None:
-    """None for other instructions."""
-    if instruction.opcode != "custom-call":
+    """Reads a call of one; None for other instructions."""
+    attention, grouped = (form.search(instruction.op_name) for form in (_ATTENTION, _GROUPED))
+    found = attention or grouped
+    if instruction.opcode != "custom-call" or not found:
         return None
     operands = inside.operands(instruction)
     floats = [each for each in operands if not each.arrays[0].dtype.startswith("s")]
-    if attention := _ATTENTION.search(
-        instruction.op_name
-    ):  # queries, keys and values [B,N,T,K], or, where B is 1, [N,T,K]
+    about = int(found[1])
+    if attention:  # queries, keys and values [B,N,T,K], or, where B is 1, [N,T,K]
         q, _, v = (each.arrays[0].dims for each in floats[:3])
         of_keys, of_values = _PHASES[attention[2]]
         each = of_keys * q[-1] + of_values * v[-1]
-        return _Kernel(2 * int(attention[1]) * math.prod(q[:-1]) * each, floats, q[-1:])
-    grouped = _GROUPED.search(instruction.op_name)
-    if not grouped:
-        return None
+        return _Kernel(2 * about * math.prod(q[:-1]) * each, floats, q[-1:])
     arrays = [instruction.arrays[0], *(each.arrays[0] for each in floats)]
     (weights,) = (array.dims for array in arrays if len(array.dims) == 3)  # or their gradient
-    return _Kernel(2 * int(grouped[1]) * math.prod(weights[1:]), floats, weights[1:])
+    return _Kernel(2 * about * math.prod(weights[1:]), floats, weights[1:])
 
 
 def _cublas_flops(instruction: Instruction, inside: Computation) -> int:
@@ -142,14 +140,14 @@ def in_tiles(product: "Product", tile: int) -> int:
     instruction, result = product.instruction, product.instruction.arrays[0].dims
     if not product.flops:
         return 0
+    sizes: tuple[float, ...]
     if kernel := _kernel_of(instruction, product.inside):
-        return round(
-            product.flops * math.prod(math.ceil(n / tile) * tile / n for n in kernel.widths)
-        )
-    summed = product.flops / (2 * math.prod(result))
-    convolves = instruction.opcode == "convolution"
-    columns = result[attributes.convolution_dims(instruction).output["f"] if convolves else -1]
-    sizes = summed, columns, math.prod(result) / columns
+        sizes = kernel.widths
+    else:
+        summed = product.flops / (2 * math.prod(result))
+        convolves = instruction.opcode == "convolution"
+        columns = result[attributes.convolution_dims(instruction).output["f"] if convolves else -1]
+        sizes = summed, columns, math.prod(result) / columns
     return round(product.flops * math.prod(math.ceil(n / tile) * tile / n for n in sizes))
 
 
