@@ -1,4 +1,4 @@
-"""The MoE layer from program files, as a GPU machine would run it. No GPU was at hand: it runs on a CPU here."""
+"""Programs from files, as a GPU machine without TensorFlow runs them; on a CPU here."""
 
 import json
 import os
@@ -6,17 +6,26 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from benchmarks import moe_layer_worker
-from benchmarks.gpu import layer, programs
+from benchmarks.gpu import layer, programs, runs
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.engines import make_engine
+from lingvo_moe.core.engine.loop.steps import initial_state, train_step
+from lingvo_moe.core.sharding import Mesh
 
+_RATE = "task.optimizer.learning_rate"
+_OF_RUNS = (
+    f"{_RATE}=wsd;{_RATE}.value=0.03;{_RATE}.warmup_steps=2;task.num_experts=2;task.num_groups=2"
+)
 SIZE = {"groups": 2, "group_size": 8, "model_dim": 8, "hidden_dim": 16}
 # No TensorFlow: importing it fails.
 _WITHOUT_TENSORFLOW = """
 import sys
 sys.modules["tensorflow"] = None
-from benchmarks.gpu import layer
-sys.exit(layer.main(sys.argv[1:]))
+from benchmarks.gpu import {module}
+sys.exit({module}.main(sys.argv[1:]))
 """
 
 
@@ -30,15 +39,7 @@ def test_programs_from_files_run_without_tensorflow(tmp_path):
         "manifest.json",
     ]
     flags = ["--rounds=2", "--steps=2", "--ceiling=32", f"--output={tmp_path / 'out.json'}"]
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_TENSORFLOW, f"--programs={tmp_path}", *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Not run on a GPU." in done.stdout
+    assert "Not run on a GPU." in _without_tensorflow("layer", f"--programs={tmp_path}", *flags)
     points = json.loads((tmp_path / "out.json").read_text())["points"]
     assert [p["kind"] for p in points] == ["matmul", "index", "dense"]
     assert all(p["seconds"] > 0 and len(p["rounds"]) == 2 for p in points)
@@ -55,3 +56,48 @@ def test_programs_from_files_run_without_tensorflow(tmp_path):
         if leaf.shape == expected.shape
     )
     assert closest < 0.05 * np.abs(expected).max()
+
+
+def test_programs_train_without_tensorflow_as_the_trainer_does(tmp_path):
+    flags = ["--model=mt.M4Tiny", f"--model_params_override={_OF_RUNS}", "--batches=1"]
+    assert runs.main([*flags, f"--output={tmp_path}"]) == 0
+    output = tmp_path / "curves.json"
+    wanted = f"--programs={tmp_path}", f"--output={output}", "--points=10,20", "--seeds=7"
+    _without_tensorflow("train", *wanted)
+    result = json.loads(output.read_text())
+    (run,) = result["runs"]
+    assert [point["step"] for point in run["curve"]] == [10, 20]
+    # The second point's branch decays from step 18 on; its last losses are those of steps 11 to 20.
+    losses = _losses(last=20, stable=18)
+    assert run["curve"][1]["train_loss"] == pytest.approx(np.mean(losses[18:]), rel=1e-4)
+    assert result["unit"] == "tokens" and result["parameters"] > 0 and result["flops"] > 0
+
+
+def _losses(last: int, stable: int) -> list[float]:
+    """The losses of a run of the trainer's own programs, at a stable rate and then decayed."""
+    params = registry.GetParams("mt.M4Tiny", _OF_RUNS)
+    task, inputs = params.task.Instantiate(), params.input.Instantiate()
+    engine = make_engine("pjrt", Mesh.parse("expert:1"))
+    step = engine.BuildStep(train_step(task, inputs))
+    state = initial_state(task, engine, 7)
+    batch = task.SampleBatch(inputs, np.random.RandomState(0))
+    losses = []
+    for number in range(last):
+        if number == stable:
+            state.last_step = np.int32(last)
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    return losses
+
+
+def _without_tensorflow(module: str, *flags: str) -> str:
+    """Runs a command of benchmarks.gpu where TensorFlow cannot be imported; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TENSORFLOW.format(module=module), *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

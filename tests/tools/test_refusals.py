@@ -69,6 +69,7 @@ goodput --predict --mtbf=3 | --mtbf=3: must be a positive number with a unit, e.
 goodput --predict --mtbf=3h --announced=2 | --announced=2: must be a number
 benchmarks.gpu.programs --output=x --kinds=indx | 'indx' (did you mean 'index'
 benchmarks.gpu.programs --output=x --experts=8,1 | must be numbers from 2
+benchmarks.gpu.train --programs=x --points=20,10 | must be rising numbers from 1
 benchmarks.quality_peers --corpus=x --output=y --only=expert | no such contender (did you mean 'experts'?)
 benchmarks.quality_peers --corpus=x --output=y --routers=hashed | no such router (did you mean 'hash'?)
 benchmarks.quality_peers --corpus=x --output=y --experts=0 | --experts=0: must be an integer above 0
@@ -132,6 +133,7 @@ goodput --predict --json=/ | --json=/ is a directory
 reproduce --plans --only=T96L-v6 | --only=T96L-v6: no such plan (did you mean
 benchmarks.gpu.layer --programs=empty | --programs=empty: manifest.json: No such file
 benchmarks.gpu.layer --programs=later | --programs=later: manifest.json is not of version 1
+benchmarks.gpu.train --programs=empty | --programs=empty: manifest.json: No such file
 """
 
 

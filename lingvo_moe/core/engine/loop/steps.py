@@ -70,8 +70,11 @@ def batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:
     return inputs.BatchSpec().Transform(lambda s: replace(s, split=dims_mapping(s.letters, split)))
 
 
+def initial_step(task: BaseTask) -> Step:
+    """(seed, an int32 scalar) -> the state before step 0; see BaseTask.InitState."""
+    return Step("init_state", task.InitState, [TensorSpec((), "int32")], results=task.StateSpecs())
+
+
 def initial_state(task: BaseTask, engine: Engine, seed: int) -> NestedMap:
-    """The state before step 0, on the engine's devices; see BaseTask.InitState. Raises as Engine.BuildStep."""
-    seed_spec, states = TensorSpec((), "int32"), task.StateSpecs()
-    step = Step("init_state", task.InitState, [seed_spec], results=states)
-    return engine.Once(step, np.int32(seed))
+    """The state before step 0, on the engine's devices. Raises as Engine.BuildStep."""
+    return engine.Once(initial_step(task), np.int32(seed))

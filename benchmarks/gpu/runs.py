@@ -1,0 +1,111 @@
+"""Writes the programs and batches of training runs to files, for a GPU machine that has no TensorFlow.
+
+    python -m benchmarks.gpu.runs --model=mt.M4Small --data_dir=CORPUS --batches=1000 --output=PROGRAMS
+
+On that machine `python -m benchmarks.gpu.train --programs=PROGRAMS` trains. Nothing is run here.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.layer import MANIFEST, VERSION
+from benchmarks.gpu.train import BATCHES, HELD_OUT, INIT, SCORE, STEP
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
+from tools import _cli
+
+
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.gpu.runs", __doc__)
+    flags.DEFINE_string("model", None, "the experiment", required=True)
+    flags.DEFINE_string("model_params_override", "", "its parameters, as for the trainer")
+    flags.DEFINE_path("data_dir", "", "its data; '' makes up batches, and no held-out ones")
+    flags.DEFINE_integer("batches", 100, "batches to train on; all held-out ones", checks.SIZE)
+    flags.DEFINE_path("output", None, "the directory to write to", required=True)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("runs", lambda: write(args))
+
+
+def write(args: Flags) -> int:
+    """Lowers the programs, packs the batches, and writes the manifest last. Returns the exit status, 0."""
+    _cli.load_tensorflow()
+    from lingvo_moe.core.config import registry
+    from lingvo_moe.core.console.waiting import LineProgress
+    from lingvo_moe.core.sharding import Mesh
+
+    params = registry.GetParams(args.model, args.model_params_override)
+    directory = Path(args.output)
+    if args.data_dir:
+        params.input.data_dir = str(args.data_dir)
+    task, inputs = params.task.Instantiate(), params.input.Instantiate()
+    _write_programs(directory, task, inputs, Mesh.parse(params.train.mesh))
+    held_out: list[Any] = []
+    if args.data_dir:
+        with LineProgress() as show:
+            inputs.Prepare(show)
+        batches: Iterable[Any] = itertools.islice(iter(inputs), args.batches)
+        held_out = [one.batch for one in inputs.HeldOut()]
+    else:
+        random = np.random.RandomState(0)
+        batches = (task.SampleBatch(inputs, random) for _ in range(args.batches))
+    _write_batches(directory / BATCHES, batches)
+    if held_out:
+        _write_batches(directory / HELD_OUT, held_out)
+    manifest = {
+        "version": VERSION,
+        "model": args.model,
+        "override": args.model_params_override,
+        "unit": task.UNIT,
+        "loss": task.HELD_OUT_METRICS[0],
+        "parameters": int(sum(np.prod(s.shape) for s in task.VariableSpecs().Flatten())),
+        "flops": task.StepFlops(inputs.BatchSpec()),
+    }
+    files.write_atomic(str(directory / MANIFEST), (json.dumps(manifest, indent=1) + "\n").encode())
+    return 0
+
+
+def _write_programs(directory: Path, task: Any, inputs: Any, mesh: Any) -> None:
+    """Writes the programs for one device: a mesh with the axes of `mesh`, all of size 1."""
+    from lingvo_moe.core.engine.loop.steps import held_out_step, initial_step, train_step
+    from lingvo_moe.core.engine.lowering.lowering import lower_step
+
+    one = type(mesh)(mesh.axis_names, (1,) * len(mesh.shape))
+    steps = {
+        INIT: initial_step(task),
+        STEP: train_step(task, inputs),
+        SCORE: held_out_step(task, inputs, average=False),
+    }
+    for name, step in steps.items():
+        lower_step(step, one).Save(str(directory / name))
+        print(f"wrote {name}", flush=True)
+
+
+def _write_batches(path: Path, batches: Iterable[Any]) -> None:
+    """Writes batches one upon the other, in the smallest integers that hold them."""
+    import io
+
+    rows = [dict(batch.FlattenItems()) for batch in batches]
+    stacked: dict[str, Any] = {}
+    for name, first in rows[0].items():
+        values = np.stack([row[name] for row in rows])
+        if np.issubdtype(first.dtype, np.integer):
+            values = values.astype(np.min_scalar_type(int(values.max())))
+        stacked[name] = values
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **stacked)
+    files.write_atomic(str(path), buffer.getvalue())
+
+
+if __name__ == "__main__":
+    _cli.run(main)
