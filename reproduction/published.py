@@ -1,4 +1,4 @@
-"""Training steps that others measured and published, as requests for plans.
+"""Training steps that others measured and published, and some that we measured, as requests for plans.
 
 TFLOP/s, where a source states those of a device instead of seconds, count as it counts: see `_MaxText.Seconds`
 and `_megatron_seconds`. A source is a publication with a model, a machine, a layout and a time; what it leaves open is
@@ -14,8 +14,24 @@ from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
 from .requests import Wanted
 
 PREFIX = "published-"  # of the recorded plans' names
+OURS = "measured here, with benchmarks.gpu.train; JAX 0.11.2, CUDA 13"
 FITTED = frozenset(
-    ("3", "4", "9", "11 128", "15 x1", "19 x1", "21 8", "25", "43", "44", "46", "48 8", "50 7.5B")
+    (
+        "3",
+        "4",
+        "9",
+        "11 128",
+        "15 x1",
+        "19 x1",
+        "21 8",
+        "25",
+        "43",
+        "44",
+        "46",
+        "48 8",
+        "50 7.5B",
+        "H3",
+    )
 )
 WHY = {
     "1": "its layers are not scanned: the compiler of that time decided what is recomputed, here all is",
@@ -26,6 +42,7 @@ WHY = {
     "44": "the fastest program on H100s: a node alone, whose libraries choose kernels by trying them",
     "48 8": "cards of 500 W instead of 700, and another framework",
     "48 128": "as 48 8",
+    "H2": "not understood; perhaps its scatters, which add tokens' gradients on a GPU and count as traffic alone",
     "50 7.5B": "a program of 2021, whose layers are not compiled as a whole; the rate is from memory",
 }
 RATIOS = (
@@ -55,6 +72,11 @@ class Row:
     def fitted(self) -> bool:
         """Whether the pace of its machines was fitted to it."""
         return self.number in FITTED
+
+    @property
+    def ours(self) -> bool:
+        """Whether the measured program is the very one that is planned."""
+        return self.source == OURS
 
     @property
     def why(self) -> str:
@@ -372,7 +394,33 @@ def _with_experts() -> Iterator[Row]:
     )
 
 
-ROWS: Sequence[Row] = (*_lingvo(), *_maxtext(), *_logged(), *_gpus(), *_with_experts())
+# --- measured here
+
+
+def _ours() -> Iterator[Row]:
+    """Models of published widths with fewer layers, on made-up tokens: the median of two times 20 steps."""
+    four, rows = "task.num_layers=4", ";".join(_rows(4, 4096))
+    index = ";task.moe.dispatcher=index;task.moe.capacity_factor=1.25"
+    gshard = [*_override(num_experts=16, num_encoder_layers=4, num_decoder_layers=4)]
+    gshard += [*_override(num_groups=16, fprop_dtype='"bfloat16"'), "input.batch_size=128"]
+    for number, name, model, mesh, override, seconds in (
+        ("H1", "4 layers of Llama-3.1-8B", "lm.Llama31_8B", "data", f"{four};{rows}", 0.3534),
+        ("H2", "4 of OLMoE, index", "lm.OLMoE1B7B", "expert", f"{four};{rows}{index}", 0.1229),
+        ("H3", "4 of OLMoE, dropless", "lm.OLMoE1B7B", "expert", f"{four};{rows}", 0.9415),
+        ("H4", "GShard, 16 experts", "mt.M4MoE128E12L", "expert", ";".join(gshard), 0.1104),
+    ):
+        mesh += ":1,model:1" if model.startswith("lm") else ":1"
+        yield Row(number, name, Wanted(model, "h200:1x1", override, mesh=mesh), seconds, OURS)
+
+
+ROWS: Sequence[Row] = (
+    *_lingvo(),
+    *_maxtext(),
+    *_logged(),
+    *_gpus(),
+    *_with_experts(),
+    *_ours(),
+)
 
 REQUESTS = {row.name: row.wanted for row in ROWS}
 LEFT_OUT = (

@@ -39,6 +39,9 @@ class Cost:
     # The same with sizes rounded up to whole tiles of the matrix unit.
     tiled: Mapping[str, int] = dataclasses.field(default_factory=dict)
     loops: tuple[str, ...] = ()  # the names of the loops in whose bodies it runs, outermost first
+    turns: int = (
+        0  # of one execution of a loop whose length depends on data, as the program states it
+    )
 
 
 def costs(
@@ -71,11 +74,12 @@ def costs(
         products = flops.products(instruction, inside)
         by_weight = sorted(products, key=lambda product: -product.flops)
         place = placer.place(executed, [p.instruction.op_name for p in by_weight])
+        turns = expected_trips(instruction) if instruction.opcode == "while" else None
         if instruction.opcode == "while" and carried.keys().isdisjoint(executed.loops):
-            if expected_trips(instruction) is not None and not place.is_clear:
+            if turns is not None and not place.is_clear:
                 # A gradient's loop has no layer's scope; only experts have such loops.
                 place = dataclasses.replace(place, part=EXPERTS)
-            if place.part == ATTENTION or expected_trips(instruction) is not None:
+            if place.part == ATTENTION or turns is not None:
                 carried[instruction.name] = sum(map(traffic.in_hbm, instruction.arrays))
         counts = instruction.opcode not in _NO_CYCLES
         found.append(
@@ -91,6 +95,7 @@ def costs(
                 formats=_by_format(products),
                 tiled=_by_format(products, tile),
                 loops=executed.loops,
+                turns=turns or 0,
             )
         )
     return _with_kernels(found, carried)

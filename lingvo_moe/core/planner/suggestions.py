@@ -58,7 +58,7 @@ def _low_utilisation(plan: Plan) -> list[str]:
 
 
 def _slow(plan: Plan) -> Iterator[str]:
-    """Names each cause that takes much of a step: the network, idle stages, the hosts."""
+    """Names each cause that takes much of a step: the network, idle stages, loops, the hosts."""
     network = figures.collective_share(plan) or 0.0
     if network >= _MUCH:
         kind, count, held, seconds = figures.collective_totals(plan)[0]
@@ -71,6 +71,13 @@ def _slow(plan: Plan) -> Iterator[str]:
         yield (
             f"The stages of pipelines are idle for {units.share(idle)} of their time: more micro-batches "
             "(task.pipeline.micro_batches) or another task.pipeline.schedule shorten that."
+        )
+    turning = plan["time"].get("turning_seconds", 0.0) / plan["time"]["step_seconds"]
+    if turning >= _MUCH:
+        turns = sum(row.get("turns", 0) for row in plan["work"])
+        yield (
+            f"The GPU waits for its host at each turn of the loops over experts' rows, about {turns:,} a step, which "
+            f"takes {units.share(turning)} of it: task.moe.dispatcher=index has no such loops."
         )
     hosts = (plan["time"].get("host_seconds") or 0.0) / plan["time"]["step_seconds"]
     if hosts >= _MUCH:

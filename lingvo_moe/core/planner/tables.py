@@ -89,6 +89,8 @@ def work(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]]:
         row["roofline_seconds"] += cost.times * max(compute, memory)
         row["compiler_seconds"] += cost.times * _compiler_seconds(cost, topology)
         row["seconds"] += cost.times * execution_seconds(cost, topology)
+        if cost.turns and topology.turn_seconds:
+            row["turns"] = row.get("turns", 0) + cost.times * cost.turns
     table = [{"part": part, "phase": phase, **row} for (part, phase), row in rows.items()]
     return sorted(table, key=lambda row: -row["seconds"])
 
@@ -214,7 +216,8 @@ def time(
     recomputed = sum(row["flops"] for row in work_rows if row["phase"] == "recompute")
     # Work does not hide transfers between slices: docs/validation.md.
     between = sum(row["seconds"] for row in collective_rows if row.get("slices", 1) > 1)
-    apart = network_seconds - between, waiting + between
+    turning = topology.turn_seconds * sum(row.get("turns", 0) for row in work_rows)
+    apart = network_seconds - between, waiting + between + turning
     step = topology.pace.Seconds(roofline, *apart)
     arithmetic, memory = (
         sum(row[f"{kind}_seconds"] for row in work_rows) for kind in ("compute", "memory")
@@ -230,6 +233,7 @@ def time(
         "work_seconds": busy,
         "collective_seconds": network_seconds,
         **({"host_seconds": waiting} if waiting else {}),
+        **({"turning_seconds": turning} if turning else {}),
         "steps_per_second": 1 / step,
         f"{job.unit}_per_second": speed,
         "utilization": (flops - recomputed) / peak,

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.collectives import CollectiveUse
 from lingvo_moe.core.planner import costs as costs_lib
+from lingvo_moe.core.planner import tables
 from lingvo_moe.core.planner.costs import costs
+from lingvo_moe.core.planner.machines.machine import parse_machine
 from tests.tiny_layers import tiny_layers
 
 
@@ -361,6 +363,14 @@ def test_a_loop_over_rows_of_experts_counts_as_one_kernel_where_that_moves_less(
         found["while"].flops == 9 * 2 * 4 * 8 * 8 and found["while"].tiled == found["while"].formats
     )
     assert found["y.3"].flops == found["y.3"].bytes == 0
+    # On a GPU each of its turns costs something, on a TPU none.
+    for machine, turns in (("h200:1x1", 9), ("v5p:2x2x1", 0)):
+        on = parse_machine(machine)
+        work = tables.work(found.values(), on)
+        time = tables.time(tables.Job("m", "", "train", {"tokens": 4}, "tokens", 0.0), on, work, [])
+        assert time.get("turning_seconds", 0) == pytest.approx(turns * on.turn_seconds)
+        waits = time["step_seconds"] - time["roofline_seconds"] / on.pace.efficiency
+        assert waits == pytest.approx(turns * on.turn_seconds, abs=1e-9)
     # A single trip moves less than all that the loop carries, as in a step of a search.
     wider = [text.replace("f32[9,", "f32[99,") for text in (main, _LOOP)]
     once = _costs(wider[0], wider[1].replace("constant(9)", "constant(1)"))

@@ -34,6 +34,7 @@ def _cost(place, times=1, flops=0, num_bytes=0, cycles=0, collective=None):
         "formats": {"bfloat16": flops},
         "tiled": {"bfloat16": flops},
         "loops": (),
+        "turns": 0,
     }
     return Cost(**{f.name: fields[f.name] for f in dataclasses.fields(Cost)})
 

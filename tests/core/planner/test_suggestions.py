@@ -47,6 +47,9 @@ def test_the_network_idle_stages_and_hosts_lead_to_the_search():
     assert search.startswith(command)
     hosts, _ = suggestions(_changed(memory__needed=8 << 30, time__host_seconds=0.2))
     assert "wait for their hosts' memory for 35.1%" in hosts
+    turning = _changed(memory__needed=8 << 30, time__turning_seconds=0.2, work=[{"turns": 7000}])
+    loops, _ = suggestions(turning | {"work": [*make_plan()["work"], *turning["work"]]})
+    assert "about 7,000 a step" in loops and "task.moe.dispatcher=index" in loops
     idle = _changed(memory__needed=8 << 30, pipelines=[{"bubble": 0.4, "seconds": 1.0}])
     stages, _ = suggestions(idle | {"override": "task.dropout=0"})
     assert "idle for 40.0%" in stages and "task.pipeline.micro_batches" in stages

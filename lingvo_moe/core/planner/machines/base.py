@@ -21,6 +21,8 @@ class Machine:
     peaks: Mapping[str, float] = field(hash=False)
     tile: int = 1  # rows and columns of its matrix unit, whole multiples of which it multiplies
     pace: Pace = AS_RATED  # how much of these rates a step reaches
+    # What a turn of a loop whose length depends on data takes beside its work; 0: nothing that was measured.
+    turn_seconds: float = 0.0
     clock_hz: float = 0.0  # rate of the cycles that the compiler counts; 0 if it counts none
     # Devices of a node (or slice), inside of which the network is faster; 0 where all devices are in one network.
     node_devices: int = 0
