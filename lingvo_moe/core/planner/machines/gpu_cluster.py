@@ -23,8 +23,8 @@ _PCIE4 = 32e9
 _PCIE5 = 64e9
 # NVIDIA's baseboards and most servers take at most so many GPUs, in powers of two.
 NODE_SIZES = (1, 2, 4, 8)
-# A loop whose length depends on data asks the host before each turn, which then starts the turn's kernels. Measured with
-# the experts of lm.OLMoE1B7B on one H200 (docs/validation.md).
+# A loop whose length depends on data asks the host before each turn, which then starts the turn's kernels. Measured
+# with the experts of lm.OLMoE1B7B on one H200 (docs/validation.md).
 _TURN_SECONDS = 30e-6
 _TILE = 64  # the rows that a warp group of tensor cores multiplies at a time, at least
 
