@@ -42,6 +42,8 @@ def write(args: Flags) -> int:
     _cli.load_tensorflow()
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.console.waiting import LineProgress
+    from lingvo_moe.core.engine.loop.steps import held_out_step, initial_step, train_step
+    from lingvo_moe.core.engine.lowering.lowering import lower_step
     from lingvo_moe.core.sharding import Mesh
 
     params = registry.GetParams(args.model, args.model_params_override)
@@ -49,7 +51,17 @@ def write(args: Flags) -> int:
     if args.data_dir:
         params.input.data_dir = str(args.data_dir)
     task, inputs = params.task.Instantiate(), params.input.Instantiate()
-    _write_programs(directory, task, inputs, Mesh.parse(params.train.mesh))
+    task.CheckInput(params.task, params.input)
+    (directory / MANIFEST).unlink(missing_ok=True)
+    programs = {
+        INIT: initial_step(task),
+        STEP: train_step(task, inputs, params.train.num_micro_batches),
+        SCORE: held_out_step(task, inputs, average=False),
+    }
+    axes = Mesh.parse(params.train.mesh).axis_names
+    for name, step in programs.items():
+        lower_step(step, Mesh(axes, (1,) * len(axes))).Save(str(directory / name))
+        print(f"wrote {name}", flush=True)
     held_out: list[Any] = []
     if args.data_dir:
         with LineProgress() as show:
@@ -66,6 +78,7 @@ def write(args: Flags) -> int:
         "version": VERSION,
         "model": args.model,
         "override": args.model_params_override,
+        "held_out": len(held_out),
         "unit": task.UNIT,
         "loss": task.HELD_OUT_METRICS[0],
         "parameters": int(sum(np.prod(s.shape) for s in task.VariableSpecs().Flatten())),
@@ -73,22 +86,6 @@ def write(args: Flags) -> int:
     }
     files.write_atomic(str(directory / MANIFEST), (json.dumps(manifest, indent=1) + "\n").encode())
     return 0
-
-
-def _write_programs(directory: Path, task: Any, inputs: Any, mesh: Any) -> None:
-    """Writes the programs for one device: a mesh with the axes of `mesh`, all of size 1."""
-    from lingvo_moe.core.engine.loop.steps import held_out_step, initial_step, train_step
-    from lingvo_moe.core.engine.lowering.lowering import lower_step
-
-    one = type(mesh)(mesh.axis_names, (1,) * len(mesh.shape))
-    steps = {
-        INIT: initial_step(task),
-        STEP: train_step(task, inputs),
-        SCORE: held_out_step(task, inputs, average=False),
-    }
-    for name, step in steps.items():
-        lower_step(step, one).Save(str(directory / name))
-        print(f"wrote {name}", flush=True)
 
 
 def _write_batches(path: Path, batches: Iterable[Any]) -> None:
@@ -99,7 +96,7 @@ def _write_batches(path: Path, batches: Iterable[Any]) -> None:
     stacked: dict[str, Any] = {}
     for name, first in rows[0].items():
         values = np.stack([row[name] for row in rows])
-        if np.issubdtype(first.dtype, np.integer):
+        if np.issubdtype(first.dtype, np.integer) and values.min() >= 0:
             values = values.astype(np.min_scalar_type(int(values.max())))
         stacked[name] = values
     buffer = io.BytesIO()

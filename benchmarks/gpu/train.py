@@ -86,18 +86,18 @@ class Runs:
 
         self.manifest = read_manifest(directory)
         self.device = jax.devices()[0].device_kind
-        self._scores = (directory / HELD_OUT).is_file()
         self._engine: PjrtEngine | None = None
         self._compiled: dict[str, Any] = {}
         self.compile_seconds: dict[str, float] = {}
-        for name in (INIT, STEP, *([SCORE] if self._scores else ())):
+        scores = bool(self.manifest["held_out"])
+        for name in (INIT, STEP, *([SCORE] if scores else ())):
             program = Program.Load(str(directory / name))
             self._engine = self._engine or PjrtEngine(program.mesh)
             began = time.perf_counter()
             self._compiled[name] = self._engine.Compile(program)
             self.compile_seconds[name] = time.perf_counter() - began
         self._batches = _batches(directory / BATCHES)
-        self._held_out = _batches(directory / HELD_OUT) if self._scores else []
+        self._held_out = _batches(directory / HELD_OUT) if scores else []
 
     def Train(self, seed: int, points: Sequence[int]) -> tuple[list[dict[str, Any]], float | None]:
         """Trains to each of these steps; returns what was found there, and the median seconds of a step.

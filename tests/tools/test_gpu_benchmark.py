@@ -16,9 +16,7 @@ from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.sharding import Mesh
 
 _RATE = "task.optimizer.learning_rate"
-_OF_RUNS = (
-    f"{_RATE}=wsd;{_RATE}.value=0.03;{_RATE}.warmup_steps=2;task.num_experts=2;task.num_groups=2"
-)
+_OF_RUNS = f"{_RATE}=wsd;{_RATE}.value=0.03;{_RATE}.warmup_steps=2;task.num_experts=0"
 SIZE = {"groups": 2, "group_size": 8, "model_dim": 8, "hidden_dim": 16}
 # No TensorFlow: importing it fails.
 _WITHOUT_TENSORFLOW = """
