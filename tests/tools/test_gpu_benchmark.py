@@ -16,7 +16,7 @@ from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.sharding import Mesh
 
 _RATE = "task.optimizer.learning_rate"
-_OF_RUNS = f"{_RATE}=wsd;{_RATE}.value=0.03;{_RATE}.warmup_steps=2;task.num_experts=0"
+_OF_RUNS = f"{_RATE}=wsd;{_RATE}.value=0.03;{_RATE}.warmup_steps=2"
 SIZE = {"groups": 2, "group_size": 8, "model_dim": 8, "hidden_dim": 16}
 # No TensorFlow: importing it fails.
 _WITHOUT_TENSORFLOW = """
@@ -57,7 +57,7 @@ def test_programs_from_files_run_without_tensorflow(tmp_path):
 
 
 def test_programs_train_without_tensorflow_as_the_trainer_does(tmp_path):
-    flags = ["--model=mt.M4Tiny", f"--model_params_override={_OF_RUNS}", "--batches=1"]
+    flags = ["--model=lm.Tiny", f"--model_params_override={_OF_RUNS}", "--batches=1"]
     assert runs.main([*flags, f"--output={tmp_path}"]) == 0
     output = tmp_path / "curves.json"
     wanted = f"--programs={tmp_path}", f"--output={output}", "--points=10,20", "--seeds=7"
@@ -73,9 +73,9 @@ def test_programs_train_without_tensorflow_as_the_trainer_does(tmp_path):
 
 def _losses(last: int, stable: int) -> list[float]:
     """The losses of a run of the trainer's own programs, at a stable rate and then decayed."""
-    params = registry.GetParams("mt.M4Tiny", _OF_RUNS)
+    params = registry.GetParams("lm.Tiny", _OF_RUNS)
     task, inputs = params.task.Instantiate(), params.input.Instantiate()
-    engine = make_engine("pjrt", Mesh.parse("expert:1"))
+    engine = make_engine("pjrt", Mesh.parse("data:1"))
     step = engine.BuildStep(train_step(task, inputs))
     state = initial_state(task, engine, 7)
     batch = task.SampleBatch(inputs, np.random.RandomState(0))
