@@ -15,24 +15,7 @@ from .requests import Wanted
 
 PREFIX = "published-"  # of the recorded plans' names
 OURS = "measured here, with benchmarks.gpu.train; JAX 0.11.2, CUDA 13"
-FITTED = frozenset(
-    (
-        "3",
-        "4",
-        "9",
-        "11 128",
-        "15 x1",
-        "19 x1",
-        "21 8",
-        "25",
-        "43",
-        "44",
-        "46",
-        "48 8",
-        "50 7.5B",
-        "H3",
-    )
-)
+FITTED = frozenset(["3", "4", "9", "11 128", "15 x1", "19 x1", "21 8", "25", "43", "44", "46", "48 8", "50 7.5B", "H3"])
 WHY = {
     "1": "its layers are not scanned: the compiler of that time decided what is recomputed, here all is",
     "11 2x256": "a longer step on two slices than on one by 15%, where two slices of half the size lose 3%",
@@ -70,7 +53,7 @@ class Row:
 
     @property
     def fitted(self) -> bool:
-        """Whether the pace of its machines was fitted to it."""
+        """Whether a number of the model of time was fitted to it."""
         return self.number in FITTED
 
     @property

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.layer --programs=PROGRAMS --torch=PEERS/bin/python --output=figures.json
 
-PROGRAMS is a directory that `python -m benchmarks.gpu.programs` wrote. This command needs no TensorFlow, and what
-docs/gpus.md says; --torch is a Python with PyTorch for the GPU, whose
-grouped and batched experts are timed on the same sizes. Contenders run one after another, each alone on the first GPU.
+PROGRAMS is a directory that `python -m benchmarks.gpu.programs` wrote. This command needs no TensorFlow; docs/gpus.md
+names the packages that it needs. --torch is a Python with PyTorch for the GPU, whose grouped and batched experts are
+timed on the same sizes. Contenders run one after another, each alone on the first GPU.
 
 100% is the fastest large product of a format that was timed in the same run. Float32 products run in TF32 in both
 libraries. Not run on a GPU: all that is known is that it works on a CPU.

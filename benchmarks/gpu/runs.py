@@ -45,13 +45,24 @@ def write(args: Flags) -> int:
     from lingvo_moe.core.engine.loop.steps import held_out_step, initial_step, train_step
     from lingvo_moe.core.engine.lowering.lowering import lower_step
     from lingvo_moe.core.sharding import Mesh
+    from lingvo_moe.core.task import inspect
 
     params = registry.GetParams(args.model, args.model_params_override)
     directory = Path(args.output)
+    _cli.check_output_directory(directory)
     if args.data_dir:
         params.input.data_dir = str(args.data_dir)
     task, inputs = params.task.Instantiate(), params.input.Instantiate()
     task.CheckInput(params.task, params.input)
+    held_out: list[Any] = []
+    if args.data_dir:
+        with LineProgress() as show:
+            inputs.Prepare(show)
+        batches: Iterable[Any] = itertools.islice(iter(inputs), args.batches)
+        held_out = [one.batch for one in inputs.HeldOut()]
+    else:
+        random = np.random.RandomState(0)
+        batches = (task.SampleBatch(inputs, random) for _ in range(args.batches))
     (directory / MANIFEST).unlink(missing_ok=True)
     programs = {
         INIT: initial_step(task),
@@ -62,15 +73,6 @@ def write(args: Flags) -> int:
     for name, step in programs.items():
         lower_step(step, Mesh(axes, (1,) * len(axes))).Save(str(directory / name))
         print(f"wrote {name}", flush=True)
-    held_out: list[Any] = []
-    if args.data_dir:
-        with LineProgress() as show:
-            inputs.Prepare(show)
-        batches: Iterable[Any] = itertools.islice(iter(inputs), args.batches)
-        held_out = [one.batch for one in inputs.HeldOut()]
-    else:
-        random = np.random.RandomState(0)
-        batches = (task.SampleBatch(inputs, random) for _ in range(args.batches))
     _write_batches(directory / BATCHES, batches)
     if held_out:
         _write_batches(directory / HELD_OUT, held_out)
@@ -81,11 +83,19 @@ def write(args: Flags) -> int:
         "held_out": len(held_out),
         "unit": task.UNIT,
         "loss": task.HELD_OUT_METRICS[0],
-        "parameters": int(sum(np.prod(s.shape) for s in task.VariableSpecs().Flatten())),
+        "decay_share": _decay_share(task.optimizer.learning_rate),
+        "parameters": inspect.count_parameters(task.VariableSpecs().Flatten()),
         "flops": task.StepFlops(inputs.BatchSpec()),
     }
     files.write_atomic(str(directory / MANIFEST), (json.dumps(manifest, indent=1) + "\n").encode())
     return 0
+
+
+def _decay_share(schedule: Any) -> float:
+    """The last part of a run in which its rate follows from where it ends; 0 where that changes nothing, 1 for all."""
+    if not schedule.ends_with_run:
+        return 0.0
+    return float(schedule.p.Get("decay_share")) if "decay_share" in schedule.p else 1.0
 
 
 def _write_batches(path: Path, batches: Iterable[Any]) -> None:

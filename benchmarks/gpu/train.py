@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.train --programs=PROGRAMS --points=105,211,422,844 --seeds=1,2,3 --output=curves.json
 
 PROGRAMS is a directory that `python -m benchmarks.gpu.runs` wrote. docs/gpus.md says what this command needs; it uses
-the first device. Each seed has its own initial weights and order of batches. A run goes through all points at a
-stable rate; to each a branch of it decays in the last tenth of the steps, and its held-out loss is reported. If the
-schedule does not end with the run, there are no branches.
+the first device. Each seed has its own initial weights and order of batches. A run at a stable rate goes through all
+points. To each a branch of it decays in the last part of the steps, and its held-out loss is reported. Where all of the
+rates depend on the end, each point has a run of its own; where none does, there are no branches.
 """
 
 import json
@@ -25,7 +25,6 @@ from tools import _cli
 
 INIT, STEP, SCORE = "init.program", "step.program", "score.program"
 BATCHES, HELD_OUT = "batches.npz", "held_out.npz"
-_DECAY_SHARE = 0.1  # as the schedule's default
 _BETWEEN_TIMES = 20  # steps
 _LAST = 10  # steps whose training loss is averaged
 
@@ -105,19 +104,19 @@ class Runs:
         The seconds are None of a run that is shorter than two readings of the clock are apart.
         """
         state = self._compiled[INIT](np.int32(seed))
-        branches = "last_step" in state
+        decays = self.manifest["decay_share"]
         order = self._Order(seed, points[-1])
         curve: list[dict[str, Any]] = []
         times: list[float] = []
         step = 0
         for point in points:
-            begins = round(point * (1 - _DECAY_SHARE)) if branches else point
+            begins = round(point * (1 - decays))
             state, losses = self._Steps(state, order[step:begins], times)
             step, ended = begins, state
-            if branches:
+            if decays:
                 ended = NestedMap(state).Transform(lambda leaf: leaf.copy())
                 ended.last_step = np.int32(point)
-                ended, losses = self._Steps(ended, order[begins:point], [])
+                ended, losses = self._Steps(ended, order[begins:point], times)
             found = {"seed": seed, "step": point, "train_loss": float(np.mean(losses[-_LAST:]))}
             if self._held_out:
                 found["held_out_loss"] = self._Score(ended.theta)

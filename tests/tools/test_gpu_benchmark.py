@@ -12,6 +12,7 @@ from benchmarks import moe_layer_worker
 from benchmarks.gpu import layer, programs, runs
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.engines import make_engine
+from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.sharding import Mesh
 
@@ -57,35 +58,42 @@ def test_programs_from_files_run_without_tensorflow(tmp_path):
 
 
 def test_programs_train_without_tensorflow_as_the_trainer_does(tmp_path):
-    flags = ["--model=lm.Tiny", f"--model_params_override={_OF_RUNS}", "--batches=1"]
-    assert runs.main([*flags, f"--output={tmp_path}"]) == 0
+    data, files = tmp_path / "data", tmp_path / "programs"
+    (data / "dev").mkdir(parents=True)
+    lines = [f"line {n} " + "word " * (n % 9) for n in range(300)]
+    (data / "books.txt").write_text("\n".join(lines[20:]))
+    (data / "dev" / "books.txt").write_text("\n".join(lines[:20]))
+    override = f"{_OF_RUNS};input.cache_dir={tmp_path / 'cache'}"
+    flags = ["--model=lm.Tiny", f"--data_dir={data}", "--batches=1", f"--output={files}"]
+    assert runs.main([*flags, f"--model_params_override={override}"]) == 0
     output = tmp_path / "curves.json"
-    wanted = f"--programs={tmp_path}", f"--output={output}", "--points=10,20", "--seeds=7"
+    wanted = f"--programs={files}", f"--output={output}", "--points=10,20", "--seeds=7"
     _without_tensorflow("train", *wanted)
     result = json.loads(output.read_text())
     (run,) = result["runs"]
     assert [point["step"] for point in run["curve"]] == [10, 20]
     # The second point's branch decays from step 18 on; its last losses are those of steps 11 to 20.
-    losses = _losses(last=20, stable=18)
+    losses, held_out = _losses(f"{override};input.data_dir={data}", last=20, stable=18)
+    assert run["curve"][1]["held_out_loss"] == pytest.approx(held_out, rel=1e-4)
     assert run["curve"][1]["train_loss"] == pytest.approx(np.mean(losses[18:]), rel=1e-4)
     assert result["unit"] == "tokens" and result["parameters"] > 0 and result["flops"] > 0
 
 
-def _losses(last: int, stable: int) -> list[float]:
-    """The losses of a run of the trainer's own programs, at a stable rate and then decayed."""
-    params = registry.GetParams("lm.Tiny", _OF_RUNS)
-    task, inputs = params.task.Instantiate(), params.input.Instantiate()
+def _losses(override: str, last: int, stable: int) -> tuple[list[float], float]:
+    """The losses of a run of the trainer's own programs, at a stable rate and then decayed; and the held-out loss."""
+    params = registry.GetParams("lm.Tiny", override)
+    task, inputs = params.task.Instantiate(), params.input.Instantiate().Prepare()
     engine = make_engine("pjrt", Mesh.parse("data:1"))
     step = engine.BuildStep(train_step(task, inputs))
     state = initial_state(task, engine, 7)
-    batch = task.SampleBatch(inputs, np.random.RandomState(0))
+    batch = next(iter(inputs))
     losses = []
     for number in range(last):
         if number == stable:
             state.last_step = np.int32(last)
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
-    return losses
+    return losses, float(Evaluator(task, inputs, engine)(state.theta, inputs.HeldOut()).nll)
 
 
 def _without_tensorflow(module: str, *flags: str) -> str:
