@@ -15,7 +15,24 @@ from .requests import Wanted
 
 PREFIX = "published-"  # of the recorded plans' names
 OURS = "measured here, with benchmarks.gpu.train; JAX 0.11.2, CUDA 13"
-FITTED = frozenset(["3", "4", "9", "11 128", "15 x1", "19 x1", "21 8", "25", "43", "44", "46", "48 8", "50 7.5B", "H3"])
+FITTED = frozenset(
+    [
+        "3",
+        "4",
+        "9",
+        "11 128",
+        "15 x1",
+        "19 x1",
+        "21 8",
+        "25",
+        "43",
+        "44",
+        "46",
+        "48 8",
+        "50 7.5B",
+        "H3",
+    ]
+)
 WHY = {
     "1": "its layers are not scanned: the compiler of that time decided what is recomputed, here all is",
     "11 2x256": "a longer step on two slices than on one by 15%, where two slices of half the size lose 3%",
