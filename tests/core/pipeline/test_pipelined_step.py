@@ -122,7 +122,7 @@ def _sharded_step():
     step = Step("step", pipelined_step(task, specs), (task.StateSpecs(), specs), donate=(0,))
     program = engine.BuildStep(step)
     with use_mesh(single_device()), kernels.using(tensorflow):
-        state = tf.function(task.InitState, autograph=False)(tf.constant(1))
+        state = task.InitState(tf.constant(1))
     state = engine.Put(state.Transform(lambda x: x.numpy()), step.arg_specs[0])
     after, metrics = program(state, engine.Put(batch, step.arg_specs[1]))
     found = NestedMap(theta=engine.Get(after).theta, metrics=engine.Get(metrics))
@@ -133,9 +133,7 @@ def test_a_sharded_pipeline_computes_the_same():
     task, batch, specs = toy(32)
     step = accumulating_step(task, 8, _sharded(task, specs))
     with use_mesh(single_device()), kernels.using(tensorflow):
-        after, metrics = tf.function(step, autograph=False)(
-            task.InitState(tf.constant(1)), batch.Transform(tf.constant)
-        )
+        after, metrics = step(task.InitState(tf.constant(1)), batch.Transform(tf.constant))
     _same(_sharded_step()[1], NestedMap(theta=after.theta, metrics=metrics), 2e-6)
 
 
