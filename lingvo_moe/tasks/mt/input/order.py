@@ -50,14 +50,15 @@ class PairOrder:
         self._block = 0
         self._place = 0
         self._before = [0] * len(self._sizes)  # pairs of each language before this block
-        self._drawn: list[tuple[int, ...]] = []
+        self._drawn: list[tuple[int, ...]] = []  # this block; empty until it is needed
         self._after: list[int] = []
-        self._draw()
 
     def __iter__(self) -> "PairOrder":
         return self
 
     def __next__(self) -> tuple[int, ...]:
+        if not self._drawn:
+            self._draw()
         if self._place == len(self._drawn):
             self._block, self._place, self._before = self._block + 1, 0, self._after
             self._draw()
@@ -72,7 +73,7 @@ class PairOrder:
         """Continues from a state of an order with the same sizes, temperature and seed."""
         self._block, self._place = state["block"], state["place"]
         self._before = list(state["before"])
-        self._draw()
+        self._drawn = []
 
     def _draw(self) -> None:
         languages = draw_languages(self._weights, self._seed, self._block, _BLOCK)

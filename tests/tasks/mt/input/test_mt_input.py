@@ -128,7 +128,7 @@ def _joined(parts: list[NestedMap], owners: list[int]) -> NestedMap:
     return parts[0].Pack(rows)
 
 
-@given(st.integers(0, 60), st.lists(st.integers(0, 7), min_size=18, max_size=18))
+@given(st.integers(0, 60), st.lists(st.integers(0, 3), min_size=18, max_size=18))
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -137,7 +137,7 @@ def test_rows_of_processes_are_those_of_one(shared: MtInput, steps: int, owners:
     whole = iter(shared)
     for of in (owners[:9], owners[9:]):
         state = whole.GetState()
-        processes = [iter(shared) for _ in range(8)]
+        processes = [iter(shared) for _ in range(4)]
         for number, process in enumerate(processes):
             process.SetState(state)
             process.rows = [row for row, owner in enumerate(of) if owner == number]
