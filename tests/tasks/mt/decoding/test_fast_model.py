@@ -30,22 +30,17 @@ from lingvo_moe.tasks.mt.model import MtModel
 pytestmark = pytest.mark.slow
 
 V, LONGEST = 700, 36  # more than two blocks of steps
+SIZES = {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_experts": 4}
+DENSE = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_experts": 0}
 LENGTHS = [3, 47, 16, 1, 30, 31, 17, 5, 64, 12]
 
 
 class Searcher:
-    """A model of two layers a side, and searches with it."""
+    """A model and searches with it."""
 
-    def __init__(self, num_experts: int, beam_size: int, **more: Any):
-        self.model, self.theta = make_model(
-            V,
-            hidden_dim=2048,  # a single row of such products rounds differently
-            num_kv_heads=1,
-            num_encoder_layers=2,
-            num_decoder_layers=2,
-            num_experts=num_experts,
-            **more,
-        )
+    def __init__(self, beam_size: int, **sizes: Any):
+        # A single row of products so wide rounds differently.
+        self.model, self.theta = make_model(V, hidden_dim=2048, num_kv_heads=1, **sizes)
         options = SearchOptions(beam_size, min(2, beam_size))
         self.decoder = Decoder(self.model, options, LONGEST, V - 7)
         fast = FastModel(self.model, self.theta)
@@ -72,11 +67,11 @@ class Searcher:
 )
 def searcher(request) -> Searcher:
     if request.param == 1:
-        return Searcher(num_experts=0, beam_size=1)
+        return Searcher(beam_size=1, **DENSE)
     moe = MoELayer.Params().Set(num_shared_experts=1)
     moe.router = TopKRouter.Params().Set(k=2, gate="sigmoid")
     modern = {"activation": "swiglu", "norm": RmsNorm.Params(), "position": Rotary.Params()}
-    return Searcher(num_experts=4, beam_size=2, moe=moe, **modern)
+    return Searcher(beam_size=2, moe=moe, **SIZES, **modern)
 
 
 @pytest.fixture(scope="module")
@@ -197,11 +192,7 @@ def _packed(model: MtModel, theta: NestedMap) -> set[str]:
     return {next(part for part in reversed(path) if part in ALL) for path in paths}
 
 
-SIZES = {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_experts": 4}
-DENSE = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_experts": 0}
-
-
-def _own(monkeypatch, *parts: str, sizes: dict[str, int] = SIZES) -> tuple[Any, NestedMap]:
+def _own(monkeypatch, *parts: str) -> tuple[Any, NestedMap]:
     """A model with these custom parts, and its weights."""
     plain = MtModel._layer
 
@@ -213,7 +204,7 @@ def _own(monkeypatch, *parts: str, sizes: dict[str, int] = SIZES) -> tuple[Any, 
 
     monkeypatch.setattr(MtModel, "_layer", layer)
     cls = OtherWayModel if "model" in parts else MtModel
-    return make_model(V, cls=cls, hidden_dim=64, **sizes)
+    return make_model(V, cls=cls, hidden_dim=64, **SIZES)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -226,12 +217,12 @@ def test_weights_of_a_custom_layer_stay_as_they_are(part, monkeypatch):
 # Each part changes the values in a way of its own, so those of a group are traced once.
 @pytest.mark.parametrize(
     "parts",
-    [("attention", "ffn", "router"), ("experts", "moe", "dispatcher", "layer"), ("model",)],
+    [("attention", "ffn", "router"), ("experts", "moe", "dispatcher", "layer", "model")],
     ids="+".join,
 )
 def test_a_layer_of_one_s_own_runs_as_it_is(parts, monkeypatch):
     """It runs beside layers whose weights are packed, and the search grows the caches of both."""
-    model, theta = _own(monkeypatch, *parts, sizes=DENSE if parts == ("model",) else SIZES)
+    model, theta = _own(monkeypatch, *parts)
     fast = FastModel(model, theta)
     options = SearchOptions(2, 1)
     lines = Lines([3, 24, 28, 12], V)
