@@ -18,8 +18,9 @@ from tensorflow.python.tools import saved_model_cli
 from lingvo_moe.core.engine.checkpoints.checkpoints import CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
 from lingvo_moe.core.files.manifest import verify_manifest
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.directories import OutputError
-from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import export, load_translator
@@ -58,7 +59,7 @@ def vocab() -> bytes:
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory, vocab):
     path = tmp_path_factory.mktemp("run")
-    toy.save_run(path, vocab)
+    toy.save_run(path, vocab, more="task.num_experts=2")
     return path
 
 
@@ -124,9 +125,10 @@ def test_signatures_are_what_tensorflow_serving_calls(saved_model, capsys):
 def test_two_vocabularies_stay_two_when_saved(tmp_path, vocab):
     """TensorFlow merges tokenizers of equal names when it loads them."""
     target = toy.train_vocab([line.upper() for line in toy.sentences(200)], bytes_too=False)
-    toy.save_run(tmp_path / "run", vocab, target_vocab=target, more=toy.SMALL)
-    translator, about = load_translator(tmp_path / "run", OPTIONS)
-    export(translator, tmp_path / "saved", about)
+    model = toy.ToyModel(320, 320)
+    both = NestedMap(source=vocab, target=target)
+    translator = Translator(model, model.InitTheta(), both, OPTIONS)
+    export(translator, tmp_path / "saved")
     want = translator.Translate(LINES).translations
     assert SavedTranslator(str(tmp_path / "saved")).Translate(LINES).translations == want
     assert any(text.isupper() for row in want for text in row)
