@@ -78,6 +78,7 @@ class Object:
 def _handler(storage: Storage) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # an answer does not wait until its headers are acknowledged
 
         def _Forward(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -109,7 +109,8 @@ def test_the_kernels_of_experts():
     ],
 )
 def test_which_programs_of_a_language_model_have_the_kernel(length, block, fused, has):
-    changes = f"input.target_length={length};input.batch_size=1;task.attention_block={block}"
+    sizes = f"input.target_length={length};input.batch_size=1;task.num_layers=1"
+    changes = f"{sizes};task.attention_block={block}"
     params = registry.GetParams("lm.Tiny", changes)
     step = train_step(params.task.Instantiate(), params.input.Instantiate())
     program = lower_step(step, Mesh.parse("data:1"), fused)
