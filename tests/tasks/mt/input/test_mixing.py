@@ -98,6 +98,20 @@ def test_the_order_resumes(place: int) -> None:
     assert [next(resumed) for _ in range(5000)] == [next(whole) for _ in range(5000)]
 
 
+def test_an_order_that_resumes_draws_its_own_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[int] = []
+
+    def recording(weights, seed, block, count):
+        blocks.append(block)
+        return draw_languages(weights, seed, block, count)
+
+    monkeypatch.setattr(f"{PairOrder.__module__}.draw_languages", recording)
+    resumed = PairOrder({"a": 500, "b": 7}, 5.0, 1)
+    resumed.SetState({"block": 3, "place": 10, "before": [12000, 288]})
+    next(resumed)
+    assert blocks == [3]
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=4 * WINDOW + 1), st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
 def test_an_epoch_over_shards_holds_every_pair_once(shards: list[int], epoch: int) -> None:
