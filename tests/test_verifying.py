@@ -1,6 +1,8 @@
 """tools.verify and xs.verify: a program over a mesh equals one device, or the first difference is named."""
 
 import numpy as np
+import re
+
 import pytest
 import tensorflow as tf
 import toy_attention
@@ -71,11 +73,17 @@ def test_a_step_that_is_wrong_is_named_by_tensor_error_and_letters(capsys):
 
 def test_a_step_that_is_right(capsys, monkeypatch):
     compared, verify_model = [], verifying.verify_model
-    monkeypatch.setattr(
-        verifying, "verify_model", lambda *a: compared.extend(verify_model(*a)) or compared
-    )
+
+    def recording(*args):
+        found = verify_model(*args)
+        compared.extend(found.names)
+        return found
+
+    monkeypatch.setattr(verifying, "verify_model", recording)
     assert verify.main(["--model=toy_attention.Right", "--mesh=a:4,b:2"]) == 0
-    assert "over mesh a:4,b:2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"over mesh a:4,b:2: {len(compared)} tensors" in said
+    assert re.search(r"program has .*\b\d+ all-reduce\b", said)
     assert compared[0].startswith("metric ")
     assert {f"gradient of theta.{name}" for name in "qkvo"} < set(compared)
     assert {"new theta.q", "new step"} < set(compared)
@@ -149,8 +157,8 @@ def test_sizes_of_image_models_are_small_and_divide(model):
 
 
 def test_a_convolutional_network_is_verified():
-    compared = verifying.verify_model("image.Digits", xs.Mesh.parse("data:2"))
-    assert {"metric loss", "gradient of theta.network.stage_0.conv.conv.w"} < set(compared)
+    found = verifying.verify_model("image.Digits", xs.Mesh.parse("data:2"))
+    assert {"metric loss", "gradient of theta.network.stage_0.conv.conv.w"} < set(found.names)
 
 
 def test_a_task_that_does_not_say_how_it_is_shrunk(capsys):

@@ -7,7 +7,8 @@
 XLA's SPMD partitioner computes a few programs wrongly, without a word. This needs to know no pattern: the step is
 the trainer's own, annotations included, with the experiment's sizes shrunk to the smallest ones that the mesh
 divides. Virtual CPU devices stand for the mesh. Loss, metrics, the gradient of every variable and the new state
-are compared; the first tensor that differs is named. The exit status is 0, 1 where something differs or in a
+are compared; the first tensor that differs is named. Where none does, the collectives of the step's program are
+counted. The exit status is 0, 1 where something differs or in a
 mistake, 2 for a mistake in flags, 130 after Ctrl-C.
 """
 
@@ -22,6 +23,7 @@ from . import _cli
 
 if TYPE_CHECKING:  # it imports NumPy
     from lingvo_moe.core.sharding import Mesh
+    from lingvo_moe.inspecting.verifying import Verified
 
 _MOST_DEVICES = 64  # virtual devices, all of which run a step
 
@@ -44,15 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Verifies the model and prints what was compared; returns the exit status."""
     with _cli.Progress() as progress:
-        mesh, compared = progress.Watch(lambda: verified(args, progress))
-    print(
-        f"{args.model} over mesh {mesh}: {len(compared)} tensors of a training step are those of one device"
-    )
+        mesh, found = progress.Watch(lambda: verified(args, progress))
+    print(f"{args.model} over mesh {mesh}: {found}")
     return 0
 
 
-def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, list[str]]":
-    """The mesh, and the names of what was compared on it."""
+def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, Verified]":
+    """The mesh, and what was compared on it."""
     _cli.load_tensorflow()
     from lingvo_moe.core.config import registry
     from lingvo_moe.inspecting import verifying

@@ -10,7 +10,7 @@ first tensor that differs is named.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import NO_OFFLOAD
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.engine.base import Engine
-from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import Collectives, run_sharded, run_single
 from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.engine.pjrt import PjrtEngine
@@ -112,9 +112,23 @@ def verify(fn: Any, mesh: Mesh, *args: Any, tolerance: float = TOLERANCE) -> Non
     _refuse(what, mesh, _compare(every, got, want, tolerance))
 
 
+class Verified(NamedTuple):
+    """A training step that is over a mesh what it is on one device."""
+
+    names: list[str]  # of the tensors that were compared, in order
+    collectives: Collectives  # of its program over the mesh
+
+    def __str__(self) -> str:
+        has = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives.items()))
+        return (
+            f"{len(self.names)} tensors of a small training step are those of one device; its program has "
+            f"{has or 'no collectives'}"
+        )
+
+
 def verify_model(
     model: str, mesh: Mesh, override: str = "", tolerance: float = TOLERANCE
-) -> list[str]:
+) -> Verified:
     """Compares a training step of an experiment over a mesh with the same step on one device.
 
     Loss and metrics, the gradient of every trainable variable and the whole new state are compared. The step is
@@ -124,9 +138,6 @@ def verify_model(
         mesh: of as many virtual CPU devices as there are at most.
         override: as --model_params_override.
         tolerance: the largest error, relative to a tensor's largest magnitude; larger for types narrower than float32.
-
-    Returns:
-        The names of what was compared, in order.
 
     Raises:
         VerifyError: names the first tensor that differs, or that has no finite value on one device.
@@ -141,15 +152,15 @@ def verify_model(
     alone = params.task.Copy().Set(offload=NO_OFFLOAD).Instantiate()
     one_device = TfEngine(jit_compile=False)
     start = one_device.Get(initial_state(alone, one_device, 1234))
-    found = []
+    found, programs = [], []
     engines: Sequence[tuple[Engine, BaseTask]] = (
         (PjrtEngine(mesh, known_faults=OFF), task),
         (TfEngine(jit_compile=True), alone),
     )
     for engine, each in engines:
         step = _with_gradients(each, train_step(each, inputs, params.train.num_micro_batches))
-        run = engine.BuildStep(step)
-        state, rest = (engine.Get(tree) for tree in run(start, batch))
+        programs.append(engine.BuildStep(step))
+        state, rest = (engine.Get(tree) for tree in programs[-1](start, batch))
         found.append(dict(_in_order(task, state, rest)))
     got, want = found
     letters = {
@@ -160,7 +171,7 @@ def verify_model(
     _check_finite(f"the shrunk step of {model}", list(want), want.values())
     differing = _compare(list(want), got.values(), want.values(), tolerance, letters)
     _refuse(f"the training step of {model}", mesh, differing)
-    return list(want)
+    return Verified(list(want), Collectives(programs[0]))
 
 
 def shrunk(model: str, mesh: Mesh, override: str = "") -> Params:

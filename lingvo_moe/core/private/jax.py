@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jax._src import compilation_cache, distributed
-from jax._src.export import _export
 from jax._src.lib import _jax
 from jax.extend.backend import clear_backends
 
@@ -60,11 +59,6 @@ def forget_devices() -> None:
         if isinstance(cache, functools._lru_cache_wrapper) and cache.__module__.startswith("jax"):
             cache.cache_clear()
     gc.collect()
-
-
-def module_to_bytes(module: ir.Module) -> bytes:
-    """A module as `Exported.mlir_module_serialized` holds it; the public serialiser takes no module."""
-    return _export._module_to_bytecode(module)
 
 
 def hlo_to_stablehlo(hlo: bytes) -> bytes:

@@ -14,11 +14,10 @@ from lingvo_moe.core.private.tensorflow import hlo_pb2
 from tools.import_graph import ROOT
 
 
-def test_a_module_is_written_as_an_export_holds_it():
+def test_a_module_is_read_in_python():
     exported = jax.export.export(jax.jit(jnp.sin))(jax.ShapeDtypeStruct((2,), "float32"))
     with mlir.make_ir_context(), private.ir.Location.unknown():
         module = private.ir.Module.parse(exported.mlir_module())
-        assert private.module_to_bytes(module)[:4] == exported.mlir_module_serialized[:4]
         (main,) = (op for op in module.body.operations if isinstance(op, private.func.FuncOp))
         names = [op.operation.name for op in main.regions[0].blocks[0]]
     assert "stablehlo.sine" in names

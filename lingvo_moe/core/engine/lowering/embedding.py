@@ -12,6 +12,7 @@ import tensorflow as tf
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from lingvo_moe.core.engine.lowering import regions
 from lingvo_moe.core.engine.lowering.bridge_kernels import bridge_hlo
 from lingvo_moe.core.engine.lowering.interior_padding import without_interior_padding
 from lingvo_moe.core.private.jax import func, hlo_to_stablehlo, ir
@@ -47,9 +48,15 @@ def _lower(
 ) -> Sequence[Any]:
     concrete = tf_function.get_concrete_function(*specs)
     captured = [mlir.ir_constant(np.asarray(x)) for x in concrete.captured_inputs]
-    module = ir.Module.parse(hlo_to_stablehlo(bridge_hlo(concrete, specs)))
-    module.operation.walk(_as_xla_reads_placements)
+    hlo = bridge_hlo(concrete, specs)
+    module = ir.Module.parse(hlo_to_stablehlo(hlo))
+    if (
+        PLACEMENT.encode() in hlo
+    ):  # Strings stand in it as they are; to visit each operation takes a while.
+        module.operation.walk(_as_xla_reads_placements)
     without_interior_padding(module)
+    if regions.OPEN.encode() in hlo:
+        regions.isolate_regions(module, len(args))
     main = ir.SymbolTable(module.operation)["main"]
     results = main.type.results
     context = ctx.module_context

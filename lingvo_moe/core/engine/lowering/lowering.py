@@ -11,7 +11,6 @@ from lingvo_moe.core.console.collection import paused_collection
 from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.lowering.embedding import embedded
 from lingvo_moe.core.engine.lowering.program import Program
-from lingvo_moe.core.engine.lowering.regions import isolate_regions
 from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.sources import record
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec, numpy_dtype
@@ -77,4 +76,4 @@ def exported_bytes(call: Callable[..., Sequence[jax.Array]], signature: Signatur
             for spec in signature.args
         ]
     )
-    return bytes(isolate_regions(exported).serialize())
+    return bytes(exported.serialize())

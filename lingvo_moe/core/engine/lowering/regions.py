@@ -6,34 +6,27 @@ then the sum outside, then its operand, and the process crashes. So every value 
 that depends on no argument of the program is made to enter the region as a replicated tensor.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jax.interpreters import mlir
+from lingvo_moe.core.private.jax import ir
 
-from lingvo_moe.core.private.jax import ir, module_to_bytes
-
-_OPEN, _CLOSE = "SPMDFullToShardShape", "SPMDShardToFullShape"
+OPEN, _CLOSE = "SPMDFullToShardShape", "SPMDShardToFullShape"
 _NEITHER, _FULL, _LOCAL = 0, 1, 2
 _CONTROL = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
 # Operations that forward values.
 _PASSING = (*_CONTROL, "stablehlo.return", "func.return")
 
 
-def isolate_regions(exported: Any) -> Any:
-    """An `Exported` whose manual regions share no constant with the rest; the same one if it has none.
+def isolate_regions(module: Any, tensors: int) -> None:
+    """Changes a StableHLO module so that its manual regions share no constant with the rest.
+
+    The first `tensors` arguments of its `main` are tensors of the program; others hold constants.
 
     Regions of one axis of several are left as they are.
     """
-    # Strings stand as they are in the serialised form; reading it takes half a second for a model.
-    if _OPEN.encode() not in exported.mlir_module_serialized:
-        return exported
-    text = exported.mlir_module()
-    with mlir.make_ir_context() as context, ir.Location.unknown(context):
-        module = ir.Module.parse(text)
-        _Program(module).Isolate()
-        return dataclasses.replace(exported, mlir_module_serialized=module_to_bytes(module))
+    with module.context, ir.Location.unknown():
+        _Program(module, tensors).Isolate()
 
 
 class _Program:
@@ -43,7 +36,7 @@ class _Program:
     function with local and other tensors among its arguments.
     """
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Any, tensors: int):
         functions = [f.operation for f in module.body.operations if f.operation.name == "func.func"]
         self._blocks = {
             ir.StringAttr(f.attributes["sym_name"]).value: f.regions[0].blocks[0]
@@ -51,13 +44,11 @@ class _Program:
             if len(f.regions[0].blocks)
         }
         self._reached = [self._blocks["main"]]
-        self._kinds: dict[Any, int] = {}
+        arguments = list(self._reached[0].arguments)
+        self._kinds: dict[Any, int] = dict.fromkeys(arguments[:tensors], _FULL)
 
     def Isolate(self) -> None:
-        main = self._reached[0]
-        for argument in main.arguments:
-            self._kinds[argument] = _FULL
-        while self._Read(main):
+        while self._Read(self._reached[0]):
             pass
         for block in self._reached:
             for op in list(_nested(block)):
@@ -70,7 +61,7 @@ class _Program:
 
     def _ReadOp(self, op: Any) -> bool:
         target = _target(op)
-        if target == _OPEN:
+        if target == OPEN:
             manual = ir.StringAttr(op.attributes["mhlo.sharding"]).value == "{manual}"
             return self._Raise(op.results[0], _LOCAL if manual else _FULL)
         if target == _CLOSE:
@@ -134,7 +125,7 @@ class _Program:
             local = [self._Kind(v) == _LOCAL for v in op.parent.results]
         elif callee is not None:
             local = [self._Kind(v) == _LOCAL for v in callee.arguments]
-        elif op.name in _PASSING or _target(op) == _OPEN:
+        elif op.name in _PASSING or _target(op) == OPEN:
             return
         else:
             local = [_LOCAL in kinds or _target(op) == _CLOSE] * len(kinds)
@@ -161,7 +152,7 @@ def _is_condition(block: Any) -> bool:
 
 
 def _enter(value: Any, before: Any) -> Any:
-    for target, sharding in (("Sharding", "{replicated}"), (_OPEN, "{manual}")):
+    for target, sharding in (("Sharding", "{replicated}"), (OPEN, "{manual}")):
         attributes = {
             "call_target_name": ir.StringAttr.get(target),
             "mhlo.sharding": ir.StringAttr.get(sharding),

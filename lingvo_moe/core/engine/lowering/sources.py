@@ -117,13 +117,17 @@ def record(graph: tf.Graph) -> Sources:
         operations = graph.get_operations()
         annotations = _annotations_of_gradients(operations)
         for op in operations:
+            if (
+                op.name in entries
+            ):  # Reading a traceback is dear, and names return in copies of a function.
+                continue
             original = private.forward_operation(op) or annotations.get(op.name)
             reads = ""
             if op.type in _READING and len(op.inputs) == 1:
                 reads = op.inputs[0].op.name
             line = _user_line((op if original is None else original).traceback)
             forward = "" if original is None else original.name
-            entries.setdefault(op.name, _Entry(line, op.type, reads, forward))
+            entries[op.name] = _Entry(line, op.type, reads, forward)
         for inner in private.inner_graphs(graph):
             if id(inner) not in seen:
                 seen.add(id(inner))

@@ -1,11 +1,8 @@
 """Manual regions share nothing with the rest of a lowered program."""
 
-import jax
 import tensorflow as tf
-from jax import export
 
 from lingvo_moe.core.engine.lowering.lowering import lower
-from lingvo_moe.core.engine.lowering.regions import isolate_regions
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.manual import manual_region
@@ -45,8 +42,3 @@ def test_so_does_a_loop_s_counter_where_it_meets_local_tensors():
     entered = [line for line in _text(fn).splitlines() if ENTER in line]
     assert len(entered) == 2 and "tensor<1x4xf32>" in entered[0]
     assert entered[1].startswith(" " * 6), "not in the loop's body"  # the condition stays as it is
-
-
-def test_a_program_without_regions_stays_as_it_is():
-    exported = export.export(jax.jit(lambda x: x + 1))(jax.ShapeDtypeStruct((4,), "float32"))
-    assert isolate_regions(exported) is exported
