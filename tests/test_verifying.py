@@ -1,8 +1,8 @@
 """tools.verify and xs.verify: a program over a mesh equals one device, or the first difference is named."""
 
-import numpy as np
 import re
 
+import numpy as np
 import pytest
 import tensorflow as tf
 import toy_attention
