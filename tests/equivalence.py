@@ -120,7 +120,7 @@ def state_and_batch(task: BaseTask, inputs: BaseInput) -> list[NestedMap]:
 
 def compare_steps(
     step: Step, reference: Step, task: BaseTask, inputs: BaseInput, mesh: str = "stage:2,data:2"
-) -> None:
+) -> Collectives:
     """Asserts that a step over devices is another one on one device: the states after them, and the metrics.
 
     Args:
@@ -129,6 +129,9 @@ def compare_steps(
         task: whose state they start from.
         inputs: whose batch they take.
         mesh: of the first step.
+
+    Returns:
+        The collectives of the first step's program.
     """
     args = state_and_batch(task, inputs)
-    compare(step.fn, args, step.arg_specs, mesh, reference.fn, tol=1e-5, floor=1e-3)
+    return compare(step.fn, args, step.arg_specs, mesh, reference.fn, tol=1e-5, floor=1e-3)[1]

@@ -92,13 +92,18 @@ def test_stages_do_not_compute_again_what_remat_names():
 
 def test_a_step_with_heads_and_experts_over_devices_is_that_of_one():
     inside = "'N': 'model', 'H': 'model', 'V': 'model'"
+    rows = "('data', 'expert')"
     sharding = (
-        f"task.activation_split={{'B': 'data', 'G': 'data', 'E': 'data', {inside}}};"
-        f"task.weight_split={{'E': 'data', {inside}}}"
+        f"task.activation_split={{'B': {rows}, 'G': {rows}, 'E': 'expert', {inside}}};"
+        f"task.weight_split={{'E': 'expert', {inside}}}"
     )
     _, plain, inputs = _experiment(WINDOWS)
     step = train_step(_experiment(WINDOWS, BLOCKS, sharding)[1], inputs)
-    compare_steps(step, train_step(plain, inputs), plain, inputs, "data:2,model:2")
+    mesh = "data:2,expert:2,model:2"
+    collectives = compare_steps(step, train_step(plain, inputs), plain, inputs, mesh)
+    # In the loops over two blocks: numbers of rows and rows to the experts, rows back; the first two again, since the
+    # backward pass computes a block again; the gradients of both.
+    assert collectives["all-to-all"] == 7
 
 
 def test_the_head_predicts_the_token_after_the_next_of_the_same_text():
