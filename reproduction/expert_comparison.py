@@ -98,7 +98,7 @@ def table(results: Mapping[str, Any], group: str) -> str:
     """A Markdown table of a group. The worst layer's shares are those from step 50 on."""
     base = _BASES[group]
     columns = words(_HEADS[group]) + numbers(
-        *("parameters", "held-out loss", f"against {base}", "dropped", "without expert"),
+        *("parameters", "steps", "held-out loss", f"against {base}", "dropped", "without expert"),
         *("busiest / mean", "in each quarter, by layer", "most dropped", "most dead", "CPU s"),
     )
     return markdown(Table(columns, [_row(r, results.get(base)) for r in _of(results, group)]))
@@ -113,7 +113,7 @@ def _row(r: Mapping[str, Any], base: Mapping[str, Any] | None) -> list[str]:
         return f"{100 * r[name]:.1f} %" if name in r else ""
 
     return [
-        *(r["says"], f"{r['params']:,}", f"{r['held_out_nll']:.3f}"),
+        *(r["says"], f"{r['params']:,}", str(r["steps"]), f"{r['held_out_nll']:.3f}"),
         f"{r['held_out_nll'] - base['held_out_nll']:+.3f}" if base else "",
         *(share("dropped"), share("without_expert")),
         f"{r['imbalance']:.1f}" if "imbalance" in r else "",

@@ -51,6 +51,7 @@ class Held:
             "lower_seconds": self.time["lower_seconds"],
             "upper_seconds": self.time["upper_seconds"],
             "fitted": self.row.fitted,
+            "doubt": self.row.doubt,
         }
 
 

@@ -3,10 +3,10 @@
     python -m tools.compare_experts                     # everything: an hour or two on two cores
     python -m tools.compare_experts --only=routers --steps=500
 
-Trains every variant of a model for the same number of steps on the same batches, then measures its loss on held-out
-pairs. A token costs the same number of multiplications in each variant. After an interruption the same command
-resumes. Writes results.json, a table and a picture of each group to the output directory, and keeps each variant's run
-for TensorBoard and tools.report.
+Trains every variant of a model for the same number of steps (those of balance for the same CPU seconds) on the same
+batches, then measures its loss on held-out pairs. A token costs the same number of multiplications in each variant.
+After an interruption the same command resumes. Writes results.json, a table and a picture of each group to the output
+directory, and keeps each variant's run for TensorBoard and tools.report.
 """
 
 import json
@@ -117,12 +117,13 @@ class Comparison:
             spent = sum(ended[2:4]) - sum(began[2:4])  # user and system time of children
             measured["cpu_seconds"] = round(spent)
         entry = {"says": variant.says, "group": variant.group, "experts": variant.experts}
+        entry["most_steps"] = steps
         content = json.dumps({**entry, **measured}, indent=2).encode() + b"\n"
         file_list.write_listed(result, content)
         self._say(f"{name}: held-out loss {measured['held_out_nll']:.3f}")
 
     def _is_done(self, result: Path, steps: int) -> bool:
-        """Whether a variant was already measured after so many steps; reports a damaged result, and ignores it."""
+        """Whether a variant was measured after so many steps at most; reports a damaged result, and ignores it."""
         if not result.is_file():
             return False
         try:
@@ -130,7 +131,7 @@ class Comparison:
         except DataError as e:
             self._say(str(e))
             return False
-        return json.loads(result.read_text())["steps"] == steps
+        return json.loads(result.read_text()).get("most_steps") == steps
 
     def _measure(self, run: Path) -> dict[str, Any]:
         _cli.load_tensorflow()

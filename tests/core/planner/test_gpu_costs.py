@@ -137,7 +137,7 @@ def test_float32_is_multiplied_in_tf32_unless_the_program_demands_more(attribute
 
 def test_each_number_format_has_its_peak():
     h100 = parse_machine("h100:1x8")
-    dtypes = {"bf16": "bfloat16", "f32": "tf32"}
+    dtypes = {"f8e4m3fn": "fp8", "f8e5m2": "fp8", "bf16": "bfloat16", "f32": "tf32"}
     for dtype, kind in dtypes.items():
         found = _costs(_cublas(_DIMS, dtype)).values()
         assert tables.number_formats(found) == {kind: 2 * 3 * 4 * 16 * 8}
