@@ -12,7 +12,7 @@
 CORPUS is what tools.build_corpus makes; PEERS is the environment that benchmarks/install_peers.sh --joeynmt makes.
 All contenders train on the same pairs in the same SentencePiece pieces, each in a process of its own on one core. CPU
 seconds count from the end of the first step, without those of scoring. The held-out loss is measured at 1/8, 1/4, 1/2
-and all of them, on the same pairs; BLEU and chrF at the end. Our learning rates decay in the last tenth of each of
+and all of them, on the same pairs; BLEU and chrF at the end. All learning rates decay in the last tenth of each of
 these times: a run at a stable rate goes through all of them, and a branch of it decays to each. After an interruption
 the same command keeps the contenders that were finished and begins the others again. Writes OUTPUT/results.json and
 OUTPUT/table.md.
@@ -59,8 +59,8 @@ ROUTERS = {
 DENSE, JOEYNMT = "dense", "joeynmt"
 OURS = (*_BEGINNINGS, DENSE)
 KINDS = (*OURS, JOEYNMT)
-# Steps of warm-up, padded tokens a side of a batch.
-_JOEYNMT_SETTINGS = {"warmup": 200, "batch_tokens": 1024}
+# Steps of warm-up, padded tokens a side of a batch, the part of each time in which rates decay, which is ours.
+_JOEYNMT_SETTINGS = {"warmup": 200, "batch_tokens": 1024, "decay_share": 0.1}
 _SIZES = ("model_dim", "hidden_dim", "num_heads", "num_encoder_layers", "num_decoder_layers")
 POINTS = (1 / 8, 1 / 4, 1 / 2, 1)
 _LENGTH_ALPHA = 0.6

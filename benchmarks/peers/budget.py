@@ -41,6 +41,11 @@ class Budget:
         """Whether all points have been scored."""
         return not self._points
 
+    @property
+    def to_next(self):
+        """The CPU seconds from the point that is due to the one after it."""
+        return self._points[1] - self._points[0]
+
     def Due(self):
         """Whether a point has been reached. To be called after each step; the first call starts the clock."""
         if self._start is None:
@@ -54,6 +59,10 @@ class Budget:
         yield
         self._start = self._clock() - used
         self._points.pop(0)
+
+    def Return(self, used):
+        """Sets the clock back, where training goes on from an earlier state."""
+        self._start = self._clock() - used
 
     def Note(self, step, loss):
         """Reports the progress now and then. `loss` returns the loss of the last step."""

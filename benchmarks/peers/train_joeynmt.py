@@ -8,6 +8,7 @@ and beam search are JoeyNMT's. It has no batches of similar lengths, so this add
 Letters: B sentence, T target token, V vocabulary.
 """
 
+import copy
 import json
 import math
 import sys
@@ -142,11 +143,17 @@ class Buckets:
 
 
 class Trainer(TrainManager):
-    """JoeyNMT's trainer, which stops for scoring when CPU seconds have been used."""
+    """JoeyNMT's trainer, which stops for scoring when CPU seconds have been used.
+
+    Before each scoring its rate falls to nothing; then it goes on from where that began, at the rate of its schedule.
+    """
 
     def Begin(self, budget, score):
-        """Sets what happens between steps: `score(step, tokens)` when a point is due."""
-        self._budget, self._score = budget, score
+        """Sets what happens between steps: `score(step, tokens)` when a point is due.
+
+        budget: its points are the beginning and the end of each decay, in turns.
+        """
+        self._budget, self._score, self._kept = budget, score, None
         self._loss = math.nan
         # Its first step is taken at the full rate otherwise, before the schedule is asked for one.
         for group in self.optimizer.param_groups:
@@ -156,12 +163,34 @@ class Trainer(TrainManager):
         if self.stats.steps:  # then a step was completed before
             if self._budget.Due():
                 with self._budget.Scoring():
-                    self._score(self.stats.steps, self.stats.total_tokens)
+                    self._Turn()
                 if self._budget.done:
                     raise Finished
+                if self._kept is None:
+                    self._budget.Return(self._began)
+            if self._kept is not None:
+                whole, left = self._length, self._began + self._length - self._budget.used
+                for (
+                    group
+                ) in self.optimizer.param_groups:  # the schedule sets it again after the step
+                    group["lr"] *= max(0.0, left / whole)
             self._budget.Note(self.stats.steps, lambda: self._loss)
         self._loss, right = super()._train_step(batch)
         return self._loss, right
+
+    def _Turn(self):
+        """Begins to decay, or scores and takes the state back from which that began."""
+        kinds = self.model, self.optimizer, self.scheduler
+        if self._kept is None:
+            self._began, self._length = self._budget.used, self._budget.to_next
+            states = copy.deepcopy([kind.state_dict() for kind in kinds])
+            self._kept = states, self.stats.steps, self.stats.total_tokens
+            return
+        self._score(self.stats.steps, self.stats.total_tokens)
+        states, self.stats.steps, self.stats.total_tokens = self._kept
+        for kind, state in zip(kinds, states, strict=True):
+            kind.load_state_dict(state)
+        self._kept = None
 
     def _save_checkpoint(self, new_best, score):
         """Saves nothing: nothing goes on from it."""
@@ -291,7 +320,8 @@ def main():
         train_args=args.train,
         dev_args=args.test,
     )
-    budget = Budget(setup["points"])
+    share = 1 - setup["decay_share"]
+    budget = Budget([moment for point in setup["points"] for moment in (share * point, point)])
 
     def score(step, seen):
         used = budget.used
