@@ -1,5 +1,6 @@
-"""Writes docs/reproduction.md, which compares the paper's systems claims with plans of the same models, and
-docs/validation.md, which holds plans against steps that others measured.
+"""Writes docs/reproduction.md, which compares the paper's systems claims with plans of the same models;
+docs/validation.md, which holds plans against steps that others measured; and docs/open_models.md, plans of published
+language models.
 
     python -m tools.reproduce                     # the page, its pictures from recorded plans, pipelines.svg
     python -m tools.reproduce --plans             # makes every plan again and compares: hours
@@ -18,13 +19,17 @@ from typing import Any
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
-from lingvo_moe.reproduction import goldens, making, published, requests
+from lingvo_moe.reproduction import goldens, making, open_models, published, requests
 
 from . import _cli
 
-# Plans of the page on reproduction, and of published steps.
-REQUESTS = {**requests.REQUESTS, **published.REQUESTS}
-GROUPS = {**requests.GROUPS, "published": tuple(published.REQUESTS)}
+# Plans of the page on reproduction, of published steps, and of published models.
+REQUESTS = {**requests.REQUESTS, **published.REQUESTS, **open_models.REQUESTS}
+GROUPS = {
+    **requests.GROUPS,
+    "published": tuple(published.REQUESTS),
+    "open": tuple(open_models.REQUESTS),
+}
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -95,6 +100,9 @@ def write_page(args: Flags) -> int:
     if any(goldens.path_of(docs / "plans", name).exists() for name in published.REQUESTS):
         files.write_atomic(docs / "validation.md", validation.page(docs / "plans").encode())
         made.append(docs / "validation.md")
+    if (models := open_models.page(docs / "plans")) is not None:
+        files.write_atomic(docs / "open_models.md", models.encode())
+        made.append(docs / "open_models.md")
     _cli.made(*made)
     return 0
 

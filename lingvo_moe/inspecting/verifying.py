@@ -19,7 +19,7 @@ import tensorflow as tf
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import NO_OFFLOAD
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
-from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.eager.testing import Collectives, run_sharded, run_single
 from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
@@ -152,17 +152,18 @@ def verify_model(
     alone = params.task.Copy().Set(offload=NO_OFFLOAD).Instantiate()
     one_device = TfEngine(jit_compile=False)
     start = one_device.Get(initial_state(alone, one_device, 1234))
-    found, programs = [], []
-    engines: Sequence[tuple[Engine, BaseTask]] = (
-        (PjrtEngine(mesh, known_faults=OFF), task),
-        (TfEngine(jit_compile=True), alone),
-    )
-    for engine, each in engines:
-        step = _with_gradients(each, train_step(each, inputs, params.train.num_micro_batches))
-        programs.append(engine.BuildStep(step))
-        state, rest = (engine.Get(tree) for tree in programs[-1](start, batch))
-        found.append(dict(_in_order(task, state, rest)))
-    got, want = found
+
+    def step_of(each: BaseTask) -> Step:
+        return _with_gradients(each, train_step(each, inputs, params.train.num_micro_batches))
+
+    def results(engine: Engine, run: Compiled) -> dict[str, np.ndarray]:
+        state, rest = (engine.Get(tree) for tree in run(start, batch))
+        return dict(_in_order(task, state, rest))
+
+    devices, reference = PjrtEngine(mesh, known_faults=OFF), TfEngine(jit_compile=True)
+    program = devices.BuildStep(step_of(task))
+    got = results(devices, program)
+    want = results(reference, reference.BuildStep(step_of(alone)))
     letters = {
         f"{kind}{path}": spec.letters
         for path, spec in task.VariableSpecs().FlattenItems()
@@ -171,7 +172,7 @@ def verify_model(
     _check_finite(f"the shrunk step of {model}", list(want), want.values())
     differing = _compare(list(want), got.values(), want.values(), tolerance, letters)
     _refuse(f"the training step of {model}", mesh, differing)
-    return Verified(list(want), Collectives(programs[0]))
+    return Verified(list(want), Collectives(program))
 
 
 def shrunk(model: str, mesh: Mesh, override: str = "") -> Params:
