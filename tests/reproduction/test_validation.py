@@ -7,7 +7,7 @@ import pytest
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.reproduction import validation
+from lingvo_moe.reproduction import open_models, validation
 from lingvo_moe.reproduction.published import FITTED, RATIOS, ROWS, WHY
 from tools.import_graph import ROOT
 
@@ -67,9 +67,10 @@ def test_counts_of_operations_are_those_of_the_sources():
     assert by["15 x16"] == pytest.approx(11.14, rel=2e-3)
 
 
-def test_the_committed_page_is_that_of_the_recorded_plans():
-    text = (ROOT / "docs" / "validation.md").read_text("utf-8")
-    assert text == validation.page(PLANS), "stale: run make reproduction"
+@pytest.mark.parametrize("page", [validation, open_models])
+def test_the_committed_page_is_that_of_the_recorded_plans(page):
+    text = (ROOT / "docs" / f"{page.__name__.rpartition('.')[2]}.md").read_text("utf-8")
+    assert text == page.page(PLANS), "stale: run make reproduction"
 
 
 def test_errors_are_within_what_was_asked_for(held):
