@@ -11,6 +11,9 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from layer_testing import init, normal, single, wave
 
 from lingvo_moe.core import kernels
+from lingvo_moe.core.engine.lowering import lowering
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.kernels import tensorflow, tpu, xla
 from lingvo_moe.core.kernels.pallas import attention as fused_attention
 from lingvo_moe.core.kernels.pallas import calls
@@ -20,6 +23,7 @@ from lingvo_moe.core.layers.extended_attention import ExtendedAttention
 from lingvo_moe.core.layers.latent_attention import LatentAttention
 from lingvo_moe.core.layers.masks import causal_segment_mask_of
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh
 
 M, T = 8, 13
 SPLIT = {"activation_split": {"B": "data", "N": "model"}, "weight_split": {"N": "model"}}
@@ -86,6 +90,17 @@ def test_sharded_over_rows_and_heads(kind):
         _run(layer, True), _args(layer), None, "data:2,model:2", _run(_layer(kind), False)
     )
     assert collectives["all-to-all"] == 0
+
+
+def test_a_long_row_needs_a_hundredth_of_the_memory_of_its_probabilities():
+    """A row of 32,768 tokens, forward and backward, a head on each of eight devices: compiled, not run."""
+    layer = _layer("plain", num_heads=8, block=1024, **SPLIT)
+    mesh, length = Mesh.parse("data:1,model:8"), 32_768
+    rows = [TensorSpec((1, length, M), "float32"), *[TensorSpec((1, length), "int32")] * 2]
+    specs = [layer.VariableSpecs(), *rows]
+    program = lowering.lower(_run(layer, True), specs, mesh, results=lowering.AUTO)
+    memory = PjrtEngine(mesh).Compile(program).Memory()
+    assert memory["temporaries"] < 4 * length**2 / 100
 
 
 @pytest.mark.parametrize("kind", KINDS)
