@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
     Llama4TextConfig,
@@ -30,6 +31,7 @@ from transformers.masking_utils import (
     chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
@@ -115,7 +117,7 @@ RANK, TURNED, VALUE = 6, 4, 5
 
 
 def latent(w: Arrays) -> Arrays:
-    """For DeepseekV3Attention."""
+    """For DeepseekV3Attention and DeepseekV2Attention."""
     down = w["kv_a_proj_with_mqa.weight"].T
     both = w["kv_b_proj.weight"].T.reshape(RANK, N, K + VALUE)
     name = "q_b_proj.weight" if "q_b_proj.weight" in w else "q_proj.weight"
@@ -295,6 +297,7 @@ def mixtures(out: Path) -> None:
 # --- models
 
 VOCAB, GREEDY = 13, 200
+MODEL_SIZES = SIZES | {"intermediate_size": H, "vocab_size": VOCAB}
 
 
 def dense(w: Arrays) -> Arrays:
@@ -306,6 +309,26 @@ def dense(w: Arrays) -> Arrays:
 def below(w: Arrays, prefix: str) -> Arrays:
     """The arrays whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): x for name, x in w.items() if name.startswith(prefix)}
+
+
+def decoder_layer(w: Arrays, attention: Convert, mixture: Convert) -> Arrays:
+    """For a layer of a decoder."""
+    mlp = below(w, "mlp.") or below(w, "feed_forward.")
+    parts = {
+        "self_norm": {"scale": w["input_layernorm.weight"]},
+        "self_atten": attention(below(w, "self_attn.")),
+        "ffn_norm": {"scale": w["post_attention_layernorm.weight"]},
+        "ffn": mixture(mlp) if "experts.down_proj" in mlp else dense(mlp),
+    }
+    return {f"{part}.{name}": x for part, values in parts.items() for name, x in values.items()}
+
+
+def save(path: Path, found: Arrays) -> None:
+    """Writes a file, without numbers of 64 bits."""
+    arrays = {name: np.ascontiguousarray(x) for name, x in found.items()}
+    np.savez_compressed(
+        path, **{n: x.astype("float32") if x.dtype == "float64" else x for n, x in arrays.items()}
+    )
 
 
 def record_model(path: Path, model: torch.nn.Module, attention: Convert, mixture: Convert) -> None:
@@ -330,26 +353,15 @@ def record_model(path: Path, model: torch.nn.Module, attention: Convert, mixture
         "final_norm.scale": w["model.norm.weight"],
     }
     for number in range(model.config.num_hidden_layers):
-        layer = below(w, f"model.layers.{number}.")
-        mlp = below(layer, "mlp.") or below(layer, "feed_forward.")
-        parts = {
-            "self_norm": {"scale": layer["input_layernorm.weight"]},
-            "self_atten": attention(below(layer, "self_attn.")),
-            "ffn_norm": {"scale": layer["post_attention_layernorm.weight"]},
-            "ffn": mixture(mlp) if "experts.down_proj" in mlp else dense(mlp),
-        }
-        for part, values in parts.items():
-            found |= {f"layer_{number}.{part}.{name}": x for name, x in values.items()}
-    arrays = {name: np.ascontiguousarray(x) for name, x in found.items()}
-    np.savez_compressed(
-        path, **{n: x.astype("float32") if x.dtype == "float64" else x for n, x in arrays.items()}
-    )
+        layer = decoder_layer(below(w, f"model.layers.{number}."), attention, mixture)
+        found |= {f"layer_{number}.{name}": x for name, x in layer.items()}
+    save(path, found)
 
 
 def models(out: Path) -> None:
     """The files of models. Settings that are not here have the library's defaults: those of a published model."""
     global M
-    sizes = SIZES | {"intermediate_size": H, "vocab_size": VOCAB}
+    sizes = MODEL_SIZES
     few = {"num_local_experts": E, "num_experts_per_tok": 2}
     by_gate = experts("gate", "EHM")
     rotary = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -371,43 +383,66 @@ def models(out: Path) -> None:
     c = GptOssConfig(**sizes | few, num_hidden_layers=2, sliding_window=3)
     interleaved = experts("router", "EMH interleaved")
     record_model(out / "GptOss20B.npz", gpt_oss.GptOssForCausalLM(c), heads(), interleaved)
-    c = Llama4TextConfig(
-        **sizes,
-        num_local_experts=E,
-        num_hidden_layers=4,
-        interleave_moe_layer_step=2,
-        intermediate_size_mlp=2 * H,
-        use_qk_norm=False,
-        attention_chunk_size=4,
-        floor_scale=2,
-    )
-    place, by_router = heads(interleaved=True), experts("router", "EMH")
-    record_model(out / "Llama4Maverick.npz", llama4.Llama4ForCausalLM(c), place, by_router)
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0}
-    yarn |= {"original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
-    c = DeepseekV3Config(
-        **sizes | {"num_key_value_heads": N, "head_dim": TURNED, "intermediate_size": 2 * H},
-        n_routed_experts=E,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        moe_intermediate_size=H,
-        first_k_dense_replace=1,
-        num_hidden_layers=2,
-        q_lora_rank=5,
-        kv_lora_rank=RANK,
-        qk_nope_head_dim=K,
-        qk_rope_head_dim=TURNED,
-        v_head_dim=VALUE,
-        rope_parameters=yarn,
-    )
-    record_model(out / "DeepSeekV3.npz", deepseek.DeepseekV3ForCausalLM(c), latent, by_gate)
     M = N * K
     c = OlmoeConfig(
         **sizes | {"hidden_size": M}, num_experts=E, num_experts_per_tok=2, num_hidden_layers=1
     )
     record_model(out / "OLMoE1B7B.npz", olmoe.OlmoeForCausalLM(c), heads(), by_gate)
+    M = SIZES["hidden_size"]
+
+
+def llama4_models(out: Path) -> None:
+    """The files of models of Llama 4."""
+    scaled = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0}
+    scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    scaled |= {"original_max_position_embeddings": 16}
+    kinds = {
+        "Llama4Maverick": {
+            "use_qk_norm": False,
+            "interleave_moe_layer_step": 2,
+            "num_hidden_layers": 4,
+        },
+        "Llama4Scout": {
+            "rope_parameters": scaled,
+            "no_rope_layer_interval": 2,
+            "num_hidden_layers": 2,
+        },
+    }
+    for name, kind in kinds.items():
+        c = Llama4TextConfig(
+            **MODEL_SIZES | kind,
+            num_local_experts=E,
+            intermediate_size_mlp=2 * H,
+            attention_chunk_size=4,
+            floor_scale=2,
+        )
+        model = llama4.Llama4ForCausalLM(c)
+        place, by_router = heads(interleaved=True), experts("router", "EMH")
+        record_model(out / f"{name}.npz", model, place, by_router)
+
+
+def latent_models(out: Path) -> None:
+    """The files of models of DeepSeek."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0}
+    yarn |= {"original_max_position_embeddings": 4096}
+    sizes = MODEL_SIZES | {"num_key_value_heads": N, "intermediate_size": 2 * H}
+    sizes |= {"n_routed_experts": E, "num_experts_per_tok": 2, "moe_intermediate_size": H}
+    sizes |= {"first_k_dense_replace": 1, "num_hidden_layers": 2, "v_head_dim": VALUE}
+    sizes |= {"kv_lora_rank": RANK, "qk_nope_head_dim": K, "qk_rope_head_dim": TURNED}
+    v3 = {"q_lora_rank": 5, "n_shared_experts": 1, "n_group": 4, "topk_group": 2}
+    kinds = {
+        "DeepSeekV3": (deepseek.DeepseekV3ForCausalLM, DeepseekV3Config, 1.0, v3),
+        "DeepSeekV2Lite": (
+            deepseek2.DeepseekV2ForCausalLM,
+            DeepseekV2Config,
+            0.707,
+            {"q_lora_rank": None},
+        ),
+    }
+    for name, (model, config, mscale, kind) in kinds.items():
+        rotary = yarn | {"mscale": mscale, "mscale_all_dim": mscale}
+        c = config(**sizes | kind | {"head_dim": TURNED}, rope_parameters=rotary)
+        record_model(out / f"{name}.npz", model(c), latent, experts("gate", "EHM"))
 
 
 if __name__ == "__main__":
@@ -418,3 +453,5 @@ if __name__ == "__main__":
     attentions(of_modules)
     mixtures(of_modules)
     models(of_models)
+    llama4_models(of_models)
+    latent_models(of_models)

@@ -21,17 +21,24 @@ from lingvo_moe.tasks.lm.prompt_search import PromptSearch
 TESTDATA = Path(__file__).parent / "testdata"
 SIZES = "task.vocab_size=13;task.model_dim=8;task.hidden_dim=12;task.num_heads=4;task.key_dim=4"
 EXPERTS = "task.num_experts=8;task.expert_hidden_dim=6;task.num_kv_heads=2;task.moe.router.k=2"
-LATENT = "task.attention.rank=6;task.attention.turned_dim=4;task.attention.value_dim=5"
+CHUNKS = (
+    f"{EXPERTS};task.moe.router.k=1;task.attention.chunk=4;task.nth_attention.temperature_length=2"
+)
+LATENT = (
+    f"task.num_layers=2;{EXPERTS};task.num_kv_heads=0;task.dense_first_layers=1;task.attention.rank=6;"
+    "task.attention.turned_dim=4;task.attention.value_dim=5"
+)
 MODELS = {
     "Llama31_8B": "task.num_layers=1;task.num_kv_heads=2;task.hidden_dim=6",
     "Mixtral8x7B": f"task.num_layers=1;{EXPERTS}",
     "OLMoE1B7B": f"task.num_layers=1;{EXPERTS};task.model_dim=16",
     "Qwen3_30B_A3B": f"task.num_layers=1;{EXPERTS}",
     "GptOss20B": f"task.num_layers=2;{EXPERTS};task.attention.window=3",
-    "Llama4Maverick": f"task.num_layers=4;{EXPERTS};task.moe.router.k=1;task.attention.chunk=4;"
-    "task.nth_attention.temperature_length=2",
-    "DeepSeekV3": f"task.num_layers=2;{EXPERTS};task.num_kv_heads=0;task.dense_first_layers=1;{LATENT};"
-    "task.attention.query_rank=5;task.moe.router.expert_groups=4;task.moe.router.groups_per_token=2",
+    "Llama4Maverick": f"task.num_layers=4;{CHUNKS}",
+    "Llama4Scout": f"task.num_layers=2;{CHUNKS};task.nth_attention_every=2;task.position.original_length=16",
+    "DeepSeekV3": f"{LATENT};task.attention.query_rank=5;task.moe.router.expert_groups=4;"
+    "task.moe.router.groups_per_token=2",
+    "DeepSeekV2Lite": LATENT,
 }
 
 
