@@ -2,7 +2,8 @@
 
 A file of a module, in tests/core/testdata/, has its input, weights, output and the gradients of a weighted sum of its
 output; one of a model, in tests/tasks/lm/testdata/, has ids, weights, logits and the 200 tokens that
-greedy search continues with. Names and layouts of weights are ours.
+greedy search continues with; that of a head for the token after the next, beside its model's, has ids, its weights, the
+losses of both and gradients. Names and layouts of weights are ours.
 To record again, in an environment of its own (recorded with transformers 5.24.0 and torch 2.13.0):
 
     pip install torch==2.13.0 transformers==5.24.0
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
     Llama4TextConfig,
@@ -30,6 +32,8 @@ from transformers.masking_utils import (
     chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.modeling_layers import MtpModel
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
@@ -42,6 +46,7 @@ B, T, M, N, A, K, E, H = 2, 7, 8, 4, 2, 4, 8, 6
 Arrays = dict[str, np.ndarray]
 # From the parameters of a module (or their gradients) to our weights (or theirs).
 Convert = Callable[[Arrays], Arrays]
+Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 def draw(module: torch.nn.Module, name: str) -> torch.Generator:
@@ -55,27 +60,25 @@ def draw(module: torch.nn.Module, name: str) -> torch.Generator:
     return generator
 
 
-def record(
-    path: Path,
-    module: torch.nn.Module,
-    run: Callable[[torch.Tensor], torch.Tensor],
-    convert: Convert,
-) -> None:
+def weights_and_gradients(module: torch.nn.Module) -> tuple[Arrays, Arrays]:
+    """All parameters and buffers of a module by path, and their gradients, 0 where there are none."""
+    named = dict(module.named_parameters()) | dict(module.named_buffers())
+    grads = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in named.items()}
+    weights, grads = ({n: x.detach().numpy() for n, x in of.items()} for of in (named, grads))
+    return weights, grads
+
+
+def record(path: Path, module: torch.nn.Module, run: Run, convert: Convert) -> None:
     """Draws weights and an input, differentiates sum(run(x) * weights), and writes a file."""
     generator = draw(module, path.stem)
     x = torch.randn(B, T, M, generator=generator).requires_grad_()
     y = run(x)
     upstream = torch.randn(y.shape, generator=generator)
     (y * upstream).sum().backward()
-    grads = {
-        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in module.named_parameters()
-    }
-    grads |= {n: torch.zeros_like(b) for n, b in module.named_buffers()}
-    named = dict(module.named_parameters()) | dict(module.named_buffers())
     arrays = {"x": x, "y": y, "upstream": upstream, "dx": x.grad}
     found = {name: value.detach().numpy() for name, value in arrays.items()}
-    for prefix, values in (("theta", named), ("grad", grads)):
-        ours = convert({n: v.detach().numpy() for n, v in values.items()})
+    for prefix, values in zip(("theta", "grad"), weights_and_gradients(module)):
+        ours = convert(values)
         found |= {f"{prefix}.{name}": np.ascontiguousarray(value) for name, value in ours.items()}
     np.savez_compressed(path, **found)
 
@@ -115,7 +118,7 @@ RANK, TURNED, VALUE = 6, 4, 5
 
 
 def latent(w: Arrays) -> Arrays:
-    """For DeepseekV3Attention."""
+    """For DeepseekV3Attention and DeepseekV2Attention."""
     down = w["kv_a_proj_with_mqa.weight"].T
     both = w["kv_b_proj.weight"].T.reshape(RANK, N, K + VALUE)
     name = "q_b_proj.weight" if "q_b_proj.weight" in w else "q_proj.weight"
@@ -135,7 +138,7 @@ def latent(w: Arrays) -> Arrays:
 
 def attend(
     attention: torch.nn.Module, rotary: torch.nn.Module, sees: Callable = causal_mask_function
-) -> Callable[[torch.Tensor], torch.Tensor]:
+) -> Run:
     """Runs an attention module over positions 0 to T - 1 under a mask function."""
     at = torch.arange(T)
     allowed = torch.stack([sees(b, 0, at[:, None], at[None]) for b in range(B)])[:, None]
@@ -295,6 +298,7 @@ def mixtures(out: Path) -> None:
 # --- models
 
 VOCAB, GREEDY = 13, 200
+MODEL_SIZES = SIZES | {"intermediate_size": H, "vocab_size": VOCAB}
 
 
 def dense(w: Arrays) -> Arrays:
@@ -308,6 +312,36 @@ def below(w: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): x for name, x in w.items() if name.startswith(prefix)}
 
 
+def decoder_layer(w: Arrays, attention: Convert, mixture: Convert) -> Arrays:
+    """For a layer of a decoder."""
+    mlp = below(w, "mlp.") or below(w, "feed_forward.")
+    parts = {
+        "self_norm": {"scale": w["input_layernorm.weight"]},
+        "self_atten": attention(below(w, "self_attn.")),
+        "ffn_norm": {"scale": w["post_attention_layernorm.weight"]},
+        "ffn": mixture(mlp) if "experts.down_proj" in mlp else dense(mlp),
+    }
+    return {f"{part}.{name}": x for part, values in parts.items() for name, x in values.items()}
+
+
+def ends(w: Arrays) -> Arrays:
+    """For the parts of a model before and after its layers."""
+    table = w["model.embed_tokens.weight"]
+    return {
+        "embedding.table": table / np.sqrt(table.shape[1]),  # ours is scaled where it is used
+        "softmax.table": w["lm_head.weight"],
+        "final_norm.scale": w["model.norm.weight"],
+    }
+
+
+def save(path: Path, found: Arrays) -> None:
+    """Writes a file, without numbers of 64 bits."""
+    arrays = {name: np.ascontiguousarray(x) for name, x in found.items()}
+    np.savez_compressed(
+        path, **{n: x.astype("float32") if x.dtype == "float64" else x for n, x in arrays.items()}
+    )
+
+
 def record_model(path: Path, model: torch.nn.Module, attention: Convert, mixture: Convert) -> None:
     """Draws weights and ids, and writes a file. The weights of layer l are below layer_<l>."""
     generator = draw(model, path.stem)
@@ -318,38 +352,66 @@ def record_model(path: Path, model: torch.nn.Module, attention: Convert, mixture
         greedy = {"max_new_tokens": GREEDY, "do_sample": False, "eos_token_id": -1}
         seen = torch.ones_like(ids)  # no id is padding
         tokens = model.generate(ids, attention_mask=seen, **greedy)[:, T:]
-    named = dict(model.named_parameters()) | dict(model.named_buffers())
-    w = {name: value.detach().numpy() for name, value in named.items()}
-    table = w["model.embed_tokens.weight"]
+    w, _ = weights_and_gradients(model)
     found = {
         "ids": ids.numpy(),
         "logits": logits.numpy(),
         "greedy": tokens.numpy().astype("int8"),
-        "embedding.table": table / np.sqrt(table.shape[1]),  # ours is scaled where it is used
-        "softmax.table": w["lm_head.weight"],
-        "final_norm.scale": w["model.norm.weight"],
+        **ends(w),
     }
     for number in range(model.config.num_hidden_layers):
-        layer = below(w, f"model.layers.{number}.")
-        mlp = below(layer, "mlp.") or below(layer, "feed_forward.")
-        parts = {
-            "self_norm": {"scale": layer["input_layernorm.weight"]},
-            "self_atten": attention(below(layer, "self_attn.")),
-            "ffn_norm": {"scale": layer["post_attention_layernorm.weight"]},
-            "ffn": mixture(mlp) if "experts.down_proj" in mlp else dense(mlp),
-        }
-        for part, values in parts.items():
-            found |= {f"layer_{number}.{part}.{name}": x for name, x in values.items()}
-    arrays = {name: np.ascontiguousarray(x) for name, x in found.items()}
-    np.savez_compressed(
-        path, **{n: x.astype("float32") if x.dtype == "float64" else x for n, x in arrays.items()}
-    )
+        layer = decoder_layer(below(w, f"model.layers.{number}."), attention, mixture)
+        found |= {f"layer_{number}.{name}": x for name, x in layer.items()}
+    save(path, found)
+
+
+def record_multi_token(path: Path, model: torch.nn.Module) -> None:
+    """Draws the head for the token after the next of a model of DeepSeek-V3, which has its weights, and writes a file.
+
+    The loss is the model's and 0.3 of the head's, each a sum over known tokens divided by B * T. Gradients
+    are those of the head and, of the model, of its tables, its last normalization and its first layer.
+    """
+    head = MtpModel(model, 1)
+    head.set_experts_implementation("eager")
+    generator = draw(head.layers[0], path.stem)
+    ids = torch.randint(0, VOCAB, (B, T + 1), generator=generator)
+    x = model.model(input_ids=ids[:, :-1]).last_hidden_state
+    at = torch.arange(1, T + 1).expand(B, T)
+    y = head.forward_layer(0, x, at, None, input_ids=ids[:, 1:])
+    nll = []
+    for ahead, hidden in enumerate((x, y)):
+        logits = model.lm_head(hidden)[:, : T - ahead].flatten(0, 1)
+        labels = ids[:, 1 + ahead :].flatten()
+        nll.append(torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / (B * T))
+    (nll[0] + 0.3 * nll[1]).backward()
+    weights, grads = (multi_token(w) for w in weights_and_gradients(head.layers[0]))
+    _, of_model = weights_and_gradients(model)
+    first = decoder_layer(below(of_model, "model.layers.0."), latent, experts("gate", "EHM"))
+    grads = {f"multi_token.{name}": x for name, x in grads.items()} | ends(of_model)
+    grads |= {f"layer_0.{name}": x for name, x in first.items()}
+    grads["embedding.table"] *= M  # of a table that `ends` divided by sqrt(M)
+    found = {"ids": ids.numpy(), "nll": torch.stack(nll).detach().numpy()}
+    found |= {f"multi_token.{name}": x for name, x in weights.items()}
+    save(path, found | {f"grad.{name}": x for name, x in grads.items()})
+
+
+def multi_token(w: Arrays) -> Arrays:
+    """For MtpLayer of a model of DeepSeek-V3."""
+    of_token, of_hidden = np.split(w["eh_proj.weight"].T, 2)
+    layer = decoder_layer(below(w, "mtp_block."), latent, experts("gate", "EHM"))
+    return {f"layer.{name}": x for name, x in layer.items()} | {
+        "of_token": of_token,
+        "of_hidden": of_hidden,
+        "token_norm.scale": w["enorm.weight"],
+        "hidden_norm.scale": w["hnorm.weight"],
+        "final_norm.scale": w["post_norm.weight"],
+    }
 
 
 def models(out: Path) -> None:
     """The files of models. Settings that are not here have the library's defaults: those of a published model."""
     global M
-    sizes = SIZES | {"intermediate_size": H, "vocab_size": VOCAB}
+    sizes = MODEL_SIZES
     few = {"num_local_experts": E, "num_experts_per_tok": 2}
     by_gate = experts("gate", "EHM")
     rotary = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -371,43 +433,54 @@ def models(out: Path) -> None:
     c = GptOssConfig(**sizes | few, num_hidden_layers=2, sliding_window=3)
     interleaved = experts("router", "EMH interleaved")
     record_model(out / "GptOss20B.npz", gpt_oss.GptOssForCausalLM(c), heads(), interleaved)
-    c = Llama4TextConfig(
-        **sizes,
-        num_local_experts=E,
-        num_hidden_layers=4,
-        interleave_moe_layer_step=2,
-        intermediate_size_mlp=2 * H,
-        use_qk_norm=False,
-        attention_chunk_size=4,
-        floor_scale=2,
-    )
-    place, by_router = heads(interleaved=True), experts("router", "EMH")
-    record_model(out / "Llama4Maverick.npz", llama4.Llama4ForCausalLM(c), place, by_router)
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0}
-    yarn |= {"original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
-    c = DeepseekV3Config(
-        **sizes | {"num_key_value_heads": N, "head_dim": TURNED, "intermediate_size": 2 * H},
-        n_routed_experts=E,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        moe_intermediate_size=H,
-        first_k_dense_replace=1,
-        num_hidden_layers=2,
-        q_lora_rank=5,
-        kv_lora_rank=RANK,
-        qk_nope_head_dim=K,
-        qk_rope_head_dim=TURNED,
-        v_head_dim=VALUE,
-        rope_parameters=yarn,
-    )
-    record_model(out / "DeepSeekV3.npz", deepseek.DeepseekV3ForCausalLM(c), latent, by_gate)
     M = N * K
     c = OlmoeConfig(
         **sizes | {"hidden_size": M}, num_experts=E, num_experts_per_tok=2, num_hidden_layers=1
     )
     record_model(out / "OLMoE1B7B.npz", olmoe.OlmoeForCausalLM(c), heads(), by_gate)
+    M = SIZES["hidden_size"]
+
+
+def llama4_models(out: Path) -> None:
+    """The files of models of Llama 4."""
+    scaled = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0}
+    scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    scaled |= {"original_max_position_embeddings": 16}
+    maverick = {"num_hidden_layers": 4, "use_qk_norm": False, "interleave_moe_layer_step": 2}
+    scout = {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "rope_parameters": scaled}
+    for name, kind in {"Llama4Maverick": maverick, "Llama4Scout": scout}.items():
+        c = Llama4TextConfig(
+            **MODEL_SIZES | kind,
+            num_local_experts=E,
+            intermediate_size_mlp=2 * H,
+            attention_chunk_size=4,
+            floor_scale=2,
+        )
+        model = llama4.Llama4ForCausalLM(c)
+        place, by_router = heads(interleaved=True), experts("router", "EMH")
+        record_model(out / f"{name}.npz", model, place, by_router)
+
+
+def latent_models(out: Path) -> None:
+    """The files of models of DeepSeek."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0}
+    yarn |= {"original_max_position_embeddings": 4096}
+    sizes = MODEL_SIZES | {"num_key_value_heads": N, "intermediate_size": 2 * H}
+    sizes |= {"n_routed_experts": E, "num_experts_per_tok": 2, "moe_intermediate_size": H}
+    sizes |= {"first_k_dense_replace": 1, "num_hidden_layers": 2, "v_head_dim": VALUE}
+    sizes |= {"kv_lora_rank": RANK, "qk_nope_head_dim": K, "qk_rope_head_dim": TURNED}
+    v3 = {"q_lora_rank": 5, "n_shared_experts": 1, "n_group": 4, "topk_group": 2}
+    lite = {"q_lora_rank": None}
+    kinds = {
+        "DeepSeekV3": (deepseek.DeepseekV3ForCausalLM, DeepseekV3Config, 1.0, v3),
+        "DeepSeekV2Lite": (deepseek2.DeepseekV2ForCausalLM, DeepseekV2Config, 0.707, lite),
+    }
+    for name, (cls, config, mscale, kind) in kinds.items():
+        rotary = yarn | {"mscale": mscale, "mscale_all_dim": mscale}
+        model = cls(config(**sizes | kind | {"head_dim": TURNED}, rope_parameters=rotary))
+        record_model(out / f"{name}.npz", model, latent, experts("gate", "EHM"))
+        if name == "DeepSeekV3":
+            record_multi_token(out / f"{name}_multi_token.npz", model)
 
 
 if __name__ == "__main__":
@@ -418,3 +491,5 @@ if __name__ == "__main__":
     attentions(of_modules)
     mixtures(of_modules)
     models(of_models)
+    llama4_models(of_models)
+    latent_models(of_models)

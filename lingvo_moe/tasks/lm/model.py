@@ -284,7 +284,7 @@ class LmModel(TransformerTask):
         loss, metrics = self.TokenLosses(table, y, context.batch, context.shares)
         if not self.p.multi_token_weight:
             return loss, metrics
-        more, metrics.multi_token = self._MultiTokenLoss(theta, table, carry.x, context)
+        more, metrics.multi_token = self._MultiTokenLoss(theta, table, y, context)
         return loss + more, metrics
 
     @scoped

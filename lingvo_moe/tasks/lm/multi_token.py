@@ -22,6 +22,8 @@ class MultiTokenHead(BaseLayer):
     """One more layer, whose input is a projection of the stack's output and of the next token's embedding.
 
     Both are normalized before the projection, and the layer's output after it. Embedding and softmax are the model's.
+    The report leaves open whether the stack's output is that before or after its last normalization; it is that after,
+    as for the published weights in `transformers`, which has the halves of the projection in one, the token's first.
     """
 
     NAMES_ITS_PARTS: ClassVar[bool] = True
@@ -56,7 +58,7 @@ class MultiTokenHead(BaseLayer):
 
         Args:
             theta: the weights.
-            x: [B, T, M], the stack's output before its last normalization.
+            x: [B, T, M], the stack's output after its last normalization, which the softmax reads too.
             tokens: [B, T, M], the embedding of each position's next token.
             aux: as for the stack's layers.
             seed: int32 [2]; None means inference.
