@@ -12,12 +12,19 @@ from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.lm.generator import GenerateOptions
 from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, UNK_ID
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.serving.export import load_generator, load_theta
+from lingvo_moe.tasks.mt.serving.export import export, load_generator, load_theta
 
 PROMPTS = ["red house", "", "open the green tree", "close stone", "edit \ud800 file"]
+# The parts of DeepSeek-V3.
+LATENT_EXPERTS = (
+    "task.attention=latent;task.attention.rank=6;task.attention.turned_dim=4;task.num_experts=4;"
+    "task.moe.router=top_k;task.moe.router.gate=sigmoid;task.moe.router.balance_bias=0.1;"
+    "task.moe.num_shared_experts=1;task.multi_token_weight=0.3"
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +97,21 @@ def test_greedy_and_beam_search_are_those_over_the_whole_pass(run, generator, ne
         beam.Generate([""], [Sampling(6, 1.0)])
     with pytest.raises(ValueError, match="cannot be streamed"):
         next(beam.Stream("", Sampling(6)))
+
+
+@pytest.mark.slow
+def test_an_export_with_experts_and_latent_attention_gives_the_same_greedy_tokens(tmp_path):
+    toy_text.save_run(tmp_path / "run", LATENT_EXPERTS)
+    made, about = load_generator(
+        tmp_path / "run", GenerateOptions(max_source_length=6, max_length=8)
+    )
+    export(made, tmp_path / "model", about)
+    settings = [Sampling(8)] * 2
+    want, got = (
+        g.Generate(PROMPTS[:2], settings) for g in (made, SavedGenerator(tmp_path / "model"))
+    )
+    assert got.texts == want.texts and len(set(got.texts)) == 2
+    np.testing.assert_array_equal(got.tokens, want.tokens)
 
 
 def test_wrong_settings_are_refused(generator):
