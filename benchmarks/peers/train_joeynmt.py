@@ -170,9 +170,8 @@ class Trainer(TrainManager):
                     self._budget.Return(self._began)
             if self._kept is not None:
                 whole, left = self._length, self._began + self._length - self._budget.used
-                for (
-                    group
-                ) in self.optimizer.param_groups:  # the schedule sets it again after the step
+                # The schedule sets it again after the step.
+                for group in self.optimizer.param_groups:
                     group["lr"] *= max(0.0, left / whole)
             self._budget.Note(self.stats.steps, lambda: self._loss)
         self._loss, right = super()._train_step(batch)

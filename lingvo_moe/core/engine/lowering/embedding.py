@@ -50,9 +50,8 @@ def _lower(
     captured = [mlir.ir_constant(np.asarray(x)) for x in concrete.captured_inputs]
     hlo = bridge_hlo(concrete, specs)
     module = ir.Module.parse(hlo_to_stablehlo(hlo))
-    if (
-        PLACEMENT.encode() in hlo
-    ):  # Strings stand in it as they are; to visit each operation takes a while.
+    # Strings stand in it as they are; to visit each operation takes a while.
+    if PLACEMENT.encode() in hlo:
         module.operation.walk(_as_xla_reads_placements)
     without_interior_padding(module)
     if regions.OPEN.encode() in hlo:

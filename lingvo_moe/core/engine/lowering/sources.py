@@ -117,9 +117,8 @@ def record(graph: tf.Graph) -> Sources:
         operations = graph.get_operations()
         annotations = _annotations_of_gradients(operations)
         for op in operations:
-            if (
-                op.name in entries
-            ):  # Reading a traceback is dear, and names return in copies of a function.
+            # Reading a traceback is dear, and names return in copies of a function.
+            if op.name in entries:
                 continue
             original = private.forward_operation(op) or annotations.get(op.name)
             reads = ""
