@@ -9,8 +9,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 LOCK := requirements.lock.txt
 
-# How many test processes run at a time. JOBS=0: one after another; with TESTS, all tests in this process.
-JOBS ?= 2
+# How many test processes run at a time: one more than two cores, since tests also wait. JOBS=0: one after another; with
+# TESTS, all tests in this process.
+JOBS ?= 3
 PYTEST_ARGS ?=
 TESTS ?=
 # make test has a process for each of these, after lint, which one core does, and one for all other tests, since a process
