@@ -66,7 +66,6 @@ def page(plans: Path) -> str | None:
             __package__,
             "open_models.md",
             table=table(recorded),
-            missing=[name for name in REQUESTS if name not in recorded],
             length=LENGTH,
         )
     )
