@@ -75,30 +75,20 @@ def table(plans: Mapping[str, Plan]) -> str:
     """A row for each plan."""
     columns = [
         *words("model"),
-        *numbers("parameters", "chips", "fsdp x expert", "memory of a chip", "step"),
-        *numbers("at least, at most", "of peak", "tokens/s", "chip-days for 1T tokens"),
+        *numbers("parameters", "fsdp x expert", "slice of v5p", "chips", "memory of a chip"),
+        *numbers("step", "tokens/s", "days for 1T tokens", "chip-days"),
+        *numbers("step at least, at most", "of peak"),
     ]
     return markdown(Table(columns, [_row(name, plan) for name, plan in plans.items()]))
 
 
 def _row(name: str, plan: Plan) -> list[str]:
-    mesh = REQUESTS[name].mesh.replace("fsdp:", "").replace(",expert:", " x ")
-    held = measures.held(plan) + ("" if measures.fits(plan) else ": does not fit")
-    shown = [
-        f"`{plan['model']}`",
-        f"{units.number(plan['parameters']['count'] / 1e9)} B",
-        f"{plan['topology']['chips']:,}",
-        mesh,
-        held,
-    ]
-    if not measures.has_time(plan):
-        return [*shown, *[text.DASH] * 5]
     time = plan["time"]
     return [
-        *shown,
-        f"{time['step_seconds']:.2f} s",
+        f"`{plan['model']}`",
+        f"{units.number(plan['parameters']['count'] / 1e9)} B",
+        REQUESTS[name].mesh.replace("fsdp:", "").replace(",expert:", " x "),
+        *measures.machine_cells(plan),
         f"{time['lower_seconds']:.2f}, {time['upper_seconds']:.2f} s",
         text.percent(time["utilization"]),
-        f"{time['tokens_per_second']:,.0f}",
-        f"{time['chip_days']:,.0f}",
     ]

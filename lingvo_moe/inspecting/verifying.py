@@ -23,7 +23,7 @@ from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.eager.testing import Collectives, run_sharded, run_single
 from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
-from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import OFF
@@ -116,10 +116,11 @@ class Verified(NamedTuple):
     """A training step that is over a mesh what it is on one device."""
 
     names: list[str]  # of the tensors that were compared, in order
-    collectives: Collectives  # of its program over the mesh
+    program: CompiledProgram  # over the mesh
 
     def __str__(self) -> str:
-        has = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives.items()))
+        counts = sorted(Collectives(self.program).items())
+        has = ", ".join(f"{count} {kind}" for kind, count in counts)
         return (
             f"{len(self.names)} tensors of a small training step are those of one device; its program has "
             f"{has or 'no collectives'}"
@@ -172,7 +173,7 @@ def verify_model(
     _check_finite(f"the shrunk step of {model}", list(want), want.values())
     differing = _compare(list(want), got.values(), want.values(), tolerance, letters)
     _refuse(f"the training step of {model}", mesh, differing)
-    return Verified(list(want), Collectives(program))
+    return Verified(list(want), program)
 
 
 def shrunk(model: str, mesh: Mesh, override: str = "") -> Params:

@@ -50,7 +50,7 @@ def _lower(
     captured = [mlir.ir_constant(np.asarray(x)) for x in concrete.captured_inputs]
     hlo = bridge_hlo(concrete, specs)
     module = ir.Module.parse(hlo_to_stablehlo(hlo))
-    # Strings stand in it as they are; to visit each operation takes a while.
+    # Strings stand in `hlo` as they are, so that no operation need be visited where there is nothing to find.
     if PLACEMENT.encode() in hlo:
         module.operation.walk(_as_xla_reads_placements)
     without_interior_padding(module)

@@ -30,6 +30,17 @@ def test_a_constant_that_both_sides_use_enters_the_region():
     assert [f"init: {zero})" in line for line in sums] == [True, False]
 
 
+def test_so_does_a_captured_tensor():
+    """It is an argument of the function that TensorFlow traced, but a constant of the program."""
+    captured = tf.constant([1.0, 2.0, 3.0, 4.0])
+
+    def fn(x):
+        return captured * manual_region(lambda x: x + captured, [ROWS], ROWS)(x)
+
+    entered = [line for line in _text(fn).splitlines() if ENTER in line]
+    assert [line.rpartition("-> ")[2] for line in entered] == ["tensor<1x4xf32>"] * 2
+
+
 def test_so_does_a_loop_s_counter_where_it_meets_local_tensors():
     def fn(x):
         def body(x):
