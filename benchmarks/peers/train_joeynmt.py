@@ -162,12 +162,7 @@ class Trainer(TrainManager):
     def _train_step(self, batch):
         if self.stats.steps:  # then a step was completed before
             if self._budget.Due():
-                with self._budget.Scoring():
-                    self._Turn()
-                if self._budget.done:
-                    raise Finished
-                if self._kept is None:
-                    self._budget.Return(self._began)
+                self._Turn()
             if self._kept is not None:
                 whole, left = self._length, self._began + self._length - self._budget.used
                 # The schedule sets it again after the step.
@@ -178,18 +173,24 @@ class Trainer(TrainManager):
         return self._loss, right
 
     def _Turn(self):
-        """Begins to decay, or scores and takes the state back from which that began."""
+        """Begins to decay; or scores, and takes the state back from which that began, unless it was the last time."""
         kinds = self.model, self.optimizer, self.scheduler
-        if self._kept is None:
-            self._began, self._length = self._budget.used, self._budget.to_next
-            states = copy.deepcopy([kind.state_dict() for kind in kinds])
-            self._kept = states, self.stats.steps, self.stats.total_tokens
-            return
-        self._score(self.stats.steps, self.stats.total_tokens)
-        states, self.stats.steps, self.stats.total_tokens = self._kept
-        for kind, state in zip(kinds, states, strict=True):
-            kind.load_state_dict(state)
-        self._kept = None
+        decayed = self._kept is not None
+        with self._budget.Scoring():
+            if decayed:
+                self._score(self.stats.steps, self.stats.total_tokens)
+            else:
+                self._began, self._length = self._budget.used, self._budget.to_next
+                states = copy.deepcopy([kind.state_dict() for kind in kinds])
+                self._kept = states, self.stats.steps, self.stats.total_tokens
+        if self._budget.done:
+            raise Finished
+        if decayed:
+            states, self.stats.steps, self.stats.total_tokens = self._kept
+            for kind, state in zip(kinds, states, strict=True):
+                kind.load_state_dict(state)
+            self._kept = None
+            self._budget.Return(self._began)
 
     def _save_checkpoint(self, new_best, score):
         """Saves nothing: nothing goes on from it."""

@@ -73,6 +73,24 @@ def test_a_budget_leaves_out_the_first_step_and_the_scoring():
     assert found.done
 
 
+def test_a_budget_goes_back_to_where_a_branch_began():
+    now = [0.0]
+    found = budget.Budget([9.0, 10.0, 18.0], clock=lambda: now[0])
+    assert not found.Due()
+    now[0] = 9.5
+    assert found.Due() and found.to_next == 1.0
+    with found.Scoring():
+        began = found.used
+    now[0] = 10.5
+    assert found.Due()
+    with found.Scoring():
+        pass
+    found.Return(began)
+    assert found.used == 9.5 and not found.Due()
+    now[0] = 19.0
+    assert found.Due() and found.used == 18.0
+
+
 def test_other_systems_get_the_tokens_that_ours_reads(corpus, tmp_path):
     override = f"input.data_dir={corpus};input.languages=['aa','bb']"
     inputs = registry.GetParams("mt.M4Tiny", override).input.Instantiate().Prepare()
