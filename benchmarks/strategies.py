@@ -58,7 +58,7 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.strategies.candidate import Candidate
     from lingvo_moe.core.strategies.estimates import Correction
-    from lingvo_moe.core.strategies.layout import layouts
+    from lingvo_moe.core.strategies.mesh_layout import layouts
     from lingvo_moe.core.strategies.space import Space
     from lingvo_moe.core.strategies.workload import read_workload
     from lingvo_moe.planning import parallelizing, step_plan

@@ -26,13 +26,13 @@ from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.state.offload import items_of
-from lingvo_moe.core.strategies.budget import Budget
 from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
-from lingvo_moe.core.strategies.layout import Layout
+from lingvo_moe.core.strategies.mesh_layout import MeshLayout
 from lingvo_moe.core.strategies.objectives import CHIP_DAYS, SMALLEST, SPEED
 from lingvo_moe.core.strategies.paths import CHOSEN
 from lingvo_moe.core.strategies.ranking import Ranking, Tried
+from lingvo_moe.core.strategies.search_budget import SearchBudget
 from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.strategy_file import StrategyError, as_override, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
@@ -160,7 +160,7 @@ def find(
         NoneFits: with what lacks.
         ValueError: of some subclass: an experiment, override or topology that cannot be.
     """
-    budget = Budget(search.compiles, search.seconds, search.verify, clock)
+    budget = SearchBudget(search.compiles, search.seconds, search.verify, clock)
     params = registry.GetParams(search.model, search.override)
     check_override(search.override)
     say(f"reading the work of a step of {search.model}")
@@ -199,7 +199,7 @@ class _Finder:
         search: Search,
         params: Params,
         work: Workload,
-        budget: Budget,
+        budget: SearchBudget,
         cache_dir: Path | None,
         say: Say,
     ):
@@ -391,7 +391,7 @@ def _as_written(params: Params, num_devices: int) -> Candidate | None:
     named = [*(task.activation_split or {}).values(), *(task.weight_split or {}).values()]
     if not {a for axis in named for a in axes_of(axis)} <= set(mesh.axis_names):
         return None
-    layout = Layout(
+    layout = MeshLayout(
         mesh,
         tuple((task.activation_split or {}).items()),
         tuple((task.weight_split or {}).items()),

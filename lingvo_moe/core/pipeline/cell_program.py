@@ -10,7 +10,7 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.nested_map import NestedMap, flatten, flatten_items, map_structure, pack_as
 from lingvo_moe.core.pipeline.cells import Args
-from lingvo_moe.core.pipeline.packing import Boundary, packed_row, unpacked_row
+from lingvo_moe.core.pipeline.stage_vectors import Boundary, packed_row, unpacked_row
 from lingvo_moe.core.tensors import runtime_zeros, sum_type
 
 Vectors = dict[str, tf.Tensor]

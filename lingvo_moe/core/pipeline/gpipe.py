@@ -24,7 +24,7 @@ from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure
 from lingvo_moe.core.pipeline.cell_program import EXTRAS, Cell, CellProgram, Vectors
 from lingvo_moe.core.pipeline.cells import Args
 from lingvo_moe.core.pipeline.gpipe_loops import Loops
-from lingvo_moe.core.pipeline.packing import PACKED_LETTERS, Boundary, packed_specs
+from lingvo_moe.core.pipeline.stage_vectors import PACKED_LETTERS, Boundary, packed_specs
 from lingvo_moe.core.pipeline.ticks import ROWS, Stages
 from lingvo_moe.core.sharding import ShardingError, SplitMap, current_mesh, dims_mapping
 from lingvo_moe.core.sharding.letters import axes_of

@@ -12,7 +12,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.nested_map import NestedMap, flatten, pack_as
 from lingvo_moe.core.pipeline.cell_program import EXTRAS, CellProgram, Vectors
-from lingvo_moe.core.pipeline.packing import largest
+from lingvo_moe.core.pipeline.stage_vectors import largest
 from lingvo_moe.core.pipeline.ticks import ROWS, STAGE, Stages, Work
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.tensors import sum_type

@@ -15,9 +15,9 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import name_scope
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.pipeline import schedule as schedules
-from lingvo_moe.core.pipeline.layout import Layout
 from lingvo_moe.core.pipeline.schedule import Order, Phase, Schedule, Work
 from lingvo_moe.core.pipeline.stage import Programs
+from lingvo_moe.core.pipeline.stage_layout import StageLayout
 from lingvo_moe.core.tensors import runtime_zeros, sum_type, term_if
 
 
@@ -46,7 +46,7 @@ class Loops:
         self,
         schedule: Schedule,
         programs: Programs,
-        layout: Layout,
+        layout: StageLayout,
         batch: NestedMap,
         given: tf.Tensor,
     ):

@@ -15,13 +15,13 @@ from lingvo_moe.core.sharding.letters import DimsMapping, check_mapping, tile_de
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 from lingvo_moe.core.sharding.redistribution_plan import (
     Layout,
-    Step,
+    Move,
     plan_redistribution,
     total_bytes,
 )
 from lingvo_moe.core.tensors import origin
 
-__all__ = ["Layout", "Step", "plan_redistribution", "redistribute", "total_bytes"]
+__all__ = ["Layout", "Move", "plan_redistribution", "redistribute", "total_bytes"]
 
 
 def redistribute(

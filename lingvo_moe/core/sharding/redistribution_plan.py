@@ -33,11 +33,11 @@ _Ends = tuple[Mesh, tuple[tuple[str, ...], ...]]
 _State = tuple[tuple[int, ...], ...]
 _Node = tuple[int, _State]  # a grid's number and a state of it
 # Kind, bytes, ways and dims of a step; None if both nodes are the same sharding.
-_Move = tuple[str, int, int, tuple[int, ...]] | None
+_Edge = tuple[str, int, int, tuple[int, ...]] | None
 
 
 @dataclass(frozen=True)
-class Step:
+class Move:
     """One step of a plan, for which the partitioner needs at most one collective."""
 
     # 'slice' (devices keep a slice of their part: free), 'all-to-all' (a split moves from one dimension to another),
@@ -72,7 +72,7 @@ class Step:
 
 def plan_redistribution(
     shape: Sequence[int], itemsize: int, source: Layout, target: Layout
-) -> tuple[Step, ...]:
+) -> tuple[Move, ...]:
     """Returns the steps from `source` to `target` with the fewest bytes received by a device.
 
     Among equal plans it chooses the one with the fewest collectives. Intermediate shardings can be any
@@ -105,7 +105,7 @@ def plan_redistribution(
     return _plan(shape, int(itemsize), *layouts)
 
 
-def total_bytes(plan: Sequence[Step]) -> int:
+def total_bytes(plan: Sequence[Move]) -> int:
     """Bytes that a device receives in all steps together."""
     return sum(step.num_bytes for step in plan)
 
@@ -116,7 +116,7 @@ def _plan(
     itemsize: int,
     source: _Ends,
     target: _Ends,
-) -> tuple[Step, ...]:
+) -> tuple[Move, ...]:
     if not shape:
         return ()
     return _Search(shape, itemsize, source, target).Run()
@@ -170,10 +170,10 @@ class _Search:
             for state in grid.States(shape):
                 self._same_tiles[self._Tiles((number, state))].append((number, state))
 
-    def Run(self) -> tuple[Step, ...]:
+    def Run(self) -> tuple[Move, ...]:
         # The cost of a path: bytes, collectives, annotations. The counter makes ties deterministic.
         best: dict[_Node, tuple[int, int, int]] = {self._source: (0, 0, 0)}
-        came: dict[_Node, tuple[_Node, _Move]] = {}
+        came: dict[_Node, tuple[_Node, _Edge]] = {}
         counter = itertools.count()
         queue = [((0, 0, 0), next(counter), self._source)]
         while queue:
@@ -190,7 +190,7 @@ class _Search:
                     best[other] = new
                     came[other] = (node, move)
                     heapq.heappush(queue, (new, next(counter), other))
-        steps: list[Step] = []
+        steps: list[Move] = []
         node = self._target
         while node != self._source:
             before, move = came[node]
@@ -199,7 +199,7 @@ class _Search:
             node = before
         return _merge_slices(steps[::-1])
 
-    def _Moves(self, node: _Node) -> Iterator[tuple[_Node, _Move]]:
+    def _Moves(self, node: _Node) -> Iterator[tuple[_Node, _Edge]]:
         number, state = node
         grid = self._grids[number]
         free = [a for a in range(len(grid.sizes)) if not any(a in atoms for atoms in state)]
@@ -221,7 +221,7 @@ class _Search:
 
     def _AllToAlls(
         self, node: _Node, dim: int, left: tuple[int, ...], moved: tuple[int, ...]
-    ) -> Iterator[tuple[_Node, _Move]]:
+    ) -> Iterator[tuple[_Node, _Edge]]:
         number, state = node
         grid, ways = self._grids[number], self._grids[number].Ways(moved)
         for to, atoms in enumerate(state):
@@ -254,9 +254,9 @@ class _Search:
 
     def _Step(
         self, node: _Node, kind: str, received: int, ways: int, dims: tuple[int, ...]
-    ) -> Step:
+    ) -> Move:
         holders = np.argsort(self._Holdings(node), kind="stable")
-        return Step(kind, self._Tiles(node), tuple(holders.tolist()), received, ways, dims)
+        return Move(kind, self._Tiles(node), tuple(holders.tolist()), received, ways, dims)
 
     def _Tiles(self, node: _Node) -> tuple[int, ...]:
         return tuple(self._grids[node[0]].Ways(atoms) for atoms in node[1])
@@ -279,7 +279,7 @@ def _changed(node: _Node, changes: dict[int, tuple[int, ...]]) -> _Node:
     return node[0], tuple(changes.get(d, atoms) for d, atoms in enumerate(node[1]))
 
 
-def _merge_slices(steps: list[Step]) -> tuple[Step, ...]:
+def _merge_slices(steps: list[Move]) -> tuple[Move, ...]:
     """Cuts that follow each other are one."""
     return tuple(
         step

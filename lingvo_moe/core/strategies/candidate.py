@@ -8,7 +8,7 @@ from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.pipeline.schedule import DATA
 from lingvo_moe.core.state.offload import ACTIVATIONS, EXPERTS, SLOTS
-from lingvo_moe.core.strategies.layout import Layout, letter_sizes
+from lingvo_moe.core.strategies.mesh_layout import MeshLayout, letter_sizes
 from lingvo_moe.core.strategies.workload import DISPATCHED, RETURNED, Workload
 
 # What a loop over blocks keeps, from the least memory to the most: names of layers/kept.py. Outputs of layers save more
@@ -34,7 +34,7 @@ OFFLOADS = (
 class Candidate:
     """A strategy for a model on a machine."""
 
-    layout: Layout  # mesh and letters
+    layout: MeshLayout  # mesh and letters
     shard_state: str = "none"  # of checks.STATE_LEVELS
     remat: tuple[str, ...] = FULL  # the names of what a loop over blocks keeps
     fprop_dtype: str = ""  # of activations; '' for the experiment's own
@@ -93,7 +93,7 @@ def _kept_text(names: tuple[str, ...]) -> str:
 
 
 def candidates(
-    each_layout: Iterable[Layout],
+    each_layout: Iterable[MeshLayout],
     work: Workload,
     dtypes: Sequence[str] = ("",),
     offloads: Sequence[tuple[str, ...]] = ((),),
@@ -124,13 +124,13 @@ def _remats(work: Workload) -> list[tuple[str, ...]]:
     return [FULL, DOTS, *(tuple(n for n in each if n in work.names) for each in lists)]
 
 
-def _repeats(layout: Layout, work: Workload) -> tuple[int, ...]:
+def _repeats(layout: MeshLayout, work: Workload) -> tuple[int, ...]:
     """The numbers of parts of a stack that a stage can have."""
     both = layout.stages > 1 and 2 * layout.stages <= min(work.blocks.values())
     return (1, 2) if both else (1,)
 
 
-def _goes_with(offload: tuple[str, ...], layout: Layout, micro_batches: int) -> bool:
+def _goes_with(offload: tuple[str, ...], layout: MeshLayout, micro_batches: int) -> bool:
     """Whether an offload is worth trying.
 
     The trainer refuses experts with micro-batches, and experts and activations with stages. With stages, the update of
@@ -141,7 +141,7 @@ def _goes_with(offload: tuple[str, ...], layout: Layout, micro_batches: int) -> 
     return layout.stages == 1 and (micro_batches == 1 or EXPERTS not in offload)
 
 
-def _micro_batches(layout: Layout, rows: Sequence[int]) -> list[int]:
+def _micro_batches(layout: MeshLayout, rows: Sequence[int]) -> list[int]:
     if layout.stages > 1:
         wanted = [layout.stages * n for n in _PER_STAGE]
     else:

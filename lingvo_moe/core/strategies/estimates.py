@@ -16,7 +16,7 @@ from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
 from lingvo_moe.core.state.offload import ACTIVATIONS
 from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.forward import Forward, forward
-from lingvo_moe.core.strategies.layout import Layout
+from lingvo_moe.core.strategies.mesh_layout import MeshLayout
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import Workload
 
@@ -80,8 +80,8 @@ class Estimator:
     ):
         self._work, self._states, self._machine = work, states, machine
         self._itemsizes = itemsizes
-        self._forward: dict[tuple[Layout, str], Forward] = {}
-        self._held: dict[tuple[Layout, str, str, tuple[str, ...]], Held] = {}
+        self._forward: dict[tuple[MeshLayout, str], Forward] = {}
+        self._held: dict[tuple[MeshLayout, str, str, tuple[str, ...]], Held] = {}
 
     def Of(self, candidate: Candidate) -> Estimate:
         """The estimate of a candidate, uncorrected."""
@@ -96,7 +96,7 @@ class Estimator:
             self._held[state] = counted.On(layout, candidate.shard_state)
         return self._Combined(candidate, self._forward[key], self._held[state])
 
-    def _On(self, layout: Layout) -> MeshMachine:
+    def _On(self, layout: MeshLayout) -> MeshMachine:
         return MeshMachine(layout.mesh, self._machine)
 
     def _Combined(self, candidate: Candidate, once: Forward, held: Held) -> Estimate:

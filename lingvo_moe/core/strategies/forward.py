@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding import dims_mapping
 from lingvo_moe.core.sharding.letters import axes_of
-from lingvo_moe.core.strategies.layout import Layout
+from lingvo_moe.core.strategies.mesh_layout import MeshLayout
 from lingvo_moe.core.strategies.workload import (
     DISPATCHED,
     RETURNED,
@@ -76,7 +76,7 @@ class _Local:
         ]
 
 
-def forward(work: Workload, layout: Layout, itemsize: int, on: MeshMachine) -> Forward:
+def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) -> Forward:
     """The forward pass of a step's work.
 
     Args:
@@ -97,7 +97,7 @@ def forward(work: Workload, layout: Layout, itemsize: int, on: MeshMachine) -> F
 class _Reader:
     """Adds up the forward pass, product by product."""
 
-    def __init__(self, layout: Layout, itemsize: int, on: MeshMachine):
+    def __init__(self, layout: MeshLayout, itemsize: int, on: MeshMachine):
         self._layout, self._itemsize, self._on = layout, itemsize, on
         self.found = Forward()
 
@@ -162,7 +162,7 @@ class _Reader:
                 saved.bytes += here.times * size
 
 
-def _axes_of_letters(product: Product, layout: Layout) -> dict[str, tuple[str, ...]]:
+def _axes_of_letters(product: Product, layout: MeshLayout) -> dict[str, tuple[str, ...]]:
     """The mesh axes along which a product is divided, by letter; those of activations come first."""
     used: set[str] = set()
     found: dict[str, tuple[str, ...]] = {}

@@ -9,7 +9,7 @@ from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.state.offload import OffloadError
 from lingvo_moe.core.strategies.candidate import OFFLOADS, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Correction, Estimate, Estimator
-from lingvo_moe.core.strategies.layout import layouts
+from lingvo_moe.core.strategies.mesh_layout import layouts
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import Workload
 from lingvo_moe.core.task.inspect import itemsize_of

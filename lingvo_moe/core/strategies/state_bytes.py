@@ -23,7 +23,7 @@ from lingvo_moe.core.sharding.letters import (
     part_shape,
     split_over_copies,
 )
-from lingvo_moe.core.strategies.layout import Layout
+from lingvo_moe.core.strategies.mesh_layout import MeshLayout
 from lingvo_moe.core.strategies.workload import without_strategy
 from lingvo_moe.core.task.inspect import itemsize_of
 
@@ -68,10 +68,10 @@ class StateBytes:
         if offload:
             task.Set(offload=list(offload))
         self._variables = Counter(_variables(*each) for each in state_variables(task.Instantiate()))
-        self._layout: Layout | None = None
+        self._layout: MeshLayout | None = None
         self._sharded: list[Sharded] = []
 
-    def On(self, layout: Layout, level: str) -> Held:
+    def On(self, layout: MeshLayout, level: str) -> Held:
         """The bytes under a layout and a level of train.shard_state."""
         if layout != self._layout:
             self._layout = layout
@@ -91,7 +91,7 @@ def _variables(part: str, spec: VariableSpec) -> _Variables:
     return _Variables(simple_part(part), shape, itemsize_of(spec.dtype), spec.memory == HOST)
 
 
-def _on_device(each: _Shape, layout: Layout) -> Sharded:
+def _on_device(each: _Shape, layout: MeshLayout) -> Sharded:
     """The elements of a variable on one device, in place of its bytes."""
     of_weights: dict[str, Axis] = dict(layout.weights)
     if layout.stages > 1:

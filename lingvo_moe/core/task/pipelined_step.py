@@ -12,11 +12,11 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import name_scope
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.layout import Layout, StackTensors, dims_of, without_data
 from lingvo_moe.core.pipeline.loops import Loops
 from lingvo_moe.core.pipeline.params import schedule_on, settings_of
 from lingvo_moe.core.pipeline.parts import Parts, Stack
 from lingvo_moe.core.pipeline.stage import Programs
+from lingvo_moe.core.pipeline.stage_layout import StackTensors, StageLayout, dims_of, without_data
 from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.core.task.micro_batches import divided
@@ -63,7 +63,7 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
                 seed=randomness.make_seed(task.p.seed, state.step),
                 units=task.Units(batch),
             )
-            layout = Layout(
+            layout = StageLayout(
                 schedule,
                 division,
                 [_tensors(task, stack, theta) for stack in parts.stacks],
@@ -85,7 +85,9 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
     return step
 
 
-def _loss_and_metrics(parts: Parts, layout: Layout, end: NestedMap) -> tuple[tf.Tensor, NestedMap]:
+def _loss_and_metrics(
+    parts: Parts, layout: StageLayout, end: NestedMap
+) -> tuple[tf.Tensor, NestedMap]:
     """The sums over micro-batches, from the state after all ticks."""
     extras = {
         stack.name: mine.extras.Transform(lambda x, j=j: layout.InOrder(j, x))
@@ -105,7 +107,7 @@ def _tensors(task: BaseTask, stack: Stack, theta: NestedMap) -> StackTensors:
 def _gradients(
     theta: NestedMap,
     parts: Parts,
-    layout: Layout,
+    layout: StageLayout,
     trainable: Sequence[Sequence[bool]],
     end: NestedMap,
 ) -> dict[str, tf.Tensor]:

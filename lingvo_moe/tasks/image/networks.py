@@ -85,7 +85,7 @@ class Network(Stage):
         return paths
 
     def VariableSpecs(self) -> NestedMap:
-        """Specs of the stages' variables, which a pipeline packs; see core/pipeline/packing.py."""
+        """Specs of the stages' variables, which a pipeline packs; see core/pipeline/stage_vectors.py."""
         if self._pipeline is None:
             return super().VariableSpecs()
         return self._pipeline.VariableSpecs()

@@ -7,7 +7,7 @@ import tensorflow as tf
 from lingvo_moe.core.layers.normalization import LayerNorm
 from lingvo_moe.core.layers.repeat import Repeat
 from lingvo_moe.core.pipeline.blocks import Blocks, describe_padding, padding
-from lingvo_moe.core.pipeline.layout import padded, unpadded
+from lingvo_moe.core.pipeline.stage_layout import padded, unpadded
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import gpipe_loops
 from lingvo_moe.core.pipeline.layers import PipeliningLayer, SeqLayer
-from lingvo_moe.core.pipeline.packing import by_path, from_paths
+from lingvo_moe.core.pipeline.stage_vectors import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh
 
 ROWS = 16

@@ -14,7 +14,7 @@ from lingvo_moe.core.optimizers.adam import AdamW
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer
 from lingvo_moe.core.pipeline.layers import PipeliningLayer, SeqLayer
-from lingvo_moe.core.pipeline.packing import by_path, from_paths
+from lingvo_moe.core.pipeline.stage_vectors import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh
 
 SEED = np.array([1, 2], np.int32)

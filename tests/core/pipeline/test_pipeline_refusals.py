@@ -10,7 +10,6 @@ from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer
 from lingvo_moe.core.pipeline.layers import PipeliningLayer
-from lingvo_moe.core.pipeline.packing import from_paths
 from lingvo_moe.core.pipeline.params import Settings, schedule_on
 from lingvo_moe.core.pipeline.partition import (
     PartitionSequentialLayers,
@@ -18,6 +17,7 @@ from lingvo_moe.core.pipeline.partition import (
     optimal_partition,
 )
 from lingvo_moe.core.pipeline.schedule import make_schedule
+from lingvo_moe.core.pipeline.stage_vectors import from_paths
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 from tests.core.pipeline.toy_stacks import toy
 

@@ -15,9 +15,9 @@ from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline import layout
-from lingvo_moe.core.pipeline.layout import padded
+from lingvo_moe.core.pipeline import stage_layout
 from lingvo_moe.core.pipeline.loops import Loops
+from lingvo_moe.core.pipeline.stage_layout import padded
 from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh
 from lingvo_moe.core.task.micro_batches import accumulating_step
 from lingvo_moe.core.task.pipelined_step import pipelined_step
@@ -103,7 +103,7 @@ def test_every_schedule_gives_the_step_without_a_pipeline(
     schedule, stages, micro_batches, repeats, splits, monkeypatch
 ):
     """Whatever the weights of padding are, and what stages compute in the bubble."""
-    monkeypatch.setattr(layout, "padded", _padded_with_nan)
+    monkeypatch.setattr(stage_layout, "padded", _padded_with_nan)
     monkeypatch.setattr(Loops, "_StackStart", _start_with_nan(Loops._StackStart))
     asked = {"stages": stages, "micro_batches": micro_batches, "repeats": repeats}
     if splits:

@@ -24,7 +24,7 @@ from lingvo_moe.core.strategies.candidate import (
     candidates,
 )
 from lingvo_moe.core.strategies.estimates import Correction
-from lingvo_moe.core.strategies.layout import layouts, letter_sizes
+from lingvo_moe.core.strategies.mesh_layout import layouts, letter_sizes
 from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import WorkloadError, read_workload

@@ -6,12 +6,12 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, OUTPUTS, Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
-from lingvo_moe.core.strategies.layout import Layout
+from lingvo_moe.core.strategies.mesh_layout import MeshLayout
 from lingvo_moe.core.strategies.ranking import Ranking, Tried
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides, to_text
 
 _MODEL = "mt.M4Tiny"
-_LAYOUT = Layout(Mesh(("data",), (8,)), (("B", "data"),), ())
+_LAYOUT = MeshLayout(Mesh(("data",), (8,)), (("B", "data"),), ())
 _FAST, _SLOW, _LARGE = (Candidate(_LAYOUT, remat=each) for each in (MOVED, FULL, DOTS))
 
 
@@ -96,7 +96,7 @@ def test_a_strategy_file_holds_parameters_of_strategies(tmp_path, text):
 
 def test_every_choice_in_a_strategy_file_reaches_the_experiment(tmp_path):
     """Lists have commas and quotes, which overrides are divided at."""
-    layout = Layout(Mesh(("stage", "data"), (2, 4)), (("B", "data"),), ())
+    layout = MeshLayout(Mesh(("stage", "data"), (2, 4)), (("B", "data"),), ())
     chosen = Candidate(
         layout, "weights", (*OUTPUTS, *MOVED), "bfloat16", 8, ("experts", "slots"), repeats=2
     )

@@ -11,7 +11,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.pipeline import gpipe_loops
-from lingvo_moe.core.pipeline.packing import by_path, from_paths
+from lingvo_moe.core.pipeline.stage_vectors import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.micro_batches import accumulating_step
 from lingvo_moe.params.image.resnet import ResNet50, ResNet50Pipe4

@@ -14,7 +14,7 @@ from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
 from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
 from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.packing import by_path, from_paths
+from lingvo_moe.core.pipeline.stage_vectors import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.params.image.digits import Digits
 from lingvo_moe.tasks.image.evaluation import evaluate

@@ -37,7 +37,7 @@ Change = tuple[str, Any]  # the path of a parameter, and its value
 
 
 @dataclass(frozen=True)
-class Choice:
+class Remedy:
     """A choice of parameters, and the bytes that one device holds with it."""
 
     # The parameters that differ from those of the plan, and their values. No entries: the plan's own.
@@ -68,7 +68,7 @@ def advice(
         for changes in itertools.product(*((_UNCHANGED, *group) for group in groups))
     ]
 
-    def choices(some: Iterable[dict[str, Any]]) -> Iterator[Choice]:
+    def choices(some: Iterable[dict[str, Any]]) -> Iterator[Remedy]:
         for changes in some:
             changed = _changed(task, planned, changes)
             if changed is not None:
@@ -79,7 +79,7 @@ def advice(
     return remedies(memory, _choice({}, planned, params, mesh), alone, choices(several))
 
 
-def saved(memory: Mapping[str, Any], now: Choice, other: Choice) -> int:
+def saved(memory: Mapping[str, Any], now: Remedy, other: Remedy) -> int:
     """Estimates by how many bytes a device needs less with another choice; negative: more.
 
     * Weights and slots are those of the specs. So are gradients, as the share that is live at the peak. While weights
@@ -116,7 +116,7 @@ def saved(memory: Mapping[str, Any], now: Choice, other: Choice) -> int:
 
 
 def remedies(
-    memory: Mapping[str, Any], now: Choice, alone: Sequence[Choice], several: Iterable[Choice]
+    memory: Mapping[str, Any], now: Remedy, alone: Sequence[Remedy], several: Iterable[Remedy]
 ) -> list[str]:
     """Sentences that say which changes make a program fit, alone or together, and the bytes of each, largest first.
 
@@ -160,7 +160,7 @@ def remedies(
     return found
 
 
-def _named(choice: Choice) -> str:
+def _named(choice: Remedy) -> str:
     *first, last = (f"{name}={value}" for name, value in choice.changes.items())
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -193,9 +193,9 @@ def _changed(
     return changed
 
 
-def _choice(changes: Mapping[str, Any], task: BaseTask, params: Params, mesh: Mesh) -> Choice:
+def _choice(changes: Mapping[str, Any], task: BaseTask, params: Params, mesh: Mesh) -> Remedy:
     recomputes = {"task.remat", "task.repeat"} & set(changes)
-    return Choice(
+    return Remedy(
         changes={name: _text(value) for name, value in changes.items()},
         held=held(task, mesh),
         weight_size=2 if task.p.dtype == _NARROW else 4,

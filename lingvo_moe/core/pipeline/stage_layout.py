@@ -33,7 +33,7 @@ class StackTensors:
     splits: Sequence[DimsMapping]
 
 
-class Layout:
+class StageLayout:
     """Annotates the tensors of a pipeline, and lays them out by stage."""
 
     def __init__(

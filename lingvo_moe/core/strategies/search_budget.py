@@ -9,7 +9,7 @@ _MORE = 3  # programs that a longer search should have time for, in the advice
 COMPILES, MINUTES = "--compiles", "--minutes"
 
 
-class Budget:
+class SearchBudget:
     """The limits of a search. The time runs from when it is made.
 
     Args:

@@ -28,7 +28,7 @@ _MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """A mesh and the axes of letters."""
 
     mesh: Mesh  # of all devices
@@ -54,7 +54,7 @@ class Layout:
         return self.mesh.axis_size(axis) if axis in self.mesh.axis_names else 1
 
 
-def layouts(work: Workload, num_devices: int) -> Iterator[Layout]:
+def layouts(work: Workload, num_devices: int) -> Iterator[MeshLayout]:
     """All layouts over so many devices that the sizes of a model divide over, in a fixed order."""
     sizes = letter_sizes(work)
     least_blocks = min(work.blocks.values(), default=1)
@@ -85,7 +85,7 @@ def letter_sizes(work: Workload) -> dict[str, set[int]]:
     return dict(found)
 
 
-def _layout(sizes: Mapping[str, int], inside: str, experts: bool) -> Layout:
+def _layout(sizes: Mapping[str, int], inside: str, experts: bool) -> MeshLayout:
     names = [name for name, size in sizes.items() if size > 1] or [EXPERT if experts else DATA]
     mesh = Mesh(tuple(names), tuple(sizes[name] for name in names))
     rows = tuple(name for name in (DATA, EXPERT) if name in names)
@@ -94,7 +94,7 @@ def _layout(sizes: Mapping[str, int], inside: str, experts: bool) -> Layout:
     row_axis: Axis = rows[0] if len(rows) == 1 else rows or None
     row_letters = _ROWS if experts else "B"
     of_rows: dict[str, Axis] = dict.fromkeys(row_letters, row_axis) if rows else {}
-    return Layout(
+    return MeshLayout(
         mesh,
         tuple({**of_rows, **with_experts, **model}.items()),
         tuple({**with_experts, **model}.items()),
