@@ -1,4 +1,4 @@
-"""From an experiment and a topology to a plan: registry -> step -> program -> TPU or GPU compiler -> plan.
+"""Makes a plan of an experiment and a topology: registry -> step -> program -> TPU or GPU compiler -> plan.
 
 The sibling of trainer.py: the same step, lowered by the same path, is compiled for a machine that is
 not there instead of being run on one that is.

@@ -176,7 +176,7 @@ class _Reader:
         return now, waited
 
     def _Work(self, instruction: Instruction, cost: Cost) -> tuple[float, float]:
-        """As _Follow, of one execution of an instruction."""
+        """(seconds of one execution of an instruction, those of them that are spent waiting)."""
         if instruction.opcode == "while":
             body = self._module.computation(instruction.attribute("body"))
             trips = self._costs[body.root.name].times / cost.times
