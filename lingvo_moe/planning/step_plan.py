@@ -68,7 +68,7 @@ class Request:
 def make_plan(
     request: Request, cache_dir: Path | None, say: Say = lambda _: None
 ) -> dict[str, Any]:
-    """Makes a plan, as docs/planning.md describes it; `say` is called with lines about the progress.
+    """Makes a plan, as docs/plan_json.md describes it; `say` is called with lines about the progress.
 
     Raises:
         ValueError: of some subclass, with one line that names the flag: an experiment, override,

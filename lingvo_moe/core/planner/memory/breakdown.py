@@ -97,7 +97,7 @@ def memory_plan(
         layers: those of the model, for the places of buffers.
 
     Returns:
-        Bytes on one device, with the fields that docs/planning.md describes.
+        Bytes on one device, with the fields that docs/plan_json.md describes.
     """
     module = parse_module(program) if isinstance(program, str) else program
     traced = liveness(module)
