@@ -108,7 +108,7 @@ class Contender(Process):
         self.answers.append(json.loads(self.Line("{")))
 
     def Median(self, key: str) -> float:
-        """Over all steps."""
+        """The median over all steps."""
         return statistics.median(answer[key] for answer in self.answers)
 
 

@@ -5,7 +5,7 @@
 #     launch/mpirun.sh node0,node1 --model=mt.M4Demo --data_dir=DATA --logdir=RUN
 #
 # The first host is the one on which it is called, where process 0 listens. The same command goes on after a failure.
-# See docs/training.md.
+# See docs/jobs.md.
 set -euo pipefail
 hosts=$1
 shift

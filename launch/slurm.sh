@@ -5,7 +5,7 @@
 #
 # Before the end of the allocation's time the run is saved. It then begins again in another allocation, as after a
 # failure, and goes on where it was saved; up to ten times. With --elastic among the flags, give sbatch --no-kill: the
-# others then go on when a machine is lost. See docs/training.md.
+# others then go on when a machine is lost. See docs/jobs.md.
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: Flags) -> int:
-    """Like main, but lets exceptions through."""
+    """Runs one job as main does, but lets exceptions through."""
     limit, times = TimeLimit(args.max_minutes), begun_record(args)
     load_tensorflow(args.engine)
     args = with_found_strategy(args)
@@ -209,7 +209,7 @@ class Run(Job):
 
 
 def train_in_job(of: Job) -> int:
-    """Like train, after the processes of the job have connected to each other."""
+    """Trains, after the processes of the job have connected to each other."""
     until, args = of.params.train.upcycle_at, of.args
     grown = args.init_from or (has_begun(RunDir(args.logdir)) and not args.restart)
     if until and not grown:
@@ -235,7 +235,7 @@ def smaller_job(of: Job) -> Job:
 
 
 def train_model(of: Job) -> int:
-    """Like train_in_job, one model."""
+    """Trains one model, in a job whose processes are connected."""
     from lingvo_moe.core.engine import devices, gpu_settings
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.engines import make_engine
@@ -290,7 +290,7 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
 
 
 def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
-    """Like train; locks the run directory with `lock`, which the caller releases."""
+    """Trains; locks the run directory with `lock`, which the caller releases."""
     from lingvo_moe.core.engine.checkpoints import init_from
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.engine.loop import job

@@ -214,7 +214,7 @@ def _fsdp(slices: bool = False, tensor: bool = False) -> list[str]:
 
 
 def _maxtext() -> Iterator[Row]:
-    """In tables of rows a chip and TFLOP/s, by slice, slices, their chips and the size of the tensor axis."""
+    """MaxText's tables have rows a chip and TFLOP/s, by slice, slices, their chips and the size of the tensor axis."""
     for number, model, size, one, slices, chips, tensor, rows, remat, flops in (
         ("9", _32B, "32B", "v5p:4x4x4", 1, 64, 4, 6, _MINIMAL, 328),
         ("11 128", _128B, "128B", "v5p:4x4x8", 1, 128, 8, 1, _MINIMAL, 315),

@@ -42,7 +42,7 @@ class Held:
         return bool(self.time["lower_seconds"] <= self.row.seconds <= self.time["upper_seconds"])
 
     def Entry(self) -> dict[str, Any]:
-        """As `tools.plan --validate --output` writes it."""
+        """The entry that `tools.plan --validate --output` writes."""
         return {
             "row": self.row.number,
             "device": self.row.device,

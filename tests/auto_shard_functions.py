@@ -6,7 +6,7 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 
 
 def spec(*shape: int) -> TensorSpec:
-    """Of float32."""
+    """The spec of a float32 tensor."""
     return TensorSpec(shape, "float32")
 
 

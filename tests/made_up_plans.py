@@ -134,7 +134,7 @@ def make_plan() -> dict:
 
 
 def make_plan_of_a_cluster() -> dict:
-    """The same step on GPUs, with collectives inside nodes and between them."""
+    """A plan of the step on GPUs, with collectives inside nodes and between them."""
     plan = copy.deepcopy(make_plan())
     plan["topology"] |= {"name": "h100:32x8", "model": "h100:32x8 has 32 nodes of 8 GPUs."}
     for row, nodes in zip(plan["collectives"], (32, 1), strict=True):

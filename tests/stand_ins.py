@@ -95,7 +95,7 @@ class StandIns:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a command did: its status, its output, the calls of stand-ins, and the files that are there afterwards."""
+    """The effects of a command: its status, its output, calls of stand-ins, and the files that are there afterwards."""
 
     status: int
     said: str

@@ -81,7 +81,7 @@ _READ = {
 
 
 def _answer_requests() -> None:
-    """For each line of standard input, a kind of _READ and a path, prints the result of reading it as JSON."""
+    """Reads lines of a kind of _READ and a path, and prints the result of reading each file as JSON."""
     for line in sys.stdin:
         kind, path = line.rstrip("\n").split(" ", 1)
         said = io.StringIO()

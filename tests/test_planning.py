@@ -51,7 +51,7 @@ def tiny(cache):
 
 @pytest.fixture(scope="module")
 def on_gpus(tiny):
-    """The same step, which is not lowered again, for as many GPUs."""
+    """The plan of the step, which is not lowered again, for as many GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_plan, "lower_step", None)
         return step_plan.make_plan(step_plan.Request("mt.M4Tiny", "h100:1x8", LAYERS), None)
@@ -150,7 +150,7 @@ def test_memory_is_the_compiler_s_and_arguments_are_the_state_and_the_batch(tiny
 
 
 def test_operations_are_a_hand_count_of_the_einsums(tiny):
-    """Backward: twice that, without the dispatch mask, which is no function of a weight."""
+    """The backward pass has twice those of the forward pass, but for the dispatch mask, which no weight changes."""
     params = _params()
     data = params.input
     shapes = [(data.batch_size, n) for n in (data.source_length, data.target_length)]

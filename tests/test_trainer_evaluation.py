@@ -61,7 +61,7 @@ def given_losses(monkeypatch):
 
 
 def test_the_loss_is_that_of_the_saved_weights_on_the_same_batches(reference):
-    """By the mean over all examples, and over those of each group."""
+    """The mean is over all examples, and over those of each group."""
     rows = read_metrics(str(RunDir(reference).held_out_dir))
     assert [row["step"] for row in rows] == [4, 8, 10]
     inputs = toy_held_out.Line().Input().Instantiate()
@@ -218,7 +218,7 @@ def test_max_minutes(tmp_path, monkeypatch, capfd):
 
 
 def test_a_step_begins_when_its_batch_is_there(tmp_path, monkeypatch):
-    """So that a process whose input stalls is behind the others of its job."""
+    """A process whose input stalls is then behind the others of its job."""
     done = []
     for of, name in ((train_loop.Prefetched, "Await"), (type(train_loop.PACE), "Begin")):
         method = getattr(of, name)
@@ -261,7 +261,7 @@ def test_a_job_beside_the_trainer_scores_each_checkpoint(reference, tmp_path, mo
 
 
 def _owned(run):
-    """What the trainer owns: all files but the scores."""
+    """The trainer's own files: all but the scores."""
     if not run.exists():
         return {}
     files = (p for p in run.rglob("*") if p.is_file() and "scores" not in p.parts)

@@ -223,7 +223,7 @@ def test_the_same_run_may_be_longer_and_its_data_elsewhere(tmp_path):
 
 
 def test_a_run_that_never_began_gives_way(tmp_path):
-    """E.g. after a mistake that was found late: the flags may be corrected."""
+    """Flags may be corrected after a mistake that was found late."""
     run_dir = _run(tmp_path, "task.num_experts=16", begun=False)
     _prepare(run_dir, "mt.M4Tiny", "", restart=False)
     assert not trainer.has_begun(run_dir)

@@ -40,7 +40,7 @@ def test_a_typed_override_may_end_in_a_backslash(tmp_path):
 
 
 def test_overrides_given_several_times_all_apply():
-    """So a suggested flag can be pasted behind those of a command."""
+    """A suggested flag can be pasted behind those of a command."""
     typed = ("input.cache_dir=/cache\\", "task.seed=4;train.max_steps=9", "task.seed=5")
     flags = [f"--model_params_override={text}" for text in typed]
     override = full_override(trainer.parse_flags([*flags, TINY]))

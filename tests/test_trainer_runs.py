@@ -141,7 +141,7 @@ def test_tensorboard_shows_what_is_asked_of_it(reference):
 
 
 def test_losses_do_not_depend_on_the_machine(reference, data_dir, tmp_path):
-    """On one device, with TensorFlow's own kernels."""
+    """One device with TensorFlow's own kernels gives the losses of the mesh."""
     run = fork(reference, tmp_path / "run", 12)
     assert trainer.main(flags(data_dir, run, 15, "--engine=tf_graph")) == 0
     wanted, got = losses(reference), losses(run)

@@ -79,7 +79,7 @@ def test_a_run_that_skipped_from_the_beginning(tmp_path, not_finite, capfd):
 
 
 def test_a_checkpoint_waits_for_a_step_that_is_not_skipped(tmp_path, not_finite, capfd):
-    """So that the newest checkpoint is good; but the last step is saved in any case."""
+    """The newest checkpoint is good, but the last step is saved in any case."""
     not_finite |= {4, 5, 8, 10}
     assert _train(tmp_path / "run", 10, "train.save_max_to_keep=9;train.eval_interval_steps=0") == 0
     assert RunDir(tmp_path / "run").steps == [0, 6, 9, 10]

@@ -22,7 +22,7 @@ MESH = xs.Mesh.parse("a:4,b:2")
 
 
 def attention(probs_axes):
-    """In bfloat16; the steps of toy_attention are in float32."""
+    """Attention in bfloat16; the steps of toy_attention are in float32."""
 
     def fn(x, w):
         v, o = (

@@ -5,6 +5,6 @@ from lingvo_moe.core.hlo.parts import Layers
 
 
 def tiny_layers(name: str) -> Layers:
-    """Those of the model under another name."""
+    """The layers of mt.M4Tiny under another name."""
     task = registry.GetParams("mt.M4Tiny").task.Copy().Set(name=name)
     return Layers(task.Instantiate().DeclaredParts())

@@ -43,7 +43,7 @@ def status(*flags: str) -> int | str | None:
 
 
 def in_this_process(command: list[str], check: bool) -> None:
-    """In place of subprocess.run, for commands that start the trainer, whose own process takes long to begin."""
+    """Stands in for subprocess.run where commands start the trainer, whose own process takes long to begin."""
     from lingvo_moe import trainer
 
     assert command[1:3] == ["-m", "lingvo_moe.trainer"] and check
@@ -78,7 +78,7 @@ def flags(data_dir: Path, logdir: Path, max_steps: int, *more: str) -> list[str]
 
 
 def keep_compiled() -> None:
-    """From here on the trainers of this process compile each function once for an engine and mesh."""
+    """Makes the trainers of this process compile each function once for an engine and mesh."""
 
     from lingvo_moe.core.engine import engines
 
@@ -103,7 +103,7 @@ def keep_compiled() -> None:
 
 
 def once_without_compiling(engine: Any, step: Any, *args: Any) -> Any:
-    """In place of an engine's Once: TensorFlow's own kernels compute what is called once, operation by operation."""
+    """Stands in for an engine's Once: TensorFlow's own kernels compute what is called once, operation by operation."""
     from lingvo_moe.core.engine import engines
     from lingvo_moe.core.sharding import single_device
 

@@ -111,7 +111,7 @@ def train(model: str, data_dir: Path, logdir: Path, overrides: Sequence[str], *m
 
 
 def attempt_compiling(name: str, work: Callable[[], int]) -> int:
-    """As `attempt`, for a command that compiles and writes its files last.
+    """Runs, as `attempt` does, a command that compiles and writes its files last.
 
     Ctrl-C ends the process: the compiler cannot be stopped and would go on in its thread.
     """
@@ -390,7 +390,7 @@ def is_language_model(args: Flags) -> bool:
 def generator_from_run(
     args: Flags, max_length: int | None = None
 ) -> "tuple[Generator, dict[str, Any]]":
-    """As load_from_run, of a language model. `max_length` is the largest number of new tokens; None: --max_length.
+    """Loads a language model from a run. `max_length` is the largest number of new tokens; None: --max_length.
 
     Raises ValueError: also for flags that only translation has.
     """
@@ -409,7 +409,7 @@ def generator_from_run(
 def open_generator(
     args: Flags, max_length: int | None = None
 ) -> "tuple[Generator | SavedGenerator, dict[str, Any]]":
-    """As open_translator, of a language model; `max_length` as for generator_from_run."""
+    """Opens the language model of --logdir or --saved_model; `max_length` as for generator_from_run."""
     if args.saved_model:
         from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
 

@@ -64,7 +64,7 @@ def _label_files(graph: ImportGraph) -> dict[str, str]:
 
 
 def _levels(graph: ImportGraph, files: list[str]) -> dict[str, int]:
-    """For each file of one package, how often its imports come back to the package or go to a subpackage.
+    """Counts how often the imports of each file of one package come back to it or go to a subpackage.
 
     Raises ValueError: a file needs itself by way of another package.
     """

@@ -193,7 +193,7 @@ def _translating(args: Flags) -> "tuple[TranslateLines, dict[str, Any]]":
 
 
 def _rescored(output: Path | None, devset: "DevSet") -> "tuple[TranslateLines, dict[str, Any]]":
-    """Like _translating, with the translations of an earlier evaluation."""
+    """Gives the translations of an earlier evaluation in place of a translator."""
     from lingvo_moe.tasks.mt.quality.scoring import read_translations, verify_scores
 
     if output is None:

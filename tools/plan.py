@@ -67,7 +67,7 @@ def define_flags() -> Flags:
     flags.DEFINE_path(
         "output",
         "",
-        "write the plan, or the validated steps, to this file as JSON (docs/planning.md)",
+        "write the plan, or the validated steps, to this file as JSON (docs/plan_json.md)",
     )
     flags.DEFINE_path(
         "html", "", "write a page about this plan, or all compared ones, to this file"

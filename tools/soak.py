@@ -68,7 +68,7 @@ class Layout:
     devices: int
 
     def __str__(self) -> str:
-        """As a line of progress has it."""
+        """The layout in a line of progress."""
         return f"{self.processes} x {self.devices} devices"
 
 

@@ -92,7 +92,7 @@ def even_first(w: np.ndarray) -> np.ndarray:
 
 
 def heads(interleaved: bool = False) -> Convert:
-    """For modules with q_proj, k_proj, v_proj and o_proj."""
+    """Converts modules with q_proj, k_proj, v_proj and o_proj."""
     place = even_first if interleaved else np.asarray
 
     def convert(w: Arrays) -> Arrays:
@@ -118,7 +118,7 @@ RANK, TURNED, VALUE = 6, 4, 5
 
 
 def latent(w: Arrays) -> Arrays:
-    """For DeepseekV3Attention and DeepseekV2Attention."""
+    """Converts DeepseekV3Attention and DeepseekV2Attention."""
     down = w["kv_a_proj_with_mqa.weight"].T
     both = w["kv_b_proj.weight"].T.reshape(RANK, N, K + VALUE)
     name = "q_b_proj.weight" if "q_b_proj.weight" in w else "q_proj.weight"
@@ -230,7 +230,7 @@ def attentions(out: Path) -> None:
 
 
 def experts(gate: str, order: str) -> Convert:
-    """For modules whose experts are in 3D tensors, `order` of which is 'EHM', 'EMH', or 'EMH interleaved'."""
+    """Converts modules whose experts are in 3D tensors, `order` of which is 'EHM', 'EMH', or 'EMH interleaved'."""
 
     def convert(w: Arrays) -> Arrays:
         first, second = w["experts.gate_up_proj"], w["experts.down_proj"]
@@ -302,7 +302,7 @@ MODEL_SIZES = SIZES | {"intermediate_size": H, "vocab_size": VOCAB}
 
 
 def dense(w: Arrays) -> Arrays:
-    """For a gated feed-forward layer."""
+    """Converts a gated feed-forward layer."""
     names = {"wi_gate": "gate", "wi": "up", "wo": "down"}
     return {ours: w[f"{theirs}_proj.weight"].T for ours, theirs in names.items()}
 
@@ -313,7 +313,7 @@ def below(w: Arrays, prefix: str) -> Arrays:
 
 
 def decoder_layer(w: Arrays, attention: Convert, mixture: Convert) -> Arrays:
-    """For a layer of a decoder."""
+    """Converts a layer of a decoder."""
     mlp = below(w, "mlp.") or below(w, "feed_forward.")
     parts = {
         "self_norm": {"scale": w["input_layernorm.weight"]},
@@ -325,7 +325,7 @@ def decoder_layer(w: Arrays, attention: Convert, mixture: Convert) -> Arrays:
 
 
 def ends(w: Arrays) -> Arrays:
-    """For the parts of a model before and after its layers."""
+    """Converts the parts of a model before and after its layers."""
     table = w["model.embed_tokens.weight"]
     return {
         "embedding.table": table / np.sqrt(table.shape[1]),  # ours is scaled where it is used
@@ -396,7 +396,7 @@ def record_multi_token(path: Path, model: torch.nn.Module) -> None:
 
 
 def multi_token(w: Arrays) -> Arrays:
-    """For MtpLayer of a model of DeepSeek-V3."""
+    """Converts MtpLayer of a model of DeepSeek-V3."""
     of_token, of_hidden = np.split(w["eh_proj.weight"].T, 2)
     layer = decoder_layer(below(w, "mtp_block."), latent, experts("gate", "EHM"))
     return {f"layer.{name}": x for name, x in layer.items()} | {

@@ -115,7 +115,7 @@ class Found:
         return f"{tried.step_seconds / self.best.step_seconds:.2f} times as long"
 
     def ToJson(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The search and its result as plain data."""
         return {
             "version": 1,
             "model": self.search.model,

@@ -1,4 +1,4 @@
-"""From an experiment and a topology to a plan: registry -> step -> program -> TPU or GPU compiler -> plan.
+"""Makes a plan of an experiment and a topology: registry -> step -> program -> TPU or GPU compiler -> plan.
 
 The sibling of trainer.py: the same step, lowered by the same path, is compiled for a machine that is
 not there instead of being run on one that is.
@@ -68,7 +68,7 @@ class Request:
 def make_plan(
     request: Request, cache_dir: Path | None, say: Say = lambda _: None
 ) -> dict[str, Any]:
-    """Makes a plan, as docs/planning.md describes it; `say` is called with lines about the progress.
+    """Makes a plan, as docs/plan_json.md describes it; `say` is called with lines about the progress.
 
     Raises:
         ValueError: of some subclass, with one line that names the flag: an experiment, override,

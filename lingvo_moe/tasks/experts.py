@@ -56,7 +56,7 @@ def define_experts(p: InstantiableParams, num_experts: int, num_groups: int) -> 
 
 
 def without_experts(p: HyperParams) -> str:
-    """For Params.OnlyWith: a task without experts."""
+    """The parameter because of which a task has no experts, or '': a condition of Params.OnlyWith."""
     return "" if p.num_experts else "num_experts=0"
 
 

@@ -50,7 +50,7 @@ def evaluate_run(args: Flags, params: Params) -> int:
 
 
 def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, params: Params) -> bool:
-    """As evaluate_run, of the run with this RunDir.identity; False once it, or all its checkpoints, have gone."""
+    """Scores the run with this RunDir.identity; returns False once it, or all its checkpoints, have gone."""
     from lingvo_moe.core.engine.checkpoints.checkpoints import CheckpointError
     from lingvo_moe.core.engine.checkpoints.run_weights import was_deleted
     from lingvo_moe.core.engine.loop.summaries import Summaries, read_metrics

@@ -40,7 +40,7 @@ class ResNet50(registry.Experiment):
 
 @registry.Register
 class ResNet50Classes130K(ResNet50):
-    """The same for 131,072 classes, whose weights are ten times those of the rest: the classes are sharded over
+    """ResNet-50 for 131,072 classes, whose weights are ten times those of the rest: the classes are sharded over
     the devices that the batch is sharded over everywhere else."""
 
     def Task(self) -> InstantiableParams:

@@ -144,7 +144,7 @@ def test_private_modules_of_libraries_are_imported_in_one_place() -> None:
 
 
 def test_every_command_reads_its_flags_in_one_way() -> None:
-    """With lingvo_moe/core/console/flags.py, which alone defines absl flags."""
+    """Only lingvo_moe/core/console/flags.py defines absl flags."""
     own = {
         "lingvo_moe/core/console/flags.py",
         "lingvo_moe/core/console/command.py",

@@ -42,6 +42,7 @@ RUNNABLE = [
     "docs/explain.md",
     "docs/manual_sharding.md",
     "docs/sharding.md",
+    "docs/storage.md",
     "docs/training.md",
     "docs/writing.md",
 ]

@@ -18,7 +18,7 @@ _PLAIN = {"string": str, "integer": int, "boolean": bool, "object": dict, "any":
 
 
 def _mistakes(value: Any, kind: Any, path: str = "") -> list[str]:
-    """How a value differs from a type of _TYPES."""
+    """The differences of a value from a type of _TYPES."""
     if isinstance(kind, list):
         if not isinstance(value, list):
             return [f"{path}: expected a list"]

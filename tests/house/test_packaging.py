@@ -1,4 +1,4 @@
-"""What pyproject.toml says of the package: its ranges of versions, its extras, and the packages of the wheel."""
+"""The package by pyproject.toml: its ranges of versions, its extras, and the packages of the wheel."""
 
 import re
 import tomllib

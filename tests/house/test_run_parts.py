@@ -18,7 +18,7 @@ sys.exit(run_parts.main(2, sys.argv[2:], sys.argv[1].split()))
 
 @pytest.mark.parametrize(("more", "status"), [("", 1), ("-k good", 0)])
 def test_exit_status(more, status, tmp_path):
-    """Where words of the user select no test of a part, it has passed."""
+    """A part passes if the user's words select none of its tests."""
     for name, expression in (("good", "True"), ("bad", "False")):
         text = f"def test_{name}():\n    print('of {name}')\n    assert {expression}\n"
         (tmp_path / f"test_{name}.py").write_text(text)

@@ -88,7 +88,7 @@ def test_errors_are_within_what_was_asked_for(held):
 
 
 def test_slices_lengthen_a_step_as_measured(held):
-    """But for one, of which the page says that its measurement is unlike that of half its size."""
+    """One is left out, of which the page says that its measurement is unlike that of half its size."""
     by = {h.row.number: h for h in held}
     ratios = {other: by[other].ratio / by[one].ratio for one, other, _ in RATIOS if "x" in other}
     missed = {row for row, ratio in ratios.items() if not math.isclose(ratio, 1.0, abs_tol=0.1)}

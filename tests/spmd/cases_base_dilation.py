@@ -66,7 +66,7 @@ def by_hand(window: Window):
 
 
 def dilated_conv(window: Window):
-    """As `by_hand`, by XLA's convolution, with the gradients that it has: convolutions again, in which
+    """Computes `by_hand` by XLA's convolution and its gradients, which are convolutions, in which
     stride and base dilation change places."""
     k = window
     reach = (k.kernel - 1) * k.window + 1

@@ -16,7 +16,7 @@ ROWS = ("d", None)
 
 
 def within(kind: str, name: str) -> Callable[[str], None]:
-    """For `Case.inspect`: every collective of the kind is in the named part of the model."""
+    """Checks, as a `Case.inspect`, that every collective of the kind is in the named part of the model."""
 
     def inspect(hlo: str) -> None:
         names = [c.op_name for c in parse_collectives(hlo) if c.kind == kind]
@@ -26,7 +26,7 @@ def within(kind: str, name: str) -> Callable[[str], None]:
 
 
 def has(instruction: str) -> Callable[[str], None]:
-    """For `Case.inspect`: the compiled program still contains the operation."""
+    """Checks, as a `Case.inspect`, that the compiled program still contains the operation."""
 
     def inspect(hlo: str) -> None:
         assert f" {instruction}(" in hlo, instruction

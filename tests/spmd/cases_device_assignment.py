@@ -37,7 +37,7 @@ def pairs(now: np.ndarray, then: np.ndarray) -> list[tuple[int, int]]:
 
 
 def permutes(*wanted: Sequence[tuple[int, int]]) -> Callable[[str], None]:
-    """For `Case.inspect`: the collective-permutes are exactly these, in any order."""
+    """Checks, as a `Case.inspect`, that the collective-permutes are exactly these, in any order."""
 
     def inspect(hlo: str) -> None:
         have = devices_of(hlo, "collective-permute")

@@ -100,7 +100,7 @@ def halo(permutes: int) -> dict[str, Counts]:
 
 
 def neighbours(*distances: int) -> Callable[[str], None]:
-    """For `Case.inspect`: each collective-permute shifts all parts by one distance, and the distances are these."""
+    """Checks, as a `Case.inspect`, that each collective-permute shifts all parts by one of these distances."""
 
     def inspect(hlo: str) -> None:
         pairs = devices_of(hlo, "collective-permute")

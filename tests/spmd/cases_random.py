@@ -16,12 +16,12 @@ PARTS = 8
 
 
 def within_a_part(hlo: str) -> None:
-    """For `Case.inspect`: no device holds more than its part of any tensor."""
+    """Checks, as a `Case.inspect`, that no device holds more than its part of any tensor."""
     assert largest_array(hlo) == np.prod(SHAPE) // PARTS
 
 
 def whole_everywhere(hlo: str) -> None:
-    """For `Case.inspect`: every device computes the complete tensor."""
+    """Checks, as a `Case.inspect`, that every device computes the complete tensor."""
     assert largest_array(hlo) == np.prod(SHAPE)
 
 

@@ -105,7 +105,7 @@ class RandomChain:
         return self.Differentiated(lambda *xs: self.Value(*xs, annotated=annotated), args)
 
     def Differentiated(self, value: Callable[..., tf.Tensor], args: Sequence[tf.Tensor]):
-        """The same of a function in place of `Value`. The sine makes its gradient depend on the arguments."""
+        """The sine of a function's value, and its gradients, which the sine makes depend on the arguments."""
         return value_and_gradients(lambda *xs: tf.sin(value(*xs)), args, self._Learnt())
 
     def ResultNames(self) -> list[str]:

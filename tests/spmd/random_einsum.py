@@ -153,7 +153,7 @@ class Group:
         ]
 
     def __call__(self, *values: tf.Tensor, annotated: bool = True) -> list[tf.Tensor]:
-        """For each expression its value and its gradients by all operands, one after the other."""
+        """The value of each expression and its gradients by all operands, one after the other."""
         out, rest = [], list(values)
         for e in self.expressions:
             args, rest = rest[: len(e.operands)], rest[len(e.operands) :]

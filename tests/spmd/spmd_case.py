@@ -102,7 +102,7 @@ def ints(*shape: int, below: int, seed: int = 0) -> np.ndarray:
 
 
 def moves(*wanted: tuple[Any, ...]) -> Callable[[str], None]:
-    """For `Case.inspect`: the collectives are exactly these, in any order.
+    """Checks, as a `Case.inspect`, that the collectives are exactly these, in any order.
 
     Each is (kind, bytes on one device), or (kind, bytes, devices) if it is the only one of its kind; see `devices_of`.
     Those that only bring results into the requested form do not count.
@@ -152,7 +152,7 @@ class _Found:
 
 @functools.cache
 def _compare(batch: tuple[Case, ...]) -> list[tuple[_Found, _Found]]:
-    """What each case computes on one device, and over the mesh in one program of all cases.
+    """Computes each case on one device, and over the mesh in one program of all cases.
 
     If that program cannot be compiled, each case has one of its own.
     """
@@ -292,7 +292,7 @@ def _share(line: str, number: int) -> str:
 
 
 def _on_one_device(case: Case, mesh: Mesh) -> _Found:
-    """What TensorFlow computes alone, of values and gradients, without annotations."""
+    """The values and gradients that TensorFlow computes alone, without annotations."""
     fn = case.reference or case.fn
 
     def run(fn: Callable[..., Any], args: Sequence[np.ndarray]) -> list[np.ndarray]:

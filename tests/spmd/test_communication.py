@@ -14,7 +14,7 @@ def test_communication(case):
 
 
 def test_gather_that_nothing_needs():
-    """At the very end of a program whose result shardings the partitioner chooses, an annotation directly after another
+    """An annotation directly after another at the very end of a program whose result shardings the partitioner chooses
     has no effect, since nothing uses the tensor. Set the results' shardings."""
     x = floats(16, 8)
     _, found = run_sharded(lambda a: replicate(split(2 * a + 1, 0, 8)), [x], Mesh.parse("d:8"))

@@ -41,13 +41,13 @@ def run(group: Group) -> list[np.ndarray]:
 
 
 def reference(group: Group) -> list[np.ndarray]:
-    """The same in float64 by TensorFlow, one operation after another, without annotations."""
+    """The results of TensorFlow in float64, one operation after another, without annotations."""
     values = [tf.constant(a, tf.float64) for a in group.Args()]
     return [np.asarray(r) for r in group(*values, annotated=False)]
 
 
 def mismatches(group: Group) -> dict[int, str]:
-    """For each expression that differs, a description of the difference."""
+    """A description of the difference for each expression that differs."""
     found = {}
     pairs = zip(group.Parts(run(group)), group.Parts(reference(group)))
     for number, ((_, value, grads), (_, wanted, wanted_grads)) in enumerate(pairs):

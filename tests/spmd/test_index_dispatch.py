@@ -56,7 +56,7 @@ def _num_slots(layer: MoELayer) -> int:
 
 
 def test_the_communication_is_that_of_the_einsums():
-    """The same operations with the same bytes, but no mask [G,S,E,C]."""
+    """Operations and bytes are the same, but there is no mask [G,S,E,C]."""
     found = {}
     for dispatcher in ("einsum", "index"):
         layer = toy_moe.layer(dispatcher=dispatcher)
@@ -71,7 +71,7 @@ def test_the_communication_is_that_of_the_einsums():
 
 
 def test_a_model_dimension_that_is_cut_too():
-    """On a mesh of two axes the gather works on shards of M, and the gates' gradient is a sum over them."""
+    """The gather works on shards of M over a mesh of two axes; the gates' gradient is a sum over them."""
     split = {"B": "data", "G": "data", "E": "data", "M": "model"}
     layer, einsum = (
         toy_moe.layer(dispatcher=d, activation_split=split, weight_split={})

@@ -1,4 +1,4 @@
-"""How far a few annotations reach (paper, section 3.2): the MoE layer by the paper's three, and small cases.
+"""The reach of a few annotations (paper, section 3.2): the MoE layer by the paper's three, and small cases.
 
 What is compared is every collective of the compiled program, by kind and bytes.
 
@@ -125,7 +125,7 @@ def bare(monkeypatch):
 
 
 def compare(layer, full, annotations) -> list[list[tuple[str, int]] | None]:
-    """For the forward and the gradient program None where it communicates as the annotated layer does,
+    """Compares the forward and the gradient program: None where it communicates as the annotated layer does,
     else what it does. Values and gradients have to be the same in any case."""
     args, splits, programs = full
     forward = algorithm_2(layer, annotations)

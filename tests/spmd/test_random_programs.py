@@ -61,7 +61,7 @@ def _annotated(program, args):
 
 
 def _searched(program, args):
-    """The same in eager code under `xs.auto_shard`, whose refusal stands for the faults."""
+    """Runs a program in eager code under `xs.auto_shard`, whose refusal stands for the faults."""
     tensors, mesh = [tf.constant(a) for a in args], Mesh.parse(program.mesh)
     try:
         return program.Differentiated(xs.auto_shard(program.Value, mesh), tensors), []

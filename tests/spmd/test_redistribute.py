@@ -60,7 +60,7 @@ def _planned(plan):
 
 
 def _found(hlo):
-    """The same of a compiled program, by the number of the pair and whether it is of the gradient."""
+    """The collectives of a compiled program, by the number of the pair and whether it is of the gradient."""
     found = defaultdict(list)
     for collective in parse_collectives(hlo):
         pair = re.search(r"/pair(\d+)/redistribute(/gradient)?/", collective.op_name)
@@ -317,7 +317,7 @@ def _move_bytes(kind, shape, before, after):
 
 
 def _swapped(old, new, up):
-    """What a device keeps in an all-to-all: the old box, split along `up` like the new one."""
+    """The box that a device keeps in an all-to-all: the old one, split along `up` like the new one."""
     return tuple(n if d == up else o for d, (o, n) in enumerate(zip(old, new)))
 
 

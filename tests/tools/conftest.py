@@ -17,7 +17,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def translator(saved_model: Path) -> Translator:
-    """What was exported."""
+    """The translator that was exported."""
     return toy.save_export(saved_model)
 
 

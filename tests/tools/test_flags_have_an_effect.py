@@ -123,7 +123,7 @@ async def _served(_service: Any, _sockets: Any, name: str, _stop: Any) -> int:
 
 
 def _begun(run: Any, *_: Any) -> int:
-    """In place of training: all that a run does before it."""
+    """Does all that a run does before training, but does not train."""
     trainer.prepare(run, anything())
     trainer.initial_weights(run)
     print(run.override, trainer.machine_line(run, anything()))

@@ -80,7 +80,7 @@ def in_python(translator: Translator | SavedTranslator, data: bytes, batch_lines
 
 @pytest.mark.parametrize("name", _MATRIX)
 def test_lines_out_are_lines_in(name, model):
-    """For readers that know newlines only, and for those that know every line end."""
+    """Readers that know newlines only, and those that know every line end, count the same lines."""
     data, out = _MATRIX[name], model.Text(name)
     assert out.count(b"\n") == data.count(b"\n")
     bom_alone = name == "BOM and no more"  # a line without text and without newline is no line
@@ -93,7 +93,7 @@ def test_lines_out_are_lines_in(name, model):
 
 @pytest.mark.parametrize("name", _MATRIX)
 def test_the_saved_model_alone(name, model):
-    """By its signature, all lines at once. A reader of lines would remove a BOM, and CR before a newline."""
+    """Its signature takes all lines at once. A reader of lines would remove a BOM, and CR before a newline."""
     data = _MATRIX[name].removeprefix(b"\xef\xbb\xbf")
     lines = [line.removesuffix(b"\r") for line in data.split(b"\n")]
     translate_ = model.opened._loaded.signatures["predict"]
@@ -103,7 +103,7 @@ def test_the_saved_model_alone(name, model):
 
 @pytest.mark.parametrize("name", _MATRIX)
 def test_tools_translate(name, model, monkeypatch, tmp_path, capfd):
-    """With a loaded model, from standard input, in batches of another size."""
+    """A loaded model translates standard input in batches of another size."""
     data, out = _MATRIX[name], tmp_path / "out.txt"
     monkeypatch.setattr(translate._cli, "open_translator", lambda args: (model.opened, {}))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -123,7 +123,7 @@ def server(model) -> Iterator[Running]:
 
 @pytest.mark.parametrize("name", _MATRIX)
 def test_tools_serve(name, model, server):
-    """As one text; as lines, which are bytes; by the dozen, and alone."""
+    """Lines arrive as one text, as bytes, by the dozen, and alone."""
     data = _MATRIX[name]
     want = model.Text(name).decode().split("\n")
     if name != "not UTF-8":

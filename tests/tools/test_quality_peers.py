@@ -196,7 +196,7 @@ def test_a_line_of_progress_says_the_loss():
 
 @pytest.mark.slow
 def test_our_model_is_trained_and_scored(corpus, tmp_path, capsys, monkeypatch):
-    """At two times: a stable run, a branch that decays, more of the stable run, and another branch."""
+    """Two times are scored: a stable run, a branch that decays, more of the stable run, and another branch."""
     monkeypatch.setattr(quality_peers, "POINTS", (1 / 4, 1))
     flags = _flags(corpus, tmp_path / "out", "--only=dense", "--cpu_seconds=3", "--beam_size=1")
     small = "task.num_encoder_layers=1;task.num_decoder_layers=1;task.repeat=False"

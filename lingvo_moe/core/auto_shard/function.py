@@ -135,7 +135,7 @@ class AutoSharded(ShardedFunction):
         return self.Kept((self.Key(arguments, mesh), tuple(wanted)), find)
 
     def _Wanted(self, arguments: dict[str, Any]) -> list[bool]:
-        """For each tensor whether its gradient counts."""
+        """Whether the gradient of each tensor counts."""
         leaves = tensor_items(arguments)
         if self._differentiate is not None:
             chosen = {

@@ -1,4 +1,4 @@
-"""From the operations of a traced function to operators, for each of which one choice is made.
+"""Groups the operations of a traced function into operators, for each of which one choice is made.
 
 A product, a convolution or a look-up is an operator. What is computed from its result element by element, and what is
 reduced, normalized, transposed or reshaped, follows it: all of its tensors are sharded alike. An argument is stored as

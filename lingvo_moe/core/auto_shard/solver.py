@@ -75,7 +75,7 @@ def least_memory(choices: Sequence[Choices]) -> float:
 def _eliminated(
     choices: Sequence[Choices], edges: Sequence[Edge], memory_limit: float | None
 ) -> list[np.ndarray]:
-    """For each operator the choices that may be in the best answer."""
+    """Returns the choices of each operator that may be in the best answer."""
     alive = [np.arange(len(c.choices)) for c in choices]
     tables: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
     for edge in edges:

@@ -89,7 +89,7 @@ class Strategy:
         return "\n".join(lines)
 
     def Text(self) -> str:
-        """As JSON, the same bytes in every run."""
+        """The strategy as JSON, the same bytes in every run."""
         found = {
             "version": _VERSION,
             "mesh": str(self.mesh),
@@ -131,7 +131,7 @@ def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mapping_text(mapping: DimsMapping) -> str:
-    """For people: 'data,-' is sharded by rows over the axis data; 'whole' is not sharded."""
+    """A mapping as text for people: 'data,-' is sharded by rows over the axis data; 'whole' is not sharded."""
     if not any(mapping):
         return "whole"
     return ",".join("+".join(axes_of(axis)) or "-" for axis in mapping)

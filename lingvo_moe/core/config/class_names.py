@@ -68,7 +68,7 @@ def any_class(text: str) -> type:
 
 
 def own_class(text: str) -> type:
-    """As any_class, for classes of lingvo_moe that have Params; of all others no module is imported.
+    """Finds a class of lingvo_moe that has Params, as any_class does; imports no module of another package.
 
     Raises ValueError: as any_class, or another class.
     """

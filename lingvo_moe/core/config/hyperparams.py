@@ -47,7 +47,7 @@ class _Param:
     parent_sets: str  # why a parent sets it; '' if none does
 
     def With(self, value: Any) -> "_Param":
-        """The same with another value; a model copies thousands, and dataclasses.replace is three times slower."""
+        """A copy with another value; a model makes thousands, and dataclasses.replace is three times slower."""
         return _Param(
             value, self.default, self.description, self.choices, self.check, self.parent_sets
         )

@@ -249,7 +249,8 @@ def GetParams(
         p.task.shard_state, p.task.offload = p.train.shard_state, p.train.offload
     except AttributeError as e:  # with another class in place of the task, or of the input
         raise RegistryError(
-            f"--model_params_override: task or input is of a class that cannot be: {e}"
+            "--model_params_override: this class of the task does not work with this class of the input; remove "
+            f"task.cls or input.cls from the override: {e}"
         ) from None
     return p
 

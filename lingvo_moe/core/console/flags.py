@@ -424,7 +424,7 @@ def _checked(convert: type, check: checks.Check, may_be_empty: bool = False) -> 
 
 
 class _Boolean(flags.BooleanParser):
-    """As absl's, with a message in the words of the others."""
+    """Parses a switch as absl does, and words its error like those of our other flags."""
 
     def parse(self, argument: str | int | bool) -> bool:
         try:

@@ -49,6 +49,6 @@ class Sampling:
         checks.check_fields(self, self.RANGES)
 
     def Values(self) -> list:
-        """All of them in order, seed and number as one."""
+        """The values of all settings in order; seed and number form one pair."""
         own = (self.max_tokens, self.temperature, self.top_k, self.top_p)
         return [*own, (self.seed, self.number)]

@@ -78,7 +78,7 @@ class Engine(abc.ABC):
         donate: Sequence[int] = (),
         name: str = "",
     ) -> Compiled:
-        """As BuildStep, of a step with these fields."""
+        """Builds a step with these fields, as BuildStep does."""
         return self.BuildStep(Step(name, fn, arg_specs, donate, results))
 
     def Once(self, step: Step, *args: Any) -> Any:

@@ -278,7 +278,7 @@ def context() -> Any:
 
 
 def fresh_context() -> Any:
-    """The same with a new cache of what is read in parts: it knows nothing of files that have been replaced since."""
+    """Makes a context with an empty cache, so that nothing is read of files that have been replaced since."""
     import tensorstore as ts
 
     return ts.Context({"cache_pool": {"total_bytes_limit": 1 << 28}}, context())

@@ -75,7 +75,7 @@ def collective_use(
 def executed_collective(
     instruction: Instruction, inside: Computation, module: Module
 ) -> CollectiveUse | None:
-    """As collective_use, also for a fusion around a collective.
+    """Returns the collective that an instruction is, or that a fusion contains; otherwise None.
 
     The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and the slice of its result. One that runs
     beside other work is a fusion that starts it, fusions with work that go on with it, and one that ends it; the first

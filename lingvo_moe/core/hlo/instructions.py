@@ -67,7 +67,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """For each instruction's name, the instructions that read it, in schedule order."""
+        """The instructions that read each instruction, by its name, in schedule order."""
         table: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):

@@ -46,7 +46,7 @@ class Executed:
 
     @property
     def op_name(self) -> str:
-        """That of the instruction."""
+        """The instruction's `op_name`."""
         return self.instruction.op_name
 
 

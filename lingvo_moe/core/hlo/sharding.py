@@ -101,7 +101,7 @@ class TensorSharding:
         return tuple(-(-size // parts) for size, parts in zip(shape, self.tiles, strict=True))
 
     def Padding(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """For each dimension, how many elements the parts together have beyond the tensor's own."""
+        """The number of elements that the parts together have beyond the tensor's own, by dimension."""
         if self.kind != "tiled":
             return (0,) * len(shape)
         parts = self.PartShape(shape)

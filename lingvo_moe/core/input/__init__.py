@@ -1,1 +1,1 @@
-"""From data to batches: the contract of an input, and the division of a batch."""
+"""Turns data into batches: the contract of an input, and the division of a batch."""

@@ -92,8 +92,8 @@ def num_rows(specs: NestedMap) -> int:
     rows = {spec.shape[0] for spec in specs.Flatten() if spec.has_rows}
     if len(rows) != 1:
         raise MicroBatchError(
-            f"micro-batches: the arrays of a batch whose first letter is B have {sorted(rows)} rows; "
-            "what is divided has one number of rows"
+            "train.num_micro_batches: a batch is divided by its rows, so all of its arrays whose first letter is B "
+            f"need the same number of rows; they have {sorted(rows)}"
         )
     return rows.pop()
 

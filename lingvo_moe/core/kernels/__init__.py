@@ -223,7 +223,7 @@ class Kernels(Protocol):
         """
 
     def slices(self, stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
-        """For each of `num` layers its slice of every stack [L,...]."""
+        """Returns the slices of all stacks [L,...] that belong to each of `num` layers."""
 
     def with_row(self, rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf.Tensor:
         """`rows` whose row i along `axis`, an int32 scalar in its range, is `row`, which lacks that dimension."""

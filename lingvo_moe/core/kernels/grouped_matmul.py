@@ -49,7 +49,7 @@ def by_group(
     group_sizes_E: tf.Tensor,
     rows_expected: int | None = None,
 ) -> tf.Tensor:
-    """The same with TensorFlow's own kernels; N may be unknown."""
+    """Multiplies each row by the matrix of its group with TensorFlow's own kernels; N may be unknown."""
     rows = rows_NM.shape[0] if rows_expected is None else rows_expected
     few = rows is not None and rows < _FEW_ROWS * weights_EMH.shape[0]
     return _multiply(_Pieces(group_sizes_E, few), rows_NM, weights_EMH)
@@ -183,7 +183,7 @@ class _Tiles:
         return tf.broadcast_to(tf.cast(zero, dtype), shape)
 
     def _padded(self, x_NM: tf.Tensor) -> tf.Tensor:
-        """With R rows more, so that a tile can start at any row."""
+        """Appends R rows of zeros, so that a tile can start at any row."""
         return tf.pad(x_NM, [[0, self._tile], [0, 0]])
 
 

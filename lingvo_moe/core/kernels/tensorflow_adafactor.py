@@ -78,8 +78,8 @@ def _factors(
     col: tf.Tensor,
     recipe: AdafactorRecipe,
 ) -> NestedMap:
-    """For the P blocks [..., R, C] of one layer: `factors` (a [P, ..., R], b [P, ..., C]), so that a b grad is to be
-    subtracted; `row` and `col`, the new slots; and the sums of squares of that product and of grad.
+    """Computes, of the P blocks [..., R, C] of one layer: `factors` (a [P, ..., R], b [P, ..., C]), so that a b grad is
+    to be subtracted; `row` and `col`, the new slots; and the sums of squares of that product and of grad.
 
     The update u is the product of the gradient g and two vectors, so that sum u^2 = a^2 . g^2 . b^2: the same matrix
     product that sums the columns of g^2 gives it, and u itself is never written.

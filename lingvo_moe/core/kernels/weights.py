@@ -31,7 +31,7 @@ class Matrix(abc.ABC):
 
     @abc.abstractmethod
     def With(self, *tensors: Any) -> "Matrix":
-        """The same weight over other tensors of the same shapes, e.g. the values of variables that hold `tensors`."""
+        """A copy over other tensors of the same shapes, e.g. the values of variables that hold `tensors`."""
 
     @abc.abstractmethod
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:

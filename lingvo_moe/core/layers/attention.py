@@ -270,7 +270,7 @@ class MultiHeadAttention(BaseLayer):
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """From the shapes of query and source: projections q, k, v, o, then q k^T and probs v."""
+        """Counts, from the shapes of query and source: projections q, k, v, o, then q k^T and probs v."""
         (batch, time, dim), (_, length, _) = input_shapes[0], input_shapes[-1]
         _, n, a, k = _dims(params)
         projections = 2 * dim * k * batch * (2 * n * time + 2 * a * length)

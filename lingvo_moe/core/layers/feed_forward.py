@@ -23,7 +23,7 @@ from lingvo_moe.core.nested_map import NestedMap
 
 
 def _clamped_swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """As in gpt-oss (OpenAI 2025): both products are clamped, and the linear one is around 1."""
+    """SwiGLU of gpt-oss (OpenAI 2025): both products are clamped, and 1 is added to the linear one."""
     gate, x = tf.minimum(gate, 7.0), tf.clip_by_value(x, -7.0, 7.0)
     return gate * tf.sigmoid(1.702 * gate) * (x + 1.0)
 

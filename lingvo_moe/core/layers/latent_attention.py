@@ -119,7 +119,7 @@ class LatentAttention(MultiHeadAttention):
 
     @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
-        """Not there: latent attention is self-attention."""
+        """Refuses: latent attention is self-attention, and has no memory."""
         raise NotImplementedError(
             f"{self.path}: latent attention has no memory; it is self-attention"
         )
@@ -158,7 +158,7 @@ class LatentAttention(MultiHeadAttention):
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """From the shape of the input: all projections, then q k^T and probs v."""
+        """Counts, from the shape of the input: all projections, then q k^T and probs v."""
         (batch, time, _), p = input_shapes[0], params
         m, n, k, value = _dims(p)
         each = k + p.turned_dim

@@ -167,7 +167,7 @@ class _Stored:
     on_host: bool
 
     def Of(self, i: tf.Tensor) -> tf.Tensor:
-        """That of repetition i."""
+        """The activation of repetition i, on the device."""
         return self.annotate(fetched(tf.gather(self.rows, i), self.on_host))
 
 

@@ -183,7 +183,7 @@ class TransformerLayer(BaseLayer):
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """From the shapes of x and, with cross-attention, memory: the sum of the parts."""
+        """Adds up the parts, from the shapes of x and, with cross-attention, of memory."""
         flops = sum(cls.FlopsByPart(params, *input_shapes).values())
         return NestedMap(flops=flops, out_shapes=(tuple(input_shapes[0]),))
 

@@ -126,7 +126,7 @@ def has_slot_for_all(routing: Routing) -> bool:
 
 
 def per_token(routing: Routing) -> Routing:
-    """The same routing with every token as a group of one; correct only where nothing is dropped.
+    """Makes every token of a routing a group of one; correct only where nothing is dropped.
 
     A token's experts are all different, so slot 0 of each is free for it.
     """

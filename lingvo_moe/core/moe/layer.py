@@ -353,7 +353,7 @@ def _units(dense: NestedMap, fresh: NestedMap, copies: int = 0) -> tuple[NestedM
 
 
 def _without_capacity(p: HyperParams) -> str:
-    """For Params.OnlyWith: neither the dispatcher nor the router needs a capacity."""
+    """The parameter because of which no capacity is needed, or '': a condition of Params.OnlyWith."""
     if dispatcher_params(p.dispatcher).cls.LIMITED or p.router.cls.CHOOSES_BY_CAPACITY:
         return ""
     return (

@@ -206,7 +206,7 @@ def aux_loss_of(losses: Sequence[AuxLoss]) -> tf.Tensor:
 
 
 def add_losses(metrics: NestedMap, aux_loss: tf.Tensor, losses: Sequence[AuxLoss]) -> None:
-    """Into a router's metrics, without gradients: `aux_loss`, and each loss unweighted as `loss_<name>`."""
+    """Adds to a router's metrics, without gradients, `aux_loss`, and each loss unweighted as `loss_<name>`."""
     metrics.aux_loss = tf.stop_gradient(aux_loss)
     for loss in losses:
         metrics[f"loss_{loss.name}"] = tf.stop_gradient(loss.value)

@@ -41,7 +41,7 @@ class Places:
 
 
 def places_of(slot_gSk: tf.Tensor, num_slots: int) -> Places:
-    """From the slot of each choice, int32 in 0..X-1 and unique within its group, or -1."""
+    """Computes places from the slot of each choice: int32 in 0..X-1 and unique within its group, or -1."""
     groups, size, ranks = shape_of(slot_gSk)
     # One further slot for each group takes the choices without a slot.
     target_gSk = tf.where(slot_gSk < 0, num_slots, slot_gSk)

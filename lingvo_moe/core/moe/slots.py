@@ -1,4 +1,4 @@
-"""From logits to slots: gates, the best experts of each token, and the slots that these choices get (Algorithm 1).
+"""Turns logits into slots: gates, the best experts of each token, and the slots of these choices (Algorithm 1).
 
 A new gate is an entry of `GATES`: the routers with a gating network, their losses and metrics read that table alone.
 

@@ -183,7 +183,7 @@ class _ToTheEnd(WarmupSchedule):
         return float(self.p.warmup_steps)
 
     def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
-        """From `rate` at done = 0 to 0 at done = 1."""
+        """The rate, which falls from `rate` at done = 0 to 0 at done = 1."""
         raise NotImplementedError(f"{type(self).__name__}._Fall")
 
 

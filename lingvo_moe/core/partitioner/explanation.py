@@ -67,7 +67,7 @@ class ShardedTensor:
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """For each dimension, how many elements the parts together have beyond the tensor's own."""
+        """The number of elements that the parts together have beyond the tensor's own, by dimension."""
         return self.sharding.Padding(self.shape)
 
     def ToJson(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Dot:
 
     @property
     def kept(self) -> tuple[_Kept, _Kept]:
-        """For each operand the dimensions that are not summed, and those of the result that correspond to them.
+        """The dimensions of each operand that are not summed, and the result's dimensions that correspond to them.
 
         Batch dimensions come first, then free ones.
         """

@@ -266,7 +266,7 @@ class Loops:
         return self._stages.Sharded(zeros, mapping)
 
     def _Arrays(self, lengths: dict[str, int]) -> dict[str, tf.TensorArray]:
-        """For each dtype an array over ticks of [K, D, length]."""
+        """Makes, for each dtype, an array over ticks of [K, D, length]."""
         shape = [self._stages.count, self._stages.devices]
         return {
             name: tf.TensorArray(

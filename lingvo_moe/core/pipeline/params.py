@@ -64,7 +64,7 @@ def pipeline_params() -> Params:
 
 
 def one_stage(p: Params) -> str:
-    """For Params.OnlyWith: a pipeline of one stage is none."""
+    """The parameter because of which there is no pipeline, or '': a condition of Params.OnlyWith."""
     return "stages=1" if p.stages == 1 else ""
 
 

@@ -24,7 +24,7 @@ class ScheduleError(ValueError):
 
 
 class Order(Enum):
-    """In which order the stages get to a micro-batch."""
+    """The order in which the stages get to a micro-batch."""
 
     FROM_FIRST = 1
     FROM_LAST = -1
@@ -85,7 +85,7 @@ class Schedule:
         return phases
 
     def InputsKept(self, stack: int) -> int:
-        """For how many ticks a stage keeps its input, from the forward pass to the last use, both included."""
+        """The number of ticks for which a stage keeps its input, from the forward pass to its last use, inclusive."""
         last = WEIGHTS if self.splits_backward else BACKWARD
         forward = self.WorkOf(FORWARD, stack)
         gap = self.WorkOf(last, stack).start - forward.start
@@ -93,14 +93,14 @@ class Schedule:
         return min(kept, forward.ticks)
 
     def GradientsKept(self, stack: int) -> int:
-        """For how many ticks a stage keeps the gradient of its output, where weights come later; else 0."""
+        """The number of ticks for which a stage keeps the gradient of its output, if weights come later; else 0."""
         if not self.splits_backward:
             return 0
         return self.WorkOf(WEIGHTS, stack).start - self.WorkOf(BACKWARD, stack).start + 1
 
     @property
     def outputs_kept(self) -> int:
-        """For how many ticks the last stage's output is kept until its loss is computed, both included."""
+        """The number of ticks for which the last stage's output is kept until its loss is computed, both included."""
         last = self.WorkOf(FORWARD, self.stacks - 1)
         out = last.start + self.stages * self.repeats - 1
         return self.WorkOf(LOSS, self.stacks - 1).start - out + 1

@@ -1,6 +1,6 @@
 """Derives the figures that reports show from a plan: for the terminal, the HTML page and comparisons.
 
-A plan is a plain dict (docs/planning.md). If the compiler refused the program, its plan has no times and no work:
+A plan is a plain dict (docs/plan_json.md). If the compiler refused the program, its plan has no times and no work:
 missing figures are None here and a dash in reports.
 """
 

@@ -170,7 +170,7 @@ def html_report(plans: Sequence[Plan]) -> str:
     """Returns the page: a comparison if there are several plans, then each plan.
 
     Args:
-        plans: at least one dict as described in docs/planning.md.
+        plans: at least one dict as described in docs/plan_json.md.
 
     Raises:
         ValueError: there is no plan.

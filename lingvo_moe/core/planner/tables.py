@@ -1,6 +1,6 @@
 """Builds a plan: what a compiled program needs and how long it should take, as plain data.
 
-A plan is a dict that JSON can hold; docs/planning.md describes its fields. Bytes and FLOPs are for one
+A plan is a dict that JSON can hold; docs/plan_json.md describes its fields. Bytes and FLOPs are for one
 device; times are seconds for one run of the program. Bytes and FLOPs come from the compiled program.
 Times are estimates:
 

@@ -74,7 +74,7 @@ class Cache(Protocol):
 
 
 def use_cache(make: Callable[[str], Cache]) -> None:
-    """From now on JAX keeps compiled programs in `make(directory)`."""
+    """Makes JAX keep compiled programs in `make(directory)`."""
     compilation_cache.reset_cache()
     compilation_cache.get_file_cache = lambda path: (make(path), path)
 
@@ -85,7 +85,7 @@ def reset_cache() -> None:
 
 
 def watch_cache(may_keep: Callable[[], bool], on_hit: Callable[[], None]) -> None:
-    """From now on JAX keeps a program that was compiled only if `may_keep()`, and calls `on_hit()` for each that the
+    """Makes JAX keep a program that was compiled only if `may_keep()`, and call `on_hit()` for each that the
     cache had. An entry whose program cannot be loaded is no hit: JAX compiles it again."""
     put, get = (
         compilation_cache.put_executable_and_time,

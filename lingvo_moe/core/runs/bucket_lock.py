@@ -97,7 +97,7 @@ class BucketLock:
 
 
 class BucketRunLock:
-    """As RunLock, of a run at an address, whose files it keeps as the copy of process 0 has them.
+    """Locks a run at an address as RunLock does, and keeps its files equal to the copy of process 0.
 
     Attributes:
         held: by process 0, from Acquire to Close; None on others.
@@ -139,7 +139,7 @@ class HeldRun(BucketLock):
         self._pushing.start()
 
     def Check(self) -> None:
-        """As BucketLock.Check; and writes what has changed. So a step that is complete has its lines of metrics."""
+        """Checks the lock, then writes the files that have changed: a complete step has its lines of metrics."""
         super().Check()
         self._copy.Push()
 

@@ -64,7 +64,7 @@ class Kind:
         return self.closed or self.Owns(name) or any(fnmatchcase(name, part) for part in self.reads)
 
     def __str__(self) -> str:
-        """As a sentence has it: 'a run'."""
+        """The kind with its article: 'a run'."""
         return (
             self.name
             if self is PREPARED
@@ -115,7 +115,7 @@ class Found:
     why: str  # by what it was recognised, as Kind.FindMark says it
 
     def __str__(self) -> str:
-        """As a sentence has it: 'a run (it holds experiment.json)'."""
+        """The kind and the reason: 'a run (it holds experiment.json)'."""
         return f"{self.kind} ({self.why})"
 
 

@@ -52,7 +52,7 @@ class TimeRecord:
         self._first, self._due = True, 0.0
 
     def Open(self, path: str | os.PathLike) -> None:
-        """From here on lines are appended to a file, the first one of them now. Raises OSError, as all that write.
+        """Opens the file to which lines are appended, and writes the first. Raises OSError, as all that write.
 
         A file that is open stays so.
         """

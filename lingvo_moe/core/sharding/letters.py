@@ -14,7 +14,7 @@ import numpy as np
 from lingvo_moe.core.config.checks import STATE_LEVELS, did_you_mean
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 
-# The letters of the existing layers. A layer with a new letter adds it in its own file.
+# The letters that split maps accept. The module of a layer with a new letter adds it: WEIGHT_LETTERS["W"] = "windows".
 WEIGHT_LETTERS = {
     "A": "heads of keys and values, where queries have more",
     "E": "experts",

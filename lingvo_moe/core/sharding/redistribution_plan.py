@@ -132,7 +132,7 @@ class _Grid:
     axes: tuple[dict[str, tuple[int, ...]], ...]
 
     def Parts(self, atoms: tuple[int, ...]) -> np.ndarray:
-        """For each device the number of the part that it holds."""
+        """The number of the part that each device holds."""
         part = np.zeros(self.digits.shape[1], np.int64)
         for atom in atoms:
             part = part * self.sizes[atom] + self.digits[atom]
@@ -262,7 +262,7 @@ class _Search:
         return tuple(self._grids[node[0]].Ways(atoms) for atoms in node[1])
 
     def _Holdings(self, node: _Node) -> np.ndarray:
-        """For each device the number of its part, row-major."""
+        """The number of each device's part, row-major."""
         if node not in self._holdings:
             atoms = tuple(itertools.chain.from_iterable(node[1]))
             self._holdings[node] = self._grids[node[0]].Parts(atoms)

@@ -155,7 +155,7 @@ def _annotation(given: Any, mesh: Mesh, axis: str) -> Any:
 
 
 def _with_leading(parts: np.ndarray, mesh: Mesh, axis: str) -> np.ndarray:
-    """The same parts of each slice of a tensor with a leading dimension, which the axis shards."""
+    """Adds a leading dimension, which the axis shards, to the parts of a tensor."""
     number = mesh.axis_names.index(axis)
     position = np.empty(mesh.size, np.int64)
     position[mesh.device_array()] = np.indices(mesh.shape)[number]

@@ -70,7 +70,7 @@ class Candidate:
         return out
 
     def __str__(self) -> str:
-        """In one line, without what is as in the plainest strategy."""
+        """The candidate in one line, without the settings that are those of the plainest strategy."""
         letters = ", ".join(
             f"{n} {axis if isinstance(axis, str) else '+'.join(axis or ())}"
             for n, axis in self.layout.activations

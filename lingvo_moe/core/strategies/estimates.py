@@ -28,7 +28,7 @@ _LIVE = 2.0
 
 @dataclass
 class Correction:
-    """By what figures of compiled programs differ from estimates."""
+    """The factors by which figures of compiled programs differ from estimates."""
 
     work: dict[str, float] = field(default_factory=dict)  # of the seconds of each part's products
     rest: float = 1.0  # of the seconds of all else on the devices
@@ -59,7 +59,7 @@ class Estimate:
         return self.pace.Seconds(computing, by.network * self.network, by.waiting * self.moves)
 
     def Bytes(self, by: Correction) -> float:
-        """That one device needs."""
+        """The bytes that one device needs."""
         return self.state + by.memory * self.activations
 
 
@@ -128,7 +128,7 @@ class Estimator:
         )
 
     def _Idle(self, candidate: Candidate) -> float:
-        """By how much a pipeline's idle time lengthens the work of its stages: of these, shorter ones wait too."""
+        """The factor by which idle time lengthens the work of a pipeline; stages with fewer layers wait too."""
         stages, ticks = candidate.layout.stages, candidate.repeats * candidate.micro_batches
         if stages == 1:
             return 1.0

@@ -27,7 +27,7 @@ class Tried:
 
     @property
     def step_seconds(self) -> float:
-        """By the compiled program; infinite where it does not fit or was refused."""
+        """The time of the compiled program's step; infinite where it does not fit or was refused."""
         if self.refused or self.plan is None or not self.plan["memory"]["fits"]:
             return math.inf
         return float(self.plan["time"]["step_seconds"])

@@ -58,7 +58,7 @@ def _kinds(compiled: Any) -> Counter:
 
 
 def test_over_two_axes_both() -> None:
-    """Many rows and wide layers; the network along `data` is as fast as that along `model`."""
+    """Rows are many and layers wide, and the network along `data` is as fast as that along `model`."""
     grid = Mesh.parse("data:2,model:4")
     found = xs.auto_shard(functions.perceptron, grid, differentiate=["w1_MH", "w2_HM"]).Strategy(
         spec(32768, 8192), spec(8192, 32768), spec(32768, 8192)

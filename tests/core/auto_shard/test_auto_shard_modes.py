@@ -93,7 +93,7 @@ def test_given_shardings_of_arguments_and_results_are_kept() -> None:
 
 
 def test_an_uneven_annotation_inside_leaves_arguments_and_results_whole() -> None:
-    """What crosses a program's border divides evenly."""
+    """Tensors that enter or leave a program divide evenly."""
     sharded = xs.auto_shard(
         lambda x, y: xs.mesh_split(tf.where(x > 0, x, y), _FOUR, ("device",)), _FOUR
     )

@@ -20,7 +20,7 @@ def _settings(rows, temperature=1.0, top_k=0, top_p=1.0, seed=0):
 
 
 def _probabilities(logits, temperature, top_k, top_p):
-    """By the definition: the largest first, cut off, and what remains sums to one."""
+    """Probabilities by the definition: the largest first, cut off, and the rest sums to one."""
     order = np.argsort(-logits)
     p = np.exp(logits[order] / temperature)
     p[top_k or V :] = 0

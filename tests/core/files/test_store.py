@@ -72,7 +72,7 @@ print(open_store("s3://bucket/standstill").Read("a"))
 
 
 def test_a_transfer_that_stands_still_is_repeated(storage):
-    """In a process of its own, for a process keeps the seconds that it begins with; here 2 instead of 30."""
+    """Runs in a process of its own, which keeps the seconds that it begins with; here 2 instead of 30."""
     open_store("s3://bucket/standstill").Write("a", b"whole")
     storage.faults.append("hang")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

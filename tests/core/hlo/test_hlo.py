@@ -135,7 +135,7 @@ def test_instructions_keep_what_they_say():
 
 
 def test_attributes_over_several_lines():
-    """As XLA prints those of a kernel, before and after it compiles; a computation may have attributes of its own."""
+    """XLA prints a kernel's like this, before and after it compiles; a computation may have attributes of its own."""
     module = hlo.parse_module("""HloModule m
 
 %other (a: s32[]) -> s32[] {

@@ -164,7 +164,7 @@ def test_programs_do_not_grow_with_depth_or_size():
 
 
 def test_sharded_with_split_weights():
-    """With batch and experts sharded over eight devices the numbers are the same, and stacked weights stay sharded."""
+    """Batch and experts over eight devices give the same numbers, and stacked weights stay sharded."""
     layer = _layer(rate=0.3, length=3)
     args = [init(layer), normal(0, 8, 3, 4), _shared(8), make_seed(1, 1)]
     splits = [layer.VariableSpecs(), ("expert", None, None), None, None]

@@ -42,7 +42,7 @@ def test_the_translation_model_passes_it_on():
 @pytest.mark.parametrize("num_experts", [7, 28])
 @pytest.mark.parametrize("load", [3, 1000])
 def test_an_expert_at_the_mean_gets_no_step(num_experts, load):
-    """In floating point, 1/E times the sum of E equal loads does not always equal the load."""
+    """1/E times the sum of E equal loads does not always equal the load in floating point."""
     router = TopKRouter.Params().Set(
         name="router", model_dim=M, num_experts=num_experts, k=1, balance_bias=RATE
     )

@@ -94,7 +94,7 @@ def test_where_nothing_overflows_all_agree(router):
     ("name", "xla"), [*((name, False) for name in sorted(DISPATCHERS)), ("dropless", True)]
 )
 def test_compiled_or_not(name, xla):
-    """As a tf.function, whose optimizer rewrites graphs, and compiled by XLA, which computes rows in tiles."""
+    """A tf.function has its graph rewritten by an optimizer; XLA computes rows in tiles."""
     router = TopKRouter.Params().Set(k=2)
     args = _arguments(_layer("masked", router=router))
     want = _eagerly(_layer("masked", router=router), args)
@@ -109,7 +109,7 @@ def test_compiled_or_not(name, xla):
     ],
 )
 def test_with_overflow_those_with_capacity_agree(router):
-    """For expert choice all dispatchers agree: its capacity determines the choice and drops nothing."""
+    """All dispatchers agree for expert choice: its capacity determines the choice and drops nothing."""
     params = {"router": router, "capacity_factor": 1.0}
     args = _arguments(_layer("einsum", **params))
     want = _eagerly(_layer("einsum", **params), args)
@@ -130,7 +130,7 @@ def test_bfloat16():
 
 
 def test_flops_count_the_rows_that_experts_compute():
-    """For 24 tokens, 2 choices, 4 experts: E C = 28 slots a group of 12."""
+    """24 tokens in groups of 12, 2 choices and 4 experts make E C = 28 slots a group."""
     flops = {}
     for name in DISPATCHERS:
         p = _layer(name, router=TopKRouter.Params().Set(k=2), capacity_factor=7 * 4 / 12).p

@@ -112,7 +112,7 @@ def test_equals_loops_with_the_same_noise(shape, seed, data):
 
 
 def test_noise_is_drawn_in_training_alone_and_starts_out_even():
-    """With zero weights, training draws experts evenly; in inference ties go to the first expert."""
+    """Training draws experts evenly if weights are zero; in inference ties go to the first expert."""
     router = _router(4, k=1)
     theta = router.InitTheta(SEED)
     assert not theta.wg.numpy().any() and not theta.wnoise.numpy().any()

@@ -53,7 +53,7 @@ def test_a_sentence_has_one_choice_and_packed_sentences_their_own():
 
 
 def test_sentences_of_different_rows_are_different_in_a_group():
-    """In training rows share a group, and their sentences have the same numbers."""
+    """Rows share a group in training, and their sentences have the same numbers."""
     layer = _layer("sentence", num_groups=1)
     p = layer.p.Copy().Set(num_groups=0)
     B, T = 3, 4

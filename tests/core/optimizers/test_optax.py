@@ -15,7 +15,7 @@ RATE, STEPS, DECAY = 0.03, 4, 0.2
 
 
 def _coupled(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """With a decay that is added to the gradient."""
+    """An optimizer with a decay that is added to the gradient."""
     return optax.chain(optax.add_decayed_weights(DECAY), optimizer)
 
 

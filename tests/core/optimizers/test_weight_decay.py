@@ -1,4 +1,4 @@
-"""Which variables decay, and the decoupled decay beside each optimizer's update."""
+"""The variables that decay, and the decoupled decay beside each optimizer's update."""
 
 import numpy as np
 import pytest

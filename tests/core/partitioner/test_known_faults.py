@@ -236,7 +236,7 @@ def test_convolutions(what, image, kernel, result, kind):
 
 
 def test_kernel_gradient_that_is_a_product():
-    """With a kernel of one element and stride 1, rows are summed like features."""
+    """Rows are summed like features if the kernel has one element and stride 1."""
     module = _kernel_gradient((16, 2), IDLE, (16, 2), IDLE, (0, 0))
     assert _kinds(module) == []
 
@@ -334,7 +334,7 @@ def test_batch_cut_anew_where_only_one_operand_is_cut_along_it():
     ],
 )
 def test_result_over_the_devices_of_the_sum(result, is_wrong):
-    """On a mesh a:2,b:2,c:2, the left operand over b and a, the right one over a and b; the sum is over a."""
+    """The mesh is a:2,b:2,c:2, the left operand over b and a, the right one over a and b; the sum is over a."""
     left = ("f32[16,8]", "{devices=[2,2,2]0,1,4,5,2,3,6,7 last_tile_dim_replicate}")
     right = ("f32[8,24]", "{devices=[2,2,2]<=[8] last_tile_dim_replicate}")
     module = _dot(left, right, ("f32[16,24]", result.replace("[1,2,4]", "[2,1,4]")))

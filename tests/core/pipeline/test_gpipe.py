@@ -110,7 +110,7 @@ def test_rows_over_one_axis_and_copies_along_another():
 
 
 def test_float64_agrees_to_rounding(monkeypatch):
-    """In as many micro-batches as rows, whose size is given, and with the stages one after another."""
+    """There are as many micro-batches as rows, whose size is given, and the stages run one after another."""
     monkeypatch.setattr(gpipe_loops, "_UNUSED", float("nan"))
     x = RNG.randn(ROWS, 5)
     layer = make(SeqLayer, dtype="float64")
@@ -181,7 +181,7 @@ def _with_extras(layer):
 
 
 def _by_micro_batch(layer, num):
-    """The same, one micro-batch after another."""
+    """The layer's values and gradients, one micro-batch after another."""
 
     def run(theta, args):
         seed = randomness.make_seed(7, 8)

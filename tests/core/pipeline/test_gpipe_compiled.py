@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of a pipeline: its collectives, and its memory for more micro-batches."""
+"""The TPU compiler's program of a pipeline: its collectives, and its memory for more micro-batches."""
 
 import functools
 import importlib.util

@@ -49,7 +49,7 @@ def test_a_stage_has_the_weights_of_its_cell_and_no_others(pipelined):
 
 
 def test_initial_values_are_those_without_a_pipeline(plain, pipelined):
-    """With the stages one after another, and each on its own devices."""
+    """The stages run one after another, or each on its own devices."""
     want = by_path(plain.VariableSpecs(), run_single(plain.InitTheta, [SEED]))
     in_turn = make(PipeliningLayer, WithExtras)
     at_once, collectives = run_sharded(pipelined.InitTheta, [SEED], Mesh.parse("stage:4,data:2"))

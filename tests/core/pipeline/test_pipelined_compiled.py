@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of a pipelined step: its collectives, and its memory for more micro-batches."""
+"""The TPU compiler's program of a pipelined step: its collectives, and its memory for more micro-batches."""
 
 import functools
 import importlib.util
@@ -58,6 +58,6 @@ def test_a_tick_has_one_permute_for_each_tensor_and_no_weights_move():
 
 @pytest.mark.slow
 def test_beyond_4k_micro_batches_a_step_of_1f1b_takes_no_more_memory():
-    """After so many even the first stack has its gradients."""
+    """Even the first stack has gradients by then."""
     peaks = [_compiled(num).memory["peak"] for num in (16, 24)]
     assert (peaks[1] - peaks[0]) / 8 == pytest.approx(0, abs=0.1 * 3 * BOUNDARY)

@@ -71,7 +71,7 @@ def _padded_with_nan(w, blocks):
 
 @functools.cache
 def _without_pipeline(num):
-    """What `_after` gives for the step of so many micro-batches without stages."""
+    """The result of `_after` for the step of `num` micro-batches without stages."""
     return _after(
         lambda task, specs: accumulating_step(task, num, specs), *toy(16, "float64", blocks=5)
     )
@@ -102,7 +102,7 @@ def _start_with_nan(start):
 def test_every_schedule_gives_the_step_without_a_pipeline(
     schedule, stages, micro_batches, repeats, splits, monkeypatch
 ):
-    """Whatever the weights of padding are, and what stages compute in the bubble."""
+    """The weights of padding, and the values that stages compute in the bubble, are NaN."""
     monkeypatch.setattr(stage_layout, "padded", _padded_with_nan)
     monkeypatch.setattr(Loops, "_StackStart", _start_with_nan(Loops._StackStart))
     asked = {"stages": stages, "micro_batches": micro_batches, "repeats": repeats}
@@ -157,7 +157,7 @@ def test_stages_give_one_boundary_a_tick_and_no_weights():
 
 
 def test_replicas_exchange_gradients_once():
-    """After all loops, so whatever the number of micro-batches; and no tick outside of a loop has a part of them."""
+    """Gradients are exchanged after all loops, for any number of micro-batches, and in no tick outside of a loop."""
     total = 0
     for use, executed in _collectives(_sharded_step()[0]):
         stages = {{device // 2 for device in group} == {group[0] // 2} for group in use.devices}

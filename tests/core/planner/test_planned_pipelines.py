@@ -24,7 +24,7 @@ def _read(module: Module, schedule, machine="v5p:2x2x1"):
 
 @pytest.mark.parametrize(("ticks", "machine"), [(5, "v5e:1x1*4"), (1, "v5p:2x2x1")])
 def test_a_loop_of_tensorflow(ticks, machine):
-    """On slices of one chip; and a loop of one tick, which the compiler removes: names of what it sends tell of it."""
+    """Slices have one chip. A loop of one tick, which the compiler removes, shows in the names of its sends."""
     mesh, rows = Mesh(("stage",), (4,)), ("stage", None, None)
 
     def step(w, x):

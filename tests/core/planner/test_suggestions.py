@@ -1,4 +1,4 @@
-"""What a report proposes for a plan."""
+"""The suggestions of a report for a plan."""
 
 import copy
 import shlex

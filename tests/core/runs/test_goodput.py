@@ -1,4 +1,4 @@
-"""Where the time of a run went: records with known answers, any record adds up, and damaged lines are left out."""
+"""Time of a run: records with known answers, any record adds up, and damaged lines are left out."""
 
 import json
 import random

@@ -150,7 +150,7 @@ def test_a_held_lock_is_found_and_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_lock_goes_with_the_name_when_the_directory_is_moved(tmp_path: Path) -> None:
-    """When --restart moves the directory, both the new and the old one are locked until it ends."""
+    """Both the new and the old directory are locked until a trainer with --restart ends."""
     run = tmp_path / "run"
     with RunLock(run) as first, RunLock(run) as second, RunLock(tmp_path / "old") as old:
         first.Acquire()
@@ -261,7 +261,7 @@ def test_a_file_system_without_locks_is_said(
 def test_a_lock_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Without a lock a second trainer could run."""
+    """A second trainer could run if there were no lock."""
 
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))

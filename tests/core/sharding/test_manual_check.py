@@ -155,7 +155,7 @@ def _loop_s_gradient(x):
     ],
 )
 def test_a_region_of_one_axis_is_not_one_of_all(fn, message):
-    """In XLA, either mistake would end the process."""
+    """Either mistake would end the process in XLA."""
     with pytest.raises(ShardingError, match=message):
         _trace(fn, (8, 4), mesh=GRID)
 
@@ -239,7 +239,7 @@ def test_arguments_are_checked(fn, shape, message):
 
 
 def test_on_one_device_a_region_is_the_function():
-    """With TensorFlow alone, which cannot run a region."""
+    """TensorFlow alone, which cannot run a region, runs the function."""
     engine = TfEngine(Mesh.parse("d:1"))
     compiled = engine.Build(_good, [TensorSpec((8, 4), "float32")])
     assert "Spmd" not in compiled.HloText()

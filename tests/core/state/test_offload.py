@@ -73,7 +73,7 @@ def _on_tpu(offload):
 
 @pytest.mark.parametrize("offload, a_weight", [("master", 4), (("*.w?",), 14)], ids=str)
 def test_the_tpu_compiler_keeps_what_is_offloaded_out_of_the_device(offload, a_weight):
-    """By the compiler's own figures; 2 bytes of a weight and 12 of its slots."""
+    """The compiler's own figures say so; a weight has 2 bytes and its slots 12."""
     plain, offloaded = _on_tpu("none").memory, _on_tpu(offload).memory
     there = L * 2 * M * H * a_weight
     assert there <= offloaded["host_arguments"] <= 4 * there  # with the padding of its layout
@@ -103,7 +103,7 @@ def test_a_plan_counts_each_move_of_a_layer_and_the_seconds_that_a_device_waits(
 
 @needs_gpu_compiler
 def test_the_gpu_compiler_keeps_it_out_of_the_device_too():
-    """By its text, where the memory of the host is S(5), and by its own figures."""
+    """Its text, where the memory of the host is S(5), and its own figures say so."""
     step = train_step(stack_task("none", dtype="bfloat16", offload=("*.wi", "slots")), Rows())
     compiled = aot.compile_for_topology(lower_step(step, MESH), "h100:1x8")
     assert compiled.memory["host_arguments"] == L * M * H * (12 + 14)

@@ -44,7 +44,7 @@ def test_training_is_that_of_copied_state(level, form):
     ],
 )
 def test_arguments_shrink_as_zero_says(level, form, a_weight, of_slots):
-    """By bytes of a weight and of its slots, copied or over 8 devices."""
+    """A weight and its slots have so many bytes, copied or over 8 devices."""
     task, _, step = compiled_step(level, **form)
     weights = a_weight * PARAMETERS // (8 if level == "weights" else 1)
     slots = of_slots * PARAMETERS // (8 if level != "none" else 1)

@@ -1,4 +1,4 @@
-"""What a model's work is, how it can lie on devices, and what that should cost: nothing is compiled."""
+"""A model's work, its layouts on devices, and their estimated cost: nothing is compiled."""
 
 import functools
 import itertools
@@ -128,7 +128,7 @@ def test_more_is_kept_for_less_time():
     ],
 )
 def test_what_is_kept_has_the_names_of_the_layers(model, override, lacks, monkeypatch):
-    """As the trainer finds them when it traces a step, which refuses other names in a list.
+    """The names are those that the trainer finds when it traces a step, which refuses others in a list.
 
     The forward pass marks them, so the backward pass is not traced."""
     monkeypatch.setattr(tf.GradientTape, "gradient", lambda _, y, xs: [*map(tf.zeros_like, xs)])
@@ -151,7 +151,7 @@ def test_a_pipeline_waits_as_the_law_says():
 
 
 def test_a_stage_gathers_all_its_weights_at_a_time():
-    """As docs/state.md says; a loop over blocks gathers those of one block."""
+    """A loop over blocks gathers the weights of one block (docs/state.md)."""
     for layout in layouts(_work(), 128):
         if str(layout.mesh) in ("stage:2,data:64", "data:128"):
             copies = _estimator().Of(Candidate(layout, "none"))
@@ -168,7 +168,7 @@ def test_ten_thousand_candidates_have_different_parameters():
 
 
 def test_what_does_not_fit_is_offloaded():
-    """And where only an offload fits, that is what a machine costs, not the time of what does not fit."""
+    """The time of a machine on which only an offload fits is that of the offload."""
     override = "input.batch_size=256;task.num_groups=16"
     seconds = []
     for topology, offloads in (("v5e:2x2", {(), *OFFLOADS}), ("v5e:2x4", {()})):

@@ -1,4 +1,4 @@
-"""Which candidate is compiled next, and what is learnt from its plan."""
+"""The choice of the candidate that is compiled next, and the corrections that its plan gives."""
 
 import pytest
 

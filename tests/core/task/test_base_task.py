@@ -73,7 +73,7 @@ def built():
 
 @pytest.mark.parametrize("scale", [np.nan, 3e38])
 def test_steps_that_are_not_finite_change_nothing(built, scale):
-    """With 3e38 the loss is finite, but the gradient's norm overflows."""
+    """The loss is finite at 3e38, but the gradient's norm overflows."""
     engine, init, step = built
     state, _ = step(init(np.int32(2)), _batch(0))
     before = engine.Get(state)
@@ -95,7 +95,7 @@ def test_steps_that_are_not_finite_change_nothing(built, scale):
 
 
 def test_the_moving_average_follows_the_weights(built):
-    """Against NumPy; a step that is not finite leaves it alone and counts as no update."""
+    """The average equals NumPy's; a step that is not finite leaves it alone and counts as no update."""
     engine, init, step = built
     state = init(np.int32(3))
     want = engine.Get(state).theta.w
@@ -143,7 +143,7 @@ def test_one_device_and_eight_agree():
 
 
 def test_every_step_draws_other_random_numbers_and_the_same_ones_again():
-    """With the same batch and weights, another step has another loss, from dropout; the seed determines it."""
+    """Another step has another loss of the same batch and weights, from dropout; the seed determines it."""
 
     def loss_at(step, seed):
         task = _task(seed=seed)

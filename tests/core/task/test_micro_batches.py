@@ -213,7 +213,7 @@ def test_gradients_of_narrow_weights_are_summed_in_float32():
 
 
 def _times_reduced(text):
-    """How often each all-reduce of w's gradient, float32 [8], runs in a step."""
+    """The number of times that each all-reduce of w's gradient, float32 [8], runs in a step."""
     module = parse_module(text)
     return [
         executed.times
@@ -283,7 +283,7 @@ def test_a_step_of_two_micro_batches_over_devices_is_the_step_of_the_batch():
 
 
 def test_both_sides_of_the_translation_model_weigh_by_their_own_tokens(monkeypatch):
-    """In loss and metrics; gradients are not computed, for those of sums are sums."""
+    """Loss and metrics are compared; gradients are not computed, for those of sums are sums."""
     monkeypatch.setattr(tf.GradientTape, "gradient", lambda _, y, xs: [*map(tf.zeros_like, xs)])
     task, batch, one = _model(1, "mt.M4Tiny", "")
     args, two = [_state(task), batch], _model(2, "mt.M4Tiny", "")[2]

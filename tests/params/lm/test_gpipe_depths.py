@@ -24,7 +24,7 @@ def _specs(name, layers):
 
 @pytest.mark.parametrize("name, layers, cores, millions, digit", TABLE)
 def test_parameters_are_the_paper_s_but_for_biases(name, layers, cores, millions, digit):
-    """With biases in each projection and in the softmax the table's figures come out to their last digit."""
+    """The table's figures come out to their last digit with biases in each projection and in the softmax."""
     params, task = _specs(name, layers)
     ours = count_parameters(task.VariableSpecs().Flatten())
     norms = 2 * 2 * M

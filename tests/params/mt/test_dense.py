@@ -84,7 +84,7 @@ def test_loss_and_gradients_equal_those_of_one_device(step, theta, batch, cut):
 
 @pytest.mark.slow
 def test_a_layer_sums_over_model_once_for_each_of_its_parts(cut):
-    """As in Megatron, forward, recomputed (but for the last part, which nothing needs) and backward."""
+    """Sums are Megatron's: forward, recomputed (but for the last part, which nothing needs) and backward."""
     sums, others = Counter(), set()
     for line in cut[2].HloText().splitlines():
         match = re.search(r"= .*? (all-\w+|collective-\w+|reduce-scatter)\(", line)
@@ -107,7 +107,7 @@ def test_a_layer_sums_over_model_once_for_each_of_its_parts(cut):
 
 
 def test_the_pipeline_has_the_model_of_t96l_and_32_micro_batches_on_each_core():
-    """Same weights and batch; 8 stages of 6 layers of each stack; 4 rows in a micro-batch."""
+    """Weights and batch are the same, in 8 stages of 6 layers of each stack, and with 4 rows in a micro-batch."""
     whole, pipe = registry.GetParams("mt.T96L"), registry.GetParams("mt.T96LPipe8")
     specs, ours = (p.task.Instantiate().VariableSpecs() for p in (whole, pipe))
     assert [(path, s.shape) for path, s in specs.FlattenItems()] == [

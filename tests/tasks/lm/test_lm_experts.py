@@ -107,7 +107,7 @@ def test_a_step_with_heads_and_experts_over_devices_is_that_of_one():
 
 
 def test_the_head_predicts_the_token_after_the_next_of_the_same_text():
-    """Where all tokens have the same probability, each pair of tokens of a text costs the logarithm of their number."""
+    """Each pair of tokens of a text costs the logarithm of the number of tokens if all are equally probable."""
     _, model, inputs = _experiment(LATENT)
     batch = model.SampleBatch(inputs, np.random.RandomState(0))
     with use_mesh(single_device()):

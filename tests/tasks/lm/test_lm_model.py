@@ -121,7 +121,7 @@ def _loss_and_grads(model, theta, batch):
 
 @pytest.fixture(scope="module")
 def trained(theta):
-    """What a step of the usual model gives, with dropout."""
+    """The loss and gradients of a step of the usual model, with dropout."""
     model = _model()
     return run_single(lambda *a: _loss_and_grads(model, *a), [theta, _batch()], jit_compile=False)
 

@@ -121,7 +121,7 @@ def test_200_greedy_tokens(name):
 
 
 def test_the_loss_of_the_head_for_the_token_after_the_next_and_its_gradients():
-    """That of the library's head, which reads the same model; gradients by way of the stack, the tables and both."""
+    """The library's head reads the same model; gradients flow by way of the stack, the tables and both."""
     more = "task.multi_token_weight=0.3;task.aux_loss_weight=0.0"
     model, recorded, theta = _recorded("DeepSeekV3", more, ("", "_multi_token"))
     ids, labels = recorded.ids[:, :-1], recorded.ids[:, 1:]

@@ -120,7 +120,7 @@ def test_the_loss_is_made_of_its_parts(model, theta):
 
 
 def test_packed_rows_equal_separate_rows(model, theta):
-    """In inference each example has the same logits, token by token."""
+    """Each example has the same logits in inference, token by token."""
     packed = _batch(src=[[1, 1, 1, 2, 2, 0]], tgt=[[1, 1, 2, 2, 2]])
     together = _logits(model, theta, packed)[0]
     for number in (1, 2):

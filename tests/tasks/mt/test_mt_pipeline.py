@@ -26,7 +26,7 @@ def _experiment(*overrides):
 
 @pytest.mark.slow
 def test_a_step_in_stages_has_the_loss_and_the_metrics_of_the_step_without(monkeypatch):
-    """With random routing, whose seeds belong to micro-batches and layers.
+    """Routing is random; its seeds belong to micro-batches and layers.
 
     Its gradients and its devices are those of tests/core/pipeline/test_pipelined_step.py, whose two stacks give on the
     same tensors, and with experts beside those of tests/tasks/lm/test_lm_experts.py."""

@@ -53,7 +53,7 @@ class GpuCompiler(Compiler):
         )
 
     def Needed(self, memory: Mapping[str, int]) -> int:
-        """As the base class. XLA allocates all temporaries at once, so their sum counts and not the live bytes."""
+        """See the base class. XLA allocates all temporaries at once, so their sum counts and not the live bytes."""
         return memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
 
     def Misfit(self, program: str, topology: str, result: AotResult) -> OutOfMemory | None:

@@ -431,7 +431,7 @@ class Checkpointer:
         engine: Engine,
         packing: Packing,
     ) -> dict[str, Any]:
-        """As _read_onto, for tensors whose variables the checkpoint has in others."""
+        """Reads, as _read_onto does, tensors whose variables the checkpoint holds in tensors of another packing."""
         variables = {s.name: packing.Variables(s.name) for s in specs}
         sources = {name: stored.Tensors(names) for name, names in variables.items()}
         found: dict[str, Any] = {}

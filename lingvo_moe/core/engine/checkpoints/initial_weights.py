@@ -20,7 +20,7 @@ from lingvo_moe.core.task.step import Step
 
 @dataclass(frozen=True)
 class Places:
-    """For one dimension of a variable, the index of each element in the other run's variable."""
+    """The index, in the other run's variable, of each element along one dimension of a variable."""
 
     dim: int  # the dimension
     # int [size of the dimension], the index there of each element; -1 for a new one.

@@ -26,7 +26,7 @@ def is_master(name: str) -> bool:
 
 
 def sources(specs: Iterable[TensorSpec], types: Types) -> list[TensorSpec]:
-    """For each tensor of a state the one of a checkpoint that has its value, with its own sharding.
+    """Returns, for each tensor of a state, the checkpoint's tensor that has its value, with the state's sharding.
 
     A name that `types`, those of the checkpoint, lack stays as it is.
     """

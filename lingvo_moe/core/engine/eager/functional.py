@@ -161,7 +161,7 @@ class ShardedFunction:
         return dict(bound.arguments)
 
     def _Arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """As Bind, with leaves that a program can take. Raises ShardingError for others."""
+        """Binds the arguments, and checks that a program can take each leaf. Raises ShardingError for others."""
         arguments = self.Bind(args, kwargs)
         for path, leaf in _items(arguments):
             if not isinstance(leaf, (*_STATIC, tf.Tensor, tf.Variable, np.ndarray, np.generic)):

@@ -106,7 +106,7 @@ class Operation:
 
     @functools.cached_property
     def compiled(self) -> CompiledProgram:
-        """Compiled for the engine's devices."""
+        """The function's program, compiled for the engine's devices."""
         return self._engine.Compile(self.program)
 
     def Gradient(self, by: Sequence[int] | None = None) -> "Operation":

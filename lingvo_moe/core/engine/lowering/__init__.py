@@ -1,1 +1,1 @@
-"""From a TensorFlow function to a program: traced, lowered, with the lines that wrote it."""
+"""Turns a TensorFlow function into a program: traces it, lowers it, and keeps the lines that wrote it."""

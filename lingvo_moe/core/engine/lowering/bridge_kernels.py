@@ -119,7 +119,7 @@ class _Product:
 
 
 def _product(equation: str, shapes: list[tf.TensorShape]) -> _Product | None:
-    """None if the Einsum of these shapes (of operands and of the result) is more than that."""
+    """Returns the Einsum of these shapes, of operands and of the result, as one product; None if it is none."""
     operands, _, result = equation.partition("->")
     first, _, second = operands.partition(",")
     known = set(first) | set(second)

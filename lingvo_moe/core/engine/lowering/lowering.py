@@ -30,7 +30,7 @@ def lower(
     donate: Sequence[int] = (),
     name: str = "",
 ) -> Program:
-    """As lower_step, of a step with these fields."""
+    """Lowers a step with these fields, as lower_step does."""
     return lower_step(Step(name, fn, arg_specs, donate, results), mesh)
 
 

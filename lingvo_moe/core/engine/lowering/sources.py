@@ -82,7 +82,7 @@ class Sources:
         return name in self._entries
 
     def names(self) -> list[str]:
-        """All operations."""
+        """The names of all operations."""
         return list(self._entries)
 
     def Line(self, name: str) -> SourceLine | None:

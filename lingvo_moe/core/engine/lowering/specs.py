@@ -43,7 +43,7 @@ class TensorSpec:
 
     @classmethod
     def Of(cls, spec: Any, name: str) -> "TensorSpec":
-        """From anything with shape, dtype and (maybe) split: a VariableSpec, an array, another TensorSpec."""
+        """The spec of anything with shape, dtype and (maybe) split: a VariableSpec, an array, another TensorSpec."""
         split = getattr(spec, "split", ())
         return cls(
             tuple(int(n) for n in spec.shape),

@@ -81,7 +81,7 @@ def _block_of(length: int) -> int:
 
 
 def _padded(x: tf.Tensor) -> tf.Tensor:
-    """With tokens of segment 0 behind a row's last one, up to whole blocks."""
+    """Pads each row with tokens of segment 0, up to a multiple of the block's length."""
     length, rest = x.shape[1], x.shape.rank - 2
     return tf.pad(x, [[0, 0], [0, -length % _block_of(length)], *[[0, 0]] * rest])
 

@@ -251,7 +251,7 @@ def real_tokens(paddings_GS: tf.Tensor) -> tf.Tensor:
 def sentence_means(
     x_GSM: tf.Tensor, segment_ids_GS: tf.Tensor, paddings_GS: tf.Tensor
 ) -> tf.Tensor:
-    """For each token the mean over the real tokens of its segment, float32 [G,S,M]; 0 at padding.
+    """The mean over the real tokens of each token's segment, float32 [G,S,M]; 0 at padding.
 
     Args:
         x_GSM: any float type.
@@ -328,7 +328,7 @@ class LearnedRouter(Router):
 
     @property
     def gate(self) -> Gate:
-        """From logits to scores."""
+        """The function that turns logits into scores."""
         return GATES[self.p.gate]
 
     def GatingInit(self) -> WeightInit:

@@ -20,7 +20,7 @@ _BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
 
 
 class ExpertChoiceRouter(LearnedRouter):
-    """In training each expert takes the C tokens of a group whose gate for it is largest.
+    """Each expert takes, in training, the C tokens of a group whose gate for it is largest.
 
     Gates are a softmax over E, or sigmoids, and are not normalised again; the earlier token wins a tie. Load is
     even by construction, so there is no loss; a token may find any number of experts, none too.
@@ -48,7 +48,7 @@ class ExpertChoiceRouter(LearnedRouter):
 
     @classmethod
     def LooksAhead(cls, params: HyperParams) -> bool:
-        """Always."""
+        """Whether it looks ahead: always."""
         return True
 
     def __init__(self, params: InstantiableParams):

@@ -16,7 +16,7 @@ from lingvo_moe.core.nested_map import NestedMap
 
 
 class RandomRouter(UnlearnedRouter):
-    """In training k different experts for each token, drawn in each step, every set equally likely.
+    """Draws k different experts for each token in each step of training; every set is equally likely.
 
     Inference is not random: a token's number in its vocabulary decides, modulo E as in hash.py. So it
     needs no seed, the same text always gives the same result, a cached decoding step chooses as the full

@@ -58,7 +58,7 @@ class Card:
 
 
 def _peaks(bfloat16: float, tf32: float, float32: float, fp8: float = 0.0) -> Mapping[str, float]:
-    """Without units for 8-bit floating point these are multiplied as bfloat16."""
+    """Peaks by number format; a card without units for 8-bit floating point multiplies it as bfloat16."""
     return {"fp8": fp8 or bfloat16, "bfloat16": bfloat16, "tf32": tf32, "float32": float32}
 
 

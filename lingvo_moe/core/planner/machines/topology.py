@@ -232,7 +232,7 @@ class Topology(Machine):
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """For each dimension, whether its last chip has a link to its first, so that it is a ring.
+        """Whether the last chip of each dimension has a link to its first, so that the dimension is a ring.
 
         v3: every dimension with more than two chips, since the documents call every slice a torus
         (two chips have only one link between them). v4, v5p: slices made of complete 4x4x4 cubes.

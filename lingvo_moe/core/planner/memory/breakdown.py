@@ -97,7 +97,7 @@ def memory_plan(
         layers: those of the model, for the places of buffers.
 
     Returns:
-        Bytes on one device, with the fields that docs/planning.md describes.
+        Bytes on one device, with the fields that docs/plan_json.md describes.
     """
     module = parse_module(program) if isinstance(program, str) else program
     traced = liveness(module)
@@ -316,7 +316,7 @@ class _Attribution:
         return clear or loop or next((p for p in readers if p.is_clear), places[0])
 
     def _trace_sources(self) -> dict[str, frozenset[int]]:
-        """For each value of the entry computed from arguments alone: the numbers of those arguments."""
+        """Finds the values of the entry that are computed from arguments alone, and the numbers of those arguments."""
         found: dict[str, frozenset[int]] = {}
         for instruction in self._module.entry.instructions:
             if instruction.opcode == "parameter":
@@ -329,7 +329,7 @@ class _Attribution:
         return found
 
     def _trace_readers(self) -> dict[int, list[Executed]]:
-        """For each buffer, the instructions of the entry that read it, without tuples, views and loops."""
+        """Finds the instructions of the entry that read each buffer, without tuples, views and loops."""
         found: dict[int, list[Executed]] = defaultdict(list)
         entry = self._module.entry
         silent = ("tuple", "get-tuple-element", "bitcast", "while")

@@ -34,7 +34,7 @@ class Move:
 def host_plan(
     module: Module, costs: Sequence[Cost], machine: Machine, reported: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns the plan's `host`, as docs/planning.md describes it; {} for a program without anything on a host.
+    """Returns the plan's `host`, as docs/plan_json.md describes it; {} for a program without anything on a host.
 
     Args:
         reported: the compiler's sizes in bytes: host_arguments and host_temporaries, where there are any.
@@ -176,7 +176,7 @@ class _Reader:
         return now, waited
 
     def _Work(self, instruction: Instruction, cost: Cost) -> tuple[float, float]:
-        """As _Follow, of one execution of an instruction."""
+        """(seconds of one execution of an instruction, those of them that are spent waiting)."""
         if instruction.opcode == "while":
             body = self._module.computation(instruction.attribute("body"))
             trips = self._costs[body.root.name].times / cost.times

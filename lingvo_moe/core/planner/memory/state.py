@@ -34,7 +34,7 @@ class Sharded:
     terms: tuple[str, ...] = ()
 
     def Times(self, factor: int) -> "Sharded":
-        """So many of them, or of bytes for each of its elements."""
+        """The bytes of `factor` equal variables, or of one whose elements have `factor` times the bytes."""
         return replace(self, whole=self.whole * factor, parted=self.parted * factor)
 
 
@@ -60,12 +60,12 @@ class Held:
 
     @property
     def kept(self) -> int:
-        """In its own memory between two steps."""
+        """The bytes in the device's own memory between two steps."""
         return self.weights + self.slots
 
     @property
     def total(self) -> int:
-        """In its own memory while all gradients are there."""
+        """The bytes in the device's own memory while all gradients are there."""
         return self.kept + self.gradients
 
 

@@ -81,7 +81,7 @@ class FastDecoder:
         return step
 
     def _ShortlistStepFn(self, weights: NestedMap) -> StepFn:
-        """The same over places in each row's list, with weights of the tokens of all lists."""
+        """A step over places in each row's list, with the weights of the tokens of all lists."""
 
         def step(places: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
             ids = tokens_of_places(cache.shortlist, places)

@@ -91,7 +91,7 @@ class FastModel(SavedWeights):
         return self._model()
 
     def Assign(self, theta: NestedMap) -> None:
-        """As SavedWeights; `theta` is not packed yet."""
+        """Packs `theta` and assigns it."""
         super().Assign(self._pack(theta))
 
     def OfTokens(self, weights: NestedMap, ids: tf.Tensor) -> NestedMap:

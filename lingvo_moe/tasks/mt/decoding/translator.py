@@ -183,7 +183,7 @@ class Translator(tf.Module):
         self._weights.Assign(theta)
 
     def _TranslateFrom(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
-        """As `_Translate`, for a model that routes by language: string [N], the source language of each line.
+        """Translates with a model that routes by language: string [N], the source language of each line.
 
         Raises, where it runs:
             tf.errors.InvalidArgumentError: a language that the model does not know.

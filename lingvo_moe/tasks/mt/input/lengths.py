@@ -108,7 +108,7 @@ class Lengths:
 
 
 def of_targets(lengths: Lengths) -> Lengths:
-    """The same pairs, of which rows hold the target side alone."""
+    """The lengths of the same pairs in rows that hold the target side alone."""
     alone = {lang: needed * np.array([[0], [1]]) for lang, needed in lengths.of.items()}
     return Lengths(alone, lengths.pairs)
 

@@ -120,7 +120,7 @@ def parse(line: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def _text(line: str, field: str) -> tuple[str, tuple[str, str] | None]:
-    """As `parse`, of a line that is a text, or with a field a JSON object; a reason may say more after a colon."""
+    """Parses a line that is a text, or with a field a JSON object; a reason may say more after a colon."""
     try:
         text = text_of(line, field) if field else line
     except ValueError as e:

@@ -21,7 +21,7 @@ _THREADS = 2
 
 
 class VocabularyTooLarge(DataError):
-    """More ids than the data can fill.
+    """A vocabulary with more ids than the data can fill.
 
     Attributes:
         most: the largest size that it can.

@@ -111,7 +111,7 @@ class RoutingReport:
 
 
 def mutual_information(count_UE: np.ndarray) -> float:
-    """Between the language and the expert of a token, in bits; every language weighs the same.
+    """The information between a token's language and its expert, in bits; every language weighs the same.
 
     0 where all languages use the experts alike, at most log2 of the smaller number of the two. Few
     tokens look more orderly than they are; Miller and Madow's term, (kinds seen - 1) / (2 tokens),

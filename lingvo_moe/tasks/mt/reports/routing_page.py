@@ -84,7 +84,7 @@ def _dropped(training: Mapping[str, float]) -> str:
 
 @drawing.styled
 def plot_layer(layer: LayerRouting, report: RoutingReport) -> plt.Figure:
-    """Above, how much of all tokens each expert gets; below, of each language's. 1 is an even share."""
+    """Plots each expert's share of all tokens, and below it of each language's tokens; 1 is an even share."""
     parts = _parts(layer)
     experts, languages = layer.chosen_UE.shape[1], len(report.pairs)
     width = min(max(4.0, 0.2 * experts), 9.0) * len(parts) + 1.0

@@ -208,5 +208,5 @@ def _translations(out: Any) -> Iterable[Translation]:
 
 
 def _length_class(line: bytes) -> int:
-    """The same for lines that differ by less than a factor of two; a token has about four bytes."""
+    """The class of a line's length: lengths of a class differ by less than a factor of two."""
     return (len(line) // 32).bit_length()

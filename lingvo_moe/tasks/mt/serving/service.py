@@ -26,7 +26,7 @@ class ServedTranslator(Protocol):
 
 
 class ServedGenerator(ServedTranslator, Protocol):
-    """The same of a Generator and of an exported one: settings are in the place of languages."""
+    """The interface of a Generator, in a run or exported: settings are in the place of languages."""
 
     def Stream(self, prompt: bytes, settings: Sampling) -> Iterator[tuple[str, bool | None]]:
         """See Texts.Stream."""

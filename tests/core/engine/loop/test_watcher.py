@@ -81,7 +81,7 @@ def make_job():
 
 
 def test_a_process_tells_of_its_first_step_when_it_begins():
-    """Else one that is killed soon after it would count as one that has not begun, for which nobody waits."""
+    """A process that did not, and is killed soon after, would count as not begun, and nobody would wait for it."""
     pace, told = Pace(), []
     pace.Reset(several=True, tell=lambda: told.append(pace.begun))
     assert pace.Begin(7, False) and pace.Begin(8, False)

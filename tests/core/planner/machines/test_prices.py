@@ -1,4 +1,4 @@
-"""What steps cost."""
+"""The cost of steps."""
 
 import pytest
 

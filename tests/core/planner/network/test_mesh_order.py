@@ -1,4 +1,4 @@
-"""Which mesh axes lie inside nodes, and which order of the axes is proposed."""
+"""The mesh axes that lie inside nodes, and the order of the axes that is proposed."""
 
 import pytest
 import tensorflow as tf
@@ -102,7 +102,7 @@ def test_where_no_order_helps(mesh, cluster, message):
 
 
 def test_another_order_of_the_axes_gives_the_same_collectives_along_the_same_axes():
-    """What the proposal assumes: renumbering the devices is all that the order of the axes changes."""
+    """The proposal assumes that the order of the axes changes nothing but the numbers of the devices."""
 
     def step(x, w):
         y = tf.nn.relu(tf.matmul(x, w))

@@ -92,7 +92,7 @@ def test_results_are_of_the_type_of_the_rows():
 
 
 def test_sums_do_not_overflow_on_processors_without_instructions_for_them():
-    """With instructions up to AVX2 only, oneDNN adds two products in 16 bits, which hold no larger sums."""
+    """oneDNN adds two products in 16 bits, which hold no larger sums, if instructions end with AVX2."""
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run([sys.executable, "-c", _EXTREMES], env=env, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]

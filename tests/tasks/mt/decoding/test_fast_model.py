@@ -93,7 +93,7 @@ def test_it_finds_what_the_plain_search_finds(searcher, together):
 
 
 def test_a_row_is_bit_identical_alone_and_with_others(searcher, together):
-    """With other rows, another number of rows, another padded length: equal tokens and scores."""
+    """Other rows, another number of rows or another padded length leave tokens and scores equal."""
     more = [([2, 0, 1], 48), ([9, 8, 7, 6, 5], 64), ([3, None, 0, None], 32)]
     searcher.lines.CheckAlone(searcher.fast, together, more)
     assert searcher.traces == 1

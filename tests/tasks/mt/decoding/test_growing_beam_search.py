@@ -82,7 +82,7 @@ def test_equals_plain_beam_search(seed, vocab, beam_size, max_lengths):
 
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_products_have_no_fewer_than_so_many_rows(beam_size):
-    """With a single row, and with the rows that are left when others have ended."""
+    """There is a single row, or the rows that are left when others have ended."""
 
     class Counting(GrowingToyModel):
         def Logits(self, logits_BJV, cache):

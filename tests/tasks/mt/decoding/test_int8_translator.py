@@ -49,7 +49,7 @@ def _nodes(translator):
 
 
 def test_every_product_with_a_weight_is_one_of_8_bits(logdir, translator):
-    """Those of attention, experts and softmax; tables, norms and routers stay float32."""
+    """Products of attention, experts and softmax have 8 bits; tables, norms and routers stay float32."""
     held = translator[0]._weights
     few = {v.name for v in held.variables if v.dtype == tf.int8}
     kept = ("table", "norm", "scale", "bias", "router")

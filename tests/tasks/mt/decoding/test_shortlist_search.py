@@ -107,7 +107,7 @@ def test_only_a_row_s_own_tokens_come_out(searcher, together):
 
 
 def test_a_row_is_bit_identical_alone_and_with_others(searcher, search, together):
-    """With other rows, another number of rows, another padded length: other unions, other lengths of lists."""
+    """Other rows, another number of rows or another padded length make other unions and lengths of lists."""
     more = [([2, 0, 1], 48), ([7, 6, 5, 4], 64), ([3, None, 0, None], 32), ([0] * 32, 16)]
     searcher.lines.CheckAlone(search, together, more)
     assert searcher.traces == 1

@@ -64,7 +64,7 @@ def test_equals_what_the_search_reports(run, scorer):
 
 
 def test_one_program_has_the_capacities_of_each_length(tmp_path):
-    """How many tokens an expert chooses follows from the tokens of the batch."""
+    """The number of tokens that an expert chooses follows from the tokens of the batch."""
     vocab = toy.train_vocab(toy.sentences(50), bytes_too=False)
     more = "task.moe.router=expert_choice;task.decoder_router=top2;task.moe.dispatcher=einsum"
     toy.save_run(tmp_path, vocab, more=more)

@@ -113,7 +113,7 @@ def _prepared(tmp: Path) -> Kept:
 
 
 def _stopped_preparation(tmp: Path) -> Kept:
-    """What tools.prepare goes on from; Read lets it go on, and stops it again at the very end."""
+    """Files from which tools.prepare goes on; Read lets it go on, and stops it again at the very end."""
     corpus, output = _corpus(tmp / "corpus"), tmp / "data"
     numbers = itertools.count()
 

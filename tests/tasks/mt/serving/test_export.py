@@ -1,4 +1,4 @@
-"""From a run's checkpoint to strings: the real model decodes, is saved, and is loaded with TensorFlow alone."""
+"""A run's checkpoint becomes strings: the real model decodes, is saved, and is loaded with TensorFlow alone."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_saved_translator(translator, saved_model):
 
 
 def test_signatures_are_what_tensorflow_serving_calls(saved_model, capsys):
-    """As `saved_model_cli show` prints it: names, types, shapes, and the method that predict requests look for."""
+    """`saved_model_cli show` prints names, types, shapes, and the method that predict requests look for."""
     saved_model_cli._show_inputs_outputs(str(saved_model), "serve", "predict")
     shown = " ".join(capsys.readouterr().out.split())
     for text in (

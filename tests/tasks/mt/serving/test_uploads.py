@@ -167,7 +167,7 @@ def test_a_client_that_asks_before_it_sends(server):
     ids=["page", "405", "413", "no chunk", "no HTTP"],
 )
 def test_answers_that_nobody_takes(request_, left, monkeypatch):
-    """When the kernel's buffer for a client is full, whichever answer it is, the connection ends."""
+    """The connection ends when the kernel's buffer for a client is full, whichever answer it is."""
     begun = []
     full = lambda self, data: begun.append(1) or 0  # noqa: E731
     monkeypatch.setattr(tornado.iostream.IOStream, "write_to_fd", full)

@@ -75,7 +75,7 @@ def _plain(node: Any) -> dict:
 
 
 def _phrases(lang: str) -> Iterator[tuple[str, str]]:
-    """The same drawn phrases in `lang` and in English, without those that `lang` has no words for."""
+    """Yields the drawn phrases in `lang` and in English, without those that `lang` has no words for."""
     ours, root = localedata.load(lang), localedata.load("root")
     has = {
         "date": _names(lang).get(("months", "format", 1)) not in (None, "M01"),

@@ -39,7 +39,7 @@ def clean_text(text: str) -> str:
 
 
 def tidy_text(text: str) -> str:
-    """The same text without control characters and invisible marks; spaces collapsed, NFC."""
+    """Removes control characters and invisible marks from a text; collapses spaces; NFC."""
     if text.isascii() and text.isprintable():
         return " ".join(text.split())
     text = _INVISIBLE.sub("", text)

@@ -54,7 +54,7 @@ def _first(item: dict[str, Any], names: Sequence[str]) -> Any:
 
 
 def _whole_pair(number: int, lang: str | None, source: str, target: str) -> Line:
-    """As pair. JSON can spell halves of characters, and bytes of TFDS can be anything; no file of text holds such."""
+    """Makes a pair, but no invalid UTF-8: JSON can spell halves of characters, and bytes of TFDS can be anything."""
     half = _HALF_CHARACTER.search(source) or _HALF_CHARACTER.search(target)
     return bad(number, lang, "invalid_utf8") if half else pair(number, lang, source, target)
 

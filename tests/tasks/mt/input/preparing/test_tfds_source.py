@@ -1,4 +1,4 @@
-"""With the real TensorFlow Datasets; nothing is downloaded."""
+"""Reads the real TensorFlow Datasets; nothing is downloaded."""
 
 import sys
 import tempfile
