@@ -50,7 +50,7 @@ def _after(step_of, task, batch, specs):
 
     with use_mesh(Mesh(("stage", "data"), (1, 1))), kernels.using(tensorflow):
         state = task.InitState(tf.constant(1))
-        return tf.function(run, autograph=False)(state, batch.Transform(tf.constant))
+        return run(state, batch.Transform(tf.constant))
 
 
 def _same(found, wanted, tolerance):
