@@ -11,15 +11,15 @@ import tensorflow as tf
 from rows import assert_rows_equal
 
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 
 
-def make_model(vocab_size: int, **sizes: Any) -> tuple[Any, NestedMap]:
-    """An mt.M4Demo with two heads of 32 and these parameters, and weights with which some lines end early, at
-    different steps."""
-    params = registry.GetParams("mt.M4Demo", "").task.Set(
+def task_params(vocab_size: int, **sizes: Any) -> InstantiableParams:
+    """Those of an mt.M4Demo with two heads of 32 and these parameters."""
+    return registry.GetParams("mt.M4Demo", "").task.Set(
         source_vocab_size=vocab_size,
         target_vocab_size=vocab_size,
         model_dim=64,
@@ -27,13 +27,22 @@ def make_model(vocab_size: int, **sizes: Any) -> tuple[Any, NestedMap]:
         key_dim=32,
         **sizes,
     )
-    model = params.Instantiate()
+
+
+def make_theta(model: Any) -> NestedMap:
+    """Weights with which some lines end early, at different steps."""
     with use_mesh(single_device()):
         theta = model.InitTheta(make_seed(4, 0))
     table = theta.target_embedding.table.numpy()
     table[2] *= 1.5
     theta.target_embedding.table = tf.constant(table)
-    return model, theta
+    return theta
+
+
+def make_model(vocab_size: int, **sizes: Any) -> tuple[Any, NestedMap]:
+    """A model of `task_params`, and its weights."""
+    model = task_params(vocab_size, **sizes).Instantiate()
+    return model, make_theta(model)
 
 
 class Lines:

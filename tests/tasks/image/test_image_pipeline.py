@@ -81,8 +81,8 @@ def test_inference_is_the_same(plain, batch):
     task, state, _ = plain
     pipelined = _task(3)
     theta = from_paths(pipelined.VariableSpecs(), by_path(task.VariableSpecs(), state.theta))
-    want = run_single(task.EvalStep, [state.theta, batch])
-    found = run_single(pipelined.EvalStep, [theta, batch])
+    want = run_single(task.EvalStep, [state.theta, batch], jit_compile=False)
+    found = run_single(pipelined.EvalStep, [theta, batch], jit_compile=False)
     assert_same(found, want, floor=0.0)
 
 

@@ -154,12 +154,12 @@ def test_a_run_goes_on_with_other_stages(run, tmp_path, capsys):
         atol = 1e-5 * np.abs(last[path]).max()
         np.testing.assert_allclose(value, last[path], rtol=0, atol=atol, err_msg=path)
     # And one without a pipeline goes on with one.
-    assert _run(tmp_path / "1", 2, 6) == 0 and _run(tmp_path / "3", 3, 6) == 0
+    assert _run(tmp_path / "1", 3, 6) == 0 and _run(tmp_path / "3", 3, 6) == 0
     assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "3"), rel=1e-5)
 
 
 def test_a_run_begins_from_one_with_other_stages(run, tmp_path):
-    assert _run(tmp_path, 2, 0, f"--init_from={run}") == 0
+    assert _run(tmp_path, 1, 0, f"--init_from={run}") == 0
     found, want = state(tmp_path), state(run)
     for path, value in want.items():
         if path.startswith("theta."):

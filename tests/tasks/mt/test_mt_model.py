@@ -32,6 +32,7 @@ def model():
         num_decoder_layers=2,
         num_experts=E,
         num_groups=G,
+        repeat=False,
         attention_dropout=0.1,
         activation_split={},
         weight_split={},

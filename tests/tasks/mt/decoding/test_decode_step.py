@@ -10,7 +10,6 @@ import tensorflow as tf
 import toy_translation as toy
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap
@@ -21,7 +20,7 @@ from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 
 ROWS, S = 8, 8
 OPTIONS = TranslateOptions(
-    beam_size=3, top_k=2, max_source_length=S, max_length=9, rows=ROWS, xla=True
+    beam_size=3, top_k=1, max_source_length=S, max_length=9, rows=ROWS, xla=True
 )
 LENGTHS = np.array([8, 5, 1, 0, 2, 3, 8, 6], np.int32)
 
@@ -34,7 +33,7 @@ def vocab() -> bytes:
 @pytest.fixture(scope="module")
 def task(vocab):
     size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
-    override = f"task.source_vocab_size={size};task.target_vocab_size={size}"
+    override = f"task.source_vocab_size={size};task.target_vocab_size={size};task.num_experts=2"
     return registry.GetParams("mt.M4Tiny", override).task.Instantiate()
 
 
@@ -65,7 +64,7 @@ def found(task, theta, src, vocab):
 
 
 def _loop(task, theta, src, mesh):
-    """Runs the step's program in a loop on the host; returns the results and the program."""
+    """Runs the step's program in a loop on the host; returns it, the last state and the caches."""
     decoder = Decoder(task, OPTIONS.Search(), OPTIONS.max_length)
     with use_mesh(single_device()):
         max_lengths = tf.where(LENGTHS > 0, OPTIONS.MaxTargetLength(tf.constant(LENGTHS)), 0)
@@ -79,32 +78,27 @@ def _loop(task, theta, src, mesh):
     while host.time < OPTIONS.max_length and not host.done_B.all():
         state, cache = program(state, cache, theta)
         host = engine.Get(state)
-    with use_mesh(single_device()):
-        results = decoder.search.Results(host.Transform(tf.constant))
-    return results, program, cache
+    return program, host.Transform(tf.constant), cache
 
 
 @pytest.mark.slow
 def test_a_loop_over_the_step_is_the_translators_search(task, theta, src, found):
-    results, program, cache = _loop(task, theta, src, Mesh.parse("expert:8"))
+    """Its caches and its state are donated."""
+    program, state, cache = _loop(task, theta, src, Mesh.parse("expert:2"))
+    results = Decoder(task, OPTIONS.Search(), OPTIONS.max_length).search.Results(state)
     ids, lengths, scores = found
     assert len({tuple(row) for row in ids[:, 0]}) > 4 and len(set(lengths[:, 0].tolist())) > 2
     np.testing.assert_array_equal(results.lengths_BK, lengths)
     np.testing.assert_array_equal(results.ids_BKT, ids)
     np.testing.assert_allclose(results.scores_BK, scores, rtol=1e-5)
     k = cache.decoder[0][1].k
-    assert k.addressable_shards[0].data.shape == (OPTIONS.max_length, 1, 3, 2, 8)
+    assert k.addressable_shards[0].data.shape == (OPTIONS.max_length, 4, 3, 2, 8)
     # To the experts and back, and how many rows, in the MoE layer; nothing else leaves a device.
     assert [c.kind for c in program.Collectives()] == ["all-to-all"] * 3
-
-
-@pytest.mark.slow
-def test_caches_and_state_are_donated(task):
-    step = decode_step(task, ROWS, S, OPTIONS.beam_size, OPTIONS.max_length)
-    program = lower_step(step, Mesh.parse("expert:8"))
-    donated = [program.signature.args[i].name for i in program.signature.donated]
+    signature = program.program.signature
+    donated = [signature.args[i].name for i in signature.donated]
     assert {name.partition(".")[0] for name in donated} == {"state", "cache"}
-    assert len(donated) == len([*step.arg_specs[0].Flatten(), *step.arg_specs[1].Flatten()])
+    assert len(donated) == len([*state.Flatten(), *cache.Flatten()])
 
 
 def test_nothing_is_made_while_the_papers_largest_is_described():

@@ -3,12 +3,13 @@
 Letters: B row, S source token, T target token, J hypothesis.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from searches import Lines, make_model, source
+from searches import Lines, make_model, make_theta, source, task_params
 
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.kernels.weights import Packed
@@ -192,37 +193,47 @@ def _packed(model: MtModel, theta: NestedMap) -> set[str]:
     return {next(part for part in reversed(path) if part in ALL) for path in paths}
 
 
-def _own(monkeypatch, *parts: str) -> tuple[Any, NestedMap]:
-    """A model with these custom parts, and its weights."""
-    plain = MtModel._layer
+def _own(monkeypatch, encoder: Sequence[str], decoder: Sequence[str], sizes: dict) -> Any:
+    """A model with these custom parts in its stacks."""
+    plain, parts = MtModel._layer, {False: encoder, True: decoder}
 
     def layer(self, moe, decoder):
         p = plain(self, moe, decoder)
-        for part in parts:
+        for part in parts[decoder]:
             PARTS[part][0](p)
         return p
 
     monkeypatch.setattr(MtModel, "_layer", layer)
-    cls = OtherWayModel if "model" in parts else MtModel
-    return make_model(V, cls=cls, hidden_dim=64, **SIZES)
+    cls = OtherWayModel if "model" in decoder else MtModel
+    return task_params(V, cls=cls, hidden_dim=64, **sizes).Instantiate()
+
+
+@pytest.fixture(scope="module")
+def theta() -> NestedMap:
+    """The weights of the model without custom parts, which are those of one with any."""
+    return make_theta(task_params(V, hidden_dim=64, **SIZES).Instantiate())
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_weights_of_a_custom_layer_stay_as_they_are(part, monkeypatch):
+def test_weights_of_a_custom_layer_stay_as_they_are(part, theta, monkeypatch):
     """Unless it overrides nothing that reads them."""
     _, kept = PARTS[part]
-    assert _packed(*_own(monkeypatch, part)) == ALL - kept
+    assert _packed(_own(monkeypatch, [part], [part], SIZES), theta) == ALL - kept
 
 
 # Each part changes the values in a way of its own, so those of a group are traced once.
 @pytest.mark.parametrize(
-    "parts",
-    [("attention", "ffn", "router"), ("experts", "moe", "dispatcher", "layer", "model")],
-    ids="+".join,
+    ("encoder", "decoder", "sizes"),
+    [
+        (["attention", "experts", "moe", "dispatcher"], ["attention", "ffn", "router"], SIZES),
+        (["layer"], ["layer", "model"], DENSE),
+    ],
+    ids=["parts", "wholes"],
 )
-def test_a_layer_of_one_s_own_runs_as_it_is(parts, monkeypatch):
+def test_a_layer_of_one_s_own_runs_as_it_is(encoder, decoder, sizes, monkeypatch):
     """It runs beside layers whose weights are packed, and the search grows the caches of both."""
-    model, theta = _own(monkeypatch, *parts)
+    model = _own(monkeypatch, encoder, decoder, sizes)
+    theta = make_theta(model)
     fast = FastModel(model, theta)
     options = SearchOptions(2, 1)
     lines = Lines([3, 24, 28, 12], V)

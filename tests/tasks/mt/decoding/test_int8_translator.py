@@ -9,9 +9,10 @@ import tensorflow as tf
 import toy_translation as toy
 from rows import assert_rows_equal
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.core.kernels import eight_bit
-from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
+from lingvo_moe.core.kernels import eight_bit, tensorflow
+from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import export, load_translator
@@ -80,25 +81,24 @@ def test_a_line_is_the_same_to_the_bit_in_any_batch_and_in_the_export(translator
             assert_rows_equal(got.scores, want.scores[first:last])
 
 
-def test_with_a_shortlist(tmp_path):
-    """It concerns the softmax alone, so the model has no experts."""
-    logdir = tmp_path / "run"
-    toy.save_run(logdir, toy.train_vocab(toy.sentences(200), bytes_too=False), more=toy.SMALL)
-    vocabs = RunDir(logdir).vocabs
-    size = RunDir(logdir).Task().p.target_vocab_size
-    near = [[4 + (piece + i) % (size - 4) for i in range(3)] for piece in range(size)]
-    both = {"source": vocabs.source, "target": vocabs.target}
-    Shortlist.Make(near, range(4, 20), both).Save(tmp_path / "shortlist.npz")
-    found = [
-        load_translator(
-            logdir,
-            dataclasses.replace(options, beam_size=1, top_k=1),
-            shortlist=tmp_path / "shortlist.npz",
-        )[0]
-        for options in (OPTIONS, INT8)
-    ]
-    scores = [translator.Translate(LINES[:-1]).scores for translator in found]
-    assert 0 < np.median(np.abs(scores[1] - scores[0])) < 0.2
+def test_the_logits_of_a_shortlist_are_of_float32(translator):
+    """Its columns of the softmax are packed for each batch, within the graph."""
+    held = translator[0]._weights
+    x_BTM = np.random.default_rng(0).normal(size=[1, 5, held.model.p.model_dim]).astype("f")
+    ids_U = tf.range(3, 30)
+
+    @tf.function(autograph=False)
+    def logits(x_BTM, ids_U):
+        with use_mesh(single_device()), kernels.using(tensorflow):
+            weights = held.Tensors()
+            both = [weights, held.OfTokens(weights, ids_U)]
+            table_VM = weights.target_embedding.table
+            return table_VM, *(held.model.softmax.FProp(w.target_embedding, x_BTM) for w in both)
+
+    table_VM, all_BTV, some_BTU = logits(x_BTM, ids_U)
+    want_BTU = x_BTM @ table_VM.numpy()[ids_U].T
+    np.testing.assert_allclose(some_BTU, want_BTU, rtol=1e-5, atol=1e-5)
+    assert 1e-3 < np.abs(tf.gather(all_BTV, ids_U, axis=2) - want_BTU).max() < 0.5
 
 
 def test_where_they_cannot_be_it_is_told(logdir, translator, saved_model, capsys):

@@ -130,7 +130,7 @@ def _joined(parts: list[NestedMap], owners: list[int]) -> NestedMap:
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 3), min_size=18, max_size=18))
 @settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_rows_of_processes_are_those_of_one(shared: MtInput, steps: int, owners: list[int]) -> None:
     """Whoever owns the rows, and whoever goes on: the batches are those of one process."""

@@ -18,9 +18,8 @@ from tensorflow.python.tools import saved_model_cli
 from lingvo_moe.core.engine.checkpoints.checkpoints import CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
 from lingvo_moe.core.files.manifest import verify_manifest
-from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.directories import OutputError
-from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import export, load_translator
@@ -59,7 +58,8 @@ def vocab() -> bytes:
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory, vocab):
     path = tmp_path_factory.mktemp("run")
-    toy.save_run(path, vocab, more="task.num_experts=2")
+    target = toy.train_vocab([line.upper() for line in toy.sentences(200)], bytes_too=False)
+    toy.save_run(path, vocab, target_vocab=target, more=toy.SMALL)
     return path
 
 
@@ -99,9 +99,11 @@ def test_saved_model_in_bare_tensorflow(translator, saved_model):
 
 
 def test_saved_translator(translator, saved_model):
+    """Its two vocabularies stay two: TensorFlow merges tokenizers of equal names when it loads them."""
     want, got = translator.Translate(LINES), SavedTranslator(str(saved_model)).Translate(LINES)
     assert got.translations == want.translations
     assert_array_equal(got.scores, want.scores)
+    assert any(text.isupper() for row in want.translations for text in row)
     about = json.loads((saved_model / ABOUT).read_text())
     assert (about["model"], about["options"]["beam_size"]) == ("mt.M4Tiny", 3)
 
@@ -120,18 +122,6 @@ def test_signatures_are_what_tensorflow_serving_calls(saved_model, capsys):
         assert text in shown, shown
     assert shown.count("inputs[") == 1
     assert shown.count("outputs[") == 3
-
-
-def test_two_vocabularies_stay_two_when_saved(tmp_path, vocab):
-    """TensorFlow merges tokenizers of equal names when it loads them."""
-    target = toy.train_vocab([line.upper() for line in toy.sentences(200)], bytes_too=False)
-    model = toy.ToyModel(320, 320)
-    both = NestedMap(source=vocab, target=target)
-    translator = Translator(model, model.InitTheta(), both, OPTIONS)
-    export(translator, tmp_path / "saved")
-    want = translator.Translate(LINES).translations
-    assert SavedTranslator(str(tmp_path / "saved")).Translate(LINES).translations == want
-    assert any(text.isupper() for row in want for text in row)
 
 
 def test_export_replaces_a_saved_model_and_nothing_else(translator, saved_model, tmp_path):
