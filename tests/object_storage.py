@@ -24,7 +24,8 @@ from lingvo_moe.core.files import store
 from lingvo_moe.core.files.store import Store
 
 # What may happen to a request: a server's error before or after it was done; half of the answer, then the end; an
-# answer that takes seconds; an error that says to come slower. And "hang": no answer for a minute.
+# answer that takes half a second, longer than a writer's renewal in these tests; an error that says to come slower. And
+# "hang": no answer for a minute.
 FAULTS = ("500", "500 after", "cut", "slow", "503")
 
 
@@ -96,7 +97,7 @@ def _handler(storage: Storage) -> type[http.server.BaseHTTPRequestHandler]:
             if fault == "500 after":
                 return self._Answer(500, [], b"")
             if fault in ("slow", "hang"):
-                time.sleep(2 if fault == "slow" else 60)
+                time.sleep(0.5 if fault == "slow" else 60)
             self._Answer(answer.status, headers, content, cut=fault == "cut")
 
         def _Answer(self, status: int, headers: list, content: bytes, cut: bool = False) -> None:

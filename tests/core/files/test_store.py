@@ -72,11 +72,11 @@ print(open_store("s3://bucket/standstill").Read("a"))
 
 
 def test_a_transfer_that_stands_still_is_repeated(storage):
-    """Runs in a process of its own, which keeps the seconds that it begins with; here 2 instead of 30."""
+    """Runs in a process of its own, which keeps the seconds that it begins with; here 1 instead of 30."""
     open_store("s3://bucket/standstill").Write("a", b"whole")
     storage.faults.append("hang")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    env["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "2"
+    env["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "1"
     done = subprocess.run(
         [sys.executable, "-c", _READ], env=env, capture_output=True, text=True, timeout=50
     )
