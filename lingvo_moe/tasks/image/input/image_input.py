@@ -106,7 +106,7 @@ class ImageInput(BaseInput):
         different = sorted(set(began) ^ set(self._classes))
         raise ImageDataError(
             f"{self.p.name}: the run began with {len(began)} classes, the data has {len(self._classes)}. In one of "
-            f"them only: {', '.join(different[:5])}. Labels are numbers of classes: use the same data, or begin a new run"
+            f"them only: {', '.join(different[:5])}. A label is a class number: use the same data or begin a new run"
         )
 
     def Artifacts(self) -> RunArtifacts:
