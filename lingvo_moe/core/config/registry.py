@@ -249,8 +249,7 @@ def GetParams(
         p.task.shard_state, p.task.offload = p.train.shard_state, p.train.offload
     except AttributeError as e:  # with another class in place of the task, or of the input
         raise RegistryError(
-            "--model_params_override: this class of the task does not work with this class of the input; remove "
-            f"task.cls or input.cls from the override: {e}"
+            f"--model_params_override: the task does not work with the input; remove task.cls or input.cls from it: {e}"
         ) from None
     return p
 

@@ -105,9 +105,8 @@ class ImageInput(BaseInput):
             return
         different = sorted(set(began) ^ set(self._classes))
         raise ImageDataError(
-            f"{self.p.name}: the run began with {len(began)} classes, the data has {len(self._classes)}; in one "
-            f"of the two only: {', '.join(different[:5])}; a label would then be the number of another class, so go on "
-            "with the data that the run began with, or begin a new run"
+            f"{self.p.name}: the run began with {len(began)} classes, the data has {len(self._classes)}. In one of "
+            f"them only: {', '.join(different[:5])}. A label is a class number: use the same data or begin a new run"
         )
 
     def Artifacts(self) -> RunArtifacts:

@@ -295,5 +295,5 @@ def test_a_run_goes_on_with_the_classes_that_it_began_with(folder):
     assert again.classes == ["blue", "green", "red"]
     assert lines == ["12 images of 3 classes to train on, 4 held out"]
     other = RunArtifacts(files={CLASSES_FILE: b'["blue", "green", "white"]'})
-    with pytest.raises(ImageDataError, match=r"only: red, white; .* go on with the data"):
+    with pytest.raises(ImageDataError, match=r"only: red, white\. .* use the same data"):
         _input(folder).Prepare(artifacts=other)

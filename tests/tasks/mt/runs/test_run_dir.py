@@ -256,7 +256,7 @@ def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
         ({"model": "mt.M4Tinny"}, "no such experiment"),
         (
             {"params_override": "task.cls=type/lingvo_moe.core.moe.routers.top2/Top2Router"},
-            "class of the task does not work .*ConfigureInput",
+            "the task does not work with the input; .*ConfigureInput",
         ),
         ({"params_override": f"task.seed={'-' * 200_000}1"}, "does not read as int"),
     ],
