@@ -103,12 +103,12 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
             for command in commands
         ]
         try:
-            for _ in range(60):
+            for _ in range(300):
                 state = ["sinfo", "--noheader", "--format=%D %t"]
                 seen = subprocess.run(state, env=environment, capture_output=True, text=True)
                 if seen.stdout.strip() == "2 idle":
                     break
-                time.sleep(0.5)
+                time.sleep(0.1)
             else:
                 raise AssertionError((tmp_path / "log").read_text())
             yield environment
@@ -121,12 +121,16 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 @_needs("slurmctld", "slurmctld slurmd slurm-client")
 def test_srun_on_two_nodes(alone, slurm, tmp_path):
     run, said = tmp_path / "run", tmp_path / "said"
-    command = ["sbatch", "--wait", f"--output={said}", _LAUNCH / "slurm.sh"]
-    done = subprocess.run(
-        [*command, *_flags(run), "--num_devices=4"], env=slurm, timeout=300, capture_output=True
-    )
+    command = ["sbatch", f"--output={said}", _LAUNCH / "slurm.sh", *_flags(run), "--num_devices=4"]
+    subprocess.run(command, env=slurm, check=True, capture_output=True)
+    state, until = "PENDING", time.monotonic() + 300
+    while state in ("PENDING", "RUNNING", "COMPLETING"):  # sbatch --wait looks ever more seldom
+        assert time.monotonic() < until, state
+        time.sleep(0.2)
+        look = ["squeue", "--noheader", "--states=all", "--format=%T"]
+        state = subprocess.run(look, env=slurm, capture_output=True, text=True).stdout.strip()
     text = said.read_text()
-    assert done.returncode == 0, text
+    assert state == "COMPLETED", text
     for number in range(2):
         assert (
             f"process {number} of 2: joining the job at {socket.gethostname().split('.')[0]}:"
