@@ -63,7 +63,7 @@ def test_programs_train_without_tensorflow_as_the_trainer_does(tmp_path):
     lines = [f"line {n} " + "word " * (n % 9) for n in range(300)]
     (data / "books.txt").write_text("\n".join(lines[20:]))
     (data / "dev" / "books.txt").write_text("\n".join(lines[:20]))
-    override = f"{_OF_RUNS};input.cache_dir={tmp_path / 'cache'}"
+    override = f"{_OF_RUNS};task.num_layers=1;input.cache_dir={tmp_path / 'cache'}"
     flags = ["--model=lm.Tiny", f"--data_dir={data}", "--batches=1", f"--output={files}"]
     assert runs.main([*flags, f"--model_params_override={override}"]) == 0
     output = tmp_path / "curves.json"
