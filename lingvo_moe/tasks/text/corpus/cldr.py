@@ -109,7 +109,8 @@ def _draw_span(rng: random.Random) -> Callable[[str], str | None]:
 
     def say(lang: str) -> str | None:
         locale = Locale.parse(lang)
-        fields = locale._data["date_fields"].get(unit, {}).get(direction, {})
+        data = localedata.LocaleDataDict(localedata.load(str(locale)))
+        fields = data["date_fields"].get(unit, {}).get(direction, {})
         pattern = fields.get(locale.plural_form(count)) or fields.get("other")
         return pattern.format(count) if pattern else None
 

@@ -12,6 +12,7 @@ import tornado.httputil
 import tornado.iostream
 import tornado.web
 
+from lingvo_moe.core.private.tornado import body_is_whole, forget_body
 from lingvo_moe.tasks.text.serving.callers import check_caller
 from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.metrics import DropReason
@@ -95,7 +96,7 @@ class BaseHandler(tornado.web.RequestHandler):
         Tornado calls this when the client has left, and after Tornado has answered a malformed body.
         """
         self._stop_timer()
-        if not self.request._body_future.done():
+        if not body_is_whole(self.request):
             self._end_upload()
 
     def _end_upload(self) -> None:
@@ -107,7 +108,7 @@ class BaseHandler(tornado.web.RequestHandler):
             self.set_status(*((400,) if malformed else GONE))
             self.finish()  # nothing is sent; Tornado unties the handler from its page modules
         super().on_connection_close()  # the coroutine ends by an error in this future
-        del self.request._body_future  # which would hold the handler by the frames of that error
+        forget_body(self.request)
         # Tornado's frames, which the error remembers, hold the last piece of the body, and the error itself.
         for lost in (error, getattr(error, "real_error", None)):
             if lost is not None:

@@ -279,10 +279,11 @@ def test_another_program_s_file_of_the_same_name_is_not_replaced(tmp_path):
     assert (tmp_path / "experiment.json").read_bytes() == content
 
 
-def test_a_run_goes_on_whose_classes_were_in_modules_of_other_names(run):
+@pytest.mark.parametrize("module", ["input.pipeline", "input.mt_input"])
+def test_a_run_goes_on_whose_classes_were_in_modules_of_other_names(run, module):
     file = run.path / "params.txt"
-    file.write_text(file.read_text().replace("input.mt_input/", "input.pipeline/"))
+    file.write_text(file.read_text().replace("mt.mt_input/", f"mt.{module}/"))
     run.ListFiles()
-    assert "input.pipeline/MtInput" in file.read_text()
+    assert f"mt.{module}/MtInput" in file.read_text()
     check_same_run(run, run.Params(), "name another directory")
-    assert any_class("type/lingvo_moe.tasks.mt.input.pipeline/MtInput") is MtInput
+    assert any_class(f"type/lingvo_moe.tasks.mt.{module}/MtInput") is MtInput
