@@ -17,8 +17,8 @@ TESTS ?=
 # make test has a process for each of these, after lint, which one core does, and one for all other tests, since a process
 # keeps programs that TensorFlow compiled until it ends. The shortest comes last. See tests/run_parts.py.
 PARTS := tests/spmd/test_[a-d]* tests/core/p* tests/spmd/test_[e-z]* tests/tasks/mt/test_* tests/core/[m-oq-z]* \
-  tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/mt/[e-s]* tests/tasks/image tests/tools tests/tasks/lm \
-  tests/house
+  tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/text tests/tasks/mt/[e-s]* tests/tasks/image \
+  tests/tools tests/tasks/lm tests/house
 # For make fuzz: a program of five expressions takes about half a second.
 EXAMPLES ?= 2000
 # And a program with its gradients about half a second as well.
@@ -29,10 +29,10 @@ NUMBERS ?= 400
 END ?= low
 ENDS := tests/test_toy_task.py tests/core/engine/test_checkpoints.py tests/core/engine/test_lowering.py \
   tests/core/engine/test_aot.py tests/core/engine/test_bridge_kernels.py tests/core/auto_shard/test_auto_shard_solver.py \
-  tests/tasks/image/input tests/tasks/mt/input/test_records.py tests/tasks/mt/input/test_vocabulary.py \
-  tests/tasks/mt/input/test_scripts.py tests/tasks/mt/input/test_opening.py tests/tasks/mt/quality/test_scoring.py \
-  tests/tasks/mt/serving/test_server.py tests/tools/test_report_tool.py \
-  tests/tasks/mt/serving/test_export.py::test_saved_model_in_bare_tensorflow
+  tests/tasks/image/input tests/tasks/text/batches/test_records.py tests/tasks/text/vocabulary/test_vocabulary.py \
+  tests/tasks/text/preparing/test_scripts.py tests/tasks/text/data/test_opening.py tests/tasks/mt/quality/test_scoring.py \
+  tests/tasks/text/serving/test_server.py tests/tools/test_report_tool.py \
+  tests/tasks/text/decoding/test_export.py::test_saved_model_in_bare_tensorflow
 GPU ?=
 SEED ?= $(shell echo $$RANDOM$$RANDOM)
 ARGS ?=

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from lingvo_moe.core.files import files
-from lingvo_moe.tasks.mt.input.dev_set import DevSet
-from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.mt_input import MtInput
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.text.data.dev_set import DevSet
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
 SIDES = ("source", "target")
 VOCABULARIES, HELD_OUT = "vocabularies.json", "held_out.json"

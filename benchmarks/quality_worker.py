@@ -50,7 +50,7 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, str, int]
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.task import inspect
-    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
     stable, whole = setup["run"], registry.GetParams(setup["model"], setup["override"])
     share = 1.0 - whole.task.optimizer.learning_rate.decay_share
@@ -85,7 +85,7 @@ def held_out(
 ) -> dict[str, float]:
     """The log-probability of all targets in nats, and their number of tokens, of a checkpoint."""
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
-    from lingvo_moe.tasks.mt.quality.forced_decoding import Scorer
+    from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
 
     scorer = Scorer(run, chosen=Chosen(step, use_ema=setup["use_ema"]))
     languages, sources, targets = zip(*pairs, strict=True)
@@ -99,8 +99,7 @@ def held_out(
 def translate(setup: dict[str, Any], run: str, pairs: list[list[str]], step: int) -> list[str]:
     """The translation of each source."""
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
-    from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
-    from lingvo_moe.tasks.mt.serving.export import load_translator
+    from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
 
     options = TranslateOptions(
         beam_size=setup["beam_size"],

@@ -35,7 +35,7 @@ from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, update_page
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.tasks.mt.input.dev_set import DevSet
+from lingvo_moe.tasks.text.data.dev_set import DevSet
 from tools import _cli
 
 PAGE = ROOT / "docs" / "serving.md"

@@ -30,7 +30,7 @@ def _with_beam(args: Flags, runner: Any, *_: Any) -> int:
 
 # For StandIns: the commands run on no runner, installed or not.
 NO_BEAM: dict[str, Any] = {
-    "lingvo_moe.tasks.mt.input.preparing.beam:BeamRunner.Check": None,
+    "lingvo_moe.tasks.text.preparing.beam:BeamRunner.Check": None,
     "tools.translate:_with_beam": Through(_with_beam),
 }
 A_CORPUS = ("--input=lines.txt", "--output=out", "--runner=FnApiRunner")

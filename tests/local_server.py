@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.serving import server
-from lingvo_moe.tasks.mt.serving.limits import Limits
-from lingvo_moe.tasks.mt.serving.service import READY, Service
+from lingvo_moe.tasks.text.serving import server
+from lingvo_moe.tasks.text.serving.limits import Limits
+from lingvo_moe.tasks.text.serving.service import READY, Service
 
 
 class Capitals:

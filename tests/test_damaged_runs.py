@@ -38,8 +38,8 @@ def _read_run(path: str) -> list[str]:
     """Reads all files of a run, including each checkpoint; returns warnings about missing ones."""
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
-    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-    from lingvo_moe.tasks.mt.serving.export import load_theta
+    from lingvo_moe.tasks.text.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.weights import load_theta
 
     run = RunDir(path)
     model, _ = run.Task(), run.vocabs
@@ -51,7 +51,7 @@ def _read_run(path: str) -> list[str]:
 
 
 def _read_export(path: str) -> list[str]:
-    from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
+    from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 
     SavedTranslator(path)
     return []
@@ -139,7 +139,7 @@ def run_and_export(tmp_path_factory) -> dict[str, Path]:
     from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.tasks.mt.quality import scoring
-    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
     directory = tmp_path_factory.mktemp("damaged")
     run = RunDir(directory / "run")

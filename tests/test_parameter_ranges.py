@@ -22,8 +22,8 @@ from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.optimizers.base import BaseOptimizer
 from lingvo_moe.core.optimizers.schedules import Schedule
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.input.mt_input import MtInput
-from lingvo_moe.tasks.mt.input.order import PairOrder
+from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.text.batches.order import PairOrder
 from lingvo_moe.training.checks import check_divisible
 from lingvo_moe.training.memory import check_memory
 

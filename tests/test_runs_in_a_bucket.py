@@ -20,8 +20,8 @@ from lingvo_moe.core.files.store import StoreError, open_store
 from lingvo_moe.core.runs import bucket_lock
 from lingvo_moe.core.runs.directories import EXPORTED, OutputError, check_replaceable
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.input.scan import scan
-from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
+from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
+from lingvo_moe.tasks.text.data.scan import scan
 from tools import goodput
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from trainer_testing import losses, status
 
 from lingvo_moe.core.engine.checkpoints import checkpoint_digests
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.text.data.errors import DataError
 
 
 def _train(run):

@@ -13,8 +13,8 @@ from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.runs.directories import check_logdir
 from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
-from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.training.checks import UsageError
 
 
@@ -154,7 +154,7 @@ def test_a_logdir_that_cannot_be_written_is_found_before_the_data_is_read(
 
 def _run(tmp_path, override="", model="mt.M4Tiny", begun=True):
     run_dir = RunDir(tmp_path / "run")
-    run_dir.Write(model, override, mt_artifacts({"source": b"s", "target": b"t"}))
+    run_dir.Write(model, override, text_artifacts({"source": b"s", "target": b"t"}))
     if begun:
         (run_dir.path / "checkpoints/5").mkdir(parents=True)
     return run_dir
@@ -263,7 +263,7 @@ def test_restart_leaves_a_run_where_its_beginning_would_be_another_model_s(
 ):
     run_dir = _run(tmp_path)
     other = RunDir(tmp_path / "other")
-    other.Write("mt.M4Tiny", "task.hidden_dim=64", mt_artifacts({"source": b"s", "target": b"t"}))
+    other.Write("mt.M4Tiny", "task.hidden_dim=64", text_artifacts({"source": b"s", "target": b"t"}))
     (other.path / "checkpoints/5").mkdir(parents=True)
     flags = [TINY, f"--logdir={run_dir.path}", f"--data_dir={data_dir}", "--engine=tf_graph"]
     assert trainer.main([*flags, "--restart", f"--init_from={other.path}"]) == 2

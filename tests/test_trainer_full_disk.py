@@ -14,7 +14,7 @@ from lingvo_moe import trainer
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.loop.train_loop import TrainLoop
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
 _STEPS = 60
 

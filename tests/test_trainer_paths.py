@@ -5,7 +5,7 @@ import pytest
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
+from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.training.checks import full_override
 
 TINY = "--model=mt.M4Tiny"
@@ -52,7 +52,7 @@ def test_overrides_given_several_times_all_apply():
 def test_data_that_is_missing_is_said_before_the_run_is_compared_or_moved(tmp_path, capsys):
     run_dir = RunDir(tmp_path / "run")
     run_dir.Write(
-        "mt.M4Tiny", "task.num_experts=16", mt_artifacts({"source": b"s", "target": b"t"})
+        "mt.M4Tiny", "task.num_experts=16", text_artifacts({"source": b"s", "target": b"t"})
     )
     (run_dir.path / "checkpoints/5").mkdir(parents=True)
     flags = [TINY, f"--data_dir={tmp_path}/nowhere", f"--logdir={run_dir.path}"]

@@ -8,8 +8,8 @@ import toy_translation as toy
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.model import LmModel
-from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
 VOCAB = toy.train_vocab(toy.sentences(200))
 
@@ -18,7 +18,7 @@ def save_run(path: str | os.PathLike, more: str = "", vocab: bytes = VOCAB) -> N
     """A run of lm.Tiny, of one layer, with one checkpoint of random weights, whose texts vary; `more` are overrides."""
     run = RunDir(path)
     override = ";".join(["task.num_layers=1;task.vocab_size=400;task.position=rotary", more])
-    artifacts = mt_artifacts({"source": vocab, "target": vocab})
+    artifacts = text_artifacts({"source": vocab, "target": vocab})
     run.Write("lm.Tiny", override.rstrip(";"), artifacts)
     rng = np.random.RandomState(0)
     specs = run.Task(LmModel).VariableSpecs()

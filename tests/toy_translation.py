@@ -18,9 +18,9 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
-from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.serving.export import export
+from lingvo_moe.tasks.text.decoding.export import export
+from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from params.mt.demo import M4Tiny
 
 M = 12
@@ -106,7 +106,7 @@ def save_run(
     )
     run = RunDir(path)
     run.Write(
-        "mt.M4Tiny", f"{override};{more}" if more else override, mt_artifacts(vocabs, languages)
+        "mt.M4Tiny", f"{override};{more}" if more else override, text_artifacts(vocabs, languages)
     )
     rng = np.random.default_rng(0)
 

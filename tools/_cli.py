@@ -34,9 +34,9 @@ if TYPE_CHECKING:  # they import NumPy or TensorFlow
     from lingvo_moe.core.sharding import Mesh
     from lingvo_moe.tasks.lm.generator import Generator
     from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
+    from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
-    from lingvo_moe.tasks.mt.input.preparing.beam import BeamRunner
-    from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
+    from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 
 _T = TypeVar("_T")
 
@@ -206,7 +206,7 @@ def beam_runner(args: Flags) -> "BeamRunner | None":
     """The runner of --runner, if it is given. Raises DataError: Beam is not installed, or has no such runner."""
     if args.runner is None:
         return None
-    from lingvo_moe.tasks.mt.input.preparing.beam import BeamRunner
+    from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 
     runner = BeamRunner(args.runner, tuple(args.runner_option))
     runner.Check()
@@ -357,7 +357,7 @@ def data_dir(args: Flags, inputs: Params) -> str:
 
 def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator, dict[str, Any]]":
     """Calls `load_translator` for --logdir with the flags of define_search_flags. Raises ValueError, OSError."""
-    from lingvo_moe.tasks.mt.serving.export import load_translator
+    from lingvo_moe.tasks.mt.decoding.translator import load_translator
 
     return load_translator(args.logdir, options, chosen(args), args.shortlist, args.trust_run)
 
@@ -369,7 +369,7 @@ def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[st
         ValueError: nothing there, or a damaged checkpoint.
     """
     if args.saved_model:
-        from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
+        from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 
         return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}
     translator, about = load_from_run(args, search_options(args))
@@ -379,7 +379,7 @@ def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[st
 def is_language_model(args: Flags) -> bool:
     """Whether --saved_model or --logdir is of a language model, by its description; TensorFlow is loaded."""
     from lingvo_moe.tasks.lm.model import LmModel
-    from lingvo_moe.tasks.mt.serving.saved_translator import use_of
+    from lingvo_moe.tasks.text.decoding.saved_functions import use_of
 
     if "saved_model" in args.Names() and args.saved_model:
         return use_of(args.saved_model) == "generate"
@@ -394,8 +394,7 @@ def generator_from_run(
 
     Raises ValueError: also for flags that only translation has.
     """
-    from lingvo_moe.tasks.lm.generator import GenerateOptions
-    from lingvo_moe.tasks.mt.serving.export import load_generator
+    from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
 
     for name in ("shortlist", "weights"):
         if getattr(args, name, None) not in (None, "float32"):

@@ -13,7 +13,7 @@ from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.files.files import atomic_file
-from lingvo_moe.tasks.mt.decoding.line_stream import Answer, Counts, Line, answer_stream
+from lingvo_moe.tasks.text.decoding.line_stream import Answer, Counts, Line, answer_stream
 
 from . import _cli
 
@@ -48,7 +48,7 @@ def define_field_flag(flags: Flags) -> None:
 
 def text_reader(args: Flags) -> Callable[[list[Line]], list[bytes]]:
     """A function from the next lines to their texts. It raises ValueError: one has no such field."""
-    from lingvo_moe.tasks.mt.input.tsv import text_of  # with NumPy, for which --help need not wait
+    from lingvo_moe.tasks.text.data.tsv import text_of  # with NumPy, for which --help need not wait
 
     field = args.field or ("text" if (args.input or "").endswith(".jsonl") else None)
     numbers = itertools.count(1)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.runs.directories import CORPUS
-from lingvo_moe.tasks.mt.input.corpus.corpus import CorpusOptions, build_corpus
+from lingvo_moe.tasks.text.corpus.corpus import CorpusOptions, build_corpus
 
 from . import _cli
 

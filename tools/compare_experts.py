@@ -22,8 +22,8 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 from lingvo_moe.reproduction import expert_comparison
 from lingvo_moe.reproduction.expert_variants import GROUPS, STEPS, VARIANTS, Variant
-from lingvo_moe.tasks.mt.input import file_list
-from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.text.data import file_list
+from lingvo_moe.tasks.text.data.errors import DataError
 
 from . import _cli
 
@@ -97,7 +97,7 @@ class Comparison:
         print(f"[{time.monotonic() - self._start:4.0f} s] {text}", flush=True)
 
     def _build_corpus(self) -> None:
-        from lingvo_moe.tasks.mt.input.corpus.corpus import CorpusOptions, build_corpus
+        from lingvo_moe.tasks.text.corpus.corpus import CorpusOptions, build_corpus
 
         if not self._corpus.exists():
             self._say("building the corpus from installed packages")
@@ -137,8 +137,8 @@ class Comparison:
         _cli.load_tensorflow()
         from lingvo_moe.core.engine.loop.summaries import read_metrics
         from lingvo_moe.core.task import inspect
-        from lingvo_moe.tasks.mt.quality.held_out_loss import held_out_loss
-        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.quality.held_out_loss import held_out_loss
+        from lingvo_moe.tasks.text.runs.run_dir import RunDir
         from lingvo_moe.tasks.transformer_task import TransformerTask
 
         task = RunDir(run).Task(TransformerTask)

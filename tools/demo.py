@@ -85,12 +85,12 @@ class Demo:
         print(f"[{seconds:4.0f} s] {text}", flush=True)
 
     def _build_corpus(self) -> None:
-        from lingvo_moe.tasks.mt.input.corpus.corpus import (
+        from lingvo_moe.tasks.text.corpus.corpus import (
             CorpusOptions,
             build_corpus,
             languages_asked_for,
         )
-        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
         langs = self._args.languages
         if self._corpus.exists():
@@ -119,7 +119,7 @@ class Demo:
             raise ValueError("the compiled step holds no all-to-all: the experts were not sharded")
 
     def _collectives(self) -> Mapping[str, int]:
-        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
         program = RunDir(self._run).program
         return program["collectives"] if program else {}
@@ -127,17 +127,19 @@ class Demo:
     def _evaluate(self) -> "tuple[EvalReport, EvalReport]":
         """Exports the trained model; returns the scores of the untrained one (on few lines) and of the trained one."""
         from lingvo_moe.tasks.mt.decoding import translator
-        from lingvo_moe.tasks.mt.input.dev_set import DevSet
         from lingvo_moe.tasks.mt.quality import scoring
-        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-        from lingvo_moe.tasks.mt.serving import export
+        from lingvo_moe.tasks.text.data.dev_set import DevSet
+        from lingvo_moe.tasks.text.decoding import export
+        from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
         options = translator.TranslateOptions(
             max_source_length=64, max_length=48, rows=32, length_alpha=_LENGTH_ALPHA
         )
         devset = DevSet(self._corpus, self._args.max_per_language)
         pairs = scoring.count_train_pairs(self._corpus, devset.languages)
-        model, about = export.load_translator(self._run, options, trust_run=self._args.trust_run)
+        model, about = translator.load_translator(
+            self._run, options, trust_run=self._args.trust_run
+        )
         self._say("exporting")
         export.export(model, self._saved_model, about)
 
@@ -160,7 +162,7 @@ class Demo:
     def _report(self, untrained: "EvalReport", trained: "EvalReport") -> dict[str, Any]:
         from lingvo_moe.core.engine.loop.summaries import read_metrics
         from lingvo_moe.core.task import inspect
-        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
         rows = read_metrics(str(self._run / "train"))
         mean, before = trained.Average(), untrained.Average()
@@ -193,10 +195,10 @@ class Demo:
 
     def _write_page(self, trained: "EvalReport", untrained: "EvalReport") -> None:
         """Writes report.html, and its scores and texts where tools.report looks for them."""
-        from lingvo_moe.tasks.mt.input.dev_set import DevSet
         from lingvo_moe.tasks.mt.reports import report
         from lingvo_moe.tasks.mt.reports.routing import measure_routing
         from lingvo_moe.tasks.mt.reports.run_report import gather
+        from lingvo_moe.tasks.text.data.dev_set import DevSet
 
         trained.Write(self._run / "eval")
         self._say("measuring which language is routed to which expert")

@@ -27,9 +27,9 @@ from lingvo_moe.core.files.copies import local
 from . import _cli
 
 if TYPE_CHECKING:  # they import NumPy
-    from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations, TranslateLines
     from lingvo_moe.tasks.mt.quality.scoring import EvalReport
+    from lingvo_moe.tasks.text.data.dev_set import DevSet
 
 # Flags on which no translation depends.
 _NO_TRANSLATORS = [
@@ -98,17 +98,17 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
     output = _output(args)
     if output:
         if not args.output:
             RunDir(args.logdir).Inside(output.name)
         _cli.check_output_directory(output)
-    from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.quality import scoring
     from lingvo_moe.tasks.mt.quality.baselines import add_baselines, read_baselines
     from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations
+    from lingvo_moe.tasks.text.data.dev_set import DevSet
 
     data_dir = args.data_dir or _data_of_run(args)
     devset = DevSet(data_dir, args.max_per_language, args.languages)
@@ -162,7 +162,7 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
     files = [Path(value) for value in flags.values() if isinstance(value, str)]
     files = [file for file in files if file.is_file()]
     if args.saved_model:
-        from lingvo_moe.tasks.mt.serving.saved_translator import MANIFEST
+        from lingvo_moe.tasks.text.decoding.saved_functions import MANIFEST
 
         files.append(local(args.saved_model) / MANIFEST)
     else:
@@ -215,7 +215,7 @@ def _data_of_run(args: Flags) -> str:
         raise ValueError(
             "--data_dir is needed with --saved_model: a directory with dev/<lang>.tsv.gz"
         )
-    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
         inputs = RunDir(args.logdir, trust_run=args.trust_run).Params().input

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Flags) -> int:
     _cli.check_output_directory(args.output, replaces=EXPORTED)
     _cli.load_tensorflow()
-    from lingvo_moe.tasks.mt.serving.export import export
+    from lingvo_moe.tasks.text.decoding.export import export
 
     top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
     options = _cli.search_options(args, top_k)
@@ -66,7 +66,7 @@ def _run(args: Flags) -> int:
 
 
 def _export_generator(args: Flags) -> int:
-    from lingvo_moe.tasks.mt.serving.export import export
+    from lingvo_moe.tasks.text.decoding.export import export
 
     if args.top_k is not None:
         raise ValueError(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import Sampling
-from lingvo_moe.tasks.mt.decoding.line_stream import Line
+from lingvo_moe.tasks.text.decoding.line_stream import Line
 
 from . import _cli, _lines
 

@@ -4,7 +4,7 @@ import ast
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,21 +75,19 @@ class ImportGraph:
 
     def Circle(self) -> list[str]:
         """Files that import each other in a circle, also in functions, from one back to itself; [] if none do."""
-        done: set[str] = set()
+        return circle({path: self.Imports(path) for path in self.files})
 
-        def search(path: str, way: dict[str, None]) -> list[str]:
-            if path in way:
-                found = list(way)
-                return [*found[found.index(path) :], path]
-            if path in done:
-                return []
-            for imported in sorted(self.Imports(path)):
-                if found := search(imported, way | {path: None}):
-                    return found
-            done.add(path)
-            return []
-
-        return next(filter(None, (search(path, {}) for path in self.files)), [])
+    def Rooms(self, top: str) -> dict[str, set[str]]:
+        """The directories below `top`, and it, each with the others of them that its files import from."""
+        rooms: dict[str, set[str]] = {}
+        for path in self.files:
+            if path.startswith(f"{top}/"):
+                room = path.rpartition("/")[0]
+                others = {other.rpartition("/")[0] for other in self.Imports(path)} - {room}
+                rooms.setdefault(room, set()).update(
+                    other for other in others if f"{other}/".startswith(f"{top}/")
+                )
+        return rooms
 
     def _NeededByName(self, path: str) -> set[str]:
         names: set[str] = set()
@@ -103,6 +101,25 @@ class ImportGraph:
                     tasks = _EXPERIMENT_IN_TEXT.findall(node.value)
                     names.update(f"lingvo_moe.params.{task}" for task in tasks)
         return {self._modules[n] for n in names if n in self._modules}
+
+
+def circle(imports: Mapping[str, Collection[str]]) -> list[str]:
+    """Keys that import each other in a circle, from one back to itself; [] if none do."""
+    done: set[str] = set()
+
+    def search(path: str, way: dict[str, None]) -> list[str]:
+        if path in way:
+            found = list(way)
+            return [*found[found.index(path) :], path]
+        if path in done:
+            return []
+        for imported in sorted(imports[path]):
+            if found := search(imported, way | {path: None}):
+                return found
+        done.add(path)
+        return []
+
+    return next(filter(None, (search(path, {}) for path in imports)), [])
 
 
 def _python_files(root: Path) -> Iterator[str]:

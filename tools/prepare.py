@@ -22,19 +22,19 @@ from lingvo_moe.core.console.command import as_typed
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.runs.directories import PREPARED
-from lingvo_moe.tasks.mt.input.lengths import Loss
-from lingvo_moe.tasks.mt.input.preparing.filters import Rules
-from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
-from lingvo_moe.tasks.mt.input.preparing.sources import Fields, is_language
-from lingvo_moe.tasks.mt.input.preparing.table import (
+from lingvo_moe.tasks.text.batches.lengths import Loss
+from lingvo_moe.tasks.text.data.shards import PAIRS_PER_SHARD
+from lingvo_moe.tasks.text.preparing.filters import Rules
+from lingvo_moe.tasks.text.preparing.prepare import PrepareOptions, prepare
+from lingvo_moe.tasks.text.preparing.sources import Fields, is_language
+from lingvo_moe.tasks.text.preparing.table import (
     all_languages,
     format_examples,
     format_lengths,
     format_table,
 )
-from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD
-from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions
-from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
+from lingvo_moe.tasks.text.vocabulary.vocab_cache import MIN_SENTENCES, VocabOptions
+from lingvo_moe.tasks.text.vocabulary.vocabulary import MIN_SIZE
 from lingvo_moe.training.flags import define_experiment_flag
 
 from . import _cli

@@ -22,7 +22,7 @@ from . import _cli
 if TYPE_CHECKING:  # they import NumPy
     from lingvo_moe.tasks.mt.reports.routing import RoutingReport
     from lingvo_moe.tasks.mt.reports.run_report import Missing
-    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
 
 def define_flags() -> Flags:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
     run = RunDir(args.logdir, trust_run=args.trust_run)
     _ = run.experiment  # before anything slow: is it there?
@@ -106,14 +106,15 @@ def _run(args: Flags) -> int:
 def _routing(args: Flags, run: "RunDir") -> "RoutingReport | Missing":
     """The RoutingReport of the run's model, or why there is none."""
     from lingvo_moe.core.console.waiting import LineProgress
-    from lingvo_moe.tasks.mt.input.dev_set import DevSet
+    from lingvo_moe.tasks.mt.model import MtModel
     from lingvo_moe.tasks.mt.reports import routing
     from lingvo_moe.tasks.mt.reports.run_report import Missing
+    from lingvo_moe.tasks.text.data.dev_set import DevSet
 
     command = f"python -m tools.report --logdir={args.logdir}"
     if args.no_routing:
         return Missing("the model was not run", command)
-    if not run.Task().MetricLayers():
+    if not run.Task(MtModel).MetricLayers():
         return Missing("the model is dense, nothing is routed")
     try:
         data_dir = _cli.data_dir(args, run.Params().input)

@@ -22,13 +22,13 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import LENGTH
-from lingvo_moe.tasks.mt.decoding.line_stream import Line
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, FEW, has_few
+from lingvo_moe.tasks.text.decoding.line_stream import Line
 
 from . import _cli, _lines
 
 if TYPE_CHECKING:  # they import TensorFlow
-    from lingvo_moe.tasks.mt.quality.forced_decoding import Score, Scorer
+    from lingvo_moe.tasks.text.quality.forced_decoding import Score, Scorer
 
 _MOST_LANGUAGES = 1000
 
@@ -140,7 +140,7 @@ def _run(args: Flags) -> int:
 
 
 def _open(args: Flags) -> "Scorer":
-    from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
+    from lingvo_moe.tasks.text.quality.forced_decoding import ScoreOptions, Scorer
 
     options = ScoreOptions(args.max_source_length, args.max_length)
     return Scorer(args.logdir, options, _cli.chosen(args), args.trust_run)

@@ -77,7 +77,7 @@ def define_flags() -> Flags:
 
 def _define_limits(flags: Flags) -> None:
     """Defines a flag for each of the server's limits, with the default that it has there."""
-    from lingvo_moe.tasks.mt.serving.limits import Limits
+    from lingvo_moe.tasks.text.serving.limits import Limits
 
     defaults = Limits()
     with flags.Section("sizes that the server accepts"):
@@ -118,9 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Flags) -> int:
     if find_spec("tornado") is None:
         raise ValueError("tornado is not installed: pip install 'lingvo_moe[serve]'")
-    from lingvo_moe.tasks.mt.serving import server
-    from lingvo_moe.tasks.mt.serving.limits import Limits
-    from lingvo_moe.tasks.mt.serving.service import Service
+    from lingvo_moe.tasks.text.serving import server
+    from lingvo_moe.tasks.text.serving.limits import Limits
+    from lingvo_moe.tasks.text.serving.service import Service
 
     sockets = server.bind(args.host, args.port)
     _cli.load_tensorflow()

@@ -21,7 +21,7 @@ from lingvo_moe.core.console.waiting import LineProgress
 from . import _cli
 
 if TYPE_CHECKING:  # it imports NumPy
-    from lingvo_moe.tasks.mt.input.dev_set import DevSet
+    from lingvo_moe.tasks.text.data.dev_set import DevSet
 
 
 def define_flags() -> Flags:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Flags) -> int:
     _cli.check_output_file(args.output)
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
-        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
         run = RunDir(args.logdir, trust_run=args.trust_run)
         inputs = run.Params().input
@@ -58,8 +58,8 @@ def _run(args: Flags) -> int:
         coverage,
         make_shortlist,
     )
-    from lingvo_moe.tasks.mt.input.errors import DataError
-    from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+    from lingvo_moe.tasks.text.data.errors import DataError
+    from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
     vocabs = NestedMap({side: Vocabulary(model) for side, model in run.vocabs.items()})
     data_dir = _cli.data_dir(args, inputs)
@@ -92,8 +92,8 @@ def _run(args: Flags) -> int:
 
 def _held_out(data_dir: str, languages: Sequence[str]) -> "DevSet":
     """The DevSet of the languages that have dev pairs; no languages mean all. Raises DataError: none of them has."""
-    from lingvo_moe.tasks.mt.input.dev_set import DevSet
-    from lingvo_moe.tasks.mt.input.errors import DataError
+    from lingvo_moe.tasks.text.data.dev_set import DevSet
+    from lingvo_moe.tasks.text.data.errors import DataError
 
     found = [lang for lang in DevSet(data_dir).languages if not languages or lang in languages]
     if not found:

@@ -11,10 +11,14 @@ from pathlib import Path
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.tasks.mt.input.file_list import write_listed
-from lingvo_moe.tasks.mt.input.scan import scan
-from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions, cached_vocabularies
-from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
+from lingvo_moe.tasks.text.data.file_list import write_listed
+from lingvo_moe.tasks.text.data.scan import scan
+from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
+    MIN_SENTENCES,
+    VocabOptions,
+    cached_vocabularies,
+)
+from lingvo_moe.tasks.text.vocabulary.vocabulary import MIN_SIZE
 
 from . import _cli
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.tasks.mt.decoding.line_stream import translation_of
+from lingvo_moe.tasks.text.decoding.line_stream import translation_of
 
 from . import _cli, _lines
 
 if TYPE_CHECKING:  # they import TensorFlow
+    from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
     from lingvo_moe.tasks.mt.decoding.translator import Translator
-    from lingvo_moe.tasks.mt.input.preparing.beam import BeamRunner
-    from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
+    from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 
 _BATCHES = 64  # that a job of a runner translates
 
@@ -71,8 +71,8 @@ def _with_beam(
 ) -> int:
     """Has workers translate blocks of the input, then writes all as a translator of this process would."""
     from lingvo_moe.tasks.mt.decoding import blocks
-    from lingvo_moe.tasks.mt.input.made_once import clear_others, settings_key, work_directory
-    from lingvo_moe.tasks.mt.serving.saved_translator import MANIFEST
+    from lingvo_moe.tasks.text.data.made_once import clear_others, settings_key, work_directory
+    from lingvo_moe.tasks.text.decoding.saved_functions import MANIFEST
 
     inputs, model, output = (Path(p).resolve() for p in (args.input, args.saved_model, args.output))
     of_input, of_model = inputs.stat(), (model / MANIFEST).read_text()

@@ -41,6 +41,9 @@ class TransformerTask(BaseTask):
     """
 
     UNIT = "tokens"
+    KIND: ClassVar[str] = "text"  # of model, for messages
+    EXAMPLE: ClassVar[str] = "mt.M4Demo"  # an experiment of this kind
+    HAS_SOURCE: ClassVar[bool] = True  # whether a text is predicted from another one
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **BaseTask.SIZES,
         "N": ("task.num_heads",),
@@ -102,6 +105,11 @@ class TransformerTask(BaseTask):
                 param_text.shown(remat),
                 f"no layer of this model has {name!r}{nearest(name, known)}; the model's names are {', '.join(known)}",
             )
+
+    @classmethod
+    def RoutesByTask(cls, params: HyperParams) -> bool:
+        """Whether some router chooses by the source language, so that batches and requests tell it."""
+        return False
 
     @classmethod
     def LayersOfBlock(cls, task: HyperParams) -> int:

@@ -12,8 +12,8 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, Checkpo
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.runs.run_dir import MANIFEST
-from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.training import flags as trainer_flags
 from tools.import_graph import ROOT
 
@@ -23,7 +23,7 @@ _PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 def test_a_run_without_a_list_gets_one_by_the_command_of_the_page(tmp_path):
     vocab = toy.train_vocab(toy.sentences(200))
     run = RunDir(tmp_path / "RUN")
-    run.Write("mt.M4Tiny", "", mt_artifacts({"source": vocab, "target": vocab}))
+    run.Write("mt.M4Tiny", "", text_artifacts({"source": vocab, "target": vocab}))
     was = (run.path / MANIFEST).read_bytes()
     (run.path / MANIFEST).unlink()
     with pytest.raises(RunDirError, match=r"docs/security\.md"):

@@ -9,7 +9,7 @@ import pytest
 from local_server import Capitals, Echo, running
 
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.tasks.mt.serving.handlers import make_app
+from lingvo_moe.tasks.text.serving.handlers import make_app
 from tools import _cli, serve
 from tools.import_graph import ROOT
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import toy_translation as toy
 
+from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.mt.decoding.translator import Translator
-from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 
 
 @pytest.fixture(scope="session")

@@ -15,13 +15,13 @@ import pytest
 from apache_beam_installed import needs_beam, runner_flags
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.preparing import beam, read_stage
-from lingvo_moe.tasks.mt.serving import saved_translator
+from lingvo_moe.tasks.mt.decoding import saved_translator
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.preparing import beam, read_stage
 from tools import _cli, prepare, translate
 
 ROOT = Path(__file__).parents[2]
-_PREPARING = "lingvo_moe.tasks.mt.input.preparing"
+_PREPARING = "lingvo_moe.tasks.text.preparing"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import trainer_testing
 
 from lingvo_moe.reproduction import expert_comparison
 from lingvo_moe.reproduction.expert_variants import VARIANTS
-from lingvo_moe.tasks.mt.quality.held_out_loss import held_out_loss
+from lingvo_moe.tasks.text.quality.held_out_loss import held_out_loss
 from tools import _cli, compare_experts
 
 

@@ -27,7 +27,7 @@ from lingvo_moe.core.pages.tables import Table, words
 from lingvo_moe.core.runs.goodput import PARTS, Goodput
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.tasks.image.evaluation import Scores
-from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
+from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from tools.import_graph import ROOT
 
 _GOLDEN = ROOT / "tests/plans/M4Tiny-v3_2x2.json"
@@ -93,8 +93,8 @@ _GENERATOR = anything(Generate=_texts, about={})
 _ABOUT = {"model": "mt.M4Tiny", "step": 6, "weights": "float32"}
 _EXPORTED = {
     **_CLI,
-    "lingvo_moe.tasks.mt.serving.export:load_translator": (_TRANSLATOR, _ABOUT),
-    "lingvo_moe.tasks.mt.serving.saved_translator:SavedTranslator": _TRANSLATOR,
+    "lingvo_moe.tasks.mt.decoding.translator:load_translator": (_TRANSLATOR, _ABOUT),
+    "lingvo_moe.tasks.mt.decoding.saved_translator:SavedTranslator": _TRANSLATOR,
 }
 
 
@@ -149,10 +149,10 @@ _TRAINER = {
     "lingvo_moe.core.engine.checkpoints.init_from:begin_from": anything(about=None),
     "lingvo_moe.core.engine.checkpoints.init_from:describe": "",
     "lingvo_moe.core.runs.run_dir:RunDir.Write": None,
-    "lingvo_moe.tasks.mt.input.mt_input:MtInput.Prepare": None,
-    "lingvo_moe.tasks.mt.input.mt_input:MtInput.Warnings": [],
-    "lingvo_moe.tasks.mt.input.mt_input:MtInput.CheckNewRun": None,
-    "lingvo_moe.tasks.mt.input.mt_input:MtInput.Artifacts": None,
+    "lingvo_moe.tasks.mt.mt_input:MtInput.Prepare": None,
+    "lingvo_moe.tasks.mt.mt_input:MtInput.Warnings": [],
+    "lingvo_moe.tasks.mt.mt_input:MtInput.CheckNewRun": None,
+    "lingvo_moe.tasks.mt.mt_input:MtInput.Artifacts": None,
     "lingvo_moe.tasks.mt.model:MtModel.CheckData": None,
     "lingvo_moe.training.evaluating:_Scorer": SimpleNamespace(
         Score=lambda step: (step or 6, anything(text="scored"))
@@ -168,7 +168,7 @@ COMMANDS = [
         "generate",
         {
             **_CLI,
-            "lingvo_moe.tasks.mt.serving.export:load_generator": (_GENERATOR, _ABOUT),
+            "lingvo_moe.tasks.lm.generator:load_generator": (_GENERATOR, _ABOUT),
             "lingvo_moe.tasks.lm.saved_generator:SavedGenerator": _GENERATOR,
         },
         [
@@ -183,7 +183,7 @@ COMMANDS = [
         "score",
         {
             **_CLI,
-            "lingvo_moe.tasks.mt.quality.forced_decoding:Scorer": Through(scorer),
+            "lingvo_moe.tasks.text.quality.forced_decoding:Scorer": Through(scorer),
         },
         [[_RUN], ["--logdir=TEXTS", "--input=texts.jsonl"]],
     ),
@@ -210,7 +210,7 @@ COMMANDS = [
     ),
     Command(
         "export",
-        {**_EXPORTED, "lingvo_moe.tasks.mt.serving.export:export": None},
+        {**_EXPORTED, "lingvo_moe.tasks.text.decoding.export:export": None},
         [[_RUN, "--output=o"]],
     ),
     Command(
@@ -314,11 +314,11 @@ COMMANDS += [
         "serve",
         {
             **_EXPORTED,
-            "lingvo_moe.tasks.mt.serving.server:bind": [],
-            "lingvo_moe.tasks.mt.serving.server:is_loopback": True,
-            "lingvo_moe.tasks.mt.serving.server:stop_on_signals": None,
-            "lingvo_moe.tasks.mt.serving.server:serve": Through(_served),
-            "lingvo_moe.tasks.mt.serving.service:Service": None,
+            "lingvo_moe.tasks.text.serving.server:bind": [],
+            "lingvo_moe.tasks.text.serving.server:is_loopback": True,
+            "lingvo_moe.tasks.text.serving.server:stop_on_signals": None,
+            "lingvo_moe.tasks.text.serving.server:serve": Through(_served),
+            "lingvo_moe.tasks.text.serving.service:Service": None,
             "tools.serve:_start_log": None,
         },
         [[_MODEL], [_RUN]],
@@ -359,13 +359,13 @@ COMMANDS += [
         {
             **_CLI,
             "tools._cli:subprocess.run": Through(_trained),
-            "lingvo_moe.tasks.mt.input.corpus.corpus:build_corpus": None,
-            "lingvo_moe.tasks.mt.quality.held_out_loss:held_out_loss": anything(
+            "lingvo_moe.tasks.text.corpus.corpus:build_corpus": None,
+            "lingvo_moe.tasks.text.quality.held_out_loss:held_out_loss": anything(
                 step=9, nll=1, accuracy=1, tokens=1
             ),
             "lingvo_moe.core.engine.loop.summaries:read_metrics": [{"nll": 1}],
             "lingvo_moe.core.task.inspect:count_parameters": 1,
-            "lingvo_moe.tasks.mt.runs.run_dir:RunDir.Task": anything(),
+            "lingvo_moe.tasks.text.runs.run_dir:RunDir.Task": anything(),
             "lingvo_moe.reproduction.expert_comparison:routing": {},
             "lingvo_moe.reproduction.expert_comparison:worst_routing": {},
             "lingvo_moe.reproduction.expert_comparison:groups": [],
@@ -381,12 +381,12 @@ COMMANDS += [
             "tools.demo:Demo._report": Through(lambda *_: None),
             "tools.demo:Demo._show": Through(lambda *_: None),
             "tools.demo:_initial_theta": None,
-            "lingvo_moe.tasks.mt.input.corpus.corpus:build_corpus": {"aa": (1, 1)},
-            "lingvo_moe.tasks.mt.input.dev_set:DevSet": anything(languages=["aa"]),
+            "lingvo_moe.tasks.text.corpus.corpus:build_corpus": {"aa": (1, 1)},
+            "lingvo_moe.tasks.text.data.dev_set:DevSet": anything(languages=["aa"]),
             "lingvo_moe.tasks.mt.quality.scoring:count_train_pairs": {},
             "lingvo_moe.tasks.mt.quality.scoring:evaluate": anything(Average=lambda: {"chrf": 1.0}),
-            "lingvo_moe.tasks.mt.runs.run_dir:RunDir.Task": None,
-            "lingvo_moe.tasks.mt.serving.export:export": None,
+            "lingvo_moe.tasks.text.runs.run_dir:RunDir.Task": None,
+            "lingvo_moe.tasks.text.decoding.export:export": None,
         },
         [[]],
     ),
@@ -428,7 +428,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in runs.items():
         run = RunDir(place / name)
         artifacts = (
-            mt_artifacts({"source": vocab, "target": vocab}) if name == "RUN" else RunArtifacts()
+            text_artifacts({"source": vocab, "target": vocab}) if name == "RUN" else RunArtifacts()
         )
         run.Write(model, "input.data_dir=DATA", artifacts)
         for step in ("5", "6"):

@@ -11,8 +11,8 @@ import toy_translation as toy
 from lingvo_moe import trainer
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.runs.run_lock import RunLock
-from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from tools import evaluate, export, report, score, serve, shortlist, translate
 
 CODE = """
@@ -38,7 +38,7 @@ def marker(tmp_path: Path) -> Path:
 def run(tmp_path: Path, vocab: bytes, marker: Path) -> Iterator[Path]:
     """A run that contains a package with a router; `name_class` changes its override."""
     path = tmp_path / "given"
-    RunDir(path).Write("mt.M4Tiny", "", mt_artifacts({"source": vocab, "target": vocab}, ["de"]))
+    RunDir(path).Write("mt.M4Tiny", "", text_artifacts({"source": vocab, "target": vocab}, ["de"]))
     (path / "checkpoints" / "5").mkdir(parents=True)
     (path / "mischief").mkdir()
     (path / "mischief" / "__init__.py").write_text(CODE.format(marker=str(marker)))

@@ -9,7 +9,7 @@ import toy_text
 import toy_translation as toy
 
 from lingvo_moe.tasks.lm.generator import GenerateOptions
-from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT_GENERATOR
+from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT
 from tools import export, generate, translate
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def saved(run):
 def test_a_run_and_its_export_give_the_same_texts(run, saved, tmp_path, capfd):
     prompts, out = tmp_path / "prompts", tmp_path / "out"
     prompts.write_bytes(b"red house\nopen\n\n" + b"tree " * 300)
-    options = json.loads((saved / ABOUT_GENERATOR).read_text())["options"]
+    options = json.loads((saved / ABOUT["generate"]).read_text())["options"]
     assert options.keys() == {"xla", *vars(GenerateOptions())}  # what the server reads
     files = [f"--input={prompts}", f"--output={out}"]
     assert generate.main([f"--saved_model={saved}", *files, "--max_tokens=20"]) == 0

@@ -23,7 +23,7 @@ import trainer_testing
 
 from lingvo_moe import trainer
 from lingvo_moe.core.engine import engines
-from lingvo_moe.tasks.mt.input.dev_set import DevSet
+from lingvo_moe.tasks.text.data.dev_set import DevSet
 
 _ROOT = Path(__file__).resolve().parents[2]
 _INSTEAD = {"mt.M4Demo": "toy_translation.Smallest", "--max_steps=5000": "--max_steps=22"}

@@ -17,11 +17,11 @@ import tensorflow as tf
 import toy_translation as toy
 from local_server import Running, running
 
-from lingvo_moe.tasks.mt.decoding.line_stream import Line, answer_stream, translation_of
+from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.mt.decoding.translator import Translator
-from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
-from lingvo_moe.tasks.mt.serving.limits import Limits
-from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
+from lingvo_moe.tasks.text.decoding.line_stream import Line, answer_stream, translation_of
+from lingvo_moe.tasks.text.quality.forced_decoding import ScoreOptions, Scorer
+from lingvo_moe.tasks.text.serving.limits import Limits
 from tools import _lines, score, translate
 
 _LONG = b"red " * 1_000_000

@@ -12,12 +12,12 @@ import pytest
 import zstandard
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input import tsv
-from lingvo_moe.tasks.mt.input.dev_set import DevSet
-from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.mt_input import MtInput
-from lingvo_moe.tasks.mt.input.preparing import read_stage
-from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
+from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.text.data import tsv
+from lingvo_moe.tasks.text.data.dev_set import DevSet
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.preparing import read_stage
+from lingvo_moe.tasks.text.preparing.workers import run_jobs
 from tools import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -176,7 +176,7 @@ def test_given_held_out_pairs_stay_as_they_are(
 _STOPPED_AT_THE_SECOND = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-from lingvo_moe.tasks.mt.input.preparing import read_stage
+from lingvo_moe.tasks.text.preparing import read_stage
 from tools import prepare
 run = read_stage._Reader.Run
 def stopped(self, report):
@@ -229,7 +229,7 @@ def test_stopped_and_gone_on_gives_the_same(
 def test_several_processes_give_the_same(
     texts: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lingvo_moe.tasks.mt.input.preparing.prepare._SMALL", 0)
+    monkeypatch.setattr("lingvo_moe.tasks.text.preparing.prepare._SMALL", 0)
     arguments = [f"--input={texts}", f"--output={tmp_path / 'data'}", "--workers=2"]
     arguments += ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
     assert prepare.main(arguments) == 0

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import toy_translation as toy
 
-from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
 # Mistakes in flags are refused before anything is read, with status 2.
 _FLAGS = """
@@ -146,7 +146,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without weights, a corpus, a file of lines, and inputs that cannot be used."""
     place = tmp_path_factory.mktemp("place")
     vocab = toy.train_vocab(toy.sentences(200))
-    RunDir(place / "run").Write("mt.M4Tiny", "", mt_artifacts({"source": vocab, "target": vocab}))
+    RunDir(place / "run").Write("mt.M4Tiny", "", text_artifacts({"source": vocab, "target": vocab}))
     texts = {
         "lines.txt": "red\n",
         "run/checkpoints/3/x": "",

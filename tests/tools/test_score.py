@@ -9,8 +9,8 @@ import pytest
 import toy_text
 import toy_translation as toy
 
-from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES
+from lingvo_moe.tasks.text.quality.forced_decoding import ScoreOptions, Scorer
 from tools import score
 
 

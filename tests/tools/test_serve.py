@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lingvo_moe.tasks.mt.serving.server import stop_on_signals
+from lingvo_moe.tasks.text.serving.server import stop_on_signals
 from tools import serve
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import toy_translation as toy
 
+from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
-from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
-from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.serving.export import load_translator
-from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, SavedTranslator
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT
 from tools import export, shortlist, translate
 
 OPTIONS = TranslateOptions(beam_size=3, top_k=3, max_source_length=16, max_length=14)
@@ -104,7 +104,7 @@ def test_an_exported_model_has_it_inside(logdir, made, translator, tmp_path, cap
     got, want = SavedTranslator(tmp_path / "model").Translate(LINES), translator.Translate(LINES)
     assert got.translations == want.translations
     np.testing.assert_array_equal(got.scores, want.scores)
-    about = json.loads((tmp_path / "model" / ABOUT).read_text())
+    about = json.loads((tmp_path / "model" / ABOUT["translate"]).read_text())
     assert about["shortlist"] == {"per_source_piece": 2, "every_line": 265}
     with pytest.raises(SystemExit):
         translate.main([f"--saved_model={tmp_path / 'model'}", f"--shortlist={made}"])

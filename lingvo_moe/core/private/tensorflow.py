@@ -99,9 +99,17 @@ def called_functions(concrete: Any) -> list[Any]:
     return list(found.values())
 
 
+def functions_of(op: tf.Operation, attribute: str) -> list[Any]:
+    """The AtomicFunctions that an attribute of an operation names, e.g. the one body of a loop."""
+    value = op.get_attr(attribute)
+    named = value if isinstance(value, list) else [value]
+    return [op.graph._get_function(each.name.encode()) for each in named]
+
+
 def function_of(op: tf.Operation, attribute: str) -> Any:
-    """The AtomicFunction that an attribute of an operation names, e.g. the body of a loop."""
-    return op.graph._get_function(op.get_attr(attribute).name.encode())
+    """The only one of functions_of."""
+    (function,) = functions_of(op, attribute)
+    return function
 
 
 def inner_graphs(graph: tf.Graph) -> list[tf.Graph]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.sharding.mesh import ShardingError
 
 _OPEN, _CLOSE, _ANNOTATE = "XlaSpmdFullToShardShape", "XlaSpmdShardToFullShape", "XlaSharding"
@@ -94,7 +95,7 @@ class _Walk:
 
     def _Op(self, graph: Any, op: Any, inputs: list[_Kind]) -> list[_Kind]:
         if op.type in _CALLS:
-            return self.Function(_inner(graph, op, _CALLS[op.type])[0], inputs)
+            return self.Function(_inner(op, _CALLS[op.type])[0], inputs)
         if op.type in _LOOPS:
             return self._Loop(graph, op, inputs)
         if op.type in _BRANCHES:
@@ -126,7 +127,7 @@ class _Walk:
         return [self._Join(op, list(zip(op.inputs, inputs)))] * len(op.outputs)
 
     def _Loop(self, graph: Any, op: Any, inputs: list[_Kind]) -> list[_Kind]:
-        body, cond = *_inner(graph, op, "body"), *_inner(graph, op, "cond")
+        body, cond = *_inner(op, "body"), *_inner(op, "cond")
         kinds = inputs
         while True:
             after = self.Function(body, kinds)
@@ -155,7 +156,7 @@ class _Walk:
         )
 
     def _Branches(self, graph: Any, op: Any, inputs: list[_Kind]) -> list[_Kind]:
-        graphs = [g for attr in _BRANCHES[op.type] for g in _inner(graph, op, attr)]
+        graphs = [g for attr in _BRANCHES[op.type] for g in _inner(op, attr)]
         each = [self.Function(g, inputs[1:]) for g in graphs]
         joined = [self._Join(op, [(t, k) for k in kinds]) for t, *kinds in zip(op.outputs, *each)]
         return self._Decided(op, inputs[0], joined)
@@ -219,7 +220,7 @@ def _has_regions(graph: Any) -> bool:
             if op.type in (_OPEN, _CLOSE):
                 return True
             attrs = _attrs(op)
-            stack += [g for attr in attrs for g in _inner(graph, op, attr)]
+            stack += [g for attr in attrs for g in _inner(op, attr)]
     return False
 
 
@@ -229,11 +230,9 @@ def _attrs(op: Any) -> Sequence[str]:
     return ("cond", "body") if op.type in _LOOPS else _BRANCHES.get(op.type, ())
 
 
-def _inner(graph: Any, op: Any, attr: str) -> list[Any]:
+def _inner(op: Any, attr: str) -> list[Any]:
     """The graphs of the functions that an operation calls."""
-    value = op.get_attr(attr)
-    functions = value if isinstance(value, (list, tuple)) else [value]
-    return [graph._get_function(f.name).graph for f in functions]
+    return [function.graph for function in private.functions_of(op, attr)]
 
 
 def _in_order(graph: Any) -> Iterator[Any]:

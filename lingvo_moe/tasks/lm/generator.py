@@ -5,6 +5,7 @@ TensorFlow has no tokenizer.json: with one, functions are of ids, and Texts make
 Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,14 +16,17 @@ import tensorflow as tf
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.lm.prompt_search import PromptSearch
-from lingvo_moe.tasks.lm.saved_generator import SETTINGS, Texts
-from lingvo_moe.tasks.mt.decoding.fast_model import SavedWeights
-from lingvo_moe.tasks.mt.decoding.translator import tokenizer
-from lingvo_moe.tasks.mt.input.tokenizer_json import JsonVocabulary
-from lingvo_moe.tasks.mt.input.vocabulary import open_vocabulary
+from lingvo_moe.tasks.lm.saved_generator import SETTINGS, TOKENIZER, Texts
+from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
+from lingvo_moe.tasks.text.decoding.tokenizer import tokenizer
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
+from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
+from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,10 @@ class Generator(tf.Module, Texts):
             self.begin.get_concrete_function()  # which says what `more` takes
             ids = tf.TensorSpec([None, None], tf.int32)
             self.more = _function(self._More, [ids, *self._specs()])
+
+    def Assets(self) -> dict[str, bytes]:
+        """See Exportable."""
+        return {TOKENIZER: self.vocabulary.model_bytes} if self.vocabulary else {}
 
     def _Generate(self, *given: tf.Tensor) -> dict[str, tf.Tensor]:
         """The whole way, in graph: what `generate` is.
@@ -202,6 +210,20 @@ class Generator(tf.Module, Texts):
         if self.vocabulary:
             found = found[: new.lengths_B[0]]
         return [ids_RP, *search.Flatten()], found, over, new.finished_B[0]
+
+
+def load_generator(
+    logdir: str | os.PathLike,
+    options: GenerateOptions | None = None,
+    chosen: Chosen = NEWEST,
+    trust_run: bool = False,
+) -> tuple[Generator, dict[str, Any]]:
+    """The language model of a run at a checkpoint; arguments, result and errors as load_theta."""
+    run = RunDir(logdir, trust_run=trust_run)
+    model = run.Task(LmModel)
+    theta, about = load_theta(run, model, chosen)
+    about["weights"] = "float32"
+    return Generator(model, theta, run.vocabs.target, options), about
 
 
 def _function(fn: Callable, specs: list[tf.TensorSpec]) -> Any:

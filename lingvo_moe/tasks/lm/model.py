@@ -55,6 +55,9 @@ class LmModel(TransformerTask):
         **experts.SIZES,
         "V": ("task.vocab_size",),
     }
+    KIND = "language"
+    EXAMPLE = "lm.MoEDemo"
+    HAS_SOURCE = False
     DIVIDED = "BGEHNAV"
     STACKS: ClassVar[Mapping[str, str]] = {"decoder": "num_layers"}
 

@@ -19,7 +19,7 @@ from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
-from lingvo_moe.tasks.mt.decoding.growing_beam_search import BLOCK, GrowingBeamSearch, open_shape
+from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch, open_shape
 
 # The logit of what was not drawn: its probability is 0, and yet more than that of what must not be chosen.
 _NOT_DRAWN = -1e6

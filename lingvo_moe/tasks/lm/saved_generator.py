@@ -9,9 +9,9 @@ import tensorflow as tf
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.files.copies import local
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
-from lingvo_moe.tasks.mt.input.tokenizer_json import JsonVocabulary
-from lingvo_moe.tasks.mt.serving.saved_translator import SavedFunctions
+from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
+from lingvo_moe.tasks.text.decoding.saved_functions import SavedFunctions
+from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
 
 TOKENIZER = "assets.extra/tokenizer.json"  # of an export whose functions are of ids
 
@@ -28,6 +28,7 @@ SETTINGS = {
 class Texts:
     """Calls the functions `generate`, `begin` and `more` of a generator with Python values."""
 
+    NAME = "generate"
     options: Any
     generate: Any
     begin: Any
@@ -124,8 +125,6 @@ class Texts:
 
 class SavedGenerator(SavedFunctions, Texts):
     """An exported generator, used as a Generator; see SavedFunctions."""
-
-    NAME = "generate"
 
     def __init__(self, path: str | os.PathLike):
         super().__init__(path)

@@ -6,7 +6,7 @@ predicted last.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,23 +14,22 @@ import numpy as np
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.input.base_input import ArraySpec, HeldOutBatch
+from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input.held_out_batches import LanguagePairs, held_out_batches
-from lingvo_moe.tasks.mt.input.lengths import Lengths, Loss, loss_of
-from lingvo_moe.tasks.mt.input.mt_input import TOO_LONG, BatchIterator, MtInput
-from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape
-from lingvo_moe.tasks.mt.input.tokenizer_json import NAME, JsonVocabulary
+from lingvo_moe.tasks.text.batches.packed_input import BatchIterator, PackedInput
+from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized
+from lingvo_moe.tasks.text.vocabulary.tokenizer_json import NAME, JsonVocabulary
 
 _ROWS = ("ids", "labels", "segment_ids", "segment_pos")
 
 
-class LmInput(MtInput):
+class LmInput(PackedInput):
     """The input of a language model: texts, or the target sides of pairs, so that one data directory serves both tasks.
 
     The vocabularies are those of the data, that of the source is not used; or a checkpoint's tokenizer.json.
     """
 
+    TOO_LONG: ClassVar[tuple[str, ...]] = ("split", *PackedInput.TOO_LONG)
     BATCH_SIZES: ClassVar[tuple[str, ...]] = ("batch_size", "target_length")
     DATA: ClassVar[str] = (
         "<lang>.tsv.gz files, or of texts in NAME.txt, NAME.jsonl, plain, .gz or .zst"
@@ -42,15 +41,9 @@ class LmInput(MtInput):
 
     @classmethod
     def Params(cls) -> InstantiableParams:
-        p = super().Params().Delete("source_length", "task_ids", "too_long")
+        p = super().Params()
         p.Define(
             "text_field", "text", "The field with the text, in files of JSON.", check=checks.TEXT
-        )
-        p.Define(
-            "too_long",
-            "split",
-            "What to do with a text longer than a row: split it into several, drop or truncate it.",
-            check=checks.one_of(("split", *TOO_LONG)),
         )
         return p
 
@@ -60,7 +53,7 @@ class LmInput(MtInput):
         return NestedMap(dict.fromkeys(_ROWS, spec))
 
     def Warnings(self) -> list[str]:
-        """See MtInput; a text that is split is not lost."""
+        """See PackedInput; a text that is split is not lost."""
         return [] if self.p.too_long == "split" else super().Warnings()
 
     def Parts(self, ids: Sequence[int] | np.ndarray) -> list[np.ndarray]:
@@ -85,8 +78,15 @@ class LmInput(MtInput):
         p = self.p
         return Shape(p.batch_size, p.target_length, p.target_length, p.pack)
 
-    def _LossOf(self, lengths: Lengths) -> Loss:
-        return loss_of(lengths, (self.p.target_length,))
+    @staticmethod
+    def ToBatch(rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
+        """See text_batch."""
+        return text_batch(rows, shape)
+
+    @staticmethod
+    def Whole(source: Sequence[int], target: Sequence[int], task: int, vocabs: NestedMap) -> Any:
+        """See PackedInput."""
+        return marked(target, vocabs.target)
 
     def __iter__(self) -> "TextIterator":
         """Endless batches from the beginning; each call starts from the beginning."""
@@ -96,13 +96,8 @@ class LmInput(MtInput):
         texts = self.vocabs.target.EncodeBatch([text for _, text in pairs])
         return [part for ids in texts for part in self.Parts(ids)]
 
-    def _HeldOutBatches(self, groups: dict[str, list[LanguagePairs]]) -> Iterator[HeldOutBatch]:
-        return held_out_batches(
-            {name: [of for of in found if of[0]] for name, found in groups.items()},
-            lambda part, _: (len(part) - 2, len(part) - 2, part),
-            self.shape,
-            text_batch,
-        )
+    def _HeldOutSized(self, part: np.ndarray, task: int | None) -> Sized:
+        return len(part) - 2, len(part) - 2, part
 
 
 class TextIterator(BatchIterator):
@@ -148,9 +143,6 @@ class TextIterator(BatchIterator):
         (text,), (number,) = self._At(language, np.array([position]))
         ids = self._records.Read(language, int(text))[1]
         return self._input.Parts(ids)[number]
-
-    def _ToBatch(self, rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
-        return text_batch(rows, shape)
 
 
 def marked(ids: Sequence[int] | np.ndarray, vocabulary: Any) -> np.ndarray:

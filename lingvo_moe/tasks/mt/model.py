@@ -95,7 +95,7 @@ class MtModel(MtTask):
 
     @classmethod
     def RoutesByTask(cls, params: HyperParams) -> bool:
-        """Whether some router chooses by the source language, so that batches and requests tell it."""
+        """See TransformerTask."""
         return any("task_ids" in cls.Needs(params, decoder) for decoder in (False, True))
 
     @classmethod

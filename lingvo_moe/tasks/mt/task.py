@@ -19,9 +19,9 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import NamedRows, TaskError
 from lingvo_moe.core.task.step import Step
 from lingvo_moe.tasks import experts
-from lingvo_moe.tasks.mt.input.artifacts import languages_of, vocabs_of
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.shrinking import sample_batch, shrink
+from lingvo_moe.tasks.text.runs.artifacts import languages_of, vocabs_of
+from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 from lingvo_moe.tasks.transformer_task import TransformerTask
 
 _SOURCE, _TARGET, _LANGUAGES = "source pieces", "target pieces", "languages"
@@ -35,6 +35,7 @@ class MtTask(TransformerTask):
         **experts.SIZES,
         "V": ("task.source_vocab_size", "task.target_vocab_size"),
     }
+    KIND = "translation"
     DIVIDED = "BGEHNAV"
     STACKS: ClassVar[Mapping[str, str]] = {
         "encoder": "num_encoder_layers",
@@ -112,7 +113,7 @@ class MtTask(TransformerTask):
 
     def DecodeStep(self, inputs: BaseInput) -> Step:
         """See BaseTask: one step of the beam search."""
-        from lingvo_moe.tasks.mt.decoding.decode_step import decode_step  # which imports engines
+        from lingvo_moe.tasks.mt.decode_step import decode_step  # which imports engines
 
         return decode_step(self, inputs.p.batch_size, inputs.p.source_length)
 

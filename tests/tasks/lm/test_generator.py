@@ -10,13 +10,14 @@ from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.lm.generator import GenerateOptions
+from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
 from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
-from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, UNK_ID
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.serving.export import export, load_generator, load_theta
+from lingvo_moe.tasks.text.decoding.export import export
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
+from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, UNK_ID
+from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
 PROMPTS = ["red house", "", "open the green tree", "close stone", "edit \ud800 file"]
 # The parts of DeepSeek-V3.

@@ -10,8 +10,8 @@ import pytest
 from trainer_testing import write_corpus
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,11 @@ from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.task.base_task import TaskError
-from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
-from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.mt_input import MtInput
-from lingvo_moe.tasks.mt.input.tasks import task_numbers
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.serving.export import load_translator
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
+from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.text.batches.tasks import task_numbers
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
 V = 30
 SMALL = (

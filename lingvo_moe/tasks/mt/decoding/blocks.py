@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lingvo_moe.core.files.files import open_to_write
-from lingvo_moe.tasks.mt.decoding.line_stream import (
+from lingvo_moe.tasks.text.data.made_once import make_once
+from lingvo_moe.tasks.text.decoding.line_stream import (
     MAX_LINE_BYTES,
     Answer,
     Line,
     read_lines,
     translation_of,
 )
-from lingvo_moe.tasks.mt.input.made_once import make_once
 
 _ANSWERS = "answers.jsonl"  # [text, warning] of each line
 
@@ -82,7 +82,7 @@ def answer_block(job: BlockJob, report: Callable[[int], None]) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _translation(saved_model: str, language: str | None) -> Answer:
-    from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
+    from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 
     translator = SavedTranslator(saved_model)
     return translation_of(lambda lines: translator.Translate(lines, language))

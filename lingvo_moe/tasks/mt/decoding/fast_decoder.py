@@ -14,7 +14,6 @@ from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
-from lingvo_moe.tasks.mt.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
     ALLOWED,
     LETTERS,
@@ -22,7 +21,8 @@ from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
     logits_of_lists,
     tokens_of_places,
 )
-from lingvo_moe.tasks.mt.input.special_ids import UNK_ID
+from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
+from lingvo_moe.tasks.text.vocabulary.special_ids import UNK_ID
 
 
 class FastDecoder:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lingvo_moe.tasks.mt.input.special_ids import EOS_ID
+from lingvo_moe.tasks.text.vocabulary.special_ids import EOS_ID
 
 Ids = Sequence[int] | np.ndarray
 

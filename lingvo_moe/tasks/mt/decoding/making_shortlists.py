@@ -10,10 +10,10 @@ import numpy as np
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.lexical_table import TokenPairs, lexical_table
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
-from lingvo_moe.tasks.mt.input.scan import scan
-from lingvo_moe.tasks.mt.input.special_ids import EOS_ID
-from lingvo_moe.tasks.mt.input.vocab_cache import sample_pairs
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.text.data.scan import scan
+from lingvo_moe.tasks.text.vocabulary.special_ids import EOS_ID
+from lingvo_moe.tasks.text.vocabulary.vocab_cache import sample_pairs
+from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
 Progress = Callable[[str], None]
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece calls the piece of a byte

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.core.files.files import write_atomic
-from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.special_ids import EOS_ID, PAD_ID, UNK_ID
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.vocabulary.special_ids import EOS_ID, PAD_ID, UNK_ID
 
 _FORMAT = 2
 _DIGITS = 64  # of a SHA-256 in hex

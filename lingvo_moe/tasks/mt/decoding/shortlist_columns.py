@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
-from lingvo_moe.tasks.mt.input.special_ids import PAD_ID, UNK_ID
+from lingvo_moe.tasks.text.vocabulary.special_ids import PAD_ID, UNK_ID
 
 _MULTIPLE = 64  # of C and U: packed_weights.WIDTH; TensorFlow's softmax adds in fours of 16
 LETTERS = NestedMap(tokens="BC", at="BC", bias="BC")  # of a batch's lists, in a cache

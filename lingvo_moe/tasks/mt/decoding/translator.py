@@ -8,30 +8,34 @@ traced or compiled twice, and the translation of a line is bit-identical in a ba
 or 32 (docs/speed.md).
 """
 
-import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-import tensorflow_text as tf_text
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
-from lingvo_moe.tasks.mt.decoding.decode_step import Decoder, TranslationModel
+from lingvo_moe.tasks.mt.decode_step import Decoder, TranslationModel
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
-from lingvo_moe.tasks.mt.decoding.fast_model import FastModel, SavedWeights
+from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
+from lingvo_moe.tasks.mt.decoding.saved_translator import translations_of
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
-from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID
-from lingvo_moe.tasks.mt.serving.saved_translator import translations_of
+from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
+from lingvo_moe.tasks.text.decoding.tokenizer import tokenizer
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
+from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 _SMALLEST_BUCKET = 8
 _SOURCE_STEP = 16  # tokens: what the rows of a batch are padded to a multiple of, not under XLA
@@ -162,6 +166,12 @@ class Translator(tf.Module):
             input_signature=[tf.TensorSpec([None], tf.string, name=name) for name in names],
             autograph=False,
         )
+
+    NAME = "translate"
+
+    def Assets(self) -> dict[str, bytes]:
+        """See Exportable."""
+        return {}
 
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
@@ -325,13 +335,36 @@ class Translator(tf.Module):
         return lambda src, max_lengths: decoder.Search(weights.Tensors(), src, max_lengths)
 
 
-def tokenizer(vocab: bytes) -> Any:
-    """A tokenizer of a serialised SentencePiece model, with a unique name.
+def load_translator(
+    logdir: str | os.PathLike,
+    options: TranslateOptions | None = None,
+    chosen: Chosen = NEWEST,
+    shortlist: str | os.PathLike | None = None,
+    trust_run: bool = False,
+) -> tuple[Translator, dict[str, Any]]:
+    """The model of a run at a checkpoint.
 
-    In a loaded SavedModel, tokenizers of one name are one: the first, whatever their models.
+    Args:
+        logdir: a trainer's.
+        options, chosen: how to translate, and with which weights.
+        shortlist: a file of tools.shortlist; None to score all tokens.
+        trust_run: see RunDir.
+
+    Returns:
+        The translator, and what it is: what load_theta says, weights, and shortlist.
+
+    Raises:
+        RunDirError: no run there, or a damaged one, or one that names a class outside lingvo_moe.
+        DataError: no shortlist there, or one for other vocabularies.
+        CheckpointError: as load_theta.
+        ValueError: as Translator.
     """
-    name = f"sentencepiece_{hashlib.sha256(vocab).hexdigest()[:16]}"
-    with (
-        quiet()
-    ):  # it logs that a vocabulary does not normalise text, at no level that could be turned off
-        return tf_text.SentencepieceTokenizer(model=vocab, name=name)
+    run = RunDir(logdir, trust_run=trust_run)
+    model, vocabs = run.Task(MtModel), run.vocabs
+    some = Shortlist.Load(shortlist) if shortlist else None
+    theta, about = load_theta(run, model, chosen)
+    about["weights"] = options.weights if options else "float32"
+    if some:
+        about["shortlist"] = some.About()
+    languages = run.languages or () if model.RoutesByTask(model.p) else ()
+    return Translator(model, theta, vocabs, options, languages, some), about

@@ -8,12 +8,12 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer, CheckpointScores
 from lingvo_moe.tasks.mt.decoding.translator import Translator
-from lingvo_moe.tasks.mt.input.artifacts import languages_of, vocabs_of
-from lingvo_moe.tasks.mt.input.dev_set import DevSet
-from lingvo_moe.tasks.mt.input.mt_input import MtInput
 from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, with_margin
+from lingvo_moe.tasks.text.data.dev_set import DevSet
+from lingvo_moe.tasks.text.runs.artifacts import languages_of, vocabs_of
 
 _SCORES = ("bleu", "chrf")
 

@@ -33,16 +33,16 @@ def margin(metric: "Metric", hypotheses: Sequence[str], references: Sequence[str
         Points of the score, or None for fewer than two lines, which cannot be resampled.
     """
     import numpy as np
-    from sacrebleu.significance import _bootstrap_resample, estimate_ci
+    from sacrebleu.significance import estimate_ci
+
+    from lingvo_moe.core.private.sacrebleu import resampled_scores
 
     if len(hypotheses) < 2:
         return None
     some = slice(None, None, -(-len(hypotheses) // _MOST_LINES))
     chosen = hypotheses[some]
-    # What corpus_score(..., n_bootstrap) does, which fails where some resamples have a chrF of 0 and others have not.
-    statistics = metric._extract_corpus_statistics(chosen, [references[some]])
-    _, scores = _bootstrap_resample(statistics, metric, RESAMPLES)
-    _, half_width = estimate_ci(np.array([score.score for score in scores], np.float64))
+    scores = resampled_scores(metric, chosen, references[some], RESAMPLES)
+    _, half_width = estimate_ci(np.array(scores, np.float64))
     return float(half_width) * (len(chosen) / len(hypotheses)) ** 0.5
 
 

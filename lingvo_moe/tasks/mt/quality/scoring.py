@@ -14,14 +14,14 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.core.files.manifest import write_manifest
-from lingvo_moe.tasks.mt.decoding.line_stream import one_line
-from lingvo_moe.tasks.mt.input import tsv
-from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import FileList, local_data, verify_where_listed
-from lingvo_moe.tasks.mt.input.prepared import Prepared
-from lingvo_moe.tasks.mt.input.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
+from lingvo_moe.tasks.text.data import tsv
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.data.file_list import FileList, local_data, verify_where_listed
+from lingvo_moe.tasks.text.data.prepared import Prepared
+from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
+from lingvo_moe.tasks.text.decoding.line_stream import one_line
 
 # (lines that are done, all lines).
 Progress = Callable[[int, int], None]

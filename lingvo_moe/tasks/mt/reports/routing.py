@@ -16,13 +16,14 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
-from lingvo_moe.tasks.mt.input.dev_set import DevSet
-from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, Sized, fill_batch, to_batch
-from lingvo_moe.tasks.mt.input.tasks import task_numbers
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.serving.export import load_theta
+from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
+from lingvo_moe.tasks.text.batches.tasks import task_numbers
+from lingvo_moe.tasks.text.data.dev_set import DevSet
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
+from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
 _STACKS = {"encoder": "src", "decoder": "tgt"}  # and the side of a batch whose tokens it routes
 _COUNTS = ("tokens", "chosen", "unrouted", "first")
@@ -161,7 +162,7 @@ def measure_routing(
         ValueError: a model without experts.
     """
     run = RunDir(logdir, trust_run=trust_run)
-    params, task = run.Params(), run.Task()
+    params, task = run.Params(), run.Task(MtModel)
     if not task.MetricLayers():
         raise ValueError(
             f"--logdir={logdir}: {run.experiment['model']} has no MoE layer (task.num_experts=0), so "

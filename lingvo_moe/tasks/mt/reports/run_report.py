@@ -14,11 +14,12 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.engine.checkpoints import init_from
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.task import inspect
+from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.mt.quality.scoring import verify_scores
 from lingvo_moe.tasks.mt.reports import samples
 from lingvo_moe.tasks.mt.reports.routing import RoutingReport
 from lingvo_moe.tasks.mt.reports.samples import Sample
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
 _VERSIONS = ("tensorflow", "jax", "sentencepiece", "sacrebleu")
@@ -82,7 +83,7 @@ def gather(
     directory = Path(eval_dir) if eval_dir else run.path / "eval"
     scores = _scores(run, directory)
     metrics = read_metrics(str(run.summaries_dir))
-    parameters = inspect.count_parameters(run.Task().VariableSpecs().Flatten())
+    parameters = inspect.count_parameters(run.Task(MtModel).VariableSpecs().Flatten())
     no_metrics = Missing(
         f"{run.summaries_dir} has no metrics.jsonl with an undamaged line", _train(run)
     )

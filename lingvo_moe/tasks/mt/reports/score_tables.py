@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lingvo_moe.core.pages.tables import Cell, Piece, Table, numbers, words
-from lingvo_moe.tasks.mt.input.resource_groups import GROUPS
 from lingvo_moe.tasks.mt.quality.intervals import FEW, has_few, with_margin
 from lingvo_moe.tasks.mt.quality.scoring import reading_order
 from lingvo_moe.tasks.mt.reports.language_names import name_and_code
+from lingvo_moe.tasks.text.data.resource_groups import GROUPS
 
 # Colours of the resource groups; '' is all languages, or those of no group.
 _COLOURS = {"high": "first", "mid": "third", "low": "fourth", "": "second"}

@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from lingvo_moe.core.kernels.eight_bit import EightBit
 from lingvo_moe.core.kernels.packed_weights import FloatBlocks, PackAs
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.decoding.fast_model import SavedWeights
+from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
 
 _EXTREMES = """
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow

@@ -13,10 +13,11 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.kernels import eight_bit, tensorflow
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.tasks.mt.serving.export import export, load_translator
-from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, SavedTranslator
+from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
+from lingvo_moe.tasks.text.decoding.export import export
+from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from tools import _cli
 
 OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=10, xla=False)
@@ -72,7 +73,7 @@ def test_no_weight_is_a_constant(translator):
 def test_a_line_is_the_same_to_the_bit_in_any_batch_and_in_the_export(translator, saved_model):
     want = translator[0].Translate(LINES)
     assert len({texts[0] for texts in want.translations}) > 5
-    assert json.loads((saved_model / ABOUT).read_text())["weights"] == "int8"
+    assert json.loads((saved_model / ABOUT["translate"]).read_text())["weights"] == "int8"
     saved = SavedTranslator(saved_model)
     for translate in (translator[0].Translate, saved.Translate):
         for first, last in ((0, 1), (5, 6), (3, 10), (0, len(LINES))):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_server import Capitals, Running, running
 
-from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
-from lingvo_moe.tasks.mt.serving.saved_translator import translations_of
+from lingvo_moe.tasks.mt.decoding.saved_translator import translations_of
+from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
 
 _CASES = {
     "a high half": ("red\ud83d", "red\ufffd"),

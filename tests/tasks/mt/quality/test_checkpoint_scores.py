@@ -10,8 +10,8 @@ import toy_translation as toy
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.loop.summaries import read_metrics
-from lingvo_moe.tasks.mt.quality.held_out_loss import held_out_loss
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.quality.held_out_loss import held_out_loss
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from tools import evaluate
 
 pytestmark = pytest.mark.slow

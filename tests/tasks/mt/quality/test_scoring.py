@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST
-from lingvo_moe.tasks.mt.input.prepared import FORMAT
-from lingvo_moe.tasks.mt.input.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.scoring import evaluate
+from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST
+from lingvo_moe.tasks.text.data.prepared import FORMAT
+from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
 
 _WORDS = ["open", "the", "file", "close", "all", "windows", "and", "save", "your", "work", "now"]
 

@@ -1,0 +1,67 @@
+"""An exported model, used as a Translator; and how a translating function is called on Python lines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
+from lingvo_moe.tasks.text.decoding.saved_functions import SavedFunctions
+
+
+class SavedTranslator(SavedFunctions):
+    """An exported model, used as a Translator; see SavedFunctions."""
+
+    NAME = "translate"
+
+    def Translate(
+        self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
+    ) -> NestedMap:
+        """Translates; see `translations_of` for arguments and what comes back."""
+
+        def run(text: tf.Tensor, *language: tf.Tensor) -> Any:
+            return self._signature(text=text, **({"language": language[0]} if language else {}))
+
+        return translations_of(run, lines, languages, bool(self.languages))
+
+
+def translations_of(
+    function: Any,
+    lines: Sequence[str | bytes],
+    languages: str | Sequence[str] | None = None,
+    by_language: bool = False,
+) -> NestedMap:
+    """Calls a translating function on Python lines.
+
+    Args:
+        function: string [N] (and string [N], the languages) -> dict of translations, scores, truncated, as
+            `Translator.translate`.
+        lines: N lines; bytes may hold anything. In a string, half a surrogate pair is U+FFFD, as by HTTP.
+        languages: the source language of each line, or of all; needed, and looked at, by models that route by it.
+        by_language: whether this is one.
+
+    Returns:
+        NestedMap(translations: list of N lists of K str, scores: float32 [N,K], truncated: bool [N]).
+
+    Raises:
+        ValueError: no language where it is needed, or one that the model does not know.
+    """
+    encoded = [utf8_of(line) if isinstance(line, str) else line for line in lines]
+    arguments: list[list] = [encoded]
+    if by_language:
+        if languages is None:
+            raise ValueError("the model routes by the source language: give it (--language)")
+        one = isinstance(languages, str)
+        arguments.append([languages] * len(lines) if one else list(languages))
+    try:
+        out = function(*(tf.constant(a, tf.string, shape=[len(encoded)]) for a in arguments))
+    except tf.errors.InvalidArgumentError as e:
+        if "unknown source language" not in str(e):
+            raise
+        start = str(e).index("unknown source language")
+        raise ValueError(str(e)[start:].split("]")[0]) from None
+    texts = [[t.decode("utf-8", "replace") for t in row] for row in out["translations"].numpy()]
+    return NestedMap(
+        translations=texts, scores=out["scores"].numpy(), truncated=out["truncated"].numpy()
+    )

@@ -1,1 +1,0 @@
-"""The run directory of translation models."""

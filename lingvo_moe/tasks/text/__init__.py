@@ -1,0 +1,1 @@
+"""Data, batches, search, runs and the server that tasks over texts share."""

@@ -1,0 +1,144 @@
+"""Lengths of pairs in tokens: percentiles, the pairs that do not fit into a row, and row lengths that keep nearly all.
+
+A row holds a pair if it has a position for each of its ids and one more, for eos or bos.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lingvo_moe.tasks.text.batches.records import Records
+
+# A greater loss is worth a warning, which names row lengths that keep this share.
+KEPT = 0.99
+NAMES = ("input.source_length", "input.target_length")
+PERCENTILES = (50, 90, 95, 99, 100)
+_MOST_READ = 500_000  # pairs, which memory holds
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The pairs that rows do not hold."""
+
+    share: float  # of all pairs
+    # `worst`, `worst_share`: the language that loses the largest share of its pairs, and that share.
+    worst: str
+    worst_share: float
+    rows: tuple[int, ...]  # the source and target lengths
+    enough: tuple[int, ...]  # no smaller ones, which hold KEPT of the pairs
+    names: tuple[str, ...] = NAMES  # the parameters of these lengths
+
+    @property
+    def matters(self) -> bool:
+        """Whether it is worth a warning."""
+        return self.share > 1 - KEPT
+
+    @property
+    def is_nearly_all(self) -> bool:
+        """Whether more than nine in ten pairs are lost: hardly on purpose."""
+        return self.share > 0.9
+
+    @property
+    def settings(self) -> str:
+        """The override with which rows hold KEPT of the pairs."""
+        changed = zip(self.names, self.rows, self.enough)
+        return ";".join(f"{name}={more}" for name, n, more in changed if more != n)
+
+    def __str__(self) -> str:
+        """The share, the parameters, and the values that would keep nearly all, as the trainer takes them."""
+        now = ", ".join(f"{name}={n}" for name, n in zip(self.names, self.rows))
+        return (
+            f"{self.share:.1%} of the pairs are longer than a row ({now}), {self.worst_share:.1%} of {self.worst}: "
+            f"--model_params_override='{self.settings}' keeps {KEPT:.0%}, for longer steps and more memory"
+        )
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The positions that pairs need in a row."""
+
+    of: Mapping[str, np.ndarray]  # int32 [2, N] by language, for source and target
+    pairs: int  # all pairs. Of more than some 500,000, `of` is a sample
+
+    @property
+    def all(self) -> np.ndarray:
+        """int32 [2, N], those of all languages."""
+        return np.concatenate(list(self.of.values()), axis=1)
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether shares of pairs are estimates."""
+        return self.all.shape[1] < self.pairs
+
+    def Percentiles(self) -> dict[str, list[int]]:
+        """PERCENTILES of both sides; the last is the longest."""
+        found = np.percentile(self.all, PERCENTILES, axis=1, method="inverted_cdf")
+        return {
+            side: found[:, i].astype(int).tolist() for i, side in enumerate(("source", "target"))
+        }
+
+    def Loss(self, source_length: int, target_length: int) -> "Loss":
+        """The pairs too long for rows of these lengths."""
+        rows = source_length, target_length
+        shares = {lang: _too_long(needed, rows) for lang, needed in self.of.items()}
+        worst = max(shares, key=lambda lang: shares[lang])
+        share = _too_long(self.all, rows)
+        return Loss(share, worst, shares[worst], rows, self.RowLengths(least=rows))
+
+    def RowLengths(self, least: tuple[int, int] = (1, 1), kept: float = KEPT) -> tuple[int, int]:
+        """The source and target lengths of the shortest rows, in sum, that hold a share of the pairs.
+
+        Neither is below its own of `least`; besides these, lengths are round numbers.
+        """
+        needed = self.all
+        source, target = (
+            np.array([low, *_round_numbers(low, int(most))])
+            for low, most in zip(least, needed.max(axis=1))
+        )
+        fits = np.zeros((len(source), len(target)), np.int64)
+        at = (np.searchsorted(lengths, side) for lengths, side in zip((source, target), needed))
+        np.add.at(fits, tuple(at), 1)
+        fits = fits.cumsum(0).cumsum(1)
+        total = np.where(
+            fits >= kept * needed.shape[1], source[:, None] + target, np.iinfo(np.int64).max
+        )
+        i, j = np.unravel_index(total.argmin(), total.shape)
+        return int(source[i]), int(target[j])
+
+
+def of_targets(lengths: Lengths) -> Lengths:
+    """The lengths of the same pairs in rows that hold the target side alone."""
+    alone = {lang: needed * np.array([[0], [1]]) for lang, needed in lengths.of.items()}
+    return Lengths(alone, lengths.pairs)
+
+
+def loss_of(lengths: Lengths, rows: tuple[int, ...]) -> Loss:
+    """The pairs too long for rows of a source and a target length; or of a target length, in rows without a source."""
+    if len(rows) == 2:
+        return lengths.Loss(*rows)
+    loss = of_targets(lengths).Loss(1, *rows)
+    return replace(loss, rows=loss.rows[1:], enough=loss.enough[1:], names=NAMES[1:])
+
+
+def measure(records: Records, most: int = _MOST_READ) -> Lengths:
+    """The lengths of all pairs, or of an even sample of about `most`. Raises DataError: as Records.Lengths."""
+    pairs = sum(records.languages.values())
+    every = -(-pairs // most)
+    sampled = ((lang, records.Lengths(i)[::every]) for i, lang in enumerate(records.languages))
+    return Lengths({lang: found.T.astype(np.int32) + 1 for lang, found in sampled}, pairs)
+
+
+def _too_long(needed: np.ndarray, rows: tuple[int, int]) -> float:
+    return float(np.mean((needed > np.array(rows)[:, None]).any(axis=0)))
+
+
+def _round_numbers(above: int, most: int) -> Iterator[int]:
+    """8, 16, ..., 64, then four in each doubling: those above a number, up to the first that is at least `most`."""
+    length = 8
+    while above < most:
+        if length > above:
+            yield length
+        if length >= most:
+            return
+        length += max(8, 1 << (length.bit_length() - 3))

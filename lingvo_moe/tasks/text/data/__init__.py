@@ -1,0 +1,1 @@
+"""The files of a data directory: pairs or texts, their lists, shards, held-out pairs."""

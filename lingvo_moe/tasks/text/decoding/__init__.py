@@ -1,0 +1,1 @@
+"""Search, exported models and streams of lines, for any task over texts."""

@@ -1,0 +1,86 @@
+"""Reads pairs out of a source, a line at a time: TSV, JSON lines, two files side by side, texts, a TFDS builder."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.data.opening import read_lines
+from lingvo_moe.tasks.text.preparing.lines import Line, bad, pair, pairs_of_item
+from lingvo_moe.tasks.text.preparing.sources import Fields, Source
+
+# (number of a line, its text, its language where the source has one) -> its pairs, good and bad.
+_Parse = Callable[[int, str, str | None], Iterable[Line]]
+
+
+def read_source(source: Source, fields: Fields) -> Iterator[Line]:
+    """Streams the lines of a source, good and bad.
+
+    Raises DataError: a file cannot be read or is damaged, or two files have different numbers of lines.
+    """
+    if source.form == "tfds":
+        from lingvo_moe.tasks.text.preparing.tfds_source import read_builder
+
+        return read_builder(source.path, fields)
+    if source.form == "lines":
+        return _read_two_files(source)
+    return _read_lines(source, fields)
+
+
+def _read_lines(source: Source, fields: Fields) -> Iterator[Line]:
+    parse = {"tsv": _of_columns, "jsonl": _of_json, "txt": _of_text}[source.form](fields)
+    for number, text, reason in read_lines(source.path):
+        if text is None:
+            yield bad(number, source.lang, reason)
+        else:
+            yield from parse(number, text, source.lang)
+
+
+def _of_columns(fields: Fields) -> _Parse:
+    at = {name: i for i, name in enumerate(fields.columns) if name != "_"}
+    last = max(at.values())
+
+    def parse(number: int, text: str, lang: str | None) -> Iterable[Line]:
+        columns = text.split("\t", last + 1)
+        if len(columns) <= last:
+            return (bad(number, lang, "no_tab"),)
+        lang = lang or columns[at["lang"]].strip()
+        return (pair(number, lang, columns[at["source"]], columns[at["target"]]),)
+
+    return parse
+
+
+def _of_text(fields: Fields) -> _Parse:
+    del fields
+    return lambda number, text, lang: (pair(number, lang, text, text),)
+
+
+def _of_json(fields: Fields) -> _Parse:
+    def parse(number: int, text: str, lang: str | None) -> Iterable[Line]:
+        try:
+            item = json.loads(text)
+        except (ValueError, RecursionError):
+            item = None
+        if isinstance(item, dict):
+            return pairs_of_item(number, item, lang, fields)
+        return (bad(number, lang, "bad_json"),)
+
+    return parse
+
+
+def _read_two_files(source: Source) -> Iterator[Line]:
+    lines = read_lines(source.path), read_lines(source.target or "")
+    for ours, theirs in itertools.zip_longest(*lines):
+        if ours is None or theirs is None:
+            done = (ours or theirs)[0]
+            longer = done + sum(1 for _ in lines[ours is None])
+            counts = (longer, done - 1) if theirs is None else (done - 1, longer)
+            raise DataError(
+                f"{source.path} has {counts[0]:,} lines and {source.target} has {counts[1]:,}: the lines of a pair"
+                " of files must belong together, one by one"
+            )
+        number, text, reason = ours
+        if text is None or theirs[1] is None:
+            yield bad(number, source.lang, reason or theirs[2])
+        else:
+            yield pair(number, source.lang, text, theirs[1])

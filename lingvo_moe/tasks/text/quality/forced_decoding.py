@@ -1,0 +1,182 @@
+"""Forced decoding: the log-probability of each token of a given target, given its source; or of a text.
+
+Letters: R row of a batch, S source token, T target token.
+
+A pair runs in the bucket of its longer side, in a batch of exactly `rows` rows, so a score does not depend on the other
+pairs of the batch. TensorFlow's own kernels run one program for all buckets. XLA would need a program for each, and
+compiling them takes longer than scoring thousands of pairs.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core import kernels
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.collection import paused_collection
+from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
+from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
+from lingvo_moe.tasks.text.batches.tasks import task_numbers
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
+from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
+from lingvo_moe.tasks.transformer_task import TransformerTask
+
+_SMALLEST_BUCKET = 8
+_LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """Settings of a scorer."""
+
+    # `max_source_length`, `max_length`: tokens of a source and of a target, EOS included; the rest is cut off.
+    max_source_length: int = 256
+    max_length: int = 256
+    rows: int = 8  # R, pairs scored at once. Fewer are padded, more run in several batches
+
+    def __post_init__(self) -> None:
+        checks.check_fields(
+            self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
+        )
+
+    def Bucket(self, source_tokens: int, target_tokens: int) -> tuple[int, int]:
+        """S and T of the program that a pair runs in: both sides in the next power of two of the longer one."""
+        length = _SMALLEST_BUCKET
+        while length < max(source_tokens, target_tokens):
+            length *= 2
+        return min(length, self.max_source_length), min(length, self.max_length)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of one pair."""
+
+    # float32 [T], of each token of the target given those before it, EOS the last; nats.
+    token_log_probs: np.ndarray
+    pieces: list[str]  # these tokens, as the vocabulary spells them
+    truncated: bool  # whether a side was truncated
+
+    @property
+    def log_prob(self) -> float:
+        """The log-probability of the complete target, in nats."""
+        return float(self.token_log_probs.sum(dtype=np.float64))
+
+
+class Scorer:
+    """A run's model at a checkpoint; texts of a language model are targets without a source.
+
+    Args:
+        options, chosen: how to score, and with which weights.
+        trust_run: see RunDir.
+
+    Attributes:
+        about: what the model is: model, params_override, step.
+        scores_texts: whether it is a language model.
+
+    Raises:
+        RunDirError, CheckpointError: as load_theta.
+    """
+
+    def __init__(
+        self,
+        logdir: str | os.PathLike,
+        options: ScoreOptions | None = None,
+        chosen: Chosen = NEWEST,
+        trust_run: bool = False,
+    ):
+        run = RunDir(logdir, trust_run=trust_run)
+        self._options = options or ScoreOptions()
+        self._task = run.Task(TransformerTask)
+        self._input = run.Params().input.cls
+        self.scores_texts = not self._task.HAS_SOURCE
+        self._by_language = self._task.RoutesByTask(self._task.p)
+        self._languages = run.languages
+        self._vocabs = run.vocabs.Transform(open_vocabulary)
+        theta, self.about = load_theta(run, self._task, chosen)
+        self._theta = theta.Transform(tf.constant)
+        self._program = tf.function(self._log_probs, autograph=False)
+
+    @property
+    def programs(self) -> int:
+        """The number of programs traced so far."""
+        return self._program.experimental_get_tracing_count()
+
+    def Score(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str],
+        languages: str | Sequence[str] | None = None,
+    ) -> list[Score]:
+        """Scores each target as the translation of its source.
+
+        Args:
+            sources, targets: N texts each. A text may be empty: the end of the sentence is a token, too.
+            languages: the source language of each pair, or of all; needed by models that route by it.
+
+        Raises:
+            ValueError: no language where it is needed. DataError: one that the run does not know.
+        """
+        o = self._options
+        src = self._encode("source", sources, o.max_source_length)
+        tgt = self._encode("target", targets, o.max_length)
+        tasks = self._tasks(languages, len(src))
+        buckets: dict[tuple[int, int], list[int]] = {}
+        for i, ((s, _), (t, _)) in enumerate(zip(src, tgt, strict=True)):
+            buckets.setdefault(o.Bucket(len(s) + 1, len(t) + 1), []).append(i)
+        scores: dict[int, Score] = {}
+        for bucket, members in buckets.items():
+            for at in range(0, len(members), o.rows):
+                now = members[at : at + o.rows]
+                found_RT = self._run(bucket, [(src[i][0], tgt[i][0], tasks[i]) for i in now])
+                for i, found_T in zip(now, found_RT):
+                    ids, cut = tgt[i]
+                    pieces = self._vocabs.target.Pieces([*ids, self._vocabs.target.eos_id])
+                    scores[i] = Score(found_T[: len(pieces)], pieces, cut or src[i][1])
+        return [scores[i] for i in range(len(src))]
+
+    def _encode(self, side: str, texts: Sequence[str], most: int) -> list[tuple[list[int], bool]]:
+        """The ids of each text without EOS, and whether they were truncated to leave space for it."""
+        # The time of tokenising grows with the square of a line that has no spaces.
+        longest = most * _LONGEST_PIECE
+        texts = [text.strip() for text in texts]
+        ids = self._vocabs[side].EncodeBatch([text[:longest] for text in texts])
+        return [
+            (one[: most - 1], len(text) > longest or len(one) > most - 1)
+            for text, one in zip(texts, ids)
+        ]
+
+    def _tasks(self, languages: str | Sequence[str] | None, number: int) -> list[int]:
+        if not self._by_language:
+            return [0] * number
+        if languages is None:
+            raise ValueError("the model routes by the source language: give it (--language)")
+        each = [languages] * number if isinstance(languages, str) else list(languages)
+        return task_numbers(each, self._languages)
+
+    def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> np.ndarray:
+        """float32 [R,T] of at most `rows` pairs."""
+        shape = Shape(self._options.rows, *bucket, pack=False, task_ids=self._by_language)
+        rows = [[self._input.Whole(*pair, self._vocabs)] for pair in pairs]
+        batch = self._input.ToBatch(rows, shape).Transform(tf.constant)
+        if not self.programs:
+            self._trace(batch)
+        return self._program(self._theta, batch).numpy()
+
+    def _trace(self, batch: NestedMap) -> None:
+        """Traces the program for batches of any S and T."""
+        specs = self._theta.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+        any_length = batch.Transform(lambda x: tf.TensorSpec([x.shape[0], None], x.dtype))
+        with paused_collection(), kernels.using(tensorflow_kernels):
+            self._program.get_concrete_function(specs, any_length)
+
+    def _log_probs(self, theta: NestedMap, batch: NestedMap) -> tf.Tensor:
+        with use_mesh(single_device()):
+            return self._task.LogProbs(theta, batch, self._vocabs.target.size)

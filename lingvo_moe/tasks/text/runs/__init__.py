@@ -1,0 +1,1 @@
+"""The run directory of tasks over texts, and the weights in it."""

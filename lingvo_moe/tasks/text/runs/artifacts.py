@@ -1,0 +1,37 @@
+"""Artifacts of the input of a task over texts: two vocabularies, and the languages by task id."""
+
+from collections.abc import Mapping, Sequence
+
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.text.data.errors import DataError
+
+VOCAB_FILES = {"source": "vocab/source.model", "target": "vocab/target.model"}
+
+
+def text_artifacts(vocabs: Mapping[str, bytes], languages: Sequence[str] = ()) -> RunArtifacts:
+    """The artifacts of a run.
+
+    `vocabs` are serialised vocabularies by side; a language's place in `languages` is its task id.
+    """
+    files = {name: vocabs[side] for side, name in VOCAB_FILES.items()}
+    return RunArtifacts(files, {"languages": list(languages)})
+
+
+def vocabs_of(artifacts: RunArtifacts) -> NestedMap:
+    """NestedMap(source, target): serialised vocabularies. Raises DataError where one is missing."""
+    for name in VOCAB_FILES.values():
+        if name not in artifacts.files:
+            raise DataError(f"the run keeps no {name}: it is no run of a translation model")
+    return NestedMap({side: artifacts.files[name] for side, name in VOCAB_FILES.items()})
+
+
+def languages_of(artifacts: RunArtifacts) -> list[str] | None:
+    """The source languages by task id; None for a run that does not say.
+
+    Raises DataError: they are no list of strings.
+    """
+    found = artifacts.about.get("languages", [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise DataError(f"the run's languages must be a list of strings, but are {found!r}")
+    return found or None

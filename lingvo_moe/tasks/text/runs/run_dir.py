@@ -1,0 +1,57 @@
+"""The run of a task over texts: vocabularies and languages beside what core/runs/run_dir.py has."""
+
+from typing import TYPE_CHECKING, Any
+
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.runs import run_dir
+from lingvo_moe.core.runs.run_description import RunDirError
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.runs.artifacts import VOCAB_FILES, languages_of, vocabs_of
+from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from lingvo_moe.tasks.transformer_task import TransformerTask
+
+
+class RunDir(run_dir.RunDir):
+    """The description of the run of a task over texts; see core/runs/run_dir.py."""
+
+    @property
+    def vocabs(self) -> NestedMap:
+        """NestedMap(source, target): serialised vocabularies, for open_vocabulary.
+
+        Raises:
+            RunDirError: no run, a damaged one, or one of another task.
+            DataError: a file is no vocabulary.
+        """
+        try:
+            found = vocabs_of(self.artifacts)
+        except DataError as e:
+            raise RunDirError(f"{self.path}: {e}") from None
+        for side, model in found.items():
+            open_vocabulary(model, self.path / VOCAB_FILES[side])
+        return found
+
+    @property
+    def languages(self) -> list[str] | None:
+        """The source languages by task id; None if the run does not record them.
+
+        Raises RunDirError: there is no run.
+        """
+        try:
+            return languages_of(self.artifacts)
+        except DataError as e:
+            raise RunDirError(f"{self.path}: {e}") from None
+
+    def Task(self, kind: "type[TransformerTask] | None" = None) -> Any:
+        """The model of the run, instantiated.
+
+        Raises RunDirError: as Params, or it is none of `kind`.
+        """
+        task = super().Task()
+        if kind and not isinstance(task, kind):
+            raise RunDirError(
+                f"--logdir={self.path}: {type(task).__name__} is no {kind.KIND} model; expected a run of one, "
+                f"e.g. of {kind.EXAMPLE}"
+            )
+        return task

@@ -1,0 +1,245 @@
+"""Parses the JSON bodies of requests, and writes the answers in the same form.
+
+Two forms: our own, `{"text": ...}`, and that of TensorFlow Serving's predict requests, `{"instances": [...]}` or
+`{"inputs": ...}`, so that its clients work unchanged.
+"""
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lingvo_moe.core.config.checks import ParamError, did_you_mean
+from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
+from lingvo_moe.tasks.text.serving.batcher import Translation
+from lingvo_moe.tasks.text.serving.errors import RequestError
+from lingvo_moe.tasks.text.serving.limits import Limits
+
+_SIGNATURES = ("serving_default", "predict")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Lines to translate."""
+
+    lines: list[bytes]  # in order
+    languages: list[str] | None  # of each; None for models that do not route by language
+    # Of the answer: 'text', or TensorFlow Serving's 'instances' (by rows) or 'inputs' (by columns); 'prompts' of a
+    # language model, and 'stream', token by token.
+    form: Literal["text", "instances", "inputs", "prompts", "stream"]
+    settings: Sequence[Sampling] = ()  # of each prompt of a language model
+
+
+def parse_translate(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted:
+    """Reads `{"text": "one line, or several", "language": "de"}` or `{"text": ["line", ...]}`.
+
+    `known` are the source languages of a model that routes by them.
+
+    Raises:
+        RequestError: 400 for any other body, 413 for too many or too long lines.
+    """
+    content = _object(body, ("text", "language"))
+    if "text" not in content:
+        raise RequestError(400, 'the field "text" is missing: {"text": "..."} or {"text": ["..."]}')
+    text, language = content["text"], content.get("language")
+    if isinstance(text, str):
+        # As a file: what newlines separate, so that as many lines come out as go in.
+        parts = text.removeprefix("\ufeff").split("\n")
+        lines = [utf8_of(part.removesuffix("\r")) for part in parts]
+    elif isinstance(text, list):
+        lines = [_line(line, f"text[{i}]") for i, line in enumerate(text)]
+        for i, line in enumerate(lines):
+            if b"\n" in line:
+                raise RequestError(
+                    400, f"text[{i}] holds a newline; give each line as a string of its own"
+                )
+    else:
+        raise RequestError(400, f'"text" is {_kind(text)}; give a string or a list of strings')
+    if language is not None and not isinstance(language, str):
+        raise RequestError(400, f'"language" is {_kind(language)}; give a string, e.g. "de"')
+    _check_sizes(lines, limits)
+    return Wanted(lines, _languages([language] * len(lines), known), "text")
+
+
+def parse_predict(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted:
+    """Reads a predict request in TensorFlow Serving's REST form; arguments and errors as parse_translate."""
+    content = _object(body, ("signature_name", "instances", "inputs"))
+    name = content.get("signature_name", _SIGNATURES[0])
+    if name not in _SIGNATURES:
+        raise RequestError(400, f'"signature_name" is {json.dumps(name)[:60]}; it is "predict"')
+    if ("instances" in content) == ("inputs" in content):
+        raise RequestError(400, 'give one of "instances", a list by rows, and "inputs", by columns')
+    if "instances" in content:
+        form: Literal["instances", "inputs"] = "instances"
+        texts, languages = _rows(content["instances"])
+    else:
+        form = "inputs"
+        texts, languages = _columns(content["inputs"])
+    lines = [_line(text, f"{form}, text {i}") for i, text in enumerate(texts)]
+    for i, language in enumerate(languages):
+        if language is not None and not isinstance(language, str):
+            raise RequestError(400, f"{form}, language {i} is {_kind(language)}; give a string")
+    _check_sizes(lines, limits)
+    return Wanted(lines, _languages(languages, known), form)
+
+
+def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
+    """Reads `{"text": "a prompt" or ["a prompt", ...]}` with fields of Sampling and "stream": true, for one prompt.
+
+    `most` is the largest max_tokens.
+
+    Raises:
+        RequestError: as parse_translate.
+    """
+    names = [name for name in Sampling.RANGES if name != "number"]
+    content = _object(body, ("text", "stream", *names))
+    text, stream = content.get("text"), content.get("stream", False)
+    if not isinstance(stream, bool):
+        raise RequestError(400, f'"stream" is {_kind(stream)}; give true or false')
+    if not isinstance(text, str) and (stream or not isinstance(text, list)):
+        one = "" if stream else " or a list of strings"
+        raise RequestError(400, f'"text" is {_kind(text)}; give a string{one}')
+    texts = [text] if isinstance(text, str) else text
+    lines = [_line(line, f"text[{i}]") for i, line in enumerate(texts)]
+    given = {"max_tokens": min(Sampling.max_tokens, most)}
+    given |= {name: content[name] for name in names if name in content}
+    try:
+        settings = [Sampling(**given, number=i) for i in range(len(lines))]
+    except ParamError as e:
+        raise RequestError(400, str(e)) from None
+    asked = max((each.max_tokens for each in settings), default=0)
+    if asked > most:
+        raise RequestError(400, f"max_tokens={asked}: this model gives at most {most}")
+    _check_sizes(lines, limits)
+    return Wanted(lines, None, "stream" if stream else "prompts", settings)
+
+
+def answer(wanted: Wanted, found: list[Translation]) -> dict[str, Any]:
+    """The body for the translations of `wanted.lines`: the best of each, or all K in TensorFlow Serving's forms."""
+    truncated = [t.truncated for t in found]
+    if wanted.form == "prompts":
+        finished = [t.finished for t in found]
+        return {"texts": [t.texts[0] for t in found], "finished": finished, "truncated": truncated}
+    if wanted.form == "text":
+        return {
+            "translations": [t.texts[0] for t in found],
+            "scores": [_finite(t.scores)[0] for t in found],
+            "truncated": truncated,
+        }
+    columns = {
+        "translations": [t.texts for t in found],
+        "scores": [_finite(t.scores) for t in found],
+        "truncated": truncated,
+    }
+    if wanted.form == "inputs":
+        return {"outputs": columns}
+    return {"predictions": [dict(zip(columns, row)) for row in zip(*columns.values())]}
+
+
+def _object(body: bytes, fields: Sequence[str]) -> dict[str, Any]:
+    try:
+        content = json.loads(body.decode("utf-8-sig"))
+    except UnicodeDecodeError as e:
+        raise RequestError(400, f"the body is not UTF-8: {e.reason} at byte {e.start}") from None
+    except RecursionError:
+        raise RequestError(
+            400, "the body is no JSON that is looked at: nested too deeply"
+        ) from None
+    except ValueError as e:
+        raise RequestError(400, f"the body is not JSON: {e}") from None
+    if not isinstance(content, dict):
+        raise RequestError(
+            400, f'the body is {_kind(content)}; give an object, {{"{fields[0]}": ...}}'
+        )
+    for name in content:
+        if name not in fields:
+            shown = json.dumps(name[:40])
+            raise RequestError(400, f"no field {shown}{did_you_mean(name[:40], list(fields))}")
+    return content
+
+
+def _rows(instances: Any) -> tuple[list, list]:
+    if not isinstance(instances, list):
+        raise RequestError(400, f'"instances" is {_kind(instances)}; give a list')
+    rows = [r if _is_columns(r) else {"text": r} for r in instances]
+    for i, row in enumerate(rows):
+        if "text" not in row or not row.keys() <= {"text", "language"}:
+            raise RequestError(
+                400, f'instances[{i}]: give {{"text": "..."}}, with "language" or not'
+            )
+    return [r["text"] for r in rows], [r.get("language") for r in rows]
+
+
+def _columns(inputs: Any) -> tuple[list, list]:
+    columns = inputs if _is_columns(inputs) else {"text": inputs}
+    if "text" not in columns or not columns.keys() <= {"text", "language"}:
+        raise RequestError(400, '"inputs": give {"text": ["..."]}, with "language" or not')
+    texts: Any = columns["text"]
+    languages: Any = columns.get("language")
+    if languages is None and isinstance(texts, list):
+        languages = [None] * len(texts)
+    for name, column in (("text", texts), ("language", languages)):
+        if not isinstance(column, list):
+            raise RequestError(400, f'"inputs": {name} is {_kind(column)}; give a list')
+    if len(texts) != len(languages):
+        raise RequestError(400, f"{len(texts)} texts, but {len(languages)} languages")
+    return texts, languages
+
+
+def _is_columns(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() != {"b64"}
+
+
+def _line(value: Any, where: str) -> bytes:
+    """The bytes of a string, or of TensorFlow Serving's {"b64": "..."}."""
+    if isinstance(value, str):
+        return utf8_of(value)
+    if isinstance(value, dict) and value.keys() == {"b64"} and isinstance(value["b64"], str):
+        try:
+            return base64.b64decode(value["b64"], validate=True)
+        except (binascii.Error, ValueError) as e:
+            raise RequestError(400, f"{where} is not base64: {e}") from None
+    raise RequestError(400, f"{where} is {_kind(value)}; give a string")
+
+
+def _check_sizes(lines: list[bytes], limits: Limits) -> None:
+    if len(lines) > limits.max_lines:
+        raise RequestError(
+            413, f"{len(lines)} lines; at most {limits.max_lines} in a request: send them in parts"
+        )
+    for i, line in enumerate(lines):
+        length = len(line.decode("utf-8", "replace"))
+        if length > limits.max_line_chars:
+            raise RequestError(
+                413, f"line {i + 1} has {length} characters; at most {limits.max_line_chars}"
+            )
+
+
+def _languages(given: Sequence[str | None], known: Sequence[str]) -> list[str] | None:
+    if not known:
+        return None
+    for language in given:
+        if language is None:
+            raise RequestError(
+                400, f'give "language": this model routes by it ({", ".join(known)})'
+            )
+        if language not in known:
+            hint = did_you_mean(language[:40], list(known))
+            raise RequestError(400, f"no language {json.dumps(language[:40])}{hint}")
+    return [str(language) for language in given]
+
+
+def _finite(scores: list[float]) -> list[float | None]:
+    return [s if math.isfinite(s) else None for s in scores]  # JSON has no infinity
+
+
+def _kind(value: Any) -> str:
+    """The JSON type of a value, for messages."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names = {"str": "a string", "list": "a list", "dict": "an object"}
+    return names.get(type(value).__name__, "a number")

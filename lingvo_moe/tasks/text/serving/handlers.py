@@ -1,0 +1,217 @@
+"""The handlers of the server's paths."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tornado.web
+
+from lingvo_moe.core.config.checks import did_you_mean
+from lingvo_moe.tasks.text.serving import bodies, metrics
+from lingvo_moe.tasks.text.serving.base_handler import GONE, REQUESTS, BaseHandler
+from lingvo_moe.tasks.text.serving.errors import RequestError
+from lingvo_moe.tasks.text.serving.limits import Limits
+from lingvo_moe.tasks.text.serving.page import CONTENT_SECURITY_POLICY, PAGE
+from lingvo_moe.tasks.text.serving.service import READY, Service
+
+
+def make_app(service: Service, name: str) -> tornado.web.Application:
+    """The paths of a service; `name` is the model's in TensorFlow Serving's, its one version is 1."""
+    model = f"/v1/models/{name}"
+    handlers: dict[str, type[BaseHandler]] = {
+        "/": PageHandler,
+        "/translate": TranslateHandler,
+        f"{model}:predict": PredictHandler,
+    }
+    if hasattr(service.translator, "Stream"):
+        handlers = {"/generate": GenerateHandler}
+    handlers |= {
+        model: ModelHandler,
+        "/health": HealthHandler,
+        "/metrics": MetricsHandler,
+    }
+    return tornado.web.Application(
+        [
+            (
+                path.replace(model, f"{model}(?:/versions/1)?"),
+                h,
+                {"service": service, "route": path},
+            )
+            for path, h in handlers.items()
+        ],
+        default_handler_class=UnknownHandler,
+        default_handler_args={"service": service, "route": "other"},
+        log_function=_log_request,
+        paths=tuple(handlers),
+    )
+
+
+def _log_request(handler: tornado.web.RequestHandler) -> None:
+    """One line for each request, without its text."""
+    request = handler.request
+    REQUESTS.info(
+        "%s %s %s %d, %d lines, %.0f ms",
+        request.remote_ip,
+        request.method,
+        ascii(request.path[:80])[1:-1],
+        handler.get_status(),
+        getattr(handler, "lines", 0),
+        1000 * request.request_time(),
+    )
+
+
+class _TranslatingHandler(BaseHandler):
+    """POST: lines to translations."""
+
+    parse: Callable[[bytes, Limits, Sequence[str]], bodies.Wanted]
+    _work: asyncio.Future | None = None
+
+    async def post(self) -> None:
+        """Reads, translates, answers."""
+        service = self.service
+        wanted = self._wanted()
+        self.lines = len(wanted.lines)
+        service.running += 1
+        try:
+            self._work = asyncio.ensure_future(self.Reply(wanted))
+            await self._work
+        except asyncio.CancelledError:
+            self.set_status(*GONE)
+        finally:
+            service.running -= 1
+
+    async def Reply(self, wanted: bodies.Wanted) -> None:
+        """Translates and answers; cancelled when the client leaves."""
+        await self.Answer(bodies.answer(wanted, await self.service.Translate(wanted)))
+
+    def _wanted(self) -> bodies.Wanted:
+        """Parses the request from the body, and frees the body."""
+        body = self.ReadBody()
+        self.service.CheckReady()
+        return type(self).parse(body, self.service.limits, self.service.translator.languages)
+
+    def on_connection_close(self) -> None:
+        """Nobody waits any more: lines that were not begun are not."""
+        super().on_connection_close()
+        if self._work:
+            self._work.cancel()
+
+
+class TranslateHandler(_TranslatingHandler):
+    """`/translate`, see bodies.parse_translate."""
+
+    parse = staticmethod(bodies.parse_translate)
+
+
+class PredictHandler(_TranslatingHandler):
+    """`/v1/models/NAME:predict`, as TensorFlow Serving has it, see bodies.parse_predict."""
+
+    parse = staticmethod(bodies.parse_predict)
+
+
+class GenerateHandler(_TranslatingHandler):
+    """`/generate`, of a language model, see bodies.parse_generate; a stream is of server-sent events."""
+
+    def _wanted(self) -> bodies.Wanted:
+        body, service = self.ReadBody(), self.service
+        service.CheckReady()
+        options = service.translator.options
+        wanted = bodies.parse_generate(body, service.limits, options.max_length)
+        if options.beam_size > 1 and (
+            wanted.form == "stream" or any(each.temperature for each in wanted.settings)
+        ):
+            raise RequestError(
+                400, "this model searches with a beam: leave out stream and temperature"
+            )
+        return wanted
+
+    async def Reply(self, wanted: bodies.Wanted) -> None:
+        """See _TranslatingHandler; once a stream has begun, an error is its last event."""
+        if wanted.form != "stream":
+            return await super().Reply(wanted)
+        seconds = self.service.limits.request_timeout
+        (prompt,), (settings,) = wanted.lines, wanted.settings
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                contextlib.aclosing(self.service.Stream(prompt, settings)) as steps,
+            ):
+                async for text, finished in steps:
+                    end = {} if finished is None else {"finished": finished}
+                    await self._Event({"text": text, **end})
+        except TimeoutError:
+            error = RequestError(504, f"not done within {seconds:g} s; ask for fewer tokens", 1)
+            if not self._headers_written:
+                raise error from None
+            await self._Event({"error": error.message})
+        await self.finish()
+
+    async def _Event(self, content: dict[str, Any]) -> None:
+        self.set_header("Content-Type", "text/event-stream; charset=UTF-8")
+        self.write(f"data: {json.dumps(content, ensure_ascii=False)}\n\n")
+        await self.flush()
+
+
+class ModelHandler(BaseHandler):
+    """`/v1/models/NAME`, as TensorFlow Serving has it."""
+
+    async def get(self) -> None:
+        """The state of the one version."""
+        ready = self.service.state == READY
+        version = {
+            "version": "1",
+            "state": "AVAILABLE" if ready else "LOADING",
+            "status": {"error_code": "OK", "error_message": ""},
+        }
+        await self.Answer({"model_version_status": [version]})
+
+    head = get
+
+
+class HealthHandler(BaseHandler):
+    """`/health`: 200 when translations are served, 503 before and after."""
+
+    async def get(self) -> None:
+        """The state, and what the model is."""
+        state = self.service.state
+        content: dict[str, Any] = {"status": state, "model": self.service.about}
+        await self.Answer(content, 200 if state == READY else 503)
+
+    head = get
+
+
+class MetricsHandler(BaseHandler):
+    """`/metrics`, for Prometheus."""
+
+    async def get(self) -> None:
+        """All metrics as text."""
+        self.set_header("Content-Type", metrics.CONTENT_TYPE)
+        await self.Send(self.service.metrics.Text())
+
+    head = get
+
+
+class PageHandler(BaseHandler):
+    """`/`: a page to try it."""
+
+    async def get(self) -> None:
+        """The page, which may load nothing from elsewhere."""
+        self.set_header("Content-Type", "text/html; charset=UTF-8")
+        self.set_header("Content-Security-Policy", CONTENT_SECURITY_POLICY)
+        self.set_header("Referrer-Policy", "no-referrer")
+        await self.Send(PAGE.encode())
+
+    head = get
+
+
+class UnknownHandler(BaseHandler):
+    """Any unknown path."""
+
+    async def get(self) -> None:
+        """Raises RequestError 404, with the path that may have been meant."""
+        path = self.request.path[:80]
+        raise RequestError(404, f"no path {path}{did_you_mean(path, self.settings['paths'])}")
+
+    head = post = put = delete = patch = options = get

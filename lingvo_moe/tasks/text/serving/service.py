@@ -1,0 +1,152 @@
+"""The Service that request handlers call: a translator, its limits and its state."""
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.tasks.text.serving.batcher import Batcher, Translation
+from lingvo_moe.tasks.text.serving.bodies import Wanted
+from lingvo_moe.tasks.text.serving.errors import RequestError
+from lingvo_moe.tasks.text.serving.limits import Limits
+from lingvo_moe.tasks.text.serving.metrics import Metrics
+
+WARMING_UP, READY, STOPPING = "warming up", "ready", "stopping"
+
+
+class ServedTranslator(Protocol):
+    """The interface of a Translator, a Generator and exported ones that the server uses."""
+
+    options: Any
+    languages: tuple[str, ...]
+
+    def Translate(self, lines: Any, languages: Any = None) -> Any:
+        """See Translator.Translate."""
+
+
+class ServedGenerator(ServedTranslator, Protocol):
+    """The interface of a Generator, in a run or exported: settings are in the place of languages."""
+
+    def Stream(self, prompt: bytes, settings: Sampling) -> Iterator[tuple[str, bool | None]]:
+        """See Texts.Stream."""
+
+
+class Service:
+    """Translates for many at once, within limits.
+
+    Args:
+        translator: called in one thread only.
+        max_batch_lines: translated at once; None for the rows of the translator's programs.
+        max_batch_wait: seconds that the first line of a quiet time waits for others.
+
+    Attributes:
+        state: 'warming up', 'ready' or 'stopping'.
+        connections: open ones, kept by the server.
+        header_timers: by the stream of a connection, what ends it unless the headers of a request come in time.
+        running: requests that are being translated or answered.
+    """
+
+    def __init__(
+        self,
+        translator: ServedTranslator,
+        about: dict[str, Any],
+        limits: Limits,
+        max_batch_lines: int | None = None,
+        max_batch_wait: float = 0.005,
+    ):
+        self.translator, self.limits = translator, limits
+        self.about = {**about, "languages": list(translator.languages)}
+        self.state = WARMING_UP
+        self.connections = 0
+        self.header_timers: dict[object, asyncio.TimerHandle] = {}
+        self.running = self._streams = 0
+        self.metrics = Metrics(
+            lambda: self._batcher.lines, lambda: self.connections, lambda: self.state == READY
+        )
+        self._batcher = Batcher(
+            translator.Translate,
+            max_batch_lines or translator.options.rows,
+            max_batch_wait,
+            self.metrics.CountBatch,
+        )
+
+    async def WarmUp(self) -> AsyncIterator[tuple[int, int]]:
+        """Has every program made, and is ready then. Yields how many lengths of lines are done, of how many.
+
+        XLA has a program for each bucket; TensorFlow's own kernels run one for all lengths.
+        """
+        options = self.translator.options
+        lines = warm_up_lines(options.max_source_length if options.xla else 1)
+        language = self.translator.languages[:1] or None
+        for i, line in enumerate(lines, 1):
+            await self._batcher.Call(functools.partial(self.translator.Translate, [line], language))
+            yield i, len(lines)
+        if self.state == WARMING_UP:
+            self.state = READY
+
+    async def Run(self) -> None:
+        """Translates incoming lines until it is cancelled."""
+        await self._batcher.Run()
+
+    def StopHeaderTimer(self, stream: object) -> None:
+        """The headers of a request have come on this connection, or it ended."""
+        if timer := self.header_timers.pop(stream, None):
+            timer.cancel()
+
+    def CheckReady(self) -> None:
+        """Raises RequestError 503 unless translations are served."""
+        if self.state != READY:
+            raise RequestError(503, f"the server is {self.state}", 5)
+
+    async def Translate(self, wanted: Wanted) -> list[Translation]:
+        """One Translation for each line.
+
+        Raises RequestError: 503 while there are too many lines, 504 when it took too long, 500 where the model failed.
+        """
+        self._CheckRoom(len(wanted.lines))
+        try:
+            async with asyncio.timeout(self.limits.request_timeout):
+                found = await self._batcher.Translate(
+                    wanted.lines, wanted.settings or wanted.languages
+                )
+        except TimeoutError:
+            raise RequestError(
+                504, f"not done within {self.limits.request_timeout:g} s; send fewer lines", 1
+            ) from None
+        self.metrics.CountLines(len(found), sum(t.truncated for t in found))
+        return found
+
+    async def Stream(
+        self, prompt: bytes, settings: Sampling
+    ) -> AsyncGenerator[tuple[str, bool | None], None]:
+        """The text of each step that continues a prompt, as Texts.Stream; between two steps others have their turn.
+
+        Raises RequestError: 503 while there are too many lines.
+        """
+        self._CheckRoom(1)
+        self._streams += 1
+        try:
+            steps = cast(ServedGenerator, self.translator).Stream(prompt, settings)
+            while step := await self._batcher.Call(functools.partial(next, steps, None)):
+                yield step
+        finally:
+            self._streams -= 1
+        self.metrics.CountLines(1, 0)
+
+    def _CheckRoom(self, lines: int) -> None:
+        """Raises RequestError 503 if so many lines more would be too many."""
+        if self._batcher.lines + self._streams + lines > self.limits.max_waiting_lines:
+            raise RequestError(503, "too many lines wait already; try again later", 1)
+
+
+def warm_up_lines(max_source_length: int) -> Sequence[bytes]:
+    """Lines for warm-up that reach every bucket: each is less than half as long again as the one before.
+
+    Buckets double, and a word has the same number of tokens anywhere in a line, so this holds for any vocabulary.
+    """
+    words, lines = 1, []
+    while words < max_source_length:
+        lines.append(b" ".join([b"a"] * words))
+        words += max(1, words // 3)
+    return [*lines, b" ".join([b"a"] * max_source_length)]

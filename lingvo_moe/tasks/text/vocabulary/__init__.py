@@ -1,0 +1,1 @@
+"""Vocabularies: made from data, or from a tokenizer.json."""

@@ -1,0 +1,96 @@
+"""The tokenizer.json of a checkpoint as a vocabulary, by the library `tokenizers`; ids are those of the checkpoint."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.tasks.text.data.errors import DataError
+
+NAME, CONFIG = "tokenizer.json", "tokenizer_config.json"
+_MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class JsonVocabulary:
+    """A tokenizer and the tokens that mark a text; see Vocabulary for what is the same.
+
+    Where a tokenizer has no mark for the begin of a text, that of its end stands there too; a missing pad_id is that of
+    the end, which padding's place tells apart, and a missing unk_id is -1. A text that spells a mark is text.
+    """
+
+    def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None):
+        """`model_bytes` are as Load makes them. Raises DataError: they are not, or the library is not installed."""
+        where = path or NAME
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as e:
+            how = "pip install --no-deps -r requirements-tokenizers.txt"
+            raise DataError(
+                f"{where}: is read by the library tokenizers, which is not installed: {how}"
+            ) from e
+        self.model_bytes, self.path = model_bytes, Path(path) if path else None
+        try:
+            about = json.loads(model_bytes)
+            self._tokenizer = Tokenizer.from_str(json.dumps(about[NAME]))
+            marks = dict(about[CONFIG])
+        except Exception as e:  # the library's own errors are plain ones
+            raise DataError(f"{where}: no tokenizer, or damaged: {e}") from e
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True
+        found = {name: self._Id(marks[name], name, where) for name in _MARKS if marks.get(name)}
+        if "eos_token" not in found:
+            raise DataError(
+                f'{where}: {CONFIG} must name the mark of a text\'s end, as "eos_token"'
+            )
+        self.eos_id: int = found["eos_token"]
+        self.bos_id: int = found.get("bos_token", self.eos_id)
+        self.pad_id: int = found.get("pad_token", self.eos_id)
+        self.unk_id: int = found.get("unk_token", -1)
+        self.size: int = 1 + max(self._tokenizer.get_vocab().values())
+
+    @classmethod
+    def Load(cls, directory: str | os.PathLike) -> "JsonVocabulary":
+        """Reads tokenizer.json and tokenizer_config.json of a checkpoint. Raises DataError, as the class."""
+        content: dict[str, Any] = {}
+        for name in (NAME, CONFIG):
+            path = Path(directory) / name
+            try:
+                content[name] = json.loads(path.read_bytes())
+            except (OSError, ValueError) as e:
+                raise DataError(
+                    f"{path}: {getattr(e, 'strerror', None) or e}; expected a file of a checkpoint"
+                ) from e
+        marks = content[CONFIG] if isinstance(content[CONFIG], dict) else {}
+        content[CONFIG] = {name: marks[name] for name in _MARKS if marks.get(name)}
+        return cls(json.dumps(content, ensure_ascii=False).encode(), Path(directory) / NAME)
+
+    def _Id(self, mark: Any, name: str, where: Any) -> int:
+        text = mark.get("content") if isinstance(mark, dict) else mark
+        found = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        if found is None:
+            raise DataError(f"{where}: {CONFIG} names {name}={text!r}, which is no token of {NAME}")
+        return found
+
+    def Encode(self, text: str) -> list[int]:
+        """The ids of a text, without marks."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def EncodeBatch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode for many texts, faster."""
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [one.ids for one in found]
+
+    def Pieces(self, ids: Sequence[int]) -> list[str]:
+        """The piece that each id stands for, as tokenizer.json spells it: bytes often as other letters."""
+        return [self._tokenizer.id_to_token(i) or "" for i in ids]
+
+    def Decode(self, ids: Iterable[int]) -> str:
+        """The text of ids without marks, up to the mark of its end. U+FFFD stands for a character that is not whole."""
+        kept: list[int] = []
+        for i in ids:
+            if i == self.eos_id and kept:
+                break
+            kept.append(int(i))
+        return self._tokenizer.decode(kept)

@@ -1,0 +1,172 @@
+"""SentencePiece vocabularies: ids pad 0, bos 1, eos 2, unk 3; every character of the sample, and bytes for the rest."""
+
+import io
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
+
+_SPECIAL = 4 + 256  # the ids above and one piece per byte
+MIN_SIZE = 280
+# Fixed: SentencePiece's sums depend on how many threads share the work, and the same data must give the same model.
+_THREADS = 2
+
+
+class VocabularyTooLarge(DataError):
+    """A vocabulary with more ids than the data can fill.
+
+    Attributes:
+        most: the largest size that it can.
+    """
+
+    def __init__(self, name: str, size: int, most: int, sentences: int):
+        super().__init__(name, size, most, sentences)  # as processes hand it on
+        self.most = most
+
+    def __str__(self) -> str:
+        name, size, most, sentences = self.args
+        return f"{name}={size} is more than this data can fill: at most {most} for {sentences} sampled sentences"
+
+
+class Vocabulary:
+    """A trained model: text to ids and back; JsonVocabulary has the same methods and attributes.
+
+    Attributes:
+        size: the number of ids, V.
+        pad_id, bos_id, eos_id, unk_id: the ids that are no text.
+        model_bytes: the serialized model, for a SavedModel's tokenizer.
+        path: where the model lies, or None.
+    """
+
+    pad_id, bos_id, eos_id, unk_id = PAD_ID, BOS_ID, EOS_ID, UNK_ID
+
+    def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None):
+        self.model_bytes = model_bytes
+        self.path = Path(path) if path else None
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model_bytes)
+        except (RuntimeError, UnicodeDecodeError) as e:  # the latter of a damaged name of a rule
+            raise DataError(
+                f"{path or 'vocabulary'}: not a SentencePiece model, or damaged: {e}"
+            ) from e
+        ids = tuple(
+            getattr(self._processor, f"{name}_id")() for name in ("pad", "bos", "eos", "unk")
+        )
+        if ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+            raise DataError(
+                f"{path or 'vocabulary'}: ids of pad, bos, eos, unk must be 0, 1, 2, 3, but are {ids}"
+            )
+        self.size: int = self._processor.GetPieceSize()
+
+    @classmethod
+    def Load(cls, path: str | os.PathLike) -> "Vocabulary":
+        """Reads a model file. Raises DataError when it is missing or damaged."""
+        try:
+            return cls(Path(path).read_bytes(), path)
+        except OSError as e:
+            raise DataError(f"vocabulary {path}: {e.strerror or e}") from e
+
+    def Encode(self, text: str) -> list[int]:
+        """The ids of a text, without bos or eos."""
+        return self._processor.EncodeAsIds(text)
+
+    def EncodeBatch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode for many texts, faster; one thread."""
+        return self._processor.Encode(list(texts), out_type=int, num_threads=1)
+
+    def Pieces(self, ids: Sequence[int]) -> list[str]:
+        """The piece of text that each id stands for."""
+        return self._processor.IdToPiece(list(ids))
+
+    def Decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; pad, bos and eos say nothing, and what follows the first eos is ignored."""
+        kept: list[int] = []
+        for i in ids:
+            if i == EOS_ID:
+                break
+            if i not in (PAD_ID, BOS_ID):
+                kept.append(int(i))
+        return self._processor.DecodeIds(kept)
+
+
+def open_vocabulary(
+    model_bytes: bytes, path: str | os.PathLike | None = None
+) -> Vocabulary | JsonVocabulary:
+    """The vocabulary of a run, whose bytes are a SentencePiece model's or a JsonVocabulary's. Raises as these."""
+    kind = JsonVocabulary if model_bytes.startswith(b"{") else Vocabulary
+    return kind(model_bytes, path)
+
+
+def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes:
+    """Trains a unigram model and returns its bytes; a pure function of its arguments.
+
+    Every character of the sentences becomes a piece, unless they would fill more than half of the vocabulary:
+    then the rarest are left to the byte pieces, which can spell anything.
+
+    Args:
+        size: the number of ids, exactly.
+        name: what to call the size in errors ("input.source_vocab_size").
+        normalization: SentencePiece's rule: "nfkc" or "identity".
+
+    Raises:
+        DataError: `size` is too small to hold the bytes.
+        VocabularyTooLarge: it is larger than the sentences can fill.
+    """
+    if size < MIN_SIZE:
+        raise DataError(
+            f"{name}={size} is too small: 260 ids are special or bytes; use at least {MIN_SIZE}"
+        )
+    out = io.BytesIO()
+    if normalization == "nfkc":
+        sentences = [unicodedata.normalize("NFKC", sentence) for sentence in sentences]
+    sentences = _without_rare_characters(sentences, (size - _SPECIAL) // 2)
+    try:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=iter(sentences),
+            model_writer=out,
+            model_type="unigram",
+            vocab_size=size,
+            character_coverage=1.0,
+            byte_fallback=True,
+            normalization_rule_name=normalization,
+            pad_id=PAD_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            num_threads=_THREADS,
+            # Pieces to start from and prune; more of them take longer and end no better on short sentences.
+            seed_sentencepiece_size=min(1_000_000, max(20_000, 5 * size)),
+            input_sentence_size=0,
+            shuffle_input_sentence=False,
+            train_extremely_large_corpus=len(sentences) > 5_000_000,
+            minloglevel=2,
+        )
+    except RuntimeError as e:
+        if match := re.search(r"Please set it to a value <= (\d+)", str(e)):
+            raise VocabularyTooLarge(name, size, int(match[1]), len(sentences)) from e
+        raise DataError(f"cannot train a vocabulary of {name}={size}: {e}") from e
+    return out.getvalue()
+
+
+def _without_rare_characters(sentences: Iterable[str], most: int) -> list[str]:
+    """The sentences with a space for every character that is not among the `most` frequent ones."""
+    sentences = list(sentences)
+    counts: Counter[str] = Counter()
+    for sentence in sentences:
+        counts.update(sentence)
+    counts.pop(" ", None)
+    if len(counts) <= most:
+        return sentences
+    # Ties by code point: which characters stay must not depend on the order of the sentences.
+    by_frequency = sorted(counts, key=lambda c: (-counts[c], c))
+    rare = dict.fromkeys(map(ord, by_frequency[most:]), " ")
+    return [sentence.translate(rare) for sentence in sentences]

@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+from babel.messages.mofile import write_mo
+from babel.messages.pofile import read_po
+
+from lingvo_moe.tasks.text.corpus import gettext_catalogs
+from lingvo_moe.tasks.text.data.errors import DataError
+
+_PO = r"""
+msgid ""
+msgstr ""
+"Content-Type: text/plain; charset=UTF-8\n"
+"Plural-Forms: nplurals=3; plural=(n%10==1 && n%100!=11 ? 0 : n%10>=2 && n%10<=4 ? 1 : 2);\n"
+
+#: here.py:1
+msgid "House"
+msgstr "Дом"
+
+msgctxt "to open"
+msgid "Open \"%s\""
+msgstr ""
+"Открыть "
+"\"%s\""
+
+#, fuzzy
+msgid "Tree"
+msgstr "Дуб"
+
+msgid "River"
+msgstr ""
+
+msgid "%d file"
+msgid_plural "%d files"
+msgstr[0] "%d файл"
+msgstr[1] "%d файла"
+msgstr[2] "%d файлов"
+
+#~ msgid "Old"
+#~ msgstr "Старый"
+"""
+_PAIRS = {
+    ("Дом", "House"),
+    ('Открыть "%s"', 'Open "%s"'),
+    ("%d файл", "%d file"),
+    ("%d файла", "%d files"),
+    ("%d файлов", "%d files"),
+}
+
+
+def test_po_and_mo_give_the_same_pairs(tmp_path: Path) -> None:
+    po, mo = tmp_path / "x.po", tmp_path / "x.mo"
+    po.write_text(_PO, "utf-8")
+    with open(po, "rb") as source, open(mo, "wb") as compiled:
+        write_mo(compiled, read_po(source))
+    assert set(gettext_catalogs.catalog_pairs(po)) == _PAIRS
+    assert set(gettext_catalogs.catalog_pairs(mo)) == _PAIRS
+
+
+def test_a_single_plural_form_translates_both_numbers(tmp_path: Path) -> None:
+    po = tmp_path / "ja.po"
+    po.write_text(
+        'msgid ""\nmsgstr "Plural-Forms: nplurals=1; plural=0;\\n"\n\n'
+        'msgid "%d day"\nmsgid_plural "%d days"\nmsgstr[0] "%d日"\n',
+        "utf-8",
+    )
+    assert list(gettext_catalogs.catalog_pairs(po)) == [("%d日", "%d day"), ("%d日", "%d days")]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a catalog at all", b"\xde\x12\x04\x95" + b"\xff" * 30]
+)
+def test_a_broken_catalog_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.mo"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.mo: not a gettext catalog"):
+        list(gettext_catalogs.catalog_pairs(path))
+
+
+def test_django_has_catalogs_in_many_languages() -> None:
+    found = gettext_catalogs.catalogs("Django")
+    languages = {lang for lang, _ in found}
+    assert {"de", "no", "zh", "sw"} <= languages
+    assert not {"en", "nb", "nn"} & languages
+    assert len(languages) > 60
+    paths = [path for _, path in found]
+    assert len(set(paths)) == len(paths)
+    assert all(path.suffix == ".mo" for path in paths)
