@@ -45,7 +45,8 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, str, int]
     Returns the number of parameters, and the directory and the last step of the last run.
 
     A run at a stable rate is trained on from one number to the next. Before each, a branch of it decays: it takes over
-    the run's state and has the last part of the time.
+    the run's state and has the last part of the time. Experts that have not grown out of dense layers by then grow where
+    the branch begins.
     """
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
@@ -59,7 +60,7 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, str, int]
             setup, stable, f"train.max_cpu_seconds={share * seconds};{RATE}.total_steps={NEVER}"
         )
         decayed = f"{stable}-{seconds:g}"
-        from_stable = f"--init_from={stable}", "--init_from_state"
+        from_stable = f"--init_from={begun(stable)}", "--init_from_state"
         train_to(setup, decayed, f"train.max_cpu_seconds={seconds}", *from_stable)
         run = RunDir(decayed)
         with Checkpointer(str(run.checkpoint_dir), read_only=True) as saved:
@@ -68,6 +69,11 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, str, int]
         point = {"cpu_seconds": used["cpu_seconds"], "trained_tokens": int(used["units"])}
         report("point", step=step, **point, **held_out(setup, decayed, pairs, step))
     return inspect.count_parameters(run.Task().VariableSpecs().Flatten()), decayed, step
+
+
+def begun(run: str) -> str:
+    """The directory of a run that has begun: the dense model's, until experts have grown out of it."""
+    return run if Path(run).is_dir() else f"{run}-dense"
 
 
 def train_to(setup: dict[str, Any], logdir: str, override: str, *flags: str) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import trainer_testing
 
-from benchmarks import contenders, quality_data, quality_peers, quality_report
+from benchmarks import contenders, quality_data, quality_peers, quality_report, quality_worker
 from benchmarks.peers import budget
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.loop.summaries import read_metrics
@@ -192,6 +192,13 @@ def test_a_line_of_progress_says_the_loss():
     )
     scored = {"kind": "point", **now, "log_prob": -9.0, "tokens": 2}
     assert quality_report.progress("dense", scored, 1500.0).endswith("held-out loss 4.5000")
+
+
+def test_a_branch_takes_over_the_dense_run_until_experts_have_grown(tmp_path):
+    run = tmp_path / "run"
+    assert quality_worker.begun(str(run)) == f"{run}-dense"
+    run.mkdir()
+    assert quality_worker.begun(str(run)) == str(run)
 
 
 @pytest.mark.slow
