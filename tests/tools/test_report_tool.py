@@ -43,7 +43,7 @@ def vocab() -> bytes:
 def run(tmp_path_factory, vocab) -> Path:
     """An MoE layer in encoder and decoder; random weights."""
     path = tmp_path_factory.mktemp("run")
-    toy.save_run(path, vocab, step=3, more="task.num_encoder_layers=2;task.num_decoder_layers=2")
+    toy.save_run(path, vocab, step=3, more="task.repeat=False")
     (path / "train").mkdir()
     rows = [
         {"step": step, "moe/encoder/over_capacity_1_ratio": [0.25 * (step == 19)]}
@@ -80,7 +80,7 @@ def test_a_preference_shows(corpus, vocab, tmp_path):
     """The encoder routes by language, expert 5 - u for language u; the decoder by the token's number."""
     router = "task.moe.router=top_k;task.moe.router.k=1;task.moe.router.level=task"
     tasks = "task.moe.router.num_tasks=4;task.decoder_router=hash"
-    more = f"{router};{tasks};task.decoder_router.table=modular"
+    more = f"{router};{tasks};task.decoder_router.table=modular;task.repeat=False"
     languages = ["sw", "xx", "de", "fi"]  # not in the order of the corpus
 
     def planted(name: str, value: np.ndarray) -> np.ndarray:

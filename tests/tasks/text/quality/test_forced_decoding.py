@@ -29,7 +29,7 @@ def run(tmp_path_factory) -> RunDir:
     path = tmp_path_factory.mktemp("run")
     vocab = toy.train_vocab(toy.sentences(200), bytes_too=False)
     size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
-    toy.save_run(path, vocab, more=f"task.target_vocab_size={size + 7}")
+    toy.save_run(path, vocab, more=f"task.target_vocab_size={size + 7};task.repeat=False")
     return RunDir(path)
 
 
@@ -67,7 +67,7 @@ def test_one_program_has_the_capacities_of_each_length(tmp_path):
     """The number of tokens that an expert chooses follows from the tokens of the batch."""
     vocab = toy.train_vocab(toy.sentences(50), bytes_too=False)
     more = "task.moe.router=expert_choice;task.decoder_router=top2;task.moe.dispatcher=einsum"
-    toy.save_run(tmp_path, vocab, more=more)
+    toy.save_run(tmp_path, vocab, more=f"{more};task.repeat=False")
     scorer = Scorer(tmp_path, ScoreOptions(max_source_length=32, max_length=32, rows=4))
     run = RunDir(tmp_path)
     task, theta = run.Task(), load_theta(run, run.Task())[0].Transform(tf.constant)

@@ -161,7 +161,7 @@ def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
 )
 def test_experts_grow_out_of_dense_layers(vocab, tmp_path, encoder_layers, experts, seed) -> None:
     """Before its first step a model with experts has the loss of the dense one."""
-    both = f"task.num_encoder_layers={encoder_layers};task.activation=swiglu"
+    both = f"task.num_encoder_layers={encoder_layers};task.activation=swiglu;task.repeat=False"
     dense_only = f"{both};task.num_experts=0"
     toy_translation.save_run(tmp_path, vocab, more=dense_only, languages=["de"])
     vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
