@@ -13,9 +13,14 @@ from layer_testing import init, normal, self_aux, set_dropout, single, stack_par
 
 from lingvo_moe.core import kernels, tensors
 from lingvo_moe.core.engine.eager.testing import run_single
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.layers import kept
+from lingvo_moe.core.nested_map import flatten
 from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.vectorized import vectorized
 
 B, T = 4, 6
 # The products of a block of two layers that are computed again: each has six with weights and two others. The output of
@@ -81,6 +86,27 @@ def test_same_numbers_with_the_kernels_of_tensorflow():
 )
 def test_products_that_are_kept_are_not_computed_again(remat, removed):
     assert _recomputed(remat) == RECOMPUTED - removed
+
+
+def test_stages_of_a_pipeline_do_not_compute_again_what_is_kept():
+    """The work of a stage, all of whose blocks run again in its backward pass, is mapped over the stages."""
+    products = []
+    for remat in ((), kept.PRODUCTS):
+        layer, fn = _run(remat)
+        theta, x = _args(layer)
+
+        def work(*slices, fn=fn, theta=theta):
+            return flatten(fn(theta.Pack(list(slices[1:])), slices[0]))
+
+        def stages(*elems, work=work):
+            return vectorized(work, "stage", elems)
+
+        specs = [TensorSpec((2, *e.shape), e.dtype.name) for e in (x, *theta.Flatten())]
+        products.append(
+            lower(stages, specs, Mesh.parse("stage:2,expert:1")).Text().count("dot_general")
+        )
+    # In each of two functions that differentiate a block; nothing needs its last product's output.
+    assert products[0] - products[1] == 2 * (6 - 1)
 
 
 def test_on_several_devices_each_keeps_its_part():

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 # Micro-batches draw numbers of their own.
 PLAIN = "task.dropout=0.0"
-STAGES = f"{PLAIN};task.pipeline.stages=2;task.pipeline.micro_batches=8"
+STAGES = f"{PLAIN};task.pipeline.stages=2;task.pipeline.micro_batches=2"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_it_learns_and_a_run_that_resumes_is_the_undisturbed_one(train):
 def test_a_run_goes_on_in_stages(train):
     """Steps 6 to 10 in two stages are those without."""
     train("staged", 5)
-    staged = losses(train("staged", 10, STAGES, "--mesh=stage:2,data:4"))
+    staged = losses(train("staged", 10, STAGES, "--mesh=stage:2,data:1"))
     plain = losses(train("whole", 20))
     assert sorted(staged) == list(range(1, 11))
     assert staged == pytest.approx({step: plain[step] for step in staged}, rel=1e-4)
