@@ -29,13 +29,17 @@ from lingvo_moe.tasks.text.batches.lengths import Loss, loss_of, measure
 from lingvo_moe.tasks.text.batches.order import PairOrder
 from lingvo_moe.tasks.text.batches.records import Records, cached_records, prepared_records
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
-from lingvo_moe.tasks.text.batches.tasks import task_numbers
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError, NoDevSetError
 from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.text.data.scan import Scan, scan
 from lingvo_moe.tasks.text.data.tsv import reasons
-from lingvo_moe.tasks.text.runs.artifacts import languages_of, text_artifacts, vocabs_of
+from lingvo_moe.tasks.text.runs.artifacts import (
+    languages_of,
+    task_numbers,
+    text_artifacts,
+    vocabs_of,
+)
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
     MIN_SENTENCES,
     VocabOptions,
@@ -161,11 +165,7 @@ class PackedInput(BaseInput):
         if self._records is not None:
             return self
         p = self.p
-        if not p.data_dir:
-            raise DataError(
-                f"{p.name}.data_dir is not set: give --data_dir, a directory of {self.DATA}"
-                " (`python -m tools.build_corpus --output=corpus` makes one)"
-            )
+        self.CheckSource(p)
         vocabs, tasks = (
             (vocabs_of(artifacts), languages_of(artifacts)) if artifacts else (None,) * 2
         )
@@ -212,7 +212,10 @@ class PackedInput(BaseInput):
         return text_artifacts(vocabs, list(self.languages))
 
     def _CacheDir(self) -> Path:
-        return _usable(Path(self.p.cache_dir)) if self.p.cache_dir else _user_cache()
+        try:
+            return _usable(Path(self.p.cache_dir) if self.p.cache_dir else user_cache_dir())
+        except RuntimeError as e:
+            raise DataError(f"no cache directory: {e}; {_CACHE_REMEDY}") from e
 
     def _find_vocabularies(
         self, found: Scan, progress: Progress, given: Mapping[str, bytes] | None
@@ -228,9 +231,7 @@ class PackedInput(BaseInput):
                 found.prepared.VerifyVocabularies()
             vocabs = self._Load(directory, found.sides)
         else:
-            vocabs = NestedMap(
-                {side: open_vocabulary(given[side]) for side in ("source", "target")}
-            )
+            vocabs = NestedMap({side: open_vocabulary(given[side]) for side in _SIDES})
             if given["source"] == given["target"]:
                 vocabs.source = vocabs.target
         self._check_sizes(vocabs, found)
@@ -426,13 +427,6 @@ class BatchIterator(base_input.BatchIterator):
         task = self._input.task_of[language] if self._input.task_of else None
         shape = self._shape
         return source[: shape.source_length - 1], target[: shape.target_length - 1], task
-
-
-def _user_cache() -> Path:
-    try:
-        return _usable(user_cache_dir())
-    except RuntimeError as e:
-        raise DataError(f"no cache directory: {e}; {_CACHE_REMEDY}") from e
 
 
 def _usable(cache_dir: Path) -> Path:
