@@ -77,18 +77,6 @@ class ImportGraph:
         """Files that import each other in a circle, also in functions, from one back to itself; [] if none do."""
         return circle({path: self.Imports(path) for path in self.files})
 
-    def Rooms(self, top: str) -> dict[str, set[str]]:
-        """The directories below `top`, and it, each with the others of them that its files import from."""
-        rooms: dict[str, set[str]] = {}
-        for path in self.files:
-            if path.startswith(f"{top}/"):
-                room = path.rpartition("/")[0]
-                others = {other.rpartition("/")[0] for other in self.Imports(path)} - {room}
-                rooms.setdefault(room, set()).update(
-                    other for other in others if f"{other}/".startswith(f"{top}/")
-                )
-        return rooms
-
     def _NeededByName(self, path: str) -> set[str]:
         names: set[str] = set()
         inner = path.startswith(("lingvo_moe/core/", "lingvo_moe/tasks/", "params/"))

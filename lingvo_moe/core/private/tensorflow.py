@@ -108,8 +108,7 @@ def functions_of(op: tf.Operation, attribute: str) -> list[Any]:
 
 def function_of(op: tf.Operation, attribute: str) -> Any:
     """The only one of functions_of."""
-    (function,) = functions_of(op, attribute)
-    return function
+    return functions_of(op, attribute)[0]
 
 
 def inner_graphs(graph: tf.Graph) -> list[tf.Graph]:

@@ -21,6 +21,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.lm.prompt_search import PromptSearch
 from lingvo_moe.tasks.lm.saved_generator import SETTINGS, TOKENIZER, Texts
+from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tokenizer
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
@@ -59,7 +60,7 @@ class GenerateOptions:
         return SearchOptions(self.beam_size, 1, self.length_alpha, *marks)
 
 
-class Generator(tf.Module, Texts):
+class Generator(Exportable, Texts):
     """A model, its weights and its vocabulary as functions of strings, or of ids, which can be exported.
 
     Args:

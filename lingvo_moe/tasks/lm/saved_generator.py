@@ -33,7 +33,6 @@ class Texts:
     generate: Any
     begin: Any
     more: Any
-    languages: tuple[str, ...] = ()
     vocabulary: JsonVocabulary | None = None  # None: the functions are of strings
 
     def Generate(self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]) -> NestedMap:

@@ -23,6 +23,26 @@ from lingvo_moe.tasks.text.vocabulary.tokenizer_json import NAME, JsonVocabulary
 _ROWS = ("ids", "labels", "segment_ids", "segment_pos")
 
 
+def text_batch(rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
+    """The arrays of a batch from the parts of texts in each row, int32 [at most T + 1] each.
+
+    Returns:
+        NestedMap of int32 [B,T]: `ids` and `labels`, all tokens of a part but its last, and its first; `segment_ids`
+        (1, 2, ... by part, 0 for padding) and `segment_pos` (0, 1, ... within a part). Padding is 0.
+    """
+    size = shape.rows, shape.target_length
+    batch = NestedMap({name: np.zeros(size, np.int32) for name in _ROWS})
+    for row, parts in enumerate(rows):
+        start = 0
+        for segment, part in enumerate(parts, 1):
+            end = start + len(part) - 1
+            batch.ids[row, start:end], batch.labels[row, start:end] = part[:-1], part[1:]
+            batch.segment_ids[row, start:end] = segment
+            batch.segment_pos[row, start:end] = np.arange(end - start)
+            start = end
+    return batch
+
+
 class LmInput(PackedInput):
     """The input of a language model: texts, or the target sides of pairs, so that one data directory serves both tasks.
 
@@ -38,6 +58,7 @@ class LmInput(PackedInput):
         "source": "input.source_vocab_size={most}",
         "target": "input.target_vocab_size={most};task.vocab_size={most}",
     }
+    ToBatch = staticmethod(text_batch)
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -73,15 +94,6 @@ class LmInput(PackedInput):
             return super()._Load(directory, sides)
         vocabulary = JsonVocabulary.Load(directory)
         return NestedMap(source=vocabulary, target=vocabulary)
-
-    def _Shape(self) -> Shape:
-        p = self.p
-        return Shape(p.batch_size, p.target_length, p.target_length, p.pack)
-
-    @staticmethod
-    def ToBatch(rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
-        """See text_batch."""
-        return text_batch(rows, shape)
 
     @staticmethod
     def Whole(source: Sequence[int], target: Sequence[int], task: int, vocabs: NestedMap) -> Any:
@@ -148,23 +160,3 @@ class TextIterator(BatchIterator):
 def marked(ids: Sequence[int] | np.ndarray, vocabulary: Any) -> np.ndarray:
     """A text's ids between the marks of its begin and its end, int32."""
     return np.concatenate([[vocabulary.bos_id], ids, [vocabulary.eos_id]]).astype(np.int32)
-
-
-def text_batch(rows: Sequence[Sequence[np.ndarray]], shape: Shape) -> NestedMap:
-    """The arrays of a batch from the parts of texts in each row, int32 [at most T + 1] each.
-
-    Returns:
-        NestedMap of int32 [B,T]: `ids` and `labels`, all tokens of a part but its last, and its first; `segment_ids`
-        (1, 2, ... by part, 0 for padding) and `segment_pos` (0, 1, ... within a part). Padding is 0.
-    """
-    size = shape.rows, shape.target_length
-    batch = NestedMap({name: np.zeros(size, np.int32) for name in _ROWS})
-    for row, parts in enumerate(rows):
-        start = 0
-        for segment, part in enumerate(parts, 1):
-            end = start + len(part) - 1
-            batch.ids[row, start:end], batch.labels[row, start:end] = part[:-1], part[1:]
-            batch.segment_ids[row, start:end] = segment
-            batch.segment_pos[row, start:end] = np.arange(end - start)
-            start = end
-    return batch

@@ -12,8 +12,8 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
 from lingvo_moe.tasks.mt.mt_input import MtInput
-from lingvo_moe.tasks.text.batches.tasks import task_numbers
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.runs.artifacts import task_numbers
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
 V = 30

@@ -31,6 +31,7 @@ from lingvo_moe.tasks.mt.decoding.saved_translator import translations_of
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tokenizer
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
@@ -109,7 +110,7 @@ class TranslateOptions:
         return tf.minimum(longest, self.max_length)
 
 
-class Translator(tf.Module):
+class Translator(Exportable):
     """A model, its weights and its vocabularies as one function of strings, which can be exported.
 
     Args:
@@ -124,6 +125,8 @@ class Translator(tf.Module):
         ValueError: a vocabulary with more pieces than the model has embeddings for, a shortlist for other
             vocabularies or under XLA, or weights of 8 bits where they are not supported.
     """
+
+    NAME = "translate"
 
     def __init__(
         self,
@@ -167,12 +170,6 @@ class Translator(tf.Module):
             autograph=False,
         )
 
-    NAME = "translate"
-
-    def Assets(self) -> dict[str, bytes]:
-        """See Exportable."""
-        return {}
-
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
     ) -> NestedMap:
@@ -181,7 +178,7 @@ class Translator(tf.Module):
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Source languages in the order of their task ids; empty for a model that does not route by language."""
+        """See Exportable."""
         return tuple(self._languages)
 
     def SetTheta(self, theta: NestedMap) -> None:

@@ -18,9 +18,9 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
-from lingvo_moe.tasks.text.batches.tasks import task_numbers
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.runs.artifacts import task_numbers
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary

@@ -24,18 +24,22 @@ from lingvo_moe.core.files.paths import user_cache_dir
 from lingvo_moe.core.input import base_input
 from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch, Progress, quiet
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.text.batches.held_out_batches import LanguagePairs, held_out_batches
+from lingvo_moe.tasks.text.batches.held_out_batches import LanguagePairs, encoded, held_out_batches
 from lingvo_moe.tasks.text.batches.lengths import Loss, loss_of, measure
 from lingvo_moe.tasks.text.batches.order import PairOrder
 from lingvo_moe.tasks.text.batches.records import Records, cached_records, prepared_records
-from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch
-from lingvo_moe.tasks.text.batches.tasks import task_numbers
+from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError, NoDevSetError
 from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.text.data.scan import Scan, scan
 from lingvo_moe.tasks.text.data.tsv import reasons
-from lingvo_moe.tasks.text.runs.artifacts import languages_of, text_artifacts, vocabs_of
+from lingvo_moe.tasks.text.runs.artifacts import (
+    languages_of,
+    task_numbers,
+    text_artifacts,
+    vocabs_of,
+)
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
     MIN_SENTENCES,
     VocabOptions,
@@ -47,13 +51,12 @@ from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
 # After so many consecutive pairs that do not fit, none is assumed to fit.
 _GIVE_UP_AFTER = 100_000
 _SIDES = ("source", "target")
+LENGTH = checks.Integer(2)  # of a row
 _CACHE_REMEDY = "set input.cache_dir, or XDG_CACHE_HOME, to a directory that can be written"
 
 
 class PackedInput(BaseInput):
-    """Base of inputs whose rows hold pairs, or the texts of their target sides; see Params.
-
-    A subclass says what a row holds, by BatchSpec, ToBatch, Whole, _Shape and _HeldOutSized.
+    """Base of inputs whose rows hold pairs or, as a subclass says, something made of their target sides; see Params.
 
     Attributes, after Prepare():
         vocabs: NestedMap(source, target) of Vocabulary.
@@ -67,6 +70,7 @@ class PackedInput(BaseInput):
     DATA: ClassVar[str]  # the files of a data directory
     VOCAB_SETTINGS: ClassVar[Mapping[str, str]]  # to set where a vocabulary is too large, by side
     TOO_LONG: ClassVar[tuple[str, ...]] = ("drop", "truncate")  # the default first
+    ToBatch = staticmethod(to_batch)  # from what each row holds
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -102,10 +106,7 @@ class PackedInput(BaseInput):
             check=checks.Integer(MIN_SENTENCES),
         )
         p.Define(
-            "target_length",
-            64,
-            "T of the target; a pair needs its ids and eos.",
-            check=checks.Integer(2),
+            "target_length", 64, "T of the target; a pair needs its ids and eos.", check=LENGTH
         )
         p.Define(
             "temperature", 5.0, "Languages are drawn by n^(1/temperature).", check=checks.POSITIVE
@@ -123,7 +124,9 @@ class PackedInput(BaseInput):
     def __init__(self, params: InstantiableParams):
         """Touches no data."""
         super().__init__(params)
-        self.shape = self._Shape()
+        self._row = tuple(params.Get(name) for name in self.BATCH_SIZES[1:])
+        tasks = "task_ids" in params and params.task_ids
+        self.shape = Shape(params.batch_size, self._row[0], self._row[-1], params.pack, tasks)
         self._records: Records | None = None
         self._vocabs: NestedMap | None = None
         self._task_of: list[int] | None = None
@@ -140,14 +143,9 @@ class PackedInput(BaseInput):
             )
 
     @staticmethod
-    def ToBatch(rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
-        """The arrays of a batch, from what each row holds."""
-        raise NotImplementedError
-
-    @staticmethod
     def Whole(source: Sequence[int], target: Sequence[int], task: int, vocabs: NestedMap) -> Any:
-        """What a row holds of a pair of ids, for ToBatch."""
-        raise NotImplementedError
+        """What a row holds of a pair of ids that fits."""
+        return source, target, task
 
     def Prepare(self, progress: Progress = quiet, artifacts: RunArtifacts | None = None) -> Self:
         """Reads the data once, trains vocabularies, tokenises; quick when the cache has it all. Returns self.
@@ -167,11 +165,7 @@ class PackedInput(BaseInput):
         if self._records is not None:
             return self
         p = self.p
-        if not p.data_dir:
-            raise DataError(
-                f"{p.name}.data_dir is not set: give --data_dir, a directory of {self.DATA}"
-                " (`python -m tools.build_corpus --output=corpus` makes one)"
-            )
+        self.CheckSource(p)
         vocabs, tasks = (
             (vocabs_of(artifacts), languages_of(artifacts)) if artifacts else (None,) * 2
         )
@@ -194,8 +188,7 @@ class PackedInput(BaseInput):
     def _TooLong(self) -> str:
         """The end of a line that counts the pairs longer than a row; '' if there are none."""
         lengths = measure(self.records)
-        rows = tuple(self.p.Get(name) for name in self.BATCH_SIZES[1:])
-        self._loss = loss_of(lengths, rows)
+        self._loss = loss_of(lengths, self._row)
         if not self._loss.share:
             return ""
         count = (
@@ -203,10 +196,6 @@ class PackedInput(BaseInput):
         )
         done = {"drop": "left out", "truncate": "truncated"}.get(self.p.too_long, "split")
         return f"; {count} ({self._loss.share:.1%}) are longer than a row and {done}"
-
-    def _Shape(self) -> Shape:
-        """The shape of a batch."""
-        raise NotImplementedError
 
     def Warnings(self) -> list[str]:
         """See BaseInput: whether more than 1% of the pairs are longer than a row."""
@@ -223,7 +212,10 @@ class PackedInput(BaseInput):
         return text_artifacts(vocabs, list(self.languages))
 
     def _CacheDir(self) -> Path:
-        return _usable(Path(self.p.cache_dir)) if self.p.cache_dir else _user_cache()
+        try:
+            return _usable(Path(self.p.cache_dir) if self.p.cache_dir else user_cache_dir())
+        except RuntimeError as e:
+            raise DataError(f"no cache directory: {e}; {_CACHE_REMEDY}") from e
 
     def _find_vocabularies(
         self, found: Scan, progress: Progress, given: Mapping[str, bytes] | None
@@ -239,9 +231,7 @@ class PackedInput(BaseInput):
                 found.prepared.VerifyVocabularies()
             vocabs = self._Load(directory, found.sides)
         else:
-            vocabs = NestedMap(
-                {side: open_vocabulary(given[side]) for side in ("source", "target")}
-            )
+            vocabs = NestedMap({side: open_vocabulary(given[side]) for side in _SIDES})
             if given["source"] == given["target"]:
                 vocabs.source = vocabs.target
         self._check_sizes(vocabs, found)
@@ -304,7 +294,8 @@ class PackedInput(BaseInput):
 
     def _HeldOutSized(self, pair: Any, task: int | None) -> Sized | None:
         """One of _HeldOutPairs for a row; None to leave it out."""
-        raise NotImplementedError
+        encode = self.vocabs.source.Encode, self.vocabs.target.Encode
+        return encoded(encode, self.shape, self.p.too_long == "truncate")(pair, task)
 
     def _VocabFlags(self, sizes: Mapping[str, int]) -> str:
         """The trainer's flag that sets these sizes of vocabularies, by side."""
@@ -436,13 +427,6 @@ class BatchIterator(base_input.BatchIterator):
         task = self._input.task_of[language] if self._input.task_of else None
         shape = self._shape
         return source[: shape.source_length - 1], target[: shape.target_length - 1], task
-
-
-def _user_cache() -> Path:
-    try:
-        return _usable(user_cache_dir())
-    except RuntimeError as e:
-        raise DataError(f"no cache directory: {e}; {_CACHE_REMEDY}") from e
 
 
 def _usable(cache_dir: Path) -> Path:

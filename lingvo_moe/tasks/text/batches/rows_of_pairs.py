@@ -109,7 +109,7 @@ def _numbers(count: int) -> list[np.ndarray]:
     return [np.array(i, np.int32) for i in range(count)]
 
 
-def to_batch(rows: Sequence[Sequence[tuple]], shape: Shape) -> NestedMap:
+def to_batch(rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
     """Arrays from rows of pairs: source and target ids, and the task, if the shape has tasks.
 
     Returns:

@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -17,18 +17,20 @@ from lingvo_moe.core.runs.directories import EXPORTED, check_replaceable
 from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT, MANIFEST, quiet_absl
 
 
-class Exportable(Protocol):
-    """A tf.Module, e.g. a Translator."""
+class Exportable(tf.Module):
+    """A model and its functions of strings. NAME is the one that users call, a key of ABOUT."""
 
-    NAME: ClassVar[str]  # of the function that users call, a key of ABOUT
+    NAME: ClassVar[str]
     options: Any
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Source languages by task id, of a model that routes by them; none of others."""
+        """Source languages in the order of their task ids; empty for a model that does not route by language."""
+        return ()
 
     def Assets(self) -> Mapping[str, bytes]:
         """Further files, by path in the export."""
+        return {}
 
 
 def export(

@@ -23,7 +23,7 @@ from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
-from lingvo_moe.tasks.text.batches.tasks import task_numbers
+from lingvo_moe.tasks.text.runs.artifacts import task_numbers
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary

@@ -3,11 +3,11 @@
 import itertools
 import os
 
-from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.transformer_task import TransformerTask
 
 
@@ -37,9 +37,7 @@ def held_out_loss(
     params, task = run.Params(), run.Task(TransformerTask)
     inputs = params.input.Copy().Set(data_dir=str(data_dir)).Instantiate()
     batches = itertools.islice(inputs.Prepare(artifacts=run.artifacts).HeldOut(), num_batches)
-    step, theta = read_newest(
-        run.checkpoint_dir, lambda saved, at: (at, read_weights(saved, task, at))
-    )
+    theta, about = load_theta(run, task)
     found = Evaluator(task, inputs, TfEngine())(theta, batches)
-    found.step = step
+    found.step = about["step"]
     return found

@@ -368,7 +368,7 @@ def test_a_cache_that_cannot_be_made(
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"data_dir": ""}, "data_dir is not set: give --data_dir"),
+        ({"data_dir": ""}, "--data_dir is needed to train"),
         (
             {"languages": "aa,bb"},
             r"languages='aa,bb': must be a list of strings, e.g. \['aa', 'bb'\]",

@@ -21,7 +21,7 @@ from lingvo_moe.core.files.manifest import verify_manifest
 from lingvo_moe.core.runs.directories import OutputError
 from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
-from lingvo_moe.tasks.text.decoding.export import export
+from lingvo_moe.tasks.text.decoding.export import Exportable, export
 from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT, MANIFEST
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
@@ -153,13 +153,14 @@ def test_checkpoints_that_do_not_fit(tmp_path, vocab):
         load_translator(tmp_path)
 
 
-class _Plain(tf.Module):
+class _Plain(Exportable):
     """The attributes of a Translator that export needs, without a model."""
+
+    NAME = "translate"
 
     def __init__(self):
         super().__init__()
         self.weights = tf.Variable(tf.zeros([4000]))
-        self.languages: list[str] = []
         self.options = SimpleNamespace(beam_size=1, xla=False)
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
