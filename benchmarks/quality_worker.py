@@ -45,8 +45,8 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, str, int]
     Returns the number of parameters, and the directory and the last step of the last run.
 
     A run at a stable rate is trained on from one number to the next. Before each, a branch of it decays: it takes over
-    the run's state and has the last part of the time. Experts that have not grown out of dense layers by then grow where
-    the branch begins.
+    the run's state and has the last part of the time. Experts that have not grown out of dense layers by then do so
+    where the branch begins.
     """
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
