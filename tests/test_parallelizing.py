@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import toy_attention  # noqa: F401
 
 from lingvo_moe import trainer as trainer_module
 from lingvo_moe.core.config import registry
@@ -311,7 +312,7 @@ def test_strategies_for_the_devices_here_are_measured(monkeypatch):
 
 
 def test_a_measured_step_says_what_it_needs_and_how_long_it_takes():
-    found = measured_step("lm.Tiny", "", Mesh.parse("data:2"), 10**9, "error")
+    found = measured_step("toy_attention.Right", "", Mesh.parse("a:4,b:2"), 10**9, "error")
     assert found["memory"]["fits"] and 0 < found["memory"]["needed"] < 10**9
     assert found["time"]["step_seconds"] > 0
 
