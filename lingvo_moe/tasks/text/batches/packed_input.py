@@ -144,7 +144,7 @@ class PackedInput(BaseInput):
 
     @staticmethod
     def Whole(source: Sequence[int], target: Sequence[int], task: int, vocabs: NestedMap) -> Any:
-        """What a row holds of a pair of ids that fits."""
+        """Makes of a pair of ids that fits what a row holds."""
         return source, target, task
 
     def Prepare(self, progress: Progress = quiet, artifacts: RunArtifacts | None = None) -> Self:
