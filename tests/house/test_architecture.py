@@ -1,6 +1,7 @@
 """docs/architecture.md is true: which directory may import which, and how long a file may be."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -189,7 +190,12 @@ def _private_names(syntax: ast.Module) -> Iterator[tuple[str, int]]:
             yield from ((alias.name, node.lineno) for alias in node.names)
 
 
-def _defined_names(syntax: ast.Module) -> Iterator[str]:
+@functools.cache
+def _defined_names(path: str) -> frozenset[str]:
+    return frozenset(_definitions(GRAPH.Syntax(path)))
+
+
+def _definitions(syntax: ast.Module) -> Iterator[str]:
     for node in ast.walk(syntax):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -210,7 +216,7 @@ def test_private_attributes_of_libraries_are_read_in_one_place() -> None:
             continue
         files = (path, *GRAPH.Imports(path))
         modules = {other.rpartition("/")[2].removesuffix(".py") for other in files}
-        own = {name for other in files for name in _defined_names(GRAPH.Syntax(other))}
+        own = frozenset().union(*map(_defined_names, files))
         wrong += [
             f"{path}:{line}: {name}"
             for name, line in _private_names(GRAPH.Syntax(path))

@@ -133,8 +133,9 @@ def _forms(params: Params) -> Forms:
             f"{task.cls.__name__}: strategies are searched for tasks with stacks of equal blocks, which have a "
             "parameter task.repeat; xs.auto_shard takes any function"
         )
-    plain = without_strategy(task).Set(dropout=0.0, attention_dropout=0.0)  # it has no products
-    forms = task.cls.OpenForms(plain.Set(repeat="auto"))
+    # Dropout has no products.
+    no_dropout = {name: 0.0 for name in ("dropout", "attention_dropout") if name in task}
+    forms = task.cls.OpenForms(without_strategy(task).Set(repeat="auto", **no_dropout))
     assert forms is not None, "task.repeat=auto leaves the form open"
     return forms
 
