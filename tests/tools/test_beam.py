@@ -17,6 +17,7 @@ from apache_beam_installed import needs_beam, runner_flags
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding import saved_translator
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.decoding.saved_functions import MANIFEST
 from lingvo_moe.tasks.text.preparing import beam, read_stage
 from tools import _cli, prepare, translate
 
@@ -151,7 +152,7 @@ def test_a_corpus_is_translated_as_by_one_process(
     monkeypatch.setattr(saved_translator, "SavedTranslator", _Capitals)
     monkeypatch.setattr(_cli, "open_translator", lambda args: (_Capitals(""), {}))
     monkeypatch.setattr(translate, "_BATCHES", 2)
-    model = tmp_path / "model" / saved_translator.MANIFEST
+    model = tmp_path / "model" / MANIFEST
     model.parent.mkdir(parents=True)
     model.write_text("files")
     texts = [f"line {i}" for i in range(43)]
