@@ -62,6 +62,7 @@ class TransformerLayer(BaseLayer):
         if p.cross_atten_tpl is not None:
             self.CreateChild("cross_norm", _with_dim(p, p.norm_tpl))
             self.CreateChild("cross_atten", _with_dim(p, p.cross_atten_tpl))
+            self.cross_atten.CheckMemory()
         self.CreateChild("ffn_norm", _with_dim(p, p.norm_tpl))
         self.CreateChild("ffn", _with_dim(p, p.ffn_tpl))
 
