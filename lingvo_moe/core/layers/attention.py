@@ -22,7 +22,7 @@ from lingvo_moe.core.kernels.pallas import attention as fused
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.tensors import dim
+from lingvo_moe.core.tensors import Kept, dim
 
 AUTO = "auto"
 
@@ -39,6 +39,10 @@ class MultiHeadAttention(BaseLayer):
     """
 
     PART: ClassVar[str] = "attention"
+    KEEPS: ClassVar = {
+        **dict.fromkeys(("query", "key", "value"), Kept.PRODUCT),
+        "attention": Kept.PRODUCT | Kept.OUTPUT,
+    }
     # Whether self-attention needs the positions of tokens even where its `position` is None.
     NEEDS_POSITIONS: ClassVar[bool] = False
     # The parameters that, where they are set, make it go by the positions of tokens.

@@ -255,9 +255,9 @@ class TransformerStack(BaseLayer):
         p.Define("repeat", True, "Scan over the blocks, recomputing in backward; else unroll.")
         p.Define(
             "remat",
-            (),
-            "The names of activations that are kept and not recomputed (layers/kept.py).",
-            check=checks.NamesOr((), tuple(kept.NAMES)),
+            kept.FULL,
+            "The activations that are kept and not recomputed (layers/kept.py).",
+            check=checks.NamesOr((kept.FULL, kept.DOTS), ()),
         )
         p.Define("final_norm_tpl", LayerNorm.Params(), "Params of the last normalization.")
         p.Define(

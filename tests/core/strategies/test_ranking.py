@@ -4,13 +4,14 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, OUTPUTS, Candidate
+from lingvo_moe.core.strategies.candidate import DOTS, FULL, Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
 from lingvo_moe.core.strategies.layout import Layout
 from lingvo_moe.core.strategies.ranking import Ranking, Tried
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides, to_text
 
 _MODEL = "mt.M4Tiny"
+OUTPUTS, MOVED = ("attention", "feed_forward"), ("dispatched", "returned")
 _LAYOUT = Layout(Mesh(("data",), (8,)), (("B", "data"),), ())
 _FAST, _SLOW, _LARGE = (Candidate(_LAYOUT, remat=each) for each in (MOVED, FULL, DOTS))
 
