@@ -184,7 +184,7 @@ class BaseLayer:
         PART: the part of a model that its operations belong to in plans, e.g. 'attention'; '' takes the parent's.
         NAMES_ITS_PARTS: whether plans name it and the layers below it after it, e.g. 'encoder', if no layer above
             it does so already.
-        KEEPS: the names of the activations that it marks with `Keep`, with what they are.
+        KEEPS: the names of the activations that it marks with `Keep`, each with its kind.
     """
 
     PART: ClassVar[str] = ""

@@ -136,7 +136,7 @@ def fused(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Kept(enum.Flag):
-    """What an activation is that a loop can keep, as its layer declares it."""
+    """The kind of an activation that a loop can keep, as its layer declares it."""
 
     OTHER = 0
     PRODUCT = enum.auto()  # what a product with weights gives

@@ -85,9 +85,11 @@ class Repeat(BaseLayer):
     def VariableSpecs(self) -> NestedMap:
         """The body's specs, each with a leading dimension L, in the memory that `offload` says."""
         (axis,) = dims_mapping("L", self.p.weight_split)
+        parts = self.DeclaredParts()
 
         def stacked(spec: VariableSpec) -> VariableSpec:
-            there = spec.trainable and not self.p.unroll and of_weight(self.p.offload, spec.path)
+            hosted = of_weight(self.p.offload, spec.path, parts)
+            there = spec.trainable and not self.p.unroll and hosted
             spec = spec.Stacked(self.p.num_repeats, axis, parts=self.p.parts)
             return replace(spec, memory=HOST) if there else spec
 
