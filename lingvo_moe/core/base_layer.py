@@ -28,7 +28,7 @@ from lingvo_moe.core.sharding.letters import (
     shards,
     split_over_copies,
 )
-from lingvo_moe.core.tensors import keep
+from lingvo_moe.core.tensors import Kept, keep
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -184,10 +184,12 @@ class BaseLayer:
         PART: the part of a model that its operations belong to in plans, e.g. 'attention'; '' takes the parent's.
         NAMES_ITS_PARTS: whether plans name it and the layers below it after it, e.g. 'encoder', if no layer above
             it does so already.
+        KEEPS: the names of the activations that it marks with `Keep`, each with its kind.
     """
 
     PART: ClassVar[str] = ""
     NAMES_ITS_PARTS: ClassVar[bool] = False
+    KEEPS: ClassVar[dict[str, Kept]] = {}
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -336,6 +338,13 @@ class BaseLayer:
             found |= child._declared_parts(part, name)
         return found
 
+    def DeclaredKeeps(self) -> dict[str, Kept]:
+        """The `KEEPS` of the layers below this one, as they were made, and its own."""
+        found: dict[str, Kept] = {}
+        for child in tf.nest.flatten([*self.children.values()]):
+            found |= child.DeclaredKeeps()
+        return found | self.KEEPS
+
     def Variant(self) -> str:
         """A word that tells this layer from others of its stack in plans, e.g. 'moe'; '' for none."""
         return ""
@@ -455,9 +464,13 @@ class BaseLayer:
 
         Args:
             x: the activation.
-            name: one of NAMES in layers/kept.py.
+            name: one of the layer's KEEPS.
             letters: its einsum letters, by which it is sharded where it is kept.
         """
+        if name not in self.KEEPS:
+            raise ValueError(
+                f"{self.path}: {type(self).__name__} keeps {name!r}, which its KEEPS does not declare"
+            )
 
         def annotate(x: tf.Tensor, prefix: str = "") -> tf.Tensor:
             return self.Shard(x, prefix + letters)

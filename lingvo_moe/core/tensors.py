@@ -4,11 +4,12 @@ activations that a loop over layers keeps for its backward pass, instead of comp
 Layers mark activations with `keep(x, name)`, and a loop (layers/scan.py) says which names it keeps. In its forward
 pass the loop collects the marked activations; in its backward pass, where it computes a layer again, their stored
 values take the place of the computed ones. Nothing then needs the computed ones, so XLA removes what only led to them.
-Outside of such a loop a mark does nothing. The names are in layers/kept.py.
+Outside of such a loop a mark does nothing. A layer declares its names in `KEEPS` (core/base_layer.py).
 """
 
 import contextlib
 import contextvars
+import enum
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -133,6 +134,16 @@ def fused(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- activations that a loop keeps
 
+
+class Kept(enum.Flag):
+    """The kind of an activation that a loop can keep, as its layer declares it."""
+
+    OTHER = 0
+    PRODUCT = enum.auto()  # what a product with weights gives
+    OUTPUT = enum.auto()  # what a layer gives
+    MOVED = enum.auto()  # what an all-to-all brought
+
+
 # (tensor, letters of dimensions before its own) -> the tensor, annotated
 Annotate = Callable[..., tf.Tensor]
 
@@ -158,26 +169,11 @@ class _Loop:
 
 _NOTHING = _Loop(())
 _loop: contextvars.ContextVar[_Loop] = contextvars.ContextVar("kept", default=_NOTHING)
-_marks: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("marks", default=None)
 
 
 def keeps(name: str) -> bool:
     """Whether the loop that is being traced keeps the activations of that name."""
-    loop, found = _loop.get(), _marks.get()
-    if found is not None and loop.collected is not None:
-        found.add(name)
-    return name in loop.names
-
-
-@contextlib.contextmanager
-def marks() -> Iterator[set[str]]:
-    """Inside, finds the names of all marks in loops that are traced, whether or not the loops keep them."""
-    found: set[str] = set()
-    token = _marks.set(found)
-    try:
-        yield found
-    finally:
-        _marks.reset(token)
+    return name in _loop.get().names
 
 
 def keep(x: tf.Tensor, name: str, annotate: Annotate) -> tf.Tensor:
@@ -185,7 +181,7 @@ def keep(x: tf.Tensor, name: str, annotate: Annotate) -> tf.Tensor:
 
     Args:
         x: any floating-point tensor of a static shape.
-        name: see layers/kept.py.
+        name: by which a loop asks for it.
         annotate: (tensor, letters) -> annotates a tensor of x's shape, or with further dimensions in front of these,
             whose letters are given.
 

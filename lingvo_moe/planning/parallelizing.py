@@ -15,7 +15,6 @@ from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.console.flags import join_overrides
-from lingvo_moe.core.layers.kept import names_of
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.planner.errors import PlanError
@@ -396,7 +395,7 @@ def _as_written(params: Params, num_devices: int) -> Candidate | None:
         tuple((task.activation_split or {}).items()),
         tuple((task.weight_split or {}).items()),
     )
-    remat = names_of(task.remat)
+    remat = task.remat if isinstance(task.remat, str) else tuple(task.remat)
     micro_batches = params.train.num_micro_batches
     if task.pipeline.stages > 1:
         micro_batches = max(1, task.pipeline.micro_batches // layout.size(DATA))

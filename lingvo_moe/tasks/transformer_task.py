@@ -3,7 +3,7 @@
 Letters: B batch, T time, L layers, M model, H hidden, N heads, A heads of keys and values, K key, V vocabulary.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import tensorflow as tf
@@ -94,17 +94,17 @@ class TransformerTask(BaseTask):
     def PipelineSettings(cls, task: HyperParams) -> pipeline.Settings | None:
         return pipeline.Settings.Of(task.pipeline)
 
-    def CheckMarks(self, marks: Collection[str]) -> None:
-        """See BaseTask: layers mark what a list in task.remat names."""
-        remat = () if isinstance(self.p.remat, str) else self.p.remat
-        if lacking := [name for name in remat if name not in marks]:
-            name = lacking[0]
-            known = [each for each in kept.NAMES if each in marks]
-            raise ParamError(
-                "task.remat",
-                param_text.shown(remat),
-                f"no layer of this model has {name!r}{nearest(name, known)}; the model's names are {', '.join(known)}",
-            )
+    def CheckRemat(self) -> None:
+        """Raises ParamError if no layer keeps what task.remat names; to be called when all layers are made."""
+        known = self.DeclaredKeeps()
+        for name in kept.names_of(self.p.remat, known):
+            if name not in known:
+                raise ParamError(
+                    "task.remat",
+                    param_text.shown(self.p.remat),
+                    f"no layer of this model has {name!r}{nearest(name, known)}; the model's names are "
+                    + ", ".join(known),
+                )
 
     @classmethod
     def RoutesByTask(cls, params: HyperParams) -> bool:
@@ -166,7 +166,7 @@ class TransformerTask(BaseTask):
             num_blocks=num_blocks,
             block=block,
             repeat=self.p.repeat is not False,  # also where the choice is open
-            remat=kept.names_of(self.p.remat),
+            remat=self.p.remat,
             parts=self.p.pipeline.stages * self.p.pipeline.repeats,
             model_dim=self.p.model_dim,
             final_norm_tpl=self.p.norm.Copy(),
@@ -377,10 +377,9 @@ def _define_training(p: InstantiableParams) -> None:
         "remat",
         kept.FULL,
         "What the loop over blocks computes again in the backward pass. full: all but the input of each block. dots: "
-        "all but products with weights, which are kept. Or a list of the names of what is kept: see layers/kept.py.",
+        "all but products with weights, which are kept. Or a list of the names of what is kept: those that the "
+        "model's layers declare in KEEPS.",
         check=checks.NamesOr(
-            (kept.FULL, kept.DOTS),
-            tuple(kept.NAMES),
-            {"none": "task.repeat=False keeps every activation"},
+            (kept.FULL, kept.DOTS), (), {"none": "task.repeat=False keeps every activation"}
         ),
     )

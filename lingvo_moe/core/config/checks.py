@@ -260,7 +260,7 @@ class NamesOr(Check):
     """One of some words, or a list of names."""
 
     words: tuple[str, ...]  # the words; () for none
-    items: tuple[str, ...]  # the names that a list may have
+    items: tuple[str, ...]  # the names that a list may have; () for any
     # Words that are none of these, with what to say of them.
     refused: Mapping[str, str] = field(default_factory=dict)
     # Whether a list may also have patterns of variables' paths, in which * stands for any characters.
@@ -272,7 +272,8 @@ class NamesOr(Check):
         return isinstance(value, list | tuple) and not self._Unknown(value)
 
     def _Unknown(self, value: Iterable[Any]) -> list[Any]:
-        return [item for item in value if item not in self.items and not self._IsPattern(item)]
+        known = self.items or [item for item in value if isinstance(item, str)]
+        return [item for item in value if item not in known and not self._IsPattern(item)]
 
     def _IsPattern(self, value: Any) -> bool:
         return self.patterns and isinstance(value, str) and "*" in value
@@ -287,7 +288,7 @@ class NamesOr(Check):
         return bare.strip("'\"")
 
     def Hint(self, value: Any) -> str:
-        known = f"; the names are {', '.join(self.items)}"
+        known = f"; the names are {', '.join(self.items)}" if self.items else ""
         if self.patterns:
             known += ", or a pattern of variables' paths with a *"
         if isinstance(value, list | tuple):
@@ -299,7 +300,7 @@ class NamesOr(Check):
             return f"; {self.refused[value]}"
         if value in self.items or self._IsPattern(value):
             return f", e.g. {[value]}"
-        return nearest(value, self.words) + known
+        return nearest(value, self.words) + known or f", e.g. {[value]}"
 
     def __str__(self) -> str:
         return either((*self.words, f"a list of names{' and patterns' if self.patterns else ''}"))

@@ -57,8 +57,8 @@ class Kernels(Protocol):
 
     def project_heads(
         self,
-        query: tf.Tensor,
-        source: tf.Tensor,
+        query: tf.Tensor | None,
+        source: tf.Tensor | None,
         weights: NestedMap,
         scale: float,
         shard: Shard,
@@ -66,23 +66,14 @@ class Kernels(Protocol):
         """Queries, times `scale`, keys and values of each head, in the layout of the class's `MEMORY`.
 
         Args:
-            query: [B,T,M].
-            source: [B,S,M]; the same object as `query` in self-attention, which may then take one product.
+            query: [B,T,M]; or None, for None in place of the queries.
+            source: [B,S,M]; the same object as `query` in self-attention, which may then take one product; or None,
+                for None in place of keys and values.
             weights: q [M,N,K], k and v [M,A,K]; heads of keys and values serve N / A heads of queries each. Or packed,
                 as `MultiHeadAttention.PackWeights` gives them, those of queries times `scale`.
             scale: of the queries.
             shard: see the class.
         """
-
-    def project_queries(
-        self, query: tf.Tensor, weights: NestedMap, scale: float, shard: Shard
-    ) -> tf.Tensor:
-        """The queries of `project_heads` alone."""
-
-    def project_memory(
-        self, source: tf.Tensor, weights: NestedMap, shard: Shard
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The keys and values of `project_heads` alone."""
 
     def per_head(self, x_BTK: tf.Tensor) -> tf.Tensor:
         """A tensor of positions, the same for all heads, with a dimension for the heads, of size 1, where queries, keys

@@ -164,7 +164,11 @@ MEMORY, CACHE = "NBSK", "NBLX"
 
 
 def project_heads(
-    query: tf.Tensor, source: tf.Tensor, weights: NestedMap, scale: float, shard: Shard
+    query: tf.Tensor | None,
+    source: tf.Tensor | None,
+    weights: NestedMap,
+    scale: float,
+    shard: Shard,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """See `Kernels`.
 
@@ -172,35 +176,28 @@ def project_heads(
     of the three projections reads the input again. Here one product makes all of a kind, and one transposition brings
     them where the products over S and K need them.
     """
-    if query is source and "qkv" in weights:
-        q, k, v = weights.qkv.Project(query)
-        return q, k, v
-    if query is source and "k" in weights and weights.q.shape == weights.k.shape:
-        wq = _scaled(tf.cast(weights.q, query.dtype), scale)
-        q, k, v = _project(query, [wq, weights.k, weights.v])
-        return q, k, v
-    q = project_queries(query, weights, scale, shard)
-    return q, *project_memory(source, weights, shard)
-
-
-def project_queries(query: tf.Tensor, weights: NestedMap, scale: float, shard: Shard) -> tf.Tensor:
-    """See `Kernels`."""
-    packed = weights.get("qkv", weights.get("q"))
-    if isinstance(packed, Heads):
-        return packed.Project(query)[0]
-    return _project(query, [_scaled(tf.cast(weights.q, query.dtype), scale)])[0]
-
-
-def project_memory(
-    source: tf.Tensor, weights: NestedMap, shard: Shard
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """See `Kernels`."""
-    packed = weights.get("qkv", weights.get("kv"))
-    if isinstance(packed, Heads):
-        *_, k, v = packed.Project(source)
-    else:
-        k, v = _project(source, [weights.k, weights.v])
-    return k, v
+    q = k = v = None
+    if query is source and query is not None:
+        if "qkv" in weights:
+            q, k, v = weights.qkv.Project(query)
+            return q, k, v
+        if "k" in weights and weights.q.shape == weights.k.shape:
+            wq = _scaled(tf.cast(weights.q, query.dtype), scale)
+            q, k, v = _project(query, [wq, weights.k, weights.v])
+            return q, k, v
+    if query is not None:
+        packed = weights.get("qkv", weights.get("q"))
+        if isinstance(packed, Heads):
+            q = packed.Project(query)[0]
+        else:
+            q = _project(query, [_scaled(tf.cast(weights.q, query.dtype), scale)])[0]
+    if source is not None:
+        packed = weights.get("qkv", weights.get("kv"))
+        if isinstance(packed, Heads):
+            *_, k, v = packed.Project(source)
+        else:
+            k, v = _project(source, [weights.k, weights.v])
+    return q, k, v
 
 
 def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:

@@ -139,27 +139,23 @@ class CacheShape:
 
 
 def project_heads(
-    query: tf.Tensor, source: tf.Tensor, weights: NestedMap, scale: float, shard: Shard
+    query: tf.Tensor | None,
+    source: tf.Tensor | None,
+    weights: NestedMap,
+    scale: float,
+    shard: Shard,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """See `Kernels`; [B,T,N,K] and twice [B,S,A,K]."""
-    q = project_queries(query, weights, scale, shard)
-    return q, *project_memory(source, weights, shard)
-
-
-def project_queries(query: tf.Tensor, weights: NestedMap, scale: float, shard: Shard) -> tf.Tensor:
-    """See `Kernels`."""
-    q = tf.einsum("BTM,MNK->BTNK", query, tf.cast(weights.q, query.dtype))
-    return shard(q * tf.constant(scale, q.dtype), "BTNK")
-
-
-def project_memory(
-    source: tf.Tensor, weights: NestedMap, shard: Shard
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """See `Kernels`. Heads of keys and values have the letter A where there are fewer than heads of queries."""
-    k = tf.einsum("BSM,MNK->BSNK", source, tf.cast(weights.k, source.dtype))
-    v = tf.einsum("BSM,MNK->BSNK", source, tf.cast(weights.v, source.dtype))
-    letters = "BSNK" if weights.k.shape[1] == weights.q.shape[1] else "BSAK"
-    return shard(k, letters), shard(v, letters)
+    """See `Kernels`; [B,T,N,K] and twice [B,S,A,K]. Heads of keys and values have the letter A where they are fewer."""
+    q = k = v = None
+    if query is not None:
+        q = tf.einsum("BTM,MNK->BTNK", query, tf.cast(weights.q, query.dtype))
+        q = shard(q * tf.constant(scale, q.dtype), "BTNK")
+    if source is not None:
+        k = tf.einsum("BSM,MNK->BSNK", source, tf.cast(weights.k, source.dtype))
+        v = tf.einsum("BSM,MNK->BSNK", source, tf.cast(weights.v, source.dtype))
+        letters = "BSNK" if weights.k.shape[1] == weights.q.shape[1] else "BSAK"
+        k, v = shard(k, letters), shard(v, letters)
+    return q, k, v
 
 
 def per_head(x_BTK: tf.Tensor) -> tf.Tensor:

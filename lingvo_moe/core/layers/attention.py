@@ -13,7 +13,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import blockwise, tpu
@@ -22,7 +22,7 @@ from lingvo_moe.core.kernels.pallas import attention as fused
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.tensors import dim
+from lingvo_moe.core.tensors import Kept, dim
 
 AUTO = "auto"
 
@@ -39,8 +39,14 @@ class MultiHeadAttention(BaseLayer):
     """
 
     PART: ClassVar[str] = "attention"
+    KEEPS: ClassVar = {
+        **dict.fromkeys(("query", "key", "value"), Kept.PRODUCT),
+        "attention": Kept.PRODUCT | Kept.OUTPUT,
+    }
     # Whether self-attention needs the positions of tokens even where its `position` is None.
     NEEDS_POSITIONS: ClassVar[bool] = False
+    # The parameters that, where they are set, make it go by the positions of tokens.
+    BY_POSITIONS: ClassVar[tuple[str, ...]] = ("position",)
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -159,9 +165,16 @@ class MultiHeadAttention(BaseLayer):
         return None
 
     def _Heads(
-        self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, positions: tf.Tensor | None
+        self,
+        theta: NestedMap,
+        query: tf.Tensor | None,
+        source: tf.Tensor | None,
+        positions: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Queries, scaled, keys and values, with their positions, in the layout of the kernels in use."""
+        """Queries, scaled, keys and values, with their positions, in the layout of the kernels in use.
+
+        Without a query, or without a source, None stands in the place of what would be made of it.
+        """
         q, k, v = kernels.current().project_heads(query, source, theta, self._scale, self.Shard)
         return self._Positioned(q, positions), self._Positioned(k, positions), v
 
@@ -178,7 +191,7 @@ class MultiHeadAttention(BaseLayer):
     @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """Keys and values of memory [B, S, M]: NestedMap(k, v), each of MemoryLetters."""
-        k, v = kernels.current().project_memory(memory, theta, self.Shard)
+        _, k, v = self._Heads(theta, None, memory, None)
         return NestedMap(k=k, v=v)
 
     def MemoryLetters(self) -> NestedMap:
@@ -190,9 +203,20 @@ class MultiHeadAttention(BaseLayer):
         self, theta: NestedMap, query: tf.Tensor, memory: NestedMap, mask: tf.Tensor
     ) -> tf.Tensor:
         """Inference on precomputed memory: query [B, J, M], mask [B, J or 1, S] to [B, J, M]."""
-        ops = kernels.current()
-        q = ops.project_queries(query, theta, self._scale, self.Shard)
-        return ops.project_back(ops.attend(q, memory.k, memory.v, mask, None), theta.o)
+        q, _, _ = self._Heads(theta, query, None, None)
+        sinks = theta.get("sinks")
+        context = kernels.current().attend(q, memory.k, memory.v, mask, None, sinks)
+        return self._Back(theta, context)
+
+    def CheckMemory(self) -> None:
+        """Raises ParamError if it goes by positions: a memory's tokens and the queries count theirs apart."""
+        for name in self.BY_POSITIONS:
+            if value := getattr(self.p, name):
+                raise ParamError(
+                    f"{self.path}.{name}",
+                    str(getattr(value, "cls", value)),
+                    "must not be set in cross-attention, whose queries and keys have no common positions",
+                )
 
     @scoped
     def InitCache(self, batch: int | tf.Tensor, length: int, num_hyps: int = 1) -> NestedMap:
@@ -249,7 +273,7 @@ class MultiHeadAttention(BaseLayer):
         return self._Back(theta, context), NestedMap(k=k, v=v)
 
     def _Positioned(self, heads: tf.Tensor, positions: tf.Tensor | None) -> tf.Tensor:
-        if self.p.position is None:
+        if self.p.position is None or heads is None:
             return heads
         if positions is None:
             raise ValueError(

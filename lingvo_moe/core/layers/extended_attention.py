@@ -28,6 +28,7 @@ class ExtendedAttention(MultiHeadAttention):
     """
 
     NEEDS_POSITIONS: ClassVar[bool] = True
+    BY_POSITIONS: ClassVar = ("position", "window", "chunk", "temperature_length")
     PackWeights = BaseLayer.PackWeights
 
     @classmethod
@@ -101,28 +102,36 @@ class ExtendedAttention(MultiHeadAttention):
         return sizes
 
     def _Heads(
-        self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, positions: tf.Tensor | None
+        self,
+        theta: NestedMap,
+        query: tf.Tensor | None,
+        source: tf.Tensor | None,
+        positions: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """See MultiHeadAttention."""
-        ops, p = kernels.current(), self.p
-        letters = {"q": "BTNK", "k": f"BS{self._kv}K", "v": f"BS{self._kv}K"}
-        inputs = {"q": query, "k": source, "v": source}
-        found = {}
-        for name, x in inputs.items():
-            y = tf.einsum("BTM,MNK->BTNK", x, self.Cast(theta[name]))
-            if p.biases:
-                y += self.Cast(theta[f"{name}_bias"])
-            y = self.Shard(y, letters[name])
-            if f"{name}_norm" in theta:
-                y = self._Normalized(y, theta[f"{name}_norm"])
-            found[name] = ops.in_layout(y)
-        q, k = (self._Positioned(found[name], positions) for name in "qk")
-        if p.qk_norm == "unit":
-            q, k = (self._Normalized(x, tf.ones([x.shape[-1]])) for x in (q, k))
-        q *= tf.constant(self._scale, q.dtype)
-        if p.temperature_length:
-            q *= self._Temperature(self._Known(positions), q.dtype)
-        return q, k, found["v"]
+        kv = f"BS{self._kv}K"
+        q, k, v = (
+            None if x is None else self._Projected(theta, name, x, letters)
+            for name, x, letters in (("q", query, "BTNK"), ("k", source, kv), ("v", source, kv))
+        )
+        q, k = self._Positioned(q, positions), self._Positioned(k, positions)
+        if self.p.qk_norm == "unit":
+            q, k = (x if x is None else self._Normalized(x, tf.ones([x.shape[-1]])) for x in (q, k))
+        if q is not None:
+            q *= tf.constant(self._scale, q.dtype)
+            if self.p.temperature_length:
+                q *= self._Temperature(self._Known(positions), q.dtype)
+        return q, k, v
+
+    def _Projected(self, theta: NestedMap, name: str, x: tf.Tensor, letters: str) -> tf.Tensor:
+        """The queries, keys or values of x, in the layout of the kernels in use."""
+        y = tf.einsum("BTM,MNK->BTNK", x, self.Cast(theta[name]))
+        if self.p.biases:
+            y += self.Cast(theta[f"{name}_bias"])
+        y = self.Shard(y, letters)
+        if f"{name}_norm" in theta:
+            y = self._Normalized(y, theta[f"{name}_norm"])
+        return kernels.current().in_layout(y)
 
     def _Normalized(self, heads: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         """RMS normalization over the dimensions of the scale, which are the last ones."""

@@ -20,6 +20,7 @@ from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import Activation
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import Kept
 
 
 def _clamped_swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
@@ -49,6 +50,7 @@ class FeedForward(BaseLayer):
     """
 
     PART: ClassVar[str] = "dense_ffn"
+    KEEPS: ClassVar = {"hidden": Kept.PRODUCT, "feed_forward": Kept.PRODUCT | Kept.OUTPUT}
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -103,26 +103,27 @@ class LatentAttention(MultiHeadAttention):
         return normalized(x, scale, None, self.p.norm_epsilon, self.fprop_dtype)
 
     def _Heads(
-        self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, positions: tf.Tensor | None
+        self,
+        theta: NestedMap,
+        query: tf.Tensor | None,
+        source: tf.Tensor | None,
+        positions: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """See MultiHeadAttention; here values may have another size than queries and keys."""
         layout = kernels.current().in_layout
-        plain, turned = self._Queries(theta, query, positions)
-        q = tf.concat([layout(plain), turned], -1)
-        latent, of_all = self._Latent(theta, source, positions)
-        k, v = (
-            layout(self.Shard(tf.einsum("BSR,RNK->BSNK", latent, self.Cast(theta[name])), "BSNK"))
-            for name in "kv"
-        )
-        of_each = tf.broadcast_to(of_all, [*shape_of(k)[:-1], self.p.turned_dim])
-        return q, tf.concat([k, of_each], -1), v
-
-    @scoped
-    def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
-        """Refuses: latent attention is self-attention, and has no memory."""
-        raise NotImplementedError(
-            f"{self.path}: latent attention has no memory; it is self-attention"
-        )
+        q = k = v = None
+        if query is not None:
+            plain, turned = self._Queries(theta, query, positions)
+            q = tf.concat([layout(plain), turned], -1)
+        if source is not None:
+            latent, of_all = self._Latent(theta, source, positions)
+            k, v = (
+                layout(self.Shard(tf.einsum("BSR,RNK->BSNK", latent, self.Cast(w)), "BSNK"))
+                for w in (theta.k, theta.v)
+            )
+            of_each = tf.broadcast_to(of_all, [*shape_of(k)[:-1], self.p.turned_dim])
+            k = tf.concat([k, of_each], -1)
+        return q, k, v
 
     @scoped
     def InitCache(self, batch: int | tf.Tensor, length: int, num_hyps: int = 1) -> NestedMap:

@@ -15,7 +15,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.kernels.weights import Packing
-from lingvo_moe.core.layers.kept import NAMES
+from lingvo_moe.core.layers.kept import DOTS, FULL, names_of
 from lingvo_moe.core.layers.scan import Given, Loop, fetched
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import DimsMapping, Mesh, current_mesh, dims_mapping
@@ -58,10 +58,10 @@ class Repeat(BaseLayer):
         p.Define("unroll", False, "Write the repetitions out instead of looping; for debugging.")
         p.Define(
             "remat",
-            (),
-            "The names of activations that are kept for the backward pass, and not computed again (layers/kept.py). "
+            FULL,
+            "The activations that are kept for the backward pass, and not computed again (layers/kept.py). "
             "Without a seed, in inference, none are.",
-            check=checks.NamesOr((), tuple(NAMES)),
+            check=checks.NamesOr((FULL, DOTS), ()),
         )
         p.Define("carry_letters", "BTM", "The einsum letters of the carry.")
         p.Define(
@@ -75,18 +75,21 @@ class Repeat(BaseLayer):
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        if self.p.unroll and self.p.remat:
-            raise ValueError(
-                f"{self.path}: remat={list(self.p.remat)} has no effect with unroll=True, which keeps every activation"
-            )
         self.CreateChild("body", self.p.body)
+        self._kept = names_of(self.p.remat, self.body.DeclaredKeeps())
+        if self.p.unroll and self._kept:
+            raise ValueError(
+                f"{self.path}: remat={list(self._kept)} has no effect with unroll=True, which keeps every activation"
+            )
 
     def VariableSpecs(self) -> NestedMap:
         """The body's specs, each with a leading dimension L, in the memory that `offload` says."""
         (axis,) = dims_mapping("L", self.p.weight_split)
+        parts = self.DeclaredParts()
 
         def stacked(spec: VariableSpec) -> VariableSpec:
-            there = spec.trainable and not self.p.unroll and of_weight(self.p.offload, spec.path)
+            hosted = of_weight(self.p.offload, spec.path, parts)
+            there = spec.trainable and not self.p.unroll and hosted
             spec = spec.Stacked(self.p.num_repeats, axis, parts=self.p.parts)
             return replace(spec, memory=HOST) if there else spec
 
@@ -130,7 +133,7 @@ class Repeat(BaseLayer):
         loop = Loop(
             self._Numbered,
             self._ShardCarry,
-            tuple(self.p.remat),
+            self._kept,
             self._OnHost(),
             of_activations(self.p.offload),
         )

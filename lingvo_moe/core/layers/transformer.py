@@ -62,6 +62,7 @@ class TransformerLayer(BaseLayer):
         if p.cross_atten_tpl is not None:
             self.CreateChild("cross_norm", _with_dim(p, p.norm_tpl))
             self.CreateChild("cross_atten", _with_dim(p, p.cross_atten_tpl))
+            self.cross_atten.CheckMemory()
         self.CreateChild("ffn_norm", _with_dim(p, p.norm_tpl))
         self.CreateChild("ffn", _with_dim(p, p.ffn_tpl))
 
@@ -254,9 +255,9 @@ class TransformerStack(BaseLayer):
         p.Define("repeat", True, "Scan over the blocks, recomputing in backward; else unroll.")
         p.Define(
             "remat",
-            (),
-            "The names of activations that are kept and not recomputed (layers/kept.py).",
-            check=checks.NamesOr((), tuple(kept.NAMES)),
+            kept.FULL,
+            "The activations that are kept and not recomputed (layers/kept.py).",
+            check=checks.NamesOr((kept.FULL, kept.DOTS), ()),
         )
         p.Define("final_norm_tpl", LayerNorm.Params(), "Params of the last normalization.")
         p.Define(

@@ -12,7 +12,7 @@ from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.moe.experts import Rows
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
-from lingvo_moe.core.tensors import shape_of
+from lingvo_moe.core.tensors import Kept, shape_of
 
 
 class Dispatcher(BaseLayer):
@@ -24,6 +24,7 @@ class Dispatcher(BaseLayer):
     """
 
     PART: ClassVar[str] = "dispatch_combine"
+    KEEPS: ClassVar = {"dispatched": Kept.MOVED, "returned": Kept.PRODUCT | Kept.MOVED}
     # Whether experts have C slots a group. Where they have none, the router is given no capacity, in training too, and
     # drops nothing.
     LIMITED: ClassVar[bool] = True

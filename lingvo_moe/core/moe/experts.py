@@ -22,7 +22,7 @@ from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS, FeedForward
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
-from lingvo_moe.core.tensors import keeps, runtime_zeros, shape_of
+from lingvo_moe.core.tensors import Kept, keeps, runtime_zeros, shape_of
 
 _MISSING = FEWEST_ROWS - 1  # the most padding rows that a packed expert can need
 _MOST_PACKED = 256  # a product for each of more would be a large graph
@@ -107,6 +107,7 @@ class Experts(BaseExperts):
     gated functions, an empty slot stays zero."""
 
     TAKES_ROWS: ClassVar[bool] = True
+    KEEPS: ClassVar = {"experts_hidden": Kept.PRODUCT}
 
     @classmethod
     def Params(cls) -> InstantiableParams:

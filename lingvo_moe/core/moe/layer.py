@@ -21,6 +21,7 @@ from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
 from lingvo_moe.core.moe.slots import expert_capacity
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import replicate
+from lingvo_moe.core.tensors import Kept
 
 # Names of routers and dispatchers; a class is imported when it is asked for.
 _ROUTERS = "lingvo_moe.core.moe.routers"
@@ -67,6 +68,7 @@ class MoELayer(BaseLayer):
     """
 
     PART: ClassVar[str] = "dispatch_combine"
+    KEEPS: ClassVar = {"combined": Kept.OTHER}
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -4,7 +4,7 @@ Only loops over stacks of layers (layers/repeat.py) have such weights, and only 
 by layer, so that a device holds one or two layers of them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec
@@ -12,7 +12,6 @@ from lingvo_moe.core.config.checks import NO_OFFLOAD, OFFLOADS, did_you_mean
 from lingvo_moe.core.sharding.letters import HOST
 
 SLOTS, MASTER, EXPERTS, ACTIVATIONS = OFFLOADS
-_EXPERTS = "*.experts.*"
 Offload = str | Sequence[str]
 
 
@@ -26,9 +25,14 @@ def items_of(offload: Offload) -> tuple[str, ...]:
     return tuple(item for item in items if item != NO_OFFLOAD)
 
 
-def of_weight(offload: Offload, path: str) -> bool:
-    """Whether a stack of layers' weights, with their gradients and slots, are the hosts'; `path` is the variable's."""
-    return any(fnmatchcase(path, pattern) for pattern in _patterns(offload))
+def of_weight(offload: Offload, path: str, parts: Mapping[str, tuple[str, str]]) -> bool:
+    """Whether a stack of layers' weights, with their gradients and slots, are the hosts'.
+
+    `path` is the variable's, `parts` what the layers declare (`DeclaredParts`).
+    """
+    items, part = items_of(offload), parts.get(path.rpartition(".")[0], ("", ""))[0]
+    matched = any("*" in item and fnmatchcase(path, item) for item in items)
+    return matched or (part == EXPERTS and EXPERTS in items)
 
 
 def of_slot(offload: Offload, weight: VariableSpec, is_master: bool) -> bool:
@@ -40,11 +44,6 @@ def of_slot(offload: Offload, weight: VariableSpec, is_master: bool) -> bool:
 def of_activations(offload: Offload) -> bool:
     """Whether what a loop over layers keeps for its backward pass is the hosts'."""
     return ACTIVATIONS in items_of(offload)
-
-
-def _patterns(offload: Offload) -> list[str]:
-    found = [_EXPERTS if item == EXPERTS else item for item in items_of(offload)]
-    return [item for item in found if "*" in item]
 
 
 def check_offload(
@@ -73,12 +72,12 @@ def check_offload(
                 f"{SLOTS} or {MASTER}, or set task.pipeline.stages=1"
             )
         if item == ACTIVATIONS:
-            why = "" if any(_loops(task)) else "no layers are repeated in a loop (task.repeat=True)"
+            why = "" if any(loops(task)) else "no layers are repeated in a loop (task.repeat=True)"
         elif item in (SLOTS, MASTER):
             found = [s for s in there if item == SLOTS or s.path.endswith(f".{MASTER}")]
             why = "" if found else "no stack of layers has such slots"
         else:
-            why = _why_no_weights(item, theta)
+            why = _why_no_weights(item, theta, task.DeclaredParts())
             if not why and averaged:
                 raise OffloadError(
                     f"train.offload={item}: the moving average reads these weights on the devices; set "
@@ -90,9 +89,11 @@ def check_offload(
             )
 
 
-def _why_no_weights(item: str, theta: Sequence[VariableSpec]) -> str:
+def _why_no_weights(
+    item: str, theta: Sequence[VariableSpec], parts: Mapping[str, tuple[str, str]]
+) -> str:
     """Says why a pattern moves no weights; '' if it does."""
-    matched = [spec for spec in theta if of_weight(item, spec.path)]
+    matched = [spec for spec in theta if of_weight(item, spec.path, parts)]
     if any(spec.memory == HOST for spec in matched):
         return ""
     if matched:
@@ -103,9 +104,9 @@ def _why_no_weights(item: str, theta: Sequence[VariableSpec]) -> str:
     return f"no variable matches{near}, as --mode=inspect_model lists them"
 
 
-def _loops(layer: BaseLayer) -> Iterator[BaseLayer]:
+def loops(layer: BaseLayer) -> Iterator[BaseLayer]:
     """The loops over stacks of layers in a model."""
     if layer.ScansLayers():
         yield layer
     for child in layer.children.Flatten():
-        yield from _loops(child)
+        yield from loops(child)

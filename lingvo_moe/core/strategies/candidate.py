@@ -5,18 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.config.checks import STATE_LEVELS
-from lingvo_moe.core.layers import kept
+from lingvo_moe.core.layers.kept import DOTS, FULL
 from lingvo_moe.core.pipeline.schedule import DATA
 from lingvo_moe.core.state.offload import ACTIVATIONS, EXPERTS, SLOTS
 from lingvo_moe.core.strategies.mesh_layout import MeshLayout, letter_sizes
-from lingvo_moe.core.strategies.workload import DISPATCHED, RETURNED, Workload
+from lingvo_moe.core.strategies.workload import Workload
+from lingvo_moe.core.tensors import Kept
 
-# What a loop over blocks keeps, from the least memory to the most: names of layers/kept.py. Outputs of layers save more
-# time for their bytes than what is inside of layers.
-FULL: tuple[str, ...] = ()
-MOVED = (DISPATCHED, RETURNED)
-OUTPUTS = ("attention", "feed_forward")
-DOTS = kept.PRODUCTS
 # Micro-batches for each stage of a pipeline.
 _PER_STAGE = (1, 2, 4)
 # What may be in the memory of the hosts: see core/state/offload.py.
@@ -36,7 +31,7 @@ class Candidate:
 
     layout: MeshLayout  # mesh and letters
     shard_state: str = "none"  # of checks.STATE_LEVELS
-    remat: tuple[str, ...] = FULL  # the names of what a loop over blocks keeps
+    remat: str | tuple[str, ...] = FULL  # what a loop over blocks keeps: see layers/kept.py
     fprop_dtype: str = ""  # of activations; '' for the experiment's own
     # Of a pipeline, those that pass through each device of axis `data`; else those of a step.
     micro_batches: int = 1
@@ -86,10 +81,8 @@ class Candidate:
         return "; ".join([str(self.layout.mesh), letters, *filter(None, more)])
 
 
-def _kept_text(names: tuple[str, ...]) -> str:
-    """A value of task.remat."""
-    words = {FULL: kept.FULL, DOTS: kept.DOTS}
-    return words.get(names, str(list(names)))
+def _kept_text(remat: str | tuple[str, ...]) -> str:
+    return remat if isinstance(remat, str) else str(list(remat))
 
 
 def candidates(
@@ -116,12 +109,17 @@ def candidates(
                     yield Candidate(layout, level, remat, dtype, micro_batches, offload, repeats)
 
 
-def _remats(work: Workload) -> list[tuple[str, ...]]:
-    """The lists of activations that a loop over blocks may keep; they have only names that the model has."""
-    lists: list[tuple[str, ...]] = [OUTPUTS]
-    if RETURNED in work.names:
-        lists += [MOVED, (*OUTPUTS, *MOVED), (*DOTS, DISPATCHED)]
-    return [FULL, DOTS, *(tuple(n for n in each if n in work.names) for each in lists)]
+def _remats(work: Workload) -> list[str | tuple[str, ...]]:
+    """Values of task.remat. Outputs of layers save more time for their bytes than what is inside of layers."""
+
+    def having(kind: Kept) -> tuple[str, ...]:
+        return tuple(name for name, each in work.names.items() if each & kind)
+
+    outputs, moved = having(Kept.OUTPUT), having(Kept.MOVED)
+    lists = [outputs]
+    if moved:
+        lists += [moved, (*outputs, *moved), having(Kept.PRODUCT | Kept.MOVED)]
+    return [FULL, DOTS, *filter(None, lists)]
 
 
 def _repeats(layout: MeshLayout, work: Workload) -> tuple[int, ...]:

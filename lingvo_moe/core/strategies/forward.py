@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lingvo_moe.core.layers.kept import names_of
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding import dims_mapping
 from lingvo_moe.core.sharding.letters import axes_of
@@ -19,6 +20,7 @@ from lingvo_moe.core.strategies.workload import (
     Product,
     Workload,
 )
+from lingvo_moe.core.tensors import Kept
 
 
 @dataclass
@@ -47,12 +49,13 @@ class Forward:
     boundaries: float = 0.0  # bytes of the inputs of all blocks
     results: float = 0.0  # bytes of what all blocks' products with weights give
     block: float = 0.0  # bytes of the activations of one block
-    # What is saved by keeping a name of layers/kept.py.
+    names: Mapping[str, Kept] = field(default_factory=dict)  # see Workload
+    # What is saved by keeping one of them.
     saved: dict[str, Saved] = field(default_factory=lambda: defaultdict(Saved))
 
-    def SavedBy(self, names: Sequence[str]) -> list[Saved]:
-        """The work that is saved by keeping these names."""
-        return [self.saved[name] for name in names if name in self.saved]
+    def SavedBy(self, remat: str | Sequence[str]) -> list[Saved]:
+        """The work that is saved by what a value of task.remat keeps."""
+        return [self.saved[name] for name in names_of(remat, self.names) if name in self.saved]
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) 
     for product, count in work.products.items():
         reader.Add(product, count)
     found = reader.found
+    found.names = work.names
     for elements in work.boundaries.values():
         found.boundaries += elements * itemsize / layout.rows
     stacks, blocks = max(len(work.blocks), 1), sum(work.blocks.values())

@@ -18,13 +18,12 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.hlo.parts import Layers
-from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.operators.products import einsum_letters, product_flops
 from lingvo_moe.core.sharding.mesh import single_device
 from lingvo_moe.core.task.base_task import Forms
 from lingvo_moe.core.task.step import Step
-from lingvo_moe.core.tensors import VIEWS, Collected, collecting, origin
+from lingvo_moe.core.tensors import VIEWS, Collected, Kept, collecting, origin
 
 # Operations through which a weight, or an activation, is followed to where it comes from.
 _SAME = VIEWS | {"Cast", "StridedSlice", "Transpose", "Unpack"}
@@ -56,7 +55,7 @@ class Product:
     # How many products with weights read the same activation, of which there is one gradient.
     readers: int = 1
     lookup: bool = False  # whether rows are looked up: no arithmetic
-    # The name under which a loop can keep the result, as the layer marks it (layers/kept.py); '' if none can.
+    # The name under which a loop can keep the result, as the layer declares it (`BaseLayer.KEEPS`); '' if none can.
     name: str = ""
 
     @property
@@ -78,7 +77,7 @@ class Workload:
     products: Mapping[Product, int]
     blocks: Mapping[str, int]  # how many blocks each stack has, by path
     boundaries: Mapping[str, int]  # elements of the input of one block of each stack, by path
-    names: frozenset[str]  # those of layers/kept.py of what this model's loops over blocks can keep
+    names: Mapping[str, Kept]  # of what this model's loops over blocks can keep
 
 
 def read_workload(params: Params) -> Workload:
@@ -94,14 +93,15 @@ def read_workload(params: Params) -> Workload:
     def loss(theta: NestedMap, batch: NestedMap, step: tf.Tensor) -> tf.Tensor:
         return task.FProp(theta, batch, seed=randomness.make_seed(task.p.seed, step))[0]
 
-    with collecting(NAMES) as marked:
+    declared = task.DeclaredKeeps()
+    with collecting(declared) as marked:
         step = Step("loss", loss, (state.theta, batch, state.step))
         graph = trace(step, single_device()).graph
     layers = Layers(task.DeclaredParts())
-    names = _marked_products(marked, graph)
+    marks = _marked_products(marked, graph)
     specs = dict(zip((x.ref() for x in graph.inputs), state.theta.Flatten(), strict=False))
     found = [
-        (replace(product, name=names.get(op.name, "")), read)
+        (replace(product, name=marks.get(op.name, "")), read)
         for op in graph.get_operations()
         for product, read in _product(op, layers, specs, forms.num_blocks)
     ]
@@ -119,7 +119,8 @@ def read_workload(params: Params) -> Workload:
     if not products:
         raise WorkloadError(f"{task.path}: its forward pass has no einsum whose letters are known")
     boundaries = _boundaries(products, forms.num_blocks)
-    return Workload(products, forms.num_blocks, boundaries, frozenset(marked.names))
+    names = {name: kind for name, kind in declared.items() if name in marked.names}
+    return Workload(products, forms.num_blocks, boundaries, names)
 
 
 class WorkloadError(ValueError):

@@ -255,12 +255,6 @@ class BaseTask(BaseLayer):
         (core/pipeline/params.py); None if there is one stage."""
         return None
 
-    def CheckMarks(self, marks: Collection[str]) -> None:
-        """Called when a step was traced, with the names of the activations that its loops can keep (core/tensors.py).
-
-        Raises ParamError: the task's parameters name others.
-        """
-
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
         """The metrics of a batch from the sums of its micro-batches' terms: metrics that are no such sums."""
         return sums

@@ -112,6 +112,7 @@ class LmModel(TransformerTask):
             head = MultiTokenHead.Params().Set(model_dim=p.model_dim, norm_tpl=p.norm.Copy())
             self.CreateChild("multi_token", head.Set(layer=layer))
         self.CreateChild("softmax", self.SoftmaxParams(p.vocab_size, tied=p.tied_softmax))
+        self.CheckRemat()
 
     def _Stack(self) -> InstantiableParams:
         p = self.p

@@ -64,6 +64,7 @@ class MtModel(MtTask):
         self.CreateChild("encoder", self._stack(p.num_encoder_layers, decoder=False))
         self.CreateChild("decoder", self._stack(p.num_decoder_layers, decoder=True))
         self.CreateChild("softmax", self.SoftmaxParams(p.target_vocab_size))
+        self.CheckRemat()
 
     def _stack(self, num_layers: int, decoder: bool) -> InstantiableParams:
         """Layers in blocks: one dense layer, or a dense one and an MoE."""

@@ -74,7 +74,7 @@ def _search(ops, x, memory, *weights):
     shape = kernels.CacheShape(2, 2, 2, w.k.shape[1], 3, tf.float32)
     caches = [ops.empty_cache(shape) for _ in "kv"]
     assert len(ops.CACHE) == caches[0].shape.rank
-    kv = ops.project_memory(memory, w, _as_is)
+    _, *kv = ops.project_heads(None, memory, w, 0.5, _as_is)
     masks = np.array([[[1, 0, 0, 0], [0, 1, 0, 0]], [[1, 0, 1, 0], [1, 0, 0, 1]]])
     results = []
     for t in range(2):
@@ -83,7 +83,7 @@ def _search(ops, x, memory, *weights):
         caches = [ops.write_cache(c, n, tf.constant(t)) for c, n in zip(caches, new)]
         mask = tf.constant(np.stack([masks[t]] * 2))
         results.append(ops.project_back(ops.attend_cache(q, *caches, mask), w.o))
-        q = ops.project_queries(step, w, 0.5, _as_is)
+        q, *_ = ops.project_heads(step, None, w, 0.5, _as_is)
         results.append(ops.project_back(ops.attend(q, *kv, tf.ones([2, 1, 4]), None), w.o))
     # Steps are not differentiated.
     zero = 0.0 * tf.add_n([tf.reduce_sum(each) for each in (x, memory, *weights)])
@@ -219,7 +219,7 @@ for _activation in ("gelu", "swiglu"):
         )
 # Attention's functions are compared together, since the layout between them is each set's own.
 STEPS = {"project_heads", "per_head", "in_layout", "out_of_layout", "attend", "project_back"}
-SEARCH = {"project_queries", "project_memory", "empty_cache", "write_cache", "attend_cache"}
+SEARCH = {"empty_cache", "write_cache", "attend_cache"}
 for _heads in (2, 1):
     for _cross in (False, True):
         _fn = functools.partial(_attention, cross=_cross, dropped=_cross)

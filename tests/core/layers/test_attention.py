@@ -6,9 +6,16 @@ import tensorflow as tf
 from equivalence import compare, with_gradients
 from layer_testing import SPLITS, init, normal, single, wave
 
+from lingvo_moe.core import kernels
+from lingvo_moe.core.config.checks import ParamError
+from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
+from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.positions import Rotary
+from lingvo_moe.core.layers.transformer import TransformerLayer
 from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.tasks.lm.model import ATTENTIONS
 
 
 def _layer(**kwargs):
@@ -69,6 +76,48 @@ def test_flat_beam_equals_separate_sequences():
             past = tf.stack(pasts[h], axis=1)
             alone = single(layer.FProp, theta, past, past, tf.ones([2, 1, t + 1], tf.bool))
             np.testing.assert_allclose(y[:, h], alone[:, -1], atol=1e-5)
+
+
+# Every parameter of a registered attention that changes attention to a memory.
+OF_MEMORY = {
+    "multi_head": {"num_kv_heads": 1},
+    "extended": {"biases": True, "sinks": True, "qk_norm": "projection"},
+    "extended by head": {"num_kv_heads": 1, "qk_norm": "unit", "use_positions": False},
+    "latent": {"rank": 6, "query_rank": 5, "turned_dim": 4, "value_dim": 5},
+}
+# Those by which values depend on the positions of tokens.
+BY_POSITION = {
+    "multi_head": {"position": Rotary.Params()},
+    "extended": {"window": 3, "chunk": 4, "temperature_length": 8},
+    "latent": {"position": Rotary.Params()},
+}
+
+
+@pytest.mark.parametrize("ops", [xla, tensorflow_kernels], ids=["xla", "tensorflow"])
+@pytest.mark.parametrize("name", OF_MEMORY)
+def test_attention_to_a_memory_equals_the_forward_pass(name, ops):
+    p = ATTENTIONS[name.split()[0]].Params().Set(name="atten", model_dim=8, num_heads=2)
+    layer = p.Set(**OF_MEMORY[name]).Instantiate()
+    # Biases and sinks begin at zero.
+    theta = init(layer).Transform(lambda w: w + 0.5 * normal(w.shape.rank, *w.shape))
+    x, memory = normal(0, 2, 3, 8), normal(1, 2, 5, 8)
+    mask = tf.constant([[[1, 1, 1, 0, 0]], [[1, 1, 1, 1, 1]]])
+    with kernels.using(ops):
+        want = single(layer.FProp, theta, x, memory, mask)
+        kv = single(layer.PrecomputeMemory, theta, memory)
+        got = single(layer.AttendMemory, theta, x, kv, mask)
+    assert kv.Transform(lambda x: x.shape.rank) == layer.MemoryLetters().Transform(len)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_cross_attention_is_refused_what_goes_by_positions():
+    assert BY_POSITION.keys() == set(ATTENTIONS) == {name.split()[0] for name in OF_MEMORY}
+    for name, params in BY_POSITION.items():
+        for param, value in params.items():
+            cross = ATTENTIONS[name].Params().Set(num_heads=2, **{param: value})
+            p = TransformerLayer.Params().Set(name="layer", model_dim=8, cross_atten_tpl=cross)
+            with pytest.raises(ParamError, match=f"layer.cross_atten.{param}=.*must not be set"):
+                p.Instantiate()
 
 
 def test_errors():

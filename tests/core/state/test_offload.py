@@ -176,8 +176,9 @@ def test_where_the_hosts_memory_cannot_be_used_it_is_refused():
 
 
 def test_names_and_patterns():
-    assert of_weight("experts", "m4.encoder.blocks.body.layers_1.ffn.experts.wi")
-    assert not of_weight(["experts", "slots"], "m4.encoder.blocks.body.layers_0.ffn.wi")
+    parts = {"m4.encoder.blocks.body.ffn.own": ("experts", "encoder"), "m4.experts": ("", "")}
+    assert of_weight("experts", "m4.encoder.blocks.body.ffn.own.wi", parts)
+    assert not of_weight(["experts", "slots"], "m4.experts.wi", parts)
     assert OFFLOAD.Read("['slots', '*.wi']") == ["slots", "*.wi"]
     assert not OFFLOAD(["slots", "*.wi"]) and not OFFLOAD("activations")
     assert "did you mean 'slots'" in OFFLOAD("slot")

@@ -4,7 +4,7 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, OUTPUTS, Candidate
+from lingvo_moe.core.strategies.candidate import DOTS, FULL, Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
 from lingvo_moe.core.strategies.mesh_layout import MeshLayout
 from lingvo_moe.core.strategies.ranking import Ranking, Tried
@@ -12,6 +12,7 @@ from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrid
 
 _MODEL = "mt.M4Tiny"
 _LAYOUT = MeshLayout(Mesh(("data",), (8,)), (("B", "data"),), ())
+OUTPUTS, MOVED = ("attention", "feed_forward"), ("dispatched", "returned")
 _FAST, _SLOW, _LARGE = (Candidate(_LAYOUT, remat=each) for each in (MOVED, FULL, DOTS))
 
 

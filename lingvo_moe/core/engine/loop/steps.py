@@ -14,7 +14,6 @@ from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.micro_batches import accumulating_step
 from lingvo_moe.core.task.pipelined_step import pipelined_step
 from lingvo_moe.core.task.step import Step
-from lingvo_moe.core.tensors import marks
 
 
 def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) -> Step:
@@ -23,7 +22,7 @@ def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) ->
     `num_micro_batches` counts where the task has no pipeline.
 
     Raises:
-        ValueError: as accumulating_step and pipelined_step; when the step is traced, also as BaseTask.CheckMarks.
+        ValueError: as accumulating_step and pipelined_step.
     """
     batch = batch_specs(task, inputs)
     fn: Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]] = task.TrainStep
@@ -32,14 +31,8 @@ def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) ->
     elif num_micro_batches > 1:
         fn = accumulating_step(task, num_micro_batches, batch)
 
-    def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
-        with marks() as found:
-            results = fn(state, batch)
-        task.CheckMarks(found)
-        return results
-
     text = _determined_by(task, inputs, num_micro_batches)
-    return Step("train_step", step, (task.StateSpecs(), batch), donate=(0,), text=text)
+    return Step("train_step", fn, (task.StateSpecs(), batch), donate=(0,), text=text)
 
 
 def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:

@@ -30,6 +30,7 @@ from lingvo_moe.core.moe.losses_and_metrics import (
 )
 from lingvo_moe.core.moe.slots import GATES, Gate, assign_slots
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import Kept
 
 CONTEXT = {
     "ids": "the number of the token in its vocabulary",
@@ -285,6 +286,8 @@ class LearnedRouter(Router):
     The network's input is each token or, by `level`, its sentence's mean or its task's embedding (then
     there is a weight task_emb [U,M], U the number of tasks).
     """
+
+    KEEPS: ClassVar = {"router": Kept.PRODUCT}
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -14,6 +14,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.base import MASTER
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import DEVICE, GRADIENTS, HOST, NONE, SLOTS, WEIGHTS, shards
+from lingvo_moe.core.state.offload import loops
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device, itemsize_of
 
@@ -112,7 +113,7 @@ def state_variables(task: BaseTask) -> Iterator[tuple[str, VariableSpec]]:
     the activations, if this is narrower and they stay on the device (layers/scan.py).
     """
     state = task.StateSpecs()
-    looped = not ("repeat" in task.p and task.p.repeat is False)
+    looped = any(loops(task))
     for spec in state.theta.Flatten():
         yield WEIGHTS, spec
     for spec in task.GradientSpecs().Flatten():
