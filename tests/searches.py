@@ -18,7 +18,7 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 
 
 def task_params(vocab_size: int, **sizes: Any) -> InstantiableParams:
-    """Those of an mt.M4Demo with two heads of 32 and these parameters."""
+    """The task of an mt.M4Demo with two heads of 32 and these parameters."""
     return registry.GetParams("mt.M4Demo", "").task.Set(
         source_vocab_size=vocab_size,
         target_vocab_size=vocab_size,

@@ -115,7 +115,7 @@ def test_no_rooms_of_tasks_import_each_other_in_a_circle() -> None:
 
 
 def test_tasks_do_not_know_each_other() -> None:
-    """What two tasks need is in a room beside theirs, which knows no task either."""
+    """A room beside theirs has all that two tasks need, and knows no task either."""
     tasks = {path.split("/")[1] for path in GRAPH.files if path.startswith("params/")}
 
     def task(path: str) -> str | None:

@@ -1,1 +1,1 @@
-"""From the files of a data directory to packed batches that resume exactly where they stopped."""
+"""Packed batches of the files of a data directory, which resume exactly where they stopped."""

@@ -68,7 +68,7 @@ def test_equals_plain_beam_search_over_blocks():
 
 @pytest.mark.parametrize("vocab, beam_size", [(4, 4), (9, 1), (30, 3)])
 def test_equals_plain_beam_search(vocab, beam_size):
-    """With fewer tokens than candidates too."""
+    """A vocabulary may also have fewer tokens than there are candidates."""
     max_lengths = np.random.default_rng(vocab).integers(0, 21, 12)
     model = GrowingToyModel(vocab, len(max_lengths), vocab, 20)
     check(model, max_lengths, SearchOptions(beam_size=beam_size, top_k=beam_size))
