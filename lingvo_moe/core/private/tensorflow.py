@@ -100,14 +100,14 @@ def called_functions(concrete: Any) -> list[Any]:
 
 
 def functions_of(op: tf.Operation, attribute: str) -> list[Any]:
-    """The AtomicFunctions that an attribute of an operation names, e.g. the one body of a loop."""
+    """The AtomicFunctions that an attribute of an operation names, e.g. the branches of a case."""
     value = op.get_attr(attribute)
     named = value if isinstance(value, list) else [value]
     return [op.graph._get_function(each.name.encode()) for each in named]
 
 
 def function_of(op: tf.Operation, attribute: str) -> Any:
-    """The only one of functions_of."""
+    """The AtomicFunction that an attribute of an operation names, e.g. the body of a loop."""
     return functions_of(op, attribute)[0]
 
 

@@ -182,24 +182,24 @@ class _Search:
                 continue
             if node == self._target:
                 break
-            for other, move in self._Moves(node):
+            for other, edge in self._Edges(node):
                 new = cost
-                if move is not None:
-                    new = (cost[0] + move[1], cost[1] + (move[0] != SLICE), cost[2] + 1)
+                if edge is not None:
+                    new = (cost[0] + edge[1], cost[1] + (edge[0] != SLICE), cost[2] + 1)
                 if other not in best or new < best[other]:
                     best[other] = new
-                    came[other] = (node, move)
+                    came[other] = (node, edge)
                     heapq.heappush(queue, (new, next(counter), other))
         steps: list[Move] = []
         node = self._target
         while node != self._source:
-            before, move = came[node]
-            if move is not None:
-                steps.append(self._Step(node, *move))
+            before, edge = came[node]
+            if edge is not None:
+                steps.append(self._Move(node, *edge))
             node = before
         return _merge_slices(steps[::-1])
 
-    def _Moves(self, node: _Node) -> Iterator[tuple[_Node, _Edge]]:
+    def _Edges(self, node: _Node) -> Iterator[tuple[_Node, _Edge]]:
         number, state = node
         grid = self._grids[number]
         free = [a for a in range(len(grid.sizes)) if not any(a in atoms for atoms in state)]
@@ -252,7 +252,7 @@ class _Search:
             return False
         return not coarse or -(-size // few) == (many // few) * -(-size // many)
 
-    def _Step(
+    def _Move(
         self, node: _Node, kind: str, received: int, ways: int, dims: tuple[int, ...]
     ) -> Move:
         holders = np.argsort(self._Holdings(node), kind="stable")
