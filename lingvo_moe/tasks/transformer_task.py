@@ -228,7 +228,6 @@ class TransformerTask(BaseTask):
         raise NotImplementedError(f"{type(self).__name__}.Forward")
 
     def PipelineParts(self) -> Parts | None:
-        """See BaseTask."""
         return None if self.p.pipeline.stages == 1 else self.Forward()
 
     def FProp(

@@ -306,7 +306,6 @@ class CrossAttention(MultiHeadAttention):
     """Attention to a memory, whose packed weights project queries apart from keys and values."""
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer."""
         q, k, v, o = self._ToPack(theta)
         return NestedMap(q=packing.Heads(q), kv=packing.Heads(k, v), o=packing.Matrix(o))
 

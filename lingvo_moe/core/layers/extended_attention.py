@@ -83,7 +83,6 @@ class ExtendedAttention(MultiHeadAttention):
         super().__init__(params)
 
     def _CreateWeights(self) -> tuple[int, int]:
-        """See MultiHeadAttention."""
         sizes = super()._CreateWeights()
         p, zero, one = self.p, WeightInit.Constant(0.0), WeightInit.Constant(1.0)
         shapes = {name: (w.shape[1:], w.letters[1:]) for name, w in self._weights.items()}
@@ -108,7 +107,6 @@ class ExtendedAttention(MultiHeadAttention):
         source: tf.Tensor | None,
         positions: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """See MultiHeadAttention."""
         kv = f"BS{self._kv}K"
         q, k, v = (
             None if x is None else self._Projected(theta, name, x, letters)
@@ -149,7 +147,6 @@ class ExtendedAttention(MultiHeadAttention):
     def _Near(
         self, mask: tf.Tensor, of_queries: tf.Tensor | None, of_keys: tf.Tensor | None
     ) -> tf.Tensor:
-        """See MultiHeadAttention."""
         p = self.p
         if not (p.window or p.chunk):
             return mask
@@ -170,7 +167,6 @@ class ExtendedAttention(MultiHeadAttention):
         return rows.segments * most + rows.positions // self.p.chunk
 
     def _Reach(self) -> int | None:
-        """See MultiHeadAttention."""
         return min(filter(None, (self.p.window, self.p.chunk)), default=None)
 
     def _Known(self, positions: tf.Tensor | None) -> tf.Tensor:
@@ -181,6 +177,5 @@ class ExtendedAttention(MultiHeadAttention):
         return positions
 
     def _Back(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
-        """See MultiHeadAttention."""
         y = super()._Back(theta, context)
         return y + self.Cast(theta.o_bias) if self.p.biases else y

@@ -95,7 +95,6 @@ class FeedForward(BaseLayer):
         return y, NestedMap()
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer."""
         return theta.Transform(lambda w: packing.Matrix(self.Cast(w)))
 
     @classmethod

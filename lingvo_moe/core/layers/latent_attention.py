@@ -60,7 +60,6 @@ class LatentAttention(MultiHeadAttention):
         return p
 
     def _CreateWeights(self) -> tuple[int, int]:
-        """See MultiHeadAttention."""
         self._kv = "N"
         m, n, k, value = _dims(self.p)
         p, fan_in, one = self.p, WeightInit.FanIn, WeightInit.Constant(1.0)
@@ -133,7 +132,6 @@ class LatentAttention(MultiHeadAttention):
         return NestedMap(latent=kernels.current().empty_cache(shape))
 
     def CacheLetters(self) -> NestedMap:
-        """See MultiHeadAttention."""
         return NestedMap(latent=kernels.current().CACHE.replace("N", "A"))
 
     @scoped
@@ -145,7 +143,6 @@ class LatentAttention(MultiHeadAttention):
         time: tf.Tensor,
         mask: tf.Tensor,
     ) -> tuple[tf.Tensor, NestedMap]:
-        """See MultiHeadAttention."""
         ops, here = kernels.current(), tf.reshape(time, [1, -1])
         latent, turned = self._Latent(theta, x, here)
         new = tf.concat([ops.in_layout(latent[:, :, tf.newaxis]), turned], -1)

@@ -94,7 +94,6 @@ class PositionalEmbedding(Positions):
         return self.Cast(waves)
 
     def Add(self, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
-        """See Positions."""
         return x + self.FProp(NestedMap(), segment_pos)
 
     @classmethod
@@ -124,7 +123,6 @@ class Rotary(Positions):
         return p
 
     def CheckHeads(self, size: int) -> None:
-        """See Positions."""
         if size % 2:
             raise ValueError(
                 f"rotary positions turn the numbers of a head in pairs, and a head has {size}; set task.key_dim, or "
@@ -132,7 +130,6 @@ class Rotary(Positions):
             )
 
     def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-        """See Positions."""
         rates = tf.constant(self.Rates(heads.shape[-1]))
         angles = tf.cast(positions, tf.float32)[..., tf.newaxis] * rates
         per_head = kernels.current().per_head
@@ -198,7 +195,6 @@ class Llama3Rotary(ScaledRotary):
             )
 
     def Rates(self, size: int) -> list[float]:
-        """See Rotary."""
         p = self.p
 
         def scaled(rate: float) -> float:
@@ -236,7 +232,6 @@ class YarnRotary(ScaledRotary):
         return p
 
     def Rates(self, size: int) -> list[float]:
-        """See Rotary."""
         p = self.p
 
         def pair(turns: float) -> float:
@@ -256,11 +251,9 @@ class YarnRotary(ScaledRotary):
         return 1.0 + 0.1 * weight * math.log(max(self.p.factor, 1.0))
 
     def Amplitude(self) -> float:
-        """See Rotary."""
         return self._Scale(self.p.mscale) / self._Scale(self.p.mscale_all)
 
     def ScoreScale(self) -> float:
-        """See Positions."""
         return self._Scale(self.p.mscale_all) ** 2
 
 

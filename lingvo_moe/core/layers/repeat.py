@@ -96,7 +96,6 @@ class Repeat(BaseLayer):
         return super().VariableSpecs().Transform(stacked)
 
     def ActiveParameters(self) -> int:
-        """See BaseLayer."""
         return self.p.num_repeats * super().ActiveParameters()
 
     def FProp(
@@ -153,7 +152,6 @@ class Repeat(BaseLayer):
         return NestedMap(body=[self.body.PackWeights(one, packing) for one in each])
 
     def ScansLayers(self) -> bool:
-        """See BaseLayer."""
         return not self.p.unroll
 
     def _OnHost(self) -> tuple[bool, ...]:

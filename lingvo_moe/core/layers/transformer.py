@@ -112,7 +112,6 @@ class TransformerLayer(BaseLayer):
 
     @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
-        """See MultiHeadAttention.InitCache."""
         return self.self_atten.InitCache(batch, length, num_hyps)
 
     def CacheLetters(self) -> NestedMap:

@@ -74,7 +74,6 @@ class WarmupSchedule(Schedule):
         return p
 
     def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
-        """See Schedule."""
         p = self.p
         now = tf.cast(step, tf.float32)
         rate = tf.constant(p.value, tf.float32)
@@ -247,7 +246,6 @@ class Transformer(Schedule):
         params.model_dim = model_dim
 
     def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
-        """See Schedule."""
         p = self.p
         t = tf.cast(step, tf.float32) + 1.0
         shape = tf.minimum(tf.math.rsqrt(t), t * float(p.warmup_steps) ** -1.5)
@@ -276,6 +274,5 @@ class SqrtDecay(Schedule):
         return p
 
     def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
-        """See Schedule."""
         clock = tf.maximum(tf.cast(step, tf.float32), float(self.p.constant_steps))
         return self.p.multiplier * tf.math.rsqrt(clock)

@@ -127,7 +127,6 @@ class LayerWithExtras(BaseLayer):
     def FPropWithExtras(
         self, theta: NestedMap, args: Args, seed: tf.Tensor | None
     ) -> tuple[Args, NestedMap]:
-        """See HasExtras."""
         raise NotImplementedError(f"{type(self).__name__}.FPropWithExtras")
 
 

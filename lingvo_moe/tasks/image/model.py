@@ -201,7 +201,6 @@ class ImageClassifier(BaseTask):
         return flops
 
     def StageFlops(self, batch: NestedMap) -> list[int]:
-        """See BaseTask."""
         if self.p.pipeline.stages == 1:
             return []
         network = self.network.p

@@ -37,7 +37,6 @@ class Stage(BaseLayer):
             self.CreateChild(name, layer)
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
-        """See above."""
         layers = [(self.children[name], theta[name]) for name in self.Layers(self.p)]
         return in_order(layers, x, training)
 
@@ -157,7 +156,6 @@ class Bottleneck(Stage):
         }
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
-        """See above."""
         y, extras = super().FProp(theta, x, training)
         if "shortcut" in self.children:
             x, shortcut = self.shortcut.FProp(theta.shortcut, x, training)
@@ -225,7 +223,6 @@ class Sequential(Stage):
         return list(params.stages)
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
-        """See above."""
         return in_order(zip(self.stages, theta.stages, strict=True), x, training)
 
     @classmethod

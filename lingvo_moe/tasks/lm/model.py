@@ -160,19 +160,16 @@ class LmModel(TransformerTask):
     # --- the contract of BaseTask
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
-        """See BaseTask."""
         if letter == "L" and "decoder.first" in path:
             return ("task.dense_first_layers",)
         return super().SizeParams(path, letter)
 
     @classmethod
     def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        """See BaseTask."""
         return experts.grows_from(task)
 
     @classmethod
     def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
-        """See BaseTask."""
         return experts.micro_batch_sizes(task)
 
     def MetricLayers(self) -> dict[str, list[str]]:
@@ -216,7 +213,6 @@ class LmModel(TransformerTask):
         return sample_rows(inputs.BatchSpec(), {"": self.p.vocab_size}, rng)
 
     def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask."""
         rows, length = batch.ids.shape
         return {"tokens": rows * length}
 
@@ -328,7 +324,6 @@ class LmModel(TransformerTask):
         return NestedMap(metrics, aux_loss=aux_loss, moe=moe, **updates_of(*layers, ahead))
 
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
-        """See BaseTask."""
         if not self.p.num_experts:
             return sums
         return NestedMap(sums, moe=NestedMap(decoder=combined_metrics(sums.moe.decoder)))
@@ -401,7 +396,6 @@ class LmModel(TransformerTask):
     # --- costs
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask."""
         return self.Flops(batch.ids.shape)
 
     def Flops(self, rows: Sequence[int]) -> dict[str, int]:
@@ -415,7 +409,6 @@ class LmModel(TransformerTask):
         return found
 
     def CacheBytes(self) -> int:
-        """See BaseTask."""
         return sum(
             x.shape.num_elements() * x.dtype.size for x in flatten(self.decoder.InitCache(1, 1))
         )

@@ -97,7 +97,6 @@ class LmInput(PackedInput):
 
     @staticmethod
     def Whole(source: Sequence[int], target: Sequence[int], task: int, vocabs: NestedMap) -> Any:
-        """See PackedInput."""
         return marked(target, vocabs.target)
 
     def __iter__(self) -> "TextIterator":

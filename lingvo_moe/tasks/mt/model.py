@@ -96,7 +96,6 @@ class MtModel(MtTask):
 
     @classmethod
     def RoutesByTask(cls, params: HyperParams) -> bool:
-        """See TransformerTask."""
         return any("task_ids" in cls.Needs(params, decoder) for decoder in (False, True))
 
     @classmethod
@@ -115,7 +114,6 @@ class MtModel(MtTask):
 
     @classmethod
     def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        """See BaseTask."""
         return experts.grows_from(task)
 
     def CheckData(self, inputs: BaseInput) -> None:
@@ -221,7 +219,6 @@ class MtModel(MtTask):
         )
 
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
-        """See BaseTask."""
         if not self.p.num_experts:
             return sums
         moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
@@ -229,7 +226,6 @@ class MtModel(MtTask):
 
     @staticmethod
     def Predicted(batch: NestedMap) -> NestedMap:
-        """See TransformerTask."""
         return batch.tgt
 
     def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
@@ -338,7 +334,6 @@ class MtModel(MtTask):
     # --- costs
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask."""
         return self.Flops(batch.src.ids.shape, batch.tgt.ids.shape)
 
     def Flops(self, source: Sequence[int], target: Sequence[int]) -> dict[str, int]:

@@ -79,7 +79,6 @@ class MtTask(TransformerTask):
         return sample_batch(self.p, inputs, rng)
 
     def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask."""
         (b, s), (_, t) = batch.src.ids.shape, batch.tgt.ids.shape
         return {"source_tokens": b * s, "target_tokens": b * t}
 
@@ -93,12 +92,10 @@ class MtTask(TransformerTask):
         return _named_rows(self.VariableSpecs())
 
     def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
-        """See BaseTask."""
         return _row_names(kind, artifacts)
 
     @classmethod
     def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
-        """See BaseTask."""
         return experts.micro_batch_sizes(task)
 
     def Units(self, batch: NestedMap) -> NestedMap:

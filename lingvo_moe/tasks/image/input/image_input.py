@@ -76,7 +76,6 @@ class ImageInput(BaseInput):
         """
 
     def BatchSpec(self) -> NestedMap:
-        """See BaseInput."""
         p = self.p
         shape = (p.batch_size, p.image_size, p.image_size, p.channels)
         return NestedMap(
@@ -120,7 +119,6 @@ class ImageInput(BaseInput):
         return list(self._classes)
 
     def __iter__(self) -> "ImageIterator":
-        """See BaseInput."""
         self.Prepare()
         assert self._train is not None
         return ImageIterator(self.p, self._train)
@@ -168,7 +166,6 @@ class FolderInput(ImageInput):
 
     @classmethod
     def CheckSource(cls, params: HyperParams) -> None:
-        """See BaseInput."""
         if not params.data_dir:
             raise ImageDataError(
                 "--data_dir is needed to train: a directory of <split>/<class>/<name>.jpg, with the split 'train'"
@@ -222,7 +219,6 @@ class ImageIterator(base_input.BatchIterator):
         return zip(rows, begun, strict=True)
 
     def GetState(self) -> dict[str, Any]:
-        """See BatchIterator."""
         return {"identity": self._identity, "position": self._position}
 
     def SetState(self, state: Mapping[str, Any]) -> None:

@@ -178,7 +178,6 @@ class Translator(Exportable):
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """See Exportable."""
         return tuple(self._languages)
 
     def SetTheta(self, theta: NestedMap) -> None:

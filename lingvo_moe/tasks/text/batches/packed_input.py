@@ -135,7 +135,6 @@ class PackedInput(BaseInput):
 
     @classmethod
     def CheckSource(cls, params: HyperParams) -> None:
-        """See BaseInput."""
         if not params.data_dir:
             raise DataError(
                 f"--data_dir is needed to train: a directory of {cls.DATA} "
