@@ -152,7 +152,6 @@ def grouped_matmul(
 
 
 def stable_order(key: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.argsort(key, stable=True)
 
 
@@ -216,17 +215,14 @@ def _project(x: tf.Tensor, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def per_head(x_BTK: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return x_BTK[tf.newaxis]
 
 
 def in_layout(x_BTNK: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.transpose(x_BTNK, [2, 0, 1, 3])
 
 
 def out_of_layout(x: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.transpose(x, [1, 2, 0, 3])
 
 
@@ -267,7 +263,6 @@ def attend(
 
 
 def project_back(context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
-    """See `Kernels`."""
     batch, time, heads, size = open_shape(context_BTNK)
     x = tf.reshape(context_BTNK, [batch, time, heads * size])
     if isinstance(o_NKM, Matrix):
@@ -276,7 +271,6 @@ def project_back(context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
 
 
 def empty_cache(shape: CacheShape) -> tf.Tensor:
-    """See `Kernels`."""
     sizes = [shape.heads, shape.batch, shape.length, shape.hypotheses * shape.size]
     # Made where the program runs: a constant of the program must not be written in place.
     x = tf.raw_ops.Empty(shape=tf.stack(sizes), dtype=shape.dtype, init=True)

@@ -50,7 +50,6 @@ MASKED = -1e9
 
 
 def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return fn(x)
 
 
@@ -58,7 +57,6 @@ def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.
 
 
 def product(x: tf.Tensor, w_MH: Weight) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.einsum("BTM,MH->BTH", x, w_MH)
 
 
@@ -70,7 +68,6 @@ def experts_feed_forward(
     shard: Shard,
     keep_hidden: Keep | None = None,
 ) -> tf.Tensor:
-    """See `Kernels`."""
     products = [_expert_product(x_EGCM, weights[name]) for name in activation.weights]
     if keep_hidden is not None:
         products = [keep_hidden(product) for product in products]
@@ -105,7 +102,6 @@ def grouped_matmul(
 
 
 def stable_order(key: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     if not in_xla():
         return tf.argsort(key, stable=True)
 
@@ -159,17 +155,14 @@ def project_heads(
 
 
 def per_head(x_BTK: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return x_BTK[:, :, tf.newaxis]
 
 
 def in_layout(x_BTNK: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return x_BTNK
 
 
 def out_of_layout(x: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return x
 
 
@@ -181,7 +174,6 @@ def attend(
     drop: Drop | None,
     sinks_N: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """See `Kernels`."""
     probs = masked_softmax(by_head("BTNK,BSNK->BNTS", q, k), mask, sinks_N)
     probs = tf.cast(probs, v.dtype)
     if drop is not None:
@@ -190,18 +182,15 @@ def attend(
 
 
 def project_back(context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.einsum("BTNK,NKM->BTM", context_BTNK, tf.cast(o_NKM, context_BTNK.dtype))
 
 
 def empty_cache(shape: CacheShape) -> tf.Tensor:
-    """See `Kernels`."""
     sizes = [shape.length, shape.batch, shape.hypotheses, shape.heads, shape.size]
     return tf.zeros(sizes, shape.dtype)
 
 
 def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     index = tf.reshape(tf.cast(time, tf.int32), [-1, 1])
     if time.shape.rank:
         new = tf.transpose(new, [1, 0, 2, 3])[:, :, tf.newaxis]
@@ -213,7 +202,6 @@ def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
 def attend_cache(
     q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, sinks_N: tf.Tensor | None = None
 ) -> tf.Tensor:
-    """See `Kernels`."""
     batch, queries, heads, _ = shape_of(q)
     steps, num_hyps = dim(k, 0), dim(k, 2)
     logits = by_head("BJNK,LBINK->BNJLI", q, k)
@@ -276,7 +264,6 @@ def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 def normalize(
     x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor | None, epsilon: float
 ) -> tf.Tensor:
-    """See `Kernels`."""
     # Sums times 1/M: the gradient of tf.reduce_mean would make a constant as large as x.
     per_element = 1.0 / x.shape[-1]
     if bias_M is not None:
@@ -287,7 +274,6 @@ def normalize(
 
 
 def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
-    """See `kernels.dropout`."""
     return keep(x, randomness.kept(seed, x.shape, rate, rows), rate)
 
 
@@ -300,7 +286,6 @@ def keep(x: tf.Tensor, kept: tf.Tensor, rate: float) -> tf.Tensor:
 
 
 def logits(x: tf.Tensor, table_VM: Weight, shard: Shard) -> tf.Tensor:
-    """See `Kernels`."""
     y = tf.einsum("BTM,VM->BTV", x, tf.cast(table_VM, x.dtype))
     return shard(tf.cast(y, tf.float32), "BTV")
 
@@ -313,7 +298,6 @@ def token_losses(
     label_smoothing: float,
     shard: Shard,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """See `Kernels`."""
     scores = logits(x, table_VM, shard)
     weights = tf.cast(weights, tf.float32)
     best = tf.argmax(scores, axis=-1, output_type=tf.int32)
@@ -405,7 +389,6 @@ class AdafactorRecipe:
 def adafactor(
     weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
 ) -> tuple[Delta, NestedMap]:
-    """See `Kernels`."""
     decay, rate, *numbers = (getattr(recipe, field.name) for field in fields(recipe))
     update, new_slots = _adafactor(weight, grad, slots, decay, rate, tuple(numbers))
     return DenseDelta(update), new_slots
@@ -451,12 +434,10 @@ def _rms(x: tf.Tensor, stack_dims: int) -> tf.Tensor:
 
 
 def sum_of_squares(x: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.reduce_sum(tf.square(x))
 
 
 def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
-    """See `Kernels`."""
     return [[stack[i] for stack in stacks] for i in range(num)]
 
 
@@ -471,5 +452,4 @@ def with_row(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf
 
 
 def select(condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]) -> list[tf.Tensor]:
-    """See `Kernels`."""
     return [tf.where(condition, a, b) for a, b in zip(new, old, strict=True)]

@@ -70,7 +70,6 @@ class DroplessDispatcher(Dispatcher):
         return p
 
     def OwnLimit(self) -> str:
-        """See `Dispatcher`."""
         factor = self.p.device_capacity_factor
         return f"device_capacity_factor={factor}" if factor else ""
 

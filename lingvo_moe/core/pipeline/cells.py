@@ -149,7 +149,6 @@ class FeatureExtractionLayer(LayerWithExtras):
 
     @classmethod
     def SubLayers(cls, params: HyperParams) -> list[InstantiableParams]:
-        """See `sub_layers`."""
         return list(params.sub)
 
     def FPropWithExtras(

@@ -83,7 +83,6 @@ class LshRouter(UnlearnedRouter):
     def Rule(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None
     ) -> tf.Tensor:
-        """See `UnlearnedRouter`."""
         p = self.p
         x_GSM = tf.cast(tf.stop_gradient(x_GSM), tf.float32)
         side_GSP = self.Shard(tf.einsum("GSM,MP->GSP", x_GSM, self.Projections()), "GSP")
