@@ -193,7 +193,6 @@ def planned(
     """Makes the plans that the flags ask for, with progress on standard error.
 
     Args:
-        args: the flags.
         cases: the topology and the override of each plan.
         outputs: a file for each, or none: a plan is written before the next is made.
 

@@ -104,7 +104,6 @@ def kept(
 
     Args:
         seed: int32 [2].
-        shape: static.
         rate: in (0, 1).
         rows: int32, of the shape without its last dimension; each row then has the mask of row `rows[...]` of a
             matrix, wherever it lies.

@@ -150,10 +150,7 @@ def find(
     """The best strategy of a model on a machine.
 
     Args:
-        search: what to search for.
         cache_dir: of plans, verified steps and compiled programs; None to cache nothing.
-        say: called with lines about the progress.
-        clock: returns seconds.
 
     Raises:
         NoneFits: with what lacks.

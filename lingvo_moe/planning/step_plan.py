@@ -244,8 +244,6 @@ def pipeline_schedule(
     Its micro-batches are those that one device works on.
 
     Args:
-        params: of the experiment.
-        mesh: of the program.
         stacks: the name of each stack of equal blocks and its number of blocks.
     """
     settings = settings_of(params.task)

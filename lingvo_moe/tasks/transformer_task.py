@@ -283,8 +283,6 @@ class TransformerTask(BaseTask):
         """The log-probability of each label, given what comes before it, in inference: float32 [B,T], 0 at padding.
 
         Args:
-            theta: the weights.
-            batch: as for FProp.
             vocab_size: how many ids of the model's V the vocabulary has: the others get no probability, as in decoding;
                 None for all.
         """

@@ -345,7 +345,6 @@ def prepare_run_dir(
 
     Args:
         lock: holds the directory; locks the new one after a rename.
-        restart: whether to start at step 0.
 
     Raises:
         UsageError: the directory holds another experiment, or a run without a checkpoint or description.

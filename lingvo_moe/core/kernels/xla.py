@@ -242,8 +242,6 @@ def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
     Args:
         equation: in which N is the head of both operands and of the result, e.g. "BTNK,BSNK->BNTS".
-        x: with N heads.
-        y: with A heads.
     """
     x_letters, y_letters, out = re.split(",|->", equation)
     axis, kv_heads = x_letters.index("N"), y.shape[y_letters.index("N")]

@@ -181,7 +181,6 @@ def _backward(
     """The gradients of (carry, *weights, *rest), from the last repetition to the first.
 
     Args:
-        one: a repetition.
         weights: [L, ...] each.
         stored: the carry, then the activations that were kept.
         upstream: the gradients of the last carry, and of the extras [L, ...].

@@ -80,15 +80,11 @@ class Softmax(BaseLayer):
 
         Args:
             theta: table [V, M].
-            x: [B, T, M].
             labels: int32 [B, T].
             weights: float [B, T], 0 at padding.
 
         Returns:
-            (xent, nll, correct), float32 [B, T], all times the weight. With e = label_smoothing and
-            p = softmax(logits): xent = -(1 - e) log p[label] - e/V sum_v log p[v]; nll, the same with e = 0; correct,
-            1 where the label has the largest logit (`Kernels.token_losses` says which of several ids counts). The
-            gradient flows through xent alone.
+            (xent, nll, correct), float32 [B, T], all times the weight: see `Kernels.token_losses`.
         """
         return kernels.current().token_losses(
             x, theta.table, labels, weights, self.p.label_smoothing, self.Shard

@@ -306,7 +306,6 @@ class MoELayer(BaseLayer):
         rows. Softmax, counting and activations, which touch each element a few times, are left out.
 
         Args:
-            params: of this layer.
             input_shapes: that of x_BTM first; others are ignored.
         """
         p = params

@@ -342,8 +342,6 @@ def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> Vari
     """A float32 slot of a variable, starting at zero.
 
     Args:
-        spec: the variable's.
-        name: the slot's.
         without: the dimension of the variable that the slot lacks.
     """
 

@@ -406,9 +406,6 @@ class _Cause:
 
         The search starts at the operand of `at` that the collective sends. From there it goes back through operations
         that keep the sharding, along the first operand of each.
-
-        Args:
-            at: the instruction that the collective was inserted for.
         """
         moved = None if self._is_inner else self._moved_operand(at)
         for _ in range(_SEARCH_LIMIT):

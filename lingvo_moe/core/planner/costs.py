@@ -58,7 +58,6 @@ def costs(
 
     Args:
       module: a scheduled program for one device.
-      layers: those of the model, for the places.
       once: count a loop's body once, as XLA's own cost analysis does.
       tile: rows and columns of the matrix unit.
 
@@ -193,7 +192,6 @@ class Placer:
         instructions inside it (for a fusion), its producers and consumers.
 
         Args:
-          at: from `Module.executions`.
           products: names of the matrix products that it computes, the largest first.
         """
         instruction = at.instruction

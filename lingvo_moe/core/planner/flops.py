@@ -167,12 +167,7 @@ class MatmulFlops:
         self._inside: dict[str, list[Product]] = {}
 
     def products(self, instruction: Instruction, inside: Computation) -> list[Product]:
-        """Returns each product in one execution of `instruction`.
-
-        Args:
-          instruction: any instruction; a fusion is searched for products.
-          inside: the computation that contains it.
-        """
+        """Returns each product in one execution of an instruction; inside of a fusion, too."""
         if instruction.opcode == "fusion":
             return self._of_computation(instruction.called[0])
         flops = matmul_flops(instruction, inside)

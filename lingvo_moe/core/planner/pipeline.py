@@ -129,7 +129,6 @@ def bubble(name: str, loops: Iterable[Loop], schedule: Schedule) -> float | None
 
     Args:
         name: the pipeline's, for messages.
-        loops: those of one pipeline.
         schedule: says how many ticks' worth of each kind of work a stage has.
 
     Returns:

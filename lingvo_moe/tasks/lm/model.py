@@ -378,7 +378,6 @@ class LmModel(TransformerTask):
         """One token of each text, or of each hypothesis of the flat beam search; or the first tokens of a text at once.
 
         Args:
-            theta: of the model.
             ids: int32 [B,J], the tokens at `time`; or [B,P].
             cache: as InitCache gave it, or the last step.
             time: int32 scalar, the position; or int32 [P], consecutive ones, with one hypothesis.

@@ -57,7 +57,6 @@ class MultiTokenHead(BaseLayer):
         """The input of the softmax for the token after the next.
 
         Args:
-            theta: the weights.
             x: [B, T, M], the stack's output after its last normalization, which the softmax reads too.
             tokens: [B, T, M], the embedding of each position's next token.
             aux: as for the stack's layers.

@@ -40,8 +40,6 @@ class TrainLoop:
     """Trains one task on one engine.
 
     Args:
-        trained: the task and its engine.
-        summaries: where metrics go.
         initial: weights to begin with, instead of initial values; a run that goes on has no use for them.
         peak: floating-point operations that the engine's devices do in a second at most; None: not known.
         watch: evaluates on held-out data; None: never.

@@ -79,7 +79,6 @@ def lexical_table(
     """Estimates model 1 from pairs.
 
     Args:
-        source_size, target_size: the numbers of pieces.
         keep: how many translations of a source piece are kept, between rounds and at the end.
         rounds: of EM, 1 or more.
     """
@@ -156,7 +155,6 @@ def _sums(
     Each target token is distributed over the pieces of its source in proportion to t(e|f).
 
     Args:
-        rows: all source tokens.
         first, last: the block's source pieces, `last` excluded.
         target_size: E.
         old_FE: t(e|f) of the last round for this block; None in the first round, where it is uniform.

@@ -117,7 +117,6 @@ class Translator(Exportable):
         model: e.g. an MtModel.
         theta: NestedMap of arrays or tensors.
         vocabs: NestedMap(source, target) of serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
-        options: see TranslateOptions.
         languages: source languages in the order of their task ids, for a model that routes by language; else empty.
         shortlist: the tokens that each line is scored for; None: all.
 
@@ -344,7 +343,6 @@ def load_translator(
         logdir: a trainer's.
         options, chosen: how to translate, and with which weights.
         shortlist: a file of tools.shortlist; None to score all tokens.
-        trust_run: see RunDir.
 
     Returns:
         The translator, and what it is: what load_theta says, weights, and shortlist.
