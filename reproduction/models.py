@@ -31,7 +31,6 @@ def machines(plans: Plans) -> str:
 
 
 def compilers(plans: Plans) -> list[str]:
-    """The compilers of all plans."""
     found = [plan["compiler"] for plan in plans.values() if "compiler" in plan]
     return sorted({text.listed([f"{k} {version}" for k, version in one.items()]) for one in found})
 

@@ -214,7 +214,6 @@ def beam_runner(args: Flags) -> "BeamRunner | None":
 
 
 def define_known_faults_flag(flags: Flags) -> None:
-    """Defines --known_faults."""
     from lingvo_moe.core.partitioner import known_faults  # imports NumPy
 
     kinds = known_faults.ERROR, known_faults.ACTIONS

@@ -38,7 +38,6 @@ def define_flags(flags: Flags, what: str, languages: bool = True) -> None:
 
 
 def define_field_flag(flags: Flags) -> None:
-    """Defines --field."""
     flags.DEFINE_string(
         "field",
         None,

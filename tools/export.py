@@ -22,7 +22,6 @@ from . import _cli
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.export", __doc__)
     _cli.define_logdir_flag(flags)
     flags.DEFINE_path(

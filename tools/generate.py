@@ -31,7 +31,6 @@ _NUMBERS = {
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags, defaults = Flags("python -m tools.generate", __doc__), Sampling()
     _cli.define_model_flags(flags)
     _lines.define_flags(flags, "prompts", languages=False)

@@ -41,7 +41,6 @@ def read_time(text: str) -> float:
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.goodput", __doc__)
     flags.DEFINE_path(
         "logdir", None, "the run, as given to the trainer", portable=True, address=True
@@ -167,7 +166,6 @@ def predicted(args: Flags, found: Goodput | None) -> Machine:
 
 
 def best(machine: Machine) -> Machine:
-    """The machine with the best interval."""
     return replace(machine, interval=machine.BestInterval())
 
 

@@ -37,7 +37,6 @@ PLANS = Path(__file__).resolve().parent.parent / "docs" / "plans"  # in a checko
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.plan", __doc__)
     define_experiment_flag(flags, "experiment, e.g. mt.M4MoE2048E36L", required=False)
     flags.DEFINE_list(

@@ -102,7 +102,6 @@ def layouts(devices: int, processes: int) -> list[Layout]:
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.soak", __doc__)
     flags.DEFINE_string("model", "mt.M4Tiny", "a small experiment")
     flags.DEFINE_path("data_dir", "", "its data, as for the trainer")

@@ -264,7 +264,6 @@ class _Finder:
         )
 
     def _Compiled(self, candidate: Candidate, ranking: Ranking) -> Tried:
-        """Compiles a candidate."""
         name, overrides = str(candidate), candidate.Overrides()
         if candidate == self._written:
             name, overrides = "as written", {"train.mesh": str(candidate.layout.mesh)}

@@ -325,7 +325,6 @@ class TransformerStack(BaseLayer):
         return [self.children[name].body.layers for name, n in times.items() for _ in range(n)]
 
     def _Weights(self, theta: NestedMap, block: int) -> list[NestedMap]:
-        """The weights of a block of `_Layers`."""
         number = block - self.p.num_first
         if number < 0:
             return self.first.SliceTheta(theta.first, block).layers

@@ -215,7 +215,6 @@ class DroplessDispatcher(Dispatcher):
         return G * min(S * k, E * C)
 
     def _BufferRows(self, tokens: int, ranks: int, layout: "_Layout") -> int:
-        """B."""
         most = layout.largest_buffer(tokens, ranks)
         factor = self.p.device_capacity_factor
         if not factor:

@@ -211,7 +211,6 @@ class _Reader:
         return found
 
     def Read(self, executed: Executed, name: PipelineLoop) -> Loop:
-        """Reads one loop."""
         loop = executed.instruction
         body = self._module.computation(loop.attribute("body"))
         in_all = self._times.get(body.root.name, 0)  # ticks in one run of the program

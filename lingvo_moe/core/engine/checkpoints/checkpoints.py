@@ -401,7 +401,6 @@ class Checkpointer:
             return arrays.read(self._steps.Of(step), stored.written_as, targets)
 
     def _read_numpy(self, step: int, stored: Stored, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """The named tensors."""
         return self._read(step, stored, dict.fromkeys(names))
 
     def _read_onto(
