@@ -65,11 +65,9 @@ class Kind:
 
     def __str__(self) -> str:
         """The kind with its article: 'a run'."""
-        return (
-            self.name
-            if self is PREPARED
-            else f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
-        )
+        if self is PREPARED:
+            return self.name
+        return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
 
 
 # Other programs write an experiment.json, too. Old runs have no manifest, but checkpoints.

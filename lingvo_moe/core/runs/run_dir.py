@@ -314,18 +314,14 @@ class RunDir:
         outside lingvo_moe, is not by this user, and is not trusted.
         """
         found, contents = self._Read()
-        trusted = self._trust_run or self._IsOwn(contents[_FILE])
+        mark = self.Inside(MARK)
+        own = mark.is_file() and is_own(mark.read_bytes(), contents[_FILE])
         try:
             return registry.GetParams(
-                found["model"], found["params_override"], trusted, skip_derived=True
+                found["model"], found["params_override"], self._trust_run or own, skip_derived=True
             )
         except registry.RegistryError as e:
             raise RunDirError(f"{self.path / _FILE}: {e}") from None
-
-    def _IsOwn(self, description: bytes) -> bool:
-        """Whether this user made the run, with this experiment.json. Raises RunDirError as Inside."""
-        file = self.Inside(MARK)
-        return file.is_file() and is_own(file.read_bytes(), description)
 
     def Task(self) -> "BaseTask":
         """The task of the run, instantiated. Raises as Params."""

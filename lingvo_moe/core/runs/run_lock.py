@@ -18,6 +18,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ class RunLock:
         for other in self._logdir.iterdir():
             if other != self._path and self._holder.Owns(other.name):
                 self._check_free(other)
-        _write(handle, self._path, {"token": self.token, **_me()})
+        _write(handle, self._path, {"token": self.token, **who_i_am()})
 
     def Join(self, token: str, process: int) -> None:
         """Locks the directory for another process of the job whose process 0 holds it.
@@ -168,7 +169,7 @@ class RunLock:
         if handle is None:
             raise self._refusal(self._path)
         self._take(handle)
-        _write(handle, self._path, _me())
+        _write(handle, self._path, who_i_am())
 
     def Close(self) -> None:
         """Releases the lock."""
@@ -254,19 +255,23 @@ class RunLock:
         self._made = made or self._made
 
     def _refusal(self, path: Path) -> RunLockError:
-        who = _read(path)
-        by = ""
-        if who.keys() >= {"pid", "host", "since"}:
-            by = f" (process {who['pid']} on {who['host']}, since {who['since']})"
         return RunLockError(
-            f"{self._said}: another {self._holder.name} is at work there{by}; wait, stop it, or give another "
-            "--logdir"
+            f"{self._said}: another {self._holder.name} is at work there{in_words(_read(path))}; wait, stop it, or "
+            "give another --logdir"
         )
 
 
-def _me() -> dict[str, Any]:
+def who_i_am() -> dict[str, Any]:
+    """This process, and the time, for others that find its lock."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+
+
+def in_words(holder: Mapping[str, Any]) -> str:
+    """The end of a sentence about a holder, of which it has what `who_i_am` says; '' where it is not known."""
+    if not holder.keys() >= {"pid", "host", "since"}:
+        return ""
+    return f" (process {holder['pid']} on {holder['host']}, since {holder['since']})"
 
 
 def _write(handle: int, path: Path, content: dict[str, Any]) -> None:

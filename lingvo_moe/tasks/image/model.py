@@ -1,5 +1,6 @@
 """ImageClassifier: a network, a head, and the loss. Letters: B batch, Y rows, X columns, I channels, V classes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -16,13 +17,14 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import Settings
 from lingvo_moe.core.pipeline.partition import PartitionError
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import parts_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.tasks.image.networks import ResNet
 from lingvo_moe.tasks.image.pipelined import PARAMETERS as PIPELINE
 from lingvo_moe.tasks.image.pipelined import pipeline_params
-from lingvo_moe.tasks.image.shrinking import sample_batch, shrink
 
 _TOP = 5
+_LARGEST_IMAGE = 16  # rows and columns of a shrunk model's, unless the mesh needs more
 
 
 class ImageClassifier(BaseTask):
@@ -142,11 +144,36 @@ class ImageClassifier(BaseTask):
     @classmethod
     def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
         """See BaseTask: few and small images, channels and classes, and a network with one layer of each kind."""
-        shrink(task, inputs, mesh)
+        maps = [
+            split_map
+            for params in (task, task.network, task.head)
+            for split_map in (params.weight_split, params.activation_split)
+        ]
+
+        def size(letters: str, least: int) -> int:
+            """The smallest multiple of the letters' parts that is not below `least`."""
+            count = math.lcm(*(parts_of(letter, mesh, maps) for letter in letters))
+            return count * -(-least // count)
+
+        task.Set(num_classes=size("V", 8), fprop_dtype="float32")
+        stages = task.pipeline.stages
+        task.network.cls.Shrink(task.network, size("IOM", 4), stages)
+        if stages > 1:
+            task.pipeline.Set(
+                micro_batches=min(task.pipeline.micro_batches, 2), image_size=_LARGEST_IMAGE
+            )
+        inputs.Set(
+            batch_size=size("B", 4) * task.pipeline.micro_batches,
+            image_size=size("YX", min(inputs.image_size, _LARGEST_IMAGE)),
+        )
 
     def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
         """See BaseTask: random pixels and classes, and a row of padding."""
-        return sample_batch(self.p, inputs, rng)
+        specs = inputs.BatchSpec()
+        images = rng.randint(0, 256, specs.images.shape).astype(specs.images.dtype)
+        labels = rng.randint(0, self.p.num_classes, specs.labels.shape).astype(specs.labels.dtype)
+        labels[-1] = -1
+        return NestedMap(images=images, labels=labels)
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: there is a score for each class."""

@@ -3,6 +3,7 @@
 Letters: B batch, S source time, T target time, V vocabulary, U task (language).
 """
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -19,9 +20,9 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import NamedRows, TaskError
 from lingvo_moe.core.task.step import Step
 from lingvo_moe.tasks import experts
-from lingvo_moe.tasks.mt.shrinking import sample_batch, shrink
 from lingvo_moe.tasks.text.runs.artifacts import languages_of, vocabs_of
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
+from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer_task import TransformerTask
 
 _SOURCE, _TARGET, _LANGUAGES = "source pieces", "target pieces", "languages"
@@ -72,11 +73,22 @@ class MtTask(TransformerTask):
     @classmethod
     def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
         """See BaseTask: one block of layers on each side, few tokens, heads and experts."""
-        shrink(task, inputs, mesh)
+        size = shrink_layers(task, mesh)
+        groups = experts.shrink_experts(task, size)
+        length = size("T", 8)
+        task.Set(source_vocab_size=size("V", 24), target_vocab_size=size("V", 20))
+        inputs.Set(
+            batch_size=math.lcm(parts(task, "B", mesh), groups or 1),
+            source_length=length,
+            target_length=length + parts(task, "T", mesh),
+            source_vocab_size=task.source_vocab_size,
+            target_vocab_size=task.target_vocab_size,
+        )
 
     def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
         """See BaseTask: random ids; two sentences a row, and padding at its end."""
-        return sample_batch(self.p, inputs, rng)
+        vocab_sizes = {"src": self.p.source_vocab_size, "tgt": self.p.target_vocab_size}
+        return sample_rows(inputs.BatchSpec(), vocab_sizes, rng)
 
     def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
         (b, s), (_, t) = batch.src.ids.shape, batch.tgt.ids.shape

@@ -471,11 +471,9 @@ class Checkpointer:
 
 def _in_one_line(error: Exception) -> str:
     text = f"{type(error).__name__}: {reason_of(error)}"
-    return (
-        text
-        if len(text) <= _MOST_SHOWN
-        else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
-    )
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
 
 
 def _is_float(array: np.ndarray) -> bool:

@@ -65,9 +65,8 @@ class TrainLoop:
         self._time_limit = time_limit or TimeLimit()
         self._budget = Budget(self._train, until=part_of_run(task.p, self._train))
         self._last_step: int | None = None  # as the state has it
-        self._uncounted: list[
-            Any
-        ] = []  # units of steps that the budget does not know of, arrays of the engine's
+        # Units of steps that the budget does not know of, arrays of the engine's.
+        self._uncounted: list[Any] = []
         self._shown = 0.0  # units of the steps that progress has shown
         self._work = Work(task.StepFlops(self._inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()

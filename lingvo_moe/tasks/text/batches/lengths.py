@@ -35,11 +35,6 @@ class Loss:
         return self.share > 1 - KEPT
 
     @property
-    def is_nearly_all(self) -> bool:
-        """Whether more than nine in ten pairs are lost: hardly on purpose."""
-        return self.share > 0.9
-
-    @property
     def settings(self) -> str:
         """The override with which rows hold KEPT of the pairs."""
         changed = zip(self.names, self.rows, self.enough)
@@ -65,11 +60,6 @@ class Lengths:
     def all(self) -> np.ndarray:
         """int32 [2, N], those of all languages."""
         return np.concatenate(list(self.of.values()), axis=1)
-
-    @property
-    def is_sample(self) -> bool:
-        """Whether shares of pairs are estimates."""
-        return self.all.shape[1] < self.pairs
 
     def Percentiles(self) -> dict[str, list[int]]:
         """PERCENTILES of both sides; the last is the longest."""

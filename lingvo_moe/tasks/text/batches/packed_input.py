@@ -190,9 +190,8 @@ class PackedInput(BaseInput):
         self._loss = loss_of(lengths, self._row)
         if not self._loss.share:
             return ""
-        count = (
-            f"{'about ' if lengths.is_sample else ''}{round(self._loss.share * lengths.pairs):,}"
-        )
+        about = "about " if lengths.all.shape[1] < lengths.pairs else ""  # of a sample
+        count = f"{about}{round(self._loss.share * lengths.pairs):,}"
         done = {"drop": "left out", "truncate": "truncated"}.get(self.p.too_long, "split")
         return f"; {count} ({self._loss.share:.1%}) are longer than a row and {done}"
 
@@ -202,7 +201,7 @@ class PackedInput(BaseInput):
 
     def CheckNewRun(self) -> None:
         """See BaseInput. Raises DataError: rows leave out more than nine in ten pairs."""
-        if self.p.too_long == "drop" and self._loss and self._loss.is_nearly_all:
+        if self.p.too_long == "drop" and self._loss and self._loss.share > 0.9:  # hardly on purpose
             raise DataError(f"{self._loss}; input.too_long=truncate would use their beginnings")
 
     def Artifacts(self) -> RunArtifacts:

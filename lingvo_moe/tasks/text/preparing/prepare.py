@@ -364,9 +364,8 @@ class _Preparation:
     def _RowLengths(self, records: Records) -> dict[str, Any]:
         """The contents of prepared.json about the lengths of pairs in tokens."""
         lengths, rows = measure(records), self._options.rows
-        sides = slice(
-            -len(rows) if rows else None, None
-        )  # those that rows hold, the target being last
+        # Those that rows hold, the target being last.
+        sides = slice(-len(rows) if rows else None, None)
         held = of_targets(lengths) if len(rows) == 1 else lengths
         enough = held.RowLengths()
         return {
