@@ -215,38 +215,38 @@ class BaseLayer:
             "dtype",
             None,
             "Type of the variables; None takes the parent's, float32 at the root.",
-            check=checks.or_none(checks.one_of(_DTYPES)),
+            checks.or_none(checks.one_of(_DTYPES)),
         )
         p.Define(
             "fprop_dtype",
             None,
             "Type of the activations, e.g. 'bfloat16'; None takes the parent's, dtype at the root.",
-            check=checks.or_none(checks.one_of(_DTYPES)),
+            checks.or_none(checks.one_of(_DTYPES)),
         )
         p.Define(
             "activation_split",
             None,
             "Einsum letter -> mesh axis for activations; None takes the parent's, {} at the root.",
-            check=checks.or_none(checks.Letters(ACTIVATION_LETTERS)),
+            checks.or_none(checks.Letters(ACTIVATION_LETTERS)),
         )
         p.Define(
             "weight_split",
             None,
             "Einsum letter, or 'weight.letter', -> mesh axis for variables; None as above.",
-            check=checks.or_none(checks.Letters(WEIGHT_LETTERS)),
+            checks.or_none(checks.Letters(WEIGHT_LETTERS)),
         )
         p.Define(
             "shard_state",
             None,
             "What of the training state is sharded instead of copied: see `shards` in sharding/letters.py.",
-            check=checks.or_none(checks.one_of(checks.STATE_LEVELS)),
+            checks.or_none(checks.one_of(checks.STATE_LEVELS)),
             parent_sets="all parts of a model take it from train.shard_state",
         )
         p.Define(
             "offload",
             None,
             "What is in the memory of the hosts: see core/state/offload.py.",
-            check=checks.or_none(checks.OFFLOAD),
+            checks.or_none(checks.OFFLOAD),
             parent_sets="all parts of a model take it from train.offload",
         )
         return p

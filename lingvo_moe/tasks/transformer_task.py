@@ -315,21 +315,21 @@ def _as_cross(atten: InstantiableParams) -> InstantiableParams:
 
 def _define_sizes(p: InstantiableParams) -> None:
     """The sizes of layers, their activation and normalization."""
-    p.Define("model_dim", 1024, "M.", check=checks.SIZE)
-    p.Define("hidden_dim", 8192, "H, of feed-forward layers.", check=checks.SIZE)
-    p.Define("num_heads", 16, "N, attention heads.", check=checks.SIZE)
+    p.Define("model_dim", 1024, "M.", checks.SIZE)
+    p.Define("hidden_dim", 8192, "H, of feed-forward layers.", checks.SIZE)
+    p.Define("num_heads", 16, "N, attention heads.", checks.SIZE)
     p.Define(
         "num_kv_heads",
         0,
         "A, heads of keys and values, each for num_heads / A heads; 1: multi-query attention; 0: num_heads.",
-        check=checks.COUNT,
+        checks.COUNT,
     )
-    p.Define("key_dim", 128, "K, per head.", check=checks.COUNT)
+    p.Define("key_dim", 128, "K, per head.", checks.COUNT)
     p.Define(
         "activation",
         "relu",
         "The function inside feed-forward layers and experts, e.g. swiglu: see layers/feed_forward.py.",
-        check=checks.one_of(ACTIVATIONS),
+        checks.one_of(ACTIVATIONS),
     )
     p.Define(
         "position",
@@ -343,18 +343,10 @@ def _define_sizes(p: InstantiableParams) -> None:
 def _define_training(p: InstantiableParams) -> None:
     """Regularisation, pipeline, and whether blocks are recomputed."""
     p.Define(
-        "dropout",
-        0.1,
-        "Rate on embeddings, residual branches and hidden layers.",
-        check=checks.SHARE,
+        "dropout", 0.1, "Rate on embeddings, residual branches and hidden layers.", checks.SHARE
     )
-    p.Define("attention_dropout", 0.0, "Rate on attention probabilities.", check=checks.SHARE)
-    p.Define(
-        "label_smoothing",
-        0.1,
-        "Probability spread evenly over the vocabulary.",
-        check=checks.SHARE,
-    )
+    p.Define("attention_dropout", 0.0, "Rate on attention probabilities.", checks.SHARE)
+    p.Define("label_smoothing", 0.1, "Probability spread evenly over the vocabulary.", checks.SHARE)
     p.Define(
         "pipeline",
         pipeline.pipeline_params(),
@@ -367,7 +359,7 @@ def _define_training(p: InstantiableParams) -> None:
         "block. That takes less memory, and the size of the program does not grow with depth. False: blocks are "
         "unrolled and nothing is recomputed, which is faster. auto: False if the step fits into memory that way, "
         "else True; the trainer prints which. Weights and checkpoints are the same in both forms.",
-        check=checks.FlagOr("auto"),
+        checks.FlagOr("auto"),
     )
     p.Define(
         "remat",
@@ -375,7 +367,7 @@ def _define_training(p: InstantiableParams) -> None:
         "What the loop over blocks computes again in the backward pass. full: all but the input of each block. dots: "
         "all but products with weights, which are kept. Or a list of the names of what is kept: those that the "
         "model's layers declare in KEEPS.",
-        check=checks.NamesOr(
+        checks.NamesOr(
             (kept.FULL, kept.DOTS), (), {"none": "task.repeat=False keeps every activation"}
         ),
     )

@@ -108,7 +108,7 @@ class BaseInput(abc.ABC):
         """The parameters, with defaults."""
         p = InstantiableParams(cls)
         p.Define("name", "input", "A name, for messages.")
-        p.Define("batch_size", 32, "B, rows of a batch, over all processes.", check=checks.SIZE)
+        p.Define("batch_size", 32, "B, rows of a batch, over all processes.", checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -33,15 +33,10 @@ class BatchNorm(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("channels", 0, "O.", check=checks.SIZE)
-        p.Define("epsilon", 1e-5, "Added to the variance.", check=checks.POSITIVE)
-        p.Define(
-            "decay",
-            0.9,
-            "The share of a moving average that one step keeps.",
-            check=checks.SHARE,
-        )
-        p.Define("initial_scale", 1.0, "The scale before training.", check=checks.NOT_NEGATIVE)
+        p.Define("channels", 0, "O.", checks.SIZE)
+        p.Define("epsilon", 1e-5, "Added to the variance.", checks.POSITIVE)
+        p.Define("decay", 0.9, "The share of a moving average that one step keeps.", checks.SHARE)
+        p.Define("initial_scale", 1.0, "The scale before training.", checks.NOT_NEGATIVE)
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -27,13 +27,10 @@ class Classifier(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("num_classes", 0, "V.", check=checks.SIZE)
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("num_classes", 0, "V.", checks.SIZE)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
         p.Define(
-            "label_smoothing",
-            0.0,
-            "The share of the target that is uniform over V.",
-            check=checks.SHARE,
+            "label_smoothing", 0.0, "The share of the target that is uniform over V.", checks.SHARE
         )
         return p
 

@@ -23,7 +23,7 @@ class Activation(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("activation", "relu", "The function.", check=checks.one_of(ELEMENTWISE))
+        p.Define("activation", "relu", "The function.", checks.one_of(ELEMENTWISE))
         return p
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
@@ -42,7 +42,7 @@ class Dropout(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("rate", 0.0, "The probability that an element is zeroed.", check=checks.SHARE)
+        p.Define("rate", 0.0, "The probability that an element is zeroed.", checks.SHARE)
         return p
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:

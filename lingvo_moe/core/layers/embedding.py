@@ -28,8 +28,8 @@ class Embedding(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("vocab_size", 0, "V.", check=checks.IDS)
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("vocab_size", 0, "V.", checks.IDS)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):

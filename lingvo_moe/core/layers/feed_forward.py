@@ -55,12 +55,10 @@ class FeedForward(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; 0 takes the parent's.", check=checks.SIZE)
-        p.Define("hidden_dim", 0, "H.", check=checks.SIZE)
-        p.Define("activation", "relu", "f, by its name.", check=checks.one_of(ACTIVATIONS))
-        p.Define(
-            "relu_dropout_prob", 0.0, "Dropout between the two projections.", check=checks.SHARE
-        )
+        p.Define("model_dim", 0, "M; 0 takes the parent's.", checks.SIZE)
+        p.Define("hidden_dim", 0, "H.", checks.SIZE)
+        p.Define("activation", "relu", "f, by its name.", checks.one_of(ACTIVATIONS))
+        p.Define("relu_dropout_prob", 0.0, "Dropout between the two projections.", checks.SHARE)
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -37,25 +37,22 @@ class LatentAttention(MultiHeadAttention):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params().Delete("num_kv_heads")
-        p.Define("rank", 512, "Of keys and values (kv_lora_rank elsewhere).", check=checks.SIZE)
+        p.Define("rank", 512, "Of keys and values (kv_lora_rank elsewhere).", checks.SIZE)
         p.Define(
             "query_rank",
             0,
             "Of queries (q_lora_rank); 0: they are projections of the input.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.Define(
             "turned_dim",
             64,
             "How many numbers of a head take positions (qk_rope_head_dim).",
-            check=checks.SIZE,
+            checks.SIZE,
         )
-        p.Define("value_dim", 0, "Of a value (v_head_dim); 0: dim_per_head.", check=checks.COUNT)
+        p.Define("value_dim", 0, "Of a value (v_head_dim); 0: dim_per_head.", checks.COUNT)
         p.Define(
-            "norm_epsilon",
-            1e-6,
-            "Added to the mean square of latent vectors.",
-            check=checks.POSITIVE,
+            "norm_epsilon", 1e-6, "Added to the mean square of latent vectors.", checks.POSITIVE
         )
         return p
 

@@ -27,10 +27,8 @@ class LayerNorm(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
-        p.Define(
-            "epsilon", 1e-6, "Added to the variance, or to the mean square.", check=checks.POSITIVE
-        )
+        p.Define("model_dim", 0, "M.", checks.SIZE)
+        p.Define("epsilon", 1e-6, "Added to the variance, or to the mean square.", checks.POSITIVE)
         return p
 
     def __init__(self, params: InstantiableParams):

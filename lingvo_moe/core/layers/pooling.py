@@ -32,10 +32,10 @@ class Pool2D(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("kind", "max", "max or average.", check=checks.one_of(_KINDS))
-        p.Define("window", 2, "Rows and columns of a window.", check=checks.SIZE)
-        p.Define("stride", 2, "Rows and columns from one window to the next.", check=checks.SIZE)
-        p.Define("padding", "SAME", "SAME or VALID, as Conv2D's.", check=checks.one_of(PADDINGS))
+        p.Define("kind", "max", "max or average.", checks.one_of(_KINDS))
+        p.Define("window", 2, "Rows and columns of a window.", checks.SIZE)
+        p.Define("stride", 2, "Rows and columns from one window to the next.", checks.SIZE)
+        p.Define("padding", "SAME", "SAME or VALID, as Conv2D's.", checks.one_of(PADDINGS))
         return p
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:

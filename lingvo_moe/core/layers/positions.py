@@ -59,18 +59,15 @@ class PositionalEmbedding(Positions):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M, even.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M, even.", checks.SIZE)
         p.Define(
-            "min_timescale",
-            1.0,
-            "The shortest wavelength over 2*pi, in tokens.",
-            check=checks.POSITIVE,
+            "min_timescale", 1.0, "The shortest wavelength over 2*pi, in tokens.", checks.POSITIVE
         )
         p.Define(
             "max_timescale",
             10000.0,
             "The longest wavelength over 2*pi, in tokens.",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         return p
 
@@ -118,7 +115,7 @@ class Rotary(Positions):
             "max_timescale",
             10000.0,
             "The base of the angles (theta elsewhere): near the longest wavelength over 2*pi, in tokens.",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         return p
 
@@ -154,12 +151,9 @@ class ScaledRotary(Rotary):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("factor", 8.0, "How many times longer texts may be.", check=checks.POSITIVE)
+        p.Define("factor", 8.0, "How many times longer texts may be.", checks.POSITIVE)
         p.Define(
-            "original_length",
-            8192,
-            "The tokens of a text in the first training.",
-            check=checks.SIZE,
+            "original_length", 8192, "The tokens of a text in the first training.", checks.SIZE
         )
         return p
 
@@ -175,13 +169,13 @@ class Llama3Rotary(ScaledRotary):
             "low_turns",
             1.0,
             "Pairs that turn less often in the original length are slowed (low_freq_factor elsewhere).",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         p.Define(
             "high_turns",
             4.0,
             "Pairs that turn more often stay (high_freq_factor elsewhere); more than low_turns.",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         return p
 
@@ -223,12 +217,12 @@ class YarnRotary(ScaledRotary):
             "fast_turns",
             32.0,
             "The ramp begins at the pair that turns so often in the original length (beta_fast elsewhere).",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
-        p.Define("slow_turns", 1.0, "It ends here (beta_slow elsewhere).", check=checks.POSITIVE)
+        p.Define("slow_turns", 1.0, "It ends here (beta_slow elsewhere).", checks.POSITIVE)
         p.Define("whole_pairs", True, "Whether the ramp begins and ends at whole pairs (truncate).")
-        p.Define("mscale", 1.0, "See above.", check=checks.NOT_NEGATIVE)
-        p.Define("mscale_all", 0.0, "See above (mscale_all_dim).", check=checks.NOT_NEGATIVE)
+        p.Define("mscale", 1.0, "See above.", checks.NOT_NEGATIVE)
+        p.Define("mscale_all", 0.0, "See above (mscale_all_dim).", checks.NOT_NEGATIVE)
         return p
 
     def Rates(self, size: int) -> list[float]:

@@ -54,14 +54,14 @@ class Repeat(BaseLayer):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("body", None, "Params of the layer that is repeated.")
-        p.Define("num_repeats", 1, "L.", check=checks.LAYERS)
+        p.Define("num_repeats", 1, "L.", checks.LAYERS)
         p.Define("unroll", False, "Write the repetitions out instead of looping; for debugging.")
         p.Define(
             "remat",
             FULL,
             "The activations that are kept for the backward pass, and not computed again (layers/kept.py). "
             "Without a seed, in inference, none are.",
-            check=checks.NamesOr((FULL, DOTS), ()),
+            checks.NamesOr((FULL, DOTS), ()),
         )
         p.Define("carry_letters", "BTM", "The einsum letters of the carry.")
         p.Define(
@@ -69,7 +69,7 @@ class Repeat(BaseLayer):
             1,
             "How many parts a pipeline divides the repetitions into. Where they cannot be equal, the mesh axis of L "
             "shards another dimension of each weight.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         return p
 

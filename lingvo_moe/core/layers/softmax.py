@@ -29,14 +29,11 @@ class Softmax(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("vocab_size", 0, "V.", check=checks.IDS)
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("vocab_size", 0, "V.", checks.IDS)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
         p.Define("tied", False, "Whether the table is another layer's, passed in theta.")
         p.Define(
-            "label_smoothing",
-            0.0,
-            "The share of the target that is uniform over V.",
-            check=checks.SHARE,
+            "label_smoothing", 0.0, "The share of the target that is uniform over V.", checks.SHARE
         )
         return p
 

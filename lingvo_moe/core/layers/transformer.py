@@ -40,18 +40,13 @@ class TransformerLayer(BaseLayer):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define(
-            "model_dim",
-            0,
-            "M, for this layer and the parts that leave it open.",
-            check=checks.COUNT,
+            "model_dim", 0, "M, for this layer and the parts that leave it open.", checks.COUNT
         )
         p.Define("norm_tpl", LayerNorm.Params(), "Params of the normalizations.")
         p.Define("self_atten_tpl", MultiHeadAttention.Params(), "Params of self-attention.")
         p.Define("cross_atten_tpl", None, "Params of cross-attention; None has none.")
         p.Define("ffn_tpl", FeedForward.Params(), "Params of the feed-forward: dense or MoE.")
-        p.Define(
-            "residual_dropout_prob", 0.0, "Dropout on the output of each part.", check=checks.SHARE
-        )
+        p.Define("residual_dropout_prob", 0.0, "Dropout on the output of each part.", checks.SHARE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -236,12 +231,12 @@ class TransformerStack(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M, for the parts that leave it open.", check=checks.COUNT)
+        p.Define("model_dim", 0, "M, for the parts that leave it open.", checks.COUNT)
         p.Define(
             "num_blocks",
             1,
             "L, how often the block is repeated, each time with its own weights.",
-            check=checks.LAYERS,
+            checks.LAYERS,
         )
         p.Define("block", [], "Params of the TransformerLayers of one block, in order.")
         p.Define("first", None, "Params of the TransformerLayer that the first layers are.")
@@ -249,19 +244,17 @@ class TransformerStack(BaseLayer):
             "num_first",
             0,
             "How many layers there are before the blocks, in no stage of a pipeline.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.Define("repeat", True, "Scan over the blocks, recomputing in backward; else unroll.")
         p.Define(
             "remat",
             kept.FULL,
             "The activations that are kept and not recomputed (layers/kept.py).",
-            check=checks.NamesOr((kept.FULL, kept.DOTS), ()),
+            checks.NamesOr((kept.FULL, kept.DOTS), ()),
         )
         p.Define("final_norm_tpl", LayerNorm.Params(), "Params of the last normalization.")
-        p.Define(
-            "parts", 1, "How many parts a pipeline divides the blocks into.", check=checks.SIZE
-        )
+        p.Define("parts", 1, "How many parts a pipeline divides the blocks into.", checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):

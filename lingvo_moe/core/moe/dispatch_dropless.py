@@ -65,7 +65,7 @@ class DroplessDispatcher(Dispatcher):
             0.0,
             "The buffer from one device to another, in multiples of the mean number of rows; 0: as large as "
             "it can need to be.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         return p
 

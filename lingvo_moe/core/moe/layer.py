@@ -73,23 +73,20 @@ class MoELayer(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
-        p.Define("hidden_dim", 0, "H, the width inside an expert.", check=checks.SIZE)
-        p.Define("num_experts", 0, "E.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
+        p.Define("hidden_dim", 0, "H, the width inside an expert.", checks.SIZE)
+        p.Define("num_experts", 0, "E.", checks.SIZE)
         p.Define(
             "num_groups",
             0,
             "G; 0: one group a sequence. Results depend on it, never on the devices. "
             "Must divide B T.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.Define(
-            "capacity_factor",
-            2.0,
-            "C = capacity_factor S / E; see moe/slots.py.",
-            check=checks.POSITIVE,
+            "capacity_factor", 2.0, "C = capacity_factor S / E; see moe/slots.py.", checks.POSITIVE
         )
-        p.Define("min_capacity", 4, "The least C, S allowing.", check=checks.SIZE)
+        p.Define("min_capacity", 4, "The least C, S allowing.", checks.SIZE)
         p.OnlyWith("capacity_factor min_capacity", _without_capacity)
         p.Define("router", _params(ROUTERS, "top2"), "Chooses the experts.", choices=ROUTERS)
         p.Define("experts", Experts.Params(), "The experts.")
@@ -98,13 +95,10 @@ class MoELayer(BaseLayer):
             0,
             "Experts that every token passes beside those that it is routed to: one feed-forward layer, that many "
             "times H wide. 0: none.",
-            check=checks.Integer(0, 1024),
+            checks.Integer(0, 1024),
         )
         p.Define(
-            "shared_hidden_dim",
-            0,
-            "The width of a shared expert; 0: hidden_dim.",
-            check=checks.COUNT,
+            "shared_hidden_dim", 0, "The width of a shared expert; 0: hidden_dim.", checks.COUNT
         )
         p.OnlyWith(
             "shared_hidden_dim",

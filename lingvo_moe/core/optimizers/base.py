@@ -87,7 +87,7 @@ class BaseOptimizer:
             "offload",
             "none",
             "What is in the memory of the hosts: see core/state/offload.py.",
-            check=checks.OFFLOAD,
+            checks.OFFLOAD,
             parent_sets="the model sets it from train.offload",
         )
         return p

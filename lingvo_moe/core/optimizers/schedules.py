@@ -64,12 +64,12 @@ class WarmupSchedule(Schedule):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("value", 0.1, "The highest rate.", check=checks.NOT_NEGATIVE)
+        p.Define("value", 0.1, "The highest rate.", checks.NOT_NEGATIVE)
         p.Define(
             "warmup_steps",
             0,
             "The rate rises linearly over so many steps; 0: it starts at its highest.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         return p
 
@@ -106,7 +106,7 @@ class InverseSqrt(WarmupSchedule):
             "decay_start",
             0,
             "The rate is `value` up to this step, then it decays; 0: the end of the warm-up.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         return p
 
@@ -133,9 +133,9 @@ class _ToTheEnd(WarmupSchedule):
             0,
             "The decay ends at this step, more than warmup_steps; 0: where the run ends, by train.max_steps or by its "
             "budget.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
-        p.Define("final_share", 0.0, "The last rate, as a share of `value`.", check=checks.SHARE)
+        p.Define("final_share", 0.0, "The last rate, as a share of `value`.", checks.SHARE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -210,7 +210,7 @@ class WarmupStableDecay(_ToTheEnd):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("decay_share", 0.1, "The part of the run in which it decays.", check=checks.SHARE)
+        p.Define("decay_share", 0.1, "The part of the run in which it decays.", checks.SHARE)
         return p
 
     def _Start(self, total: Any) -> Any:
@@ -226,18 +226,15 @@ class Transformer(Schedule):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("multiplier", 1.0, "Times the rate of the paper.", check=checks.NOT_NEGATIVE)
+        p.Define("multiplier", 1.0, "Times the rate of the paper.", checks.NOT_NEGATIVE)
         p.Define(
             "warmup_steps",
             4000,
             "The rate rises linearly over so many steps, then it decays.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         p.Define(
-            "model_dim",
-            0,
-            "M, the width of the model; a translation model sets it.",
-            check=checks.SIZE,
+            "model_dim", 0, "M, the width of the model; a translation model sets it.", checks.SIZE
         )
         return p
 
@@ -264,12 +261,12 @@ class SqrtDecay(Schedule):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("multiplier", 1.0, "Over the square root.", check=checks.NOT_NEGATIVE)
+        p.Define("multiplier", 1.0, "Over the square root.", checks.NOT_NEGATIVE)
         p.Define(
             "constant_steps",
             10_000,
             "The rate is constant for so many steps; 1 or more.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         return p
 

@@ -77,16 +77,14 @@ class PipeliningLayer(SeqLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("num_micro_batches", 1, "M.", check=checks.SIZE)
+        p.Define("num_micro_batches", 1, "M.", checks.SIZE)
         p.Define(
             "micro_batch_size",
             None,
             "Rows of a micro-batch; None: those of the batch divided by num_micro_batches.",
-            check=checks.or_none(checks.SIZE),
+            checks.or_none(checks.SIZE),
         )
-        p.Define(
-            "batch_dim", 0, "The dimension of all inputs that counts rows.", check=checks.COUNT
-        )
+        p.Define("batch_dim", 0, "The dimension of all inputs that counts rows.", checks.COUNT)
         return p
 
     def __init__(self, params: InstantiableParams):

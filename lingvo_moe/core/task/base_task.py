@@ -98,19 +98,16 @@ class BaseTask(BaseLayer):
             0.0,
             "The share that an exponential moving average of the weights keeps at a step, e.g. 0.999, for evaluation "
             "and export; 0: no average.",
-            check=checks.SHARE,
+            checks.SHARE,
         )
         p.Define(
             "clip_gradient_norm",
             0.0,
             "Gradients are scaled to at most this global norm; 0: never.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         p.Define(
-            "seed",
-            1234,
-            "The seed of initial values, dropout and random routing.",
-            check=checks.SEED,
+            "seed", 1234, "The seed of initial values, dropout and random routing.", checks.SEED
         )
         return p
 

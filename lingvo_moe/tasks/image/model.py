@@ -49,27 +49,19 @@ class ImageClassifier(BaseTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("num_classes", 1000, "V.", check=checks.SIZE)
-        p.Define(
-            "channels", 3, "Channels of the images: 3, or 1 for shades of grey.", check=checks.SIZE
-        )
+        p.Define("num_classes", 1000, "V.", checks.SIZE)
+        p.Define("channels", 3, "Channels of the images: 3, or 1 for shades of grey.", checks.SIZE)
         p.Define("network", ResNet.Params(), "From images to features; see networks.py.")
         p.Define("pipeline", pipeline_params(), "The network in stages on devices of their own.")
         p.Define("head", Classifier.Params(), "From features to classes; sizes are set from above.")
-        p.Define("dropout", 0.0, "Rate on the features.", check=checks.SHARE)
+        p.Define("dropout", 0.0, "Rate on the features.", checks.SHARE)
         p.Define(
-            "label_smoothing",
-            0.1,
-            "Probability spread evenly over the classes.",
-            check=checks.SHARE,
+            "label_smoothing", 0.1, "Probability spread evenly over the classes.", checks.SHARE
         )
         p.Define(
-            "pixel_mean",
-            0.5,
-            "Subtracted from pixels, which are from 0 to 1.",
-            check=checks.Number(0, 1),
+            "pixel_mean", 0.5, "Subtracted from pixels, which are from 0 to 1.", checks.Number(0, 1)
         )
-        p.Define("pixel_deviation", 0.25, "Pixels are divided by it.", check=checks.POSITIVE)
+        p.Define("pixel_deviation", 0.25, "Pixels are divided by it.", checks.POSITIVE)
         p.Derive("network.input_channels", "channels")
         for name in ("stages", "micro_batches", "image_size"):
             p.Derive(f"network.pipeline.{name}", f"pipeline.{name}")

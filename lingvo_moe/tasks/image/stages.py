@@ -77,14 +77,12 @@ class ConvNorm(Stage):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("input_channels", 0, "Channels of the input.", check=checks.SIZE)
-        p.Define("output_channels", 0, "Channels of the output.", check=checks.SIZE)
-        p.Define("kernel_size", 3, "Rows and columns of the kernel.", check=checks.SIZE)
-        p.Define("stride", 1, "Rows and columns from one window to the next.", check=checks.SIZE)
+        p.Define("input_channels", 0, "Channels of the input.", checks.SIZE)
+        p.Define("output_channels", 0, "Channels of the output.", checks.SIZE)
+        p.Define("kernel_size", 3, "Rows and columns of the kernel.", checks.SIZE)
+        p.Define("stride", 1, "Rows and columns from one window to the next.", checks.SIZE)
         p.Define("norm", BatchNorm.Params(), "The normalization; channels are set from above.")
-        p.Define(
-            "activation", "relu", "What follows; see Activation.", check=checks.one_of(ELEMENTWISE)
-        )
+        p.Define("activation", "relu", "What follows; see Activation.", checks.one_of(ELEMENTWISE))
         return p
 
     @classmethod
@@ -112,14 +110,11 @@ class Bottleneck(Stage):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("input_channels", 0, "Channels of the input.", check=checks.SIZE)
+        p.Define("input_channels", 0, "Channels of the input.", checks.SIZE)
         p.Define(
-            "channels",
-            0,
-            "Channels of the 3x3 convolution; 4 times as many leave.",
-            check=checks.SIZE,
+            "channels", 0, "Channels of the 3x3 convolution; 4 times as many leave.", checks.SIZE
         )
-        p.Define("stride", 1, "Of the 3x3 convolution.", check=checks.SIZE)
+        p.Define("stride", 1, "Of the 3x3 convolution.", checks.SIZE)
         p.Define("norm", BatchNorm.Params(), "The normalizations; channels are set from above.")
         p.Define(
             "zero_init_last_scale",

@@ -64,10 +64,8 @@ class LmModel(TransformerTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("vocab_size", 32000, "V.", check=checks.IDS)
-        p.Define(
-            "num_layers", 6, "L, layers of self-attention + feed-forward.", check=checks.LAYERS
-        )
+        p.Define("vocab_size", 32000, "V.", checks.IDS)
+        p.Define("num_layers", 6, "L, layers of self-attention + feed-forward.", checks.LAYERS)
         p.Define(
             "tied_softmax",
             True,
@@ -78,13 +76,13 @@ class LmModel(TransformerTask):
             "moe_every",
             1,
             "With experts: every n-th layer has them, the last of each n; the others are dense.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         p.Define(
             "dense_first_layers",
             0,
             "With experts: how many layers, before those that `moe_every` counts, are dense.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.OnlyWith("moe_every dense_first_layers", experts.without_experts)
         _define_attention(p)
@@ -92,7 +90,7 @@ class LmModel(TransformerTask):
             "multi_token_weight",
             0.0,
             "The weight in the loss of a head for the token after the next (multi_token.py); 0: there is none.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         return p
 
@@ -435,7 +433,7 @@ def _define_attention(p: InstantiableParams) -> None:
         f"(kernels/blockwise.py). full: no blocks. auto: in rows of at least {FROM_LENGTH} tokens, unless "
         "there is attention_dropout, which blocks do not have; by the fused kernel of TPUs from v4 on "
         f"(kernels/pallas/attention.py), elsewhere in blocks of {BLOCK}.",
-        check=checks.SizeOr(_CHOICES),
+        checks.SizeOr(_CHOICES),
     )
     p.Define(
         "nth_attention",
@@ -443,7 +441,7 @@ def _define_attention(p: InstantiableParams) -> None:
         "Self-attention of every nth_attention_every-th layer, after the dense first ones; None: as of the others.",
         choices=ATTENTIONS,
     )
-    p.Define("nth_attention_every", 2, "n of nth_attention.", check=checks.SIZE)
+    p.Define("nth_attention_every", 2, "n of nth_attention.", checks.SIZE)
     p.OnlyWith(
         "nth_attention_every", lambda p: "nth_attention=None" if p.nth_attention is None else ""
     )

@@ -32,7 +32,7 @@ class MultiTokenHead(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
         p.Define("layer", TransformerLayer.Params(), "The layer.")
         p.Define("norm_tpl", LayerNorm.Params(), "Params of the normalizations.")
         return p

@@ -63,9 +63,7 @@ class LmInput(PackedInput):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define(
-            "text_field", "text", "The field with the text, in files of JSON.", check=checks.TEXT
-        )
+        p.Define("text_field", "text", "The field with the text, in files of JSON.", checks.TEXT)
         return p
 
     def BatchSpec(self) -> NestedMap:

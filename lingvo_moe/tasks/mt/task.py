@@ -172,13 +172,10 @@ def _row_names(kind: str, artifacts: RunArtifacts) -> list[str]:
 
 def _define_sizes(p: InstantiableParams) -> None:
     """The sizes of vocabularies, the numbers of layers, and experts."""
-    p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", check=checks.IDS)
-    p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", check=checks.IDS)
+    p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", checks.IDS)
+    p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", checks.IDS)
     p.Define(
-        "num_encoder_layers",
-        18,
-        "Encoder layers, each attention + feed-forward.",
-        check=checks.LAYERS,
+        "num_encoder_layers", 18, "Encoder layers, each attention + feed-forward.", checks.LAYERS
     )
-    p.Define("num_decoder_layers", 18, "Decoder layers.", check=checks.LAYERS)
+    p.Define("num_decoder_layers", 18, "Decoder layers.", checks.LAYERS)
     experts.define_experts(p, num_experts=2048, num_groups=2048)

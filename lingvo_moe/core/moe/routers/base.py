@@ -137,8 +137,8 @@ class Router(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; the MoE layer sets it.", check=checks.SIZE)
-        p.Define("num_experts", 0, "E; the MoE layer sets it.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M; the MoE layer sets it.", checks.SIZE)
+        p.Define("num_experts", 0, "E; the MoE layer sets it.", checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -230,9 +230,9 @@ def define_level(p: HyperParams) -> None:
         "token",
         "The unit of the decision: each 'token', a 'sentence' (the mean of its tokens) for all of its "
         "tokens, or the 'task' (an embedding of the source language's number).",
-        check=checks.one_of(LEVELS),
+        checks.one_of(LEVELS),
     )
-    p.Define("num_tasks", 0, "With level 'task': how many tasks there are.", check=checks.COUNT)
+    p.Define("num_tasks", 0, "With level 'task': how many tasks there are.", checks.COUNT)
 
 
 def check_level(path: str, p: HyperParams) -> None:
@@ -297,7 +297,7 @@ class LearnedRouter(Router):
             "softmax",
             "From logits to the weights of the experts' outputs: 'softmax' over experts, or each logit's own 'sigmoid' "
             "(moe/slots.py).",
-            check=checks.one_of(GATES),
+            checks.one_of(GATES),
         )
         define_level(p)
         return p

@@ -42,7 +42,7 @@ class ExpertChoiceRouter(LearnedRouter):
             "inference_k",
             2,
             "Experts of a token in inference; best near the capacity factor.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         return p
 

@@ -45,9 +45,9 @@ class LshRouter(UnlearnedRouter):
             "hash",
             "cross_polytope",
             f"One of {', '.join(HASHES)}: see the class.",
-            check=checks.one_of(HASHES),
+            checks.one_of(HASHES),
         )
-        p.Define("hash_seed", 0, "Seed of the random projections.", check=checks.SEED)
+        p.Define("hash_seed", 0, "Seed of the random projections.", checks.SEED)
         return p
 
     def __init__(self, params: InstantiableParams):

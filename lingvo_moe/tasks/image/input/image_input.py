@@ -46,19 +46,17 @@ class ImageInput(BaseInput):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("image_size", 224, "Y and X.", check=checks.SIZE)
-        p.Define("channels", 3, "I: 3 for colours, 1 for shades of grey.", check=_CHANNELS)
+        p.Define("image_size", 224, "Y and X.", checks.SIZE)
+        p.Define("channels", 3, "I: 3 for colours, 1 for shades of grey.", _CHANNELS)
         p.Define("random_crop", True, "Whether training takes a random part of each image.")
         p.Define("random_flip", True, "Whether training mirrors half of the images.")
         p.Define(
             "middle",
             0.875,
             "The side of the middle square that is taken without random_crop, in the image's shorter side.",
-            check=checks.Number(0, 1, open_low=True),
+            checks.Number(0, 1, open_low=True),
         )
-        p.Define(
-            "seed", 1234, "The seed of the order of images, crops and flips.", check=checks.SEED
-        )
+        p.Define("seed", 1234, "The seed of the order of images, crops and flips.", checks.SEED)
         return p
 
     def __init__(self, params: InstantiableParams):

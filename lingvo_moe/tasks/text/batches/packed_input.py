@@ -89,7 +89,7 @@ class PackedInput(BaseInput):
             "languages",
             [],
             "Languages to train on; empty: all that are in data_dir.",
-            check=checks.ListOf(checks.TEXT, "a list of strings"),
+            checks.ListOf(checks.TEXT, "a list of strings"),
         )
         p.Define(
             "vocab_dir",
@@ -97,27 +97,23 @@ class PackedInput(BaseInput):
             "source.model and target.model from tools.train_vocab; empty: those of prepared data, or trained from the "
             "data.",
         )
-        p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.", check=checks.IDS)
-        p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.", check=checks.IDS)
+        p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.", checks.IDS)
+        p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.", checks.IDS)
         p.Define(
             "vocab_sentences",
             500_000,
             "The most pairs that vocabularies are trained from.",
-            check=checks.Integer(MIN_SENTENCES),
+            checks.Integer(MIN_SENTENCES),
         )
-        p.Define(
-            "target_length", 64, "T of the target; a pair needs its ids and eos.", check=LENGTH
-        )
-        p.Define(
-            "temperature", 5.0, "Languages are drawn by n^(1/temperature).", check=checks.POSITIVE
-        )
-        p.Define("seed", 1234, "The seed of the order of pairs.", check=checks.SEED)
+        p.Define("target_length", 64, "T of the target; a pair needs its ids and eos.", LENGTH)
+        p.Define("temperature", 5.0, "Languages are drawn by n^(1/temperature).", checks.POSITIVE)
+        p.Define("seed", 1234, "The seed of the order of pairs.", checks.SEED)
         p.Define("pack", True, "Several pairs in a row; False: one.")
         p.Define(
             "too_long",
             cls.TOO_LONG[0],
             f"What to do with what is longer than a row: {' or '.join(cls.TOO_LONG)}.",
-            check=checks.one_of(cls.TOO_LONG),
+            checks.one_of(cls.TOO_LONG),
         )
         return p
 
