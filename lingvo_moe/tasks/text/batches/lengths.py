@@ -61,6 +61,11 @@ class Lengths:
         """int32 [2, N], those of all languages."""
         return np.concatenate(list(self.of.values()), axis=1)
 
+    @property
+    def is_sample(self) -> bool:
+        """Whether shares of pairs are estimates."""
+        return self.all.shape[1] < self.pairs
+
     def Percentiles(self) -> dict[str, list[int]]:
         """PERCENTILES of both sides; the last is the longest."""
         found = np.percentile(self.all, PERCENTILES, axis=1, method="inverted_cdf")

@@ -186,7 +186,7 @@ class PackedInput(BaseInput):
         self._loss = loss_of(lengths, self._row)
         if not self._loss.share:
             return ""
-        about = "about " if lengths.all.shape[1] < lengths.pairs else ""  # of a sample
+        about = "about " if lengths.is_sample else ""
         count = f"{about}{round(self._loss.share * lengths.pairs):,}"
         done = {"drop": "left out", "truncate": "truncated"}.get(self.p.too_long, "split")
         return f"; {count} ({self._loss.share:.1%}) are longer than a row and {done}"
