@@ -15,10 +15,8 @@ from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.collection import paused_collection
-from lingvo_moe.core.console.command import as_typed, say
-from lingvo_moe.core.console.command import run as run
-from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags, join_overrides
-from lingvo_moe.core.console.flags import names as names
+from lingvo_moe.core.console.command import as_typed, run as run, say
+from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags, join_overrides, names as names
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.console.waiting import Waiting

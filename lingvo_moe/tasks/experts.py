@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.layers.transformer import TransformerStack
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.task.base_task import TaskError

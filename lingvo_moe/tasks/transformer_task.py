@@ -12,8 +12,7 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.config import checks, param_text
 from lingvo_moe.core.config.checks import ParamError, nearest
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers import (
     attention,
     embedding,

@@ -10,8 +10,7 @@ from cases_device_assignment import (
     hops,
     row_halos,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from spmd_case import check, devices_of, floats
 
 from lingvo_moe.core.engine.eager.testing import run_sharded

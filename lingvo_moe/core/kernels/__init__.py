@@ -24,11 +24,11 @@ from lingvo_moe.core.kernels.xla import (
     AdafactorRecipe,
     CacheShape,
     Delta,
+    DenseDelta as DenseDelta,
     Drop,
     Keep,
     Shard,
 )
-from lingvo_moe.core.kernels.xla import DenseDelta as DenseDelta
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding.mesh import holding
 

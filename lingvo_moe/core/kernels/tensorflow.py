@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.kernels import grouped_matmul as grouped
-from lingvo_moe.core.kernels import tensorflow_adafactor, xla
+from lingvo_moe.core.kernels import grouped_matmul as grouped, tensorflow_adafactor, xla
 from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
 from lingvo_moe.core.kernels.xla import (
     Activation,

@@ -12,8 +12,7 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.moe.experts import Experts, Rows, feed_forward_of_chosen
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms

@@ -6,8 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, scoped
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
 
 # Arguments and results of cells: tensors, NestedMaps of them, None.

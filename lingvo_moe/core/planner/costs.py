@@ -7,8 +7,7 @@ model of network/interconnect.py needs.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lingvo_moe.core.hlo import attributes, parts
-from lingvo_moe.core.hlo import module as hlo
+from lingvo_moe.core.hlo import attributes, module as hlo, parts
 from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_kind, executed_collective
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.loops import expected_trips

@@ -33,8 +33,7 @@ from lingvo_moe.core.files.copies import copy_at, local
 from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.core.files.manifest import ManifestError, read_listed, write_manifest
 from lingvo_moe.core.files.store import check_place
-from lingvo_moe.core.runs.evaluations import FILE as _EVALUATIONS
-from lingvo_moe.core.runs.evaluations import Evaluations, read_evaluations
+from lingvo_moe.core.runs.evaluations import FILE as _EVALUATIONS, Evaluations, read_evaluations
 from lingvo_moe.core.runs.own_runs import is_own, make_mark
 from lingvo_moe.core.runs.run_description import (
     BeganFrom,

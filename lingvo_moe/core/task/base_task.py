@@ -21,8 +21,7 @@ from lingvo_moe.core.base_layer import (
     scoped,
 )
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.input.base_input import BaseInput

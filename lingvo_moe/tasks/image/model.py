@@ -8,8 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.elementwise import Dropout
@@ -20,8 +19,7 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.tasks.image.networks import ResNet
-from lingvo_moe.tasks.image.pipelined import PARAMETERS as PIPELINE
-from lingvo_moe.tasks.image.pipelined import pipeline_params
+from lingvo_moe.tasks.image.pipelined import PARAMETERS as PIPELINE, pipeline_params
 
 _TOP = 5
 _LARGEST_IMAGE = 16  # rows and columns of a shrunk model's, unless the mesh needs more

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, scoped, updates_of
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.convolution import Conv2D
 from lingvo_moe.core.layers.elementwise import ELEMENTWISE, Activation

@@ -14,8 +14,7 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import scoped, updates_of
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.kernels.blockwise import BLOCK, FROM_LENGTH
 from lingvo_moe.core.layers import masks, softmax

@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import scoped, updates_of
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks, softmax

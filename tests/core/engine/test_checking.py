@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe import trainer
-from lingvo_moe import xla_sharding as xs
+from lingvo_moe import trainer, xla_sharding as xs
 from lingvo_moe.core.engine import checking, xla
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache

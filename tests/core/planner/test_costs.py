@@ -4,13 +4,11 @@ import math
 
 import jax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.collectives import CollectiveUse
-from lingvo_moe.core.planner import costs as costs_lib
-from lingvo_moe.core.planner import tables
+from lingvo_moe.core.planner import costs as costs_lib, tables
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from tests.tiny_layers import tiny_layers

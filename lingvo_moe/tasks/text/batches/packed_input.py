@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.files.paths import user_cache_dir
 from lingvo_moe.core.input import base_input

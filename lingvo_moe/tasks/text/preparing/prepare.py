@@ -30,9 +30,11 @@ from lingvo_moe.tasks.text.data.made_once import clear_others, settings_key, wor
 from lingvo_moe.tasks.text.data.mixing import temperature_weights
 from lingvo_moe.tasks.text.data.scan import Progress, Scan, quiet
 from lingvo_moe.tasks.text.data.shards import PAIRS_PER_SHARD
-from lingvo_moe.tasks.text.preparing import language_stage as languages
-from lingvo_moe.tasks.text.preparing import read_stage as reading
-from lingvo_moe.tasks.text.preparing import token_stages as tokens
+from lingvo_moe.tasks.text.preparing import (
+    language_stage as languages,
+    read_stage as reading,
+    token_stages as tokens,
+)
 from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 from lingvo_moe.tasks.text.preparing.filters import Rules
 from lingvo_moe.tasks.text.preparing.sources import Fields, Found, Source, find_sources

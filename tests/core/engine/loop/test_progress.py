@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from lingvo_moe.core.console import units
-from lingvo_moe.core.console import waiting as waiting_module
+from lingvo_moe.core.console import units, waiting as waiting_module
 from lingvo_moe.core.console.waiting import LineProgress, Waiting
 from lingvo_moe.core.engine.loop.progress import StepProgress, Work
 
