@@ -35,7 +35,7 @@ from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, Cluster
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.planner.memory import breakdown, host_link, remedies, state
-from lingvo_moe.core.planner.network import mesh_order
+from lingvo_moe.core.planner.network import interconnect, mesh_order
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.state.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
 from lingvo_moe.core.task.base_task import BaseTask
@@ -103,7 +103,7 @@ def make_plan(
         "what": request.what,
         "program_hash": program.hash,
         "mesh": str(mesh),
-        "topology": tables.describe_topology(topology),
+        "topology": topology.Describe() | {"model": interconnect.describe(topology)},
         "batch": job.batch,
         "parameters": tables.parameters(task.StateSpecs() if train else task.VariableSpecs(), mesh),
         **_state(request, task, mesh),

@@ -110,18 +110,15 @@ class GShardAdafactor(Adafactor):
 
     @classmethod
     def Params(cls) -> InstantiableParams:
-        return (
-            super()
-            .Params()
-            .Set(
-                learning_rate=SqrtDecay.Params().Set(multiplier=1.0, constant_steps=10_000),
-                weight_decay=0.0,
-                beta2=0.99,
-                decay_exponent=0.8,
-                clip_threshold=1.0,
-                multiply_by_parameter_scale=True,
-                epsilon1=1e-30,
-                epsilon2=1e-3,
-                min_dim_size_to_factor=128,
-            )
+        p = super().Params()
+        return p.Set(
+            learning_rate=SqrtDecay.Params().Set(multiplier=1.0, constant_steps=10_000),
+            weight_decay=0.0,
+            beta2=0.99,
+            decay_exponent=0.8,
+            clip_threshold=1.0,
+            multiply_by_parameter_scale=True,
+            epsilon1=1e-30,
+            epsilon2=1e-3,
+            min_dim_size_to_factor=128,
         )

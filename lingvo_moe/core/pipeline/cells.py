@@ -41,7 +41,8 @@ def fprop_with_extras(
     """Runs FPropWithExtras of a layer that has it; any other layer's FProp, with no extras."""
     if isinstance(layer, HasExtras):
         return layer.FPropWithExtras(theta, args, seed)
-    return as_tuple(layer.FProp(theta, *args)), NestedMap()
+    result = layer.FProp(theta, *args)
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,), NestedMap()
 
 
 def fprop_in_sequence(
@@ -98,11 +99,6 @@ def join_all_extras(extras: NestedMap, found: NestedMap) -> None:
     """Adds all extras of a sequence, as fprop_in_sequence returns them, to those of another."""
     for name, value in found.items():
         join_extras(extras, name, NestedMap(updates=value) if name == "updates" else value)
-
-
-def as_tuple(result: Any) -> Args:
-    """A layer's result as the arguments of the next layer."""
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 def sub_layers(params: InstantiableParams) -> list[InstantiableParams] | None:

@@ -20,7 +20,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context, Parts
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.sharding.vectorized import vectorized
-from lingvo_moe.core.tensors import runtime_zeros, term_if
+from lingvo_moe.core.tensors import or_zeros, term_if
 
 
 class Traced:
@@ -202,12 +202,13 @@ class _Stage:
         of_rest = _present(found[len(inputs) + len(weights) :])
         result = NestedMap(
             weights=[
-                term_if(given.valid, _dense(g, w)) for g, w in zip(of_weights, weights, strict=True)
+                term_if(given.valid, or_zeros(g, w))
+                for g, w in zip(of_weights, weights, strict=True)
             ],
             rest=of_rest.Transform(lambda g: term_if(given.valid, g)),
         )
         if self._carry:
-            dense = [_dense(g, x) for g, x in zip(found, inputs, strict=False)]
+            dense = [or_zeros(g, x) for g, x in zip(found, inputs, strict=False)]
             result.carry = part.carry.Pack(dense)
         return result
 
@@ -243,7 +244,7 @@ class _Edge:
             context = self._programs.Context(part, shared)
             loss, metrics = self._programs.parts.loss(shared.rest, part.carry, context)
         found = tape.gradient(loss, [*carry, *rest])
-        of_carry = [_dense(g, x) for g, x in zip(found, carry, strict=False)]
+        of_carry = [or_zeros(g, x) for g, x in zip(found, carry, strict=False)]
         return NestedMap(
             loss=loss,
             metrics=metrics,
@@ -257,7 +258,3 @@ def _present(grads: Sequence[tf.Tensor | None]) -> NestedMap:
     return NestedMap(
         {f"g{i}": tf.convert_to_tensor(g) for i, g in enumerate(grads) if g is not None}
     )
-
-
-def _dense(grad: tf.Tensor | None, like: tf.Tensor) -> tf.Tensor:
-    return runtime_zeros(like, like.dtype) if grad is None else tf.convert_to_tensor(grad)

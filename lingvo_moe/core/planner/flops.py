@@ -124,7 +124,7 @@ def _convolution_flops(
     for spatial, window in enumerate(attributes.window(instruction)):
         label = str(spatial)
         sizes = lhs[dims.lhs[label]], output[dims.output[label]]
-        count *= window.valid_positions(*sizes)
+        count *= attributes.valid_positions(window, *sizes)
     return 2 * count
 
 

@@ -215,7 +215,8 @@ def collectives(plan: Plan, most: int | None = None) -> Table | None:
     if not items:
         return None
     located = any(map(figures.spans, items))
-    columns = [*words("kind"), *_PLACE, *numbers(*[figures.spanned(plan)] * located)]
+    spanned = "slices" if figures.get(plan, "topology.slices") else "nodes"
+    columns = [*words("kind"), *_PLACE, *numbers(*[spanned] * located)]
     columns += [*numbers("a step", "bytes of one"), Column("devices", wide=True)]
     columns += [Column(_SECONDS, estimated=True)]
     rows = [

@@ -260,11 +260,6 @@ def timed_again(plan: dict[str, Any], topology: Machine) -> dict[str, Any]:
     return plan | {"collectives": rows, "time": again}
 
 
-def describe_topology(topology: Machine) -> dict[str, Any]:
-    """Returns the plan's `topology`: the figures of the machine that its estimates use."""
-    return topology.Describe() | {"model": interconnect.describe(topology)}
-
-
 def check(plan: dict[str, Any]) -> None:
     """Checks a finished plan.
 
