@@ -220,18 +220,15 @@ def _data_of_run(args: Flags) -> str:
 
 
 def _print_scores(report: "EvalReport") -> None:
-    from rich.console import Console
-
     from lingvo_moe.core.pages.tables import show
     from lingvo_moe.tasks.mt.quality import intervals
     from lingvo_moe.tasks.mt.reports import score_tables
 
-    scores, console = report.ToDict(), Console()
+    scores = report.ToDict()
     for table in (score_tables.by_language(scores), score_tables.by_group(scores)):
-        show(table, console)
-        console.print()
-    for line in (intervals.footnote(), *report.signatures.values()):
-        console.print(line, soft_wrap=True, highlight=False)
+        show(table)
+        print()
+    print(intervals.footnote(), *report.signatures.values(), sep="\n")
 
 
 if __name__ == "__main__":
