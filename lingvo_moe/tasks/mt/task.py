@@ -47,7 +47,11 @@ class MtTask(TransformerTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        _define_sizes(p)
+        p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", checks.IDS)
+        p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", checks.IDS)
+        p.Define("num_encoder_layers", 18, "Layers of the encoder.", checks.LAYERS)
+        p.Define("num_decoder_layers", 18, "Layers of the decoder.", checks.LAYERS)
+        experts.define_experts(p, num_experts=2048, num_groups=2048)
         return p
 
     @classmethod
@@ -100,10 +104,25 @@ class MtTask(TransformerTask):
 
     def NamedRows(self) -> dict[str, NamedRows]:
         """See BaseTask: rows of embeddings are pieces, rows of task embeddings languages."""
-        return _named_rows(self.VariableSpecs())
+        found = {}
+        for path, spec in self.VariableSpecs().FlattenItems():
+            if "V" in spec.letters:
+                kind = _SOURCE if path.startswith("source_embedding") else _TARGET
+                found[path] = NamedRows(kind, spec.letters.index("V"), "vocab_size")
+            elif "U" in spec.letters:
+                found[path] = NamedRows(_LANGUAGES, spec.letters.index("U"), "num_tasks")
+        return found
 
     def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
-        return _row_names(kind, artifacts)
+        """See BaseTask. Raises DataError for artifacts without a vocabulary, or with a damaged one."""
+        if kind == _LANGUAGES:
+            languages = languages_of(artifacts)
+            if languages is None:
+                raise TaskError("the run that weights are taken from does not say its languages")
+            return languages
+        vocabs = vocabs_of(artifacts)
+        vocabulary = Vocabulary(vocabs.source if kind == _SOURCE else vocabs.target)
+        return vocabulary.Pieces(range(vocabulary.size))
 
     @classmethod
     def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
@@ -138,43 +157,3 @@ def side_shares(shares: NestedMap | None, side: str) -> dict[str, NestedMap]:
     if shares is None:
         return {}
     return {"shares": NestedMap({n: shares[f"{side}_{n}"] for n in ("tokens", "groups")})}
-
-
-def _named_rows(specs: NestedMap) -> dict[str, NamedRows]:
-    """The variables with named rows, in a tree of VariableSpecs; see BaseTask.NamedRows."""
-    found = {}
-    for path, spec in specs.FlattenItems():
-        if "V" in spec.letters:
-            kind = _SOURCE if path.startswith("source_embedding") else _TARGET
-            found[path] = NamedRows(kind, spec.letters.index("V"), "vocab_size")
-        elif "U" in spec.letters:
-            found[path] = NamedRows(_LANGUAGES, spec.letters.index("U"), "num_tasks")
-    return found
-
-
-def _row_names(kind: str, artifacts: RunArtifacts) -> list[str]:
-    """The names of the rows of one kind; see BaseTask.RowNames.
-
-    Raises:
-        TaskError: the artifacts do not say the languages.
-        DataError: they hold no vocabulary, or a damaged one.
-    """
-    if kind == _LANGUAGES:
-        languages = languages_of(artifacts)
-        if languages is None:
-            raise TaskError("the run that weights are taken from does not say its languages")
-        return languages
-    vocabs = vocabs_of(artifacts)
-    vocabulary = Vocabulary(vocabs.source if kind == _SOURCE else vocabs.target)
-    return vocabulary.Pieces(range(vocabulary.size))
-
-
-def _define_sizes(p: InstantiableParams) -> None:
-    """The sizes of vocabularies, the numbers of layers, and experts."""
-    p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", checks.IDS)
-    p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", checks.IDS)
-    p.Define(
-        "num_encoder_layers", 18, "Encoder layers, each attention + feed-forward.", checks.LAYERS
-    )
-    p.Define("num_decoder_layers", 18, "Decoder layers.", checks.LAYERS)
-    experts.define_experts(p, num_experts=2048, num_groups=2048)
