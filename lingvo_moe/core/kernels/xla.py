@@ -365,6 +365,21 @@ class DenseDelta:
 
 
 @dataclass(frozen=True)
+class AppliedDelta:
+    """A `Delta` whose new weight was computed with the update; `square` is the sum of squares of the update."""
+
+    weight: tf.Tensor
+    square: tf.Tensor
+    grad_square: tf.Tensor | None = None
+
+    def SumOfSquares(self) -> tf.Tensor:
+        return self.square
+
+    def SubtractFrom(self, weight: tf.Tensor) -> tf.Tensor:
+        return tf.cast(self.weight, weight.dtype)
+
+
+@dataclass(frozen=True)
 class AdafactorRecipe:
     """The numbers of one step of Adafactor for one variable; see optimizers/adafactor.py."""
 
