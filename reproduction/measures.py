@@ -6,11 +6,11 @@ from statistics import linear_regression
 from typing import Any
 
 from lingvo_moe.core.console import units
-from lingvo_moe.core.planner.figures import needed
+from lingvo_moe.core.planner.figures import Plan as Plan, needed
 
 from . import text
 
-Plan = Mapping[str, Any]
+Plans = Mapping[str, Plan]  # by name
 
 # Figure 8's parts of the forward pass, in the order in which they are shown.
 FORWARD = {

@@ -6,10 +6,8 @@ from typing import Any
 from lingvo_moe.core.console import units
 
 from . import measures, paper, requests, text, thresholds
-from .measures import Plan
+from .measures import Plan, Plans
 from .text import DASH, Finding
-
-Plans = Mapping[str, Plan]
 
 
 def machines(plans: Plans) -> str:

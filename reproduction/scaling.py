@@ -8,10 +8,8 @@ from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.planner.network import interconnect as network
 
 from . import measures, paper, requests, text, thresholds
-from .measures import Plan
+from .measures import Plan, Plans
 from .text import DASH, Finding
-
-Plans = Mapping[str, Plan]
 
 FEW, MANY = min(requests.CORES), max(requests.CORES)  # experts, and cores
 # Tori of two-core chips, as nearly square as the compiler has them.
