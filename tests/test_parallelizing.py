@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import toy_attention  # noqa: F401
+from refusals import refuses
 
 from lingvo_moe import trainer as trainer_module
 from lingvo_moe.core.config import registry
@@ -173,20 +174,17 @@ def test_an_objective_chooses_the_machine(plans):
     assert found.machine.name == "v5e:2x2"
 
 
-@pytest.mark.parametrize(
-    "changes, error, message",
-    [
-        ({"topology": "v5e"}, StrategyError, "say how large it is"),
-        ({"objective": "smallest"}, StrategyError, "give --topology without sizes"),
-        ({"dtypes": ("bfloat",)}, StrategyError, "--activations=bfloat: must be .*did you mean"),
-        ({"override": "task.moe.dispatcher=dropless"}, WorkloadError, "dropless"),
-        ({"memory": 1000}, NoneFits, "fits v5e:2x4 under no strategy: .* are missing"),
-        ({"topology": "h100:7x1"}, NoneFits, "over the 7 devices of h100:7x1 in no way"),
-    ],
+@refuses(
+    StrategyError,
+    ({"topology": "v5e"}, "say how large it is"),
+    ({"objective": "smallest"}, "give --topology without sizes"),
+    ({"dtypes": ("bfloat",)}, "--activations=bfloat: must be .*did you mean"),
+    ({"override": "task.moe.dispatcher=dropless"}, WorkloadError, "dropless"),
+    ({"memory": 1000}, NoneFits, "fits v5e:2x4 under no strategy: .* are missing"),
+    ({"topology": "h100:7x1"}, NoneFits, "over the 7 devices of h100:7x1 in no way"),
 )
-def test_what_cannot_be_searched_is_refused(changes, error, message):
-    with pytest.raises(error, match=message):
-        _find(**changes)
+def test_what_cannot_be_searched_is_refused(changes):
+    _find(**changes)
 
 
 def test_pipelines_are_verified_with_the_stages_of_the_small_mesh():
@@ -352,13 +350,10 @@ def test_a_resumed_run_keeps_its_strategy(tmp_path):
         (["--logdir=x", "--mesh=expert:8"], "chooses the mesh"),
         (["--logdir=x", "--engine=tf"], "goes with --engine=pjrt"),
         (["--mode=inspect_model"], "goes with --mode=sync"),
-        (
-            ["--logdir=x", "--model_params_override=task.remat=dots"],
-            "task.remat is what the search chooses",
-        ),
+        (["--logdir=x", "--model_params_override=task.remat=dots"], "task.remat is what the search chooses"),
         ([], "--logdir is needed"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_with_a_search_is_told(flags, told, capsys):
     assert trainer([f"--model={_MODEL}", "--strategy=auto", *flags]) == 2
     assert told in capsys.readouterr().err

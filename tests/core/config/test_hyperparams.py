@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params
@@ -90,21 +91,18 @@ def test_any_value_survives_text(name, number, rate, flag):
     assert _params().FromText(p.ToText()).ToText() == p.ToText()
 
 
-@pytest.mark.parametrize(
-    "line, error, match",
-    [
-        ("model.hidden_dim : many", ValueError, "line 2: model.hidden_dim"),
-        ("model.hidden_dim : 1.5", ValueError, "expected int"),
-        ("model.hidden_dim : None", ValueError, "expected int"),
-        ("model.cls : type/no_such_module/Thing", ValueError, "names no class"),
-        ("model.cls : Thing", ValueError, "names no class"),
-        ("no separator", ValueError, "line 2"),
-        ("model.nme : 1", AttributeError, "nme"),
-    ],
+@refuses(
+    ValueError,
+    ("model.hidden_dim : many", "line 2: model.hidden_dim"),
+    ("model.hidden_dim : 1.5", "expected int"),
+    ("model.hidden_dim : None", "expected int"),
+    ("model.cls : type/no_such_module/Thing", "names no class"),
+    ("model.cls : Thing", "names no class"),
+    ("no separator", "line 2"),
+    ("model.nme : 1", AttributeError, "nme"),
 )
-def test_bad_text_names_the_line(line, error, match):
-    with pytest.raises(error, match=match):
-        _params().FromText(f"# comment\n{line}\n")
+def test_bad_text_names_the_line(line):
+    _params().FromText(f"# comment\n{line}\n")
 
 
 def test_text_is_read_as_the_type_that_is_there():

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from object_storage import FAULTS, bucket
+from refusals import refuses
 
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest, write_manifest
 from lingvo_moe.core.files.paths import PathError
@@ -126,17 +127,14 @@ def test_what_fails_once_or_twice_is_repeated(storage, tmp_path, fault):
     assert not store.Has("a") and not storage.faults
 
 
-@pytest.mark.parametrize(
-    "address, error, message",
-    [
-        ("s3://no-such-bucket/x", StoreError, r"^s3://no-such-bucket/x/: there is no such bucket"),
-        ("s3:///x", PathError, "^s3:///x: names no bucket; write s3://BUCKET/PATH"),
-        ("az://b/x", PathError, "^az://b/x: no storage is known as az://; name a local path, s3:"),
-    ],
+@refuses(
+    PathError,
+    ("s3://no-such-bucket/x", StoreError, r"^s3://no-such-bucket/x/: there is no such bucket"),
+    ("s3:///x", "^s3:///x: names no bucket; write s3://BUCKET/PATH"),
+    ("az://b/x", "^az://b/x: no storage is known as az://; name a local path, s3:"),
 )
-def test_an_address_that_leads_nowhere(storage, address, error, message):
-    with pytest.raises(error, match=message):
-        open_store(address).List()
+def test_an_address_that_leads_nowhere(address, storage):
+    open_store(address).List()
 
 
 def test_nobody_answers_and_no_credentials(storage, monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.planner.errors import PlanError
@@ -32,18 +33,15 @@ def test_more_bytes_take_no_less_time(kind, machine, a, b):
 
 
 @pytest.mark.parametrize("machine", [Topology.parse("v3:2x2"), Cluster.parse("h100:2x4")])
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("all-reduced", 8, 8), r"no collective 'all-reduced' \(did you mean 'all-reduce'"),
-        (("all-reduce", 8, 9), "9 participants: .* has 8 devices"),
-        (("all-reduce", 8, 0), "0 participants"),
-        (("all-reduce", -1, 8), "must not be negative"),
-    ],
+@refuses(
+    PlanError,
+    (("all-reduced", 8, 8), r"no collective 'all-reduced' \(did you mean 'all-reduce'"),
+    (("all-reduce", 8, 9), "9 participants: .* has 8 devices"),
+    (("all-reduce", 8, 0), "0 participants"),
+    (("all-reduce", -1, 8), "must not be negative"),
 )
-def test_what_cannot_be_asked(arguments, message, machine):
-    with pytest.raises(PlanError, match=message):
-        interconnect.seconds(*arguments, machine)
+def test_what_cannot_be_asked(arguments, machine):
+    interconnect.seconds(*arguments, machine)
 
 
 @pytest.mark.parametrize(

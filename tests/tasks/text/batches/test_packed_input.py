@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_up_languages import SIZES, write_corpus
+from refusals import refuses
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.mt_input import MtInput
@@ -365,23 +366,17 @@ def test_a_cache_that_cannot_be_made(
         params.Copy().Set(cache_dir="").Instantiate().Prepare()
 
 
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"data_dir": ""}, "--data_dir is needed to train"),
-        (
-            {"languages": "aa,bb"},
-            r"languages='aa,bb': must be a list of strings, e.g. \['aa', 'bb'\]",
-        ),
-        ({"vocab_sentences": 9}, "vocab_sentences=9: must be an integer of at least 100"),
-        (
-            {"target_vocab_size": 64_000},
-            r"input\.target_vocab_size=64000 is more than this data can fill: at most (\d+) .*"
-            r"='input\.target_vocab_size=\1;task\.target_vocab_size=\1'",
-        ),
-        ({"too_long": "cut"}, "too_long='cut': must be one of"),
-    ],
-)
-def test_errors_teach(params, values: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        params.Copy().Set(**values).Instantiate().Prepare()
+@refuses(
+    ValueError,
+    ({"data_dir": ""}, "--data_dir is needed to train"),
+    ({"languages": "aa,bb"}, r"languages='aa,bb': must be a list of strings, e.g. \['aa', 'bb'\]"),
+    ({"vocab_sentences": 9}, "vocab_sentences=9: must be an integer of at least 100"),
+    (
+        {"target_vocab_size": 64_000},
+        r"input\.target_vocab_size=64000 is more than this data can fill: at most (\d+) .*"
+        r"='input\.target_vocab_size=\1;task\.target_vocab_size=\1'",
+    ),
+    ({"too_long": "cut"}, "too_long='cut': must be one of"),
+)  # fmt: skip
+def test_errors_teach(values: dict, params) -> None:
+    params.Copy().Set(**values).Instantiate().Prepare()
