@@ -65,12 +65,9 @@ def test_as_a_process():
         ("what tools.evaluate wrote", "what lingvo-moe evaluate wrote"),
         ("python -m lingvo_moe.trainer --model=x", "lingvo-moe train --model=x"),
         ("/my/tools.plan/x and my.tools.plan", "/my/tools.plan/x and my.tools.plan"),
-        (
-            "pip install --no-deps -r requirements-gpu.txt (it",
-            "pip install 'lingvo_moe[gpu-plan]' (it",
-        ),
+        ("pip install --no-deps -r requirements-gpu.txt (it", "pip install 'lingvo_moe[gpu-plan]' (it"),
     ],
-)
+)  # fmt: skip
 def test_a_message_names_what_the_user_has(text, installed, monkeypatch, capsys):
     assert command.as_typed(text) == text
     monkeypatch.setattr(command, "_IN_CHECKOUT", False)

@@ -74,10 +74,7 @@ def _kind(p: Params) -> Any:
     [
         ("mt.M4Tiny", ""),
         ("mt.M4Tiny", "task.num_experts=0"),
-        (
-            "mt.M4Tiny",
-            "task.moe.dispatcher=dropless;task.moe.router=hash;task.moe.router.table=modular",
-        ),
+        ("mt.M4Tiny", "task.moe.dispatcher=dropless;task.moe.router=hash;task.moe.router.table=modular"),
         ("lm.Tiny", ""),
         (
             "lm.Tiny",
@@ -87,7 +84,7 @@ def _kind(p: Params) -> Any:
         ),
         ("image.Digits", ""),
     ],
-)
+)  # fmt: skip
 def test_what_a_step_does_not_read_is_refused(
     experiment: str, override: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,17 +109,11 @@ def _is_taken(p: Params, path: str, value: Any) -> bool:
     [
         ("task.pipeline.schedule=gpipe", "has no effect with task.pipeline.stages=1; set that, or"),
         ("task.num_experts=0;task.num_groups=4", "has no effect with task.num_experts=0"),
-        (
-            "task.num_experts=0;task.moe.router.level=sentence",
-            "has no effect with task.num_experts=0",
-        ),
+        ("task.num_experts=0;task.moe.router.level=sentence", "has no effect with task.num_experts=0"),
         ("task.moe.dispatcher=dropless;task.moe.min_capacity=8", "task.moe.dispatcher=dropless"),
-        (
-            "task.moe.router=hash;task.moe.router.table=modular;task.moe.router.table_seed=3",
-            "table=mod",
-        ),
+        ("task.moe.router=hash;task.moe.router.table=modular;task.moe.router.table_seed=3", "table=mod"),
     ],
-)
+)  # fmt: skip
 def test_an_override_without_effect_is_refused(override: str, why: str) -> None:
     path, _, value = override.rpartition(";")[2].partition("=")
     with pytest.raises(registry.RegistryError, match=re.escape(f"{path}={value}: has no")) as error:

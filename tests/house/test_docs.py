@@ -398,18 +398,12 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
         ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
         ("tensorflow jax", "core.engine.lowering.specs core.engine.lowering.signature"),
         ("tensorflow jax", "core.planner.costs core.planner.memory.breakdown core.planner.report"),
-        (
-            "tensorflow jax",
-            "core.planner.golden core.planner.network.interconnect core.planner.machines.topology",
-        ),
+        ("tensorflow jax", "core.planner.golden core.planner.network.interconnect core.planner.machines.topology"),
         ("tensorflow jax", "core.hlo.module core.hlo.parts core.partitioner.known_faults"),
-        (
-            "tensorflow",
-            "core.engine.lowering.program core.engine.pjrt core.engine.checkpoints.checkpoints",
-        ),
+        ("tensorflow", "core.engine.lowering.program core.engine.pjrt core.engine.checkpoints.checkpoints"),
         ("tensorflow", "core.engine.collectives core.engine.devices"),
     ],
-)
+)  # fmt: skip
 def test_modules_are_as_light_as_the_page_on_architecture_says(absent: str, modules: str) -> None:
     text = _text("docs/architecture.md")
     for module in modules.split():

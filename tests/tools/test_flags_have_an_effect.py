@@ -179,14 +179,8 @@ COMMANDS = [
             [_MODEL, "--input=texts.jsonl", "--json"],
         ],
     ),
-    Command(
-        "score",
-        {
-            **_CLI,
-            "lingvo_moe.tasks.text.quality.forced_decoding:Scorer": Through(scorer),
-        },
-        [[_RUN], ["--logdir=TEXTS", "--input=texts.jsonl"]],
-    ),
+    Command("score", {**_CLI, "lingvo_moe.tasks.text.quality.forced_decoding:Scorer": Through(scorer)},
+        [[_RUN], ["--logdir=TEXTS", "--input=texts.jsonl"]]),
     Command(
         "evaluate",
         {
@@ -208,11 +202,7 @@ COMMANDS = [
         {**_CLI, "lingvo_moe.tasks.image.evaluation:evaluate": Scores(1, False, 2, 0.5, 0.5, 1.0)},
         [["--logdir=IMAGES"]],
     ),
-    Command(
-        "export",
-        {**_EXPORTED, "lingvo_moe.tasks.text.decoding.export:export": None},
-        [[_RUN, "--output=o"]],
-    ),
+    Command("export", {**_EXPORTED, "lingvo_moe.tasks.text.decoding.export:export": None}, [[_RUN, "--output=o"]]),
     Command(
         "trainer",
         _TRAINER,
@@ -226,7 +216,7 @@ COMMANDS = [
         # The trainer's command, with this flag, is that of an evaluator.
         {"--mode=eval": _OF_THE_TRAINER},
     ),
-]
+]  # fmt: skip
 
 _PLAN = json.loads(_GOLDEN.read_text())
 _PROGRAM = SimpleNamespace(name="train", mesh=anything(size=8))

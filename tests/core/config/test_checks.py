@@ -30,12 +30,7 @@ TEXTS = checks.ListOf(checks.TEXT, "a list of strings")
         (checks.NOT_NEGATIVE, (), math.nan, "must be a number of at least 0, finite in float32"),
         (checks.Number(), (-1e38, 0), 1e39, "must be a number, finite in float32"),
         (checks.Number(), (), 10**400, "must be a number, finite in float32"),
-        (
-            checks.POSITIVE,
-            (),
-            1e-40,
-            "must be a positive number, not so small that float32 makes it 0",
-        ),
+        (checks.POSITIVE, (), 1e-40, "must be a positive number, not so small that float32 makes it 0"),
         (checks.Number(), (), True, "must be a number"),
         (checks.Number(), (), "1", "must be a number"),
         (checks.one_of("ab"), ("a",), "c", "must be one of a, b"),
@@ -47,7 +42,7 @@ TEXTS = checks.ListOf(checks.TEXT, "a list of strings")
         (TEXTS, ([], ["a"], ("a",)), [1, 2], "must be a list of strings"),
         (TEXTS, (), "de, sw", "must be a list of strings, e.g. ['de', 'sw']"),
     ],
-)
+)  # fmt: skip
 def test_ranges(check, allowed, refused, message):
     for value in allowed:
         assert check(value) == ""

@@ -160,56 +160,29 @@ CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
     "experts_feed_forward few": (_experts, _expert_inputs(4)),
     "experts_feed_forward many": (_experts, _expert_inputs(100)),
     "experts_feed_forward drop": (functools.partial(_experts, rate=0.3), _expert_inputs(4)),
-    "grouped_matmul few": (
-        lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, None),
-        [_normal(0, 9, 4), _normal(1, 3, 4, 6)],
-    ),
-    "grouped_matmul many": (
-        lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, 10_000),
-        [_normal(0, 9, 4), _normal(1, 3, 4, 6)],
-    ),
+    "grouped_matmul few": (lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, None),
+        [_normal(0, 9, 4), _normal(1, 3, 4, 6)]),
+    "grouped_matmul many": (lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, 10_000),
+        [_normal(0, 9, 4), _normal(1, 3, 4, 6)]),
     "stable_order": (lambda ops, x: ops.stable_order(_SORTED), [tf.zeros([])]),
-    "normalize": (
-        lambda ops, x, scale, bias: ops.normalize(x, scale, bias, 1e-6),
-        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6), _normal(2, 6)],
-    ),
-    "normalize rms": (
-        lambda ops, x, scale: ops.normalize(x, scale, None, 1e-6),
-        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6)],
-    ),
-    "logits": (
-        lambda ops, x, table: ops.logits(x, table, _as_is),
-        [_normal(0, 2, 3, 4), _normal(1, 7, 4)],
-    ),
-    "cross_entropy": (
-        lambda ops, x: ops.cross_entropy(x, tf.constant([[1, 6, 0], [3, 3, 2]]), 0.1),
-        [_normal(0, 2, 3, 7)],
-    ),
+    "normalize": (lambda ops, x, scale, bias: ops.normalize(x, scale, bias, 1e-6),
+        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6), _normal(2, 6)]),
+    "normalize rms": (lambda ops, x, scale: ops.normalize(x, scale, None, 1e-6),
+        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6)]),
+    "logits": (lambda ops, x, table: ops.logits(x, table, _as_is), [_normal(0, 2, 3, 4), _normal(1, 7, 4)]),
+    "cross_entropy": (lambda ops, x: ops.cross_entropy(x, tf.constant([[1, 6, 0], [3, 3, 2]]), 0.1),
+        [_normal(0, 2, 3, 7)]),
     "dropout": (_dropout, [1.0 + _normal(0, 20, 30) ** 2]),
     "dropout rows": (functools.partial(_dropout, rows=_ROWS), [1.0 + _normal(0, 2, 2, 30) ** 2]),
     "sum_of_squares": (lambda ops, x: ops.sum_of_squares(x), [_normal(0, 5, 7)]),
-    "slices": (
-        lambda ops, *stacks: [[w * (i + 1) for w in ws] for i, ws in enumerate(ops.slices(stacks, 3))],
-        [_normal(0, 3, 2, 4), _normal(1, 3, 5)],
-    ),
+    "slices": (lambda ops, *stacks: [[w * (i + 1) for w in ws] for i, ws in enumerate(ops.slices(stacks, 3))],
+        [_normal(0, 3, 2, 4), _normal(1, 3, 5)]),
     "slices none": (lambda ops, x: [x, tf.constant(len(ops.slices([], 3)))], [_normal(0, 3)]),
     "with_row": (functools.partial(_with_row, axis=0), [_normal(0, 3, 2, 4), _normal(1, 2, 4)]),
-    "with_row second": (
-        functools.partial(_with_row, axis=1),
-        [_normal(0, 3, 2, 4), _normal(1, 3, 4)],
-    ),
-    "select new": (
-        lambda ops, x, y: ops.select(tf.constant(True), [x, y], [y, x]),
-        [_normal(0, 3), _normal(1, 3)],
-    ),
-    "select old": (
-        lambda ops, x, y: ops.select(tf.constant(False), [x, y], [y, x]),
-        [_normal(0, 3), _normal(1, 3)],
-    ),
-    "batch_independent": (
-        lambda ops, x: ops.batch_independent(tf.math.rsqrt, x),
-        [1.0 + _normal(0, 2, 5, 1) ** 2],
-    ),
+    "with_row second": (functools.partial(_with_row, axis=1), [_normal(0, 3, 2, 4), _normal(1, 3, 4)]),
+    "select new": (lambda ops, x, y: ops.select(tf.constant(True), [x, y], [y, x]), [_normal(0, 3), _normal(1, 3)]),
+    "select old": (lambda ops, x, y: ops.select(tf.constant(False), [x, y], [y, x]), [_normal(0, 3), _normal(1, 3)]),
+    "batch_independent": (lambda ops, x: ops.batch_independent(tf.math.rsqrt, x), [1.0 + _normal(0, 2, 5, 1) ** 2]),
 }  # fmt: skip
 for _activation in ("gelu", "swiglu"):
     for _slots in (4, 100):

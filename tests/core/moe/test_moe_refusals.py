@@ -40,17 +40,10 @@ PARAMETERS = [
     ("lsh", {"num_experts": 5}, "even number of corners, not 5"),
     ("moe", {"dispatcher": "einsun"}, "did you mean 'einsum'"),
     ("moe", {"num_experts": 1}, "two experts or more"),
-    (
-        "moe",
-        {"inference_dispatcher": DroplessDispatcher.Params().Set(device_capacity_factor=2.0)},
-        "device_capacity_factor=2.0: must be 0",
-    ),
-    (
-        "moe",
-        {"dispatcher": "dropless", "experts": SlotExperts.Params()},
-        "SlotExperts has no GroupedFProp",
-    ),
-]
+    ("moe", {"inference_dispatcher": DroplessDispatcher.Params().Set(device_capacity_factor=2.0)},
+     "device_capacity_factor=2.0: must be 0"),
+    ("moe", {"dispatcher": "dropless", "experts": SlotExperts.Params()}, "SlotExperts has no GroupedFProp"),
+]  # fmt: skip
 
 
 def _layer(**params):
@@ -78,15 +71,11 @@ MODULAR = {"router": ROUTERS["hash"].Params().Set(table="modular")}
     "params, context, message",
     [
         ({"num_groups": 5}, None, "num_groups=5: 2 x 6 = 12 tokens"),
-        (
-            {**SENTENCES, "num_groups": 4},
-            SEGMENTS,
-            "4 groups of 3 tokens split rows of 6: num_groups must",
-        ),
+        ({**SENTENCES, "num_groups": 4}, SEGMENTS, "4 groups of 3 tokens split rows of 6: num_groups must"),
         (SENTENCES, None, "moe routes by segment_ids"),
         (MODULAR, None, "moe routes by ids"),
     ],
-)
+)  # fmt: skip
 def test_inputs(params, context, message):
     layer = _layer(**params)
     context = None if context is None else NestedMap(context)

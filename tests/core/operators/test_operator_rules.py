@@ -39,12 +39,8 @@ _CASES: list[tuple[str, _Function, Sequence[Sequence[int]], int]] = [
     ("Einsum", lambda x, y: tf.einsum("abc,cdb->dab", x, y), [(4, 6, 2), (2, 8, 6)], 3),
     ("Einsum", lambda x: tf.einsum("abc->ca", x), [(4, 6, 2)], 2),
     ("Conv2D", lambda x, w: tf.nn.conv2d(x, w, 2, "SAME"), [(4, 8, 8, 2), (3, 3, 2, 6)], 2),
-    (
-        "DepthwiseConv2dNative",
-        lambda x, w: tf.nn.depthwise_conv2d(x, w, [1, 1, 1, 1], "SAME"),
-        [(4, 8, 8, 2), (3, 3, 2, 1)],
-        2,
-    ),
+    ("DepthwiseConv2dNative", lambda x, w: tf.nn.depthwise_conv2d(x, w, [1, 1, 1, 1], "SAME"),
+     [(4, 8, 8, 2), (3, 3, 2, 1)], 2),
     ("MaxPool", lambda x: tf.nn.max_pool2d(x, 2, 2, "SAME"), [(4, 8, 8, 2)], 2),
 ]  # fmt: skip
 

@@ -25,10 +25,7 @@ def _squeezed(text: str) -> str:
 @pytest.mark.parametrize(
     "unit, cases",
     [
-        (
-            units.size,
-            {0: "0 B", 1536: "1.5 KiB", 11 * _GIB: "11.00 GiB", 2.4e15: "2,235,174.18 GiB"},
-        ),
+        (units.size, {0: "0 B", 1536: "1.5 KiB", 11 * _GIB: "11.00 GiB", 2.4e15: "2,235,174.18 GiB"}),
         (units.duration, {1.524: "1.52 s", 0.0861: "86.1 ms", 3e-6: "3.00 µs", 4e-8: "0.040 µs"}),
         (units.duration, {250: "4 min 10 s", 0: "0"}),
         (units.work, {8.24e13: "82.4 TFLOP"}),
@@ -38,7 +35,7 @@ def _squeezed(text: str) -> str:
         (units.number, {2311.6: "2,312", 0.5714: "0.571"}),
         (units.share, {0.3621: "36.2%"}),
     ],
-)
+)  # fmt: skip
 def test_units(unit, cases):
     assert {value: unit(value) for value in cases} == cases
     assert unit is units.in_words or unit(None) == "–"

@@ -42,15 +42,12 @@ def test_a_name_is_a_slice_or_a_cluster():
         ("v5p:4x4x4x2", r"not 4; .* several slices are written v5p:4x4x4\*2"),
         ("v5p:4x4x4*", r"a number of slices from 1 to 256 after the \*, e.g. v5p:4x4x4\*2"),
         ("v5p:4x4x4*257", "a number of slices from 1 to 256"),
-        (
-            "v3:4x4*2",
-            "between slices of v3 is published; several slices can be of v5e, v5p, v6e or tpu7x",
-        ),
+        ("v3:4x4*2", "between slices of v3 is published; several slices can be of v5e, v5p, v6e or tpu7x"),
         ("v3:64x32", "the largest slice of v3 is v3:32x32"),
         ("v5p:24x24x24", "the largest slice of v5p is v5p:16x16x24"),
         ("v3:3x2", "the first two dimensions have to be even"),
     ],
-)
+)  # fmt: skip
 def test_a_machine_that_does_not_exist(name, told):
     with pytest.raises(PlanError, match=told) as e:
         parse_machine(name)
