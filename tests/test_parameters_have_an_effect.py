@@ -85,9 +85,7 @@ def _kind(p: Params) -> Any:
         ("image.Digits", ""),
     ],
 )  # fmt: skip
-def test_what_a_step_does_not_read_is_refused(
-    experiment: str, override: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_step_does_not_read_is_refused(experiment, override, monkeypatch):
     p = registry.GetParams(experiment, override)
     reads, ignored = _read_by_a_step(p, monkeypatch), []
     for path, owner, name in _leaves(p.task, "task"):
@@ -114,7 +112,7 @@ def _is_taken(p: Params, path: str, value: Any) -> bool:
         ("task.moe.router=hash;task.moe.router.table=modular;task.moe.router.table_seed=3", "table=mod"),
     ],
 )  # fmt: skip
-def test_an_override_without_effect_is_refused(override: str, why: str) -> None:
+def test_an_override_without_effect_is_refused(override, why):
     path, _, value = override.rpartition(";")[2].partition("=")
     with pytest.raises(registry.RegistryError, match=re.escape(f"{path}={value}: has no")) as error:
         registry.GetParams("mt.M4Tiny", override)
@@ -136,7 +134,7 @@ def test_an_override_without_effect_is_refused(override: str, why: str) -> None:
         ("task.moe.name=mixture", "a part has the name of its place in the model"),
     ],
 )
-def test_a_parameter_that_the_model_sets_is_refused(override: str, message: str) -> None:
+def test_a_parameter_that_the_model_sets_is_refused(override, message):
     path, _, value = override.rpartition(";")[2].partition("=")
     with pytest.raises(registry.RegistryError, match=f"{path}={value}: has no effect: .*{message}"):
         registry.GetParams("mt.M4Tiny", override)
@@ -144,7 +142,7 @@ def test_a_parameter_that_the_model_sets_is_refused(override: str, message: str)
     assert f"{path} :" not in p.ToText()
 
 
-def test_an_experiment_that_sets_such_a_parameter_is_refused() -> None:
+def test_an_experiment_that_sets_such_a_parameter_is_refused():
     p = registry.GetParams("mt.M4Tiny").task
     p.moe.experts.relu_dropout_prob = 0.5
     with pytest.raises(

@@ -84,7 +84,7 @@ def _wrong_way(path: str, imported: str) -> bool:
     return other_room[0] <= room[0]
 
 
-def test_imports_run_one_way() -> None:
+def test_imports_run_one_way():
     wrong = [
         f"{path} imports {imported}"
         for path in GRAPH.files
@@ -94,7 +94,7 @@ def test_imports_run_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_files_import_each_other_in_a_circle(tmp_path) -> None:
+def test_no_files_import_each_other_in_a_circle(tmp_path):
     assert not GRAPH.Circle()
     (tmp_path / "tools").mkdir()
     for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
@@ -103,7 +103,7 @@ def test_no_files_import_each_other_in_a_circle(tmp_path) -> None:
     assert ImportGraph(tmp_path).Circle() == [f"tools/{name}.py" for name in "abca"]
 
 
-def test_no_rooms_of_tasks_import_each_other_in_a_circle() -> None:
+def test_no_rooms_of_tasks_import_each_other_in_a_circle():
     files = [path for path in GRAPH.files if path.startswith("lingvo_moe/tasks/")]
     rooms: dict[str, set[str]] = {path.rpartition("/")[0]: set() for path in files}
     for path in files:
@@ -114,7 +114,7 @@ def test_no_rooms_of_tasks_import_each_other_in_a_circle() -> None:
     assert not circle(rooms)
 
 
-def test_tasks_do_not_know_each_other() -> None:
+def test_tasks_do_not_know_each_other():
     """A room beside theirs has all that two tasks need, and knows no task either."""
     tasks = {path.split("/")[1] for path in GRAPH.files if path.startswith("params/")}
 
@@ -132,7 +132,7 @@ def test_tasks_do_not_know_each_other() -> None:
     assert {"image", "lm", "mt"} <= tasks and not wrong, "\n".join(wrong)
 
 
-def test_the_trainer_is_imported_without_search_and_planner() -> None:
+def test_the_trainer_is_imported_without_search_and_planner():
     """They come in when they are asked for; so do engines, TensorFlow and JAX."""
     names = "[m for m in sys.modules if m.partition('.')[0] == 'lingvo_moe']"
     code = f"import sys; import lingvo_moe.trainer; print(*{names})"
@@ -143,13 +143,13 @@ def test_the_trainer_is_imported_without_search_and_planner() -> None:
     assert not [m for m in found if m.removeprefix("lingvo_moe.").startswith(late)]
 
 
-def test_gradients_end_with_their_graphs() -> None:
+def test_gradients_end_with_their_graphs():
     """TensorFlow's own decorator keeps each gradient until the process ends; core/private/tensorflow.py has another."""
     files = (ROOT / "lingvo_moe").rglob("*.py")
     assert not [str(path) for path in files if "@tf.custom_gradient" in path.read_text()]
 
 
-def test_jax_is_behind_the_engines_door() -> None:
+def test_jax_is_behind_the_engines_door():
     wrong = [
         f"{path} imports {name}"
         for path in GRAPH.files
@@ -165,7 +165,7 @@ def test_jax_is_behind_the_engines_door() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_private_modules_of_libraries_are_imported_in_one_place() -> None:
+def test_private_modules_of_libraries_are_imported_in_one_place():
     private = ("tensorflow.python.", "tensorflow.compiler.", "jax._src.", "jaxlib.")
     wrong = [
         f"{path} imports {name}"
@@ -207,7 +207,7 @@ def _definitions(syntax: ast.Module) -> Iterator[str]:
             yield ast.unparse(node.slice).strip("'")  # self.__dict__["_name"] = ...
 
 
-def test_private_attributes_of_libraries_are_read_in_one_place() -> None:
+def test_private_attributes_of_libraries_are_read_in_one_place():
     """A private name that is neither of the file nor of a file that it imports is a library's."""
     public = {"_exit", "_asdict", "_replace", "_fields"}  # documented, in spite of their names
     wrong = []
@@ -228,7 +228,7 @@ def test_private_attributes_of_libraries_are_read_in_one_place() -> None:
     assert sorted(found) == ["_b", "_get", "_y", "z"]
 
 
-def test_every_command_reads_its_flags_in_one_way() -> None:
+def test_every_command_reads_its_flags_in_one_way():
     """Only lingvo_moe/core/console/flags.py defines absl flags."""
     own = {
         "lingvo_moe/core/console/flags.py",
@@ -245,7 +245,7 @@ def test_every_command_reads_its_flags_in_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_nothing_but_tests_imports_tests() -> None:
+def test_nothing_but_tests_imports_tests():
     wrong = [
         f"{path} imports {imported}"
         for path in GRAPH.files
@@ -256,7 +256,7 @@ def test_nothing_but_tests_imports_tests() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_layer_can_be_read_in_one_sitting() -> None:
+def test_a_layer_can_be_read_in_one_sitting():
     """The files of this project that the MoE layer imports, directly or not, but for the door to TensorFlow's private
     parts; and with the parts that it takes by name, its default router and dispatchers."""
     door = {f"{_PRIVATE}tensorflow.py"}
@@ -271,12 +271,12 @@ def test_a_layer_can_be_read_in_one_sitting() -> None:
 
 
 @pytest.mark.parametrize("path", GRAPH.files)
-def test_files_can_be_read_in_one_sitting(path: str) -> None:
+def test_files_can_be_read_in_one_sitting(path):
     lines = (ROOT / path).read_text(encoding="utf-8").count("\n")
     assert lines < MAX_LINES, f"{path} has {lines} lines; a file is one idea, split it"
 
 
-def test_functions_take_few_parameters() -> None:
+def test_functions_take_few_parameters():
     found = set()
     for path in GRAPH.files:
         if path.startswith(("tests/", "benchmarks/")):
@@ -290,7 +290,7 @@ def test_functions_take_few_parameters() -> None:
     assert found == _MORE_PARAMETERS
 
 
-def test_a_directory_holds_few_modules() -> None:
+def test_a_directory_holds_few_modules():
     """Tests mirror the directories of the package, and some have more files."""
     rooms: dict[str, int] = {}
     for path in GRAPH.files:
@@ -299,7 +299,7 @@ def test_a_directory_holds_few_modules() -> None:
     assert not {r: n for r, n in rooms.items() if n > _MORE_MODULES.get(r, MAX_MODULES)}
 
 
-def test_every_package_has_an_init_and_no_test_directory_has() -> None:
+def test_every_package_has_an_init_and_no_test_directory_has():
     missing = {
         path.rpartition("/")[0]
         for path in GRAPH.files
@@ -310,7 +310,7 @@ def test_every_package_has_an_init_and_no_test_directory_has() -> None:
     assert not [p for p in GRAPH.files if p.startswith("tests/") and p.endswith("__init__.py")]
 
 
-def test_test_modules_have_names_of_their_own() -> None:
+def test_test_modules_have_names_of_their_own():
     names: dict[str, str] = {}
     for path in GRAPH.files:
         name = path.rpartition("/")[2]

@@ -91,9 +91,7 @@ def _write_corpus(directory: Path) -> None:
 
 @pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page", RUNNABLE)
-def test_examples_run_and_print_what_they_say(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     _write_corpus(tmp_path / "CORPUS")
@@ -146,13 +144,13 @@ def files_of_reader(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 _ALL_COMMANDS = [(page, command) for page in PAGES for command in _commands(page)]
 
 
-def test_there_are_commands_to_check() -> None:
+def test_there_are_commands_to_check():
     assert {page for page, _ in _ALL_COMMANDS} >= {"README.md", "docs/training.md", "docs/data.md"}
 
 
 @pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page, command", _ALL_COMMANDS)
-def test_commands_have_flags_that_exist(page: str, command: str) -> None:
+def test_commands_have_flags_that_exist(page, command):
     words = shlex.split(command, comments=True)
     words = [w for w in words if not re.match(r"\d?[<>]", w)]
     if "|" in words:
@@ -171,13 +169,13 @@ def test_commands_have_flags_that_exist(page: str, command: str) -> None:
 
 @pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page", ["docs/experiments.md"])
-def test_the_experiment_of_a_package_of_ones_own(page: str, capsys: pytest.CaptureFixture) -> None:
+def test_the_experiment_of_a_package_of_ones_own(page, capsys):
     (command,) = (c for c in _commands(page) if "M4Mine" in c and "inspect_model" in c)
     assert trainer.main(shlex.split(command)[3:]) == 0
     assert re.search(r"experts\.wi +1x16x", capsys.readouterr().out)
 
 
-def test_the_flag_file_of_the_page_on_training(tmp_path: Path) -> None:
+def test_the_flag_file_of_the_page_on_training(tmp_path):
     ((name, body),) = _flag_files("docs/training.md").items()
     assert any(f"--flagfile={name}" in command for command in _commands("docs/training.md"))
     (tmp_path / name).write_text(body, encoding="utf-8")
@@ -197,7 +195,7 @@ def _model_of(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_overrides_are_of_parameters_that_exist(page: str) -> None:
+def test_overrides_are_of_parameters_that_exist(page):
     text = _text(page).replace("\\\n", " ")
     for match in _OVERRIDE.finditer(text):
         command = text[text.rfind("\n", 0, match.start()) : match.start()]
@@ -215,7 +213,7 @@ def _anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_somewhere(page):
     text = _text(page)
     for target in _LINK.findall(_BLOCK.sub("", text)):
         if re.match(r"https?:", target):
@@ -227,7 +225,7 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in _anchors(linked.resolve().relative_to(ROOT).as_posix()), target
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
+def test_every_page_is_linked_from_the_readme():
     linked = set(_LINK.findall(_text("README.md")))
     assert set(PAGES) - {"README.md"} <= linked
 
@@ -252,7 +250,7 @@ _MADE = re.compile(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_exist(page: str) -> None:
+def test_files_that_are_named_exist(page):
     missing = []
     for name in _CODE.findall(_BLOCK.sub("", _text(page))):
         if not _FILE.match(name) or _MADE.match(name):
@@ -268,7 +266,7 @@ _PARAM = re.compile(r"`((?:task|input|train)\.[a-z_0-9.]+)`")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_experiments_and_parameters_that_are_named_exist(page: str) -> None:
+def test_experiments_and_parameters_that_are_named_exist(page):
     text = _text(page)
     for name in set(_EXPERIMENT.findall(text)) - {"mt.M4Mine"}:
         registry.GetExperiment(name)
@@ -280,7 +278,7 @@ def test_experiments_and_parameters_that_are_named_exist(page: str) -> None:
 # --- figures and lists
 
 
-def test_the_readmes_layer_has_two_all_to_alls_and_nothing_else() -> None:
+def test_the_readmes_layer_has_two_all_to_alls_and_nothing_else():
     import numpy as np
     import tensorflow as tf
 
@@ -313,7 +311,7 @@ def test_the_readmes_layer_has_two_all_to_alls_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/experiments.md"])
-def test_sizes_in_tables_are_those_of_the_specs(page: str) -> None:
+def test_sizes_in_tables_are_those_of_the_specs(page):
     rows = re.findall(r"^\| `((?:mt|lm)\.\w+)` \| (.*) \|$", _text(page), re.MULTILINE)
     names = {*registry.AllNames("mt"), *registry.AllNames("lm")}
     assert sorted(name for name, _ in rows) == sorted(names)
@@ -332,7 +330,7 @@ def test_sizes_in_tables_are_those_of_the_specs(page: str) -> None:
             assert cells[4:6] == [units.size(n, 1) for n in held], name
 
 
-def test_lines_of_inspect_model_are_what_it_prints() -> None:
+def test_lines_of_inspect_model_are_what_it_prints():
     shown = [
         line
         for page in PAGES
@@ -349,7 +347,7 @@ def test_lines_of_inspect_model_are_what_it_prints() -> None:
     assert {" ".join(line.split()) for line in shown} <= printed
 
 
-def test_lines_of_plans_are_those_of_the_recorded_one() -> None:
+def test_lines_of_plans_are_those_of_the_recorded_one():
     blocks = _blocks("docs/planning.md", "text")
     blocks += [block for block in _blocks("README.md", "text") if "step on v3:32x32" in block]
     assert len(blocks) > 6
@@ -361,7 +359,7 @@ def test_lines_of_plans_are_those_of_the_recorded_one() -> None:
     assert not shown - printed, "paste again what report.print_plan prints of it"
 
 
-def test_the_page_on_planning_has_the_data_sheets_figures() -> None:
+def test_the_page_on_planning_has_the_data_sheets_figures():
     rows = re.findall(
         r"^\| `((?:v|tpu)\d\w*)` \| (.*) \|$", _text("docs/planning.md"), re.MULTILINE
     )
@@ -379,13 +377,13 @@ def test_the_page_on_planning_has_the_data_sheets_figures() -> None:
         ]
 
 
-def test_the_page_on_planning_lists_every_flag() -> None:
+def test_the_page_on_planning_lists_every_flag():
     text = _text("docs/planning.md")
     flags = plan.define_flags().Names()
     assert not {flag for flag in flags if not re.search(rf"--{flag}[=`]", text)}
 
 
-def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
+def test_the_page_on_training_lists_every_flag_and_train_parameter():
     text = _text("docs/training.md")
     flags = {f"--{name}" for name in trainer_flags.define_flags().Names()}
     flags |= {f"train.{name}" for name, _ in registry.TrainParams().IterParams()}
@@ -404,7 +402,7 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
         ("tensorflow", "core.engine.collectives core.engine.devices"),
     ],
 )  # fmt: skip
-def test_modules_are_as_light_as_the_page_on_architecture_says(absent: str, modules: str) -> None:
+def test_modules_are_as_light_as_the_page_on_architecture_says(absent, modules):
     text = _text("docs/architecture.md")
     for module in modules.split():
         room, _, name = module.rpartition(".")
@@ -414,7 +412,7 @@ def test_modules_are_as_light_as_the_page_on_architecture_says(absent: str, modu
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_the_page_on_architecture_names_every_directory() -> None:
+def test_the_page_on_architecture_names_every_directory():
     named = set(re.findall(r"`([^`\n]*)/`", _text("docs/architecture.md")))
     found = {str(Path(name).parent) for name in _tree() if name.endswith(".py")}
     # Those of tests mirror the others; two hold nothing but directories.
@@ -427,7 +425,7 @@ def test_the_page_on_architecture_names_every_directory() -> None:
     assert not {name for name in found if not {name, name.removeprefix("lingvo_moe/")} & named}
 
 
-def test_every_tool_is_named_in_the_readme() -> None:
+def test_every_tool_is_named_in_the_readme():
     text = _text("README.md") + _text("docs/architecture.md")
     tools = [p.name for p in (ROOT / "tools").glob("*.py") if not p.name.startswith("_")]
     assert not [name for name in tools if name not in text and name[:-3] not in text]

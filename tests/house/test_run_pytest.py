@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ _SLOW = "import pytest\n@pytest.mark.slow\ndef test_it():\n    assert False\n"
         ("x = 1\n", 5),
     ],
 )
-def test_exit_status(tmp_path: Path, text: str, status: int) -> None:
+def test_exit_status(tmp_path, text, status):
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     (tmp_path / "test_it.py").write_text(text)
     report = tmp_path / "report.xml"

@@ -448,7 +448,7 @@ def _is_told(done: Done, given: str) -> bool:
     return any(word in done.said for word in (name, value.partition("=")[0] or name))
 
 
-def test_a_situation_is_there_for_every_command() -> None:
+def test_a_situation_is_there_for_every_command():
     having = [
         p.stem for p in (ROOT / "tools").glob("*.py") if "\ndef main(" in p.read_text("utf-8")
     ]
@@ -456,9 +456,7 @@ def test_a_situation_is_there_for_every_command() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.module)
-def test_every_flag_has_an_effect_or_is_refused(
-    command: Command, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_flag_has_an_effect_or_is_refused(command, files, monkeypatch):
     if command.module == "trainer":
         module, flags = trainer, importlib.import_module("lingvo_moe.training.flags").define_flags()
     else:

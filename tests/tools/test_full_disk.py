@@ -36,14 +36,8 @@ _SIZES = ["--source_vocab_size=320", "--target_vocab_size=300", "--dev_share=0.1
     ],
 )
 def test_one_line_names_the_file_and_nothing_is_left(
-    tool,
-    flags: list[str],
-    free: int,
-    file: str,
-    corpus: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tool, flags, free, file, corpus, tmp_path, capsys
+):
     given = [f"--output={tmp_path / 'out'}", *(flag.format(corpus=corpus) for flag in flags)]
     with full_disk(free):
         assert tool.main(given) == 1

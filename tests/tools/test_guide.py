@@ -88,7 +88,7 @@ def _ask(words: list[str]) -> dict:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd) -> None:
+def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(engines, "make_engine", engines.make_engine)  # put back in the end

@@ -3,9 +3,6 @@
 import json
 import random
 import re
-from pathlib import Path
-
-import pytest
 
 from lingvo_moe.core.config import registry
 from tools import prepare
@@ -19,9 +16,7 @@ def _sentence(i: int) -> str:
     )
 
 
-def test_a_language_model_takes_texts_without_a_translation(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_language_model_takes_texts_without_a_translation(tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     lines = [
         *(_sentence(i) for i in range(900)),

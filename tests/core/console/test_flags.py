@@ -1,7 +1,5 @@
 """Flags behave as users of absl expect; a mistake is one line that names the flag, and status 2."""
 
-from pathlib import Path
-
 import pytest
 from absl import flags as absl_flags
 
@@ -66,7 +64,7 @@ def test_values(argv, changed):
     assert args.coats == args.Values()["coats"]
 
 
-def test_a_file_of_flags(tmp_path: Path):
+def test_a_file_of_flags(tmp_path):
     """A flag file may have comments and include another; flags after it on the command line override it."""
     (tmp_path / "more").write_text("--noquiet\n")
     (tmp_path / "flags").write_text(

@@ -60,9 +60,7 @@ def _half(x: np.ndarray, dims: Sequence[Any], letter: str, which: int) -> np.nda
 
 
 @pytest.mark.parametrize("name, fn, shapes, num_letters", _CASES)
-def test_half_of_the_operands_give_half_of_the_result(
-    name: str, fn: _Function, shapes: Sequence[Sequence[int]], num_letters: int
-) -> None:
+def test_half_of_the_operands_give_half_of_the_result(name, fn, shapes, num_letters):
     rng = np.random.RandomState(0)
     arrays = [rng.randn(*shape).astype(np.float32) for shape in shapes]
     op, rule, graph = _traced(name, fn, arrays)
@@ -81,7 +79,7 @@ def test_half_of_the_operands_give_half_of_the_result(
             np.testing.assert_allclose(got, _half(whole, out, letter, which), atol=1e-5)
 
 
-def test_a_look_up_sums_over_the_table_s_rows() -> None:
+def test_a_look_up_sums_over_the_table_s_rows():
     table, ids = np.zeros((8, 4), np.float32), np.zeros((2, 6), np.int32)
     _, rule, _ = _traced("GatherV2", tf.gather, [table, ids])
     assert rule.heavy and rule.outputs == ((*rule.inputs[1], rule.inputs[0][1]),)

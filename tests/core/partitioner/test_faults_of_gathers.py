@@ -32,9 +32,7 @@ _ELEMENTS = (
         (B_OF_8, A_OF_8, COUNTED, 8, False),  # The parts of one lie in the other's.
     ],
 )
-def test_gather_in_batches(
-    operand: str, indices: str, count: str, devices: int, is_wrong: bool
-) -> None:
+def test_gather_in_batches(operand, indices, count, devices, is_wrong):
     of_indices = indices.replace(",1,", ",1,1,", 1)
     module = parse_module(f"""HloModule jit_call, num_partitions={devices}
 

@@ -21,12 +21,12 @@ from lingvo_moe.tasks.text.corpus.clean import clean_text, sentence_key, usable
         ("e\u0301", "é"),
     ],
 )
-def test_clean_text(raw: str, clean: str) -> None:
+def test_clean_text(raw, clean):
     assert clean_text(raw) == clean
     assert clean_text(clean) == clean
 
 
-def test_sentence_key_forgets_case_digits_and_punctuation() -> None:
+def test_sentence_key_forgets_case_digits_and_punctuation():
     assert (
         sentence_key("In 5 days, (really)!")
         == sentence_key("in 17 days... REALLY")
@@ -51,5 +51,5 @@ def test_sentence_key_forgets_case_digits_and_punctuation() -> None:
         ("de", "a" * 301, "b" * 301, False),
     ],
 )
-def test_usable(lang: str, source: str, english: str, good: bool) -> None:
+def test_usable(lang, source, english, good):
     assert usable(lang, source, english) is good

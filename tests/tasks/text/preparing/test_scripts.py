@@ -19,7 +19,7 @@ from lingvo_moe.tasks.text.preparing.scripts import in_script, scripts_of
         ("qqq", None),
     ],
 )
-def test_the_scripts_of_languages(lang: str, scripts: set[str] | None) -> None:
+def test_the_scripts_of_languages(lang, scripts):
     assert scripts_of(lang) == scripts
 
 
@@ -44,5 +44,5 @@ def test_the_scripts_of_languages(lang: str, scripts: set[str] | None) -> None:
         ("ru", "12:30", True),  # no letters at all
     ],
 )
-def test_a_text_in_the_wrong_script_is_told(lang: str, text: str, fits: bool) -> None:
+def test_a_text_in_the_wrong_script_is_told(lang, text, fits):
     assert in_script(text, scripts_of(lang)) is fits

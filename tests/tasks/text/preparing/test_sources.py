@@ -15,7 +15,7 @@ def _touch(directory: Path, *names: str) -> Path:
     return directory
 
 
-def test_files_of_every_form_are_found(tmp_path: Path) -> None:
+def test_files_of_every_form_are_found(tmp_path):
     _touch(
         tmp_path / "a", "de.tsv.gz", "zh-TW.jsonl.zst", "all pairs.jsonl", "README", "LICENSE.txt"
     )
@@ -39,7 +39,7 @@ def test_files_of_every_form_are_found(tmp_path: Path) -> None:
     assert len(found.notes) == 1 and "more: a directory within an input" in found.notes[0]
 
 
-def test_single_files_and_another_target_language(tmp_path: Path) -> None:
+def test_single_files_and_another_target_language(tmp_path):
     _touch(tmp_path, "x.de", "x.fr", "mixed.tsv")
     fields = Fields(columns=("lang", "_", "target", "source"), target_lang="fr")
     found = find_sources([tmp_path / "x.de", tmp_path / "mixed.tsv"], fields)
@@ -57,12 +57,12 @@ def test_single_files_and_another_target_language(tmp_path: Path) -> None:
     (["x.en", "y.en"], "x.en: no file of another language beside it, such as x.de"),
     (["english-german.tsv"], "is no code of a language; name the file such as de.tsv.*--columns=lang"),
 )  # fmt: skip
-def test_directories_of_no_use(names: list[str], tmp_path: Path) -> None:
+def test_directories_of_no_use(names, tmp_path):
     _touch(tmp_path, *names)
     find_sources([tmp_path], Fields())
 
 
-def test_inputs_that_are_not_there_or_there_twice(tmp_path: Path) -> None:
+def test_inputs_that_are_not_there_or_there_twice(tmp_path):
     _touch(tmp_path, "de.tsv")
     with pytest.raises(DataError, match=re.escape(f"--input={tmp_path}/no does not exist")):
         find_sources([tmp_path / "no"], Fields())
@@ -72,7 +72,7 @@ def test_inputs_that_are_not_there_or_there_twice(tmp_path: Path) -> None:
         find_sources([tmp_path, tmp_path / "de.tsv"], Fields())
 
 
-def test_columns_are_checked() -> None:
+def test_columns_are_checked():
     with pytest.raises(DataError, match=r"--columns: no column 'sorce' .did you mean 'source'"):
         Fields(columns=("sorce", "target"))
     with pytest.raises(DataError, match="must name 'target' once"):

@@ -211,9 +211,7 @@ def _scores(tmp: Path) -> Kept:
         (_scores, 8),
     ],
 )
-def test_no_damage_is_silent(
-    make: Callable[[Path], Kept], count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_damage_is_silent(make, count, tmp_path, caplog):
     kept = make(tmp_path)
     expected = kept.Read()
     files = [p for p in sorted(kept.directory.rglob("*")) if p.is_file() and p.stat().st_size]
