@@ -128,7 +128,7 @@ MESHES = [
         backward={"collective-permute": 1},
         whole=True,
         inspect=permutes(pairs(MESH.device_array(), RING_MESH.device_array())),
-    ),
+    )
 ]
 
 CASES = [*REASSIGNED, *FIGURE_10, *OPERANDS, *MESHES]

@@ -135,11 +135,7 @@ STRIDES = [
         mesh="d:4",
         **halo(n),
     )
-    for stride, k, padding, n in [
-        (2, 2, "SAME", 0),
-        (2, 3, "SAME", 1),
-        (3, 4, "VALID", 1),
-    ]
+    for stride, k, padding, n in [(2, 2, "SAME", 0), (2, 3, "SAME", 1), (3, 4, "VALID", 1)]
 ]
 
 # Three rows of padding before 16: 17 results over 8 parts are 3 a part, and lie across the 2 of the input.
@@ -181,10 +177,7 @@ UNEVEN = [
         mesh=f"d:{parts}",
         several_processes=(size, parts, stride) == (19, 8, 2),
     )
-    for size, parts, stride, n, m in [
-        (15, 8, 1, 2, 4),
-        (19, 8, 2, 3, 5),
-    ]
+    for size, parts, stride, n, m in [(15, 8, 1, 2, 4), (19, 8, 2, 3, 5)]
 ]
 
 # TensorFlow itself has no gradient of these on a CPU.
@@ -198,10 +191,7 @@ WINDOW_DILATION = [
         jit_reference=True,
         **halo(n),
     )
-    for size, dilation, padding, n in [
-        (16, 2, "VALID", 2),
-        (15, 2, "SAME", 2),
-    ]
+    for size, dilation, padding, n in [(16, 2, "VALID", 2), (15, 2, "SAME", 2)]
 ]
 
 YX = "y:2,x:4"

@@ -20,9 +20,7 @@ CONCATENATIONS = [
     formatted("roll", lambda a: tf.roll(a, 1, 0), EVEN, forward={"all-gather": 1, "collective-permute": 3}),
 ]  # fmt: skip
 
-REPETITIONS = [
-    formatted("tile_cut", lambda a: tf.tile(a, [2, 1]), ODD, forward=ONE_GATHER),
-]
+REPETITIONS = [formatted("tile_cut", lambda a: tf.tile(a, [2, 1]), ODD, forward=ONE_GATHER)]
 
 ELEMENTWISE = [
     formatted("elementwise_chain", lambda a: tf.nn.softplus(tf.tanh(a) ** 2 + 1.0) / (1.0 + a * a), ODD, forward=LOCAL,

@@ -133,9 +133,7 @@ def test_trees_constants_integers_and_what_is_not_used():
         )
 
     sharded = shard_function(
-        fn,
-        {"batch": {"ids": ("data",)}, "theta": NestedMap(table=(None, "model"))},
-        mesh=MESH,
+        fn, {"batch": {"ids": ("data",)}, "theta": NestedMap(table=(None, "model"))}, mesh=MESH
     )
     batch = {"ids": tf.constant(ints(6, below=5)), "mask": tf.constant(ints(6, below=2) > 0)}
     theta = NestedMap(

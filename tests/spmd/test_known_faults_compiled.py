@@ -140,11 +140,7 @@ ONE_INDEX = Case(
 )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [KERNEL_GRADIENT, IN_COPIES, IN_BATCHES, ONE_INDEX],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [KERNEL_GRADIENT, IN_COPIES, IN_BATCHES, ONE_INDEX], ids=str)
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="XLA's partitioner")
 def test_further_wrong_numbers(case):
     check(case)

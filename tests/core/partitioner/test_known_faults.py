@@ -288,10 +288,7 @@ ROWS_ALIKE = {"batch": ((0,), (0,)), "summed": ((1,), (1,))}
 
 @pytest.mark.parametrize(
     "result, is_wrong",
-    [
-        ("{devices=[4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", True),
-        (WHOLE, False),
-    ],
+    [("{devices=[4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", True), (WHOLE, False)],
 )
 def test_batch_cut_anew(result, is_wrong):
     module = _dot(GRID, GRID, ("f32[16]", result), **ROWS_ALIKE)
