@@ -58,16 +58,13 @@ def test_as_a_process():
     assert done.stderr == "plan: no flag --topologyy (did you mean '--topology'?)\n"
 
 
-@pytest.mark.parametrize(
-    "text, installed",
-    [
-        ("run python -m tools.train_vocab --output=x", "run lingvo-moe train_vocab --output=x"),
-        ("what tools.evaluate wrote", "what lingvo-moe evaluate wrote"),
-        ("python -m lingvo_moe.trainer --model=x", "lingvo-moe train --model=x"),
-        ("/my/tools.plan/x and my.tools.plan", "/my/tools.plan/x and my.tools.plan"),
-        ("pip install --no-deps -r requirements-gpu.txt (it", "pip install 'lingvo_moe[gpu-plan]' (it"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, installed", [
+    ("run python -m tools.train_vocab --output=x", "run lingvo-moe train_vocab --output=x"),
+    ("what tools.evaluate wrote", "what lingvo-moe evaluate wrote"),
+    ("python -m lingvo_moe.trainer --model=x", "lingvo-moe train --model=x"),
+    ("/my/tools.plan/x and my.tools.plan", "/my/tools.plan/x and my.tools.plan"),
+    ("pip install --no-deps -r requirements-gpu.txt (it", "pip install 'lingvo_moe[gpu-plan]' (it"),
+])  # fmt: skip
 def test_a_message_names_what_the_user_has(text, installed, monkeypatch, capsys):
     assert command.as_typed(text) == text
     monkeypatch.setattr(command, "_IN_CHECKOUT", False)

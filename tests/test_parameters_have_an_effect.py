@@ -69,22 +69,19 @@ def _kind(p: Params) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("experiment", "override"),
-    [
-        ("mt.M4Tiny", ""),
-        ("mt.M4Tiny", "task.num_experts=0"),
-        ("mt.M4Tiny", "task.moe.dispatcher=dropless;task.moe.router=hash;task.moe.router.table=modular"),
-        ("lm.Tiny", ""),
-        (
-            "lm.Tiny",
-            "task.num_experts=4;task.moe.router=top_k;task.attention=extended;task.attention.qk_norm=head;"
-            "task.attention.biases=True;task.attention.sinks=True;task.attention.window=3;task.moe.experts.biases=True;"
-            "task.nth_attention=latent;task.position=yarn;task.multi_token_weight=0.5;task.fprop_dtype=bfloat16",
-        ),
-        ("image.Digits", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("experiment", "override"), [
+    ("mt.M4Tiny", ""),
+    ("mt.M4Tiny", "task.num_experts=0"),
+    ("mt.M4Tiny", "task.moe.dispatcher=dropless;task.moe.router=hash;task.moe.router.table=modular"),
+    ("lm.Tiny", ""),
+    (
+        "lm.Tiny",
+        "task.num_experts=4;task.moe.router=top_k;task.attention=extended;task.attention.qk_norm=head;"
+        "task.attention.biases=True;task.attention.sinks=True;task.attention.window=3;task.moe.experts.biases=True;"
+        "task.nth_attention=latent;task.position=yarn;task.multi_token_weight=0.5;task.fprop_dtype=bfloat16",
+    ),
+    ("image.Digits", ""),
+])  # fmt: skip
 def test_what_a_step_does_not_read_is_refused(experiment, override, monkeypatch):
     p = registry.GetParams(experiment, override)
     reads, ignored = _read_by_a_step(p, monkeypatch), []
@@ -102,16 +99,13 @@ def _is_taken(p: Params, path: str, value: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("override", "why"),
-    [
-        ("task.pipeline.schedule=gpipe", "has no effect with task.pipeline.stages=1; set that, or"),
-        ("task.num_experts=0;task.num_groups=4", "has no effect with task.num_experts=0"),
-        ("task.num_experts=0;task.moe.router.level=sentence", "has no effect with task.num_experts=0"),
-        ("task.moe.dispatcher=dropless;task.moe.min_capacity=8", "task.moe.dispatcher=dropless"),
-        ("task.moe.router=hash;task.moe.router.table=modular;task.moe.router.table_seed=3", "table=mod"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("override", "why"), [
+    ("task.pipeline.schedule=gpipe", "has no effect with task.pipeline.stages=1; set that, or"),
+    ("task.num_experts=0;task.num_groups=4", "has no effect with task.num_experts=0"),
+    ("task.num_experts=0;task.moe.router.level=sentence", "has no effect with task.num_experts=0"),
+    ("task.moe.dispatcher=dropless;task.moe.min_capacity=8", "task.moe.dispatcher=dropless"),
+    ("task.moe.router=hash;task.moe.router.table=modular;task.moe.router.table_seed=3", "table=mod"),
+])  # fmt: skip
 def test_an_override_without_effect_is_refused(override, why):
     path, _, value = override.rpartition(";")[2].partition("=")
     with pytest.raises(registry.RegistryError, match=re.escape(f"{path}={value}: has no")) as error:

@@ -32,20 +32,17 @@ def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
     assert trainer.fastest_engine(parse_flags(["--model=mt.M4Tiny", *flags])) == engine
 
 
-@pytest.mark.parametrize(
-    "engine, flags, mesh, line",
-    [
-        (
-            "tf_graph",
-            [],
-            "expert:1",
-            "--engine=tf_graph, the default on one CPU device without --mesh; "
-            "mesh expert:1 (train.mesh=expert:8, resized to the devices)",
-        ),
-        ("pjrt", ["--num_devices=8"], "expert:8",
-         "--engine=pjrt, the default for several devices, GPUs, TPUs and with --mesh; mesh expert:8"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("engine, flags, mesh, line", [
+    (
+        "tf_graph",
+        [],
+        "expert:1",
+        "--engine=tf_graph, the default on one CPU device without --mesh; "
+        "mesh expert:1 (train.mesh=expert:8, resized to the devices)",
+    ),
+    ("pjrt", ["--num_devices=8"], "expert:8",
+     "--engine=pjrt, the default for several devices, GPUs, TPUs and with --mesh; mesh expert:8"),
+])  # fmt: skip
 def test_the_engine_and_the_mesh_are_said_with_reasons(engine, flags, mesh, line):
     args = parse_flags(["--model=mt.M4Demo", *flags])
     params = registry.GetParams("mt.M4Demo")

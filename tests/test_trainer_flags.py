@@ -80,20 +80,17 @@ def test_data_that_cannot_be(kind, override, expected, data_dir, tmp_path, capfd
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "logdir, expected",
-    [
-        ("data", "is also --data_dir="),
-        ("data/run", "lies inside --data_dir="),
-        (".", "holds --data_dir="),
-        ("model", "is an exported model (it holds saved_model.pb), which a run would damage"),
-        ("model/assets/run",
-         "model, which is an exported model (it holds saved_model.pb); name a directory outside of it"),
-        ("prepared", "is prepared data"),
-        ("run/checkpoints", "run, which is a run (it holds experiment.json); name"),
-        ("runs", "holds first, which is a run (it holds experiment.json); --restart would move it away"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("logdir, expected", [
+    ("data", "is also --data_dir="),
+    ("data/run", "lies inside --data_dir="),
+    (".", "holds --data_dir="),
+    ("model", "is an exported model (it holds saved_model.pb), which a run would damage"),
+    ("model/assets/run",
+     "model, which is an exported model (it holds saved_model.pb); name a directory outside of it"),
+    ("prepared", "is prepared data"),
+    ("run/checkpoints", "run, which is a run (it holds experiment.json); name"),
+    ("runs", "holds first, which is a run (it holds experiment.json); --restart would move it away"),
+])  # fmt: skip
 def test_a_logdir_that_is_something_else(logdir, expected, data_dir, tmp_path, capfd, monkeypatch):
     for name in (
         "model/saved_model.pb",

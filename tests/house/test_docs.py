@@ -390,18 +390,15 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter():
     assert not {flag for flag in flags if f"`{flag}`" not in text}
 
 
-@pytest.mark.parametrize(
-    "absent, modules",
-    [
-        ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
-        ("tensorflow jax", "core.engine.lowering.specs core.engine.lowering.signature"),
-        ("tensorflow jax", "core.planner.costs core.planner.memory.breakdown core.planner.report"),
-        ("tensorflow jax", "core.planner.golden core.planner.network.interconnect core.planner.machines.topology"),
-        ("tensorflow jax", "core.hlo.module core.hlo.parts core.partitioner.known_faults"),
-        ("tensorflow", "core.engine.lowering.program core.engine.pjrt core.engine.checkpoints.checkpoints"),
-        ("tensorflow", "core.engine.collectives core.engine.devices"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("absent, modules", [
+    ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
+    ("tensorflow jax", "core.engine.lowering.specs core.engine.lowering.signature"),
+    ("tensorflow jax", "core.planner.costs core.planner.memory.breakdown core.planner.report"),
+    ("tensorflow jax", "core.planner.golden core.planner.network.interconnect core.planner.machines.topology"),
+    ("tensorflow jax", "core.hlo.module core.hlo.parts core.partitioner.known_faults"),
+    ("tensorflow", "core.engine.lowering.program core.engine.pjrt core.engine.checkpoints.checkpoints"),
+    ("tensorflow", "core.engine.collectives core.engine.devices"),
+])  # fmt: skip
 def test_modules_are_as_light_as_the_page_on_architecture_says(absent, modules):
     text = _text("docs/architecture.md")
     for module in modules.split():

@@ -70,16 +70,13 @@ def test_dropout_in_the_experts_is_drawn_by_choice_not_by_device():
     assert _sent(collectives.hlo) == [("all-to-all", 8 * 2 * 4)] + [("all-to-all", rows)] * 2
 
 
-@pytest.mark.parametrize(
-    ("mesh", "split"),
-    [
-        pytest.param("data:2,expert:4", {"B": ("data", "expert"), "G": ("data", "expert"), "E": "expert"},
-            id="experts on one axis of two"),
-        pytest.param("data:4,model:2", {"B": "data", "G": "data", "E": "data", "M": "model", "H": "model"},
-            id="M and H cut too"),
-        pytest.param("expert:8", {"B": "expert", "G": "expert"}, id="experts not cut"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mesh", "split"), [
+    pytest.param("data:2,expert:4", {"B": ("data", "expert"), "G": ("data", "expert"), "E": "expert"},
+        id="experts on one axis of two"),
+    pytest.param("data:4,model:2", {"B": "data", "G": "data", "E": "data", "M": "model", "H": "model"},
+        id="M and H cut too"),
+    pytest.param("expert:8", {"B": "expert", "G": "expert"}, id="experts not cut"),
+])  # fmt: skip
 def test_other_meshes(mesh, split):
     weight_split = {letter: split[letter] for letter in "EH" if letter in split}
     dropless, einsum = (

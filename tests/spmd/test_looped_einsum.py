@@ -137,17 +137,14 @@ def test_the_gradients_have_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("equation", "kwargs", "message"),
-    [
-        ("IK->I", {}, "expected an equation of two operands"),
-        ("IKL,KJ->IJ", {}, "letter 'L' has to be in two of the three terms"),
-        ("IIK,KJ->IJ", {}, "letter 'I' has to be in two .* not twice in one"),
-        ("IK,KJ->IJ", {"letters": "IK"}, "letters has 'K', which has to be in rhs and the result alone: one of"),
-        ("IK,KJ->IJ", {"axis": "e"}, "has no axis 'e'"),
-        ("IK,KJ->IJ", {"shape": (15, 4)}, "dimension 0 of shape .15, 4. has 15 elements, not a multiple"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("equation", "kwargs", "message"), [
+    ("IK->I", {}, "expected an equation of two operands"),
+    ("IKL,KJ->IJ", {}, "letter 'L' has to be in two of the three terms"),
+    ("IIK,KJ->IJ", {}, "letter 'I' has to be in two .* not twice in one"),
+    ("IK,KJ->IJ", {"letters": "IK"}, "letters has 'K', which has to be in rhs and the result alone: one of"),
+    ("IK,KJ->IJ", {"axis": "e"}, "has no axis 'e'"),
+    ("IK,KJ->IJ", {"shape": (15, 4)}, "dimension 0 of shape .15, 4. has 15 elements, not a multiple"),
+])  # fmt: skip
 def test_what_cannot_be_looped_raises(equation, kwargs, message):
     shape, axis = kwargs.pop("shape", (8, 4)), kwargs.pop("axis", "d")
     with use_mesh(MESH), pytest.raises(ShardingError, match=message):

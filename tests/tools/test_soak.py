@@ -43,21 +43,18 @@ def _write_losses(output, name, losses):
 _LOSSES = {step: 4.0 / step for step in range(1, 61)}
 
 
-@pytest.mark.parametrize(
-    "change, again, exact, said",
-    [
-        ({}, {}, 60, ""),
-        ({60: 1 / 15 + 1e-7}, {}, 50, ""),
-        ({60: 1 / 15 + 1e-7}, {}, 60, "losses of 1 steps differ, first that of step 60"),
-        ({60: 1 / 15 + 1e-4}, {}, 50, "losses of 1 steps are more than 1e-05 apart, first that of step 60"),
-        ({60: 1 / 15 + 1e-4}, {}, 30, "losses of 1 steps are more than 1e-05 apart, first that of step 60"),
-        ({60: None}, {}, 60, "the losses of 1 steps are missing, first that of step 60"),
-        ({60: math.nan}, {}, 50, "losses of 1 steps are more than 1e-05 apart, first that of step 60"),
-        # A restart does steps 31 to 60 again.
-        ({}, {31: 4 / 31 + 1e-7, 59: 0.0}, 60, ""),
-        ({}, {50: 4 / 50 + 1e-4}, 60, "losses of 1 steps are more than 1e-05 apart, first that of step 50"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, again, exact, said", [
+    ({}, {}, 60, ""),
+    ({60: 1 / 15 + 1e-7}, {}, 50, ""),
+    ({60: 1 / 15 + 1e-7}, {}, 60, "losses of 1 steps differ, first that of step 60"),
+    ({60: 1 / 15 + 1e-4}, {}, 50, "losses of 1 steps are more than 1e-05 apart, first that of step 60"),
+    ({60: 1 / 15 + 1e-4}, {}, 30, "losses of 1 steps are more than 1e-05 apart, first that of step 60"),
+    ({60: None}, {}, 60, "the losses of 1 steps are missing, first that of step 60"),
+    ({60: math.nan}, {}, 50, "losses of 1 steps are more than 1e-05 apart, first that of step 60"),
+    # A restart does steps 31 to 60 again.
+    ({}, {31: 4 / 31 + 1e-7, 59: 0.0}, 60, ""),
+    ({}, {50: 4 / 50 + 1e-4}, 60, "losses of 1 steps are more than 1e-05 apart, first that of step 50"),
+])  # fmt: skip
 def test_a_loss_that_differs_or_is_missing_is_found(tmp_path, capsys, change, again, exact, said):
     changed = {**_LOSSES, **change}
     rows = {"undisturbed": [*_LOSSES.items()], "disturbed": [*changed.items()]}

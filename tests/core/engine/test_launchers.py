@@ -92,21 +92,18 @@ def test_an_allocation_without_srun_is_noted():
     assert not launchers.allocation_note(dict(pair.split("=") for pair in _SLURM.split()))
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: _find("OMPI_COMM_WORLD_SIZE=2"), "has set no variable OMPI_COMM_WORLD_LOCAL_RANK"),
-        (lambda: _find("TPU_WORKER_HOSTNAMES=t0,t1"), "TPU: has set no variable TPU_WORKER_ID"),
-        (lambda: _find(_JOBSET, "JOB_INDEX=two"), "JobSet: JOB_INDEX=two: expected an integer"),
-        (lambda: _find(_JOBSET, "JOB_INDEX=3"), "number 13 of 12"),
-        (lambda: _find("JOB_COMPLETION_INDEX=0 JOB_INDEX=0"), "no variable PROCESSES_IN_JOB"),
-        (lambda: launchers.place(_find(_SLURM), "", 2, None), "=2: Slurm has started 4; leave"),
-        (lambda: launchers.place(None, "h:1", None, 1), "h:1: goes with --num_processes and"),
-        (lambda: launchers.address_of(Launch("MPI", 2, 0, "192.0.2.77:80")), "at 192.0.2.77, which is no"),
-        (lambda: launchers.address_of(Launch("Slurm", 2, 0, "no-node.invalid:80"), patience=0.1),
-         "at no-node.invalid, which is no name or address of its machine"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("call, message", [
+    (lambda: _find("OMPI_COMM_WORLD_SIZE=2"), "has set no variable OMPI_COMM_WORLD_LOCAL_RANK"),
+    (lambda: _find("TPU_WORKER_HOSTNAMES=t0,t1"), "TPU: has set no variable TPU_WORKER_ID"),
+    (lambda: _find(_JOBSET, "JOB_INDEX=two"), "JobSet: JOB_INDEX=two: expected an integer"),
+    (lambda: _find(_JOBSET, "JOB_INDEX=3"), "number 13 of 12"),
+    (lambda: _find("JOB_COMPLETION_INDEX=0 JOB_INDEX=0"), "no variable PROCESSES_IN_JOB"),
+    (lambda: launchers.place(_find(_SLURM), "", 2, None), "=2: Slurm has started 4; leave"),
+    (lambda: launchers.place(None, "h:1", None, 1), "h:1: goes with --num_processes and"),
+    (lambda: launchers.address_of(Launch("MPI", 2, 0, "192.0.2.77:80")), "at 192.0.2.77, which is no"),
+    (lambda: launchers.address_of(Launch("Slurm", 2, 0, "no-node.invalid:80"), patience=0.1),
+     "at no-node.invalid, which is no name or address of its machine"),
+])  # fmt: skip
 def test_contradictions(call, message):
     with pytest.raises(EngineError) as e:
         call()

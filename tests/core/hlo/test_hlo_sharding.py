@@ -22,17 +22,14 @@ def parse(text: str, num_devices: int = 8) -> TensorSharding:
 # --- reading
 
 
-@pytest.mark.parametrize(
-    "text, tiles, devices, copies",
-    [
-        ("{devices=[8,1]0,1,2,3,4,5,6,7}", (8, 1), range(8), 1),
-        ("{devices=[8,1]<=[8]}", (8, 1), range(8), 1),
-        ("{devices=[2,4]<=[4,2]T(1,0)}", (2, 4), (0, 2, 4, 6, 1, 3, 5, 7), 1),
-        ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", (2, 1), range(8), 4),
-        ("{devices=[1,4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", (1, 4), (0, 4, 1, 5, 2, 6, 3, 7), 2),
-        ("{devices=[2,1,2,2]<=[8] last_tile_dims={manual, replicated}}", (2, 1), range(8), 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, tiles, devices, copies", [
+    ("{devices=[8,1]0,1,2,3,4,5,6,7}", (8, 1), range(8), 1),
+    ("{devices=[8,1]<=[8]}", (8, 1), range(8), 1),
+    ("{devices=[2,4]<=[4,2]T(1,0)}", (2, 4), (0, 2, 4, 6, 1, 3, 5, 7), 1),
+    ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", (2, 1), range(8), 4),
+    ("{devices=[1,4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", (1, 4), (0, 4, 1, 5, 2, 6, 3, 7), 2),
+    ("{devices=[2,1,2,2]<=[8] last_tile_dims={manual, replicated}}", (2, 1), range(8), 2),
+])  # fmt: skip
 def test_tiles_devices_and_copies(text, tiles, devices, copies):
     found = parse(text)
     assert (found.tiles, found.devices, found.copies) == (tiles, tuple(devices), copies)

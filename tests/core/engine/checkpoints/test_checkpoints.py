@@ -320,15 +320,12 @@ def test_a_file_that_was_added_or_taken_from_another_step_is_named(saved, tmp_pa
             checkpointer.ReadExtra(7)
 
 
-@pytest.mark.parametrize(
-    "change, match",
-    [
-        (lambda s: s.theta.Set("extra", TensorSpec((2,), "float32")), r"'theta\.extra' is missing"),
-        (lambda s: s.theta.pop("scale"), r"'theta\.scale' is unknown"),
-        (lambda s: s.slots.Set("m", TensorSpec((4,), "float32")), r"slots\.m is float32\[8\] in it"),
-        (lambda s: s.Set("step", TensorSpec((), "float32")), r"step is int32\[\] in it, float32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, match", [
+    (lambda s: s.theta.Set("extra", TensorSpec((2,), "float32")), r"'theta\.extra' is missing"),
+    (lambda s: s.theta.pop("scale"), r"'theta\.scale' is unknown"),
+    (lambda s: s.slots.Set("m", TensorSpec((4,), "float32")), r"slots\.m is float32\[8\] in it"),
+    (lambda s: s.Set("step", TensorSpec((), "float32")), r"step is int32\[\] in it, float32"),
+])  # fmt: skip
 def test_another_model_is_named(saved, change, match):
     specs = SPECS.Transform(lambda spec: spec)
     change(specs)

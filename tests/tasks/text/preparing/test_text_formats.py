@@ -36,22 +36,19 @@ def test_tsv_columns(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "item, lang, expected",
-    [
-        ({"source": "Haus", "target": "house"}, "de", [("de", "Haus", "house", "")]),
-        ({"src": "Haus", "tgt": "house", "lang": "nds"}, "de", [("nds", "Haus", "house", "")]),
-        ({"de": "Haus", "en": "house"}, "de", [("de", "Haus", "house", "")]),
-        ({"translation": {"de": "Haus", "en": "house"}}, None, [("de", "Haus", "house", "")]),
-        ({"translation": {"de": "Haus", "en": "house", "fr": "maison"}}, None,
-         [("de", "Haus", "house", ""), ("fr", "maison", "house", "")]),
-        ({"source": "Haus", "target": "house"}, None, [(1, "no_language")]),
-        ({"source": "Haus", "target": None}, "de", [(1, "no_field")]),
-        ({"source": "Haus"}, "de", [(1, "no_field")]),
-        ({"source": "\ud83d", "target": "house"}, "de", [(1, "invalid_utf8")]),
-        (["Haus", "house"], "de", [(1, "bad_json")]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("item, lang, expected", [
+    ({"source": "Haus", "target": "house"}, "de", [("de", "Haus", "house", "")]),
+    ({"src": "Haus", "tgt": "house", "lang": "nds"}, "de", [("nds", "Haus", "house", "")]),
+    ({"de": "Haus", "en": "house"}, "de", [("de", "Haus", "house", "")]),
+    ({"translation": {"de": "Haus", "en": "house"}}, None, [("de", "Haus", "house", "")]),
+    ({"translation": {"de": "Haus", "en": "house", "fr": "maison"}}, None,
+     [("de", "Haus", "house", ""), ("fr", "maison", "house", "")]),
+    ({"source": "Haus", "target": "house"}, None, [(1, "no_language")]),
+    ({"source": "Haus", "target": None}, "de", [(1, "no_field")]),
+    ({"source": "Haus"}, "de", [(1, "no_field")]),
+    ({"source": "\ud83d", "target": "house"}, "de", [(1, "invalid_utf8")]),
+    (["Haus", "house"], "de", [(1, "bad_json")]),
+])  # fmt: skip
 def test_json_objects(tmp_path, item, lang, expected):
     assert _read(tmp_path / "x.jsonl", json.dumps(item) + "\n", lang=lang) == expected
 
