@@ -69,8 +69,7 @@ def _check(override, mesh=None, model="mt.M4Tiny", **kwargs):
 @pytest.mark.parametrize(("override", "named"), [
     ("task.num_experts=200000000", "task.num_experts=200000000, task.hidden_dim=32"),
     ("task.num_encoder_layers=10000;task.num_experts=1024", "task.num_encoder_layers=10000"),
-    ("task.source_vocab_size=10000000;task.model_dim=1024",
-     "task.source_vocab_size=10000000, task.model_dim=1024"),
+    ("task.source_vocab_size=10000000;task.model_dim=1024", "task.source_vocab_size=10000000, task.model_dim=1024"),
     ("input.source_length=1000000", "input.batch_size=8, input.source_length=1000000"),
 ])  # fmt: skip
 def test_the_largest_parameters_are_named(override, named):

@@ -19,16 +19,11 @@ def _forward(layer: MoELayer):
     return lambda theta, x, paddings, seed: layer.FProp(theta, x, paddings, seed=seed)[0]
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        pytest.param({}, id="overflow"),
-        pytest.param(
-            {"num_groups": 16, "num_experts": 8, "capacity_factor": 0.25},
-            id="two groups a device, most tokens dropped",
-        ),
-    ],
-)
+@pytest.mark.parametrize("params", [
+    pytest.param({}, id="overflow"),
+    pytest.param({"num_groups": 16, "num_experts": 8, "capacity_factor": 0.25},
+        id="two groups a device, most tokens dropped"),
+])  # fmt: skip
 def test_equals_the_einsum_dispatcher(params):
     """Values and gradients (tokens, experts and gating weights) on one device and on eight."""
     layer, einsum = (

@@ -35,30 +35,25 @@ def test_variables_that_libtpu_sets_without_a_tpu_are_no_launchers():
     assert launchers.find({"TPU_WORKER_HOSTNAMES": text, "TPU_WORKER_ID": "WARNING: no"}) is None
 
 
-@pytest.mark.parametrize(
-    "variables, launcher, count, number, host, local",
-    [
-        (_SLURM, "Slurm", 4, 3, "node3", (1, 2)),
-        (f"{_SLURM} SLURM_STEP_NODELIST=a-1,node[3-4]", "Slurm", 4, 3, "a-1", (1, 2)),
-        (f"{_SLURM} SLURM_STEP_NODELIST=n[007,9]", "Slurm", 4, 3, "n007", (1, 2)),
-        (f"{_SLURM} SLURM_STEP_TASKS_PER_NODE=1,3", "Slurm", 4, 3, "node3", (1, 3)),
-        (f"{_SLURM} SLURM_GPUS_PER_TASK=1", "Slurm", 4, 3, "node3", None),
-        # An interactive step: one process, in an allocation for four.
-        (f"{_SLURM} SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0", "Slurm", 1, 0, "node3", (1, 2)),
-        (_OPEN_MPI_4, "Open MPI", 4, 3, "192.0.2.2", (1, 2)),
-        (f"{_SLURM} {_OPEN_MPI_4}", "Open MPI", 4, 3, "192.0.2.2", (1, 2)),
-        (f"{_OPEN_MPI} PMIX_NAMESPACE=prterun-node-1-7178@1", "Open MPI", 4, 3, "node-1", (1, 2)),
-        (f"{_OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=4", "Open MPI", 4, 3, "127.0.0.1", (1, 4)),
-        ("PMI_SIZE=4 PMI_RANK=3 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1", "MPI", 4, 3, "", (1, 2)),
-        (_JOBSET, "JobSet", 12, 9, "train-workers-0-0.train", None),
-        (_TPU, "TPU", 2, 1, "t0", None),
-        ("TPU_PROCESS_ADDRESSES=t0:8471", "TPU", 1, 0, "t0", None),
-        (
-            f"{_TPU} {_JOBSET} MEGASCALE_COORDINATOR_ADDRESS=s0:80 MEGASCALE_NUM_SLICES=3 MEGASCALE_SLICE_ID=2",
-            *("TPU", 6, 5, "s0", None),
-        ),
-    ],
-)
+@pytest.mark.parametrize("variables, launcher, count, number, host, local", [
+    (_SLURM, "Slurm", 4, 3, "node3", (1, 2)),
+    (f"{_SLURM} SLURM_STEP_NODELIST=a-1,node[3-4]", "Slurm", 4, 3, "a-1", (1, 2)),
+    (f"{_SLURM} SLURM_STEP_NODELIST=n[007,9]", "Slurm", 4, 3, "n007", (1, 2)),
+    (f"{_SLURM} SLURM_STEP_TASKS_PER_NODE=1,3", "Slurm", 4, 3, "node3", (1, 3)),
+    (f"{_SLURM} SLURM_GPUS_PER_TASK=1", "Slurm", 4, 3, "node3", None),
+    # An interactive step: one process, in an allocation for four.
+    (f"{_SLURM} SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0", "Slurm", 1, 0, "node3", (1, 2)),
+    (_OPEN_MPI_4, "Open MPI", 4, 3, "192.0.2.2", (1, 2)),
+    (f"{_SLURM} {_OPEN_MPI_4}", "Open MPI", 4, 3, "192.0.2.2", (1, 2)),
+    (f"{_OPEN_MPI} PMIX_NAMESPACE=prterun-node-1-7178@1", "Open MPI", 4, 3, "node-1", (1, 2)),
+    (f"{_OPEN_MPI} OMPI_COMM_WORLD_LOCAL_SIZE=4", "Open MPI", 4, 3, "127.0.0.1", (1, 4)),
+    ("PMI_SIZE=4 PMI_RANK=3 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1", "MPI", 4, 3, "", (1, 2)),
+    (_JOBSET, "JobSet", 12, 9, "train-workers-0-0.train", None),
+    (_TPU, "TPU", 2, 1, "t0", None),
+    ("TPU_PROCESS_ADDRESSES=t0:8471", "TPU", 1, 0, "t0", None),
+    (f"{_TPU} {_JOBSET} MEGASCALE_COORDINATOR_ADDRESS=s0:80 MEGASCALE_NUM_SLICES=3 MEGASCALE_SLICE_ID=2",
+     *("TPU", 6, 5, "s0", None)),
+])  # fmt: skip
 def test_variables_of_launchers(variables, launcher, count, number, host, local):
     found = _find(variables)
     assert (found.launcher, found.count, found.number) == (launcher, count, number)

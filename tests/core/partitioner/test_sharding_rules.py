@@ -36,8 +36,7 @@ def _sharding(text):
 
 @pytest.mark.parametrize("result, dims, lhs, rhs, mapping", [
     # GSEC,GSM->GECM with both sharded along the batch dimension G.
-    ("f32[8,8,4,32]", DISPATCH, "{devices=[8,1,1,1]<=[8]}", "{devices=[8,1,1]<=[8]}",
-     (("x", "y"), None, None, None)),
+    ("f32[8,8,4,32]", DISPATCH, "{devices=[8,1,1,1]<=[8]}", "{devices=[8,1,1]<=[8]}", (("x", "y"), None, None, None)),
     # A free dimension of one operand, at any position.
     ("f32[8,16]", MATMUL, "{devices=[8,1]<=[8]}", WHOLE, (("x", "y"), None)),
     ("f32[8,16]", MATMUL, WHOLE, "{devices=[1,8]<=[8]}", (None, ("x", "y"))),

@@ -250,18 +250,13 @@ def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
     assert dict(RunDir(link).vocabs) == vocabs
 
 
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"model": "os.path"}, "'os.path' is not of lingvo_moe, so it is not imported"),
-        ({"model": "mt.M4Tinny"}, "no such experiment"),
-        (
-            {"params_override": "task.cls=type/lingvo_moe.core.moe.routers.top2/Top2Router"},
-            "the task does not work with the input; .*ConfigureInput",
-        ),
-        ({"params_override": f"task.seed={'-' * 200_000}1"}, "does not read as int"),
-    ],
-)
+@pytest.mark.parametrize("values, message", [
+    ({"model": "os.path"}, "'os.path' is not of lingvo_moe, so it is not imported"),
+    ({"model": "mt.M4Tinny"}, "no such experiment"),
+    ({"params_override": "task.cls=type/lingvo_moe.core.moe.routers.top2/Top2Router"},
+     "the task does not work with the input; .*ConfigureInput"),
+    ({"params_override": f"task.seed={'-' * 200_000}1"}, "does not read as int"),
+])  # fmt: skip
 def test_an_experiment_that_is_not_there_is_an_error_of_the_file(run, values, message):
     _change(run, **values)
     with pytest.raises(

@@ -149,13 +149,11 @@ def test_slow_clients_are_cut_off(quick, parts, answer):
     [
         b"\x16\x03\x01\x02\x00\x01\x00",
         b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n{}",
-        b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9"
-        + b"9" * 5000
-        + b"\r\n\r\n",
+        b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9" + b"9" * 5000 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
     ],
     ids=["TLS", "two lengths", "a long length", "large headers"],
-)
+)  # fmt: skip
 def test_what_is_no_http_is_refused(quick, sent):
     assert raw(quick.port, sent)[:13] in (b"", b"HTTP/1.1 400 ")
     assert quick.Translate("fine") == ["FINE"]
