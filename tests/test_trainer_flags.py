@@ -3,11 +3,10 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import trainer_testing
+from processes import run_python
 
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
@@ -293,27 +292,16 @@ print(code, peak, resource.getrusage(resource.RUSAGE_SELF).ru_utime, file=sys.st
 
 def test_a_fresh_process_says_one_line(tmp_path):
     """Neither TensorFlow nor JAX's search for accelerators prints anything."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    for name in ("TF_CPP_MIN_LOG_LEVEL", "JAX_PLATFORMS", "XLA_FLAGS"):
-        env.pop(name, None)
+    env = dict.fromkeys(("TF_CPP_MIN_LOG_LEVEL", "JAX_PLATFORMS", "XLA_FLAGS"))
     flags = [TINY, f"--logdir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'none'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "lingvo_moe.trainer", *flags],
-        capture_output=True,
-        text=True,
-        env=env,
-    )
+    done = run_python("-m", "lingvo_moe.trainer", *flags, env=env)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr == f"error: --data_dir={tmp_path / 'none'} does not exist\n"
 
 
 def test_the_600_billion_parameter_model_is_inspected_in_seconds():
     """Within an import and some seconds, in less than 2 GB."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    env.pop("TF_CPP_MIN_LOG_LEVEL", None)
-    done = subprocess.run(
-        [sys.executable, "-c", _INSPECT], capture_output=True, text=True, env=env, check=True
-    )
+    done = run_python("-c", _INSPECT, env={"TF_CPP_MIN_LOG_LEVEL": None}, check=True)
     *noise, numbers = done.stderr.splitlines()
     code, megabytes, seconds = numbers.split()
     assert noise == []  # TensorFlow printed nothing

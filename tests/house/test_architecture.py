@@ -3,11 +3,10 @@
 import ast
 import functools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
+from processes import run_python
 
 from tools.import_graph import ROOT, ImportGraph, circle
 
@@ -136,7 +135,7 @@ def test_the_trainer_is_imported_without_search_and_planner():
     """They come in when they are asked for; so do engines, TensorFlow and JAX."""
     names = "[m for m in sys.modules if m.partition('.')[0] == 'lingvo_moe']"
     code = f"import sys; import lingvo_moe.trainer; print(*{names})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", code)
     found = done.stdout.split()
     assert 40 < len(found) <= 90, done.stderr
     late = ("planning.step_plan", "planning.parallelizing", "core.planner", "inspecting")

@@ -7,19 +7,18 @@ longer run has few steps; the server takes a free port.
 import contextlib
 import importlib
 import json
-import os
 import random
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trainer_testing
+from processes import start_python
 
 from lingvo_moe import trainer
 from lingvo_moe.core.engine import engines
@@ -59,9 +58,7 @@ def _write_texts(directory: Path) -> None:
 @contextlib.contextmanager
 def _serving(argv: list[str]) -> Iterator[str]:
     """Starts the server of these flags and yields its address; Ctrl-C must end it with status 0."""
-    command = [sys.executable, "-m", "tools.serve", *argv, "--port=0"]
-    env = {**os.environ, "PYTHONPATH": f"{_ROOT}:{_ROOT / 'tests'}"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+    with start_python("-m", "tools.serve", *argv, "--port=0", stdout=None) as process:
         said = ""
         while "ready after" not in said:
             line = process.stderr.readline()

@@ -3,13 +3,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
+from processes import run_python
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.mt_input import MtInput
@@ -20,7 +20,6 @@ from lingvo_moe.tasks.text.preparing import read_stage
 from lingvo_moe.tasks.text.preparing.workers import run_jobs
 from tools import prepare
 
-ROOT = Path(__file__).parents[2]
 _SYLLABLES = [c + v for c in "bdfgklmnprstvw" for v in "aeiou"]
 _SIZES = ["--source_vocab_size=420", "--target_vocab_size=330"]
 
@@ -186,8 +185,7 @@ def test_stopped_and_gone_on_gives_the_same(texts, data, tmp_path, monkeypatch):
     flags = [f"--input={texts}", f"--output={output}"]
     flags += ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
     work = tmp_path / ".data.preparing"
-    command = [sys.executable, "-c", _STOPPED_AT_THE_SECOND, *flags]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    process = run_python("-c", _STOPPED_AT_THE_SECOND, *flags)
     assert process.returncode == 130, process.stderr
     assert "stopped; the same command resumes from here" in process.stderr
     assert not output.exists()

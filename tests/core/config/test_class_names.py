@@ -1,11 +1,10 @@
 """Classes by name: any class for a user who types the name, only classes of this package for a run."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.class_names import any_class, own_class
@@ -70,10 +69,6 @@ def test_directories_of_the_users_own_are_not_in_the_way(tmp_path):
         (tmp_path / place).mkdir()
         (tmp_path / place / "__init__.py").write_text("open('was_imported', 'w').close()\n")
     root = Path(registry.__file__).parents[3]
-    subprocess.run(
-        [sys.executable, "-c", "import lingvo_moe.params.mt, lingvo_moe.tools.reproduce"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        check=True,
-    )
+    code = "import lingvo_moe.params.mt, lingvo_moe.tools.reproduce"
+    run_python("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(root)}, check=True)
     assert not (tmp_path / "was_imported").exists()

@@ -1,13 +1,11 @@
 """The engines behind one interface: equal results, the devices they need, and errors with a remedy."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from processes import run_python
 from refusals import refuses
 
 from lingvo_moe.core import sharding
@@ -110,9 +108,7 @@ print(tf.function(tf.transpose)(tf.ones([2, 3], tf.int32)).shape)
 
 
 def test_a_fallback_of_onednn_is_not_logged_as_an_error():
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    command = [sys.executable, "-c", _TRANSPOSED]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    done = run_python("-c", _TRANSPOSED, env={"TF_CPP_MIN_LOG_LEVEL": "2"}, check=True)
     assert (done.stdout, done.stderr) == ("(3, 2)\n", "")
 
 
@@ -133,7 +129,8 @@ def test_virtual_devices_in_a_fresh_process():
         "from lingvo_moe.core.engine.devices import request_cpu_devices; request_cpu_devices(3); "
         "import jax; print(len(jax.devices()))"
     )
-    out = _python(["-c", code], XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    flags = "--xla_force_host_platform_device_count=2"
+    out = run_python("-c", code, env={"XLA_FLAGS": flags}, timeout=120)
     assert out.stdout.strip() == "3", out.stderr
 
 
@@ -155,14 +152,3 @@ def test_what_engines_and_devices_refuse(call):
     request_cpu_devices(8)  # as many as there are
     initialize_distributed("", 1, 0)  # a job of one process needs nothing
     call()
-
-
-def _python(args, **env):
-    return subprocess.run(
-        [sys.executable, *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
-    )

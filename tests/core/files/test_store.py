@@ -1,12 +1,10 @@
 """Files in a directory and in a bucket are alike, whatever goes wrong on the way."""
 
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
 from object_storage import FAULTS, bucket
+from processes import run_python
 from refusals import refuses
 
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest, write_manifest
@@ -76,11 +74,8 @@ def test_a_transfer_that_stands_still_is_repeated(storage):
     """Runs in a process of its own, which keeps the seconds that it begins with; here 1 instead of 30."""
     open_store("s3://bucket/standstill").Write("a", b"whole")
     storage.faults.append("hang")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    env["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", _READ], env=env, capture_output=True, text=True, timeout=50
-    )
+    env = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"}
+    done = run_python("-c", _READ, env=env, timeout=50)
     assert done.stdout == "b'whole'\n", done.stderr
     assert not storage.faults
 

@@ -1,12 +1,11 @@
 """Programs compiled by XLA's GPU compiler for GPUs that this machine does not have."""
 
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
 from gpu_compiler import needs_gpu_compiler
 from gram import gram
+from processes import run_python
 
 from lingvo_moe.core.engine import cuda_plugin
 from lingvo_moe.core.engine.aot import aot
@@ -117,8 +116,6 @@ print(any("xla_cuda" in line for line in open("/proc/self/maps")))
 @needs_gpu_compiler
 @pytest.mark.skipif(cuda_plugin.can_run(), reason="JAX can use GPUs here")
 def test_other_processes_do_not_load_the_compiler():
-    done = subprocess.run(
-        [sys.executable, "-c", _STARTS], capture_output=True, text=True, timeout=300
-    )
+    done = run_python("-c", _STARTS, timeout=300)
     assert done.stdout.strip() == "False"
     assert "cuda" not in done.stderr.lower(), done.stderr

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from damage import full_disk
+from processes import start_python
 
 from lingvo_moe.core.engine.checkpoints import checkpoints
 from lingvo_moe.core.engine.checkpoints.checkpoint_digests import write_part
@@ -209,8 +208,7 @@ with Checkpointer(sys.argv[1], keep=2) as checkpointer:
 
 def test_killed_while_saving_the_newest_complete_step_is_whole(tmp_path):
     directory = str(tmp_path)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen([sys.executable, "-c", _SAVE_FOREVER, directory], env=env)
+    child = start_python("-c", _SAVE_FOREVER, directory, stdout=None, stderr=None)
     try:
         while child.poll() is None and not os.path.isdir(os.path.join(directory, "2")):
             time.sleep(0.01)

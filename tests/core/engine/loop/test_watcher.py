@@ -1,14 +1,11 @@
 """Processes step together: one that is stopped, killed or stalls is named, and a wish to stop stops all at a step."""
 
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
+from processes import free_address, start_python
 
 from lingvo_moe.core.engine.devices import HEARTBEAT_SECONDS
 from lingvo_moe.core.engine.loop.pace import Pace
@@ -45,17 +42,9 @@ print("stopped at", step, flush=True)
 
 class _Job:
     def __init__(self, count: int, stalls: int = -1):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{s.getsockname()[1]}"
+        address = free_address()
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", _WORKER, address, *map(str, (count, i, stalls))],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
+            start_python("-c", _WORKER, address, *map(str, (count, i, stalls)))
             for i in range(count)
         ]
         for process in self.processes:

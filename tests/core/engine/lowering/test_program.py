@@ -1,11 +1,10 @@
 """Programs as files: the same program in any process, without TensorFlow; damage is an error."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
+from processes import run_python
 
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.lowering.lowering import lower
@@ -73,7 +72,6 @@ def test_names_of_functions_are_normalized_and_targets_of_calls_are_not():
 
 
 _RUN_WITHOUT_TENSORFLOW = """
-import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "tensorflow":
@@ -98,13 +96,7 @@ print(program.hash, float(metrics.total), float(state.w[7, 1]), len(state.w.devi
 def test_a_program_runs_in_another_process_without_tensorflow(program, tmp_path):
     path = str(tmp_path / "step.program")
     program.Save(path)
-    out = subprocess.run(
-        [sys.executable, "-c", _RUN_WITHOUT_TENSORFLOW, path],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    out = run_python("-c", _RUN_WITHOUT_TENSORFLOW, path)
     assert out.returncode == 0, out.stderr
     digest, total, w, devices = out.stdout.split()
     assert digest == program.hash
