@@ -117,17 +117,14 @@ def test_an_override_without_effect_is_refused(override, why):
     assert p.WhyUnused(path)
 
 
-@pytest.mark.parametrize(
-    "override, message",
-    [
-        ("task.moe.num_experts=8", "the model sets it from task.num_experts; set that"),
-        ("task.moe.hidden_dim=9", "sets it from task.expert_hidden_dim or task.hidden_dim"),
-        ("task.moe.experts.model_dim=16", "the model sets it from task.model_dim"),
-        ("task.moe.experts.relu_dropout_prob=0.5", "the model sets it from task.dropout"),
-        ("task.moe.router=hash;task.moe.router.num_experts=8", "sets it from task.num_experts"),
-        ("task.moe.name=mixture", "a part has the name of its place in the model"),
-    ],
-)
+@pytest.mark.parametrize("override, message", [
+    ("task.moe.num_experts=8", "the model sets it from task.num_experts; set that"),
+    ("task.moe.hidden_dim=9", "sets it from task.expert_hidden_dim or task.hidden_dim"),
+    ("task.moe.experts.model_dim=16", "the model sets it from task.model_dim"),
+    ("task.moe.experts.relu_dropout_prob=0.5", "the model sets it from task.dropout"),
+    ("task.moe.router=hash;task.moe.router.num_experts=8", "sets it from task.num_experts"),
+    ("task.moe.name=mixture", "a part has the name of its place in the model"),
+])  # fmt: skip
 def test_a_parameter_that_the_model_sets_is_refused(override, message):
     path, _, value = override.rpartition(";")[2].partition("=")
     with pytest.raises(registry.RegistryError, match=f"{path}={value}: has no effect: .*{message}"):

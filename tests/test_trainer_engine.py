@@ -14,18 +14,15 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.training.flags import parse_flags
 
 
-@pytest.mark.parametrize(
-    ("flags", "devices", "platform", "engine"),
-    [
-        ([], 1, "cpu", "tf_graph"),
-        ([], 8, "cpu", "pjrt"),
-        ([], 1, "gpu", "pjrt"),
-        (["--num_devices=1"], 8, "cpu", "tf_graph"),
-        (["--num_devices=2"], 1, "cpu", "pjrt"),
-        (["--mesh=expert:1"], 1, "cpu", "pjrt"),
-        (["--num_processes=2"], 1, "cpu", "pjrt"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "devices", "platform", "engine"), [
+    ([], 1, "cpu", "tf_graph"),
+    ([], 8, "cpu", "pjrt"),
+    ([], 1, "gpu", "pjrt"),
+    (["--num_devices=1"], 8, "cpu", "tf_graph"),
+    (["--num_devices=2"], 1, "cpu", "pjrt"),
+    (["--mesh=expert:1"], 1, "cpu", "pjrt"),
+    (["--num_processes=2"], 1, "cpu", "pjrt"),
+])  # fmt: skip
 def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
     one = SimpleNamespace(platform=platform)
     monkeypatch.setattr(jax, "devices", lambda: [one] * devices)

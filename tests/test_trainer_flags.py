@@ -48,19 +48,16 @@ def _error(capfd, *flags):
 TINY = "--model=mt.M4Tiny"
 
 
-@pytest.mark.parametrize(
-    "kind, override, expected",
-    [
-        ("nothing", "", "does not exist"),
-        ("no files", "", "no data in"),
-        ("empty files", "", "all files are empty"),
-        ("malformed", "", "all 2 lines are malformed: {'no_tab': 1, 'empty_side': 1}"),
-        ("cut short", "", "cannot be read, damaged or cut short"),
-        ("good", "input.languages=['dd']", "no language 'dd' (known: de)"),
-        ("good", "input.target_vocab_size=20", "target_vocab_size=20 is too small"),
-        ("good", "", "target_vocab_size=300 is more than this data can fill: at most 281 for 40"),
-    ],
-)
+@pytest.mark.parametrize("kind, override, expected", [
+    ("nothing", "", "does not exist"),
+    ("no files", "", "no data in"),
+    ("empty files", "", "all files are empty"),
+    ("malformed", "", "all 2 lines are malformed: {'no_tab': 1, 'empty_side': 1}"),
+    ("cut short", "", "cannot be read, damaged or cut short"),
+    ("good", "input.languages=['dd']", "no language 'dd' (known: de)"),
+    ("good", "input.target_vocab_size=20", "target_vocab_size=20 is too small"),
+    ("good", "", "target_vocab_size=300 is more than this data can fill: at most 281 for 40"),
+])  # fmt: skip
 def test_data_that_cannot_be(kind, override, expected, data_dir, tmp_path, capfd):
     other = tmp_path / "other"
     if kind == "good":

@@ -95,16 +95,13 @@ def test_a_step_whose_slots_are_in_the_memory_of_hosts(capsys):
     assert "are those of one device" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "got, want, expected",
-    [
-        ([np.nan, 1.0], [0.0, 1.0], np.inf),
-        ([np.inf, 1.0], [-np.inf, 1.0], np.inf),
-        ([np.inf, np.nan, 1.0], [np.inf, np.nan, 1.0], 0.0),
-        ([np.inf, 1.0, 3.0], [np.inf, 1.0, 4.0], 0.25),  # a shared infinity hides nothing
-        ([1.0 + 1j], [1.0 + 0j], 1.0),
-    ],
-)
+@pytest.mark.parametrize("got, want, expected", [
+    ([np.nan, 1.0], [0.0, 1.0], np.inf),
+    ([np.inf, 1.0], [-np.inf, 1.0], np.inf),
+    ([np.inf, np.nan, 1.0], [np.inf, np.nan, 1.0], 0.0),
+    ([np.inf, 1.0, 3.0], [np.inf, 1.0, 4.0], 0.25),  # a shared infinity hides nothing
+    ([1.0 + 1j], [1.0 + 0j], 1.0),
+])  # fmt: skip
 def test_values_that_are_not_finite_have_to_be_equal_and_the_others_are_compared(
     got, want, expected
 ):

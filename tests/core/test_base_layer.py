@@ -115,16 +115,13 @@ def test_misuse_is_named():
         WeightInit("xavier", 1.0)
 
 
-@pytest.mark.parametrize(
-    "init, mean, std",
-    [
-        (WeightInit.Uniform(0.5), 0, 0.5 / 3**0.5),
-        (WeightInit.Gaussian(2.0), 0, 2.0),
-        (WeightInit.TruncatedGaussian(1.0), 0, 0.8796),
-        (WeightInit.GeoMeanXavier(1.0), 0, 1 / 100**0.5),
-        (WeightInit.Constant(1.5), 1.5, 0),
-    ],
-)
+@pytest.mark.parametrize("init, mean, std", [
+    (WeightInit.Uniform(0.5), 0, 0.5 / 3**0.5),
+    (WeightInit.Gaussian(2.0), 0, 2.0),
+    (WeightInit.TruncatedGaussian(1.0), 0, 0.8796),
+    (WeightInit.GeoMeanXavier(1.0), 0, 1 / 100**0.5),
+    (WeightInit.Constant(1.5), 1.5, 0),
+])  # fmt: skip
 def test_initializers(init, mean, std):
     x = init(randomness.make_seed(0, 3), [100, 100], tf.float32).numpy()
     np.testing.assert_allclose([x.mean(), x.std()], [mean, std], atol=0.05)

@@ -47,16 +47,13 @@ def test_ranges(check, allowed, refused, message):
     assert message.startswith(f"must be {check}")
 
 
-@pytest.mark.parametrize(
-    ("value", "hint"),
-    [
-        ({"Q": "expert"}, "unknown letter 'Q' (known: E, H)"),
-        ({"wi.Q": "expert"}, "unknown letter 'wi.Q' (known: E, H)"),
-        ({3: "expert"}, "unknown letter 3 (known: E, H)"),
-        ({"E": 3}, "3, for 'E', is no axis, tuple of different axes or None"),
-        ({"E": ("data", "data")}, "('data', 'data'), for 'E', is no axis"),
-    ],
-)
+@pytest.mark.parametrize(("value", "hint"), [
+    ({"Q": "expert"}, "unknown letter 'Q' (known: E, H)"),
+    ({"wi.Q": "expert"}, "unknown letter 'wi.Q' (known: E, H)"),
+    ({3: "expert"}, "unknown letter 3 (known: E, H)"),
+    ({"E": 3}, "3, for 'E', is no axis, tuple of different axes or None"),
+    ({"E": ("data", "data")}, "('data', 'data'), for 'E', is no axis"),
+])  # fmt: skip
 def test_maps_from_letters_to_axes(value, hint):
     check = checks.Letters({"E": "experts", "H": "hidden units"})
     for fine in ({}, {"E": None, "wi.H": "model"}, {"E": ("data", "expert")}):

@@ -42,22 +42,19 @@ def test_no_parameter_of_an_experiment_imports_another_module(marker, path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "type/os/system",
-        "type/lingvo_moe/Path",
-        "type/lingvo_moe_of_another/Thing",
-        "type/lingvo_moe..os/Thing",
-        "type/lingvo_moe.core.files.files\n/Path",
-        "type/params.mt.demo/M4Tiny",
-        "type/lingvo_moe.runs.one.leaves_a_file/Thing",  # a run in a checkout, which may hold code
-        "type/lingvo_moe.core.files.files/Path",  # imported there, but another package's
-        "type/lingvo_moe.core.moe.routers.top2/Top3Router",
-        "type/lingvo_moe.core.config.registry/RegistryError",  # no Params
-        "type/lingvo_moe.core.moe.routers.top2",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "type/os/system",
+    "type/lingvo_moe/Path",
+    "type/lingvo_moe_of_another/Thing",
+    "type/lingvo_moe..os/Thing",
+    "type/lingvo_moe.core.files.files\n/Path",
+    "type/params.mt.demo/M4Tiny",
+    "type/lingvo_moe.runs.one.leaves_a_file/Thing",  # a run in a checkout, which may hold code
+    "type/lingvo_moe.core.files.files/Path",  # imported there, but another package's
+    "type/lingvo_moe.core.moe.routers.top2/Top3Router",
+    "type/lingvo_moe.core.config.registry/RegistryError",  # no Params
+    "type/lingvo_moe.core.moe.routers.top2",
+])  # fmt: skip
 def test_what_names_no_class_of_the_package(text):
     with pytest.raises(ValueError, match=r"is not of lingvo_moe|names no class|is no class"):
         own_class(text)

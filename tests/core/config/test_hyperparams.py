@@ -141,21 +141,17 @@ def _nested():
     return p
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("layer.dim", -16, "layer.dim=-16: must be an integer of at least 1"),
-        ("layer.dim", True, "layer.dim=True: must be an integer of at least 1"),
-        ("layers[1].rate", 1.0, "layers[1].rate=1.0: must be a number in [0, 1)"),
-        ("layers[1].rate", "x", "layers[1].rate='x': must be a number in [0, 1)"),
-        ("layer.names[1]", 3, "layer.names[1]=3: must be a list of strings"),
-        ("layer.name", 3, "layer.name=3: must be a string"),
-        ("layer", None, "layer=None: must be one of one, two, or Params of a class"),
-        ("layer", 3, "layer=3: must be one of one, two, or Params of a class"),
-        ("layer.dim", 1 << 16609, "layer.dim=an integer of 16610 bits: must be an integer"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("path", "value", "message"), [
+    ("layer.dim", -16, "layer.dim=-16: must be an integer of at least 1"),
+    ("layer.dim", True, "layer.dim=True: must be an integer of at least 1"),
+    ("layers[1].rate", 1.0, "layers[1].rate=1.0: must be a number in [0, 1)"),
+    ("layers[1].rate", "x", "layers[1].rate='x': must be a number in [0, 1)"),
+    ("layer.names[1]", 3, "layer.names[1]=3: must be a list of strings"),
+    ("layer.name", 3, "layer.name=3: must be a string"),
+    ("layer", None, "layer=None: must be one of one, two, or Params of a class"),
+    ("layer", 3, "layer=3: must be one of one, two, or Params of a class"),
+    ("layer.dim", 1 << 16609, "layer.dim=an integer of 16610 bits: must be an integer"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_path_and_changes_nothing(path, value, message):
     p = _nested()
     before = p.ToText()

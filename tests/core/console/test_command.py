@@ -34,14 +34,11 @@ def _ends(body: str, reads: bool) -> tuple[int, bytes, bytes]:
         return process.returncode, out, err
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "print('line\\n' * 9999)",
-        "print('kept until the end')",
-        "sys.stdout.buffer.write(b'x' * 99999)",
-    ],
-)
+@pytest.mark.parametrize("body", [
+    "print('line\\n' * 9999)",
+    "print('kept until the end')",
+    "sys.stdout.buffer.write(b'x' * 99999)",
+])  # fmt: skip
 def test_nobody_reads(body):
     assert _ends(body, reads=False) == (141, b"", b"cleaned up\n")
 

@@ -67,15 +67,12 @@ def test_processes_of_a_job_agree_on_the_address_and_other_jobs_have_another():
     assert _find(_JOBSET, "JAX_COORDINATOR_ADDRESS=h:1").address == "h:1"
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        "",
-        "SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0",  # a script of sbatch
-        "SLURM_JOB_ID=7 SLURM_NTASKS=4",  # a shell of salloc
-        "JOB_COMPLETION_INDEX=3 KUBERNETES_SERVICE_HOST=10.0.0.1",  # of jobs that are independent
-    ],
-)
+@pytest.mark.parametrize("variables", [
+    "",
+    "SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0",  # a script of sbatch
+    "SLURM_JOB_ID=7 SLURM_NTASKS=4",  # a shell of salloc
+    "JOB_COMPLETION_INDEX=3 KUBERNETES_SERVICE_HOST=10.0.0.1",  # of jobs that are independent
+])  # fmt: skip
 def test_no_launcher(variables):
     assert _find(variables) is None
 
@@ -126,19 +123,16 @@ def test_mpi4py_tells_an_address_that_no_variable_has(monkeypatch):
         launchers.address_of(Launch("MPI", 3, 0, ""))
 
 
-@pytest.mark.parametrize(
-    "local, environ, gpus, used",
-    [
-        ((1, 2), {}, 8, [4, 5, 6, 7]),
-        ((7, 8), {}, 8, [7]),
-        ((0, 1), {}, 8, None),
-        ((1, 2), {}, 0, None),
-        ((1, 2), {"CUDA_VISIBLE_DEVICES": "0,1"}, 8, [1]),
-        ((1, 2), {"CUDA_VISIBLE_DEVICES": "3"}, 8, None),  # a launcher that gives each its own
-        ((1, 2), {"JAX_LOCAL_DEVICE_IDS": "0"}, 8, None),
-        (None, {}, 8, None),
-    ],
-)
+@pytest.mark.parametrize("local, environ, gpus, used", [
+    ((1, 2), {}, 8, [4, 5, 6, 7]),
+    ((7, 8), {}, 8, [7]),
+    ((0, 1), {}, 8, None),
+    ((1, 2), {}, 0, None),
+    ((1, 2), {"CUDA_VISIBLE_DEVICES": "0,1"}, 8, [1]),
+    ((1, 2), {"CUDA_VISIBLE_DEVICES": "3"}, 8, None),  # a launcher that gives each its own
+    ((1, 2), {"JAX_LOCAL_DEVICE_IDS": "0"}, 8, None),
+    (None, {}, 8, None),
+])  # fmt: skip
 def test_gpus_of_a_machine_are_divided(local, environ, gpus, used):
     launch = Launch("Slurm", 8, 0, "", local)
     assert launchers.local_gpus(launch, environ, gpus) == used

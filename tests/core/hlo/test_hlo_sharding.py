@@ -116,16 +116,13 @@ def test_axes_are_named_as_they_were_given(mapping, device_ids):
     assert sharding.OnMesh(mesh) == (mapping if any(mapping) else ())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{devices=[4,2]<=[8] last_tile_dim_replicate}",  # half of an axis
-        "{devices=[8]7,6,5,4,3,2,1,0}",
-        "{maximal device=0}",
-        "{manual}",
-        "{devices=[4]<=[4]}",  # not all devices
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "{devices=[4,2]<=[8] last_tile_dim_replicate}",  # half of an axis
+    "{devices=[8]7,6,5,4,3,2,1,0}",
+    "{maximal device=0}",
+    "{manual}",
+    "{devices=[4]<=[4]}",  # not all devices
+])  # fmt: skip
 def test_what_no_axis_can_name_has_no_mapping(text):
     assert parse(text).OnMesh(Mesh.parse("d:8")) is None
 

@@ -63,15 +63,11 @@ MODULAR = {"router": ROUTERS["hash"].Params().Set(table="modular")}
 @refuses(
     ValueError,
     ({"num_groups": 5}, None, "num_groups=5: 2 x 6 = 12 tokens"),
-    (
-        {**SENTENCES, "num_groups": 4},
-        SEGMENTS,
-        "4 groups of 3 tokens split rows of 6: num_groups must",
-    ),
+    ({**SENTENCES, "num_groups": 4}, SEGMENTS, "4 groups of 3 tokens split rows of 6: num_groups must"),
     (SENTENCES, None, "moe routes by segment_ids"),
     (MODULAR, None, "moe routes by ids"),
     plain=True,
-)
+)  # fmt: skip
 def test_inputs(params, context):
     layer = _layer(**params)
     context = None if context is None else NestedMap(context)

@@ -122,16 +122,13 @@ def test_bytes_of_state_are_those_of_the_page(name, expected, capsys):
     assert f": {expected} bytes a parameter, " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name, params, slots",
-    [
-        ("adam", {}, ["mean", "square"]),
-        ("adam", {"beta1": 0.0}, ["square"]),
-        ("adamw", {}, ["mean", "square"]),
-        ("sgd", {"momentum": 0.5}, ["velocity"]),
-        ("sgd", {"momentum": 0.0}, []),
-    ],
-)
+@pytest.mark.parametrize("name, params, slots", [
+    ("adam", {}, ["mean", "square"]),
+    ("adam", {"beta1": 0.0}, ["square"]),
+    ("adamw", {}, ["mean", "square"]),
+    ("sgd", {"momentum": 0.5}, ["velocity"]),
+    ("sgd", {"momentum": 0.0}, []),
+])  # fmt: skip
 def test_slots_are_float32_and_sharded_like_the_weight(name, params, slots):
     """No slot holds an average of nothing."""
     optimizer = OPTIMIZERS[name].Params().Set(**params).Instantiate()

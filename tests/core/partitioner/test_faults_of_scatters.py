@@ -49,17 +49,14 @@ def _kinds(module: Module) -> list[str]:
     return [fault.kind for fault in kf.known_faults(module)]
 
 
-@pytest.mark.parametrize(
-    "shardings, is_wrong",
-    [
-        ((WHOLE, B, B), True),
-        ((A, B, B), True),  # Two parts for two copies.
-        ((B, B, B), False),  # Two parts for three copies.
-        ((ALL, B, B), False),
-        ((B, A, A), True),  # Three parts for three copies.
-        ((A, A, A), False),
-    ],
-)
+@pytest.mark.parametrize("shardings, is_wrong", [
+    ((WHOLE, B, B), True),
+    ((A, B, B), True),  # Two parts for two copies.
+    ((B, B, B), False),  # Two parts for three copies.
+    ((ALL, B, B), False),
+    ((B, A, A), True),  # Three parts for three copies.
+    ((A, A, A), False),
+])  # fmt: skip
 def test_updates_are_gathered_where_the_sharded_target_has_no_copies_for_their_parts(
     shardings, is_wrong
 ):
@@ -67,17 +64,14 @@ def test_updates_are_gathered_where_the_sharded_target_has_no_copies_for_their_p
     assert _kinds(module) == [kf.SCATTER] * is_wrong
 
 
-@pytest.mark.parametrize(
-    "made, is_wrong",
-    [
-        ("add(%cut, %one)", True),
-        ("cosine(%cut)", True),
-        ("reshape(%cut)", False),
-        ("constant({1, 2, 3, 4, 5})", False),
-        ("reverse(%one), dimensions={0}", False),
-        ("sort(%one), dimensions={0}", False),
-    ],
-)
+@pytest.mark.parametrize("made, is_wrong", [
+    ("add(%cut, %one)", True),
+    ("cosine(%cut)", True),
+    ("reshape(%cut)", False),
+    ("constant({1, 2, 3, 4, 5})", False),
+    ("reverse(%one), dimensions={0}", False),
+    ("sort(%one), dimensions={0}", False),
+])  # fmt: skip
 def test_padding_of_updates(made, is_wrong):
     assert _kinds(_scatter(5, made, (WHOLE, B, B))) == [kf.SCATTER] * is_wrong
 
@@ -104,16 +98,13 @@ def test_updates_that_no_all_reduce_combines_are_gathered(combine, is_wrong):
     assert _kinds(module) == [kf.SCATTER] * is_wrong
 
 
-@pytest.mark.parametrize(
-    "shardings, combine, is_wrong",
-    [
-        ((WHOLE, B, WHOLE), "maximum(%x, %y)", True),
-        ((A, B, WHOLE), "maximum(%x, %y)", True),
-        ((B, B, WHOLE), "maximum(%x, %y)", False),
-        ((WHOLE, WHOLE, WHOLE), "maximum(%x, %y)", False),
-        ((WHOLE, B, WHOLE), "add(%x, %y)", False),
-    ],
-)
+@pytest.mark.parametrize("shardings, combine, is_wrong", [
+    ((WHOLE, B, WHOLE), "maximum(%x, %y)", True),
+    ((A, B, WHOLE), "maximum(%x, %y)", True),
+    ((B, B, WHOLE), "maximum(%x, %y)", False),
+    ((WHOLE, WHOLE, WHOLE), "maximum(%x, %y)", False),
+    ((WHOLE, B, WHOLE), "add(%x, %y)", False),
+])  # fmt: skip
 def test_unsharded_updates_are_padded_with_zeros_like_uneven_indices(shardings, combine, is_wrong):
     module = _scatter(5, "copy(%cut)", shardings, combine=combine)
     assert _kinds(module) == [kf.SCATTER] * is_wrong

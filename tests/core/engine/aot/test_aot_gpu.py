@@ -82,14 +82,11 @@ def test_the_identity_names_compiler_card_and_flags(monkeypatch):
     assert aot.compiler_identity("h100:1x8") not in (h100, h200)
 
 
-@pytest.mark.parametrize(
-    "name, told",
-    [
-        ("h10:1x8", r"no description of a card 'h10' .did you mean 'h100'"),
-        ("h100", "a name is a card, the nodes and the GPUs of a node, e.g. 'h100:32x8'"),
-        ("h100:8", "a name is a card"),
-    ],
-)
+@pytest.mark.parametrize("name, told", [
+    ("h10:1x8", r"no description of a card 'h10' .did you mean 'h100'"),
+    ("h100", "a name is a card, the nodes and the GPUs of a node, e.g. 'h100:32x8'"),
+    ("h100:8", "a name is a card"),
+])  # fmt: skip
 def test_a_cluster_that_cannot_be_described(name, told):
     with pytest.raises(EngineError, match=told) as e:
         aot.devices_of(name)

@@ -241,15 +241,11 @@ def _flip(path):
         file.write(bytes([byte[0] ^ 16]))
 
 
-@pytest.mark.parametrize(
-    "damage, what",
-    [
-        (_flip, "was changed"),
-        (lambda path: os.truncate(path, os.path.getsize(path) // 2), "was changed"),
-        (os.unlink, "is missing"),
-    ],
-    ids=["flip", "cut", "remove"],
-)
+@pytest.mark.parametrize("damage, what", [
+    (_flip, "was changed"),
+    (lambda path: os.truncate(path, os.path.getsize(path) // 2), "was changed"),
+    (os.unlink, "is missing"),
+], ids=["flip", "cut", "remove"])  # fmt: skip
 def test_damage_to_any_file_is_an_error_that_names_it(saved, tmp_path, damage, what):
     engine = PjrtEngine(MESH)
     names = _files(os.path.join(saved, "9"))

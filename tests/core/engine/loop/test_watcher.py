@@ -79,14 +79,11 @@ def test_a_process_tells_of_its_first_step_when_it_begins():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "count, number, by, who",
-    [
-        (2, 0, signal.SIGSTOP, "of the job, at 127.0.0.1:"),
-        (3, 2, signal.SIGSTOP, "on .*, at step [0-9]+: has not answered"),
-        (2, 1, signal.SIGKILL, "on .*, at step [0-9]+: has not answered"),
-    ],
-)
+@pytest.mark.parametrize("count, number, by, who", [
+    (2, 0, signal.SIGSTOP, "of the job, at 127.0.0.1:"),
+    (3, 2, signal.SIGSTOP, "on .*, at step [0-9]+: has not answered"),
+    (2, 1, signal.SIGKILL, "on .*, at step [0-9]+: has not answered"),
+])  # fmt: skip
 def test_a_process_that_is_gone_is_named_by_the_others(make_job, count, number, by, who):
     job = make_job(count)
     job.processes[number].send_signal(by)

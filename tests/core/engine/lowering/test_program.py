@@ -103,16 +103,13 @@ def test_a_program_runs_in_another_process_without_tensorflow(program, tmp_path)
     assert (float(total), float(w), devices) == (64.0, 64.0, "8")
 
 
-@pytest.mark.parametrize(
-    "damage, match",
-    [
-        (lambda b: b[: len(b) // 2], "was cut short"),
-        (lambda b: b[:25], "was cut short"),
-        (lambda b: b + b"x", "was cut short or has grown"),
-        (lambda b: b[:-200] + bytes([b[-200] ^ 1]) + b[-199:], "are damaged"),
-        (lambda b: b"", "no program file"),
-    ],
-)
+@pytest.mark.parametrize("damage, match", [
+    (lambda b: b[: len(b) // 2], "was cut short"),
+    (lambda b: b[:25], "was cut short"),
+    (lambda b: b + b"x", "was cut short or has grown"),
+    (lambda b: b[:-200] + bytes([b[-200] ^ 1]) + b[-199:], "are damaged"),
+    (lambda b: b"", "no program file"),
+])  # fmt: skip
 def test_damaged_files(program, tmp_path, damage, match):
     path = tmp_path / "p"
     program.Save(str(path))

@@ -6,23 +6,20 @@ from lingvo_moe.tasks.text.preparing.filters import REASONS, Rules
 from lingvo_moe.tasks.text.preparing.read_stage import pair_hash
 
 
-@pytest.mark.parametrize(
-    "lang, source, target, reason",
-    [
-        ("de", "Haus", "house", ""),
-        ("de", "", "house", "empty"),
-        ("de", "123", "house", "no_letters"),
-        ("de", "x" * 1001, "y" * 900, "too_long"),
-        ("de", "a word", "a word " * 6, "length_ratio"),
-        ("zh", "联合国", "the United Nations of", ""),
-        ("zh", "联合国", "the United Nations " * 3, "length_ratio"),
-        ("de", "a", "a b c d e f g h", ""),  # too short for a ratio
-        ("de", "Windows NT", "windows nt", "equal_sides"),
-        ("de", "Это по-русски", "this is Russian", "wrong_script"),
-        ("el", "This is English", "and so is this", "wrong_script"),
-        ("de", "das ist es", "это по-русски", "wrong_target_script"),
-    ],
-)
+@pytest.mark.parametrize("lang, source, target, reason", [
+    ("de", "Haus", "house", ""),
+    ("de", "", "house", "empty"),
+    ("de", "123", "house", "no_letters"),
+    ("de", "x" * 1001, "y" * 900, "too_long"),
+    ("de", "a word", "a word " * 6, "length_ratio"),
+    ("zh", "联合国", "the United Nations of", ""),
+    ("zh", "联合国", "the United Nations " * 3, "length_ratio"),
+    ("de", "a", "a b c d e f g h", ""),  # too short for a ratio
+    ("de", "Windows NT", "windows nt", "equal_sides"),
+    ("de", "Это по-русски", "this is Russian", "wrong_script"),
+    ("el", "This is English", "and so is this", "wrong_script"),
+    ("de", "das ist es", "это по-русски", "wrong_target_script"),
+])  # fmt: skip
 def test_why_a_pair_is_left_out(lang, source, target, reason):
     assert Rules().Reason(lang, source, target) == reason
     assert not reason or reason in REASONS

@@ -198,19 +198,16 @@ def _scores(tmp: Path) -> Kept:
     return Kept(tmp / "scores", read)
 
 
-@pytest.mark.parametrize(
-    "make, count",
-    [
-        (_cached_vocabularies, 4),
-        (_cached_records, 8),
-        (_prepared, 12),
-        (_stopped_preparation, 8),
-        (_vocab_dir, 8),
-        (_built_corpus, 8),
-        (_kept_translations, 8),
-        (_scores, 8),
-    ],
-)
+@pytest.mark.parametrize("make, count", [
+    (_cached_vocabularies, 4),
+    (_cached_records, 8),
+    (_prepared, 12),
+    (_stopped_preparation, 8),
+    (_vocab_dir, 8),
+    (_built_corpus, 8),
+    (_kept_translations, 8),
+    (_scores, 8),
+])  # fmt: skip
 def test_no_damage_is_silent(make, count, tmp_path, caplog):
     kept = make(tmp_path)
     expected = kept.Read()

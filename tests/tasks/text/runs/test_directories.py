@@ -87,22 +87,19 @@ def test_the_working_directory_is_not_replaced(tmp, monkeypatch):
         check_replaceable(".", EXPORTED)
 
 
-@pytest.mark.parametrize(
-    "path, accepted",
-    [
-        ("run/eval/report.json", True),
-        ("run/experiment.json", False),
-        ("run/vocab", False),
-        ("run/.trainer.lock.1", False),
-        ("link/checkpoints/x", False),
-        ("model/assets/x", False),
-        ("prepared/x.json", True),
-        ("prepared/records", False),
-        ("corpus/de.tsv", False),
-        ("notes/a.txt", True),
-        ("new/x", True),
-    ],
-)
+@pytest.mark.parametrize("path, accepted", [
+    ("run/eval/report.json", True),
+    ("run/experiment.json", False),
+    ("run/vocab", False),
+    ("run/.trainer.lock.1", False),
+    ("link/checkpoints/x", False),
+    ("model/assets/x", False),
+    ("prepared/x.json", True),
+    ("prepared/records", False),
+    ("corpus/de.tsv", False),
+    ("notes/a.txt", True),
+    ("new/x", True),
+])  # fmt: skip
 def test_what_is_added_changes_nothing_that_is_there(tmp, path, accepted):
     if accepted:
         check_addable(tmp / path, "--out")
@@ -129,16 +126,13 @@ def _refusals(directory: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    "files, mark",
-    [
-        ((LOCK_FILE,), ""),
-        (("experiment.json", LOCK_FILE, "params.txt"), ""),
-        (("checkpoints", "train"), ""),
-        (("experiment.json", "checkpoints"), "it holds experiment.json"),
-        (("experiment.json", "manifest.sha256"), "it holds experiment.json"),
-    ],
-)
+@pytest.mark.parametrize("files, mark", [
+    ((LOCK_FILE,), ""),
+    (("experiment.json", LOCK_FILE, "params.txt"), ""),
+    (("checkpoints", "train"), ""),
+    (("experiment.json", "checkpoints"), "it holds experiment.json"),
+    (("experiment.json", "manifest.sha256"), "it holds experiment.json"),
+])  # fmt: skip
 def test_a_run_is_known_by_what_only_a_run_has(tmp_path, files, mark):
     """A lock file that nobody holds and another program's experiment.json do not make a run."""
     for name in files:

@@ -148,17 +148,13 @@ def test_where_there_is_nothing_to_begin_from(run, tmp_path):
         find_step(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "encoder_layers, experts, seed",
-    [
-        (4, "task.moe.router=hash", np.array([3, 4], np.int32)),
-        # A second expert is drawn at random in training.
-        (2, "task.moe.router=top2;task.moe.num_shared_experts=1", None),
-        # M4Tiny's dense layers are 32 wide.
-        (2, "task.moe.router=hash;task.moe.num_shared_experts=3;task.expert_hidden_dim=8", None),
-    ],
-    ids=["hash", "top2", "narrow"],
-)
+@pytest.mark.parametrize("encoder_layers, experts, seed", [
+    (4, "task.moe.router=hash", np.array([3, 4], np.int32)),
+    # A second expert is drawn at random in training.
+    (2, "task.moe.router=top2;task.moe.num_shared_experts=1", None),
+    # M4Tiny's dense layers are 32 wide.
+    (2, "task.moe.router=hash;task.moe.num_shared_experts=3;task.expert_hidden_dim=8", None),
+], ids=["hash", "top2", "narrow"])  # fmt: skip
 def test_experts_grow_out_of_dense_layers(vocab, tmp_path, encoder_layers, experts, seed):
     """Before its first step a model with experts has the loss of the dense one."""
     both = f"task.num_encoder_layers={encoder_layers};task.activation=swiglu;task.repeat=False"
