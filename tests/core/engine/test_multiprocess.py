@@ -188,6 +188,7 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
 
 
 _NOBODY = """
+import sys
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.devices import initialize_distributed
 try:

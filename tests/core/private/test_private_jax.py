@@ -71,6 +71,7 @@ def test_compiled_programs_go_through_our_cache():
 
 
 _LEAVE = """
+import socket
 import jax
 from lingvo_moe.core.private import jax as private
 

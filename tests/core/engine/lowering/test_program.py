@@ -72,6 +72,7 @@ def test_names_of_functions_are_normalized_and_targets_of_calls_are_not():
 
 
 _RUN_WITHOUT_TENSORFLOW = """
+import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "tensorflow":

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 # One bucket, to compile once.
 OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=14, rows=4)
 _BARE = """
+import sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
