@@ -22,7 +22,7 @@ from lingvo_moe.planning.measuring import measured_step
 from lingvo_moe.planning.parallelizing import NoneFits, Search
 from lingvo_moe.trainer import main as trainer
 from lingvo_moe.training.flags import parse_flags
-from tools import parallelize, plan, verify
+from tools import parallelize
 
 _MODEL = "mt.M4Tiny"
 _GIB = 2**30
@@ -281,14 +281,6 @@ def test_the_trainer_takes_a_strategy(tmp_path, capsys):
     flags = [*flags[:1], "--mode=inspect_params", "--max_steps=5"]
     assert trainer([*flags, "--model_params_override=train.max_steps=7"]) == 2
     assert "--max_steps=5: --model_params_override has train.max_ste" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [plan, verify])
-def test_only_the_trainer_searches_for_its_devices(command, capsys):
-    with pytest.raises(SystemExit):
-        command.main([f"--model={_MODEL}", "--strategy=auto"])
-    shown = capsys.readouterr().err
-    assert "only the trainer searches" in shown and "run python -m tools.parallelize" in shown
 
 
 def test_strategies_for_the_devices_here_are_measured(monkeypatch):
