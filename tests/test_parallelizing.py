@@ -334,15 +334,3 @@ def test_a_resumed_run_keeps_its_strategy(tmp_path):
     args = parse_flags([f"--model={_MODEL}", f"--logdir={logdir}"])
     assert found_strategy._of_run(args, 8) == "train.mesh=data:2,expert:4;task.remat=dots"
     assert found_strategy._of_run(args, 4) == ""
-
-
-@pytest.mark.parametrize("flags, told", [
-    (["--logdir=x", "--mesh=expert:8"], "chooses the mesh"),
-    (["--logdir=x", "--engine=tf"], "goes with --engine=pjrt"),
-    (["--mode=inspect_model"], "goes with --mode=sync"),
-    (["--logdir=x", "--model_params_override=task.remat=dots"], "task.remat is what the search chooses"),
-    ([], "--logdir is needed"),
-])  # fmt: skip
-def test_what_does_not_go_with_a_search_is_told(flags, told, capsys):
-    assert trainer([f"--model={_MODEL}", "--strategy=auto", *flags]) == 2
-    assert told in capsys.readouterr().err

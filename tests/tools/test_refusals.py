@@ -146,6 +146,8 @@ plan --model=mt.M4Tiny --topology=v3:2x2 --price=v4:2 | no plan is for v4
 plan --model=mt.M4Tiny --topology=v5p:2x2x1 --variants=|task.droput=0.1 | did you mean 'dropout'
 plan --model=mt.M4Tiny --topology=v3:2x2*2 | between slices of v3 is published
 plan --compare=/nowhere.json | --compare=/nowhere.json: No such file
+verify --model=toy_task.Line --mesh=data:2 | LinearModel cannot be verified: it has no Shrink(task, inputs, mesh)
+verify --model=toy_attention.Right --mesh=a:1 | mesh a:1 has 1 devices; give --mesh of 2 to 64
 soak --output=lines.txt | --output=lines.txt is a file; name a directory
 soak --output=run | --output=run is a run
 goodput --logdir=run | run/time.jsonl: there is no such file
