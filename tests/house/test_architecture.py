@@ -3,7 +3,7 @@
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from processes import run_python
@@ -83,14 +83,15 @@ def _wrong_way(path: str, imported: str) -> bool:
     return other_room[0] <= room[0]
 
 
+def _no_file_imports(wrong: Callable[[str, str], bool], imports: Callable = GRAPH.Imports) -> None:
+    """Asserts that no file imports what would be wrong: by the paths of both, or by path and name."""
+    found = ((path, other) for path in GRAPH.files for other in sorted(imports(path)))
+    found = [f"{path} imports {other}" for path, other in found if wrong(path, other)]
+    assert not found, "\n".join(found)
+
+
 def test_imports_run_one_way():
-    wrong = [
-        f"{path} imports {imported}"
-        for path in GRAPH.files
-        for imported in sorted(GRAPH.Imports(path))
-        if _wrong_way(path, imported)
-    ]
-    assert not wrong, "\n".join(wrong)
+    _no_file_imports(_wrong_way)
 
 
 def test_no_files_import_each_other_in_a_circle(tmp_path):
@@ -121,14 +122,14 @@ def test_tasks_do_not_know_each_other():
         found = re.match(r"(?:lingvo_moe/tasks|params)/(\w+)/", path)
         return found[1] if found and found[1] in tasks else None
 
-    wrong = [
-        f"{path} imports {imported}"
-        for path in GRAPH.files
-        if path.startswith(("lingvo_moe/tasks/", "params/"))
-        for imported in sorted(GRAPH.Imports(path))
-        if task(imported) not in (None, task(path))
-    ]
-    assert {"image", "lm", "mt"} <= tasks and not wrong, "\n".join(wrong)
+    def wrong(path: str, other: str) -> bool:
+        return path.startswith(("lingvo_moe/tasks/", "params/")) and task(other) not in (
+            None,
+            task(path),
+        )
+
+    assert {"image", "lm", "mt"} <= tasks
+    _no_file_imports(wrong)
 
 
 def test_the_trainer_is_imported_without_search_and_planner():
@@ -149,31 +150,24 @@ def test_gradients_end_with_their_graphs():
 
 
 def test_jax_is_behind_the_engines_door():
-    wrong = [
-        f"{path} imports {name}"
-        for path in GRAPH.files
-        for name in sorted(GRAPH.ImportedNames(path))
-        if name.split(".")[0] in {"jax", "jaxlib"}
-        and not path.startswith((_ENGINE, _PALLAS, _PRIVATE, "tests/", "benchmarks/"))
-    ]
-    wrong += [
-        path
-        for path in GRAPH.files
-        if f"{_PRIVATE}jax.py" in GRAPH.Imports(path) and not path.startswith((_ENGINE, "tests/"))
-    ]
-    assert not wrong, "\n".join(wrong)
+    behind = (_ENGINE, _PALLAS, _PRIVATE, "tests/", "benchmarks/")
+
+    def wrong(path: str, name: str) -> bool:
+        return name.split(".")[0] in {"jax", "jaxlib"} and not path.startswith(behind)
+
+    _no_file_imports(wrong, GRAPH.ImportedNames)
+    door = f"{_PRIVATE}jax.py"
+    _no_file_imports(lambda path, other: other == door and not path.startswith((_ENGINE, "tests/")))
 
 
 def test_private_modules_of_libraries_are_imported_in_one_place():
     private = ("tensorflow.python.", "tensorflow.compiler.", "jax._src.", "jaxlib.")
-    wrong = [
-        f"{path} imports {name}"
-        for path in GRAPH.files
-        for name in sorted(GRAPH.ImportedNames(path))
-        if f"{name}.".startswith(private)
-        and not path.startswith((_PRIVATE, "tests/", "benchmarks/"))
-    ]
-    assert not wrong, "\n".join(wrong)
+    place = (_PRIVATE, "tests/", "benchmarks/")
+
+    def wrong(path: str, name: str) -> bool:
+        return f"{name}.".startswith(private) and not path.startswith(place)
+
+    _no_file_imports(wrong, GRAPH.ImportedNames)
 
 
 def _private_names(syntax: ast.Module) -> Iterator[tuple[str, int]]:
@@ -234,25 +228,18 @@ def test_every_command_reads_its_flags_in_one_way():
         "lingvo_moe/core/console/command.py",
         "tests/core/console/test_flags.py",
     }
-    wrong = [
-        f"{path} imports {name}"
-        for path in GRAPH.files
-        for name in sorted(GRAPH.ImportedNames(path))
-        if name.split(".")[0] in {"argparse", "getopt", "optparse"}
-        or (name.split(".")[0] == "absl" and path not in own)
-    ]
-    assert not wrong, "\n".join(wrong)
+
+    def wrong(path: str, name: str) -> bool:
+        top = name.split(".")[0]
+        return top in {"argparse", "getopt", "optparse"} or (top == "absl" and path not in own)
+
+    _no_file_imports(wrong, GRAPH.ImportedNames)
 
 
 def test_nothing_but_tests_imports_tests():
-    wrong = [
-        f"{path} imports {imported}"
-        for path in GRAPH.files
-        if not path.startswith("tests/")
-        for imported in GRAPH.Imports(path)
-        if imported.startswith("tests/")
-    ]
-    assert not wrong, "\n".join(wrong)
+    _no_file_imports(
+        lambda path, other: other.startswith("tests/") and not path.startswith("tests/")
+    )
 
 
 def test_a_layer_can_be_read_in_one_sitting():
