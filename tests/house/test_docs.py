@@ -8,7 +8,6 @@ import functools
 import importlib
 import io
 import json
-import random
 import re
 import shlex
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from trainer_testing import write_corpus
 
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
@@ -78,23 +78,12 @@ def _said(block: str) -> Iterator[str]:
             yield below[2:]
 
 
-def _write_corpus(directory: Path) -> None:
-    """Writes a corpus with enough made-up words for the vocabularies of mt.M4Tiny."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices("bdfgklmnprstaeiou", k=rng.randint(2, 6))) for _ in range(300)]
-    directory.mkdir()
-    for language in ("aa", "bb"):
-        lines = [rng.choices(words, k=rng.randint(1, 6)) for _ in range(400)]
-        text = "".join(f"{' '.join(w[::-1] for w in line)}\t{' '.join(line)}\n" for line in lines)
-        (directory / f"{language}.tsv").write_text(text)
-
-
 @pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    _write_corpus(tmp_path / "CORPUS")
+    write_corpus(tmp_path / "CORPUS")
     names: dict = {"__name__": "example"}
     blocks = _blocks(page, "python")
     assert blocks

@@ -7,7 +7,6 @@ longer run has few steps; the server takes a free port.
 import contextlib
 import importlib
 import json
-import random
 import re
 import shlex
 import signal
@@ -37,22 +36,6 @@ def _commands() -> list[str]:
         assert page in " ".join(lines)
         lines = [line.replace(page, here) for line in lines]
     return lines
-
-
-def _write_texts(directory: Path) -> None:
-    """A newcomer's files: words spelled backwards, with the language's first letter before them."""
-    rng = random.Random(0)
-    syllables = [c + v for c in "bdfgklmnprst" for v in ("a", "e", "i", "o", "u", "an")]
-    words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(300)]
-    sizes = {"TEXTS/de": 600, "TEXTS/sw": 400, "more/cy": 300, "medical": 5}
-    for name, size in sizes.items():
-        path = directory / f"{name}.tsv"
-        path.parent.mkdir(exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            for _ in range(size):
-                english = rng.choices(words, k=rng.randint(3, 7))
-                source = " ".join(path.stem[0] + word[::-1] for word in english)
-                file.write(f"{source}\t{' '.join(english)}\n")
 
 
 @contextlib.contextmanager
@@ -92,7 +75,8 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd):
     # As on a machine that shows its CPU as one device.
     monkeypatch.setattr(trainer, "fastest_engine", lambda args: "tf_graph")
     trainer_testing.keep_compiled()
-    _write_texts(tmp_path)
+    sizes = {"TEXTS/de": 600, "TEXTS/sw": 400, "more/cy": 300, "medical": 5}
+    trainer_testing.write_corpus(tmp_path, sizes, words_of_a_pair=(3, 7))  # a newcomer's files
     said: dict[str, str] = {}
     with contextlib.ExitStack() as server:
         url = ""
