@@ -12,13 +12,13 @@ import http.client
 import http.server
 import os
 import re
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from processes import free_address, start_python
 
 from lingvo_moe.core.files import store
 from lingvo_moe.core.files.store import Store
@@ -120,24 +120,16 @@ def _handler(storage: Storage) -> type[http.server.BaseHTTPRequestHandler]:
     return Handler
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @contextlib.contextmanager
 def bucket(proxied: bool = True) -> Iterator[Storage]:
     """Starts both, with an empty bucket `bucket`; this process and those that it starts find it. Ends both.
 
     Not `proxied`, requests go to the server itself, which is faster.
     """
-    storage = Storage(_free_port())
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(storage.port)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    server = subprocess.Popen(
-        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    storage = Storage(int(free_address().partition(":")[2]))
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = ("-m", "moto.server", "-H", "127.0.0.1", "-p", str(storage.port))
+    server = start_python(*command, **silent)
     proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(storage))
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     before, retries = dict(os.environ), store._RETRIES

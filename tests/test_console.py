@@ -2,11 +2,11 @@
 
 import importlib
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from lingvo_moe import __main__ as console
 from lingvo_moe.core.console import command
@@ -48,29 +48,18 @@ def test_it_runs_a_command_with_its_flags_and_status(monkeypatch):
 
 
 def test_as_a_process():
-    done = subprocess.run(
-        [sys.executable, "-m", "lingvo_moe", "plan", "--topologyy=v3:2x2"],
-        cwd=Path(console.__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-m", "lingvo_moe", "plan", "--topologyy=v3:2x2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "plan: no flag --topologyy (did you mean '--topology'?)\n"
 
 
-@pytest.mark.parametrize(
-    "text, installed",
-    [
-        ("run python -m tools.train_vocab --output=x", "run lingvo-moe train_vocab --output=x"),
-        ("what tools.evaluate wrote", "what lingvo-moe evaluate wrote"),
-        ("python -m lingvo_moe.trainer --model=x", "lingvo-moe train --model=x"),
-        ("/my/tools.plan/x and my.tools.plan", "/my/tools.plan/x and my.tools.plan"),
-        (
-            "pip install --no-deps -r requirements-gpu.txt (it",
-            "pip install 'lingvo_moe[gpu-plan]' (it",
-        ),
-    ],
-)
+@pytest.mark.parametrize("text, installed", [
+    ("run python -m tools.train_vocab --output=x", "run lingvo-moe train_vocab --output=x"),
+    ("what tools.evaluate wrote", "what lingvo-moe evaluate wrote"),
+    ("python -m lingvo_moe.trainer --model=x", "lingvo-moe train --model=x"),
+    ("/my/tools.plan/x and my.tools.plan", "/my/tools.plan/x and my.tools.plan"),
+    ("pip install --no-deps -r requirements-gpu.txt (it", "pip install 'lingvo_moe[gpu-plan]' (it"),
+])  # fmt: skip
 def test_a_message_names_what_the_user_has(text, installed, monkeypatch, capsys):
     assert command.as_typed(text) == text
     monkeypatch.setattr(command, "_IN_CHECKOUT", False)

@@ -22,6 +22,7 @@ from pathlib import Path
 import object_storage
 import pytest
 from damage import Damage, damages
+from processes import start_python
 
 from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, SavedSteps, saved_steps
 
@@ -107,13 +108,7 @@ class Reader:
     def Read(self, kind: str, path: Path) -> list[str]:
         """Returns the answer, or the name of the signal that ended the process."""
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
+            self._process = start_python(__file__, stdin=subprocess.PIPE, stderr=None)
         with contextlib.suppress(BrokenPipeError):  # it ended while it started
             self._process.stdin.write(f"{kind} {path}\n")
             self._process.stdin.flush()

@@ -1,15 +1,13 @@
 """--elastic: when a process is killed, the others go on without a restart, with the losses of an undisturbed run."""
 
-import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import free_address, start_python
 from trainer_testing import losses
 
 from lingvo_moe import trainer
@@ -27,16 +25,12 @@ def _flags(run, steps, *more):
 
 
 def _start(run: Path, count: int, steps: int, log: Path) -> list[subprocess.Popen]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
     more = ["--num_devices=1", "--elastic", f"--num_processes={count}"]
-    flags = _flags(run, steps, *more, f"--coordinator_address={address}")
-    command = [sys.executable, "-m", "lingvo_moe.trainer", *flags]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    flags = _flags(run, steps, *more, f"--coordinator_address={free_address()}")
+    command = ("-m", "lingvo_moe.trainer", *flags)
     with open(log, "ab") as out:
         return [
-            subprocess.Popen([*command, f"--process_id={i}"], env=env, stdout=out, stderr=out)
+            start_python(*command, f"--process_id={i}", stdout=out, stderr=out)
             for i in range(count)
         ]
 

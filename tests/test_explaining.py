@@ -11,6 +11,7 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
+from refusals import refusals, refuses
 
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.lowering.lowering import lower
@@ -148,17 +149,14 @@ def test_the_sharding_of_a_tensor_by_its_name(forward):
         assert str(tensor).startswith(f"{found}: f32[")
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("Rellu", r"no tensor 'Rellu' \(did you mean 'Relu'\?\)"),
-        ("Relu:1", "'Relu:1': Relu has 1 tensors"),
-        ("wx_EMH", "did you mean 'wi_EMH'"),
-    ],
+@refuses(
+    ExplainError,
+    ("Rellu", r"no tensor 'Rellu' \(did you mean 'Relu'\?\)"),
+    ("Relu:1", "'Relu:1': Relu has 1 tensors"),
+    ("wx_EMH", "did you mean 'wi_EMH'"),
 )
-def test_names_that_are_not_there(forward, name, message):
-    with pytest.raises(ExplainError, match=message):
-        forward.Sharding(name)
+def test_names_that_are_not_there(name, forward):
+    forward.Sharding(name)
 
 
 def test_a_scope_has_all_of_its_tensors():
@@ -301,26 +299,15 @@ def test_lines_are_no_part_of_a_program_s_hash_nor_of_its_file(tmp_path):
         explanation.Sharding("activations")
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: explain(moe), "moe is a function, and it takes arg_specs"),
-        (lambda: explain(moe, MOE_SPECS), "takes a mesh"),
-        (
-            lambda: explain(lambda x: x, [_spec(4)], Mesh.parse("d:1")),
-            "is for one device, mesh d:1",
-        ),
-        (
-            lambda: explain(lower(lambda x: x, [_spec(4)], MESH), [_spec(4)]),
-            "arg_specs and mesh are for a function",
-        ),
-        (lambda: explain("step.program"), "'step.program' is neither a program nor a function"),
-        (lambda: explain(moe, MOE_SPECS, "d:8"), "mesh a sharding.Mesh, .* got 'd:8'"),
-    ],
-)
-def test_what_cannot_be_explained(call, message):
-    with pytest.raises(ExplainError, match=message):
-        call()
+test_what_cannot_be_explained = refusals(
+    ExplainError,
+    (lambda: explain(moe), "moe is a function, and it takes arg_specs"),
+    (lambda: explain(moe, MOE_SPECS), "takes a mesh"),
+    (lambda: explain(lambda x: x, [_spec(4)], Mesh.parse("d:1")), "is for one device, mesh d:1"),
+    (lambda: explain(lower(lambda x: x, [_spec(4)], MESH), [_spec(4)]), "arg_specs and mesh are for a function"),
+    (lambda: explain("step.program"), "'step.program' is neither a program nor a function"),
+    (lambda: explain(moe, MOE_SPECS, "d:8"), "mesh a sharding.Mesh, .* got 'd:8'"),
+)  # fmt: skip
 
 
 # --- printed and drawn

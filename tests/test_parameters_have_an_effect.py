@@ -69,28 +69,20 @@ def _kind(p: Params) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("experiment", "override"),
-    [
-        ("mt.M4Tiny", ""),
-        ("mt.M4Tiny", "task.num_experts=0"),
-        (
-            "mt.M4Tiny",
-            "task.moe.dispatcher=dropless;task.moe.router=hash;task.moe.router.table=modular",
-        ),
-        ("lm.Tiny", ""),
-        (
-            "lm.Tiny",
-            "task.num_experts=4;task.moe.router=top_k;task.attention=extended;task.attention.qk_norm=head;"
-            "task.attention.biases=True;task.attention.sinks=True;task.attention.window=3;task.moe.experts.biases=True;"
-            "task.nth_attention=latent;task.position=yarn;task.multi_token_weight=0.5;task.fprop_dtype=bfloat16",
-        ),
-        ("image.Digits", ""),
-    ],
-)
-def test_what_a_step_does_not_read_is_refused(
-    experiment: str, override: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("experiment", "override"), [
+    ("mt.M4Tiny", ""),
+    ("mt.M4Tiny", "task.num_experts=0"),
+    ("mt.M4Tiny", "task.moe.dispatcher=dropless;task.moe.router=hash;task.moe.router.table=modular"),
+    ("lm.Tiny", ""),
+    (
+        "lm.Tiny",
+        "task.num_experts=4;task.moe.router=top_k;task.attention=extended;task.attention.qk_norm=head;"
+        "task.attention.biases=True;task.attention.sinks=True;task.attention.window=3;task.moe.experts.biases=True;"
+        "task.nth_attention=latent;task.position=yarn;task.multi_token_weight=0.5;task.fprop_dtype=bfloat16",
+    ),
+    ("image.Digits", ""),
+])  # fmt: skip
+def test_what_a_step_does_not_read_is_refused(experiment, override, monkeypatch):
     p = registry.GetParams(experiment, override)
     reads, ignored = _read_by_a_step(p, monkeypatch), []
     for path, owner, name in _leaves(p.task, "task"):
@@ -107,23 +99,14 @@ def _is_taken(p: Params, path: str, value: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("override", "why"),
-    [
-        ("task.pipeline.schedule=gpipe", "has no effect with task.pipeline.stages=1; set that, or"),
-        ("task.num_experts=0;task.num_groups=4", "has no effect with task.num_experts=0"),
-        (
-            "task.num_experts=0;task.moe.router.level=sentence",
-            "has no effect with task.num_experts=0",
-        ),
-        ("task.moe.dispatcher=dropless;task.moe.min_capacity=8", "task.moe.dispatcher=dropless"),
-        (
-            "task.moe.router=hash;task.moe.router.table=modular;task.moe.router.table_seed=3",
-            "table=mod",
-        ),
-    ],
-)
-def test_an_override_without_effect_is_refused(override: str, why: str) -> None:
+@pytest.mark.parametrize(("override", "why"), [
+    ("task.pipeline.schedule=gpipe", "has no effect with task.pipeline.stages=1; set that, or"),
+    ("task.num_experts=0;task.num_groups=4", "has no effect with task.num_experts=0"),
+    ("task.num_experts=0;task.moe.router.level=sentence", "has no effect with task.num_experts=0"),
+    ("task.moe.dispatcher=dropless;task.moe.min_capacity=8", "task.moe.dispatcher=dropless"),
+    ("task.moe.router=hash;task.moe.router.table=modular;task.moe.router.table_seed=3", "table=mod"),
+])  # fmt: skip
+def test_an_override_without_effect_is_refused(override, why):
     path, _, value = override.rpartition(";")[2].partition("=")
     with pytest.raises(registry.RegistryError, match=re.escape(f"{path}={value}: has no")) as error:
         registry.GetParams("mt.M4Tiny", override)
@@ -134,18 +117,15 @@ def test_an_override_without_effect_is_refused(override: str, why: str) -> None:
     assert p.WhyUnused(path)
 
 
-@pytest.mark.parametrize(
-    "override, message",
-    [
-        ("task.moe.num_experts=8", "the model sets it from task.num_experts; set that"),
-        ("task.moe.hidden_dim=9", "sets it from task.expert_hidden_dim or task.hidden_dim"),
-        ("task.moe.experts.model_dim=16", "the model sets it from task.model_dim"),
-        ("task.moe.experts.relu_dropout_prob=0.5", "the model sets it from task.dropout"),
-        ("task.moe.router=hash;task.moe.router.num_experts=8", "sets it from task.num_experts"),
-        ("task.moe.name=mixture", "a part has the name of its place in the model"),
-    ],
-)
-def test_a_parameter_that_the_model_sets_is_refused(override: str, message: str) -> None:
+@pytest.mark.parametrize("override, message", [
+    ("task.moe.num_experts=8", "the model sets it from task.num_experts; set that"),
+    ("task.moe.hidden_dim=9", "sets it from task.expert_hidden_dim or task.hidden_dim"),
+    ("task.moe.experts.model_dim=16", "the model sets it from task.model_dim"),
+    ("task.moe.experts.relu_dropout_prob=0.5", "the model sets it from task.dropout"),
+    ("task.moe.router=hash;task.moe.router.num_experts=8", "sets it from task.num_experts"),
+    ("task.moe.name=mixture", "a part has the name of its place in the model"),
+])  # fmt: skip
+def test_a_parameter_that_the_model_sets_is_refused(override, message):
     path, _, value = override.rpartition(";")[2].partition("=")
     with pytest.raises(registry.RegistryError, match=f"{path}={value}: has no effect: .*{message}"):
         registry.GetParams("mt.M4Tiny", override)
@@ -153,7 +133,7 @@ def test_a_parameter_that_the_model_sets_is_refused(override: str, message: str)
     assert f"{path} :" not in p.ToText()
 
 
-def test_an_experiment_that_sets_such_a_parameter_is_refused() -> None:
+def test_an_experiment_that_sets_such_a_parameter_is_refused():
     p = registry.GetParams("mt.M4Tiny").task
     p.moe.experts.relu_dropout_prob = 0.5
     with pytest.raises(

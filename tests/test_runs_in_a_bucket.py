@@ -1,16 +1,15 @@
 """A whole run in a bucket (moto's): trained, killed, gone on with, read; data and exported models there."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import toy_translation as toy
 from object_storage import bucket
+from processes import start_python
 from trainer_testing import flags, losses, status, write_corpus
 
 from lingvo_moe.core.files import copies
@@ -87,9 +86,8 @@ def test_a_second_trainer_is_refused(storage, tmp_path, capsys):
 
 def test_killed_it_has_the_lines_of_all_steps_before_its_checkpoint(storage, tmp_path):
     address = f"s3://bucket/{tmp_path.name}/run"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "lingvo_moe.trainer", *_flags(address, 10**6)]
-    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as child:
+    command = ("-m", "lingvo_moe.trainer", *_flags(address, 10**6))
+    with start_python(*command, stdout=None, stderr=subprocess.DEVNULL) as child:
         while child.poll() is None and max(RunDir(address).steps, default=0) < 6:
             time.sleep(0.05)
         child.send_signal(signal.SIGKILL)

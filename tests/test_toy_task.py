@@ -1,15 +1,13 @@
 """The task contract: a toy task trains, resumes, is inspected and planned, and nothing of `tasks/` is imported."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import toy_task
+from processes import run_python
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
@@ -44,14 +42,7 @@ print("IMPORTED", [m for m in sys.modules if m.startswith(("lingvo_moe.tasks", "
 def done(tmp_path_factory):
     """The run's directory, and the output of the process."""
     run = tmp_path_factory.mktemp("toy") / "run"
-    tests = str(Path(toy_task.__file__).parent)
-    path = os.pathsep.join([tests, os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    found = subprocess.run(
-        [sys.executable, "-c", _DRIVER, str(run)],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    found = run_python("-c", _DRIVER, str(run))
     assert found.returncode == 0, found.stderr
     return run, found.stdout, found.stderr
 

@@ -14,42 +14,32 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.training.flags import parse_flags
 
 
-@pytest.mark.parametrize(
-    ("flags", "devices", "platform", "engine"),
-    [
-        ([], 1, "cpu", "tf_graph"),
-        ([], 8, "cpu", "pjrt"),
-        ([], 1, "gpu", "pjrt"),
-        (["--num_devices=1"], 8, "cpu", "tf_graph"),
-        (["--num_devices=2"], 1, "cpu", "pjrt"),
-        (["--mesh=expert:1"], 1, "cpu", "pjrt"),
-        (["--num_processes=2"], 1, "cpu", "pjrt"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "devices", "platform", "engine"), [
+    ([], 1, "cpu", "tf_graph"),
+    ([], 8, "cpu", "pjrt"),
+    ([], 1, "gpu", "pjrt"),
+    (["--num_devices=1"], 8, "cpu", "tf_graph"),
+    (["--num_devices=2"], 1, "cpu", "pjrt"),
+    (["--mesh=expert:1"], 1, "cpu", "pjrt"),
+    (["--num_processes=2"], 1, "cpu", "pjrt"),
+])  # fmt: skip
 def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
     one = SimpleNamespace(platform=platform)
     monkeypatch.setattr(jax, "devices", lambda: [one] * devices)
     assert trainer.fastest_engine(parse_flags(["--model=mt.M4Tiny", *flags])) == engine
 
 
-@pytest.mark.parametrize(
-    "engine, flags, mesh, line",
-    [
-        (
-            "tf_graph",
-            [],
-            "expert:1",
-            "--engine=tf_graph, the default on one CPU device without --mesh; "
-            "mesh expert:1 (train.mesh=expert:8, resized to the devices)",
-        ),
-        (
-            "pjrt",
-            ["--num_devices=8"],
-            "expert:8",
-            "--engine=pjrt, the default for several devices, GPUs, TPUs and with --mesh; mesh expert:8",
-        ),
-    ],
-)
+@pytest.mark.parametrize("engine, flags, mesh, line", [
+    (
+        "tf_graph",
+        [],
+        "expert:1",
+        "--engine=tf_graph, the default on one CPU device without --mesh; "
+        "mesh expert:1 (train.mesh=expert:8, resized to the devices)",
+    ),
+    ("pjrt", ["--num_devices=8"], "expert:8",
+     "--engine=pjrt, the default for several devices, GPUs, TPUs and with --mesh; mesh expert:8"),
+])  # fmt: skip
 def test_the_engine_and_the_mesh_are_said_with_reasons(engine, flags, mesh, line):
     args = parse_flags(["--model=mt.M4Demo", *flags])
     params = registry.GetParams("mt.M4Demo")

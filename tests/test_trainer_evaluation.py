@@ -175,14 +175,11 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, capfd):
     assert "train.early_stopping_evals=1: needs held-out data" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "there, most, said",
-    [
-        (4, 3, "3 held-out batches are evaluated every 2 steps"),
-        (4, 60, "all 4 held-out batches (train.eval_batches=60) are evaluated every 2 steps"),
-        (0, 8, "not evaluated, since none of the held-out examples fits into a batch"),
-    ],
-)
+@pytest.mark.parametrize("there, most, said", [
+    (4, 3, "3 held-out batches are evaluated every 2 steps"),
+    (4, 60, "all 4 held-out batches (train.eval_batches=60) are evaluated every 2 steps"),
+    (0, 8, "not evaluated, since none of the held-out examples fits into a batch"),
+])  # fmt: skip
 def test_how_much_is_evaluated_is_said(there, most, said, monkeypatch, capsys):
     inputs = toy_held_out.Numbers.Params().Instantiate()
     found = list(inputs.HeldOut())[:there]

@@ -3,11 +3,10 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import trainer_testing
+from processes import run_python
 
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
@@ -49,19 +48,16 @@ def _error(capfd, *flags):
 TINY = "--model=mt.M4Tiny"
 
 
-@pytest.mark.parametrize(
-    "kind, override, expected",
-    [
-        ("nothing", "", "does not exist"),
-        ("no files", "", "no data in"),
-        ("empty files", "", "all files are empty"),
-        ("malformed", "", "all 2 lines are malformed: {'no_tab': 1, 'empty_side': 1}"),
-        ("cut short", "", "cannot be read, damaged or cut short"),
-        ("good", "input.languages=['dd']", "no language 'dd' (known: de)"),
-        ("good", "input.target_vocab_size=20", "target_vocab_size=20 is too small"),
-        ("good", "", "target_vocab_size=300 is more than this data can fill: at most 281 for 40"),
-    ],
-)
+@pytest.mark.parametrize("kind, override, expected", [
+    ("nothing", "", "does not exist"),
+    ("no files", "", "no data in"),
+    ("empty files", "", "all files are empty"),
+    ("malformed", "", "all 2 lines are malformed: {'no_tab': 1, 'empty_side': 1}"),
+    ("cut short", "", "cannot be read, damaged or cut short"),
+    ("good", "input.languages=['dd']", "no language 'dd' (known: de)"),
+    ("good", "input.target_vocab_size=20", "target_vocab_size=20 is too small"),
+    ("good", "", "target_vocab_size=300 is more than this data can fill: at most 281 for 40"),
+])  # fmt: skip
 def test_data_that_cannot_be(kind, override, expected, data_dir, tmp_path, capfd):
     other = tmp_path / "other"
     if kind == "good":
@@ -80,25 +76,16 @@ def test_data_that_cannot_be(kind, override, expected, data_dir, tmp_path, capfd
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "logdir, expected",
-    [
-        ("data", "is also --data_dir="),
-        ("data/run", "lies inside --data_dir="),
-        (".", "holds --data_dir="),
-        ("model", "is an exported model (it holds saved_model.pb), which a run would damage"),
-        (
-            "model/assets/run",
-            "model, which is an exported model (it holds saved_model.pb); name a directory outside of it",
-        ),
-        ("prepared", "is prepared data"),
-        ("run/checkpoints", "run, which is a run (it holds experiment.json); name"),
-        (
-            "runs",
-            "holds first, which is a run (it holds experiment.json); --restart would move it away",
-        ),
-    ],
-)
+@pytest.mark.parametrize("logdir, expected", [
+    ("data", "is also --data_dir="),
+    ("data/run", "lies inside --data_dir="),
+    (".", "holds --data_dir="),
+    ("model", "is an exported model (it holds saved_model.pb), which a run would damage"),
+    ("model/assets/run", "model, which is an exported model (it holds saved_model.pb); name a directory outside of it"),
+    ("prepared", "is prepared data"),
+    ("run/checkpoints", "run, which is a run (it holds experiment.json); name"),
+    ("runs", "holds first, which is a run (it holds experiment.json); --restart would move it away"),
+])  # fmt: skip
 def test_a_logdir_that_is_something_else(logdir, expected, data_dir, tmp_path, capfd, monkeypatch):
     for name in (
         "model/saved_model.pb",
@@ -302,27 +289,16 @@ print(code, peak, resource.getrusage(resource.RUSAGE_SELF).ru_utime, file=sys.st
 
 def test_a_fresh_process_says_one_line(tmp_path):
     """Neither TensorFlow nor JAX's search for accelerators prints anything."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    for name in ("TF_CPP_MIN_LOG_LEVEL", "JAX_PLATFORMS", "XLA_FLAGS"):
-        env.pop(name, None)
+    env = dict.fromkeys(("TF_CPP_MIN_LOG_LEVEL", "JAX_PLATFORMS", "XLA_FLAGS"))
     flags = [TINY, f"--logdir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'none'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "lingvo_moe.trainer", *flags],
-        capture_output=True,
-        text=True,
-        env=env,
-    )
+    done = run_python("-m", "lingvo_moe.trainer", *flags, env=env)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr == f"error: --data_dir={tmp_path / 'none'} does not exist\n"
 
 
 def test_the_600_billion_parameter_model_is_inspected_in_seconds():
     """Within an import and some seconds, in less than 2 GB."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    env.pop("TF_CPP_MIN_LOG_LEVEL", None)
-    done = subprocess.run(
-        [sys.executable, "-c", _INSPECT], capture_output=True, text=True, env=env, check=True
-    )
+    done = run_python("-c", _INSPECT, env={"TF_CPP_MIN_LOG_LEVEL": None}, check=True)
     *noise, numbers = done.stderr.splitlines()
     code, megabytes, seconds = numbers.split()
     assert noise == []  # TensorFlow printed nothing

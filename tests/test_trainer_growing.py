@@ -95,17 +95,14 @@ def test_a_model_grows_out_of_a_smaller_one_in_one_command(tmp_path, capsys):
     assert losses(branch) == {step: before[step] for step in (11, 12)}
 
 
-@pytest.mark.parametrize(
-    "overrides, flags, message",
-    [
-        (["train.upcycle_at=20"], [], "train.upcycle_at=20: must be less than train.max_steps=20"),
-        (["train.upcycle_at=2", "task.wide=False"], [], "train.upcycle_at=2: needs a model with"),
-        (["train.upcycle_at=2"], ["--init_from={run}"], "leave one of the two out"),
-        (["task.ema_decay=0.9"], None, "--init_from_state: {run} has another state, e.g. ema.v"),
-        (["input.batch_size=8"], None, "--init_from_state: {run} has other data"),
-        ([], ["--init_from_state"], "--init_from_state goes with --init_from"),
-    ],
-)
+@pytest.mark.parametrize("overrides, flags, message", [
+    (["train.upcycle_at=20"], [], "train.upcycle_at=20: must be less than train.max_steps=20"),
+    (["train.upcycle_at=2", "task.wide=False"], [], "train.upcycle_at=2: needs a model with"),
+    (["train.upcycle_at=2"], ["--init_from={run}"], "leave one of the two out"),
+    (["task.ema_decay=0.9"], None, "--init_from_state: {run} has another state, e.g. ema.v"),
+    (["input.batch_size=8"], None, "--init_from_state: {run} has other data"),
+    ([], ["--init_from_state"], "--init_from_state goes with --init_from"),
+])  # fmt: skip
 def test_refusals(run, tmp_path, capsys, overrides, flags, message):
     if flags is None:
         flags = ["--init_from={run}", "--init_from_state"]

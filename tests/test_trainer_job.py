@@ -1,14 +1,12 @@
 """A job of two real processes, of which one fails: both end soon, with a status and a message."""
 
 import contextlib
-import os
 import re
-import socket
 import subprocess
-import sys
 import time
 
 import pytest
+from processes import free_address, start_python
 
 # The trainer, but for data and training: what it does at each place is to fail there, or to wait for the other process.
 _TRAINER = """
@@ -50,26 +48,17 @@ print("leaves with", trainer.main(flags))
 
 def _run_job(logdir, *what):
     """Returns status and standard error of both processes, and the seconds until the later one ended."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
     flags = [
         "--model=mt.M4Tiny",
         f"--logdir={logdir}",
         "--num_processes=2",
-        f"--coordinator_address={address}",
+        f"--coordinator_address={free_address()}",
     ]
-    command = [sys.executable, "-c", _TRAINER, *what, *flags]
+    command = ["-c", _TRAINER, *what, *flags]
     with contextlib.ExitStack() as stack:
         job = []
         for i in range(2):
-            process = subprocess.Popen(
-                [*command, f"--process_id={i}"],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
+            process = start_python(*command, f"--process_id={i}", stdout=subprocess.DEVNULL)
             job.append(stack.enter_context(process))
             stack.callback(process.kill)
         start = time.monotonic()

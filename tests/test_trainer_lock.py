@@ -2,23 +2,17 @@
 
 import contextlib
 import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import trainer_testing
+from processes import free_address, start_python
 
 from lingvo_moe import trainer
 from lingvo_moe.core.engine.loop.train_loop import TrainLoop
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.runs.directories import (
-    EXPORTED,
-    OutputError,
-    check_logdir,
-    check_replaceable,
-)
+from lingvo_moe.core.runs.directories import EXPORTED, OutputError, check_logdir, check_replaceable
 from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
 from tools import build_corpus, evaluate, export, train_vocab
 
@@ -59,13 +53,7 @@ except ValueError as e:
 
 
 def _start(program: str, *flags: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    return start_python("-c", program, *flags, stderr=subprocess.DEVNULL)
 
 
 def _contents(directory: Path) -> dict[Path, bytes]:
@@ -160,9 +148,7 @@ def test_two_jobs_of_two_processes(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def start(*logdirs: Path) -> list[subprocess.Popen]:
-            with socket.socket() as s:
-                s.bind(("127.0.0.1", 0))
-                address = f"--coordinator_address=127.0.0.1:{s.getsockname()[1]}"
+            address = f"--coordinator_address={free_address()}"
             job = []
             for number, logdir in enumerate(logdirs):
                 flags = ["--model=mt.M4Tiny", f"--logdir={logdir}"]

@@ -11,18 +11,7 @@ from lingvo_moe.training.checks import full_override
 TINY = "--model=mt.M4Tiny"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a;b",
-        " a\nb ",
-        "a\\;b",
-        "a\\",
-        "'a'",
-        'a="b',
-        "\u2028",
-    ],
-)
+@pytest.mark.parametrize("name", ["a;b", " a\nb ", "a\\;b", "a\\", "'a'", 'a="b', "\u2028"])
 def test_any_data_dir_is_read_as_it_was_typed(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     args = trainer.parse_flags([f"--data_dir={name}", "--max_steps=3", TINY])

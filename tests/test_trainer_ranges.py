@@ -17,30 +17,27 @@ _TWO_PARTS = "train.num_micro_batches=2"
 _ON_EXPERTS = "task.activation_split={'E': 'expert'}"
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh", "override", "expected"),
-    [
-        (_IMAGES, "data:8", "task.num_classes=1001", "num_classes=1001 does not divide over the 8 "),
-        (_IMAGES, "data:8", "task.head.weight_split={'V': 'modle'}",
-         "task.head.weight_split: 'V' is sharded along 'modle', and mesh data:8 has no axis 'modle'"),
-        (_IMAGES, "data:8", "task.network.base_channels=6;task.network.weight_split={'O': 'data'}",
-         "variable network.stage_0.stages[0].convolve.conv.w: O=6 does not divide over the 8 devices"),
-        ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};input.batch_size=16", "task.num_groups=8 / 2 = 4"),
-        ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};task.num_groups=16", "input.batch_size=8 / 2 = 4"),
-        ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};input.batch_size=16;task.num_groups=16", ""),
-        ("mt.M4Tiny", "expert:1", "train.num_micro_batches=3", "choose 1, 2, 4 or 8"),
-        ("mt.M4Tiny", "expert:8", f"task.num_experts=0;{_ON_EXPERTS}", "'expert'"),
-        ("lm.Tiny", "stage:2,data:4", "", "along 'stage', so its 2 devices would compute the same"),
-        ("lm.Tiny", "data:2,model:4", "", "use --mesh=data:2, or name 'model' in task.activation_"),
-        ("lm.Tiny", "data:2,model:4", "train.shard_state=slots", ""),
-        ("lm.Tiny", "data:2,model:4", "task.weight_split={'H': 'model'}", ""),
-        ("lm.Tiny", "data:1", _TWO_STAGES, "give --mesh=stage:2,data:1 and, on a CPU, --num_devices=2"),
-        ("lm.Tiny", "stage:2,data:1", _TWO_STAGES, ""),
-        ("image.Digits", "data:2", _CELLS, "task.pipeline.stages=3: mesh data:2 has no axis with a dev"),
-        ("image.Digits", "data:2,stage:2", f"{_CELLS};{_STAGES}", "stages=3: mesh data:2,stage:2 has"),
-        ("image.Digits", "data:2,stage:3", f"{_CELLS};{_STAGES}", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "mesh", "override", "expected"), [
+    (_IMAGES, "data:8", "task.num_classes=1001", "num_classes=1001 does not divide over the 8 "),
+    (_IMAGES, "data:8", "task.head.weight_split={'V': 'modle'}",
+     "task.head.weight_split: 'V' is sharded along 'modle', and mesh data:8 has no axis 'modle'"),
+    (_IMAGES, "data:8", "task.network.base_channels=6;task.network.weight_split={'O': 'data'}",
+     "variable network.stage_0.stages[0].convolve.conv.w: O=6 does not divide over the 8 devices"),
+    ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};input.batch_size=16", "task.num_groups=8 / 2 = 4"),
+    ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};task.num_groups=16", "input.batch_size=8 / 2 = 4"),
+    ("mt.M4Tiny", "expert:8", f"{_TWO_PARTS};input.batch_size=16;task.num_groups=16", ""),
+    ("mt.M4Tiny", "expert:1", "train.num_micro_batches=3", "choose 1, 2, 4 or 8"),
+    ("mt.M4Tiny", "expert:8", f"task.num_experts=0;{_ON_EXPERTS}", "'expert'"),
+    ("lm.Tiny", "stage:2,data:4", "", "along 'stage', so its 2 devices would compute the same"),
+    ("lm.Tiny", "data:2,model:4", "", "use --mesh=data:2, or name 'model' in task.activation_"),
+    ("lm.Tiny", "data:2,model:4", "train.shard_state=slots", ""),
+    ("lm.Tiny", "data:2,model:4", "task.weight_split={'H': 'model'}", ""),
+    ("lm.Tiny", "data:1", _TWO_STAGES, "give --mesh=stage:2,data:1 and, on a CPU, --num_devices=2"),
+    ("lm.Tiny", "stage:2,data:1", _TWO_STAGES, ""),
+    ("image.Digits", "data:2", _CELLS, "task.pipeline.stages=3: mesh data:2 has no axis with a dev"),
+    ("image.Digits", "data:2,stage:2", f"{_CELLS};{_STAGES}", "stages=3: mesh data:2,stage:2 has"),
+    ("image.Digits", "data:2,stage:3", f"{_CELLS};{_STAGES}", ""),
+])  # fmt: skip
 def test_a_mesh_divides_what_it_shards(model, mesh, override, expected):
     params = registry.GetParams(model, override)
     task = params.task.Instantiate()
@@ -69,16 +66,12 @@ def _check(override, mesh=None, model="mt.M4Tiny", **kwargs):
     check_memory(p, task, inputs, mesh or single_device(), **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("task.num_experts=200000000", "task.num_experts=200000000, task.hidden_dim=32"),
-        ("task.num_encoder_layers=10000;task.num_experts=1024", "task.num_encoder_layers=10000"),
-        ("task.source_vocab_size=10000000;task.model_dim=1024",
-         "task.source_vocab_size=10000000, task.model_dim=1024"),
-        ("input.source_length=1000000", "input.batch_size=8, input.source_length=1000000"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("override", "named"), [
+    ("task.num_experts=200000000", "task.num_experts=200000000, task.hidden_dim=32"),
+    ("task.num_encoder_layers=10000;task.num_experts=1024", "task.num_encoder_layers=10000"),
+    ("task.source_vocab_size=10000000;task.model_dim=1024", "task.source_vocab_size=10000000, task.model_dim=1024"),
+    ("input.source_length=1000000", "input.batch_size=8, input.source_length=1000000"),
+])  # fmt: skip
 def test_the_largest_parameters_are_named(override, named):
     with pytest.raises(
         UsageError, match=r"^the run needs at least .* machine has 16\.0 GiB; "

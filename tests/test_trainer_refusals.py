@@ -35,6 +35,13 @@ _REFUSED = rf"""
 --num_processes=2 --coordinator_address=here:80 --model_params_override=train.max_cpu_seconds=5 => is the time of one
 --num_devices=100000 => : must be an integer from 0 to {MOST_DEVICES}
 --init_from_step=6 => --init_from_step=6 goes with --init_from, which is not given
+--trust_run => --trust_run goes with --init_from, which is not given
+--known_faults=of => --known_faults=of: must be one of error, warn, off
+--strategy=auto --mesh=expert:8 => chooses the mesh
+--strategy=auto --engine=tf => goes with --engine=pjrt
+--strategy=auto --mode=inspect_model => goes with --mode=sync
+--strategy=auto task.remat=dots => task.remat is what the search chooses
+--strategy=auto --logdir= => --logdir is needed
 --max_steps=-1 => : must be an integer of at least 0
 --once => --once goes with --mode=eval, not with --mode=sync
 --eval_lines=5 => --eval_lines=5 goes with --mode=eval

@@ -8,14 +8,12 @@ import os
 import random
 import re
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import trainer_testing
+from processes import free_address, start_python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 from trainer_testing import flags, fork, losses, state
@@ -64,16 +62,10 @@ def reference(data_dir, tmp_path_factory) -> Path:
 
 
 def _start(plan, *args):
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
-        # A test before this one may have asked this process for devices, which takes that flag away.
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
-    }
-    command = [sys.executable, trainer_testing.__file__, json.dumps(plan), *args]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    )
+    # A test before this one may have asked this process for devices, which takes that flag away.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    command = trainer_testing.__file__, json.dumps(plan), *args
+    return start_python(*command, env={"XLA_FLAGS": flags})
 
 
 # --- one run
@@ -166,10 +158,7 @@ def _line(run, max_steps, *more):
 def test_two_processes_of_four_devices_stop_together(tmp_path):
     """A signal to one of them stops both at the same step; one process goes on from there."""
     run, alone = tmp_path / "run", tmp_path / "alone"
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    job = ["--num_devices=4", "--num_processes=2", f"--coordinator_address={address}"]
+    job = ["--num_devices=4", "--num_processes=2", f"--coordinator_address={free_address()}"]
     plans = [None], [(signal.SIGTERM, 4, 0.0)]
     workers = [
         _start(plan, *_line(run, 100_000, *job, f"--process_id={i}"))

@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,30 @@ def in_this_process(command: list[str], check: bool) -> None:
     assert trainer.main(command[3:]) == 0
 
 
-def write_corpus(directory: Path) -> Path:
-    """Writes three languages, 600 pairs: words spelled backwards, preceded by each language's letter."""
+def write_corpus(
+    directory: Path,
+    sizes: Mapping[str, int] = {"aa": 400, "bb": 150, "cc": 50},
+    words_of_a_pair: tuple[int, int] = (1, 6),
+    held_out: int = 0,
+) -> Path:
+    """Writes files of so many pairs: words spelled backwards, preceded by the first letter of the file's name.
+
+    So many of each file's first pairs stand in dev/ too, but for the last file's.
+    """
     rng = random.Random(0)
     syllables = [c + v for c in "bdfgklmnprst" for v in ("a", "e", "i", "o", "u", "an")]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(300)]
-    directory.mkdir(parents=True)
-    for language, size in (("aa", 400), ("bb", 150), ("cc", 50)):
-        with open(directory / f"{language}.tsv", "w", encoding="utf-8") as file:
-            for _ in range(size):
-                english = rng.choices(words, k=rng.randint(1, 6))
-                source = " ".join(language[0] + word[::-1] for word in english)
-                file.write(f"{source}\t{' '.join(english)}\n")
+    for name, size in sizes.items():
+        pairs = []
+        for _ in range(size):
+            english = rng.choices(words, k=rng.randint(*words_of_a_pair))
+            source = " ".join(Path(name).stem[0] + word[::-1] for word in english)
+            pairs.append(f"{source}\t{' '.join(english)}\n")
+        kept = pairs[:held_out] if name != [*sizes][-1] else []
+        for file, lines in {directory / name: pairs, directory / "dev" / name: kept}.items():
+            if lines:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.with_suffix(".tsv").write_text("".join(lines), "utf-8")
     return directory
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from refusals import refusals
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
@@ -96,35 +97,30 @@ def test_a_constant_of_a_stack_draws_nothing():
     np.testing.assert_array_equal(init(randomness.make_seed(1, 0)), np.full([3, 4], 3.0))
 
 
-def test_misuse_is_named():
-    class Twice(BaseLayer):
-        def __init__(self, params):
-            super().__init__(params)
-            self.CreateVariable("w", WeightParams((2,), "M", WeightInit.Constant()))
-            self.CreateChild("w", Leaf.Params())
-
-    with pytest.raises(ValueError, match="'w' is taken"):
-        Twice.Params().Instantiate()
-    with pytest.raises(ValueError, match="letters 'EM' for shape"):
-        _tree().CreateVariable("v", WeightParams((2,), "EM", WeightInit.Constant()))
-    with pytest.raises(AttributeError, match="no attribute or child 'two'"):
-        _ = _tree().two
-    with pytest.raises(ValueError, match=r"fprop_dtype='bf16'.*bfloat16"):
-        _tree(fprop_dtype="bf16")
-    with pytest.raises(ValueError, match="method=xavier: must be one of constant, uniform"):
-        WeightInit("xavier", 1.0)
+class Twice(BaseLayer):
+    def __init__(self, params):
+        super().__init__(params)
+        self.CreateVariable("w", WeightParams((2,), "M", WeightInit.Constant()))
+        self.CreateChild("w", Leaf.Params())
 
 
-@pytest.mark.parametrize(
-    "init, mean, std",
-    [
-        (WeightInit.Uniform(0.5), 0, 0.5 / 3**0.5),
-        (WeightInit.Gaussian(2.0), 0, 2.0),
-        (WeightInit.TruncatedGaussian(1.0), 0, 0.8796),
-        (WeightInit.GeoMeanXavier(1.0), 0, 1 / 100**0.5),
-        (WeightInit.Constant(1.5), 1.5, 0),
-    ],
-)
+test_misuse_is_named = refusals(
+    ValueError,
+    (lambda: Twice.Params().Instantiate(), "'w' is taken"),
+    (lambda: _tree().CreateVariable("v", WeightParams((2,), "EM", WeightInit.Constant())), "letters 'EM' for shape"),
+    (lambda: _tree().two, AttributeError, "no attribute or child 'two'"),
+    (lambda: _tree(fprop_dtype="bf16"), r"fprop_dtype='bf16'.*bfloat16"),
+    (lambda: WeightInit("xavier", 1.0), "method=xavier: must be one of constant, uniform"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("init, mean, std", [
+    (WeightInit.Uniform(0.5), 0, 0.5 / 3**0.5),
+    (WeightInit.Gaussian(2.0), 0, 2.0),
+    (WeightInit.TruncatedGaussian(1.0), 0, 0.8796),
+    (WeightInit.GeoMeanXavier(1.0), 0, 1 / 100**0.5),
+    (WeightInit.Constant(1.5), 1.5, 0),
+])  # fmt: skip
 def test_initializers(init, mean, std):
     x = init(randomness.make_seed(0, 3), [100, 100], tf.float32).numpy()
     np.testing.assert_allclose([x.mean(), x.std()], [mean, std], atol=0.05)

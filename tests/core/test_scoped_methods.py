@@ -25,14 +25,14 @@ def _layers(of: type = BaseLayer) -> set[type]:
     return found.union(*(_layers(cls) for cls in of.__subclasses__()))
 
 
-def test_the_layers_are_found() -> None:
+def test_the_layers_are_found():
     names = {cls.__name__ for cls in _layers()}
     models = {image_model.ImageClassifier.__name__, mt_model.MtModel.__name__}
     assert {"MultiHeadAttention", "MoELayer", "Top2Router", "MaskedDispatcher"} | models <= names
 
 
 @pytest.mark.parametrize("cls", sorted(_layers(), key=lambda c: c.__qualname__))
-def test_every_public_method_that_computes_is_scoped(cls: type) -> None:
+def test_every_public_method_that_computes_is_scoped(cls):
     for name, method in vars(cls).items():
         if not inspect.isfunction(method) or name.startswith("_"):
             continue
@@ -40,7 +40,7 @@ def test_every_public_method_that_computes_is_scoped(cls: type) -> None:
         assert not computes or hasattr(method, "scoped"), f"{cls.__name__}.{name} needs @scoped"
 
 
-def test_what_overrides_a_scoped_method_is_scoped() -> None:
+def test_what_overrides_a_scoped_method_is_scoped():
     class Parent(BaseLayer):
         def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
             return tf.identity(x)

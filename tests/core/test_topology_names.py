@@ -6,16 +6,13 @@ from lingvo_moe.core.gpu_memory import MEMORY_BYTES
 from lingvo_moe.core.topology_names import TopologyName
 
 
-@pytest.mark.parametrize(
-    "text, kind, sizes",
-    [
-        ("v3:32x32", "v3", (32, 32)),
-        ("v5p:4x4x8", "v5p", (4, 4, 8)),
-        ("h100:32x8", "h100", (32, 8)),
-        ("a100-40:1x8", "a100-40", (1, 8)),
-        ("h100:8", "h100", (8,)),
-    ],
-)
+@pytest.mark.parametrize("text, kind, sizes", [
+    ("v3:32x32", "v3", (32, 32)),
+    ("v5p:4x4x8", "v5p", (4, 4, 8)),
+    ("h100:32x8", "h100", (32, 8)),
+    ("a100-40:1x8", "a100-40", (1, 8)),
+    ("h100:8", "h100", (8,)),
+])  # fmt: skip
 def test_a_name_has_a_kind_and_sizes(text, kind, sizes):
     name = TopologyName.parse(f" {text} ")
     assert (name.kind, name.sizes) == (kind, sizes)

@@ -59,11 +59,8 @@ def _latent(**kwargs):
 
 
 ATTENTIONS = {
-    "llama": _attention(
-        MultiHeadAttention,
-        num_kv_heads=2,
-        position=_rotary(positions.Llama3Rotary, factor=4.0, original_length=16),
-    ),
+    "llama": _attention(MultiHeadAttention, num_kv_heads=2,
+        position=_rotary(positions.Llama3Rotary, factor=4.0, original_length=16)),
     "qwen3": _extended(qk_norm="head"),
     "olmoe": _extended(qk_norm="projection", norm_epsilon=1e-5, model_dim=16),
     "gpt_oss": _extended(biases=True, sinks=True, window=3, position=_yarn(whole_pairs=False)),
@@ -71,7 +68,7 @@ ATTENTIONS = {
     "llama4_nope": _extended(use_positions=False, temperature_length=2),
     "deepseek_v3": _latent(query_rank=5),
     "deepseek_v2_lite": _latent(),
-}
+}  # fmt: skip
 
 
 def _differentiated(run, recorded):
@@ -119,16 +116,10 @@ MIXTURES = {
     "moe_mixtral": _moe(),
     "moe_olmoe": _moe(normalize_gates="never"),
     "moe_gpt_oss": _moe("clamped_swiglu", biases=True, logit_bias=True),
-    "moe_deepseek_v3": _moe(
-        shared=2,
-        gate="sigmoid",
-        gate_scale=2.5,
-        balance_bias=0.001,
-        expert_groups=4,
-        groups_per_token=2,
-    ),
+    "moe_deepseek_v3": _moe(shared=2, gate="sigmoid", gate_scale=2.5, balance_bias=0.001, expert_groups=4,
+        groups_per_token=2),
     "moe_llama4": _moe(shared=1, gate_inputs=True, k=1, gate="sigmoid"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MIXTURES)

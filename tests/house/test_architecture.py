@@ -3,11 +3,10 @@
 import ast
 import functools
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+from processes import run_python
 
 from tools.import_graph import ROOT, ImportGraph, circle
 
@@ -84,17 +83,18 @@ def _wrong_way(path: str, imported: str) -> bool:
     return other_room[0] <= room[0]
 
 
-def test_imports_run_one_way() -> None:
-    wrong = [
-        f"{path} imports {imported}"
-        for path in GRAPH.files
-        for imported in sorted(GRAPH.Imports(path))
-        if _wrong_way(path, imported)
-    ]
-    assert not wrong, "\n".join(wrong)
+def _no_file_imports(wrong: Callable[[str, str], bool], imports: Callable = GRAPH.Imports) -> None:
+    """Asserts that no file imports what would be wrong: by the paths of both, or by path and name."""
+    found = ((path, other) for path in GRAPH.files for other in sorted(imports(path)))
+    found = [f"{path} imports {other}" for path, other in found if wrong(path, other)]
+    assert not found, "\n".join(found)
 
 
-def test_no_files_import_each_other_in_a_circle(tmp_path) -> None:
+def test_imports_run_one_way():
+    _no_file_imports(_wrong_way)
+
+
+def test_no_files_import_each_other_in_a_circle(tmp_path):
     assert not GRAPH.Circle()
     (tmp_path / "tools").mkdir()
     for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
@@ -103,7 +103,7 @@ def test_no_files_import_each_other_in_a_circle(tmp_path) -> None:
     assert ImportGraph(tmp_path).Circle() == [f"tools/{name}.py" for name in "abca"]
 
 
-def test_no_rooms_of_tasks_import_each_other_in_a_circle() -> None:
+def test_no_rooms_of_tasks_import_each_other_in_a_circle():
     files = [path for path in GRAPH.files if path.startswith("lingvo_moe/tasks/")]
     rooms: dict[str, set[str]] = {path.rpartition("/")[0]: set() for path in files}
     for path in files:
@@ -114,7 +114,7 @@ def test_no_rooms_of_tasks_import_each_other_in_a_circle() -> None:
     assert not circle(rooms)
 
 
-def test_tasks_do_not_know_each_other() -> None:
+def test_tasks_do_not_know_each_other():
     """A room beside theirs has all that two tasks need, and knows no task either."""
     tasks = {path.split("/")[1] for path in GRAPH.files if path.startswith("params/")}
 
@@ -122,59 +122,52 @@ def test_tasks_do_not_know_each_other() -> None:
         found = re.match(r"(?:lingvo_moe/tasks|params)/(\w+)/", path)
         return found[1] if found and found[1] in tasks else None
 
-    wrong = [
-        f"{path} imports {imported}"
-        for path in GRAPH.files
-        if path.startswith(("lingvo_moe/tasks/", "params/"))
-        for imported in sorted(GRAPH.Imports(path))
-        if task(imported) not in (None, task(path))
-    ]
-    assert {"image", "lm", "mt"} <= tasks and not wrong, "\n".join(wrong)
+    def wrong(path: str, other: str) -> bool:
+        return path.startswith(("lingvo_moe/tasks/", "params/")) and task(other) not in (
+            None,
+            task(path),
+        )
+
+    assert {"image", "lm", "mt"} <= tasks
+    _no_file_imports(wrong)
 
 
-def test_the_trainer_is_imported_without_search_and_planner() -> None:
+def test_the_trainer_is_imported_without_search_and_planner():
     """They come in when they are asked for; so do engines, TensorFlow and JAX."""
     names = "[m for m in sys.modules if m.partition('.')[0] == 'lingvo_moe']"
     code = f"import sys; import lingvo_moe.trainer; print(*{names})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", code)
     found = done.stdout.split()
     assert 40 < len(found) <= 90, done.stderr
     late = ("planning.step_plan", "planning.parallelizing", "core.planner", "inspecting")
     assert not [m for m in found if m.removeprefix("lingvo_moe.").startswith(late)]
 
 
-def test_gradients_end_with_their_graphs() -> None:
+def test_gradients_end_with_their_graphs():
     """TensorFlow's own decorator keeps each gradient until the process ends; core/private/tensorflow.py has another."""
     files = (ROOT / "lingvo_moe").rglob("*.py")
     assert not [str(path) for path in files if "@tf.custom_gradient" in path.read_text()]
 
 
-def test_jax_is_behind_the_engines_door() -> None:
-    wrong = [
-        f"{path} imports {name}"
-        for path in GRAPH.files
-        for name in sorted(GRAPH.ImportedNames(path))
-        if name.split(".")[0] in {"jax", "jaxlib"}
-        and not path.startswith((_ENGINE, _PALLAS, _PRIVATE, "tests/", "benchmarks/"))
-    ]
-    wrong += [
-        path
-        for path in GRAPH.files
-        if f"{_PRIVATE}jax.py" in GRAPH.Imports(path) and not path.startswith((_ENGINE, "tests/"))
-    ]
-    assert not wrong, "\n".join(wrong)
+def test_jax_is_behind_the_engines_door():
+    behind = (_ENGINE, _PALLAS, _PRIVATE, "tests/", "benchmarks/")
+
+    def wrong(path: str, name: str) -> bool:
+        return name.split(".")[0] in {"jax", "jaxlib"} and not path.startswith(behind)
+
+    _no_file_imports(wrong, GRAPH.ImportedNames)
+    door = f"{_PRIVATE}jax.py"
+    _no_file_imports(lambda path, other: other == door and not path.startswith((_ENGINE, "tests/")))
 
 
-def test_private_modules_of_libraries_are_imported_in_one_place() -> None:
+def test_private_modules_of_libraries_are_imported_in_one_place():
     private = ("tensorflow.python.", "tensorflow.compiler.", "jax._src.", "jaxlib.")
-    wrong = [
-        f"{path} imports {name}"
-        for path in GRAPH.files
-        for name in sorted(GRAPH.ImportedNames(path))
-        if f"{name}.".startswith(private)
-        and not path.startswith((_PRIVATE, "tests/", "benchmarks/"))
-    ]
-    assert not wrong, "\n".join(wrong)
+    place = (_PRIVATE, "tests/", "benchmarks/")
+
+    def wrong(path: str, name: str) -> bool:
+        return f"{name}.".startswith(private) and not path.startswith(place)
+
+    _no_file_imports(wrong, GRAPH.ImportedNames)
 
 
 def _private_names(syntax: ast.Module) -> Iterator[tuple[str, int]]:
@@ -207,7 +200,7 @@ def _definitions(syntax: ast.Module) -> Iterator[str]:
             yield ast.unparse(node.slice).strip("'")  # self.__dict__["_name"] = ...
 
 
-def test_private_attributes_of_libraries_are_read_in_one_place() -> None:
+def test_private_attributes_of_libraries_are_read_in_one_place():
     """A private name that is neither of the file nor of a file that it imports is a library's."""
     public = {"_exit", "_asdict", "_replace", "_fields"}  # documented, in spite of their names
     wrong = []
@@ -228,35 +221,28 @@ def test_private_attributes_of_libraries_are_read_in_one_place() -> None:
     assert sorted(found) == ["_b", "_get", "_y", "z"]
 
 
-def test_every_command_reads_its_flags_in_one_way() -> None:
+def test_every_command_reads_its_flags_in_one_way():
     """Only lingvo_moe/core/console/flags.py defines absl flags."""
     own = {
         "lingvo_moe/core/console/flags.py",
         "lingvo_moe/core/console/command.py",
         "tests/core/console/test_flags.py",
     }
-    wrong = [
-        f"{path} imports {name}"
-        for path in GRAPH.files
-        for name in sorted(GRAPH.ImportedNames(path))
-        if name.split(".")[0] in {"argparse", "getopt", "optparse"}
-        or (name.split(".")[0] == "absl" and path not in own)
-    ]
-    assert not wrong, "\n".join(wrong)
+
+    def wrong(path: str, name: str) -> bool:
+        top = name.split(".")[0]
+        return top in {"argparse", "getopt", "optparse"} or (top == "absl" and path not in own)
+
+    _no_file_imports(wrong, GRAPH.ImportedNames)
 
 
-def test_nothing_but_tests_imports_tests() -> None:
-    wrong = [
-        f"{path} imports {imported}"
-        for path in GRAPH.files
-        if not path.startswith("tests/")
-        for imported in GRAPH.Imports(path)
-        if imported.startswith("tests/")
-    ]
-    assert not wrong, "\n".join(wrong)
+def test_nothing_but_tests_imports_tests():
+    _no_file_imports(
+        lambda path, other: other.startswith("tests/") and not path.startswith("tests/")
+    )
 
 
-def test_a_layer_can_be_read_in_one_sitting() -> None:
+def test_a_layer_can_be_read_in_one_sitting():
     """The files of this project that the MoE layer imports, directly or not, but for the door to TensorFlow's private
     parts; and with the parts that it takes by name, its default router and dispatchers."""
     door = {f"{_PRIVATE}tensorflow.py"}
@@ -271,12 +257,12 @@ def test_a_layer_can_be_read_in_one_sitting() -> None:
 
 
 @pytest.mark.parametrize("path", GRAPH.files)
-def test_files_can_be_read_in_one_sitting(path: str) -> None:
+def test_files_can_be_read_in_one_sitting(path):
     lines = (ROOT / path).read_text(encoding="utf-8").count("\n")
     assert lines < MAX_LINES, f"{path} has {lines} lines; a file is one idea, split it"
 
 
-def test_functions_take_few_parameters() -> None:
+def test_functions_take_few_parameters():
     found = set()
     for path in GRAPH.files:
         if path.startswith(("tests/", "benchmarks/")):
@@ -290,7 +276,7 @@ def test_functions_take_few_parameters() -> None:
     assert found == _MORE_PARAMETERS
 
 
-def test_a_directory_holds_few_modules() -> None:
+def test_a_directory_holds_few_modules():
     """Tests mirror the directories of the package, and some have more files."""
     rooms: dict[str, int] = {}
     for path in GRAPH.files:
@@ -299,7 +285,7 @@ def test_a_directory_holds_few_modules() -> None:
     assert not {r: n for r, n in rooms.items() if n > _MORE_MODULES.get(r, MAX_MODULES)}
 
 
-def test_every_package_has_an_init_and_no_test_directory_has() -> None:
+def test_every_package_has_an_init_and_no_test_directory_has():
     missing = {
         path.rpartition("/")[0]
         for path in GRAPH.files
@@ -310,7 +296,7 @@ def test_every_package_has_an_init_and_no_test_directory_has() -> None:
     assert not [p for p in GRAPH.files if p.startswith("tests/") and p.endswith("__init__.py")]
 
 
-def test_test_modules_have_names_of_their_own() -> None:
+def test_test_modules_have_names_of_their_own():
     names: dict[str, str] = {}
     for path in GRAPH.files:
         name = path.rpartition("/")[2]

@@ -54,12 +54,12 @@ def _deps(text: str, target: str) -> list[str]:
     return ast.literal_eval(values[0]) if values else []
 
 
-def test_build_files_are_up_to_date() -> None:
+def test_build_files_are_up_to_date():
     stale = sorted(build_files.stale_files())
     assert not stale, f"run `make build-files` and commit: {stale}"
 
 
-def test_every_package_has_a_library_and_every_test_directory_a_test() -> None:
+def test_every_package_has_a_library_and_every_test_directory_a_test():
     for path in ImportGraph().files:
         package, _, name = path.rpartition("/")
         if package == "tests/house":
@@ -71,7 +71,7 @@ def test_every_package_has_a_library_and_every_test_directory_a_test() -> None:
             assert name in text or 'glob(["*.py"])' in text or '["*.py"],' in text, path
 
 
-def test_libraries_follow_the_imports(tree: Path) -> None:
+def test_libraries_follow_the_imports(tree):
     files = build_files.build_files(tree)
     core = files["lingvo_moe/core/BUILD"]
     # What the subpackage may use is a library of its own; otherwise the two would need each other.
@@ -84,7 +84,7 @@ def test_libraries_follow_the_imports(tree: Path) -> None:
     assert "//params/mt" in _deps(files["lingvo_moe/BUILD"], "lingvo_moe")
 
 
-def test_tests_follow_imports_and_the_commands_they_run(tree: Path) -> None:
+def test_tests_follow_imports_and_the_commands_they_run(tree):
     files = build_files.build_files(tree)
     assert "tests/house/BUILD" not in files
     core = files["tests/core/BUILD"]
@@ -94,7 +94,7 @@ def test_tests_follow_imports_and_the_commands_they_run(tree: Path) -> None:
     assert {"//lingvo_moe", "//params/mt"} <= set(job)
 
 
-def test_stale_files_are_found_and_written_ones_are_not(tree: Path) -> None:
+def test_stale_files_are_found_and_written_ones_are_not(tree):
     wanted = build_files.build_files(tree)
     assert build_files.stale_files(tree) == wanted
     for path, text in wanted.items():
@@ -108,7 +108,7 @@ def test_stale_files_are_found_and_written_ones_are_not(tree: Path) -> None:
     }
 
 
-def test_a_circle_within_a_package_is_one_library_and_between_packages_an_error(tree: Path) -> None:
+def test_a_circle_within_a_package_is_one_library_and_between_packages_an_error(tree):
     sharding = tree / "lingvo_moe/core/sharding"
     (sharding / "letters.py").write_text("from lingvo_moe.core.sharding import mesh\n")
     (sharding / "mesh.py").write_text(

@@ -29,19 +29,19 @@ def nodes() -> set[tuple[str, str]]:
     return found
 
 
-def test_tests_that_the_page_names_are_there(nodes: set[tuple[str, str]]) -> None:
+def test_tests_that_the_page_names_are_there(nodes):
     topics = {path.name[5:-3] for path in (ROOT / "tests/spmd").glob("test_*.py")}
     named = {(topic, name) for topic, name in _TEST.findall(_PAGE) if topic in topics}
     assert named
     assert sorted(named - nodes) == []
 
 
-def test_every_topic_has_a_row(nodes: set[tuple[str, str]]) -> None:
+def test_every_topic_has_a_row(nodes):
     named = {topic for topic, _ in _TEST.findall(_PAGE)}
     assert sorted({topic for topic, _ in nodes} - named) == []
 
 
-def test_rows_say_what_was_found() -> None:
+def test_rows_say_what_was_found():
     rows = [line for line in _PAGE.splitlines() if line.startswith("| ") and "---" not in line]
     assert rows
     for row in rows:

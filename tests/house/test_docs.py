@@ -8,7 +8,6 @@ import functools
 import importlib
 import io
 import json
-import random
 import re
 import shlex
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from trainer_testing import write_corpus
 
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
@@ -78,25 +78,12 @@ def _said(block: str) -> Iterator[str]:
             yield below[2:]
 
 
-def _write_corpus(directory: Path) -> None:
-    """Writes a corpus with enough made-up words for the vocabularies of mt.M4Tiny."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices("bdfgklmnprstaeiou", k=rng.randint(2, 6))) for _ in range(300)]
-    directory.mkdir()
-    for language in ("aa", "bb"):
-        lines = [rng.choices(words, k=rng.randint(1, 6)) for _ in range(400)]
-        text = "".join(f"{' '.join(w[::-1] for w in line)}\t{' '.join(line)}\n" for line in lines)
-        (directory / f"{language}.tsv").write_text(text)
-
-
 @pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page", RUNNABLE)
-def test_examples_run_and_print_what_they_say(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    _write_corpus(tmp_path / "CORPUS")
+    write_corpus(tmp_path / "CORPUS")
     names: dict = {"__name__": "example"}
     blocks = _blocks(page, "python")
     assert blocks
@@ -146,13 +133,13 @@ def files_of_reader(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 _ALL_COMMANDS = [(page, command) for page in PAGES for command in _commands(page)]
 
 
-def test_there_are_commands_to_check() -> None:
+def test_there_are_commands_to_check():
     assert {page for page, _ in _ALL_COMMANDS} >= {"README.md", "docs/training.md", "docs/data.md"}
 
 
 @pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page, command", _ALL_COMMANDS)
-def test_commands_have_flags_that_exist(page: str, command: str) -> None:
+def test_commands_have_flags_that_exist(page, command):
     words = shlex.split(command, comments=True)
     words = [w for w in words if not re.match(r"\d?[<>]", w)]
     if "|" in words:
@@ -171,13 +158,13 @@ def test_commands_have_flags_that_exist(page: str, command: str) -> None:
 
 @pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page", ["docs/experiments.md"])
-def test_the_experiment_of_a_package_of_ones_own(page: str, capsys: pytest.CaptureFixture) -> None:
+def test_the_experiment_of_a_package_of_ones_own(page, capsys):
     (command,) = (c for c in _commands(page) if "M4Mine" in c and "inspect_model" in c)
     assert trainer.main(shlex.split(command)[3:]) == 0
     assert re.search(r"experts\.wi +1x16x", capsys.readouterr().out)
 
 
-def test_the_flag_file_of_the_page_on_training(tmp_path: Path) -> None:
+def test_the_flag_file_of_the_page_on_training(tmp_path):
     ((name, body),) = _flag_files("docs/training.md").items()
     assert any(f"--flagfile={name}" in command for command in _commands("docs/training.md"))
     (tmp_path / name).write_text(body, encoding="utf-8")
@@ -197,7 +184,7 @@ def _model_of(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_overrides_are_of_parameters_that_exist(page: str) -> None:
+def test_overrides_are_of_parameters_that_exist(page):
     text = _text(page).replace("\\\n", " ")
     for match in _OVERRIDE.finditer(text):
         command = text[text.rfind("\n", 0, match.start()) : match.start()]
@@ -215,7 +202,7 @@ def _anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_somewhere(page):
     text = _text(page)
     for target in _LINK.findall(_BLOCK.sub("", text)):
         if re.match(r"https?:", target):
@@ -227,7 +214,7 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in _anchors(linked.resolve().relative_to(ROOT).as_posix()), target
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
+def test_every_page_is_linked_from_the_readme():
     linked = set(_LINK.findall(_text("README.md")))
     assert set(PAGES) - {"README.md"} <= linked
 
@@ -252,7 +239,7 @@ _MADE = re.compile(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_exist(page: str) -> None:
+def test_files_that_are_named_exist(page):
     missing = []
     for name in _CODE.findall(_BLOCK.sub("", _text(page))):
         if not _FILE.match(name) or _MADE.match(name):
@@ -268,7 +255,7 @@ _PARAM = re.compile(r"`((?:task|input|train)\.[a-z_0-9.]+)`")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_experiments_and_parameters_that_are_named_exist(page: str) -> None:
+def test_experiments_and_parameters_that_are_named_exist(page):
     text = _text(page)
     for name in set(_EXPERIMENT.findall(text)) - {"mt.M4Mine"}:
         registry.GetExperiment(name)
@@ -280,7 +267,7 @@ def test_experiments_and_parameters_that_are_named_exist(page: str) -> None:
 # --- figures and lists
 
 
-def test_the_readmes_layer_has_two_all_to_alls_and_nothing_else() -> None:
+def test_the_readmes_layer_has_two_all_to_alls_and_nothing_else():
     import numpy as np
     import tensorflow as tf
 
@@ -313,7 +300,7 @@ def test_the_readmes_layer_has_two_all_to_alls_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/experiments.md"])
-def test_sizes_in_tables_are_those_of_the_specs(page: str) -> None:
+def test_sizes_in_tables_are_those_of_the_specs(page):
     rows = re.findall(r"^\| `((?:mt|lm)\.\w+)` \| (.*) \|$", _text(page), re.MULTILINE)
     names = {*registry.AllNames("mt"), *registry.AllNames("lm")}
     assert sorted(name for name, _ in rows) == sorted(names)
@@ -332,7 +319,7 @@ def test_sizes_in_tables_are_those_of_the_specs(page: str) -> None:
             assert cells[4:6] == [units.size(n, 1) for n in held], name
 
 
-def test_lines_of_inspect_model_are_what_it_prints() -> None:
+def test_lines_of_inspect_model_are_what_it_prints():
     shown = [
         line
         for page in PAGES
@@ -349,7 +336,7 @@ def test_lines_of_inspect_model_are_what_it_prints() -> None:
     assert {" ".join(line.split()) for line in shown} <= printed
 
 
-def test_lines_of_plans_are_those_of_the_recorded_one() -> None:
+def test_lines_of_plans_are_those_of_the_recorded_one():
     blocks = _blocks("docs/planning.md", "text")
     blocks += [block for block in _blocks("README.md", "text") if "step on v3:32x32" in block]
     assert len(blocks) > 6
@@ -361,7 +348,7 @@ def test_lines_of_plans_are_those_of_the_recorded_one() -> None:
     assert not shown - printed, "paste again what report.print_plan prints of it"
 
 
-def test_the_page_on_planning_has_the_data_sheets_figures() -> None:
+def test_the_page_on_planning_has_the_data_sheets_figures():
     rows = re.findall(
         r"^\| `((?:v|tpu)\d\w*)` \| (.*) \|$", _text("docs/planning.md"), re.MULTILINE
     )
@@ -379,38 +366,29 @@ def test_the_page_on_planning_has_the_data_sheets_figures() -> None:
         ]
 
 
-def test_the_page_on_planning_lists_every_flag() -> None:
+def test_the_page_on_planning_lists_every_flag():
     text = _text("docs/planning.md")
     flags = plan.define_flags().Names()
     assert not {flag for flag in flags if not re.search(rf"--{flag}[=`]", text)}
 
 
-def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
+def test_the_page_on_training_lists_every_flag_and_train_parameter():
     text = _text("docs/training.md")
     flags = {f"--{name}" for name in trainer_flags.define_flags().Names()}
     flags |= {f"train.{name}" for name, _ in registry.TrainParams().IterParams()}
     assert not {flag for flag in flags if f"`{flag}`" not in text}
 
 
-@pytest.mark.parametrize(
-    "absent, modules",
-    [
-        ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
-        ("tensorflow jax", "core.engine.lowering.specs core.engine.lowering.signature"),
-        ("tensorflow jax", "core.planner.costs core.planner.memory.breakdown core.planner.report"),
-        (
-            "tensorflow jax",
-            "core.planner.golden core.planner.network.interconnect core.planner.machines.topology",
-        ),
-        ("tensorflow jax", "core.hlo.module core.hlo.parts core.partitioner.known_faults"),
-        (
-            "tensorflow",
-            "core.engine.lowering.program core.engine.pjrt core.engine.checkpoints.checkpoints",
-        ),
-        ("tensorflow", "core.engine.collectives core.engine.devices"),
-    ],
-)
-def test_modules_are_as_light_as_the_page_on_architecture_says(absent: str, modules: str) -> None:
+@pytest.mark.parametrize("absent, modules", [
+    ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
+    ("tensorflow jax", "core.engine.lowering.specs core.engine.lowering.signature"),
+    ("tensorflow jax", "core.planner.costs core.planner.memory.breakdown core.planner.report"),
+    ("tensorflow jax", "core.planner.golden core.planner.network.interconnect core.planner.machines.topology"),
+    ("tensorflow jax", "core.hlo.module core.hlo.parts core.partitioner.known_faults"),
+    ("tensorflow", "core.engine.lowering.program core.engine.pjrt core.engine.checkpoints.checkpoints"),
+    ("tensorflow", "core.engine.collectives core.engine.devices"),
+])  # fmt: skip
+def test_modules_are_as_light_as_the_page_on_architecture_says(absent, modules):
     text = _text("docs/architecture.md")
     for module in modules.split():
         room, _, name = module.rpartition(".")
@@ -420,7 +398,7 @@ def test_modules_are_as_light_as_the_page_on_architecture_says(absent: str, modu
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_the_page_on_architecture_names_every_directory() -> None:
+def test_the_page_on_architecture_names_every_directory():
     named = set(re.findall(r"`([^`\n]*)/`", _text("docs/architecture.md")))
     found = {str(Path(name).parent) for name in _tree() if name.endswith(".py")}
     # Those of tests mirror the others; two hold nothing but directories.
@@ -433,7 +411,7 @@ def test_the_page_on_architecture_names_every_directory() -> None:
     assert not {name for name in found if not {name, name.removeprefix("lingvo_moe/")} & named}
 
 
-def test_every_tool_is_named_in_the_readme() -> None:
+def test_every_tool_is_named_in_the_readme():
     text = _text("README.md") + _text("docs/architecture.md")
     tools = [p.name for p in (ROOT / "tools").glob("*.py") if not p.name.startswith("_")]
     assert not [name for name in tools if name not in text and name[:-3] not in text]

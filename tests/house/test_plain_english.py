@@ -67,7 +67,7 @@ _RULES = [(re.compile(pattern), instead) for pattern, instead in _INSTEAD.items(
 _RULES.append((_HEADLESS, _HEADLESS_INSTEAD))
 
 
-def test_docstrings_comments_and_messages_have_no_private_words() -> None:
+def test_docstrings_comments_and_messages_have_no_private_words():
     complaints = []
     for path in _python_files():
         name = path.relative_to(ROOT).as_posix()
@@ -75,7 +75,7 @@ def test_docstrings_comments_and_messages_have_no_private_words() -> None:
     assert not complaints, "\n" + "\n".join(complaints)
 
 
-def test_pages_have_no_private_words() -> None:
+def test_pages_have_no_private_words():
     complaints = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
@@ -83,17 +83,14 @@ def test_pages_have_no_private_words() -> None:
     assert not complaints, "\n" + "\n".join(complaints)
 
 
-@pytest.mark.parametrize(
-    "source, line",
-    [
-        ('def f():\n    """Of one layer, in bytes."""\n', 2),
-        ('"""Reads\n\nthe file anew."""\n', 3),
-        ('"""How often it runs: what a step needs."""\n', 1),
-        ('"""The same with other weights."""\n', 1),
-        ("x = 1\ny = 2  # equal to the bit\n", 2),
-        ('raise ValueError(f"{x}: make the file anew")\n', 1),
-    ],
-)
-def test_private_words_are_found_with_their_line(source: str, line: int) -> None:
+@pytest.mark.parametrize("source, line", [
+    ('def f():\n    """Of one layer, in bytes."""\n', 2),
+    ('"""Reads\n\nthe file anew."""\n', 3),
+    ('"""How often it runs: what a step needs."""\n', 1),
+    ('"""The same with other weights."""\n', 1),
+    ("x = 1\ny = 2  # equal to the bit\n", 2),
+    ('raise ValueError(f"{x}: make the file anew")\n', 1),
+])  # fmt: skip
+def test_private_words_are_found_with_their_line(source, line):
     (complaint,) = _complaints("file.py", _prose(source))
     assert complaint.startswith(f"file.py:{line}: ") and "write: " in complaint

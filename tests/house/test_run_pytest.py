@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,17 +11,14 @@ from tools.import_graph import ROOT
 _SLOW = "import pytest\n@pytest.mark.slow\ndef test_it():\n    assert False\n"
 
 
-@pytest.mark.parametrize(
-    "text, status",
-    [
-        ("def test_it():\n    pass\n", 0),
-        ("def test_it():\n    assert False\n", 1),
-        (_SLOW, 0),
-        ("import nowhere_at_all\n", 2),
-        ("x = 1\n", 5),
-    ],
-)
-def test_exit_status(tmp_path: Path, text: str, status: int) -> None:
+@pytest.mark.parametrize("text, status", [
+    ("def test_it():\n    pass\n", 0),
+    ("def test_it():\n    assert False\n", 1),
+    (_SLOW, 0),
+    ("import nowhere_at_all\n", 2),
+    ("x = 1\n", 5),
+])  # fmt: skip
+def test_exit_status(tmp_path, text, status):
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     (tmp_path / "test_it.py").write_text(text)
     report = tmp_path / "report.xml"

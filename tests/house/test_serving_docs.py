@@ -17,7 +17,7 @@ _PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 _CURLS = re.findall(r"^curl (?:-N )?(http://127\.0\.0\.1:8080.*)$", _PAGE, re.MULTILINE)
 
 
-def test_the_page_lists_every_flag_and_its_default() -> None:
+def test_the_page_lists_every_flag_and_its_default():
     row = re.compile(r"^\| (`--.*?) \| (.*?) \|", re.MULTILINE)
     listed = {
         flag: value
@@ -38,7 +38,7 @@ def test_the_page_lists_every_flag_and_its_default() -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl: apt-get install curl")
-def test_its_curls_are_answered() -> None:
+def test_its_curls_are_answered():
     assert len(_CURLS) > 5
     with running(Capitals()) as translator, running(Echo()) as generator:
         for curl in _CURLS:
@@ -55,7 +55,7 @@ def test_its_curls_are_answered() -> None:
             assert done.stdout.strip(), curl
 
 
-def test_its_paths_are_there() -> None:
+def test_its_paths_are_there():
     paths = re.findall(r"^\| `(GET|POST) (/\S*)` \|", _PAGE, re.MULTILINE)
     with running(Capitals()) as server:
         listed = {path.replace("NAME", "translator") for _, path in paths}

@@ -10,7 +10,7 @@ import pytest
 from made_up_plans import collective, make_plan, work
 
 from lingvo_moe.reproduction import goldens, page, requests
-from lingvo_moe.reproduction.requests import REQUESTS, Wanted
+from lingvo_moe.reproduction.requests import REQUESTS
 from tools import reproduce
 from tools.import_graph import ROOT
 
@@ -49,9 +49,7 @@ def _topology(text: str) -> dict[str, Any]:
     return make_plan()["topology"] | common | {"generation": kind, "torus": dims, "clock_hz": 940e6}
 
 
-def _plan(
-    wanted: Wanted, step: float = 1.0, talk: float = 0.1, held: float = 10.0, fits: bool = True
-) -> dict[str, Any]:
+def _plan(wanted, step=1.0, talk=0.1, held=10.0, fits=True):
     """An invented plan with 0.4 s of experts, 0.2 s of attention and `talk` s of forward all-to-all."""
     plan, topology = make_plan(), _topology(wanted.topology)
     plan |= {"model": wanted.model, "override": wanted.override, "what": wanted.what}
@@ -128,13 +126,13 @@ def _words(markdown: str) -> str:
     return " ".join(markdown.replace("\n> ", "\n").split())
 
 
-def test_every_figure_reads_plans_that_are_requested() -> None:
+def test_every_figure_reads_plans_that_are_requested():
     used = {name for names in requests.GROUPS.values() for name in names}
     assert used == set(REQUESTS)
     assert all(re.fullmatch(r"[\w-]+", name) for name in REQUESTS)
 
 
-def test_the_plans_of_weak_scaling_have_2048_tokens_and_an_expert_on_each_core() -> None:
+def test_the_plans_of_weak_scaling_have_2048_tokens_and_an_expert_on_each_core():
     from lingvo_moe.core.config import registry
 
     for experts in requests.CORES:
@@ -151,7 +149,7 @@ def test_the_plans_of_weak_scaling_have_2048_tokens_and_an_expert_on_each_core()
         assert p.task.num_encoder_layers == p.task.num_decoder_layers == 18
 
 
-def test_the_page_holds_the_ratios_of_the_plans(plans: Any, compiling: Any) -> None:
+def test_the_page_holds_the_ratios_of_the_plans(plans, compiling):
     text = _words(page.write(plans, compiling)[0])
     assert "compiling takes 1.10 times as long" in text  # 44 / 40
     assert (
@@ -173,7 +171,7 @@ def test_the_page_holds_the_ratios_of_the_plans(plans: Any, compiling: Any) -> N
     )
 
 
-def test_differences_beyond_a_threshold_are_told_with_a_reason(plans: Any, compiling: Any) -> None:
+def test_differences_beyond_a_threshold_are_told_with_a_reason(plans, compiling):
     text = _words(page.write(plans, compiling)[0])
     assert "**Differs:** 25% here, and in the paper dispatch and combine take 16%" in text
     assert _REASONS["dispatch"] in text
@@ -184,21 +182,19 @@ def test_differences_beyond_a_threshold_are_told_with_a_reason(plans: Any, compi
     assert _REASONS["compile_time"] in _words(page.write(plans, compiling)[0])
 
 
-def test_missing_plans_are_named(plans: Any, compiling: Any) -> None:
+def test_missing_plans_are_named(plans, compiling):
     gone = requests.DECODE
     del plans[gone]
     with pytest.raises(goldens.MissingGoldens, match=f"plans are missing in docs/plans: {gone};"):
         page.write(plans, compiling)
 
 
-def test_a_missing_measurement_is_named(plans: Any) -> None:
+def test_a_missing_measurement_is_named(plans):
     with pytest.raises(goldens.MissingGoldens, match="compile_time is missing"):
         page.write(plans, None)
 
 
-def test_the_pictures_are_the_same_each_time_and_all_are_on_the_page(
-    plans: Any, compiling: Any
-) -> None:
+def test_the_pictures_are_the_same_each_time_and_all_are_on_the_page(plans, compiling):
     text, pictures = page.write(plans, compiling)
     made = pictures()
     assert made == pictures()
@@ -213,9 +209,7 @@ def _record(docs: Path, plans: Any, compiling: Any) -> None:
     (docs / "plans" / "compile_time.json").write_text(json.dumps(compiling))
 
 
-def test_the_tool_writes_page_and_pictures(
-    tmp_path: Path, plans: Any, compiling: Any, capsys: Any
-) -> None:
+def test_the_tool_writes_page_and_pictures(tmp_path, plans, compiling, capsys):
     assert reproduce.main([f"--docs={tmp_path}"]) == 1
     assert "plans are missing" in capsys.readouterr().err
     _record(tmp_path, plans, compiling)
@@ -227,16 +221,14 @@ def test_the_tool_writes_page_and_pictures(
     assert f"[x] {requests.DECODE}: mt.M4MoE2048E36L on v3:32x32, decode" in capsys.readouterr().out
 
 
-def test_a_damaged_plan_is_named(tmp_path: Path, capsys: Any) -> None:
+def test_a_damaged_plan_is_named(tmp_path, capsys):
     (tmp_path / "plans").mkdir()
     (tmp_path / "plans" / f"{requests.DECODE}.json").write_text("{")
     assert reproduce.main([f"--docs={tmp_path}"]) == 1
     assert f"{requests.DECODE}.json: not JSON" in capsys.readouterr().err
 
 
-def test_new_plans_are_compared_and_recorded(
-    tmp_path: Path, plans: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_new_plans_are_compared_and_recorded(tmp_path, plans, monkeypatch, capsys):
     name = requests.DECODE
     made = plans[name]
     monkeypatch.setattr(reproduce.making, "in_own_process", lambda *_: made)
@@ -255,7 +247,7 @@ def test_new_plans_are_compared_and_recorded(
     assert "0 of 0 plans" in capsys.readouterr().out
 
 
-def test_the_committed_page_is_that_of_the_recorded_plans() -> None:
+def test_the_committed_page_is_that_of_the_recorded_plans():
     docs = ROOT / "docs"
     recorded = goldens.read_all(docs / "plans", REQUESTS)
     written = docs / "reproduction.md"

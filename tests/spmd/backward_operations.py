@@ -81,27 +81,15 @@ INDICES: dict[str, Operation] = {
     "gather_columns": (lambda x, i: tf.gather(x, i, axis=1), X, COLUMNS),
     "gather_in_batches": (lambda x, i: tf.gather(x, i, batch_dims=1), X, ints(13, 5, below=8)),
     "gather_nd": (tf.gather_nd, X, PLACES),
-    "reverse_sequence": (
-        lambda x, n: tf.reverse_sequence(x, n, seq_axis=0, batch_axis=1),
-        X,
-        1 + ints(8, below=13),
-    ),
+    "reverse_sequence": (lambda x, n: tf.reverse_sequence(x, n, seq_axis=0, batch_axis=1), X, 1 + ints(8, below=13)),
     "scatter_add": (tf.tensor_scatter_nd_add, X, ROWS[:, None], floats(7, 8)),
     "scatter_update": (tf.tensor_scatter_nd_update, X, SOME_ROWS, floats(5, 8)),
     "scatter_max": (tf.tensor_scatter_nd_max, X, SOME_ROWS, floats(5, 8)),
     "scatter_nd": (lambda u, i: tf.scatter_nd(i, u, [7, 8]), X, ints(13, 1, below=7)),
     "segment_sum": (lambda u, i: tf.math.unsorted_segment_sum(u, i, 5), X, ints(13, below=5)),
-    "segment_max": (
-        lambda u, i: tf.math.unsorted_segment_max(-positive(u), i, 4),
-        X,
-        ints(13, below=4),
-    ),
-    "slice_from_runtime_start": (
-        lambda x, start: tf.slice(x, start, [5, 4]),
-        X,
-        np.array([3, 2], np.int32),
-    ),
-}
+    "segment_max": (lambda u, i: tf.math.unsorted_segment_max(-positive(u), i, 4), X, ints(13, below=4)),
+    "slice_from_runtime_start": (lambda x, start: tf.slice(x, start, [5, 4]), X, np.array([3, 2], np.int32)),
+}  # fmt: skip
 
 FORMATTING: dict[str, Operation] = {
     "slice": (lambda x: x[3:11, 1:], X),
@@ -135,13 +123,9 @@ WINDOWS: dict[str, Operation] = {
     "conv_valid": conv(2, "VALID"),
     "conv_dilated": conv(1, "SAME", 2),
     "conv_of_images": (lambda x, k: tf.nn.conv2d(x, k, 1, "SAME"), IMAGE, KERNEL),
-    "conv_transposed": (
-        lambda x, k: tf.nn.conv2d_transpose(x, k, [2, 16, 8, 4], 2, "SAME"),
-        IMAGE,
-        KERNEL,
-    ),
+    "conv_transposed": (lambda x, k: tf.nn.conv2d_transpose(x, k, [2, 16, 8, 4], 2, "SAME"), IMAGE, KERNEL),
     "max_pooling": (lambda x: tf.nn.max_pool1d(x, 3, 2, "SAME"), SIGNAL),
     "average_pooling": (lambda x: tf.nn.avg_pool1d(x, 2, 2, "SAME"), SIGNAL),
-}
+}  # fmt: skip
 
 OPERATIONS = PRODUCTS | REDUCTIONS | INDICES | FORMATTING | WINDOWS

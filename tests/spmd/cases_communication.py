@@ -57,21 +57,10 @@ GATHERS = [
     ],
     recut("gather_columns", _COLUMNS, (None, None), inspect=moves(("all-gather", 512))),
     # One collective for each dimension, not one for both.
-    recut(
-        "gather_x_and_y",
-        ("x", "y"),
-        (None, None),
-        YX,
-        inspect=moves(("all-gather", 128), ("all-gather", 512)),
-    ),
+    recut("gather_x_and_y", ("x", "y"), (None, None), YX, inspect=moves(("all-gather", 128), ("all-gather", 512))),
     # The parts that a device needs are on several devices, so they are collected first.
-    recut(
-        "gather_major_of_two_axes",
-        (("x", "y"), None),
-        ("y", None),
-        YX,
-        inspect=moves(("collective-permute", 64), ("all-gather", 256)),
-    ),
+    recut("gather_major_of_two_axes", (("x", "y"), None), ("y", None), YX,
+        inspect=moves(("collective-permute", 64), ("all-gather", 256))),
     # The paper's "in the order given": the group lists devices in the order of their parts.
     Case(
         "gather_in_given_order",
@@ -81,13 +70,9 @@ GATHERS = [
         inspect=moves(("all-gather", 512, [[3, 1, 7, 5, 2, 0, 6, 4]])),
     ),
     # 15 rows are sent as 16; the padding is removed afterwards.
-    Case(
-        "gather_uneven",
-        lambda a: 3.0 * replicate(split(2 * a + 1, 0, 8)),
-        (floats(15, 4),),
-        inspect=moves(("all-gather", 256)),
-    ),
-]
+    Case("gather_uneven", lambda a: 3.0 * replicate(split(2 * a + 1, 0, 8)), (floats(15, 4),),
+        inspect=moves(("all-gather", 256))),
+]  # fmt: skip
 
 REDUCTIONS = [
     # Partial results: the whole result is summed, whatever the number of devices.
@@ -105,20 +90,9 @@ REDUCTIONS = [
         )
         for n in (2, 4, 8)
     ],
-    Case(
-        "reduce_x",
-        contracted("x"),
-        (A, floats(8, 4)),
-        mesh=XY,
-        inspect=moves(("all-reduce", 256, ALONG_X)),
-    ),
-    Case(
-        "reduce_both_axes_of_one_dimension",
-        contracted(("x", "y")),
-        (A, floats(8, 4)),
-        mesh=YX,
-        inspect=moves(("all-reduce", 256, [list(range(8))])),
-    ),
+    Case("reduce_x", contracted("x"), (A, floats(8, 4)), mesh=XY, inspect=moves(("all-reduce", 256, ALONG_X))),
+    Case("reduce_both_axes_of_one_dimension", contracted(("x", "y")), (A, floats(8, 4)), mesh=YX,
+        inspect=moves(("all-reduce", 256, [list(range(8))]))),
     # Sums travel together, a sum and a maximum do not.
     Case(
         "reduce_two_sums_at_once",
@@ -128,15 +102,9 @@ REDUCTIONS = [
     ),
     # The result is annotated as sharded: XLA for CPUs sums all of it and keeps a slice, no reduce-scatter. The
     # gradient's whole cotangent is gathered.
-    Case(
-        "reduce_then_cut",
-        lambda a, b: split(contracted("d")(a, b), 0, 8) * 3.0,
-        (A, floats(8, 4)),
-        splits=(_COLUMNS, _ROWS),
-        inspect=moves(("all-reduce", 256)),
-        backward={"all-gather": 1},
-    ),
-]
+    Case("reduce_then_cut", lambda a, b: split(contracted("d")(a, b), 0, 8) * 3.0, (A, floats(8, 4)),
+        splits=(_COLUMNS, _ROWS), inspect=moves(("all-reduce", 256)), backward={"all-gather": 1}),
+]  # fmt: skip
 
 ALL_TO_ALLS = [
     # From one dimension to another: a device keeps 1/n, so bytes fall with the number of devices.
@@ -153,55 +121,21 @@ ALL_TO_ALLS = [
         )
         for n in (2, 4, 8)
     ],
-    recut(
-        "all_to_all_along_x",
-        ("x", None, "y"),
-        (None, "x", "y"),
-        XY,
-        args=(floats(4, 4, 8),),
-        inspect=moves(("all-to-all", 64, ALONG_X)),
-    ),
-    recut(
-        "all_to_all_along_both_axes",
-        (("x", "y"), None),
-        (None, ("x", "y")),
-        XY,
-        inspect=moves(("all-to-all", 64, [list(range(8))])),
-    ),
+    recut("all_to_all_along_x", ("x", None, "y"), (None, "x", "y"), XY, args=(floats(4, 4, 8),),
+        inspect=moves(("all-to-all", 64, ALONG_X))),
+    recut("all_to_all_along_both_axes", (("x", "y"), None), (None, ("x", "y")), XY,
+        inspect=moves(("all-to-all", 64, [list(range(8))]))),
     # Copies along y are in separate groups.
-    recut(
-        "all_to_all_of_copies",
-        ("x", None),
-        (None, "x"),
-        XY,
-        inspect=moves(("all-to-all", 256, ALONG_X)),
-    ),
+    recut("all_to_all_of_copies", ("x", None), (None, "x"), XY, inspect=moves(("all-to-all", 256, ALONG_X))),
     # Two axes change places: by permutation alone where they are equal.
-    recut(
-        "axes_change_places",
-        ("x", "y"),
-        ("y", "x"),
-        XY,
-        inspect=moves(("all-to-all", 64), ("collective-permute", 64)),
-        gradients=(0,),
-    ),
-    recut(
-        "equal_axes_change_places",
-        ("x", "y"),
-        ("y", "x"),
-        "x:2,y:2",
-        inspect=moves(("collective-permute", 128, [(0, 0), (1, 2), (2, 1), (3, 3)])),
-    ),
+    recut("axes_change_places", ("x", "y"), ("y", "x"), XY,
+        inspect=moves(("all-to-all", 64), ("collective-permute", 64)), gradients=(0,)),
+    recut("equal_axes_change_places", ("x", "y"), ("y", "x"), "x:2,y:2",
+        inspect=moves(("collective-permute", 128, [(0, 0), (1, 2), (2, 1), (3, 3)]))),
     # 15 x 13 over 8 both ways: parts of 2 x 2, padded.
-    Case(
-        "all_to_all_uneven",
-        lambda a: split(split(2 * a + 1, 0, 8), 1, 8),
-        (floats(15, 13),),
-        forward={"all-to-all": 1},
-        backward={"all-to-all": 1},
-        whole=True,
-    ),
-]
+    Case("all_to_all_uneven", lambda a: split(split(2 * a + 1, 0, 8), 1, 8), (floats(15, 13),),
+        forward={"all-to-all": 1}, backward={"all-to-all": 1}, whole=True),
+]  # fmt: skip
 
 PERMUTES = [
     # Another order of devices; the gradient goes the other way.
@@ -214,14 +148,8 @@ PERMUTES = [
         backward={"collective-permute": 1},
         several_processes=True,
     ),
-    Case(
-        "permute_rotated",
-        lambda a: shard(split(2 * a + 1, 0, 4), np.array([[1], [2], [3], [0]])),
-        (A,),
-        mesh="d:4",
-        splits=(_ROWS,),
-        inspect=moves(("collective-permute", 128, [(0, 1), (1, 2), (2, 3), (3, 0)])),
-    ),
+    Case("permute_rotated", lambda a: shard(split(2 * a + 1, 0, 4), np.array([[1], [2], [3], [0]])), (A,), mesh="d:4",
+        splits=(_ROWS,), inspect=moves(("collective-permute", 128, [(0, 1), (1, 2), (2, 3), (3, 0)]))),
     # From one device assignment of figure 10 to the other.
     Case(
         "permute_figure_10",
@@ -240,28 +168,13 @@ PERMUTES = [
         ),
         backward={"collective-permute": 1},
     ),
-    recut(
-        "permute_axes_in_other_order",
-        (("x", "y"), None),
-        (("y", "x"), None),
-        XY,
-        inspect=moves(("collective-permute", 64)),
-    ),
+    recut("permute_axes_in_other_order", (("x", "y"), None), (("y", "x"), None), XY,
+        inspect=moves(("collective-permute", 64))),
     # x and y are of one size: every device gets the part of its mirror image.
-    recut(
-        "permute_x_to_y",
-        ("x", None),
-        ("y", None),
-        "x:2,y:2",
-        inspect=moves(("collective-permute", 256, [(0, 0), (1, 2), (2, 1), (3, 3)])),
-    ),
-    recut(
-        "permute_x_to_coarser_y",
-        ("x", None),
-        ("y", None),
-        YX,
-        inspect=moves(("collective-permute", 128), ("all-gather", 256)),
-    ),
+    recut("permute_x_to_y", ("x", None), ("y", None), "x:2,y:2",
+        inspect=moves(("collective-permute", 256, [(0, 0), (1, 2), (2, 1), (3, 3)]))),
+    recut("permute_x_to_coarser_y", ("x", None), ("y", None), YX,
+        inspect=moves(("collective-permute", 128), ("all-gather", 256))),
     # A halo: everything moves by one row, so each device sends one row of its two to the next.
     Case(
         "permute_halo",
@@ -272,17 +185,11 @@ PERMUTES = [
         backward={"collective-permute": 1},
         several_processes=True,
     ),
-]
+]  # fmt: skip
 
 LOCAL = [
-    Case(
-        "local_elementwise",
-        lambda a, b: tf.nn.relu(split(a, 0, 8) * b + 1.0),
-        (A, A + 1),
-        splits=(_ROWS, _ROWS),
-        forward={},
-        backward={},
-    ),
-]
+    Case("local_elementwise", lambda a, b: tf.nn.relu(split(a, 0, 8) * b + 1.0), (A, A + 1), splits=(_ROWS, _ROWS),
+        forward={}, backward={}),
+]  # fmt: skip
 
 CASES = [*GATHERS, *REDUCTIONS, *ALL_TO_ALLS, *PERMUTES, *LOCAL]

@@ -69,15 +69,8 @@ def mapped(operator):
 
 
 LOOPS = [
-    Case(
-        "annotated_state",
-        annotated_state,
-        (floats(16, 4),),
-        splits=[ROWS],
-        forward={},
-        backward={},
-        inspect=has("while"),
-    ),
+    Case("annotated_state", annotated_state, (floats(16, 4),), splits=[ROWS], forward={}, backward={},
+        inspect=has("while")),
     Case(
         "contracting",
         contracting,
@@ -89,32 +82,13 @@ LOOPS = [
         inspect=within("all-reduce", "while"),
         several_processes=True,
     ),
-    Case(
-        "nested_loops",
-        nested,
-        (floats(4, 16), floats(16, 16)),
-        splits=[None, ROWS],
-        forward={"all-reduce": 1},
-        inspect=within("all-reduce", "while/while"),
-        backward={"all-gather": 1, "all-reduce": 1},
-    ),
-    Case(
-        "map_along_cut",
-        mapped(tf.map_fn),
-        (floats(8, 6, 3), floats(3, 5)),
-        splits=[("d", None, None), None],
-        forward={"all-gather": 1},
-        backward={"all-gather": 2},
-    ),
-    Case(
-        "vectorized_map_along_cut",
-        mapped(tf.vectorized_map),
-        (floats(8, 6, 3), floats(3, 5)),
-        splits=[("d", None, None), None],
-        forward={},
-        backward={"all-reduce": 1},
-    ),
-]
+    Case("nested_loops", nested, (floats(4, 16), floats(16, 16)), splits=[None, ROWS], forward={"all-reduce": 1},
+        inspect=within("all-reduce", "while/while"), backward={"all-gather": 1, "all-reduce": 1}),
+    Case("map_along_cut", mapped(tf.map_fn), (floats(8, 6, 3), floats(3, 5)), splits=[("d", None, None), None],
+        forward={"all-gather": 1}, backward={"all-gather": 2}),
+    Case("vectorized_map_along_cut", mapped(tf.vectorized_map), (floats(8, 6, 3), floats(3, 5)),
+        splits=[("d", None, None), None], forward={}, backward={"all-reduce": 1}),
+]  # fmt: skip
 
 
 def products(x, w, p):
@@ -141,35 +115,14 @@ def _number(n: int) -> np.ndarray:
 
 
 CONDITIONALS = [
-    Case(
-        "branch_0_of_products",
-        products,
-        (floats(16, 8), floats(8, 8), _number(0)),
-        splits=[ROWS, None, None],
-        forward={},
-        backward={"all-reduce": 2},
-        inspect=has("conditional"),
-    ),
+    Case("branch_0_of_products", products, (floats(16, 8), floats(8, 8), _number(0)), splits=[ROWS, None, None],
+        forward={}, backward={"all-reduce": 2}, inspect=has("conditional")),
     # Both branches are in the program, each with its collective; one of them runs.
-    Case(
-        "branch_1_of_reductions",
-        reductions,
-        (floats(16, 8), _number(1)),
-        splits=[ROWS, None],
-        forward={"all-reduce": 2},
-        backward={"all-reduce": 3},
-        inspect=has("conditional"),
-        several_processes=True,
-    ),
-    Case(
-        "recut_within_a_branch",
-        recut_within,
-        (floats(16, 8), _number(0)),
-        splits=[ROWS, None],
-        forward={"all-to-all": 2},
-        backward={"all-to-all": 4},
-    ),
-]
+    Case("branch_1_of_reductions", reductions, (floats(16, 8), _number(1)), splits=[ROWS, None],
+        forward={"all-reduce": 2}, backward={"all-reduce": 3}, inspect=has("conditional"), several_processes=True),
+    Case("recut_within_a_branch", recut_within, (floats(16, 8), _number(0)), splits=[ROWS, None],
+        forward={"all-to-all": 2}, backward={"all-to-all": 4}),
+]  # fmt: skip
 
 
 def slice_columns(x, i):
@@ -181,24 +134,10 @@ def update_rows(x, rows, at):
 
 
 SLICES = [
-    Case(
-        "slice_along_whole",
-        slice_columns,
-        (floats(16, 8), _number(2)),
-        splits=[ROWS, None],
-        forward={},
-        backward={},
-    ),
-    Case(
-        "update_rows",
-        update_rows,
-        (floats(16, 4), floats(3, 4), np.array([1, 7, 15], np.int32)),
-        splits=[ROWS, None, None],
-        forward={},
-        backward={"all-reduce": 1},
-        several_processes=True,
-    ),
-]
+    Case("slice_along_whole", slice_columns, (floats(16, 8), _number(2)), splits=[ROWS, None], forward={}, backward={}),
+    Case("update_rows", update_rows, (floats(16, 4), floats(3, 4), np.array([1, 7, 15], np.int32)),
+        splits=[ROWS, None, None], forward={}, backward={"all-reduce": 1}, several_processes=True),
+]  # fmt: skip
 
 
 @tf.function(autograph=False)
@@ -213,13 +152,8 @@ def function_cut_two_ways(x, w):
 FUNCTIONS = [
     # Each call is sharded as its operands are. The second product is contracted along the sharding, and XLA
     # makes its operand whole instead of summing parts of the result and cutting that.
-    Case(
-        "function_cut_two_ways",
-        function_cut_two_ways,
-        (floats(16, 8), floats(8, 8)),
-        forward={"all-gather": 1},
-        backward={"all-gather": 2, "all-reduce": 1, "all-to-all": 1},
-    ),
-]
+    Case("function_cut_two_ways", function_cut_two_ways, (floats(16, 8), floats(8, 8)), forward={"all-gather": 1},
+        backward={"all-gather": 2, "all-reduce": 1, "all-to-all": 1}),
+]  # fmt: skip
 
 CASES = [*LOOPS, *CONDITIONALS, *SLICES, *FUNCTIONS]

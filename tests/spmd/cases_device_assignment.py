@@ -86,16 +86,9 @@ def _row_pairs(assignment: np.ndarray) -> list[list[tuple[int, int]]]:
 
 
 FIGURE_10 = [
-    Case(
-        "rows_rings",
-        row_halos(RINGS),
-        (floats(2, 16, 3), floats(3, 3, 2)),
-        forward={"collective-permute": 2},
-        backward={"collective-permute": 4, "all-reduce": 2},
-        whole=True,
-        inspect=permutes(*_row_pairs(RINGS)),
-    ),
-]
+    Case("rows_rings", row_halos(RINGS), (floats(2, 16, 3), floats(3, 3, 2)), forward={"collective-permute": 2},
+        backward={"collective-permute": 4, "all-reduce": 2}, whole=True, inspect=permutes(*_row_pairs(RINGS))),
+]  # fmt: skip
 
 IN_ORDER, MIXED = np.arange(8), np.array([3, 1, 4, 0, 5, 7, 2, 6])
 
@@ -109,14 +102,8 @@ def contracted(x, y):
 
 
 OPERANDS = [
-    Case(
-        "sum_of_two_assignments",
-        summed,
-        (floats(4, 8), floats(4, 8, seed=1)),
-        forward={"collective-permute": 1},
-        backward={"collective-permute": 1},
-        whole=True,
-    ),
+    Case("sum_of_two_assignments", summed, (floats(4, 8), floats(4, 8, seed=1)), forward={"collective-permute": 1},
+        backward={"collective-permute": 1}, whole=True),
     # The parts of one operand move to the devices of the other's; then the product is local.
     Case(
         "contracted_over_two_assignments",
@@ -128,7 +115,7 @@ OPERANDS = [
         inspect=permutes(pairs(IN_ORDER, MIXED)),
         several_processes=True,
     ),
-]
+]  # fmt: skip
 
 MESH = Mesh(("a", "b"), (2, 4))
 RING_MESH = Mesh(("a", "b"), (2, 4), device_ids=tuple(RINGS.flat))
@@ -141,7 +128,7 @@ MESHES = [
         backward={"collective-permute": 1},
         whole=True,
         inspect=permutes(pairs(MESH.device_array(), RING_MESH.device_array())),
-    ),
+    )
 ]
 
 CASES = [*REASSIGNED, *FIGURE_10, *OPERANDS, *MESHES]

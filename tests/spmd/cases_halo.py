@@ -135,32 +135,16 @@ STRIDES = [
         mesh="d:4",
         **halo(n),
     )
-    for stride, k, padding, n in [
-        (2, 2, "SAME", 0),
-        (2, 3, "SAME", 1),
-        (3, 4, "VALID", 1),
-    ]
+    for stride, k, padding, n in [(2, 2, "SAME", 0), (2, 3, "SAME", 1), (3, 4, "VALID", 1)]
 ]
 
 # Three rows of padding before 16: 17 results over 8 parts are 3 a part, and lie across the 2 of the input.
 PADDINGS = [
-    case(
-        "explicit_padding",
-        (2, 16, 4, 2),
-        (3, 3, 2, 3),
-        conv(rows(), padding=[[0, 0], [3, 0], [0, 1], [0, 0]]),
-        {"collective-permute": 4},
-        {"collective-permute": 7, "all-reduce": 1},
-    ),
-    case(
-        "explicit_padding_stride_2",
-        (2, 16, 4, 2),
-        (3, 3, 2, 3),
-        conv(rows(4), 2, [[0, 0], [0, 4], [1, 0], [0, 0]]),
-        mesh="d:4",
-        **halo(2),
-    ),
-]
+    case("explicit_padding", (2, 16, 4, 2), (3, 3, 2, 3), conv(rows(), padding=[[0, 0], [3, 0], [0, 1], [0, 0]]),
+        {"collective-permute": 4}, {"collective-permute": 7, "all-reduce": 1}),
+    case("explicit_padding_stride_2", (2, 16, 4, 2), (3, 3, 2, 3), conv(rows(4), 2, [[0, 0], [0, 4], [1, 0], [0, 0]]),
+        mesh="d:4", **halo(2)),
+]  # fmt: skip
 
 # Figure 11: right halos of (1, 2, 3, 4) rows, partition_id + 1. A partition that makes n results with
 # stride s and window k from c rows of its own, behind low padding p, needs
@@ -193,10 +177,7 @@ UNEVEN = [
         mesh=f"d:{parts}",
         several_processes=(size, parts, stride) == (19, 8, 2),
     )
-    for size, parts, stride, n, m in [
-        (15, 8, 1, 2, 4),
-        (19, 8, 2, 3, 5),
-    ]
+    for size, parts, stride, n, m in [(15, 8, 1, 2, 4), (19, 8, 2, 3, 5)]
 ]
 
 # TensorFlow itself has no gradient of these on a CPU.
@@ -210,33 +191,16 @@ WINDOW_DILATION = [
         jit_reference=True,
         **halo(n),
     )
-    for size, dilation, padding, n in [
-        (16, 2, "VALID", 2),
-        (15, 2, "SAME", 2),
-    ]
+    for size, dilation, padding, n in [(16, 2, "VALID", 2), (15, 2, "SAME", 2)]
 ]
 
 YX = "y:2,x:4"
 DIMENSIONS = [
     case("columns", (2, 4, 16, 2), (3, 3, 2, 3), conv(lambda x: split(x, 2, 8)), **halo(2)),
-    case(
-        "rows_and_columns",
-        (2, 8, 8, 2),
-        (3, 3, 2, 3),
-        conv(over(YX, None, "y", "x", None)),
-        mesh=YX,
-        **halo(4),
-    ),
+    case("rows_and_columns", (2, 8, 8, 2), (3, 3, 2, 3), conv(over(YX, None, "y", "x", None)), mesh=YX, **halo(4)),
     case("batch", (8, 6, 6, 2), (3, 3, 2, 3), conv(lambda x: split(x, 0, 8)), **halo(0)),
-    case(
-        "batch_and_rows",
-        (4, 8, 6, 2),
-        (3, 3, 2, 3),
-        conv(over(YX, "y", "x", None, None)),
-        {"collective-permute": 2},
-        {"collective-permute": 4, "all-reduce": 2},
-        mesh=YX,
-    ),
+    case("batch_and_rows", (4, 8, 6, 2), (3, 3, 2, 3), conv(over(YX, "y", "x", None, None)), {"collective-permute": 2},
+        {"collective-permute": 4, "all-reduce": 2}, mesh=YX),
     # Both axes of the mesh are in use: without "y" this would be the first of WRONG_KERNEL_GRADIENT.
     case(
         "rows_and_output_feature",
@@ -252,7 +216,7 @@ DIMENSIONS = [
         mesh=YX,
     ),
     case("conv3d", (1, 16, 3, 3, 2), (3, 3, 3, 2, 2), conv(rows()), **halo(2)),
-]
+]  # fmt: skip
 
 
 def last(x: tf.Tensor) -> tf.Tensor:
@@ -262,29 +226,10 @@ def last(x: tf.Tensor) -> tf.Tensor:
 
 FEATURES = [
     # The input's features are contracted: parts of every sum; then the result's, whose gradient is.
-    case(
-        "input_feature",
-        (2, 6, 6, 8),
-        (3, 3, 8, 3),
-        conv(last, kernel=lambda w: split(w, 2, 8), result=uncut),
-        {"all-reduce": 1},
-        {},
-    ),
-    case(
-        "output_feature",
-        (2, 6, 6, 3),
-        (3, 3, 3, 8),
-        conv(uncut, kernel=last, result=last),
-        **halo(0),
-    ),
-    case(
-        "depthwise_features",
-        (2, 4, 4, 8),
-        (3, 3, 8, 1),
-        depthwise(last, lambda w: split(w, 2, 8)),
-        {},
-        {},
-    ),
+    case("input_feature", (2, 6, 6, 8), (3, 3, 8, 3), conv(last, kernel=lambda w: split(w, 2, 8), result=uncut),
+        {"all-reduce": 1}, {}),
+    case("output_feature", (2, 6, 6, 3), (3, 3, 3, 8), conv(uncut, kernel=last, result=last), **halo(0)),
+    case("depthwise_features", (2, 4, 4, 8), (3, 3, 8, 1), depthwise(last, lambda w: split(w, 2, 8)), {}, {}),
     case(
         "depthwise",
         (2, 16, 4, 3),
@@ -295,15 +240,8 @@ FEATURES = [
         {"collective-permute": 2, "all-gather": 1, "all-reduce": 1},
     ),
     # Differs: convolutions of several features a group are gathered forward too.
-    case(
-        "grouped",
-        (2, 16, 4, 4),
-        (3, 3, 2, 6),
-        conv(rows()),
-        {"all-gather": 1},
-        {"collective-permute": 2, "all-gather": 1, "all-reduce": 1},
-        jit_reference=True,
-    ),
+    case("grouped", (2, 16, 4, 4), (3, 3, 2, 6), conv(rows()), {"all-gather": 1},
+        {"collective-permute": 2, "all-gather": 1, "all-reduce": 1}, jit_reference=True),
     # A kernel sharded along space is made whole, not the image.
     case(
         "kernel_cut_too",
@@ -314,31 +252,17 @@ FEATURES = [
         {"collective-permute": 4, "all-gather": 1, "all-reduce": 1},
         mesh="d:4",
     ),
-]
+]  # fmt: skip
 
 # "GShard will then propagate the sharding": differs. With the input alone annotated, XLA carries the sharding
 # through a SAME convolution of stride 1; before any other (or one along a dimension beside which the
 # other spatial ones are of size 1) it gathers the image. It also gathers it for the kernel's gradient,
 # since the gradient that comes from behind is not sharded.
 INPUT_ONLY = [
-    case(
-        "input_only_same",
-        (2, 16, 4, 2),
-        (3, 3, 2, 3),
-        conv(rows(), result=uncut),
-        {"collective-permute": 2},
-        {"collective-permute": 2, "all-gather": 1},
-        whole=False,
-    ),
-    case(
-        "input_only_conv1d",
-        (2, 16, 2),
-        (3, 2, 3),
-        conv(rows(), result=uncut),
-        {"all-gather": 1},
-        {"collective-permute": 2, "all-gather": 1},
-        whole=False,
-    ),
+    case("input_only_same", (2, 16, 4, 2), (3, 3, 2, 3), conv(rows(), result=uncut), {"collective-permute": 2},
+        {"collective-permute": 2, "all-gather": 1}, whole=False),
+    case("input_only_conv1d", (2, 16, 2), (3, 2, 3), conv(rows(), result=uncut), {"all-gather": 1},
+        {"collective-permute": 2, "all-gather": 1}, whole=False),
     *[
         case(
             f"input_only_{name}",
@@ -351,7 +275,7 @@ INPUT_ONLY = [
         )
         for name, stride, padding in [("stride_2", 2, "SAME"), ("valid", 1, "VALID")]
     ],
-]
+]  # fmt: skip
 
 CASES = [
     *KERNELS,

@@ -122,15 +122,8 @@ CASES = [
         backward={},
         several_processes=True,
     ),
-    Case(
-        "copies along one axis: their gradients are summed",
-        _grid(_relu, [ON_A, WHOLE], ON_A),
-        (_x, _w),
-        "a:2,b:4",
-        reference=_relu,
-        forward={},
-        several_processes=True,
-    ),
+    Case("copies along one axis: their gradients are summed", _grid(_relu, [ON_A, WHOLE], ON_A), (_x, _w), "a:2,b:4",
+        reference=_relu, forward={}, several_processes=True),
     Case(
         "copies in, cut out and copies out",
         _grid(_two_matrices, [("a", None), (None, "b")], [("a", "b"), ("a", "b")]),
@@ -139,14 +132,8 @@ CASES = [
         reference=_two_matrices,
         forward={},
     ),
-    Case(
-        "all_reduce along one axis",
-        _grid(_normalised, [ON_A], ON_A),
-        (_x,),
-        "a:2,b:4",
-        reference=lambda x: x / (1.0 + tf.reduce_sum(x * x, 0, keepdims=True)),
-        forward={"all-reduce": 1},
-    ),
+    Case("all_reduce along one axis", _grid(_normalised, [ON_A], ON_A), (_x,), "a:2,b:4",
+        reference=lambda x: x / (1.0 + tf.reduce_sum(x * x, 0, keepdims=True)), forward={"all-reduce": 1}),
     Case(
         "rotate by one",
         lambda x: manual_region(lambda x: x * rotate(x, "d"), [ROWS], ROWS)(x),
@@ -164,20 +151,10 @@ CASES = [
         reference=lambda x: x * tf.roll(x, -3, 0),
         forward={"collective-permute": 1},
     ),
-    Case(
-        "a region between automatic parts that use its constants",
-        _between_automatic_parts,
-        (floats(16, 8), _w),
-        reference=_cumsum_reference,
-    ),
-    Case(
-        "a loop in a region",
-        lambda x: manual_region(lambda x: _three_times(x, _step), [ROWS], ROWS)(x),
-        (0.5 * floats(8, 4),),
-        reference=_loop_reference,
-        forward={},
-        backward={},
-    ),
+    Case("a region between automatic parts that use its constants", _between_automatic_parts, (floats(16, 8), _w),
+        reference=_cumsum_reference),
+    Case("a loop in a region", lambda x: manual_region(lambda x: _three_times(x, _step), [ROWS], ROWS)(x),
+        (0.5 * floats(8, 4),), reference=_loop_reference, forward={}, backward={}),
     Case(
         "a region in a loop",
         # The loop counter goes into the region, like all tensors.
@@ -187,13 +164,8 @@ CASES = [
         forward={},
         backward={},
     ),
-    Case(
-        "devices that take different branches",
-        _branch,
-        (floats(8, 4),),
-        reference=lambda x: tf.concat([2 * x[:4], tf.sin(x[4:])], 0),
-        forward={},
-    ),
+    Case("devices that take different branches", _branch, (floats(8, 4),),
+        reference=lambda x: tf.concat([2 * x[:4], tf.sin(x[4:])], 0), forward={}),
     Case(
         "a region's own mesh is in force inside",
         lambda x: manual_region(_numbered_and_rotated, [("e", None)], ("e", None), TURNED)(x),
@@ -226,4 +198,4 @@ CASES = [
         reference=_relu,
         forward={"all-reduce": 1},  # the contraction over b, by the partitioner, inside the region
     ),
-]
+]  # fmt: skip

@@ -57,33 +57,14 @@ CASES = [
             ("avg", 3, 2, "SAME", 4, 6, (2, 15, 4, 2)),
         ]
     ],
-    Case(
-        "max_rows_and_columns",
-        pool("max", 3, 2, "SAME", over(YX, None, "y", "x", None)),
-        (floats(2, 8, 16, 2),),
-        mesh=YX,
-        forward={"collective-permute": 2},
-        backward={"collective-permute": 6},
-    ),
+    Case("max_rows_and_columns", pool("max", 3, 2, "SAME", over(YX, None, "y", "x", None)), (floats(2, 8, 16, 2),),
+        mesh=YX, forward={"collective-permute": 2}, backward={"collective-permute": 6}),
     # Unlike convolutions (`cases_halo.INPUT_ONLY`), pooling propagates the input's sharding by itself.
-    Case(
-        "max_input_only",
-        pool("max", 3, 2, "SAME", rows(8), uncut),
-        (floats(2, 32, 4, 2),),
-        forward={"collective-permute": 1},
-        backward={"collective-permute": 3},
-        several_processes=True,
-    ),
-    Case(
-        "max_of_shifts",
-        max_of_shifts(3, rows(4)),
-        (floats(2, 24, 4, 2),),
-        mesh="d:4",
-        forward={"collective-permute": 2},
-        backward={"collective-permute": 4},
-        whole=True,
-    ),
-]
+    Case("max_input_only", pool("max", 3, 2, "SAME", rows(8), uncut), (floats(2, 32, 4, 2),),
+        forward={"collective-permute": 1}, backward={"collective-permute": 3}, several_processes=True),
+    Case("max_of_shifts", max_of_shifts(3, rows(4)), (floats(2, 24, 4, 2),), mesh="d:4",
+        forward={"collective-permute": 2}, backward={"collective-permute": 4}, whole=True),
+]  # fmt: skip
 
 # XLA's partitioner gives the first part of the result from one row off: it has a halo in front of that
 # part as of any other, and slices the result as if it had none. Eight rows over two devices are enough.

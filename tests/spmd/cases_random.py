@@ -50,41 +50,15 @@ def dropout_in_loop(x, seed):
 
 
 CASES = [
-    Case(
-        "rows_normal",
-        lambda seed: split(randomness.normal(seed, SHAPE), 0, PARTS),
-        (SEED,),
-        forward={},
-        inspect=within_a_part,
-    ),
+    Case("rows_normal", lambda seed: split(randomness.normal(seed, SHAPE), 0, PARTS), (SEED,), forward={},
+        inspect=within_a_part),
     # The gradient draws the mask again: the same one, and as locally.
-    Case(
-        "dropout",
-        dropout,
-        (floats(*SHAPE), SEED),
-        splits=[("d", None), None],
-        forward={},
-        backward={},
-        inspect=within_a_part,
-        several_processes=True,
-    ),
-    Case(
-        "dropout_in_loop",
-        dropout_in_loop,
-        (floats(*SHAPE), SEED),
-        splits=[("d", None), None],
-        forward={},
-        backward={},
-        inspect=within_a_part,
-    ),
+    Case("dropout", dropout, (floats(*SHAPE), SEED), splits=[("d", None), None], forward={}, backward={},
+        inspect=within_a_part, several_processes=True),
+    Case("dropout_in_loop", dropout_in_loop, (floats(*SHAPE), SEED), splits=[("d", None), None], forward={},
+        backward={}, inspect=within_a_part),
     # TensorFlow's own are the same on any number of devices too, without communication, but differ from
     # ours in this: every device makes the whole tensor and keeps its part.
-    Case(
-        "tensorflow_philox",
-        lambda seed: split(tf.random.stateless_uniform(SHAPE, seed, alg="philox"), 0, PARTS),
-        (SEED,),
-        forward={},
-        jit_reference=True,
-        inspect=whole_everywhere,
-    ),
-]
+    Case("tensorflow_philox", lambda seed: split(tf.random.stateless_uniform(SHAPE, seed, alg="philox"), 0, PARTS),
+        (SEED,), forward={}, jit_reference=True, inspect=whole_everywhere),
+]  # fmt: skip

@@ -58,12 +58,7 @@ def reduction(kind: str, n: int) -> Case:
 REDUCTIONS = [
     *[reduction(kind, n) for kind, n in zip(KINDS, (2, 4, 8, 2, 8, 8, 8, 8), strict=True)],
     # Parts of two, and the last three devices have only padding.
-    rows(
-        "max_9_over_8",
-        lambda a: tf.reduce_max(a, 0),
-        NEGATIVE[:9],
-        forward=ONE_REDUCE,
-    ),
+    rows("max_9_over_8", lambda a: tf.reduce_max(a, 0), NEGATIVE[:9], forward=ONE_REDUCE),
     rows(
         "sum_of_reciprocals",  # infinite in the padding
         lambda a: tf.reduce_sum(1.0 / a, 0),
@@ -88,26 +83,15 @@ REDUCTIONS = [
         forward={"all-reduce": 3},
         whole=True,
     ),
-]
+]  # fmt: skip
 
 # The largest with its place: one (value, index) pair from each device, the first of equals wins.
 ARGUMENTS = [
-    rows(
-        "argmax_15_over_8",
-        lambda a: tf.argmax(a, 0, output_type=tf.int32),
-        NEGATIVE,
-        forward={"all-gather": 2},
-    ),
-]
+    rows("argmax_15_over_8", lambda a: tf.argmax(a, 0, output_type=tf.int32), NEGATIVE, forward={"all-gather": 2}),
+]  # fmt: skip
 
 NORMALIZATIONS = [
-    rows(
-        "softmax",
-        lambda a: tf.nn.softmax(a, 0),
-        FAR_NEGATIVE,
-        forward={"all-reduce": 2},
-        several_processes=True,
-    ),
+    rows("softmax", lambda a: tf.nn.softmax(a, 0), FAR_NEGATIVE, forward={"all-reduce": 2}, several_processes=True),
     rows("log_softmax", lambda a: tf.nn.log_softmax(a, 0), FAR_NEGATIVE, forward={"all-reduce": 2}),
     rows(
         "layer_norm",
@@ -117,13 +101,8 @@ NORMALIZATIONS = [
         A,
         forward={"all-reduce": 2},
     ),
-    rows(
-        "batch_norm_moments",
-        lambda a: tuple(tf.nn.moments(a + 5.0, [0])),
-        A,
-        forward={"all-reduce": 2},
-    ),
-]
+    rows("batch_norm_moments", lambda a: tuple(tf.nn.moments(a + 5.0, [0])), A, forward={"all-reduce": 2}),
+]  # fmt: skip
 
 # Differs: a prefix sum along the sharded dimension is computed on every device, from a gathered operand.
 PREFIXES = [
@@ -136,23 +115,14 @@ PREFIXES = [
 ORDERS = [
     rows("sort_15x8", lambda a: tf.sort(2.0 * a, 0), floats(15, 8) - 9, forward={"all-to-all": 2}),
     rows("argsort_of_equals", lambda a: tf.argsort(a, 0, stable=True), TIES, forward=ONE_GATHER),
-    Case(
-        "top_k",
-        lambda a: tuple(tf.math.top_k(split(a, 1, 8), 4)),
-        (NEGATIVE.T.copy(),),
-        forward=ONE_GATHER,
-        whole=True,
-    ),
-]
+    Case("top_k", lambda a: tuple(tf.math.top_k(split(a, 1, 8), 4)), (NEGATIVE.T.copy(),), forward=ONE_GATHER,
+        whole=True),
+]  # fmt: skip
 
 # Contracted over 15 and over padding that holds infinities.
 PRODUCTS = [
-    Case(
-        "matmul_contracting",
-        lambda a, b: split(a + 5.0, 1, 8) @ split(b, 0, 8),
-        (floats(4, 15), floats(15, 6)),
-        forward=ONE_REDUCE,
-    ),
-]
+    Case("matmul_contracting", lambda a, b: split(a + 5.0, 1, 8) @ split(b, 0, 8), (floats(4, 15), floats(15, 6)),
+        forward=ONE_REDUCE),
+]  # fmt: skip
 
 CASES = [*REDUCTIONS, *ARGUMENTS, *NORMALIZATIONS, *PREFIXES, *ORDERS, *PRODUCTS]

@@ -36,41 +36,18 @@ def both(name: str, fn: Callable[..., Any], *args: np.ndarray, **options: Any) -
 # Along the sharded dimension each device takes the rows that it has, zeros for others, and all are summed.
 GATHERS = [
     rows("gather", tf.gather, A, ROWS, forward=ONE_REDUCE),
-    Case(
-        "gather_by_cut_indices",
-        lambda a, i: tf.gather(a, split(i, 0, 8)),
-        (A, ints(15, below=15)),
-        forward={},
-        whole=True,
-    ),
-    rows(
-        "gather_in_batches",
-        lambda a, i: tf.gather(a, i, batch_dims=1),
-        A,
-        ints(15, 3, below=6),
-        forward={},
-    ),
-]
+    Case("gather_by_cut_indices", lambda a, i: tf.gather(a, split(i, 0, 8)), (A, ints(15, below=15)), forward={},
+        whole=True),
+    rows("gather_in_batches", lambda a, i: tf.gather(a, i, batch_dims=1), A, ints(15, 3, below=6), forward={}),
+]  # fmt: skip
 
 # Into a sharded operand: each device applies the updates to the rows that it has.
 SCATTERS = [
-    rows(
-        "scatter_add",
-        lambda a, i, u: tf.tensor_scatter_nd_add(a + 5.0, i, u),
-        A,
-        ROWS[:, None],
-        floats(10, 6),
-        forward={},
-    ),
-    rows(
-        "scatter_max",
-        lambda a, i, u: tf.tensor_scatter_nd_max(a, i, u),
-        NEGATIVE,
-        ROWS[:, None],
-        -np.abs(floats(10, 6)),
-        forward={},
-    ),
-]
+    rows("scatter_add", lambda a, i, u: tf.tensor_scatter_nd_add(a + 5.0, i, u), A, ROWS[:, None], floats(10, 6),
+        forward={}),
+    rows("scatter_max", lambda a, i, u: tf.tensor_scatter_nd_max(a, i, u), NEGATIVE, ROWS[:, None],
+        -np.abs(floats(10, 6)), forward={}),
+]  # fmt: skip
 
 # Kind -> the segment reduction, updates, and what to add once they are sharded.
 KINDS = {
@@ -99,14 +76,8 @@ CUT_UPDATES = [
         )
         for kind, (fn, numbers, add) in KINDS.items()
     ],
-    Case(
-        "embedding_by_cut_ids",
-        lambda table, ids: embedding(table, split(ids, 0, 8)),
-        (floats(4, 6), SEGMENTS),
-        forward=ONE_REDUCE,
-        backward=BOTH,
-        whole=True,
-    ),
+    Case("embedding_by_cut_ids", lambda table, ids: embedding(table, split(ids, 0, 8)), (floats(4, 6), SEGMENTS),
+        forward=ONE_REDUCE, backward=BOTH, whole=True),
     # Or pad explicitly, with segment -1, which no result has.
     Case(
         "segment_sum_padded_by_hand",
@@ -118,7 +89,7 @@ CUT_UPDATES = [
         (A, SEGMENTS),
         forward=ONE_REDUCE,
     ),
-]
+]  # fmt: skip
 
 # WRONG in XLA (jaxlib 0.10.2): where the updates are sharded unevenly and the indices are whole, the indices
 # of the padding are 0 and the padding is not masked, so it lands in row 0. Whole means that the indices
@@ -134,38 +105,19 @@ WRONG = [
         )
         for kind, (fn, numbers, add) in KINDS.items()
     ],
-    rows(
-        "segment_sum_by_replicated_ids",
-        lambda a, i: tf.math.unsorted_segment_sum(a + 5.0, replicate(2 * i), 7),
-        A,
-        SEGMENTS,
-    ),
-    rows(
-        "scatter_nd_by_whole_indices",
-        lambda u, i: tf.scatter_nd(i, u + 5.0, [7, 6]),
-        A,
-        SEGMENTS[:, None],
-    ),
-    rows(
-        "scatter_max_by_whole_indices",
-        lambda u, i, a: tf.tensor_scatter_nd_max(a, i, u),
-        NEGATIVE,
-        SEGMENTS[:, None],
-        NEGATIVE[:4] - 1.0,
-    ),
+    rows("segment_sum_by_replicated_ids", lambda a, i: tf.math.unsorted_segment_sum(a + 5.0, replicate(2 * i), 7), A,
+        SEGMENTS),
+    rows("scatter_nd_by_whole_indices", lambda u, i: tf.scatter_nd(i, u + 5.0, [7, 6]), A, SEGMENTS[:, None]),
+    rows("scatter_max_by_whole_indices", lambda u, i, a: tf.tensor_scatter_nd_max(a, i, u), NEGATIVE, SEGMENTS[:, None],
+        NEGATIVE[:4] - 1.0),
     # The value is right, the gradient is wrong.
     Case("embedding_by_whole_ids", embedding, (floats(4, 6), SEGMENTS), whole=True),
-]
+]  # fmt: skip
 
 # Where a slice begins is known only when the program runs. Differs: the sharded operand is gathered.
 RUNTIME_SLICES = [
-    rows(
-        "slice_from_runtime_start",
-        lambda a, i: tf.slice(a + 5.0, tf.stack([i, 0]), [7, 6]),
-        A,
-        np.int32(8),
-        forward=ONE_GATHER,
-    ),
-]
+    rows("slice_from_runtime_start", lambda a, i: tf.slice(a + 5.0, tf.stack([i, 0]), [7, 6]), A, np.int32(8),
+        forward=ONE_GATHER),
+]  # fmt: skip
 
 CASES = [*GATHERS, *SCATTERS, *CUT_UPDATES, *RUNTIME_SLICES]

@@ -219,61 +219,32 @@ OPERATIONS: dict[str, Operation] = {
     "slice": Operation(_with_dim(_slice_of), _slice),
     "reverse": Operation(_ANY, lambda x, dim: tf.reverse(x, [dim])),
     "roll": Operation(_with_dim(_up_to(lambda n: n)), lambda x, dim, by: tf.roll(x, by, dim)),
-    "tile": Operation(
-        _with_dim(_one_of(2, 3)),
-        lambda x, dim, times: tf.tile(x, [times if d == dim else 1 for d in range(len(x.shape))]),
-    ),
+    "tile": Operation(_with_dim(_one_of(2, 3)),
+        lambda x, dim, times: tf.tile(x, [times if d == dim else 1 for d in range(len(x.shape))])),
     "pad": Operation(
         _with_dim(_up_to(lambda n: n - 1), _up_to(lambda n: n - 1), _one_of("CONSTANT", "REFLECT")),
         lambda x, dim, low, high, mode: tf.pad(
             x, [(low, high) if d == dim else (0, 0) for d in range(len(x.shape))], mode
         ),
     ),
-    "concat": Operation(
-        _with_dim(_SIZE, _YES_NO),
-        _concat,
-        lambda shape, dim, size, _: [(_at_dim(shape, dim, size), 0)],
-    ),
+    "concat": Operation(_with_dim(_SIZE, _YES_NO), _concat,
+        lambda shape, dim, size, _: [(_at_dim(shape, dim, size), 0)]),
     "stack": Operation(_ANY, lambda x, y, dim: tf.stack([x, y], dim), _whole),
-    "merge": Operation(
-        _neighbours, lambda x, dim: _reshape(x, dim, 2, (x.shape[dim] * x.shape[dim + 1],))
-    ),
-    "split": Operation(
-        _with_dim(_divisors),
-        lambda x, dim, outer: _reshape(x, dim, 1, (outer, x.shape[dim] // outer)),
-    ),
-    "realign": Operation(
-        lambda rng, shape: (*_neighbours(rng, shape), rng.randrange(99)) if shape[1:] else None,
-        _realign,
-    ),
-    "transpose": Operation(
-        lambda rng, shape: (tuple(rng.sample(range(len(shape)), len(shape))),), tf.transpose
-    ),
-    "gather": Operation(
-        _with_dim(lambda rng, n: rng.choice(((6,), (8,), (9,), (4, 4), (3, 2)))),
-        lambda x, ids, dim, _: tf.gather(x, ids, axis=dim),
-        lambda shape, dim, many: [(many, shape[dim])],
-    ),
-    "gather in batches": Operation(
-        _with_dim(_SIZE, rank=2),
-        lambda x, ids, *_: tf.gather(x, ids, batch_dims=1),
-        lambda shape, _, many: [((shape[0], many), shape[1])],
-    ),
-    "gather_nd": Operation(
-        _with_dim(_SIZE, rank=2),
-        lambda x, ids, *_: tf.gather_nd(x, ids),
-        lambda shape, _, many: [((many, 2), min(shape[:2]))],
-    ),
-    "scatter": Operation(
-        _with_dim(_SIZE),
-        lambda x, ids, updates, *_: tf.tensor_scatter_nd_add(x, ids, updates),
-        lambda shape, _, many: [((many, 1), shape[0]), (_at_dim(shape, 0, many), 0)],
-    ),
-    "segments": Operation(
-        _with_dim(_SIZE),
-        lambda x, ids, _, many: tf.math.unsorted_segment_sum(x, ids, many),
-        lambda shape, _, many: [((shape[0],), many)],
-    ),
+    "merge": Operation(_neighbours, lambda x, dim: _reshape(x, dim, 2, (x.shape[dim] * x.shape[dim + 1],))),
+    "split": Operation(_with_dim(_divisors), lambda x, dim, outer: _reshape(x, dim, 1, (outer, x.shape[dim] // outer))),
+    "realign": Operation(lambda rng, shape: (*_neighbours(rng, shape), rng.randrange(99)) if shape[1:] else None,
+        _realign),
+    "transpose": Operation(lambda rng, shape: (tuple(rng.sample(range(len(shape)), len(shape))),), tf.transpose),
+    "gather": Operation(_with_dim(lambda rng, n: rng.choice(((6,), (8,), (9,), (4, 4), (3, 2)))),
+        lambda x, ids, dim, _: tf.gather(x, ids, axis=dim), lambda shape, dim, many: [(many, shape[dim])]),
+    "gather in batches": Operation(_with_dim(_SIZE, rank=2), lambda x, ids, *_: tf.gather(x, ids, batch_dims=1),
+        lambda shape, _, many: [((shape[0], many), shape[1])]),
+    "gather_nd": Operation(_with_dim(_SIZE, rank=2), lambda x, ids, *_: tf.gather_nd(x, ids),
+        lambda shape, _, many: [((many, 2), min(shape[:2]))]),
+    "scatter": Operation(_with_dim(_SIZE), lambda x, ids, updates, *_: tf.tensor_scatter_nd_add(x, ids, updates),
+        lambda shape, _, many: [((many, 1), shape[0]), (_at_dim(shape, 0, many), 0)]),
+    "segments": Operation(_with_dim(_SIZE), lambda x, ids, _, many: tf.math.unsorted_segment_sum(x, ids, many),
+        lambda shape, _, many: [((shape[0],), many)]),
     "one-hot": Operation(
         _with_dim(_SIZE),
         lambda x, ids, dim, _: tf.tensordot(
@@ -281,35 +252,23 @@ OPERATIONS: dict[str, Operation] = {
         ),
         lambda shape, dim, many: [((many,), shape[dim])],
     ),
-    "one-hot mask": Operation(
-        _no_settings,
-        lambda x, ids: x * (tf.one_hot(ids, x.shape[-1], dtype=x.dtype) + 0.5),
-        lambda shape: [(tuple(shape[:-1]), shape[-1])],
-    ),
+    "one-hot mask": Operation(_no_settings, lambda x, ids: x * (tf.one_hot(ids, x.shape[-1], dtype=x.dtype) + 0.5),
+        lambda shape: [(tuple(shape[:-1]), shape[-1])]),
     "where": Operation(_no_settings, lambda x, y: tf.where(y > 0.2, x, y), _whole),
-    "cumsum": Operation(
-        _with_dim(_YES_NO, _YES_NO),
-        lambda x, dim, exclusive, reverse: tf.cumsum(x, dim, exclusive, reverse) / 4,
-    ),
-    "sort": Operation(
-        _with_dim(_one_of("ASCENDING", "DESCENDING")),
-        lambda x, dim, direction: tf.sort(_apart(x), dim, direction),
-    ),
-    "top_k": Operation(
-        lambda rng, shape: (rng.randint(1, shape[-1]),),
-        lambda x, k: tf.math.top_k(_apart(x), k).values,
-    ),
+    "cumsum": Operation(_with_dim(_YES_NO, _YES_NO),
+        lambda x, dim, exclusive, reverse: tf.cumsum(x, dim, exclusive, reverse) / 4),
+    "sort": Operation(_with_dim(_one_of("ASCENDING", "DESCENDING")),
+        lambda x, dim, direction: tf.sort(_apart(x), dim, direction)),
+    "top_k": Operation(lambda rng, shape: (rng.randint(1, shape[-1]),),
+        lambda x, k: tf.math.top_k(_apart(x), k).values),
     "max": Operation(_with_dim(rank=2), lambda x, dim: tf.reduce_max(_apart(x), dim)),
     "sum": Operation(_with_dim(rank=2), lambda x, dim: tf.reduce_sum(x, dim) / 4),
     "softmax": Operation(_ANY, lambda x, dim: tf.nn.softmax(x, dim) * 4),
     "tanh": Operation(_no_settings, tf.tanh),
     "add": Operation(_no_settings, lambda x, y: x + y, lambda shape: [(tuple(shape[-1:]), 0)]),
-    "product": Operation(
-        _with_dim(_SIZE),
-        lambda x, w, dim, _: tf.tensordot(x, w, [[dim], [0]]) / 4,
-        lambda shape, dim, many: [((shape[dim], many), 0)],
-    ),
-}
+    "product": Operation(_with_dim(_SIZE), lambda x, w, dim, _: tf.tensordot(x, w, [[dim], [0]]) / 4,
+        lambda shape, dim, many: [((shape[dim], many), 0)]),
+}  # fmt: skip
 _SIZES = (5, 6, 7, 8, 9, 10, 12, 15, 16, 16, 18, 24)
 _LARGEST = 8192  # elements
 _MOST_DIMS = 4

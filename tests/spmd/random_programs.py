@@ -208,31 +208,19 @@ KINDS: dict[str, Kind] = {
         ),
         (("twice", ("no", "yes")),),
     ),
-    "perceptron": Kind(
-        _perceptron,
-        (("x", "BTM"), ("wi", "MH"), ("bi", "H"), ("wo", "HM")),
-        (("h", "BTH"), ("act", "BTH"), ("y", "BTM")),
-        (("norm", ("no", "yes")), ("act", ("gelu", "tanh"))),
-    ),
+    "perceptron": Kind(_perceptron, (("x", "BTM"), ("wi", "MH"), ("bi", "H"), ("wo", "HM")),
+        (("h", "BTH"), ("act", "BTH"), ("y", "BTM")), (("norm", ("no", "yes")), ("act", ("gelu", "tanh")))),
     "convolution": Kind(
         _convolution,
         (("x", "BYXI"), ("kernel", "KKIO"), ("further", "FFOP")),
         (("conv", "BYXO"), ("act", "BYXO"), ("conv2", "BYXP"), ("pool", "BYXP")),
         (("stride", ("1", "2")), ("padding", ("SAME", "VALID")), ("pool", ("no", "avg", "max"))),
     ),
-    "depthwise": Kind(
-        _depthwise,
-        (("x", "BYXI"), ("kernel", "KKI"), ("pointwise", "IO")),
-        (("conv", "BYXI"), ("act", "BYXI"), ("y", "BYXO")),
-        (("stride", ("1", "2")), ("padding", ("SAME", "VALID"))),
-    ),
-    "embedding": Kind(
-        _embedding,
-        (("ids", "BT"), ("table", "VM"), ("w", "MH")),
-        (("x", "BTM"), ("h", "BTH"), ("back", "BTM"), ("logits", "BTV"), ("y", "BTV")),
-        (("tied", ("no", "yes")),),
-    ),
-}
+    "depthwise": Kind(_depthwise, (("x", "BYXI"), ("kernel", "KKI"), ("pointwise", "IO")),
+        (("conv", "BYXI"), ("act", "BYXI"), ("y", "BYXO")), (("stride", ("1", "2")), ("padding", ("SAME", "VALID")))),
+    "embedding": Kind(_embedding, (("ids", "BT"), ("table", "VM"), ("w", "MH")),
+        (("x", "BTM"), ("h", "BTH"), ("back", "BTM"), ("logits", "BTV"), ("y", "BTV")), (("tied", ("no", "yes")),)),
+}  # fmt: skip
 # The kinds of layers that models contain are drawn more often.
 _DRAWN = (
     *("attention",) * 5,

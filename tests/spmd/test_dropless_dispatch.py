@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy_moe
+from refusals import refuses
 from toy_moe import MESH, B, E, M, T, assert_close, eagerly
 
 from lingvo_moe.core.engine.collectives import parse_collectives
@@ -69,22 +70,13 @@ def test_dropout_in_the_experts_is_drawn_by_choice_not_by_device():
     assert _sent(collectives.hlo) == [("all-to-all", 8 * 2 * 4)] + [("all-to-all", rows)] * 2
 
 
-@pytest.mark.parametrize(
-    ("mesh", "split"),
-    [
-        pytest.param(
-            "data:2,expert:4",
-            {"B": ("data", "expert"), "G": ("data", "expert"), "E": "expert"},
-            id="experts on one axis of two",
-        ),
-        pytest.param(
-            "data:4,model:2",
-            {"B": "data", "G": "data", "E": "data", "M": "model", "H": "model"},
-            id="M and H cut too",
-        ),
-        pytest.param("expert:8", {"B": "expert", "G": "expert"}, id="experts not cut"),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "split"), [
+    pytest.param("data:2,expert:4", {"B": ("data", "expert"), "G": ("data", "expert"), "E": "expert"},
+        id="experts on one axis of two"),
+    pytest.param("data:4,model:2", {"B": "data", "G": "data", "E": "data", "M": "model", "H": "model"},
+        id="M and H cut too"),
+    pytest.param("expert:8", {"B": "expert", "G": "expert"}, id="experts not cut"),
+])  # fmt: skip
 def test_other_meshes(mesh, split):
     weight_split = {letter: split[letter] for letter in "EH" if letter in split}
     dropless, einsum = (
@@ -148,22 +140,16 @@ def test_masked_over_devices():
     assert _sent(collectives.hlo) == [("all-to-all", E * TOKENS * M * 4)] * 4
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"num_experts": 12}, "12 experts do not divide evenly over the 8 devices"),
-        (
-            {"activation_split": {"B": "expert", "E": "expert"}},
-            "have to be the last of the axes of the tokens",
-        ),
-        ({"activation_split": {"S": "expert"}}, "shards S along 'expert'"),
-    ],
-)
-def test_what_cannot_be_cut_raises(params, message):
+@refuses(
+    ShardingError,
+    ({"num_experts": 12}, "12 experts do not divide evenly over the 8 devices"),
+    ({"activation_split": {"B": "expert", "E": "expert"}}, "have to be the last of the axes of the tokens"),
+    ({"activation_split": {"S": "expert"}}, "shards S along 'expert'"),
+)  # fmt: skip
+def test_what_cannot_be_cut_raises(params):
     layer = _layer("dropless", weight_split={}, **params)
     args, _ = toy_moe.arguments(layer)
-    with pytest.raises(ShardingError, match=message):
-        run_sharded(lambda *a: layer.FProp(*a[:3], seed=a[3])[0], args, MESH)
+    run_sharded(lambda *a: layer.FProp(*a[:3], seed=a[3])[0], args, MESH)
 
 
 def test_inference_on_tokens_that_cannot_be_cut_says_what_can_cut_them():

@@ -5,7 +5,6 @@ run the same 150 every time; `make fuzz` runs as many others as it is asked for.
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -60,13 +59,7 @@ def mismatches(group: Group) -> dict[int, str]:
     return found
 
 
-def _off(
-    what: str,
-    got: Sequence[np.ndarray],
-    want: Sequence[np.ndarray],
-    tolerance: float,
-    least_scale: float,
-) -> list[str]:
+def _off(what, got, want, tolerance, least_scale):
     found = []
     for i, (g, w) in enumerate(zip(got, want)):
         if g.shape != w.shape:

@@ -1,13 +1,11 @@
 """Convolutions over sharded dimensions: one device's values and gradients, and halos by permutation."""
 
 import dataclasses
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from cases_halo import ABORTED, CASES, NOT_COMPILED, WRONG_KERNEL_GRADIENT
+from processes import run_python
 from spmd_case import check
 
 pytestmark = pytest.mark.slow  # in all
@@ -41,14 +39,7 @@ def test_negative_low_padding_ends_the_process():
         "from lingvo_moe.core.console.tensorflow_import import import_tensorflow; import_tensorflow(); "
         "import cases_halo, spmd_case; spmd_case.check(cases_halo.ABORTED)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     check(dataclasses.replace(ABORTED, gradients=(1,)))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python("-c", program, timeout=120)
     assert done.returncode == -signal.SIGABRT
     assert "swd->padding_low()" in done.stderr

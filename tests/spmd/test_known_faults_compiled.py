@@ -140,11 +140,7 @@ ONE_INDEX = Case(
 )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [KERNEL_GRADIENT, IN_COPIES, IN_BATCHES, ONE_INDEX],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [KERNEL_GRADIENT, IN_COPIES, IN_BATCHES, ONE_INDEX], ids=str)
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="XLA's partitioner")
 def test_further_wrong_numbers(case):
     check(case)
@@ -163,18 +159,14 @@ def _named(cases, name):
     return found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        _named(cases_halo.CASES, "batch_and_rows"),
-        _named(cases_halo.CASES, "rows_and_output_feature"),
-        _named(cases_halo.CASES, "figure_11"),
-        _named(cases_pooling.CASES, "max_of_shifts"),
-        _named(cases_pooling.CASES, "max_window_5_stride_3_same_24"),
-        _named(indexing.CASES, "segment_sum_padded_by_hand"),
-        _named(indexing.CASES, "embedding_by_cut_ids"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [
+    _named(cases_halo.CASES, "batch_and_rows"),
+    _named(cases_halo.CASES, "rows_and_output_feature"),
+    _named(cases_halo.CASES, "figure_11"),
+    _named(cases_pooling.CASES, "max_of_shifts"),
+    _named(cases_pooling.CASES, "max_window_5_stride_3_same_24"),
+    _named(indexing.CASES, "segment_sum_padded_by_hand"),
+    _named(indexing.CASES, "embedding_by_cut_ids"),
+], ids=str)  # fmt: skip
 def test_right_ones_are_not_told(case):
     assert _told(_forward(case)) == _told(_gradient(case)) == []

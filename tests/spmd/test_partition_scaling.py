@@ -49,10 +49,3 @@ def test_what_takes_too_long_is_not_tried_for_more(monkeypatch):
     assert ("dot", "mpmd", 4) in tried and ("dot", "mpmd", 8) not in tried
     assert ("dot", "spmd", 8) in tried
     assert "| dot | 4 | 1.00 | 1.00 | 1 | 0.0 | - | > 7 |" in partition_scaling.table(result)
-
-
-@pytest.mark.parametrize("argument", ["--partitions=1,2", "--partitions=x", "--forms=fast"])
-def test_arguments_that_make_no_sense(argument, capsys):
-    with pytest.raises(SystemExit):
-        partition_scaling.main([argument])
-    assert argument in capsys.readouterr().err

@@ -22,15 +22,12 @@ def _on_one_device(shape):
     return run_single(lambda seed: draws(seed, lambda x: x, shape), [SEED], jit_compile=False)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "mapping", "shape"),
-    [
-        ("d:4", (None, "d"), (16, 24)),
-        ("d:8", (None, None), (16, 24)),
-        ("d:8", ("d", None), (15, 24)),
-        ("z:2,y:2,x:2", (("x", "z"), "y"), (16, 24)),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "mapping", "shape"), [
+    ("d:4", (None, "d"), (16, 24)),
+    ("d:8", (None, None), (16, 24)),
+    ("d:8", ("d", None), (15, 24)),
+    ("z:2,y:2,x:2", (("x", "z"), "y"), (16, 24)),
+])  # fmt: skip
 def test_numbers_do_not_depend_on_devices(mesh, mapping, shape):
     """Bits and uniform numbers are equal exactly; functions of them up to the compiler's rounding."""
     mesh = Mesh.parse(mesh)

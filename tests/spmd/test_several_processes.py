@@ -6,14 +6,12 @@ of both processes, runs in both. A case that fails is named; the others run on.
 
 import importlib
 import json
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import free_address, start_python
 
 HERE = Path(__file__).parent
 
@@ -66,20 +64,8 @@ def chosen() -> dict:
 
 def _run(names: list[str]) -> list[list[dict]]:
     """Returns the lines that each process printed."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    path = os.pathsep.join([str(HERE), *sys.path])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _WORKER, address, str(i), json.dumps(names)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        for i in range(2)
-    ]
+    address = free_address()
+    workers = [start_python("-c", _WORKER, address, str(i), json.dumps(names)) for i in range(2)]
     try:
         printed = [worker.communicate(timeout=300) for worker in workers]
     finally:

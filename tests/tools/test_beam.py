@@ -67,9 +67,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_beam
-def test_the_same_files_whatever_the_workers_also_after_a_kill(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_files_whatever_the_workers_also_after_a_kill(texts, tmp_path, monkeypatch):
     assert prepare.main([*_flags(texts, tmp_path / "local"), "--workers=1"]) == 0
     local = _contents(tmp_path / "local")
     about = json.loads(local["prepared.json"])["languages"]
@@ -104,9 +102,7 @@ def test_the_same_files_whatever_the_workers_also_after_a_kill(
 
 
 @needs_beam
-def test_errors_of_workers_are_those_of_one_process(
-    texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_workers_are_those_of_one_process(texts, tmp_path, capfd):
     (texts / "a" / "de.tsv").write_bytes(b"no tab\n")
     arguments = _flags(texts, tmp_path / "data")
     assert prepare.main([*arguments, *runner_flags(1)]) == 1
@@ -118,7 +114,7 @@ def test_errors_of_workers_are_those_of_one_process(
     assert "--runner=NoSuchRunner: " in capfd.readouterr().err
 
 
-def test_a_runner_needs_beam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_needs_beam(monkeypatch):
     monkeypatch.setitem(sys.modules, "apache_beam.runners.runner", None)
     monkeypatch.setitem(sys.modules, "apache_beam", None)
     with pytest.raises(DataError, match=r"pip install --no-deps -r requirements-beam\.txt"):
@@ -146,9 +142,7 @@ class _Capitals:
 
 @needs_beam
 @pytest.mark.parametrize("workers", [1, 4])
-def test_a_corpus_is_translated_as_by_one_process(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
-) -> None:
+def test_a_corpus_is_translated_as_by_one_process(workers, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(saved_translator, "SavedTranslator", _Capitals)
     monkeypatch.setattr(_cli, "open_translator", lambda args: (_Capitals(""), {}))
     monkeypatch.setattr(translate, "_BATCHES", 2)

@@ -2,11 +2,10 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
@@ -80,7 +79,7 @@ for name in {names}:
     importlib.import_module(name).define_flags()
 print([name for name in ("tensorflow", "jax") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, check=True)
     assert done.stdout == "False\n[]\n"
 
 

@@ -154,11 +154,9 @@ _TRAINER = {
     "lingvo_moe.tasks.mt.mt_input:MtInput.CheckNewRun": None,
     "lingvo_moe.tasks.mt.mt_input:MtInput.Artifacts": None,
     "lingvo_moe.tasks.mt.model:MtModel.CheckData": None,
-    "lingvo_moe.training.evaluating:_Scorer": SimpleNamespace(
-        Score=lambda step: (step or 6, anything(text="scored"))
-    ),
+    "lingvo_moe.training.evaluating:_Scorer": SimpleNamespace(Score=lambda step: (step or 6, anything(text="scored"))),
     "lingvo_moe.core.engine.loop.summaries:Summaries": anything(),
-}
+}  # fmt: skip
 _TRAINED = ["--model=mt.M4Tiny", "--data_dir=DATA", "--logdir=NEW"]
 
 
@@ -179,40 +177,22 @@ COMMANDS = [
             [_MODEL, "--input=texts.jsonl", "--json"],
         ],
     ),
-    Command(
-        "score",
-        {
-            **_CLI,
-            "lingvo_moe.tasks.text.quality.forced_decoding:Scorer": Through(scorer),
-        },
-        [[_RUN], ["--logdir=TEXTS", "--input=texts.jsonl"]],
-    ),
-    Command(
-        "evaluate",
-        {
-            **_EXPORTED,
-            "lingvo_moe.tasks.mt.quality.scoring:evaluate": Through(_evaluated),
-            "lingvo_moe.tasks.mt.quality.baselines:read_baselines": {},
-            "tools.evaluate:_rescored": (lambda lines, _: lines, {}),
-            "tools.evaluate:_print_scores": None,
-        },
-        [
-            [_RUN, "--data_dir=DATA"],
-            [_MODEL, "--data_dir=DATA"],
-            [_RUN, "--data_dir=DATA", "--rescore"],
-        ],
-        {"": "trust_run"},  # a permission
-    ),
+    Command("score", {**_CLI, "lingvo_moe.tasks.text.quality.forced_decoding:Scorer": Through(scorer)},
+        [[_RUN], ["--logdir=TEXTS", "--input=texts.jsonl"]]),
+    Command("evaluate", {
+        **_EXPORTED,
+        "lingvo_moe.tasks.mt.quality.scoring:evaluate": Through(_evaluated),
+        "lingvo_moe.tasks.mt.quality.baselines:read_baselines": {},
+        "tools.evaluate:_rescored": (lambda lines, _: lines, {}),
+        "tools.evaluate:_print_scores": None,
+    }, [[_RUN, "--data_dir=DATA"], [_MODEL, "--data_dir=DATA"], [_RUN, "--data_dir=DATA", "--rescore"]],
+        {"": "trust_run"}),  # a permission
     Command(
         "evaluate_images",
         {**_CLI, "lingvo_moe.tasks.image.evaluation:evaluate": Scores(1, False, 2, 0.5, 0.5, 1.0)},
         [["--logdir=IMAGES"]],
     ),
-    Command(
-        "export",
-        {**_EXPORTED, "lingvo_moe.tasks.text.decoding.export:export": None},
-        [[_RUN, "--output=o"]],
-    ),
+    Command("export", {**_EXPORTED, "lingvo_moe.tasks.text.decoding.export:export": None}, [[_RUN, "--output=o"]]),
     Command(
         "trainer",
         _TRAINER,
@@ -226,7 +206,7 @@ COMMANDS = [
         # The trainer's command, with this flag, is that of an evaluator.
         {"--mode=eval": _OF_THE_TRAINER},
     ),
-]
+]  # fmt: skip
 
 _PLAN = json.loads(_GOLDEN.read_text())
 _PROGRAM = SimpleNamespace(name="train", mesh=anything(size=8))
@@ -247,167 +227,106 @@ _MACHINE = ["--model=mt.M4Tiny", "--topology=v3:2x2"]
 _VARIANT = {"held_out_nll": 1.0, "steps": 9}
 _GOODPUT = Goodput(dict.fromkeys(PARTS, 60.0), 3, 2, 100, 0.5, 4, 2.0, 9.0, 10, 0.9)
 COMMANDS += [
-    Command(
-        "explain",
-        {
-            **_COMPILING,
-            "lingvo_moe.inspecting.explaining:explain": _EXPLANATION,
-            "lingvo_moe.core.engine.loop.steps:train_step": None,
-            "lingvo_moe.core.engine.lowering.lowering:lower_step": _PROGRAM,
-            "lingvo_moe.core.engine.lowering.program:Program.Load": _PROGRAM,
-        },
-        [["--model=mt.M4Tiny"], ["--program=lines.txt"]],
-    ),
-    Command(
-        "parallelize",
-        {**_COMPILING, "lingvo_moe.planning.parallelizing:find": _FOUND},
-        [_MACHINE, ["--model=mt.M4Tiny", "--devices=8"]],
-    ),
-    Command(
-        "plan",
-        {
-            **_CLI,
-            "lingvo_moe.planning.step_plan:make_plan": _PLAN,
-            "lingvo_moe.planning.step_plan:smallest_slice": _PLAN,
-            "lingvo_moe.core.planner.report:html_report": "page",
-            "lingvo_moe.core.planner.report:print_plan": None,
-        },
-        [_MACHINE, ["--compare=plan.json"], ["--validate"]],
-    ),
-    Command(
-        "prepare",
-        {
-            **NO_BEAM,
-            "tools.prepare:prepare": {},
-            "tools.prepare:_report": Through(lambda *_: None),
-            "tools.prepare:_print_next": Through(lambda *_: None),
-        },
-        [["--input=DATA", "--output=o"], ["--input=DATA", "--output=o", "--runner=FnApiRunner"]],
-    ),
-    Command(
-        "report",
-        {
-            **_CLI,
-            "lingvo_moe.tasks.mt.reports.routing:measure_routing": _MEASURED,
-            "lingvo_moe.tasks.mt.reports.run_report:gather": _GATHERED,
-            "lingvo_moe.tasks.mt.reports.report:html_report": "page",
-            "lingvo_moe.tasks.mt.reports.routing_page:plot_layer": None,
-            "lingvo_moe.tasks.mt.reports.routing_page:table_of": Table(words("a", "b", "c"), []),
-            "lingvo_moe.core.pages.drawing:png": b"",
-        },
-        [[_RUN], [_RUN, "--no_routing"]],
-        {"": "quiet"},  # the stand-in makes no progress
-    ),
-    Command(
-        "reproduce",
-        {
-            "lingvo_moe.reproduction.making:in_own_process": _PLAN,
-            "lingvo_moe.reproduction.page:write": ("text", dict),
-            "lingvo_moe.reproduction.schedules:draw": b"",
-            "lingvo_moe.reproduction.goldens:read_all": {},
-            "lingvo_moe.reproduction.goldens:read": _PLAN,
-            "lingvo_moe.reproduction.goldens:write": None,
-        },
-        [["--docs=DOCS"], ["--docs=DOCS", "--plans"], ["--docs=DOCS", "--list"]],
-    ),
-    Command(
-        "serve",
-        {
-            **_EXPORTED,
-            "lingvo_moe.tasks.text.serving.server:bind": [],
-            "lingvo_moe.tasks.text.serving.server:is_loopback": True,
-            "lingvo_moe.tasks.text.serving.server:stop_on_signals": None,
-            "lingvo_moe.tasks.text.serving.server:serve": Through(_served),
-            "lingvo_moe.tasks.text.serving.service:Service": None,
-            "tools.serve:_start_log": None,
-        },
-        [[_MODEL], [_RUN]],
-    ),
-    Command(
-        "shortlist",
-        {
-            **_CLI,
-            "lingvo_moe.tasks.mt.decoding.making_shortlists:make_shortlist": _SHORTLIST,
-            "lingvo_moe.tasks.mt.decoding.making_shortlists:coverage": SimpleNamespace(
-                tokens=1, lines=1, inside=1, size=1.0
-            ),
-        },
-        [[_RUN, "--output=o.npz"]],
-        {"": "quiet trust_run"},  # without progress, and a permission
-    ),
-    Command(
-        "train_vocab",
-        {"tools.train_vocab:scan": None, "tools.train_vocab:cached_vocabularies": {}},
-        [["--data_dir=DATA", "--output=o"]],
-    ),
-    Command(
-        "verify",
-        {**_COMPILING, "lingvo_moe.inspecting.verifying:verify_model": ["loss"]},
-        [["--model=mt.M4Tiny"]],
-    ),
+    Command("explain", {
+        **_COMPILING,
+        "lingvo_moe.inspecting.explaining:explain": _EXPLANATION,
+        "lingvo_moe.core.engine.loop.steps:train_step": None,
+        "lingvo_moe.core.engine.lowering.lowering:lower_step": _PROGRAM,
+        "lingvo_moe.core.engine.lowering.program:Program.Load": _PROGRAM,
+    }, [["--model=mt.M4Tiny"], ["--program=lines.txt"]]),
+    Command("parallelize", {**_COMPILING, "lingvo_moe.planning.parallelizing:find": _FOUND},
+        [_MACHINE, ["--model=mt.M4Tiny", "--devices=8"]]),
+    Command("plan", {
+        **_CLI,
+        "lingvo_moe.planning.step_plan:make_plan": _PLAN,
+        "lingvo_moe.planning.step_plan:smallest_slice": _PLAN,
+        "lingvo_moe.core.planner.report:html_report": "page",
+        "lingvo_moe.core.planner.report:print_plan": None,
+    }, [_MACHINE, ["--compare=plan.json"], ["--validate"]]),
+    Command("prepare", {
+        **NO_BEAM,
+        "tools.prepare:prepare": {},
+        "tools.prepare:_report": Through(lambda *_: None),
+        "tools.prepare:_print_next": Through(lambda *_: None),
+    }, [["--input=DATA", "--output=o"], ["--input=DATA", "--output=o", "--runner=FnApiRunner"]]),
+    Command("report", {
+        **_CLI,
+        "lingvo_moe.tasks.mt.reports.routing:measure_routing": _MEASURED,
+        "lingvo_moe.tasks.mt.reports.run_report:gather": _GATHERED,
+        "lingvo_moe.tasks.mt.reports.report:html_report": "page",
+        "lingvo_moe.tasks.mt.reports.routing_page:plot_layer": None,
+        "lingvo_moe.tasks.mt.reports.routing_page:table_of": Table(words("a", "b", "c"), []),
+        "lingvo_moe.core.pages.drawing:png": b"",
+    }, [[_RUN], [_RUN, "--no_routing"]], {"": "quiet"}),  # the stand-in makes no progress
+    Command("reproduce", {
+        "lingvo_moe.reproduction.making:in_own_process": _PLAN,
+        "lingvo_moe.reproduction.page:write": ("text", dict),
+        "lingvo_moe.reproduction.schedules:draw": b"",
+        "lingvo_moe.reproduction.goldens:read_all": {},
+        "lingvo_moe.reproduction.goldens:read": _PLAN,
+        "lingvo_moe.reproduction.goldens:write": None,
+    }, [["--docs=DOCS"], ["--docs=DOCS", "--plans"], ["--docs=DOCS", "--list"]]),
+    Command("serve", {
+        **_EXPORTED,
+        "lingvo_moe.tasks.text.serving.server:bind": [],
+        "lingvo_moe.tasks.text.serving.server:is_loopback": True,
+        "lingvo_moe.tasks.text.serving.server:stop_on_signals": None,
+        "lingvo_moe.tasks.text.serving.server:serve": Through(_served),
+        "lingvo_moe.tasks.text.serving.service:Service": None,
+        "tools.serve:_start_log": None,
+    }, [[_MODEL], [_RUN]]),
+    Command("shortlist", {
+        **_CLI,
+        "lingvo_moe.tasks.mt.decoding.making_shortlists:make_shortlist": _SHORTLIST,
+        "lingvo_moe.tasks.mt.decoding.making_shortlists:coverage": SimpleNamespace(
+            tokens=1, lines=1, inside=1, size=1.0
+        ),
+    }, [[_RUN, "--output=o.npz"]], {"": "quiet trust_run"}),  # without progress, and a permission
+    Command("train_vocab", {"tools.train_vocab:scan": None, "tools.train_vocab:cached_vocabularies": {}},
+        [["--data_dir=DATA", "--output=o"]]),
+    Command("verify", {**_COMPILING, "lingvo_moe.inspecting.verifying:verify_model": ["loss"]},
+        [["--model=mt.M4Tiny"]]),
     Command("build_corpus", {"tools.build_corpus:build_corpus": {"aa": (1, 1)}}, [["--output=o"]]),
-    Command(
-        "build_files",
-        {
-            "tools.build_files:stale_files": {"lines.txt": "text"},
-            "tools.build_files:ROOT": Through(Path()),
-        },
-        [[]],
-    ),
-    Command(
-        "compare_experts",
-        {
-            **_CLI,
-            "tools._cli:subprocess.run": Through(_trained),
-            "lingvo_moe.tasks.text.corpus.corpus:build_corpus": None,
-            "lingvo_moe.tasks.text.quality.held_out_loss:held_out_loss": anything(
-                step=9, nll=1, accuracy=1, tokens=1
-            ),
-            "lingvo_moe.core.engine.loop.summaries:read_metrics": [{"nll": 1}],
-            "lingvo_moe.core.task.inspect:count_parameters": 1,
-            "lingvo_moe.tasks.text.runs.run_dir:RunDir.Task": anything(),
-            "lingvo_moe.reproduction.expert_comparison:routing": {},
-            "lingvo_moe.reproduction.expert_comparison:worst_routing": {},
-            "lingvo_moe.reproduction.expert_comparison:groups": [],
-        },
-        [[]],
-    ),
-    Command(
-        "demo",
-        {
-            **_EXPORTED,
-            "tools._cli:subprocess.run": Through(_trained),
-            "tools.demo:Demo._collectives": {"all-to-all": 1},
-            "tools.demo:Demo._report": Through(lambda *_: None),
-            "tools.demo:Demo._show": Through(lambda *_: None),
-            "tools.demo:_initial_theta": None,
-            "lingvo_moe.tasks.text.corpus.corpus:build_corpus": {"aa": (1, 1)},
-            "lingvo_moe.tasks.text.data.dev_set:DevSet": anything(languages=["aa"]),
-            "lingvo_moe.tasks.mt.quality.scoring:count_train_pairs": {},
-            "lingvo_moe.tasks.mt.quality.scoring:evaluate": anything(Average=lambda: {"chrf": 1.0}),
-            "lingvo_moe.tasks.text.runs.run_dir:RunDir.Task": None,
-            "lingvo_moe.tasks.text.decoding.export:export": None,
-        },
-        [[]],
-    ),
-    Command(
-        "goodput",
-        {"tools.goodput:measured": _GOODPUT},
-        [
-            [_RUN, "--predict"],
-            ["--predict", "--mtbf=1h", "--save_seconds=2", "--restart_seconds=9"],
-        ],
-    ),
-    Command(
-        "soak",
-        {
-            "tools.soak:subprocess.Popen": Through(_trainer_process),
-            "tools.soak:disrupt": "killed",
-            "tools.soak:report": Through(lambda args, *_: print(args.tolerance) or 0),
-        },
-        [["--output=o", "--rounds=9"]],
-    ),
-]
+    Command("build_files", {
+        "tools.build_files:stale_files": {"lines.txt": "text"},
+        "tools.build_files:ROOT": Through(Path()),
+    }, [[]]),
+    Command("compare_experts", {
+        **_CLI,
+        "tools._cli:subprocess.run": Through(_trained),
+        "lingvo_moe.tasks.text.corpus.corpus:build_corpus": None,
+        "lingvo_moe.tasks.text.quality.held_out_loss:held_out_loss": anything(
+            step=9, nll=1, accuracy=1, tokens=1
+        ),
+        "lingvo_moe.core.engine.loop.summaries:read_metrics": [{"nll": 1}],
+        "lingvo_moe.core.task.inspect:count_parameters": 1,
+        "lingvo_moe.tasks.text.runs.run_dir:RunDir.Task": anything(),
+        "lingvo_moe.reproduction.expert_comparison:routing": {},
+        "lingvo_moe.reproduction.expert_comparison:worst_routing": {},
+        "lingvo_moe.reproduction.expert_comparison:groups": [],
+    }, [[]]),
+    Command("demo", {
+        **_EXPORTED,
+        "tools._cli:subprocess.run": Through(_trained),
+        "tools.demo:Demo._collectives": {"all-to-all": 1},
+        "tools.demo:Demo._report": Through(lambda *_: None),
+        "tools.demo:Demo._show": Through(lambda *_: None),
+        "tools.demo:_initial_theta": None,
+        "lingvo_moe.tasks.text.corpus.corpus:build_corpus": {"aa": (1, 1)},
+        "lingvo_moe.tasks.text.data.dev_set:DevSet": anything(languages=["aa"]),
+        "lingvo_moe.tasks.mt.quality.scoring:count_train_pairs": {},
+        "lingvo_moe.tasks.mt.quality.scoring:evaluate": anything(Average=lambda: {"chrf": 1.0}),
+        "lingvo_moe.tasks.text.runs.run_dir:RunDir.Task": None,
+        "lingvo_moe.tasks.text.decoding.export:export": None,
+    }, [[]]),
+    Command("goodput", {"tools.goodput:measured": _GOODPUT},
+        [[_RUN, "--predict"], ["--predict", "--mtbf=1h", "--save_seconds=2", "--restart_seconds=9"]]),
+    Command("soak", {
+        "tools.soak:subprocess.Popen": Through(_trainer_process),
+        "tools.soak:disrupt": "killed",
+        "tools.soak:report": Through(lambda args, *_: print(args.tolerance) or 0),
+    }, [["--output=o", "--rounds=9"]]),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -458,7 +377,7 @@ def _is_told(done: Done, given: str) -> bool:
     return any(word in done.said for word in (name, value.partition("=")[0] or name))
 
 
-def test_a_situation_is_there_for_every_command() -> None:
+def test_a_situation_is_there_for_every_command():
     having = [
         p.stem for p in (ROOT / "tools").glob("*.py") if "\ndef main(" in p.read_text("utf-8")
     ]
@@ -466,9 +385,7 @@ def test_a_situation_is_there_for_every_command() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.module)
-def test_every_flag_has_an_effect_or_is_refused(
-    command: Command, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_flag_has_an_effect_or_is_refused(command, files, monkeypatch):
     if command.module == "trainer":
         module, flags = trainer, importlib.import_module("lingvo_moe.training.flags").define_flags()
     else:

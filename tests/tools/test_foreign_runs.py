@@ -134,10 +134,3 @@ def test_a_command_writes_nowhere_else_because_of_a_link(command, place, run, tm
     assert command.main([f"--logdir={run}"]) == 1
     assert f": {place} is a link that leads out of the run, to {letter}" in capfd.readouterr().err
     assert letter.read_text() == "dear"
-
-
-def test_a_trainer_trusts_only_a_run_that_is_named(tmp_path, capfd):
-    flags = ["--model=mt.M4Tiny", f"--data_dir={tmp_path}/data", f"--logdir={tmp_path}/run"]
-    with pytest.raises(SystemExit):
-        trainer.main([*flags, "--trust_run"])
-    assert "--trust_run goes with --init_from, which is not given" in capfd.readouterr().err

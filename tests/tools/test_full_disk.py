@@ -26,24 +26,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _SIZES = ["--source_vocab_size=320", "--target_vocab_size=300", "--dev_share=0.1"]
 
 
-@pytest.mark.parametrize(
-    "tool, flags, free, file",
-    [
-        (prepare, ["--input={corpus}", *_SIZES], 200, "00000/de.tsv"),
-        (prepare, ["--input={corpus}", *_SIZES], 30_000, "source.model"),
-        (train_vocab, ["--data_dir={corpus}", "--source_size=320", "--target_size=300"], 999, ""),
-        (build_corpus, ["--languages=de", "--packages=Babel"], 999, "out/de.tsv.gz"),
-    ],
-)
+@pytest.mark.parametrize("tool, flags, free, file", [
+    (prepare, ["--input={corpus}", *_SIZES], 200, "00000/de.tsv"),
+    (prepare, ["--input={corpus}", *_SIZES], 30_000, "source.model"),
+    (train_vocab, ["--data_dir={corpus}", "--source_size=320", "--target_size=300"], 999, ""),
+    (build_corpus, ["--languages=de", "--packages=Babel"], 999, "out/de.tsv.gz"),
+])  # fmt: skip
 def test_one_line_names_the_file_and_nothing_is_left(
-    tool,
-    flags: list[str],
-    free: int,
-    file: str,
-    corpus: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tool, flags, free, file, corpus, tmp_path, capsys
+):
     given = [f"--output={tmp_path / 'out'}", *(flag.format(corpus=corpus) for flag in flags)]
     with full_disk(free):
         assert tool.main(given) == 1

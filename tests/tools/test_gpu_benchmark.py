@@ -1,12 +1,10 @@
 """Programs from files, as a GPU machine without TensorFlow runs them; on a CPU here."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from processes import run_python
 
 from benchmarks import moe_layer_worker
 from benchmarks.gpu import layer, programs, runs
@@ -21,7 +19,6 @@ _OF_RUNS = f"{_RATE}=wsd;{_RATE}.value=0.03;{_RATE}.warmup_steps=2"
 SIZE = {"groups": 2, "group_size": 8, "model_dim": 8, "hidden_dim": 16}
 # No TensorFlow: importing it fails.
 _WITHOUT_TENSORFLOW = """
-import sys
 sys.modules["tensorflow"] = None
 from benchmarks.gpu import {module}
 sys.exit({module}.main(sys.argv[1:]))
@@ -98,12 +95,7 @@ def _losses(override: str, last: int, stable: int) -> tuple[list[float], float]:
 
 def _without_tensorflow(module: str, *flags: str) -> str:
     """Runs a command of benchmarks.gpu where TensorFlow cannot be imported; returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_TENSORFLOW.format(module=module), *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+    code = _WITHOUT_TENSORFLOW.format(module=module)
+    done = run_python("-c", code, *flags, env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -7,19 +7,17 @@ longer run has few steps; the server takes a free port.
 import contextlib
 import importlib
 import json
-import os
-import random
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trainer_testing
+from processes import start_python
 
 from lingvo_moe import trainer
 from lingvo_moe.core.engine import engines
@@ -40,28 +38,10 @@ def _commands() -> list[str]:
     return lines
 
 
-def _write_texts(directory: Path) -> None:
-    """A newcomer's files: words spelled backwards, with the language's first letter before them."""
-    rng = random.Random(0)
-    syllables = [c + v for c in "bdfgklmnprst" for v in ("a", "e", "i", "o", "u", "an")]
-    words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(300)]
-    sizes = {"TEXTS/de": 600, "TEXTS/sw": 400, "more/cy": 300, "medical": 5}
-    for name, size in sizes.items():
-        path = directory / f"{name}.tsv"
-        path.parent.mkdir(exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            for _ in range(size):
-                english = rng.choices(words, k=rng.randint(3, 7))
-                source = " ".join(path.stem[0] + word[::-1] for word in english)
-                file.write(f"{source}\t{' '.join(english)}\n")
-
-
 @contextlib.contextmanager
 def _serving(argv: list[str]) -> Iterator[str]:
     """Starts the server of these flags and yields its address; Ctrl-C must end it with status 0."""
-    command = [sys.executable, "-m", "tools.serve", *argv, "--port=0"]
-    env = {**os.environ, "PYTHONPATH": f"{_ROOT}:{_ROOT / 'tests'}"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+    with start_python("-m", "tools.serve", *argv, "--port=0", stdout=None) as process:
         said = ""
         while "ready after" not in said:
             line = process.stderr.readline()
@@ -88,14 +68,15 @@ def _ask(words: list[str]) -> dict:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd) -> None:
+def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(engines, "make_engine", engines.make_engine)  # put back in the end
     # As on a machine that shows its CPU as one device.
     monkeypatch.setattr(trainer, "fastest_engine", lambda args: "tf_graph")
     trainer_testing.keep_compiled()
-    _write_texts(tmp_path)
+    sizes = {"TEXTS/de": 600, "TEXTS/sw": 400, "more/cy": 300, "medical": 5}
+    trainer_testing.write_corpus(tmp_path, sizes, words_of_a_pair=(3, 7))  # a newcomer's files
     said: dict[str, str] = {}
     with contextlib.ExitStack() as server:
         url = ""

@@ -175,7 +175,7 @@ def test_tools_score(name, scorer, monkeypatch, tmp_path, capfd):
         (b'{"text": "a"}', "no string in field 'prompt'; strings are in 'text'"),
     ],
 )
-def test_a_line_without_its_text_is_named(line: bytes, wrong: str) -> None:
+def test_a_line_without_its_text_is_named(line, wrong):
     texts_of = _lines.text_reader(SimpleNamespace(field="prompt", input="prompts.jsonl"))
     assert texts_of([Line(b'{"prompt": "a"}')]) == [b"a"]
     with pytest.raises(ValueError, match=re.escape(f"prompts.jsonl:2: {wrong} (--field)") + "$"):

@@ -3,13 +3,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
+from processes import run_python
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.mt_input import MtInput
@@ -20,7 +20,6 @@ from lingvo_moe.tasks.text.preparing import read_stage
 from lingvo_moe.tasks.text.preparing.workers import run_jobs
 from tools import prepare
 
-ROOT = Path(__file__).parents[2]
 _SYLLABLES = [c + v for c in "bdfgklmnprstvw" for v in "aeiou"]
 _SIZES = ["--source_vocab_size=420", "--target_vocab_size=330"]
 
@@ -68,7 +67,7 @@ def _summary(data: Path) -> dict:
     return json.loads((data / "prepared.json").read_text())
 
 
-def test_every_line_is_accounted_for(data: Path) -> None:
+def test_every_line_is_accounted_for(data):
     about = _summary(data)
     every = {**about["languages"], **about["left_out"]}
     assert set(about["languages"]) == {"de", "ru", "ee"}
@@ -88,7 +87,7 @@ def test_every_line_is_accounted_for(data: Path) -> None:
         assert len(pairs) == every[lang]["kept"] == len(set(pairs))
 
 
-def test_what_is_held_out_is_held_out_of_all_languages(data: Path) -> None:
+def test_what_is_held_out_is_held_out_of_all_languages(data):
     dev = {target for _, pairs in DevSet(data).items() for _, target in pairs}
     assert len(dev) > 40
     for lang in ("de", "ru", "ee"):
@@ -96,7 +95,7 @@ def test_what_is_held_out_is_held_out_of_all_languages(data: Path) -> None:
         assert 5 < len(DevSet(data)[lang]) <= 40
 
 
-def test_the_trainer_takes_it_as_it_lies(data: Path, tmp_path: Path) -> None:
+def test_the_trainer_takes_it_as_it_lies(data, tmp_path):
     params = MtInput.Params().Set(
         data_dir=str(data),
         cache_dir=str(tmp_path / "no cache is needed"),
@@ -122,7 +121,7 @@ def test_the_trainer_takes_it_as_it_lies(data: Path, tmp_path: Path) -> None:
         iter(some).SetState(iter(inputs).GetState())
 
 
-def test_sizes_that_do_not_match_are_reported_together(data: Path) -> None:
+def test_sizes_that_do_not_match_are_reported_together(data):
     message = (
         r"source.model has 420 ids, .* is 64000; .*target.model has 330 ids, .* is 32000: set --model_params_override="
         r"'input.source_vocab_size=420;.*task.target_vocab_size=330', or run tools.prepare with"
@@ -132,12 +131,7 @@ def test_sizes_that_do_not_match_are_reported_together(data: Path) -> None:
         MtInput.Params().Set(data_dir=str(data)).Instantiate().Prepare()
 
 
-def test_the_table_is_printed(
-    data: Path,
-    texts: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_table_is_printed(data, texts, capsys, caplog):
     again = ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
     assert prepare.main([f"--input={texts}", f"--output={data}", *again]) == 0
     out = capsys.readouterr().out
@@ -149,9 +143,7 @@ def test_the_table_is_printed(
     assert not list(data.parent.glob(".*"))
 
 
-def test_given_held_out_pairs_stay_as_they_are(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_given_held_out_pairs_stay_as_they_are(texts, tmp_path, capsys):
     first = _sentence(1000)
     (tmp_path / "in" / "dev").mkdir(parents=True)
     (tmp_path / "in" / "dev" / "ru.tsv").write_text(f"<b>да</b> \t  {first}\nнет\tno, &amp; no!\n")
@@ -188,15 +180,12 @@ sys.exit(prepare.main(sys.argv[1:]))
 """
 
 
-def test_stopped_and_gone_on_gives_the_same(
-    texts: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_and_gone_on_gives_the_same(texts, data, tmp_path, monkeypatch):
     output = tmp_path / "data"
     flags = [f"--input={texts}", f"--output={output}"]
     flags += ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
     work = tmp_path / ".data.preparing"
-    command = [sys.executable, "-c", _STOPPED_AT_THE_SECOND, *flags]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    process = run_python("-c", _STOPPED_AT_THE_SECOND, *flags)
     assert process.returncode == 130, process.stderr
     assert "stopped; the same command resumes from here" in process.stderr
     assert not output.exists()
@@ -226,9 +215,7 @@ def test_stopped_and_gone_on_gives_the_same(
     assert not work.exists()
 
 
-def test_several_processes_give_the_same(
-    texts: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_give_the_same(texts, data, tmp_path, monkeypatch):
     monkeypatch.setattr("lingvo_moe.tasks.text.preparing.prepare._SMALL", 0)
     arguments = [f"--input={texts}", f"--output={tmp_path / 'data'}", "--workers=2"]
     arguments += ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
@@ -239,7 +226,7 @@ def test_several_processes_give_the_same(
     assert ours == theirs
 
 
-def test_changed_data_is_not_used(data: Path, tmp_path: Path) -> None:
+def test_changed_data_is_not_used(data, tmp_path):
     def inputs(directory: Path) -> MtInput:
         return MtInput.Params().Set(data_dir=str(directory), cache_dir=str(tmp_path)).Instantiate()
 
@@ -258,11 +245,8 @@ def test_changed_data_is_not_used(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_temperature_goes_to_the_trainer_and_long_pairs_are_a_warning(
-    texts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    texts, tmp_path, capsys, monkeypatch
+):
     sizes = {"source_vocab_size": 420, "target_vocab_size": 330, "source_length": 12}
     experiment = NestedMap(input=MtInput.Params().Set(**sizes))
     monkeypatch.setattr("lingvo_moe.core.config.registry.GetParams", lambda name: experiment)
@@ -298,6 +282,6 @@ def _die(job: int, told: Callable[[int], None]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_is_killed() -> None:
+def test_a_worker_that_is_killed():
     with pytest.raises(DataError, match=r"one of 2 worker processes was killed.*fewer --workers"):
         run_jobs(_die, [1, 2], 2, lambda done, told, seconds: None)

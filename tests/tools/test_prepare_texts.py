@@ -3,9 +3,6 @@
 import json
 import random
 import re
-from pathlib import Path
-
-import pytest
 
 from lingvo_moe.core.config import registry
 from tools import prepare
@@ -19,16 +16,9 @@ def _sentence(i: int) -> str:
     )
 
 
-def test_a_language_model_takes_texts_without_a_translation(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_language_model_takes_texts_without_a_translation(tmp_path, capsys):
     (tmp_path / "texts").mkdir()
-    lines = [
-        *(_sentence(i) for i in range(900)),
-        "",
-        _sentence(0),
-        "not Russian",
-    ]
+    lines = [*(_sentence(i) for i in range(900)), "", _sentence(0), "not Russian"]
     (tmp_path / "texts/ru.txt").write_text("\n".join(lines))
     given = [f"--input={tmp_path}/texts", f"--output={tmp_path}/data", "--model=lm.Tiny"]
     assert prepare.main([*given, "--target_vocab_size=330"]) == 0

@@ -29,11 +29,8 @@ print(json.dumps(dict(kind="end", parameters=1000, version="by heart", pieces=li
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """Two languages; the dev pairs are some that are trained on, and one longer than a row of mt.M4Tiny."""
-    directory = trainer_testing.write_corpus(tmp_path_factory.mktemp("quality") / "corpus")
-    (directory / "dev").mkdir()
-    for language in ("aa", "bb"):
-        lines = (directory / f"{language}.tsv").read_text().splitlines(keepends=True)[:6]
-        (directory / "dev" / f"{language}.tsv").write_text("".join(lines))
+    place = tmp_path_factory.mktemp("quality") / "corpus"
+    directory = trainer_testing.write_corpus(place, held_out=6)
     with open(directory / "dev" / "bb.tsv", "a") as file:
         file.write(f"{'bka ' * 30}\t{'ka ' * 30}\n")
     return directory

@@ -26,6 +26,7 @@ translate --logdir=x --max_source_length=9999999 | --max_source_length=9999999: 
 translate --logdir='~/run' | --logdir=~/run: '~' is only replaced by a shell
 translate --saved_model=x --trust_run | --trust_run goes with --logdir
 translate --saved_model=x --shortlist=s | --shortlist=s goes with --logdir
+translate --saved_model=x --weights=int8 | --weights=int8 goes with --logdir
 evaluate --saved_model=x --max_per_language=0 | --max_per_language=0
 evaluate --logdir=x --length_alpha=nan | --length_alpha=nan: must be a number in
 evaluate --logdir=x --resource_bounds=5,7 | HIGH must be more than MID
@@ -58,6 +59,16 @@ explain --program=x --mesh=expert:8 | --mesh=expert:8 goes with --model, which i
 explain --model=mt.M4Tiny --mesh=expert:4 --num_devices=4 | does not go with --mesh=expert:4
 explain --model=mt.M4Tiny --num_devices=1 | --num_devices=1: must be an integer from 2 to
 verify | --model is required; --model alone lists all
+verify --model=x --strategy=auto | only the trainer searches
+verify --model=x --strategy=auto | run python -m tools.parallelize
+plan --model=x --strategy=auto | only the trainer searches
+plan --model=x --strategy=auto | run python -m tools.parallelize
+plan --model=mt.M4Tiny | --model and --topology go together
+plan | nothing to do
+plan --compare=x --output=x.json | --output=x.json goes with --model
+plan --model=mt.M4Tiny --topology=v3:2x2 --token_budget=inf | must be a positive number
+plan --compare=x --variants=|a=1 | --variants=|a=1 goes with --model, which is not given: it is of a new plan
+plan --topolgy=v3:2x2 | did you mean '--topology'
 compare_experts --only=top2_e15 | did you mean
 reproduce --only=M4MoE | --only=M4MoE goes with --plans
 goodput | nothing to do: give --logdir, or --predict
@@ -70,6 +81,9 @@ goodput --predict --mtbf=3h --announced=2 | --announced=2: must be a number
 benchmarks.gpu.programs --output=x --kinds=indx | 'indx' (did you mean 'index'
 benchmarks.gpu.programs --output=x --experts=8,1 | must be numbers from 2
 benchmarks.gpu.train --programs=x --points=20,10 | must be rising numbers from 1
+benchmarks.partition_scaling --partitions=1,2 | --partitions=1,2
+benchmarks.partition_scaling --partitions=x | --partitions=x
+benchmarks.partition_scaling --forms=fast | --forms=fast
 benchmarks.quality_peers --corpus=x --output=y --only=expert | no such contender (did you mean 'experts'?)
 benchmarks.quality_peers --corpus=x --output=y --routers=hashed | no such router (did you mean 'hash'?)
 benchmarks.quality_peers --corpus=x --output=y --experts=0 | --experts=0: must be an integer above 0
@@ -125,6 +139,15 @@ explain --program=/none | program /none: No such file
 explain --model=mt.M4Tiny --mesh=expert:3 | does not divide over the 3 devices
 explain --model=mt.M4Tiny --html=/none/x | --html=/none/x: there is no directory /none
 explain --model=mt.M4Tiny --json=/ | --json=/ is a directory
+plan --model=mt.M4Tiny --topology=v3 --mesh=foo | --mesh='foo': 'foo' is not
+plan --model=mt.M4Tiny --topology=v3:2x2 --cache_dir=/proc/x | --cache_dir=/proc/x: no permission to write in /proc
+plan --model=mt.M4Tiny --topology=v3 --mesh=d:4 --variants=train.mesh=d:2 | --mesh=d:4: --variants has train.mesh=d:2
+plan --model=mt.M4Tiny --topology=v3:2x2 --price=v4:2 | no plan is for v4
+plan --model=mt.M4Tiny --topology=v5p:2x2x1 --variants=|task.droput=0.1 | did you mean 'dropout'
+plan --model=mt.M4Tiny --topology=v3:2x2*2 | between slices of v3 is published
+plan --compare=/nowhere.json | --compare=/nowhere.json: No such file
+verify --model=toy_task.Line --mesh=data:2 | LinearModel cannot be verified: it has no Shrink(task, inputs, mesh)
+verify --model=toy_attention.Right --mesh=a:1 | mesh a:1 has 1 devices; give --mesh of 2 to 64
 soak --output=lines.txt | --output=lines.txt is a file; name a directory
 soak --output=run | --output=run is a run
 goodput --logdir=run | run/time.jsonl: there is no such file

@@ -54,11 +54,7 @@ def test_it_ends_with_the_loss_of_each_language(run, scorer):
     first, second, third = scorer.Score(["red", "house", "stone"], ["green", "tree", "green tree"])
     assert out.endswith("nan\t0\tnan\n")
     assert "line 4 is not scored: it has no language in column 3" in err
-    for name, scores in (
-        ("de", [first, third]),
-        ("fi", [second]),
-        ("all", [first, second, third]),
-    ):
+    for name, scores in (("de", [first, third]), ("fi", [second]), ("all", [first, second, third])):
         tokens = sum(len(score.pieces) for score in scores)
         loss = -sum(score.log_prob for score in scores) / tokens
         assert (

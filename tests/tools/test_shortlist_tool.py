@@ -13,7 +13,7 @@ from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT
-from tools import export, shortlist, translate
+from tools import export, shortlist
 
 OPTIONS = TranslateOptions(beam_size=3, top_k=3, max_source_length=16, max_length=14)
 _FLAGS = ["--beam_size=3", "--max_source_length=16", "--max_length=14"]
@@ -106,9 +106,6 @@ def test_an_exported_model_has_it_inside(logdir, made, translator, tmp_path, cap
     np.testing.assert_array_equal(got.scores, want.scores)
     about = json.loads((tmp_path / "model" / ABOUT["translate"]).read_text())
     assert about["shortlist"] == {"per_source_piece": 2, "every_line": 265}
-    with pytest.raises(SystemExit):
-        translate.main([f"--saved_model={tmp_path / 'model'}", f"--shortlist={made}"])
-    assert f"--shortlist={made} goes with --logdir" in capsys.readouterr().err
 
 
 def test_files_that_do_not_fit_are_refused(logdir, made, tmp_path):

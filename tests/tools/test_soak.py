@@ -1,20 +1,15 @@
 """A small soak: a toy run is killed, stopped and restarted, also on other layouts; and what a soak must find."""
 
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from lingvo_moe.core.files.checked_lines import append_row
 from lingvo_moe.core.runs.goodput import account, read_segments
 from tools import soak
 from tools.soak import Layout, SoakError, compare, layouts, plan_round
-
-_TESTS = Path(__file__).parents[1]
 
 
 def _args(*flags):
@@ -43,41 +38,18 @@ def _write_losses(output, name, losses):
 _LOSSES = {step: 4.0 / step for step in range(1, 61)}
 
 
-@pytest.mark.parametrize(
-    "change, again, exact, said",
-    [
-        ({}, {}, 60, ""),
-        ({60: 1 / 15 + 1e-7}, {}, 50, ""),
-        ({60: 1 / 15 + 1e-7}, {}, 60, "losses of 1 steps differ, first that of step 60"),
-        (
-            {60: 1 / 15 + 1e-4},
-            {},
-            50,
-            "losses of 1 steps are more than 1e-05 apart, first that of step 60",
-        ),
-        (
-            {60: 1 / 15 + 1e-4},
-            {},
-            30,
-            "losses of 1 steps are more than 1e-05 apart, first that of step 60",
-        ),
-        ({60: None}, {}, 60, "the losses of 1 steps are missing, first that of step 60"),
-        (
-            {60: math.nan},
-            {},
-            50,
-            "losses of 1 steps are more than 1e-05 apart, first that of step 60",
-        ),
-        # A restart does steps 31 to 60 again.
-        ({}, {31: 4 / 31 + 1e-7, 59: 0.0}, 60, ""),
-        (
-            {},
-            {50: 4 / 50 + 1e-4},
-            60,
-            "losses of 1 steps are more than 1e-05 apart, first that of step 50",
-        ),
-    ],
-)
+@pytest.mark.parametrize("change, again, exact, said", [
+    ({}, {}, 60, ""),
+    ({60: 1 / 15 + 1e-7}, {}, 50, ""),
+    ({60: 1 / 15 + 1e-7}, {}, 60, "losses of 1 steps differ, first that of step 60"),
+    ({60: 1 / 15 + 1e-4}, {}, 50, "losses of 1 steps are more than 1e-05 apart, first that of step 60"),
+    ({60: 1 / 15 + 1e-4}, {}, 30, "losses of 1 steps are more than 1e-05 apart, first that of step 60"),
+    ({60: None}, {}, 60, "the losses of 1 steps are missing, first that of step 60"),
+    ({60: math.nan}, {}, 50, "losses of 1 steps are more than 1e-05 apart, first that of step 60"),
+    # A restart does steps 31 to 60 again.
+    ({}, {31: 4 / 31 + 1e-7, 59: 0.0}, 60, ""),
+    ({}, {50: 4 / 50 + 1e-4}, 60, "losses of 1 steps are more than 1e-05 apart, first that of step 50"),
+])  # fmt: skip
 def test_a_loss_that_differs_or_is_missing_is_found(tmp_path, capsys, change, again, exact, said):
     changed = {**_LOSSES, **change}
     rows = {"undisturbed": [*_LOSSES.items()], "disturbed": [*changed.items()]}
@@ -177,9 +149,7 @@ def test_six_disruptions(tmp_path):
     override = "task.optimizer.learning_rate.constant_steps=5;train.mesh=data:2"
     flags = ["--model=toy_task.Line", "--num_devices=2", "--rounds=6", "--mtbf=4s", "--seed=3"]
     flags.append(f"--model_params_override={override};train.save_interval_steps=5")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), *sys.path])}
-    command = [sys.executable, "-c", _FORKED, str(tmp_path), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    done = run_python("-c", _FORKED, str(tmp_path), *flags)
     logs = "".join(log.read_text()[-2000:] for log in tmp_path.glob("*.log"))
     assert done.returncode == 0, done.stderr + logs
     assert "on the same layout: equal bit for bit" in done.stdout

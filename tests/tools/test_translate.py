@@ -4,19 +4,15 @@ import contextlib
 import os
 import pty
 import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
+
+from processes import start_python
 
 from lingvo_moe.core.nested_map import NestedMap
 from tools import translate
 
-_ROOT = Path(__file__).resolve().parents[2]
-
-
 # The command with a translator that returns capitals, so that it starts at once.
 _WITH_STUB = """
-import sys
 from types import SimpleNamespace
 from tools import _cli, translate
 
@@ -34,15 +30,9 @@ sys.exit(translate.main(["--saved_model=x", *sys.argv[1:]]))
 def test_interactive_at_a_terminal():
     """Lines that can be typed; a terminal's line has no NUL and ends with CR or newline."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _WITH_STUB],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=_ROOT,
-        # Of most people's terminals: what is typed must be UTF-8, or it is an error to Python.
-        env={**os.environ, "TERM": "dumb", "PYTHONIOENCODING": "utf-8:strict"},
-    )
+    # Of most people's terminals: what is typed must be UTF-8, or it is an error to Python.
+    env = {"TERM": "dumb", "PYTHONIOENCODING": "utf-8:strict"}
+    process = start_python("-c", _WITH_STUB, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
     os.close(theirs)
 
     def until_prompt() -> bytes:
@@ -109,8 +99,8 @@ def test_an_output_that_is_no_file_is_written_in_place(tmp_path):
     """A pipe gets its lines as they are done, and stays a pipe."""
     (tmp_path / "in").write_bytes(b"red\ngreen\n")
     os.mkfifo(tmp_path / "pipe")
-    command = [sys.executable, "-c", _WITH_STUB, f"--input={tmp_path}/in", "--batch_size=1"]
-    with subprocess.Popen([*command, f"--output={tmp_path}/pipe"], cwd=_ROOT) as process:
+    flags = [f"--input={tmp_path}/in", "--batch_size=1", f"--output={tmp_path}/pipe"]
+    with start_python("-c", _WITH_STUB, *flags, stdout=None, stderr=None) as process:
         assert (tmp_path / "pipe").read_bytes() == b"RED\nGREEN\n"
         assert process.wait(30) == 0
     assert (tmp_path / "pipe").is_fifo()
@@ -119,13 +109,8 @@ def test_an_output_that_is_no_file_is_written_in_place(tmp_path):
 
 def test_who_reads_our_output_may_stop():
     """`translate | head -1` ends quietly."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _WITH_STUB, "--quiet", "--batch_size=1"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=_ROOT,
-    ) as process:
+    flags = ("--quiet", "--batch_size=1")
+    with start_python("-c", _WITH_STUB, *flags, stdin=subprocess.PIPE, text=False) as process:
         process.stdin.write(b"red\n")
         process.stdin.flush()
         assert process.stdout.readline() == b"RED\n"  # one line in, one out, at once

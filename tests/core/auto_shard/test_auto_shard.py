@@ -57,7 +57,7 @@ def _kinds(compiled: Any) -> Counter:
     return Counter(c.kind for c in compiled.Collectives())
 
 
-def test_over_two_axes_both() -> None:
+def test_over_two_axes_both():
     """Rows are many and layers wide, and the network along `data` is as fast as that along `model`."""
     grid = Mesh.parse("data:2,model:4")
     found = xs.auto_shard(functions.perceptron, grid, differentiate=["w1_MH", "w2_HM"]).Strategy(
@@ -70,7 +70,7 @@ def test_over_two_axes_both() -> None:
 
 
 @pytest.mark.usefixtures("no_latency")
-def test_wide_layers_need_one_all_reduce_each_way() -> None:
+def test_wide_layers_need_one_all_reduce_each_way():
     sharded = xs.auto_shard(functions.perceptron, _EIGHT)
     args = _check(functions.perceptron, sharded, [spec(8, 64), spec(64, 256), spec(256, 64)])
     assert _mappings(sharded.Strategy(*args))["w1_MH"] == (None, "model")
@@ -79,7 +79,7 @@ def test_wide_layers_need_one_all_reduce_each_way() -> None:
     assert _kinds(sharded.CompiledGradient(*args)) == {"all-reduce": 2}
 
 
-def test_a_transformer_is_sharded_as_megatron_s() -> None:
+def test_a_transformer_is_sharded_as_megatron_s():
     """Twelve layers: heads and hidden units over the devices, one all-reduce after each half of a layer."""
     layers = [functions.block_specs(8192, 64, 128, 32768)] * 12
     sharded = xs.auto_shard(functions.transformer, _EIGHT, differentiate=["layers"])
@@ -98,7 +98,7 @@ def test_a_transformer_is_sharded_as_megatron_s() -> None:
 
 
 @pytest.mark.usefixtures("no_latency")
-def test_one_all_reduce_for_each_half_of_a_layer_each_way() -> None:
+def test_one_all_reduce_for_each_half_of_a_layer_each_way():
     layers = [functions.block_specs(64, 8, 8, 256)]
     sharded = xs.auto_shard(functions.transformer, _EIGHT)
     args = _check(functions.transformer, sharded, [spec(1, 16, 64), layers])
@@ -108,7 +108,7 @@ def test_one_all_reduce_for_each_half_of_a_layer_each_way() -> None:
 
 
 @pytest.mark.usefixtures("no_latency")
-def test_experts_get_their_all_to_alls() -> None:
+def test_experts_get_their_all_to_alls():
     sharded = xs.auto_shard(functions.experts, Mesh.parse("expert:8"))
     args = _check(functions.experts, sharded, functions.experts_specs(8, 16, 8, 4, 32, 64))
     found = _mappings(sharded.Strategy(*args))
@@ -118,7 +118,7 @@ def test_experts_get_their_all_to_alls() -> None:
 
 
 @pytest.mark.usefixtures("no_latency")
-def test_a_look_up_with_a_tied_softmax_over_two_axes() -> None:
+def test_a_look_up_with_a_tied_softmax_over_two_axes():
     def language_model(ids_BT: tf.Tensor, table_VM: tf.Tensor, w_MM: tf.Tensor) -> tf.Tensor:
         h = tf.nn.gelu(tf.gather(table_VM, ids_BT) @ w_MM)
         logits = tf.einsum("BTM,VM->BTV", h, table_VM)
@@ -134,14 +134,14 @@ def test_a_look_up_with_a_tied_softmax_over_two_axes() -> None:
         np.testing.assert_allclose(tf.convert_to_tensor(g), tf.convert_to_tensor(w), atol=1e-5)
 
 
-def test_inside_another_program_it_becomes_a_part_of_it() -> None:
+def test_inside_another_program_it_becomes_a_part_of_it():
     sharded = xs.auto_shard(functions.perceptron, _EIGHT)
     args = _values([spec(8, 16), spec(16, 32), spec(32, 16)])
     outer = xs.shard_function(lambda *args: 2 * sharded(*args), mesh=_EIGHT)
     np.testing.assert_allclose(outer(*args), 2 * sharded(*args), rtol=1e-5)
 
 
-def test_the_gradient_of_a_strided_slice_is_right(no_latency: None) -> None:
+def test_the_gradient_of_a_strided_slice_is_right(no_latency):
     """Rows are sharded and the slice is not: as TensorFlow writes this gradient, XLA computes it wrongly."""
 
     def every_third(x_BM: tf.Tensor, w_MH: tf.Tensor) -> tf.Tensor:

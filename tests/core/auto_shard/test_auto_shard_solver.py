@@ -36,7 +36,7 @@ def _all(choices: list[Choices], edges: list[Edge]) -> list:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_it_finds_what_trying_all_finds_and_keeps_a_limit_of_memory(seed: int) -> None:
+def test_it_finds_what_trying_all_finds_and_keeps_a_limit_of_memory(seed):
     choices, edges = _problem(seed)
     every = _all(choices, edges)
     found = solve(choices, edges, None)

@@ -28,7 +28,7 @@ def _received(source: Layout, target: Layout) -> float:
     return total
 
 
-def test_bytes_are_those_of_the_planner_of_redistributions() -> None:
+def test_bytes_are_those_of_the_planner_of_redistributions():
     for source, target in itertools.product(_layouts(), repeat=2):
         plan = plan_redistribution(
             _SHAPE, 4, (_MESH, mapping_of(source)), (_MESH, mapping_of(target))
@@ -41,15 +41,13 @@ def test_bytes_are_those_of_the_planner_of_redistributions() -> None:
             assert received == best, (source, target)
 
 
-def test_axes_that_move_together_are_one_collective() -> None:
+def test_axes_that_move_together_are_one_collective():
     both = ("data", "model")
     assert [e.kind for e in exchanges(_MESH, (both, ()), ((), both))] == ["all-to-all"]
 
 
 @pytest.mark.parametrize("scatters, kinds", [(True, ["reduce-scatter"]), (False, ["all-reduce"])])
-def test_the_gradient_of_a_gather_is_a_sum_of_which_each_keeps_a_part(
-    scatters: bool, kinds: list[str]
-) -> None:
+def test_the_gradient_of_a_gather_is_a_sum_of_which_each_keeps_a_part(scatters, kinds):
     whole: Layout = ((), ())
     found = gradient_exchanges(_MESH, whole, (("model",), ()), ("model",), scatters)
     assert [e.kind for e in found] == kinds

@@ -1,11 +1,10 @@
 """Classes by name: any class for a user who types the name, only classes of this package for a run."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.class_names import any_class, own_class
@@ -43,22 +42,19 @@ def test_no_parameter_of_an_experiment_imports_another_module(marker, path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "type/os/system",
-        "type/lingvo_moe/Path",
-        "type/lingvo_moe_of_another/Thing",
-        "type/lingvo_moe..os/Thing",
-        "type/lingvo_moe.core.files.files\n/Path",
-        "type/params.mt.demo/M4Tiny",
-        "type/lingvo_moe.runs.one.leaves_a_file/Thing",  # a run in a checkout, which may hold code
-        "type/lingvo_moe.core.files.files/Path",  # imported there, but another package's
-        "type/lingvo_moe.core.moe.routers.top2/Top3Router",
-        "type/lingvo_moe.core.config.registry/RegistryError",  # no Params
-        "type/lingvo_moe.core.moe.routers.top2",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "type/os/system",
+    "type/lingvo_moe/Path",
+    "type/lingvo_moe_of_another/Thing",
+    "type/lingvo_moe..os/Thing",
+    "type/lingvo_moe.core.files.files\n/Path",
+    "type/params.mt.demo/M4Tiny",
+    "type/lingvo_moe.runs.one.leaves_a_file/Thing",  # a run in a checkout, which may hold code
+    "type/lingvo_moe.core.files.files/Path",  # imported there, but another package's
+    "type/lingvo_moe.core.moe.routers.top2/Top3Router",
+    "type/lingvo_moe.core.config.registry/RegistryError",  # no Params
+    "type/lingvo_moe.core.moe.routers.top2",
+])  # fmt: skip
 def test_what_names_no_class_of_the_package(text):
     with pytest.raises(ValueError, match=r"is not of lingvo_moe|names no class|is no class"):
         own_class(text)
@@ -70,10 +66,6 @@ def test_directories_of_the_users_own_are_not_in_the_way(tmp_path):
         (tmp_path / place).mkdir()
         (tmp_path / place / "__init__.py").write_text("open('was_imported', 'w').close()\n")
     root = Path(registry.__file__).parents[3]
-    subprocess.run(
-        [sys.executable, "-c", "import lingvo_moe.params.mt, lingvo_moe.tools.reproduce"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        check=True,
-    )
+    code = "import lingvo_moe.params.mt, lingvo_moe.tools.reproduce"
+    run_python("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(root)}, check=True)
     assert not (tmp_path / "was_imported").exists()

@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from refusals import refuses
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params
@@ -89,21 +90,18 @@ def test_any_value_survives_text(name, number, rate, flag):
     assert _params().FromText(p.ToText()).ToText() == p.ToText()
 
 
-@pytest.mark.parametrize(
-    "line, error, match",
-    [
-        ("model.hidden_dim : many", ValueError, "line 2: model.hidden_dim"),
-        ("model.hidden_dim : 1.5", ValueError, "expected int"),
-        ("model.hidden_dim : None", ValueError, "expected int"),
-        ("model.cls : type/no_such_module/Thing", ValueError, "names no class"),
-        ("model.cls : Thing", ValueError, "names no class"),
-        ("no separator", ValueError, "line 2"),
-        ("model.nme : 1", AttributeError, "nme"),
-    ],
+@refuses(
+    ValueError,
+    ("model.hidden_dim : many", "line 2: model.hidden_dim"),
+    ("model.hidden_dim : 1.5", "expected int"),
+    ("model.hidden_dim : None", "expected int"),
+    ("model.cls : type/no_such_module/Thing", "names no class"),
+    ("model.cls : Thing", "names no class"),
+    ("no separator", "line 2"),
+    ("model.nme : 1", AttributeError, "nme"),
 )
-def test_bad_text_names_the_line(line, error, match):
-    with pytest.raises(error, match=match):
-        _params().FromText(f"# comment\n{line}\n")
+def test_bad_text_names_the_line(line):
+    _params().FromText(f"# comment\n{line}\n")
 
 
 def test_text_is_read_as_the_type_that_is_there():
@@ -142,21 +140,17 @@ def _nested():
     return p
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("layer.dim", -16, "layer.dim=-16: must be an integer of at least 1"),
-        ("layer.dim", True, "layer.dim=True: must be an integer of at least 1"),
-        ("layers[1].rate", 1.0, "layers[1].rate=1.0: must be a number in [0, 1)"),
-        ("layers[1].rate", "x", "layers[1].rate='x': must be a number in [0, 1)"),
-        ("layer.names[1]", 3, "layer.names[1]=3: must be a list of strings"),
-        ("layer.name", 3, "layer.name=3: must be a string"),
-        ("layer", None, "layer=None: must be one of one, two, or Params of a class"),
-        ("layer", 3, "layer=3: must be one of one, two, or Params of a class"),
-        ("layer.dim", 1 << 16609, "layer.dim=an integer of 16610 bits: must be an integer"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("path", "value", "message"), [
+    ("layer.dim", -16, "layer.dim=-16: must be an integer of at least 1"),
+    ("layer.dim", True, "layer.dim=True: must be an integer of at least 1"),
+    ("layers[1].rate", 1.0, "layers[1].rate=1.0: must be a number in [0, 1)"),
+    ("layers[1].rate", "x", "layers[1].rate='x': must be a number in [0, 1)"),
+    ("layer.names[1]", 3, "layer.names[1]=3: must be a list of strings"),
+    ("layer.name", 3, "layer.name=3: must be a string"),
+    ("layer", None, "layer=None: must be one of one, two, or Params of a class"),
+    ("layer", 3, "layer=3: must be one of one, two, or Params of a class"),
+    ("layer.dim", 1 << 16609, "layer.dim=an integer of 16610 bits: must be an integer"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_path_and_changes_nothing(path, value, message):
     p = _nested()
     before = p.ToText()

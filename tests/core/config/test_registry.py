@@ -3,6 +3,7 @@
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from refusals import refuses
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
@@ -18,21 +19,18 @@ def test_overrides_are_applied_by_type():
     assert (p.task.num_experts, p.input.batch_size, p.train.max_steps) == (4, 2, 7)
 
 
-@pytest.mark.parametrize(
-    "name, override, match",
-    [
-        ("mt.M4MoE2048E36", "", "did you mean.*mt.M4MoE2048E36L"),
-        ("asr.Any", "", "no task 'asr'.*mt"),
-        ("M4Tiny", "", "expected task.Experiment"),
-        ("mt.M4Tiny", "task.num_expert=4", "did you mean 'num_experts'"),
-        ("mt.M4Tiny", "task.num_experts=four", "does not read as int"),
-        ("mt.M4Tiny", "input.languages=de, sw", r"read as list; did you mean \['de','sw'\]"),
-        ("mt.M4Tiny", "task.num_experts", "not of the form path=value"),
-    ],
+@refuses(
+    registry.RegistryError,
+    ("mt.M4MoE2048E36", "", "did you mean.*mt.M4MoE2048E36L"),
+    ("asr.Any", "", "no task 'asr'.*mt"),
+    ("M4Tiny", "", "expected task.Experiment"),
+    ("mt.M4Tiny", "task.num_expert=4", "did you mean 'num_experts'"),
+    ("mt.M4Tiny", "task.num_experts=four", "does not read as int"),
+    ("mt.M4Tiny", "input.languages=de, sw", r"read as list; did you mean \['de','sw'\]"),
+    ("mt.M4Tiny", "task.num_experts", "not of the form path=value"),
 )
-def test_errors(name, override, match):
-    with pytest.raises(registry.RegistryError, match=match):
-        registry.GetParams(name, override)
+def test_errors(name, override):
+    registry.GetParams(name, override)
 
 
 def test_a_name_cannot_be_taken_twice():

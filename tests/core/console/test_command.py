@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -35,15 +34,12 @@ def _ends(body: str, reads: bool) -> tuple[int, bytes, bytes]:
         return process.returncode, out, err
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "print('line\\n' * 9999)",
-        "print('kept until the end')",
-        "sys.stdout.buffer.write(b'x' * 99999)",
-    ],
-)
-def test_nobody_reads(body: str) -> None:
+@pytest.mark.parametrize("body", [
+    "print('line\\n' * 9999)",
+    "print('kept until the end')",
+    "sys.stdout.buffer.write(b'x' * 99999)",
+])  # fmt: skip
+def test_nobody_reads(body):
     assert _ends(body, reads=False) == (141, b"", b"cleaned up\n")
 
 
@@ -51,7 +47,7 @@ def test_nobody_reads(body: str) -> None:
     "body, said",
     [("print('kept until the end')", b"cleaned up\nerror: "), ("print('x' * 9999)", b"caught ")],
 )
-def test_a_full_disk(tmp_path: Path, body: str, said: bytes) -> None:
+def test_a_full_disk(tmp_path, body, said):
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
     with open(tmp_path / "out", "wb") as out:
         done = subprocess.run(
@@ -66,12 +62,12 @@ def test_a_full_disk(tmp_path: Path, body: str, said: bytes) -> None:
     assert done.returncode == 1 and error in done.stderr and done.stderr.count(b"Errno") == 1
 
 
-def test_somebody_reads() -> None:
+def test_somebody_reads():
     assert _ends("print('Grüße')", reads=True) == (3, "Grüße\n".encode(), b"cleaned up\n")
     assert _ends("sys.exit(5)", reads=False)[0] == 5
 
 
-def test_logging_stays_as_python_has_it() -> None:
+def test_logging_stays_as_python_has_it():
     """Warnings are plain lines; absl's messages below them are not printed."""
     body = (
         "import logging; from absl import logging as absl_logging; "
@@ -81,7 +77,7 @@ def test_logging_stays_as_python_has_it() -> None:
     assert _ends(body, reads=True) == (3, b"", b"one\ntwo\ncleaned up\n")
 
 
-def test_a_tool_of_ours() -> None:
+def test_a_tool_of_ours():
     command = [sys.executable, "-m", "tools.reproduce", "--list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()

@@ -1,7 +1,5 @@
 """Flags behave as users of absl expect; a mistake is one line that names the flag, and status 2."""
 
-from pathlib import Path
-
 import pytest
 from absl import flags as absl_flags
 
@@ -43,30 +41,27 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "argv, changed",
-    [
-        ([], {}),
-        (["--coats", "5", "--share=0.25"], {"coats": 5, "share": 0.25}),
-        (["--coats=5", "--coats=6"], {"coats": 6}),
-        (["--no_windows", "--noquiet"], {"no_windows": True, "quiet": False}),
-        (["--no_windows=true", "--quiet=false"], {"no_windows": True, "quiet": False}),
-        (["--colour=green"], {"colour": "green"}),
-        (["--finish=matt", "--finish="], {"finish": ""}),
-        (["--rooms=a, b,,c"], {"rooms": ("a", "b", "c")}),
-        (["--size=zz"], {"size": 35 * 37}),
-        (["--brush=a", "--brush", "b"], {"brush": ["a", "b"]}),
-        (["--thinner=--water=3"], {"thinner": "--water=3"}),
-        (["--undefok=ladder", "--ladder=7"], {}),
-    ],
-)
+@pytest.mark.parametrize("argv, changed", [
+    ([], {}),
+    (["--coats", "5", "--share=0.25"], {"coats": 5, "share": 0.25}),
+    (["--coats=5", "--coats=6"], {"coats": 6}),
+    (["--no_windows", "--noquiet"], {"no_windows": True, "quiet": False}),
+    (["--no_windows=true", "--quiet=false"], {"no_windows": True, "quiet": False}),
+    (["--colour=green"], {"colour": "green"}),
+    (["--finish=matt", "--finish="], {"finish": ""}),
+    (["--rooms=a, b,,c"], {"rooms": ("a", "b", "c")}),
+    (["--size=zz"], {"size": 35 * 37}),
+    (["--brush=a", "--brush", "b"], {"brush": ["a", "b"]}),
+    (["--thinner=--water=3"], {"thinner": "--water=3"}),
+    (["--undefok=ladder", "--ladder=7"], {}),
+])  # fmt: skip
 def test_values(argv, changed):
     args = _define().Parse(["--house=H", *argv])
     assert args.Values() == {**DEFAULTS, **changed}
     assert args.coats == args.Values()["coats"]
 
 
-def test_a_file_of_flags(tmp_path: Path):
+def test_a_file_of_flags(tmp_path):
     """A flag file may have comments and include another; flags after it on the command line override it."""
     (tmp_path / "more").write_text("--noquiet\n")
     (tmp_path / "flags").write_text(
@@ -77,28 +72,25 @@ def test_a_file_of_flags(tmp_path: Path):
     assert args.Values() == {**DEFAULTS, **changed}
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ([], "--house is required"),
-        (["--huose=H"], "no flag --huose (did you mean '--house' or"),
-        (["--house=H", "K"], "unexpected argument 'K': values are given as --flag=value"),
-        (["--house=H", "--quiet", "false"], "unexpected argument 'false': values are given as"),
-        (["--coats=0"], "--coats=0: must be an integer of at least 1"),
-        (["--coats=1e400"], "--coats=1e400: must be an integer of at least 1"),
-        (["--coats"], "Missing value for flag --coats"),
-        (["--share=1"], "--share=1: must be a number in [0, 1)"),
-        (["--quiet=perhaps"], "--quiet=perhaps: must be true or false"),
-        (["--noquiet=1"], "--noquiet=1 does not take an argument"),
-        (["--colour=gren"], "--colour=gren: must be one of red, green (did you mean 'green'?)"),
-        (["--finish=mat"], "--finish=mat: must be one of matt, gloss (did you mean 'matt'?)"),
-        (["--house=s3://x"], "--house=s3://x: remote storage is not supported"),
-        (["--house=x[1]"], "--house=x[1]: checkpoints and models could not be read"),
-        (["--house=H", "--brush=a", "--brush=~/b"], "--brush=~/b: '~' is only replaced by"),
-        (["--flagfile=/nowhere"], "Unable to open flagfile: [Errno 2] No such file or directory"),
-        (["--flagfile=/bin/sh"], "--flagfile names a file that is no text"),
-    ],
-)
+@pytest.mark.parametrize("argv, message", [
+    ([], "--house is required"),
+    (["--huose=H"], "no flag --huose (did you mean '--house' or"),
+    (["--house=H", "K"], "unexpected argument 'K': values are given as --flag=value"),
+    (["--house=H", "--quiet", "false"], "unexpected argument 'false': values are given as"),
+    (["--coats=0"], "--coats=0: must be an integer of at least 1"),
+    (["--coats=1e400"], "--coats=1e400: must be an integer of at least 1"),
+    (["--coats"], "Missing value for flag --coats"),
+    (["--share=1"], "--share=1: must be a number in [0, 1)"),
+    (["--quiet=perhaps"], "--quiet=perhaps: must be true or false"),
+    (["--noquiet=1"], "--noquiet=1 does not take an argument"),
+    (["--colour=gren"], "--colour=gren: must be one of red, green (did you mean 'green'?)"),
+    (["--finish=mat"], "--finish=mat: must be one of matt, gloss (did you mean 'matt'?)"),
+    (["--house=s3://x"], "--house=s3://x: remote storage is not supported"),
+    (["--house=x[1]"], "--house=x[1]: checkpoints and models could not be read"),
+    (["--house=H", "--brush=a", "--brush=~/b"], "--brush=~/b: '~' is only replaced by"),
+    (["--flagfile=/nowhere"], "Unable to open flagfile: [Errno 2] No such file or directory"),
+    (["--flagfile=/bin/sh"], "--flagfile names a file that is no text"),
+])  # fmt: skip
 def test_mistakes(argv, message, capsys):
     with pytest.raises(SystemExit) as stop:
         _define().Parse(argv)
@@ -120,22 +112,19 @@ def test_exactly_one_of_some_flags(capsys):
     assert flags.Parse(["--house=H", "--water=b"]).water == "b"
 
 
-@pytest.mark.parametrize(
-    "argv, why",
-    [
-        (["--coats=3"], ""),
-        (["--coats=3", "--colour=green"], ""),
-        (["--coats=2", "--quiet=false", "--finish=gloss"], ""),
-        (["--rooms=a,b"], "--rooms=a,b goes with --water, which is not given: walls are dusty"),
-        (["--rooms=a,b", "--water=w"], ""),
-        (["--size=z"], "--size=35 goes with --finish=matt, not with --finish="),
-        (["--size=z", "--finish=matt"], ""),
-        (["--coats=3", "--noquiet"], "--coats=3 does not go with --noquiet"),
-        (["--no_windows", "--thinner=x"], "--no_windows does not go with --thinner=x"),
-        (["--thinner=a", "--water=./a"], "--thinner and --water are both ./a; name two places"),
-        (["--thinner=a", "--water=b"], ""),
-    ],
-)
+@pytest.mark.parametrize("argv, why", [
+    (["--coats=3"], ""),
+    (["--coats=3", "--colour=green"], ""),
+    (["--coats=2", "--quiet=false", "--finish=gloss"], ""),
+    (["--rooms=a,b"], "--rooms=a,b goes with --water, which is not given: walls are dusty"),
+    (["--rooms=a,b", "--water=w"], ""),
+    (["--size=z"], "--size=35 goes with --finish=matt, not with --finish="),
+    (["--size=z", "--finish=matt"], ""),
+    (["--coats=3", "--noquiet"], "--coats=3 does not go with --noquiet"),
+    (["--no_windows", "--thinner=x"], "--no_windows does not go with --thinner=x"),
+    (["--thinner=a", "--water=./a"], "--thinner and --water are both ./a; name two places"),
+    (["--thinner=a", "--water=b"], ""),
+])  # fmt: skip
 def test_flags_that_go_with_others(argv, why, capsys):
     flags = _define()
     flags.OnlyWith("coats", quiet=False)

@@ -62,14 +62,11 @@ def test_the_users_own_directory_is_taken(tmp_path, monkeypatch):
     [
         (lambda path, patch: path.chmod(0o770), "others can write in"),
         (lambda path, patch: path.chmod(0o703), "others can write in"),
-        (
-            lambda path, patch: patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1),
-            "belongs to user",
-        ),
+        (lambda path, patch: patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1), "belongs to user"),
         (lambda path, patch: (path.rmdir(), path.touch()), "File exists"),
     ],
     ids=["group", "others", "owner", "a file"],
-)
+)  # fmt: skip
 def test_a_directory_that_others_can_write_in_is_not_used(
     tmp_path, monkeypatch, capsys, change, why
 ):

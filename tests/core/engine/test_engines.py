@@ -1,13 +1,12 @@
 """The engines behind one interface: equal results, the devices they need, and errors with a remedy."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from processes import run_python
+from refusals import refuses
 
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine import tf_engine
@@ -109,9 +108,7 @@ print(tf.function(tf.transpose)(tf.ones([2, 3], tf.int32)).shape)
 
 
 def test_a_fallback_of_onednn_is_not_logged_as_an_error():
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    command = [sys.executable, "-c", _TRANSPOSED]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    done = run_python("-c", _TRANSPOSED, env={"TF_CPP_MIN_LOG_LEVEL": "2"}, check=True)
     assert (done.stdout, done.stderr) == ("(3, 2)\n", "")
 
 
@@ -132,41 +129,26 @@ def test_virtual_devices_in_a_fresh_process():
         "from lingvo_moe.core.engine.devices import request_cpu_devices; request_cpu_devices(3); "
         "import jax; print(len(jax.devices()))"
     )
-    out = _python(["-c", code], XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    flags = "--xla_force_host_platform_device_count=2"
+    out = run_python("-c", code, env={"XLA_FLAGS": flags}, timeout=120)
     assert out.stdout.strip() == "3", out.stderr
 
 
-@pytest.mark.parametrize(
-    "call, part",
-    [
-        (lambda: make_engine("pjr", ONE), r"--engine=pjr: must be .*did you mean 'pjrt'"),
-        (lambda: make_engine("tf", EIGHT), r"tf .*one device, not on mesh expert:8.*--engine=pjrt"),
-        (lambda: make_engine("tf_graph", EIGHT), r"tf_graph .*one device, not on mesh expert:8"),
-        (lambda: make_engine("tpu_strategy", EIGHT), r"finds no TPU.*--engine=pjrt"),
-        (lambda: make_engine("tf_graph", ONE).Build(tf.identity, [INT]).HloText(),
-         "XLA compiles only small pieces"),
-        (lambda: request_cpu_devices(4), "--num_devices=4: this process has already started with 8"),
-        (lambda: request_cpu_devices(0), "at least one"),
-        (lambda: initialize_distributed("host:1", 2, 2), "numbered 0..num_processes-1"),
-        (lambda: initialize_distributed("host:1", 0, 0), "numbered 0..num_processes-1"),
-        (lambda: initialize_distributed("host", 2, 0), "expected host:port"),
-        (lambda: initialize_distributed("host:x", 2, 0), "expected host:port"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+@refuses(
+    EngineError,
+    (lambda: make_engine("pjr", ONE), r"--engine=pjr: must be .*did you mean 'pjrt'"),
+    (lambda: make_engine("tf", EIGHT), r"tf .*one device, not on mesh expert:8.*--engine=pjrt"),
+    (lambda: make_engine("tf_graph", EIGHT), r"tf_graph .*one device, not on mesh expert:8"),
+    (lambda: make_engine("tpu_strategy", EIGHT), r"finds no TPU.*--engine=pjrt"),
+    (lambda: make_engine("tf_graph", ONE).Build(tf.identity, [INT]).HloText(), "XLA compiles only small pieces"),
+    (lambda: request_cpu_devices(4), "--num_devices=4: this process has already started with 8"),
+    (lambda: request_cpu_devices(0), "at least one"),
+    (lambda: initialize_distributed("host:1", 2, 2), "numbered 0..num_processes-1"),
+    (lambda: initialize_distributed("host:1", 0, 0), "numbered 0..num_processes-1"),
+    (lambda: initialize_distributed("host", 2, 0), "expected host:port"),
+    (lambda: initialize_distributed("host:x", 2, 0), "expected host:port"),
 )  # fmt: skip
-def test_what_engines_and_devices_refuse(call, part):
+def test_what_engines_and_devices_refuse(call):
     request_cpu_devices(8)  # as many as there are
     initialize_distributed("", 1, 0)  # a job of one process needs nothing
-    with pytest.raises(EngineError, match=part):
-        call()
-
-
-def _python(args, **env):
-    return subprocess.run(
-        [sys.executable, *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
-    )
+    call()

@@ -1,15 +1,12 @@
 """Two processes of four devices give the numbers of one process of eight, and share checkpoints."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from object_storage import bucket
+from processes import free_address, start_python
 
 from lingvo_moe.core.files.store import open_store
 
@@ -147,23 +144,6 @@ def restore_damaged(directory, step):
     print(json.dumps({"damage_found": found}))
 
 
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def _start(*args):
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    return subprocess.Popen(
-        [sys.executable, "-c", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
 def _assert_alike(directory, place):
     """The newest step is the same in a directory and in a bucket, to which both processes wrote."""
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
@@ -178,11 +158,11 @@ def _assert_alike(directory, place):
 
 @pytest.mark.slow
 def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
-    address, shared = f"127.0.0.1:{_free_port()}", str(tmp_path / "two")
+    address, shared = free_address(), str(tmp_path / "two")
     lines = []
     with bucket(proxied=False):
         place = "s3://bucket/two"
-        workers = [_start(_WORKER, address, str(i), shared, place) for i in range(2)]
+        workers = [start_python("-c", _WORKER, address, str(i), shared, place) for i in range(2)]
         for worker in workers:
             out, err = worker.communicate(timeout=300)
             assert worker.returncode == 0, err
@@ -219,6 +199,6 @@ except EngineError as e:
 
 
 def test_a_coordinator_that_nobody_is_at():
-    address = f"127.0.0.1:{_free_port()}"
-    out, err = _start(_NOBODY, address).communicate(timeout=60)
+    address = free_address()
+    out, err = start_python("-c", _NOBODY, address).communicate(timeout=60)
     assert f"--coordinator_address={address}: process 1 of 2 could not join" in out, err

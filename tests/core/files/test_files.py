@@ -25,7 +25,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     os.umask(before)
 
 
-def test_permissions_are_the_umask_s(tmp_path: Path, umask: int) -> None:
+def test_permissions_are_the_umask_s(tmp_path, umask):
     write_atomic(tmp_path / "file", b"x")
     with replaced_directory(tmp_path / "directory") as directory:
         (directory / "inside").write_bytes(b"y")
@@ -33,7 +33,7 @@ def test_permissions_are_the_umask_s(tmp_path: Path, umask: int) -> None:
     assert (tmp_path / "directory").stat().st_mode & 0o777 == 0o777 & ~umask
 
 
-def test_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"older")
     with contextlib.suppress(KeyboardInterrupt), atomic_file(path) as file:
@@ -48,9 +48,7 @@ def test_whole_or_not_at_all(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_directory_is_there_before_and_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_is_there_before_and_after(tmp_path, monkeypatch):
     path = tmp_path / "directory"
     path.mkdir()
     (path / "older").write_bytes(b"")
@@ -78,14 +76,14 @@ def test_a_directory_is_there_before_and_after(
     assert os.listdir(path) == ["newer"]
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_link_stays_one(tmp_path):
     (tmp_path / "link").symlink_to("file")
     write_atomic(tmp_path / "link", b"x")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_bytes() == b"x"
 
 
-def test_leftovers_are_cleared(tmp_path: Path) -> None:
+def test_leftovers_are_cleared(tmp_path):
     names = [
         ".data.0123456789ab",
         ".data.0123456789ab.txt",
@@ -119,7 +117,7 @@ def _array(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [_atomic, _array, _appended, _mapped])
-def test_a_full_disk_s_error_names_the_file(tmp_path: Path, write: Callable[[Path], None]) -> None:
+def test_a_full_disk_s_error_names_the_file(tmp_path, write):
     with full_disk(4096), pytest.raises(OSError, match=r"File too large: '.*/file'") as e:
         write(tmp_path / "file")
     assert (e.value.errno, e.value.filename) == (errno.EFBIG, str(tmp_path / "file"))
@@ -134,16 +132,14 @@ def _in_new_directory(path: Path, write: Callable[[Path], None]) -> None:
 
 
 @pytest.mark.parametrize("write", [_atomic, _appended])
-def test_files_of_a_new_directory_are_named_where_they_would_lie(
-    tmp_path: Path, write: Callable[[Path], None]
-) -> None:
+def test_files_of_a_new_directory_are_named_where_they_would_lie(tmp_path, write):
     with pytest.raises(OSError, match="File too large") as e:
         _in_new_directory(tmp_path / "directory", write)
     assert e.value.filename == str(tmp_path / "directory" / "deep" / "file")
     assert os.listdir(tmp_path) == []
 
 
-def test_what_cannot_be_made_or_replaced_is_named_without_a_temporary_name(tmp_path: Path) -> None:
+def test_what_cannot_be_made_or_replaced_is_named_without_a_temporary_name(tmp_path):
     with pytest.raises(FileNotFoundError) as missing:
         write_atomic(tmp_path / "none" / "file", b"")
     assert missing.value.filename == str(tmp_path / "none" / "file")

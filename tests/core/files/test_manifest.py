@@ -43,19 +43,16 @@ def _change(file, edit):
     file.write_bytes(edit(file.read_bytes()))
 
 
-@pytest.mark.parametrize(
-    "spoil, message",
-    [
-        (lambda d: _change(d / "weights", lambda b: b[:-1]), "weights was changed or damaged"),
-        (lambda d: (d / "empty").unlink(), "empty is missing"),
-        (lambda d: (d / "deep" / "er").rename(d / "deep" / "es"), "deep/er/größe 1 is missing"),
-        (lambda d: (d / "deep" / "more").touch(), f"deep/more is not in {NAME}"),
-        (lambda d: (d / NAME).unlink(), f"{NAME}, the list of files, is missing"),
-        (lambda d: _change(d / NAME, lambda b: b""), f"{NAME}, the list of files, was changed"),
-        (lambda d: _change(d / NAME, lambda b: b[b.index(b"\n") + 1 :]), "was changed"),
-        (lambda d: _change(d / NAME, lambda b: b.replace(b"empty", b"other")), "was changed"),
-    ],
-)
+@pytest.mark.parametrize("spoil, message", [
+    (lambda d: _change(d / "weights", lambda b: b[:-1]), "weights was changed or damaged"),
+    (lambda d: (d / "empty").unlink(), "empty is missing"),
+    (lambda d: (d / "deep" / "er").rename(d / "deep" / "es"), "deep/er/größe 1 is missing"),
+    (lambda d: (d / "deep" / "more").touch(), f"deep/more is not in {NAME}"),
+    (lambda d: (d / NAME).unlink(), f"{NAME}, the list of files, is missing"),
+    (lambda d: _change(d / NAME, lambda b: b""), f"{NAME}, the list of files, was changed"),
+    (lambda d: _change(d / NAME, lambda b: b[b.index(b"\n") + 1 :]), "was changed"),
+    (lambda d: _change(d / NAME, lambda b: b.replace(b"empty", b"other")), "was changed"),
+])  # fmt: skip
 def test_the_file_that_differs_is_named(directory, spoil, message):
     spoil(directory)
     with pytest.raises(ManifestError) as caught:
@@ -83,15 +80,11 @@ def test_a_link_to_a_file_is_what_is_in_the_file(directory, tmp_path_factory):
         verify_manifest(directory, NAME)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda at: at.symlink_to(at.parent), "is a symbolic link to a directory"),
-        (lambda at: at.symlink_to("er"), "is a symbolic link to a directory"),
-        (os.mkfifo, "is no file but a pipe or a device"),
-    ],
-    ids=["a circle", "its neighbour", "a pipe"],
-)
+@pytest.mark.parametrize("make, message", [
+    (lambda at: at.symlink_to(at.parent), "is a symbolic link to a directory"),
+    (lambda at: at.symlink_to("er"), "is a symbolic link to a directory"),
+    (os.mkfifo, "is no file but a pipe or a device"),
+], ids=["a circle", "its neighbour", "a pipe"])  # fmt: skip
 def test_what_cannot_be_read_to_its_end_is_refused(directory, make, message):
     make(directory / "deep" / "odd")
     for work in (verify_manifest, write_manifest):

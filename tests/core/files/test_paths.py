@@ -17,18 +17,15 @@ from lingvo_moe.core.nested_map import NestedMap
 _ALLOWED = "".join(chr(c) for c in range(1, 128) if chr(c) not in "[]\\/")
 
 
-@pytest.mark.parametrize(
-    "path, message",
-    [
-        ("gs://bucket/run", "--logdir=gs://bucket/run: remote storage is not supported"),
-        ("hdfs://host:9000/run", "remote storage"),
-        ("a+b-c.d://x", "remote storage"),
-        (Path("gs://bucket/run"), "remote storage"),  # pathlib makes it gs:/bucket/run
-        ("~/run", "write --logdir=$HOME/run, or ./~/run"),
-        ("a\udcff", r"--logdir='a\udcff': the name is not UTF-8"),
-        ("a\0b", "null"),
-    ],
-)
+@pytest.mark.parametrize("path, message", [
+    ("gs://bucket/run", "--logdir=gs://bucket/run: remote storage is not supported"),
+    ("hdfs://host:9000/run", "remote storage"),
+    ("a+b-c.d://x", "remote storage"),
+    (Path("gs://bucket/run"), "remote storage"),  # pathlib makes it gs:/bucket/run
+    ("~/run", "write --logdir=$HOME/run, or ./~/run"),
+    ("a\udcff", r"--logdir='a\udcff': the name is not UTF-8"),
+    ("a\0b", "null"),
+])  # fmt: skip
 def test_refused_for_all(path, message):
     for check in (check_local, check_portable):
         with pytest.raises(PathError) as e:
@@ -36,15 +33,12 @@ def test_refused_for_all(path, message):
         assert message in str(e.value) and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "path, message",
-    [
-        ("/data/run [1]", "--logdir=/data/run [1]: checkpoints and models could not be read again"),
-        ("a]", "a directory with ] in its path"),
-        ("a\\b", r"a directory with \ in its path"),
-        ("x/" * 2000, "bytes long; at most 3840"),
-    ],
-)
+@pytest.mark.parametrize("path, message", [
+    ("/data/run [1]", "--logdir=/data/run [1]: checkpoints and models could not be read again"),
+    ("a]", "a directory with ] in its path"),
+    ("a\\b", r"a directory with \ in its path"),
+    ("x/" * 2000, "bytes long; at most 3840"),
+])  # fmt: skip
 def test_refused_for_runs_and_models(path, message):
     check_local(path, "--logdir")
     with pytest.raises(PathError) as e:

@@ -1,12 +1,11 @@
 """Files in a directory and in a bucket are alike, whatever goes wrong on the way."""
 
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
 from object_storage import FAULTS, bucket
+from processes import run_python
+from refusals import refuses
 
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest, write_manifest
 from lingvo_moe.core.files.paths import PathError
@@ -75,11 +74,8 @@ def test_a_transfer_that_stands_still_is_repeated(storage):
     """Runs in a process of its own, which keeps the seconds that it begins with; here 1 instead of 30."""
     open_store("s3://bucket/standstill").Write("a", b"whole")
     storage.faults.append("hang")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    env["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", _READ], env=env, capture_output=True, text=True, timeout=50
-    )
+    env = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"}
+    done = run_python("-c", _READ, env=env, timeout=50)
     assert done.stdout == "b'whole'\n", done.stderr
     assert not storage.faults
 
@@ -126,17 +122,14 @@ def test_what_fails_once_or_twice_is_repeated(storage, tmp_path, fault):
     assert not store.Has("a") and not storage.faults
 
 
-@pytest.mark.parametrize(
-    "address, error, message",
-    [
-        ("s3://no-such-bucket/x", StoreError, r"^s3://no-such-bucket/x/: there is no such bucket"),
-        ("s3:///x", PathError, "^s3:///x: names no bucket; write s3://BUCKET/PATH"),
-        ("az://b/x", PathError, "^az://b/x: no storage is known as az://; name a local path, s3:"),
-    ],
+@refuses(
+    PathError,
+    ("s3://no-such-bucket/x", StoreError, r"^s3://no-such-bucket/x/: there is no such bucket"),
+    ("s3:///x", "^s3:///x: names no bucket; write s3://BUCKET/PATH"),
+    ("az://b/x", "^az://b/x: no storage is known as az://; name a local path, s3:"),
 )
-def test_an_address_that_leads_nowhere(storage, address, error, message):
-    with pytest.raises(error, match=message):
-        open_store(address).List()
+def test_an_address_that_leads_nowhere(address, storage):
+    open_store(address).List()
 
 
 def test_nobody_answers_and_no_credentials(storage, monkeypatch):

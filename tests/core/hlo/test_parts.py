@@ -13,32 +13,29 @@ DENSE = "m4/decoder/blocks/body/layers_0/"
 LAYERS = tiny_layers("m4")
 
 
-@pytest.mark.parametrize(
-    ("op_name", "part", "layer", "phase"),
-    [
-        (PAIR + "ffn/router/Softmax", "gating", "encoder.moe", "forward"),
-        (PAIR + "ffn/experts/einsum/Einsum", "experts", "encoder.moe", "forward"),
-        (PAIR + "ffn/Reshape", "dispatch_combine", "encoder.moe", "forward"),
-        (PAIR + "self_atten/Softmax", "attention", "encoder.moe", "forward"),
-        (PAIR + "ffn_norm/mul_1", "normalization", "encoder.moe", "forward"),
-        (PAIR + "add_3", "residual", "encoder.moe", "forward"),
-        (DENSE + "ffn/Relu", "dense_ffn", "decoder.dense", "forward"),
-        ("m4/decoder/final_norm/Rsqrt", "normalization", "decoder", "forward"),
-        ("m4/source_embedding/GatherV2", "embedding", "source_embedding", "forward"),
-        ("m4/softmax/einsum/Einsum", "softmax", "softmax", "forward"),
-        ("m4/ReduceLogSumExp/Max", "loss", "", "forward"),
-        ("m4/LogicalAnd_2", "attention", "", "forward"),
-        ("m4/encoder/blocks/while/Write/TensorListSetItem", "loop", "encoder", "forward"),
-        (f"gradient_tape/{PAIR}ffn/experts/Einsum", "experts", "encoder.moe", "backward"),
-        ("PartitionedCall/UnsortedSegmentSum_1", "embedding", "", "backward"),
-        ("PartitionedCall/backward/IsInf", "loss", "", "backward"),
-        ("backward/while_1/GatherV2_3", "loop", "", "backward"),
-        ("optimizer/" + PAIR + "ffn/experts/wi/mul", "optimizer", "encoder.moe", "optimizer"),
-        ("PartitionedCall/optimizer/Sum_4", "optimizer", "", "optimizer"),
-        ("BitwiseXor", "other", "", "forward"),
-        ("", "other", "", "forward"),
-    ],
-)
+@pytest.mark.parametrize(("op_name", "part", "layer", "phase"), [
+    (PAIR + "ffn/router/Softmax", "gating", "encoder.moe", "forward"),
+    (PAIR + "ffn/experts/einsum/Einsum", "experts", "encoder.moe", "forward"),
+    (PAIR + "ffn/Reshape", "dispatch_combine", "encoder.moe", "forward"),
+    (PAIR + "self_atten/Softmax", "attention", "encoder.moe", "forward"),
+    (PAIR + "ffn_norm/mul_1", "normalization", "encoder.moe", "forward"),
+    (PAIR + "add_3", "residual", "encoder.moe", "forward"),
+    (DENSE + "ffn/Relu", "dense_ffn", "decoder.dense", "forward"),
+    ("m4/decoder/final_norm/Rsqrt", "normalization", "decoder", "forward"),
+    ("m4/source_embedding/GatherV2", "embedding", "source_embedding", "forward"),
+    ("m4/softmax/einsum/Einsum", "softmax", "softmax", "forward"),
+    ("m4/ReduceLogSumExp/Max", "loss", "", "forward"),
+    ("m4/LogicalAnd_2", "attention", "", "forward"),
+    ("m4/encoder/blocks/while/Write/TensorListSetItem", "loop", "encoder", "forward"),
+    (f"gradient_tape/{PAIR}ffn/experts/Einsum", "experts", "encoder.moe", "backward"),
+    ("PartitionedCall/UnsortedSegmentSum_1", "embedding", "", "backward"),
+    ("PartitionedCall/backward/IsInf", "loss", "", "backward"),
+    ("backward/while_1/GatherV2_3", "loop", "", "backward"),
+    ("optimizer/" + PAIR + "ffn/experts/wi/mul", "optimizer", "encoder.moe", "optimizer"),
+    ("PartitionedCall/optimizer/Sum_4", "optimizer", "", "optimizer"),
+    ("BitwiseXor", "other", "", "forward"),
+    ("", "other", "", "forward"),
+])  # fmt: skip
 def test_places(op_name, part, layer, phase):
     for name in (op_name, WRAPPER + op_name):
         found = LAYERS.place(name, False)
@@ -85,16 +82,13 @@ def test_a_layer_of_ones_own_is_a_part_of_plans():
     assert layers.place(f"{WRAPPER}gradient_tape/mine/scan/while/Mul", False).part == "recurrence"
 
 
-@pytest.mark.parametrize(
-    "op_name, operations",
-    [
-        ("jit(f)/call_tensorflow/m4/ffn/einsum/Einsum", ("m4/ffn/einsum/Einsum",)),
-        ("jit(f)/call_tensorflow/big/Einsum;PartitionedCall/big/Einsum", ("big/Einsum",)),
-        ("jit(f)/call_tensorflow/a/Mul;PartitionedCall/a/Add", ("a/Mul", "a/Add")),
-        ("jit(call)/call_exported/jit(<unnamed function>)/call_tensorflow", ()),
-        ("args[2]", ("args[2]",)),
-        ("", ()),
-    ],
-)
+@pytest.mark.parametrize("op_name, operations", [
+    ("jit(f)/call_tensorflow/m4/ffn/einsum/Einsum", ("m4/ffn/einsum/Einsum",)),
+    ("jit(f)/call_tensorflow/big/Einsum;PartitionedCall/big/Einsum", ("big/Einsum",)),
+    ("jit(f)/call_tensorflow/a/Mul;PartitionedCall/a/Add", ("a/Mul", "a/Add")),
+    ("jit(call)/call_exported/jit(<unnamed function>)/call_tensorflow", ()),
+    ("args[2]", ("args[2]",)),
+    ("", ()),
+])  # fmt: skip
 def test_operations_that_an_instruction_stands_for(op_name, operations):
     assert parts.operations(op_name) == operations

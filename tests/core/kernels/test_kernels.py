@@ -160,56 +160,29 @@ CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
     "experts_feed_forward few": (_experts, _expert_inputs(4)),
     "experts_feed_forward many": (_experts, _expert_inputs(100)),
     "experts_feed_forward drop": (functools.partial(_experts, rate=0.3), _expert_inputs(4)),
-    "grouped_matmul few": (
-        lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, None),
-        [_normal(0, 9, 4), _normal(1, 3, 4, 6)],
-    ),
-    "grouped_matmul many": (
-        lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, 10_000),
-        [_normal(0, 9, 4), _normal(1, 3, 4, 6)],
-    ),
+    "grouped_matmul few": (lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, None),
+        [_normal(0, 9, 4), _normal(1, 3, 4, 6)]),
+    "grouped_matmul many": (lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, 10_000),
+        [_normal(0, 9, 4), _normal(1, 3, 4, 6)]),
     "stable_order": (lambda ops, x: ops.stable_order(_SORTED), [tf.zeros([])]),
-    "normalize": (
-        lambda ops, x, scale, bias: ops.normalize(x, scale, bias, 1e-6),
-        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6), _normal(2, 6)],
-    ),
-    "normalize rms": (
-        lambda ops, x, scale: ops.normalize(x, scale, None, 1e-6),
-        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6)],
-    ),
-    "logits": (
-        lambda ops, x, table: ops.logits(x, table, _as_is),
-        [_normal(0, 2, 3, 4), _normal(1, 7, 4)],
-    ),
-    "cross_entropy": (
-        lambda ops, x: ops.cross_entropy(x, tf.constant([[1, 6, 0], [3, 3, 2]]), 0.1),
-        [_normal(0, 2, 3, 7)],
-    ),
+    "normalize": (lambda ops, x, scale, bias: ops.normalize(x, scale, bias, 1e-6),
+        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6), _normal(2, 6)]),
+    "normalize rms": (lambda ops, x, scale: ops.normalize(x, scale, None, 1e-6),
+        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6)]),
+    "logits": (lambda ops, x, table: ops.logits(x, table, _as_is), [_normal(0, 2, 3, 4), _normal(1, 7, 4)]),
+    "cross_entropy": (lambda ops, x: ops.cross_entropy(x, tf.constant([[1, 6, 0], [3, 3, 2]]), 0.1),
+        [_normal(0, 2, 3, 7)]),
     "dropout": (_dropout, [1.0 + _normal(0, 20, 30) ** 2]),
     "dropout rows": (functools.partial(_dropout, rows=_ROWS), [1.0 + _normal(0, 2, 2, 30) ** 2]),
     "sum_of_squares": (lambda ops, x: ops.sum_of_squares(x), [_normal(0, 5, 7)]),
-    "slices": (
-        lambda ops, *stacks: [[w * (i + 1) for w in ws] for i, ws in enumerate(ops.slices(stacks, 3))],
-        [_normal(0, 3, 2, 4), _normal(1, 3, 5)],
-    ),
+    "slices": (lambda ops, *stacks: [[w * (i + 1) for w in ws] for i, ws in enumerate(ops.slices(stacks, 3))],
+        [_normal(0, 3, 2, 4), _normal(1, 3, 5)]),
     "slices none": (lambda ops, x: [x, tf.constant(len(ops.slices([], 3)))], [_normal(0, 3)]),
     "with_row": (functools.partial(_with_row, axis=0), [_normal(0, 3, 2, 4), _normal(1, 2, 4)]),
-    "with_row second": (
-        functools.partial(_with_row, axis=1),
-        [_normal(0, 3, 2, 4), _normal(1, 3, 4)],
-    ),
-    "select new": (
-        lambda ops, x, y: ops.select(tf.constant(True), [x, y], [y, x]),
-        [_normal(0, 3), _normal(1, 3)],
-    ),
-    "select old": (
-        lambda ops, x, y: ops.select(tf.constant(False), [x, y], [y, x]),
-        [_normal(0, 3), _normal(1, 3)],
-    ),
-    "batch_independent": (
-        lambda ops, x: ops.batch_independent(tf.math.rsqrt, x),
-        [1.0 + _normal(0, 2, 5, 1) ** 2],
-    ),
+    "with_row second": (functools.partial(_with_row, axis=1), [_normal(0, 3, 2, 4), _normal(1, 3, 4)]),
+    "select new": (lambda ops, x, y: ops.select(tf.constant(True), [x, y], [y, x]), [_normal(0, 3), _normal(1, 3)]),
+    "select old": (lambda ops, x, y: ops.select(tf.constant(False), [x, y], [y, x]), [_normal(0, 3), _normal(1, 3)]),
+    "batch_independent": (lambda ops, x: ops.batch_independent(tf.math.rsqrt, x), [1.0 + _normal(0, 2, 5, 1) ** 2]),
 }  # fmt: skip
 for _activation in ("gelu", "swiglu"):
     for _slots in (4, 100):
@@ -250,7 +223,7 @@ CASES["adafactor of many experts"] = (
 
 
 @pytest.mark.parametrize("ops", [xla, tensorflow], ids=["xla", "tensorflow"])
-def test_each_set_has_the_functions_of_the_protocol(ops) -> None:
+def test_each_set_has_the_functions_of_the_protocol(ops):
     for name in FUNCTIONS:
         declared = inspect.signature(getattr(kernels.Kernels, name))
         wanted = [p for p in declared.parameters.values() if p.name != "self"]
@@ -259,19 +232,19 @@ def test_each_set_has_the_functions_of_the_protocol(ops) -> None:
         assert found.return_annotation == declared.return_annotation, name
 
 
-def test_each_function_is_compared() -> None:
+def test_each_function_is_compared():
     compared = {name.split()[0] for name in CASES} - {"attention", "search"}
     assert compared | STEPS | SEARCH == set(FUNCTIONS)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_agree(name: str) -> None:
+def test_values_and_gradients_agree(name):
     fn, inputs = CASES[name]
     _assert_close(_results(xla, fn, inputs), _results(tensorflow, fn, inputs))
 
 
 @pytest.mark.parametrize("ops, expected", [(xla, [0, 1, 0, 0]), (tensorflow, [0, 1, 1, 0])])
-def test_of_tied_logits_xla_counts_the_lowest_id(ops, expected) -> None:
+def test_of_tied_logits_xla_counts_the_lowest_id(ops, expected):
     """Ids 1 and 2 share the largest logit; each of the four ids is the label once."""
     x, table = tf.ones([1, 4, 1]), tf.constant([[0.0], [2.0], [2.0], [1.0]])
     with use_mesh(single_device()):
@@ -279,14 +252,14 @@ def test_of_tied_logits_xla_counts_the_lowest_id(ops, expected) -> None:
     np.testing.assert_array_equal(losses[2][0], expected)
 
 
-def test_bfloat16_attention_keeps_its_type() -> None:
+def test_bfloat16_attention_keeps_its_type():
     fn = functools.partial(_attention, cross=False, bfloat16=True)
     # Small: how a product rounds depends on the processor, and probabilities near 0 and 1 enlarge that.
     inputs = [0.5 * x for x in _attention_inputs(2)]
     _assert_close(_results(xla, fn, inputs), _results(tensorflow, fn, inputs), tol=3e-2)
 
 
-def test_rounding_does_not_depend_on_the_number_of_elements() -> None:
+def test_rounding_does_not_depend_on_the_number_of_elements():
     x = 1.0 + _normal(0, 37, 1) ** 2
     together = tensorflow.batch_independent(tf.math.rsqrt, x)
     alone = [tensorflow.batch_independent(tf.math.rsqrt, x[i : i + 1]) for i in range(37)]
@@ -294,7 +267,7 @@ def test_rounding_does_not_depend_on_the_number_of_elements() -> None:
 
 
 @pytest.mark.parametrize("slots", [4, 100])
-def test_no_expert_s_weights_are_transposed(slots: int) -> None:
+def test_no_expert_s_weights_are_transposed(slots):
     """Neither weights nor their gradients are transposed; with few rows, experts are computed one by one."""
 
     @tf.function(autograph=False)

@@ -31,17 +31,11 @@ SEGMENTS = [[1] * 7 + [2] * 4 + [0] * 2, [1] * T]
 POSITIONS = [[*range(7), *range(4), 0, 0], [*range(T)]]
 KINDS = {
     "plain": (MultiHeadAttention, {}),
-    "grouped, window, sinks": (
-        ExtendedAttention,
-        {"num_kv_heads": 2, "window": 3, "sinks": True, "qk_norm": "head"},
-    ),
+    "grouped, window, sinks": (ExtendedAttention, {"num_kv_heads": 2, "window": 3, "sinks": True, "qk_norm": "head"}),
     "chunk, sinks": (ExtendedAttention, {"chunk": 5, "sinks": True}),
-    "one head of keys, window longer than blocks": (
-        ExtendedAttention,
-        {"num_kv_heads": 1, "window": 11, "chunk": 12},
-    ),
+    "one head of keys, window longer than blocks": (ExtendedAttention, {"num_kv_heads": 1, "window": 11, "chunk": 12}),
     "latent": (LatentAttention, {"rank": 6, "turned_dim": 4, "value_dim": 5}),
-}
+}  # fmt: skip
 
 
 def _layer(kind, **kwargs):

@@ -50,15 +50,12 @@ def test_switch_by_hand():
     np.testing.assert_allclose(r.metrics.aux_loss, r.aux_loss)
 
 
-@pytest.mark.parametrize(
-    ("normalize", "gates"),
-    [
-        ("never", [[0.5, 0.3], [0.6, 0.3], [0.7, 0]]),
-        ("before_drops", [[5 / 8, 3 / 8], [2 / 3, 1 / 3], [7 / 9, 0]]),
-        ("after_drops", [[5 / 8, 3 / 8], [2 / 3, 1 / 3], [1, 0]]),
-        (None, [[5 / 8, 3 / 8], [2 / 3, 1 / 3], [7 / 9, 0]]),
-    ],
-)
+@pytest.mark.parametrize(("normalize", "gates"), [
+    ("never", [[0.5, 0.3], [0.6, 0.3], [0.7, 0]]),
+    ("before_drops", [[5 / 8, 3 / 8], [2 / 3, 1 / 3], [7 / 9, 0]]),
+    ("after_drops", [[5 / 8, 3 / 8], [2 / 3, 1 / 3], [1, 0]]),
+    (None, [[5 / 8, 3 / 8], [2 / 3, 1 / 3], [7 / 9, 0]]),
+])  # fmt: skip
 def test_top_2_by_hand(normalize, gates):
     # Expert 0 has slots for tokens 0 and 1 only, so that token 2's second choice, expert 0, is dropped.
     r = _route(_router(3, k=2, normalize_gates=normalize), _log(GATES), capacity=2)

@@ -39,12 +39,8 @@ _CASES: list[tuple[str, _Function, Sequence[Sequence[int]], int]] = [
     ("Einsum", lambda x, y: tf.einsum("abc,cdb->dab", x, y), [(4, 6, 2), (2, 8, 6)], 3),
     ("Einsum", lambda x: tf.einsum("abc->ca", x), [(4, 6, 2)], 2),
     ("Conv2D", lambda x, w: tf.nn.conv2d(x, w, 2, "SAME"), [(4, 8, 8, 2), (3, 3, 2, 6)], 2),
-    (
-        "DepthwiseConv2dNative",
-        lambda x, w: tf.nn.depthwise_conv2d(x, w, [1, 1, 1, 1], "SAME"),
-        [(4, 8, 8, 2), (3, 3, 2, 1)],
-        2,
-    ),
+    ("DepthwiseConv2dNative", lambda x, w: tf.nn.depthwise_conv2d(x, w, [1, 1, 1, 1], "SAME"),
+     [(4, 8, 8, 2), (3, 3, 2, 1)], 2),
     ("MaxPool", lambda x: tf.nn.max_pool2d(x, 2, 2, "SAME"), [(4, 8, 8, 2)], 2),
 ]  # fmt: skip
 
@@ -64,9 +60,7 @@ def _half(x: np.ndarray, dims: Sequence[Any], letter: str, which: int) -> np.nda
 
 
 @pytest.mark.parametrize("name, fn, shapes, num_letters", _CASES)
-def test_half_of_the_operands_give_half_of_the_result(
-    name: str, fn: _Function, shapes: Sequence[Sequence[int]], num_letters: int
-) -> None:
+def test_half_of_the_operands_give_half_of_the_result(name, fn, shapes, num_letters):
     rng = np.random.RandomState(0)
     arrays = [rng.randn(*shape).astype(np.float32) for shape in shapes]
     op, rule, graph = _traced(name, fn, arrays)
@@ -85,7 +79,7 @@ def test_half_of_the_operands_give_half_of_the_result(
             np.testing.assert_allclose(got, _half(whole, out, letter, which), atol=1e-5)
 
 
-def test_a_look_up_sums_over_the_table_s_rows() -> None:
+def test_a_look_up_sums_over_the_table_s_rows():
     table, ids = np.zeros((8, 4), np.float32), np.zeros((2, 6), np.int32)
     _, rule, _ = _traced("GatherV2", tf.gather, [table, ids])
     assert rule.heavy and rule.outputs == ((*rule.inputs[1], rule.inputs[0][1]),)

@@ -52,19 +52,16 @@ def _updated(optimizer, one, weight, grads):
     return theta.w, slots.w
 
 
-@pytest.mark.parametrize(
-    ("shape", "factored", "params"),
-    [
-        ((), False, {}),
-        ((6,), False, {}),
-        ((6, 3), False, {"clip_threshold": 0.5}),
-        ((6, 8), True, {}),
-        ((6, 8), True, {"clip_threshold": 0.0}),
-        ((6, 8), True, {"clip_threshold": 0.5}),
-        ((6, 8), True, {"beta2": 0.5}),
-        ((6, 8), True, {"multiply_by_parameter_scale": False}),
-    ],
-)
+@pytest.mark.parametrize(("shape", "factored", "params"), [
+    ((), False, {}),
+    ((6,), False, {}),
+    ((6, 3), False, {"clip_threshold": 0.5}),
+    ((6, 8), True, {}),
+    ((6, 8), True, {"clip_threshold": 0.0}),
+    ((6, 8), True, {"clip_threshold": 0.5}),
+    ((6, 8), True, {"beta2": 0.5}),
+    ((6, 8), True, {"multiply_by_parameter_scale": False}),
+])  # fmt: skip
 def test_equals_numpy(shape, factored, params):
     weight, *grads = _normals(1, shape, 5)
     found, slots = _updated(_optimizer(**params), spec(shape), weight, grads)

@@ -1,12 +1,11 @@
 """Optimizers and schedules by name on the command line, and each of them over devices."""
 
-import re
-
 import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import compare
 from optimizer_testing import spec
+from refusals import refuses
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
@@ -47,29 +46,20 @@ def test_transformer_s_schedule_takes_the_model_s_width():
         registry.GetParams("mt.M4Tiny", override + ";task.optimizer.learning_rate.model_dim=3")
 
 
-@pytest.mark.parametrize(
-    "override, message",
-    [
-        (
-            "task.optimizer=adan",
-            r"'adan' \(did you mean 'adam' or 'adamw'\?\); known: adafactor, adam, adamw, gshard, sgd;",
-        ),
-        ("task.optimizer=Lion", r"'Lion' \(known: adafactor, adam, adamw, gshard, sgd\)"),
-        (
-            "task.optimizer.learning_rate=cosin",
-            r"'cosin' \(did you mean 'cosine'\?\); known: constant, cosine, gshard, inverse_sqrt, linear, transf",
-        ),
-        (
-            "task.optimizer.momentum=0.9",
-            r"no parameter 'task\.optimizer\.momentum'; it needs task\.optimizer=sgd before it",
-        ),
-        ("task.optimizer=None", "must be one of adafactor, adam, adamw, gshard, sgd"),
-        ("task.ema_decay=1", r"task\.ema_decay=1: must be a number in \[0, 1\)"),
-    ],
-)
-def test_mistakes_in_names(override, message):
-    with pytest.raises(registry.RegistryError, match=message):
-        registry.GetParams("mt.M4Tiny", override)
+@refuses(
+    registry.RegistryError,
+    ("task.optimizer=adan",
+     r"'adan' \(did you mean 'adam' or 'adamw'\?\); known: adafactor, adam, adamw, gshard, sgd;"),
+    ("task.optimizer=Lion", r"'Lion' \(known: adafactor, adam, adamw, gshard, sgd\)"),
+    ("task.optimizer.learning_rate=cosin",
+     r"'cosin' \(did you mean 'cosine'\?\); known: constant, cosine, gshard, inverse_sqrt, linear, transf"),
+    ("task.optimizer.momentum=0.9",
+     r"no parameter 'task\.optimizer\.momentum'; it needs task\.optimizer=sgd before it"),
+    ("task.optimizer=None", "must be one of adafactor, adam, adamw, gshard, sgd"),
+    ("task.ema_decay=1", r"task\.ema_decay=1: must be a number in \[0, 1\)"),
+)  # fmt: skip
+def test_mistakes_in_names(override):
+    registry.GetParams("mt.M4Tiny", override)
 
 
 def test_a_mistake_in_an_optimizer_is_named_by_its_place():
@@ -132,16 +122,13 @@ def test_bytes_of_state_are_those_of_the_page(name, expected, capsys):
     assert f": {expected} bytes a parameter, " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name, params, slots",
-    [
-        ("adam", {}, ["mean", "square"]),
-        ("adam", {"beta1": 0.0}, ["square"]),
-        ("adamw", {}, ["mean", "square"]),
-        ("sgd", {"momentum": 0.5}, ["velocity"]),
-        ("sgd", {"momentum": 0.0}, []),
-    ],
-)
+@pytest.mark.parametrize("name, params, slots", [
+    ("adam", {}, ["mean", "square"]),
+    ("adam", {"beta1": 0.0}, ["square"]),
+    ("adamw", {}, ["mean", "square"]),
+    ("sgd", {"momentum": 0.5}, ["velocity"]),
+    ("sgd", {"momentum": 0.0}, []),
+])  # fmt: skip
 def test_slots_are_float32_and_sharded_like_the_weight(name, params, slots):
     """No slot holds an average of nothing."""
     optimizer = OPTIMIZERS[name].Params().Set(**params).Instantiate()
@@ -152,25 +139,15 @@ def test_slots_are_float32_and_sharded_like_the_weight(name, params, slots):
         assert slot.split == (None, None, "expert") and slot.path.startswith("w.")
 
 
-@pytest.mark.parametrize(
-    "name, params, message",
-    [
-        ("adam", {"epsilon": 0.0}, "epsilon=0.0: must be a"),
-        (
-            "adafactor",
-            {"multiply_by_parameter_scale": False, "epsilon2": 0.5},
-            "epsilon2=0.5: has no",
-        ),
-        (
-            "sgd",
-            {"momentum": 0.0, "nesterov": True},
-            "nesterov=True: has no effect without momentum",
-        ),
-    ],
+@refuses(
+    ValueError,
+    ("adam", {"epsilon": 0.0}, "epsilon=0.0: must be a"),
+    ("adafactor", {"multiply_by_parameter_scale": False, "epsilon2": 0.5}, "epsilon2=0.5: has no"),
+    ("sgd", {"momentum": 0.0, "nesterov": True}, "nesterov=True: has no effect without momentum"),
+    plain=True,
 )
-def test_parameters_that_are_refused(name, params, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        OPTIMIZERS[name].Params().Set(**params).Instantiate()
+def test_parameters_that_are_refused(name, params):
+    OPTIMIZERS[name].Params().Set(**params).Instantiate()
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "gshard"])

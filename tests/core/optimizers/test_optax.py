@@ -29,19 +29,12 @@ _CASES = [
     ("adamw", {"weight_decay": DECAY}, lambda: optax.adamw(RATE, weight_decay=DECAY)),
     ("adamw", {"weight_decay": 0.0}, lambda: optax.adam(RATE)),
     ("sgd", {"momentum": 0.0}, lambda: optax.sgd(RATE)),
-    (
-        "sgd",
-        {"momentum": 0.9, "weight_decay": DECAY},
-        lambda: _coupled(optax.sgd(RATE, momentum=0.9)),
-    ),
+    ("sgd", {"momentum": 0.9, "weight_decay": DECAY}, lambda: _coupled(optax.sgd(RATE, momentum=0.9))),
     ("sgd", {"momentum": 0.5, "nesterov": True}, lambda: optax.sgd(RATE, 0.5, nesterov=True)),
     ("adafactor", _FACTORED, lambda: optax.adafactor(RATE, min_dim_size_to_factor=4)),
-    (
-        "adafactor",
-        {**_FACTORED, "multiply_by_parameter_scale": False, "min_dim_size_to_factor": 128},
-        lambda: optax.adafactor(RATE, multiply_by_parameter_scale=False),
-    ),
-]
+    ("adafactor", {**_FACTORED, "multiply_by_parameter_scale": False, "min_dim_size_to_factor": 128},
+     lambda: optax.adafactor(RATE, multiply_by_parameter_scale=False)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, params, make", _CASES)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
+from refusals import refuses
 
 from lingvo_moe.core.config.hyperparams import ParamError
 from lingvo_moe.core.optimizers.registry import SCHEDULES
@@ -87,20 +88,14 @@ def test_gshard_s_is_constant_and_then_decays():
     np.testing.assert_allclose(_values(params, [0, 100, 400]), [0.2, 0.2, 0.1], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "params, message",
-    [
-        (Linear.Params().Set(total_steps=9, warmup_steps=9), "total_steps=9: must be 0, the end"),
-        (
-            InverseSqrt.Params().Set(decay_start=3, warmup_steps=9),
-            "decay_start=3: must be 0, or at",
-        ),
-        (Transformer.Params(), "model_dim=0: must be an integer of at least 1"),
-    ],
+@refuses(
+    ParamError,
+    (Linear.Params().Set(total_steps=9, warmup_steps=9), "total_steps=9: must be 0, the end"),
+    (InverseSqrt.Params().Set(decay_start=3, warmup_steps=9), "decay_start=3: must be 0, or at"),
+    (Transformer.Params(), "model_dim=0: must be an integer of at least 1"),
 )
-def test_schedules_that_cannot_be(params, message):
-    with pytest.raises(ParamError, match=message):
-        params.Instantiate()
+def test_schedules_that_cannot_be(params):
+    params.Instantiate()
 
 
 @pytest.mark.parametrize(

@@ -20,21 +20,16 @@ _ELEMENTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "operand, indices, count, devices, is_wrong",
-    [
-        (B_OF_6, A_OF_6, COUNTED, 6, True),
-        (A_OF_6, B_OF_6, COUNTED, 6, True),
-        (A_OF_6, A_OF_6, COUNTED, 6, False),
-        (BOTH_OF_6, A_OF_6, COUNTED, 6, False),
-        ("{replicated}", A_OF_6, COUNTED, 6, False),
-        (B_OF_6, A_OF_6, "copy(%numbers)", 6, False),  # Not known to be the batch.
-        (B_OF_8, A_OF_8, COUNTED, 8, False),  # The parts of one lie in the other's.
-    ],
-)
-def test_gather_in_batches(
-    operand: str, indices: str, count: str, devices: int, is_wrong: bool
-) -> None:
+@pytest.mark.parametrize("operand, indices, count, devices, is_wrong", [
+    (B_OF_6, A_OF_6, COUNTED, 6, True),
+    (A_OF_6, B_OF_6, COUNTED, 6, True),
+    (A_OF_6, A_OF_6, COUNTED, 6, False),
+    (BOTH_OF_6, A_OF_6, COUNTED, 6, False),
+    ("{replicated}", A_OF_6, COUNTED, 6, False),
+    (B_OF_6, A_OF_6, "copy(%numbers)", 6, False),  # Not known to be the batch.
+    (B_OF_8, A_OF_8, COUNTED, 8, False),  # The parts of one lie in the other's.
+])  # fmt: skip
+def test_gather_in_batches(operand, indices, count, devices, is_wrong):
     of_indices = indices.replace(",1,", ",1,1,", 1)
     module = parse_module(f"""HloModule jit_call, num_partitions={devices}
 

@@ -13,24 +13,21 @@ COLUMNS_2 = "{devices=[1,2,2]<=[4] last_tile_dim_replicate}"
 BOTH, CROSSED = "{devices=[2,2]0,2,1,3}", "{devices=[2,2]0,1,2,3}"
 
 
-@pytest.mark.parametrize(
-    "padding, operand, result, is_wrong",
-    [
-        ("0_0_2x0_0", WHOLE, ROWS_4, True),
-        ("0_1_1x0_0", WHOLE, ROWS_2, True),
-        ("0_0_2x0_0", WHOLE, BOTH, True),
-        ("0_0x0_0_2", WHOLE, BOTH, True),
-        ("0_0_2x0_0", COLUMNS_2, BOTH, True),
-        ("0_0_2x0_0", COLUMNS_2, CROSSED, False),  # Resharded first.
-        ("0_0_2x1_0", COLUMNS_2, BOTH, False),
-        ("0_0_2x0_0", COLUMNS_2, ROWS_2, False),
-        ("0_0_2x0_0", ROWS_4, ROWS_4, False),
-        ("0_0_2x0_0", ROWS_2, ROWS_4, False),
-        ("0_0_2x0_0", ROWS_4, WHOLE, False),
-        ("0_0_2x0_0", WHOLE, COLUMNS_2, False),
-        ("3_5x0_0", WHOLE, ROWS_4, False),
-    ],
-)
+@pytest.mark.parametrize("padding, operand, result, is_wrong", [
+    ("0_0_2x0_0", WHOLE, ROWS_4, True),
+    ("0_1_1x0_0", WHOLE, ROWS_2, True),
+    ("0_0_2x0_0", WHOLE, BOTH, True),
+    ("0_0x0_0_2", WHOLE, BOTH, True),
+    ("0_0_2x0_0", COLUMNS_2, BOTH, True),
+    ("0_0_2x0_0", COLUMNS_2, CROSSED, False),  # Resharded first.
+    ("0_0_2x1_0", COLUMNS_2, BOTH, False),
+    ("0_0_2x0_0", COLUMNS_2, ROWS_2, False),
+    ("0_0_2x0_0", ROWS_4, ROWS_4, False),
+    ("0_0_2x0_0", ROWS_2, ROWS_4, False),
+    ("0_0_2x0_0", ROWS_4, WHOLE, False),
+    ("0_0_2x0_0", WHOLE, COLUMNS_2, False),
+    ("3_5x0_0", WHOLE, ROWS_4, False),
+])  # fmt: skip
 def test_padding_between_elements(padding, operand, result, is_wrong):
     operands = [("f32[8,8]", operand), ("f32[]", WHOLE)]
     module = _module(4, operands, ("f32[24,24]", "pad", f"padding={padding}", result))

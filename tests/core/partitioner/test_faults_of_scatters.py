@@ -18,14 +18,7 @@ _ROWS = (
 )
 
 
-def _scatter(
-    updates: int,
-    made: str,
-    shardings: tuple[str, str, str],
-    ids: str = "copy(%i)",
-    source: str = WHOLE,
-    combine: str = "add(%x, %y)",
-) -> Module:
+def _scatter(updates, made, shardings, ids="copy(%i)", source=WHOLE, combine="add(%x, %y)"):
     """A scatter of vectors into one of 12 elements; the shardings are of target, indices and updates."""
     target, of_ids, of_updates = shardings
     what = f"f32[{updates}]"
@@ -56,41 +49,35 @@ def _kinds(module: Module) -> list[str]:
     return [fault.kind for fault in kf.known_faults(module)]
 
 
-@pytest.mark.parametrize(
-    "shardings, is_wrong",
-    [
-        ((WHOLE, B, B), True),
-        ((A, B, B), True),  # Two parts for two copies.
-        ((B, B, B), False),  # Two parts for three copies.
-        ((ALL, B, B), False),
-        ((B, A, A), True),  # Three parts for three copies.
-        ((A, A, A), False),
-    ],
-)
+@pytest.mark.parametrize("shardings, is_wrong", [
+    ((WHOLE, B, B), True),
+    ((A, B, B), True),  # Two parts for two copies.
+    ((B, B, B), False),  # Two parts for three copies.
+    ((ALL, B, B), False),
+    ((B, A, A), True),  # Three parts for three copies.
+    ((A, A, A), False),
+])  # fmt: skip
 def test_updates_are_gathered_where_the_sharded_target_has_no_copies_for_their_parts(
-    shardings: tuple[str, str, str], is_wrong: bool
-) -> None:
+    shardings, is_wrong
+):
     module = _scatter(5, "add(%cut, %one)", shardings)
     assert _kinds(module) == [kf.SCATTER] * is_wrong
 
 
-@pytest.mark.parametrize(
-    "made, is_wrong",
-    [
-        ("add(%cut, %one)", True),
-        ("cosine(%cut)", True),
-        ("reshape(%cut)", False),
-        ("constant({1, 2, 3, 4, 5})", False),
-        ("reverse(%one), dimensions={0}", False),
-        ("sort(%one), dimensions={0}", False),
-    ],
-)
-def test_padding_of_updates(made: str, is_wrong: bool) -> None:
+@pytest.mark.parametrize("made, is_wrong", [
+    ("add(%cut, %one)", True),
+    ("cosine(%cut)", True),
+    ("reshape(%cut)", False),
+    ("constant({1, 2, 3, 4, 5})", False),
+    ("reverse(%one), dimensions={0}", False),
+    ("sort(%one), dimensions={0}", False),
+])  # fmt: skip
+def test_padding_of_updates(made, is_wrong):
     assert _kinds(_scatter(5, made, (WHOLE, B, B))) == [kf.SCATTER] * is_wrong
 
 
 @pytest.mark.parametrize("ids, is_wrong", [("copy(%i)", True), ("iota(), iota_dimension=0", False)])
-def test_padding_of_indices(ids: str, is_wrong: bool) -> None:
+def test_padding_of_indices(ids, is_wrong):
     """Indices that are counted go on in the padding, past the target."""
     module = _scatter(5, "add(%cut, %one)", (WHOLE, B, B), ids)
     assert _kinds(module) == [kf.SCATTER] * is_wrong
@@ -100,29 +87,24 @@ def test_padding_of_indices(ids: str, is_wrong: bool) -> None:
     "updates, target, source, is_wrong",
     [(1, B, WHOLE, True), (2, B, WHOLE, False), (1, WHOLE, WHOLE, False), (1, B, B, False)],
 )
-def test_one_index(updates: int, target: str, source: str, is_wrong: bool) -> None:
+def test_one_index(updates, target, source, is_wrong):
     module = _scatter(updates, "copy(%cut)", (target, WHOLE, WHOLE), source=source)
     assert _kinds(module) == [kf.ONE_INDEX] * is_wrong
 
 
 @pytest.mark.parametrize("combine, is_wrong", [("maximum(%x, %y)", True), ("copy(%y)", False)])
-def test_updates_that_no_all_reduce_combines_are_gathered(combine: str, is_wrong: bool) -> None:
+def test_updates_that_no_all_reduce_combines_are_gathered(combine, is_wrong):
     module = _scatter(5, "copy(%cut)", (WHOLE, B, B), combine=combine)
     assert _kinds(module) == [kf.SCATTER] * is_wrong
 
 
-@pytest.mark.parametrize(
-    "shardings, combine, is_wrong",
-    [
-        ((WHOLE, B, WHOLE), "maximum(%x, %y)", True),
-        ((A, B, WHOLE), "maximum(%x, %y)", True),
-        ((B, B, WHOLE), "maximum(%x, %y)", False),
-        ((WHOLE, WHOLE, WHOLE), "maximum(%x, %y)", False),
-        ((WHOLE, B, WHOLE), "add(%x, %y)", False),
-    ],
-)
-def test_unsharded_updates_are_padded_with_zeros_like_uneven_indices(
-    shardings: tuple[str, str, str], combine: str, is_wrong: bool
-) -> None:
+@pytest.mark.parametrize("shardings, combine, is_wrong", [
+    ((WHOLE, B, WHOLE), "maximum(%x, %y)", True),
+    ((A, B, WHOLE), "maximum(%x, %y)", True),
+    ((B, B, WHOLE), "maximum(%x, %y)", False),
+    ((WHOLE, WHOLE, WHOLE), "maximum(%x, %y)", False),
+    ((WHOLE, B, WHOLE), "add(%x, %y)", False),
+])  # fmt: skip
+def test_unsharded_updates_are_padded_with_zeros_like_uneven_indices(shardings, combine, is_wrong):
     module = _scatter(5, "copy(%cut)", shardings, combine=combine)
     assert _kinds(module) == [kf.SCATTER] * is_wrong

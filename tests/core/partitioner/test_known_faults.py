@@ -71,23 +71,20 @@ COLUMNS = "{devices=[1,2,4]<=[8] last_tile_dim_replicate}"
 IDS_8, IDS_4 = "{devices=[8]<=[8]}", "{devices=[4,2]<=[8] last_tile_dim_replicate}"
 
 
-@pytest.mark.parametrize(
-    "module, is_wrong",
-    [
-        (_scatter(15, ROWS_8, made=ONES), True),
-        (_scatter(15, ROWS_8, IDS_4, made=ONES), True),
-        (_scatter(15, ROWS_4, IDS_4, made=ONES), True),  # Alike, but in copies.
-        (_scatter(15, ROWS_8, IDS_8, made=ONES), False),
-        (_scatter(15, ROWS_8, "{devices=[8]7,6,5,4,3,2,1,0}", made=ONES), False),
-        (_scatter(16, ROWS_8, made=ONES), False),
-        (_scatter(15, COLUMNS, made=ONES), False),
-        # A tensor that the program itself shards is padded with zeros: they may be added, not multiplied.
-        (_scatter(15, ROWS_8), False),
-        (_scatter(15, ROWS_8, made="multiply(%cut, %one)"), False),
-        (_scatter(15, ROWS_8, made="cosine(%cut)"), True),
-        (_scatter(15, ROWS_8, combine="multiply"), True),
-    ],
-)
+@pytest.mark.parametrize("module, is_wrong", [
+    (_scatter(15, ROWS_8, made=ONES), True),
+    (_scatter(15, ROWS_8, IDS_4, made=ONES), True),
+    (_scatter(15, ROWS_4, IDS_4, made=ONES), True),  # Alike, but in copies.
+    (_scatter(15, ROWS_8, IDS_8, made=ONES), False),
+    (_scatter(15, ROWS_8, "{devices=[8]7,6,5,4,3,2,1,0}", made=ONES), False),
+    (_scatter(16, ROWS_8, made=ONES), False),
+    (_scatter(15, COLUMNS, made=ONES), False),
+    # A tensor that the program itself shards is padded with zeros: they may be added, not multiplied.
+    (_scatter(15, ROWS_8), False),
+    (_scatter(15, ROWS_8, made="multiply(%cut, %one)"), False),
+    (_scatter(15, ROWS_8, made="cosine(%cut)"), True),
+    (_scatter(15, ROWS_8, combine="multiply"), True),
+])  # fmt: skip
 def test_scatter(module, is_wrong):
     assert _kinds(module) == [kf.SCATTER] * is_wrong
 
@@ -111,20 +108,17 @@ def _pooling(size, window, stride, low, high, sharding, of_input=None):
 MIDDLE = "{devices=[1,2,1]<=[2]}"
 
 
-@pytest.mark.parametrize(
-    "module, is_wrong",
-    [
-        (_pooling(8, 2, 1, 0, 0, MIDDLE), True),
-        (_pooling(8, 4, 2, 0, 0, MIDDLE), True),
-        (_pooling(8, 4, 2, 0, 0, MIDDLE, of_input=WHOLE), True),
-        (_pooling(8, 3, 1, 1, 1, MIDDLE), True),
-        (_pooling(8, 4, 2, 1, 1, MIDDLE), False),  # The padding before the first window helps.
-        (_pooling(8, 2, 2, 0, 0, MIDDLE), False),
-        (_pooling(8, 2, 1, 0, 0, WHOLE, of_input=MIDDLE), False),
-        (_pooling(8, 2, 1, 0, 0, "{devices=[2,1,1]<=[2]}"), False),
-        (_pooling(8, 6, 2, 1, 2, MIDDLE), False),  # Larger than a part.
-    ],
-)
+@pytest.mark.parametrize("module, is_wrong", [
+    (_pooling(8, 2, 1, 0, 0, MIDDLE), True),
+    (_pooling(8, 4, 2, 0, 0, MIDDLE), True),
+    (_pooling(8, 4, 2, 0, 0, MIDDLE, of_input=WHOLE), True),
+    (_pooling(8, 3, 1, 1, 1, MIDDLE), True),
+    (_pooling(8, 4, 2, 1, 1, MIDDLE), False),  # The padding before the first window helps.
+    (_pooling(8, 2, 2, 0, 0, MIDDLE), False),
+    (_pooling(8, 2, 1, 0, 0, WHOLE, of_input=MIDDLE), False),
+    (_pooling(8, 2, 1, 0, 0, "{devices=[2,1,1]<=[2]}"), False),
+    (_pooling(8, 6, 2, 1, 2, MIDDLE), False),  # Larger than a part.
+])  # fmt: skip
 def test_gradient_of_max_pooling(module, is_wrong):
     assert _kinds(module) == [kf.POOLING] * is_wrong
 
@@ -152,24 +146,21 @@ ALL_ROWS = "{devices=[1,8,1]<=[8]}"
 BATCH_ROWS_IDLE = "{devices=[2,2,1,2]<=[8] last_tile_dim_replicate}"
 
 
-@pytest.mark.parametrize(
-    "operands, is_wrong",
-    [
-        (((16, 2), IDLE, (16, 2), IDLE), True),
-        (((16, 2), ALL_ROWS, (16, 2), ALL_ROWS), False),
-        (((16, 2), WITH_BATCH, (16, 2), WITH_BATCH), False),
-        (((16, 2), BATCH_ROWS_IDLE, (16, 2), BATCH_ROWS_IDLE), True),
-        (((16, 2), IDLE, (16, 2), WHOLE), False),
-        # The larger operand decides, the image if they are alike: the results' features are sharded over
-        # the other axis, then the input's are.
-        (((16, 2), IDLE, (16, 4), WITH_FEATURES), False),
-        (((16, 2), IDLE, (16, 2), WITH_FEATURES), True),
-        (((16, 4), IDLE, (16, 2), WITH_FEATURES), True),
-        (((16, 2), WITH_FEATURES, (16, 4), IDLE), True),
-        (((16, 4), WITH_FEATURES, (16, 2), IDLE), False),
-        (((16, 2), IDLE, (16, 2), BATCH_ALONE), True),
-    ],
-)
+@pytest.mark.parametrize("operands, is_wrong", [
+    (((16, 2), IDLE, (16, 2), IDLE), True),
+    (((16, 2), ALL_ROWS, (16, 2), ALL_ROWS), False),
+    (((16, 2), WITH_BATCH, (16, 2), WITH_BATCH), False),
+    (((16, 2), BATCH_ROWS_IDLE, (16, 2), BATCH_ROWS_IDLE), True),
+    (((16, 2), IDLE, (16, 2), WHOLE), False),
+    # The larger operand decides, the image if they are alike: the results' features are sharded over
+    # the other axis, then the input's are.
+    (((16, 2), IDLE, (16, 4), WITH_FEATURES), False),
+    (((16, 2), IDLE, (16, 2), WITH_FEATURES), True),
+    (((16, 4), IDLE, (16, 2), WITH_FEATURES), True),
+    (((16, 2), WITH_FEATURES, (16, 4), IDLE), True),
+    (((16, 4), WITH_FEATURES, (16, 2), IDLE), False),
+    (((16, 2), IDLE, (16, 2), BATCH_ALONE), True),
+])  # fmt: skip
 def test_kernel_gradient_over_copies(operands, is_wrong):
     assert _kinds(_kernel_gradient(*operands, padding=(1, 1))) == [kf.COPIES] * is_wrong
 
@@ -197,37 +188,34 @@ def _of_eight(tiles):
     return f"{{devices={tiles}<=[8]{copies}}}" if tiles.startswith("[") else tiles
 
 
-@pytest.mark.parametrize(
-    "what, image, kernel, result, kind",
-    [
-        (DEPTHWISE, IDLE, IDLE, WHOLE, kf.COPIES),
-        (DEPTHWISE, BATCH_ALONE, BATCH_ALONE, WHOLE, kf.COPIES),  # Unlike without groups.
-        (DEPTHWISE, WITH_BATCH, WITH_BATCH, WHOLE, ""),
-        (DEPTHWISE, "[2,1,2,2]", "[2,1,2,2]", WHOLE, ""),  # The batch and the channels.
-        (DEPTHWISE, CHANNELS_2, CHANNELS_2, WHOLE, ""),
-        # Grouped by channels first: the image's other devices hold copies.
-        (DEPTHWISE, "[1,2,2,2]", "[1,2,1,4]", CHANNELS_2, kf.COPIES),
-        (DEPTHWISE, "[2,2,2]", "[2,2,1,2]", CHANNELS_2, ""),
-        # The gradient's channels are not sharded.
-        (DEPTHWISE, "[1,2,2,2]", "[1,2,1,4]", WHOLE, ""),
-        (DEPTHWISE, "[2,1,1,4]", "[1,1,2,4]", CHANNELS_2, kf.COPIES),  # Of different dimensions.
-        # The gradient is sharded along its dimension of one element.
-        (DEPTHWISE, WHOLE, WHOLE, ONE_ELEMENT, kf.GROUPS),
-        (DEPTHWISE, CHANNELS_2, CHANNELS_2, "[1,4,2]", kf.GROUPS),
-        (DEPTHWISE, WHOLE, WHOLE, CHANNELS_2, ""),
-        (DEPTHWISE, WITH_BATCH, WITH_BATCH, ONE_ELEMENT, ""),  # It is summed.
-        # Only the result is sharded along rows; the image's features are summed over devices with copies.
-        (TRANSPOSED, "[1,1,2,4]", "[1,2,1,4]", "[4,2,1]", kf.COPIES),
-        (TRANSPOSED, "[1,1,2,4]", "[1,2,1,4]", "[8,1,1]", ""),
-        (TRANSPOSED, "[2,1,2,2]", "[1,2,1,4]", "[4,2,1]", ""),  # The image's batch is sharded.
-        (TRANSPOSED, "[1,1,8]", "[1,8,1]", "[4,2,1]", ""),
-        # Grouped by the batch.
-        (FORWARD, "[2,2,1,2]", "[1,2,1,4]", "[2,1,2,2]", kf.COPIES),
-        # The kernel is sharded over all devices; the batch into another number of parts.
-        (FORWARD, "[2,2,1,2]", "[1,2,4]", "[2,1,2,2]", ""),
-        (FORWARD, "[2,2,1,2]", "[1,2,1,4]", "[4,1,2]", ""),
-    ],
-)
+@pytest.mark.parametrize("what, image, kernel, result, kind", [
+    (DEPTHWISE, IDLE, IDLE, WHOLE, kf.COPIES),
+    (DEPTHWISE, BATCH_ALONE, BATCH_ALONE, WHOLE, kf.COPIES),  # Unlike without groups.
+    (DEPTHWISE, WITH_BATCH, WITH_BATCH, WHOLE, ""),
+    (DEPTHWISE, "[2,1,2,2]", "[2,1,2,2]", WHOLE, ""),  # The batch and the channels.
+    (DEPTHWISE, CHANNELS_2, CHANNELS_2, WHOLE, ""),
+    # Grouped by channels first: the image's other devices hold copies.
+    (DEPTHWISE, "[1,2,2,2]", "[1,2,1,4]", CHANNELS_2, kf.COPIES),
+    (DEPTHWISE, "[2,2,2]", "[2,2,1,2]", CHANNELS_2, ""),
+    # The gradient's channels are not sharded.
+    (DEPTHWISE, "[1,2,2,2]", "[1,2,1,4]", WHOLE, ""),
+    (DEPTHWISE, "[2,1,1,4]", "[1,1,2,4]", CHANNELS_2, kf.COPIES),  # Of different dimensions.
+    # The gradient is sharded along its dimension of one element.
+    (DEPTHWISE, WHOLE, WHOLE, ONE_ELEMENT, kf.GROUPS),
+    (DEPTHWISE, CHANNELS_2, CHANNELS_2, "[1,4,2]", kf.GROUPS),
+    (DEPTHWISE, WHOLE, WHOLE, CHANNELS_2, ""),
+    (DEPTHWISE, WITH_BATCH, WITH_BATCH, ONE_ELEMENT, ""),  # It is summed.
+    # Only the result is sharded along rows; the image's features are summed over devices with copies.
+    (TRANSPOSED, "[1,1,2,4]", "[1,2,1,4]", "[4,2,1]", kf.COPIES),
+    (TRANSPOSED, "[1,1,2,4]", "[1,2,1,4]", "[8,1,1]", ""),
+    (TRANSPOSED, "[2,1,2,2]", "[1,2,1,4]", "[4,2,1]", ""),  # The image's batch is sharded.
+    (TRANSPOSED, "[1,1,8]", "[1,8,1]", "[4,2,1]", ""),
+    # Grouped by the batch.
+    (FORWARD, "[2,2,1,2]", "[1,2,1,4]", "[2,1,2,2]", kf.COPIES),
+    # The kernel is sharded over all devices; the batch into another number of parts.
+    (FORWARD, "[2,2,1,2]", "[1,2,4]", "[2,1,2,2]", ""),
+    (FORWARD, "[2,2,1,2]", "[1,2,1,4]", "[4,1,2]", ""),
+])  # fmt: skip
 def test_convolutions(what, image, kernel, result, kind):
     *types, made, attributes = what
     operands = zip(types, map(_of_eight, (image, kernel)))
@@ -256,17 +244,14 @@ def test_forward_convolution_over_copies(parts, is_wrong):
     assert _kinds(_module(devices, operands, result)) == [kf.COPIES] * is_wrong
 
 
-@pytest.mark.parametrize(
-    "rows, results, padding, stride, is_wrong",
-    [
-        (12, 5, (0, 1), 3, True),
-        (12, 6, (1, 3), 3, True),
-        (13, 6, (1, 2), 3, False),  # Parts of 4 rows: windows go over less than two of them.
-        (8, 6, (1, 2), 2, False),
-        (12, 7, (0, 1), 2, False),  # The last part has a window.
-        (12, 12, (1, 1), 1, False),
-    ],
-)
+@pytest.mark.parametrize("rows, results, padding, stride, is_wrong", [
+    (12, 5, (0, 1), 3, True),
+    (12, 6, (1, 3), 3, True),
+    (13, 6, (1, 2), 3, False),  # Parts of 4 rows: windows go over less than two of them.
+    (8, 6, (1, 2), 2, False),
+    (12, 7, (0, 1), 2, False),  # The last part has a window.
+    (12, 12, (1, 1), 1, False),
+])  # fmt: skip
 def test_kernel_gradient_of_windows_in_padding(rows, results, padding, stride, is_wrong):
     cut = "{devices=[1,4,1]<=[4]}"
     module = _kernel_gradient(
@@ -288,10 +273,7 @@ ROWS_ALIKE = {"batch": ((0,), (0,)), "summed": ((1,), (1,))}
 
 @pytest.mark.parametrize(
     "result, is_wrong",
-    [
-        ("{devices=[4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", True),
-        (WHOLE, False),
-    ],
+    [("{devices=[4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", True), (WHOLE, False)],
 )
 def test_batch_cut_anew(result, is_wrong):
     module = _dot(GRID, GRID, ("f32[16]", result), **ROWS_ALIKE)
@@ -324,15 +306,12 @@ def test_batch_cut_anew_where_only_one_operand_is_cut_along_it():
     assert _kinds(_dot(GRID, other, result, **ROWS_ALIKE)) == []
 
 
-@pytest.mark.parametrize(
-    "result, is_wrong",
-    [
-        ("{devices=[1,2,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}", False),
-        ("{devices=[4,2]0,4,2,6,1,5,3,7}", True),  # Rows over the axes c and b, columns over a.
-        ("{devices=[4,2]0,4,1,5,2,6,3,7}", False),  # Rows over b and c, like the left operand's.
-        ("{devices=[4,1,2]0,4,2,6,1,5,3,7 last_tile_dim_replicate}", False),  # Columns whole.
-    ],
-)
+@pytest.mark.parametrize("result, is_wrong", [
+    ("{devices=[1,2,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}", False),
+    ("{devices=[4,2]0,4,2,6,1,5,3,7}", True),  # Rows over the axes c and b, columns over a.
+    ("{devices=[4,2]0,4,1,5,2,6,3,7}", False),  # Rows over b and c, like the left operand's.
+    ("{devices=[4,1,2]0,4,2,6,1,5,3,7 last_tile_dim_replicate}", False),  # Columns whole.
+])  # fmt: skip
 def test_result_over_the_devices_of_the_sum(result, is_wrong):
     """The mesh is a:2,b:2,c:2, the left operand over b and a, the right one over a and b; the sum is over a."""
     left = ("f32[16,8]", "{devices=[2,2,2]0,1,4,5,2,3,6,7 last_tile_dim_replicate}")
@@ -341,15 +320,12 @@ def test_result_over_the_devices_of_the_sum(result, is_wrong):
     assert _kinds(module) == [kf.EXCHANGED] * is_wrong
 
 
-@pytest.mark.parametrize(
-    "right, is_wrong",
-    [
-        ("{devices=[1,2,2]0,2,1,3}", True),
-        ("{devices=[2,2,1]0,1,2,3}", False),  # Alike.
-        ("{devices=[1,2,2]0,1,2,3}", False),  # The second dimension over other devices.
-        (ROWS_2_OF_4.replace("[2,1,2]", "[1,2,1,2]"), False),  # In fewer parts.
-    ],
-)
+@pytest.mark.parametrize("right, is_wrong", [
+    ("{devices=[1,2,2]0,2,1,3}", True),
+    ("{devices=[2,2,1]0,1,2,3}", False),  # Alike.
+    ("{devices=[1,2,2]0,1,2,3}", False),  # The second dimension over other devices.
+    (ROWS_2_OF_4.replace("[2,1,2]", "[1,2,1,2]"), False),  # In fewer parts.
+])  # fmt: skip
 def test_sum_over_differently_cut_dims(right, is_wrong):
     left = ("f32[12,4,8]", "{devices=[2,2,1]0,1,2,3}")
     everything = ((0, 1, 2), (0, 1, 2))
@@ -357,14 +333,11 @@ def test_sum_over_differently_cut_dims(right, is_wrong):
     assert _kinds(module) == [kf.SUMS] * is_wrong
 
 
-@pytest.mark.parametrize(
-    "vector, matrix, result, is_wrong",
-    [
-        ("1,3,0,2", "3,1,0,2", "0,3,1,2", True),
-        ("1,3,0,2", "1,3,0,2", "0,1,2,3", False),  # In order.
-        ("0,1,2,3", "0,1,2,3", "0,2,1,3", False),
-    ],
-)
+@pytest.mark.parametrize("vector, matrix, result, is_wrong", [
+    ("1,3,0,2", "3,1,0,2", "0,3,1,2", True),
+    ("1,3,0,2", "1,3,0,2", "0,1,2,3", False),  # In order.
+    ("0,1,2,3", "0,1,2,3", "0,2,1,3", False),
+])  # fmt: skip
 def test_sum_over_devices_in_another_order(vector, matrix, result, is_wrong):
     left = ("f32[2]", f"{{devices=[2,2]{vector} last_tile_dim_replicate}}")
     right = ("f32[2,4]", f"{{devices=[2,2]{matrix}}}")
@@ -373,15 +346,12 @@ def test_sum_over_devices_in_another_order(vector, matrix, result, is_wrong):
     assert _kinds(module) == [kf.ADDING_UP] * is_wrong
 
 
-@pytest.mark.parametrize(
-    "right, result, is_wrong",
-    [
-        ("1,5,0,4,2,6,3,7", "1,5,0,4,2,6,3,7", True),
-        ("0,4,1,5,2,6,3,7", "0,4,1,5,2,6,3,7", False),  # As the left one numbers them.
-        ("1,5,0,4,2,6,3,7", "0,4,1,5,2,6,3,7", False),
-        ("1,4,0,5,2,6,3,7", "1,4,0,5,2,6,3,7", False),  # The two rows not alike.
-    ],
-)
+@pytest.mark.parametrize("right, result, is_wrong", [
+    ("1,5,0,4,2,6,3,7", "1,5,0,4,2,6,3,7", True),
+    ("0,4,1,5,2,6,3,7", "0,4,1,5,2,6,3,7", False),  # As the left one numbers them.
+    ("1,5,0,4,2,6,3,7", "0,4,1,5,2,6,3,7", False),
+    ("1,4,0,5,2,6,3,7", "1,4,0,5,2,6,3,7", False),  # The two rows not alike.
+])  # fmt: skip
 def test_rows_in_different_orders(right, result, is_wrong):
     left = ("f32[2,12,8]", "{devices=[2,4,1]<=[8]}")
     dims = {"batch": ((2,), (0,)), "summed": ((0,), (1,))}

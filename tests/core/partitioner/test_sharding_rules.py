@@ -34,33 +34,19 @@ def _sharding(text):
     return found
 
 
-@pytest.mark.parametrize(
-    "result, dims, lhs, rhs, mapping",
-    [
-        # GSEC,GSM->GECM with both sharded along the batch dimension G.
-        (
-            "f32[8,8,4,32]",
-            DISPATCH,
-            "{devices=[8,1,1,1]<=[8]}",
-            "{devices=[8,1,1]<=[8]}",
-            (("x", "y"), None, None, None),
-        ),
-        # A free dimension of one operand, at any position.
-        ("f32[8,16]", MATMUL, "{devices=[8,1]<=[8]}", WHOLE, (("x", "y"), None)),
-        ("f32[8,16]", MATMUL, WHOLE, "{devices=[1,8]<=[8]}", (None, ("x", "y"))),
-        (
-            "f32[8,16]",
-            "lhs_contracting_dims={0}, rhs_contracting_dims={0}",
-            "{devices=[1,4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}",
-            WHOLE,
-            ("y", None),
-        ),
-        # No sharding: sums over parts, and two dimensions that are sharded by the same devices.
-        ("f32[8,16]", MATMUL, "{devices=[1,8]<=[8]}", "{devices=[8,1]<=[8]}", None),
-        ("f32[8,16]", MATMUL, "{devices=[8,1]<=[8]}", "{devices=[1,8]<=[8]}", None),
-        ("f32[8,16]", MATMUL, WHOLE, WHOLE, None),
-    ],
-)
+@pytest.mark.parametrize("result, dims, lhs, rhs, mapping", [
+    # GSEC,GSM->GECM with both sharded along the batch dimension G.
+    ("f32[8,8,4,32]", DISPATCH, "{devices=[8,1,1,1]<=[8]}", "{devices=[8,1,1]<=[8]}", (("x", "y"), None, None, None)),
+    # A free dimension of one operand, at any position.
+    ("f32[8,16]", MATMUL, "{devices=[8,1]<=[8]}", WHOLE, (("x", "y"), None)),
+    ("f32[8,16]", MATMUL, WHOLE, "{devices=[1,8]<=[8]}", (None, ("x", "y"))),
+    ("f32[8,16]", "lhs_contracting_dims={0}, rhs_contracting_dims={0}",
+     "{devices=[1,4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", WHOLE, ("y", None)),
+    # No sharding: sums over parts, and two dimensions that are sharded by the same devices.
+    ("f32[8,16]", MATMUL, "{devices=[1,8]<=[8]}", "{devices=[8,1]<=[8]}", None),
+    ("f32[8,16]", MATMUL, "{devices=[8,1]<=[8]}", "{devices=[1,8]<=[8]}", None),
+    ("f32[8,16]", MATMUL, WHOLE, WHOLE, None),
+])  # fmt: skip
 def test_a_product_of_what_each_device_has(result, dims, lhs, rhs, mapping):
     dot = _instruction(result, "dot", dims)
     found = product_sharding(dot, _sharding(lhs), _sharding(rhs))

@@ -10,16 +10,13 @@ from lingvo_moe.core.pipeline.blocks import Blocks, describe_padding, padding
 from lingvo_moe.core.pipeline.stage_layout import padded, unpadded
 
 
-@pytest.mark.parametrize(
-    ("num", "stages", "repeats", "counts"),
-    [
-        (9, 2, 1, [5, 4]),
-        (9, 4, 1, [3, 2, 2, 2]),
-        (8, 4, 1, [2, 2, 2, 2]),
-        (7, 2, 2, [2, 2, 2, 1]),
-        (1663, 128, 1, [13] * 127 + [12]),  # the largest model of GPipe's table 1
-    ],
-)
+@pytest.mark.parametrize(("num", "stages", "repeats", "counts"), [
+    (9, 2, 1, [5, 4]),
+    (9, 4, 1, [3, 2, 2, 2]),
+    (8, 4, 1, [2, 2, 2, 2]),
+    (7, 2, 2, [2, 2, 2, 1]),
+    (1663, 128, 1, [13] * 127 + [12]),  # the largest model of GPipe's table 1
+])  # fmt: skip
 def test_parts_differ_by_at_most_one_block(num, stages, repeats, counts):
     blocks = Blocks(num, stages, repeats)
     assert blocks.counts.tolist() == counts

@@ -1,10 +1,8 @@
 """Pipelines that are refused, in one table: the call, and a part of the message."""
 
-import re
-
-import pytest
 import tensorflow as tf
 from pipeline_toys import Dense, WithExtras, cells, make
+from refusals import refusals
 
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.sgd import Sgd
@@ -54,7 +52,8 @@ def _packed():
     return make(PipeliningLayer, WithExtras, **STAGES).VariableSpecs()
 
 
-REFUSED = [
+test_what_is_refused = refusals(
+    (ValueError, KeyError),
     (lambda: make_schedule("1f1b", 0, 4), "stages=0: must be 1 or more"),
     (lambda: make_schedule("1f1b", 2, 0), "micro_batches=0: must be 1 or more"),
     (lambda: make_schedule("1f1b", 2, 4, 2), "schedule=1f1b has repeats=1, got 2; schedule=interl"),
@@ -64,10 +63,7 @@ REFUSED = [
     (lambda: _stages(2, 4, splits=(2, 4)), "splits=[2, 4]: must be 2 ascending numbers of blocks"),
     (lambda: _stages(2, 4, splits=(5, 5)), "must be 2 ascending numbers"),
     (lambda: _stages(2, 4, name="gpipe", repeats=2, splits=(2, 5)), "goes with task.pipeline.repe"),
-    (
-        lambda: _stages(4, 8, "stage:1,data:3"),
-        "micro_batches=8: must be a multiple of 3, since each",
-    ),
+    (lambda: _stages(4, 8, "stage:1,data:3"), "micro_batches=8: must be a multiple of 3, since each"),
     (lambda: histogram_partition([7] * 4, 4), "gives part 0 no layer"),
     (lambda: histogram_partition([1, 1], 3), "num_partitions=3: there are only 2 layers"),
     (lambda: optimal_partition([1, 1], 0), "num_partitions=0: must be an integer of at least 1"),
@@ -78,34 +74,17 @@ REFUSED = [
     (lambda: _gpipe(num_micro_batches=3), "a batch of 16 rows does not divide into that many equ"),
     (lambda: _gpipe(micro_batch_size=5), "seq: micro_batch_size=5: does not divide the 16 rows"),
     (lambda: _gpipe(micro_batch_size=8, num_micro_batches=4), "make 32 rows, but the batch has 16"),
-    (
-        lambda: _gpipe(
-            "stage:4,data:2", num_micro_batches=16, activation_split={"B": "data"}, **STAGES
-        ),
-        "1 rows of a micro-batch do not divide among the 2 devices",
-    ),
+    (lambda: _gpipe("stage:4,data:2", num_micro_batches=16, activation_split={"B": "data"}, **STAGES),
+     "1 rows of a micro-batch do not divide among the 2 devices"),
     (lambda: _gpipe("stage:2", **STAGES), "has 2 devices along axis 'stage' of the stages"),
-    (
-        lambda: _gpipe("stage:2,more:2", weight_split={"Z": ("stage", "more")}),
-        "letter Z of the stages to ('stage', 'more'); give it one mesh axis",
-    ),
+    (lambda: _gpipe("stage:2,more:2", weight_split={"Z": ("stage", "more")}),
+     "letter Z of the stages to ('stage', 'more'); give it one mesh axis"),
     (lambda: _gpipe(masked=4, before_tpl=[]), "batch_dim=0 of all of them counts rows"),
     (lambda: _gpipe(cell_tpl=cells(LosesRows)), "cell 0 returns a tensor of shape (1, 7) for 16"),
     (lambda: from_paths(_packed(), {}), "seq.after.b: there is no value for this variable"),
-    (
-        lambda: Sgd.Params().Set(decay_exclude=["seq.c1.w"]).Instantiate().SlotSpecs(_packed()),
-        "seq.c0.w decays and seq.c1.w does not",
-    ),
-    (
-        lambda: Adafactor.Params().Instantiate().SlotSpecs(_packed()),
-        "update depends on their shapes",
-    ),
+    (lambda: Sgd.Params().Set(decay_exclude=["seq.c1.w"]).Instantiate().SlotSpecs(_packed()),
+     "seq.c0.w decays and seq.c1.w does not"),
+    (lambda: Adafactor.Params().Instantiate().SlotSpecs(_packed()), "update depends on their shapes"),
     (lambda: toy(stages=2, schedule="gpip"), "schedule='gpip': must be one of"),
-]
-
-
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_is_refused(number):
-    call, message = REFUSED[number]
-    with pytest.raises((ValueError, KeyError), match=re.escape(message)):
-        call()
+    plain=True,
+)  # fmt: skip

@@ -47,33 +47,30 @@ lhs_contracting_dims={{{dims}}}, rhs_contracting_dims={{{b}}}"""
     assert found["d"].flops == 2 * math.prod(batch + rows + contracted + columns)
 
 
-@pytest.mark.parametrize(
-    ("lhs", "rhs", "output", "attributes", "flops"),
-    [
-        ((2048, 1024), (1024, 2048), (2048, 2048), "dim_labels=bf_io->bf", 2 * 2048 * 1024 * 2048),
-        (
-            (16, 128, 1024, 1),  # Rows, time and model by heads: the heads are a spatial dimension.
-            (1024, 16, 128, 1),
-            (16, 128, 16, 128),
-            "window={size=1x16 pad=0_0x15_15 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f",
-            2 * 16 * 128 * 1024 * 16 * 128,
-        ),
-        (
-            (16, 128, 16, 128),  # Attention's scores: rows and heads are batched by strides.
-            (16, 128, 16, 128),
-            (16, 16, 128, 128),
-            "window={size=16x16 stride=15x15 lhs_dilate=16x16}, dim_labels=0b1f_0o1i->01bf",
-            2 * 16 * 16 * 128 * 128 * 128,
-        ),
-        (
-            (2048, 1024, 1),  # Gradient of a combination, its capacity a reversed window.
-            (2048, 4, 1024),
-            (2048, 2048, 4),
-            "window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=bf0_o0i->bf0",
-            2 * 2048 * 2048 * 4 * 1024,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("lhs", "rhs", "output", "attributes", "flops"), [
+    ((2048, 1024), (1024, 2048), (2048, 2048), "dim_labels=bf_io->bf", 2 * 2048 * 1024 * 2048),
+    (
+        (16, 128, 1024, 1),  # Rows, time and model by heads: the heads are a spatial dimension.
+        (1024, 16, 128, 1),
+        (16, 128, 16, 128),
+        "window={size=1x16 pad=0_0x15_15 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f",
+        2 * 16 * 128 * 1024 * 16 * 128,
+    ),
+    (
+        (16, 128, 16, 128),  # Attention's scores: rows and heads are batched by strides.
+        (16, 128, 16, 128),
+        (16, 16, 128, 128),
+        "window={size=16x16 stride=15x15 lhs_dilate=16x16}, dim_labels=0b1f_0o1i->01bf",
+        2 * 16 * 16 * 128 * 128 * 128,
+    ),
+    (
+        (2048, 1024, 1),  # Gradient of a combination, its capacity a reversed window.
+        (2048, 4, 1024),
+        (2048, 2048, 4),
+        "window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=bf0_o0i->bf0",
+        2 * 2048 * 2048 * 4 * 1024,
+    ),
+])  # fmt: skip
 def test_flops_of_a_tpus_convolutions(lhs, rhs, output, attributes, flops):
     found = _costs(
         f"""  %a = {_shape(lhs)} parameter(0)
@@ -83,15 +80,12 @@ def test_flops_of_a_tpus_convolutions(lhs, rhs, output, attributes, flops):
     assert found["c"].flops == flops
 
 
-@pytest.mark.parametrize(
-    ("lhs", "rhs", "output", "whole"),
-    [
-        ((256, 512), (512, 128), (256, 128), 1),
-        ((256, 64), (64, 128), (256, 128), 2),  # half of each tile's sum
-        ((256, 512), (512, 96), (256, 96), 128 / 96),
-        ((1, 512), (512, 128), (1, 128), 128),  # a single row streams through
-    ],
-)
+@pytest.mark.parametrize(("lhs", "rhs", "output", "whole"), [
+    ((256, 512), (512, 128), (256, 128), 1),
+    ((256, 64), (64, 128), (256, 128), 2),  # half of each tile's sum
+    ((256, 512), (512, 96), (256, 96), 128 / 96),
+    ((1, 512), (512, 128), (1, 128), 128),  # a single row streams through
+])  # fmt: skip
 def test_products_fill_whole_tiles(lhs, rhs, output, whole):
     lines = f"""  %a = {_shape(lhs)} parameter(0)
   %b = {_shape(rhs)} parameter(1)

@@ -99,15 +99,12 @@ def test_the_kernels_of_experts():
     assert find_faults(compiled.partitioner_input, program) == []
 
 
-@pytest.mark.parametrize(
-    ("length", "block", "fused", "has"),
-    [
-        (FROM_LENGTH, "auto", True, True),
-        (FROM_LENGTH, "auto", False, False),
-        (FROM_LENGTH, "512", True, False),
-        (FROM_LENGTH // 2, "auto", True, False),
-    ],
-)
+@pytest.mark.parametrize(("length", "block", "fused", "has"), [
+    (FROM_LENGTH, "auto", True, True),
+    (FROM_LENGTH, "auto", False, False),
+    (FROM_LENGTH, "512", True, False),
+    (FROM_LENGTH // 2, "auto", True, False),
+])  # fmt: skip
 def test_which_programs_of_a_language_model_have_the_kernel(length, block, fused, has, monkeypatch):
     """The forward pass chooses, so the backward pass is not traced."""
     monkeypatch.setattr(tf.GradientTape, "gradient", lambda _, y, xs: [*map(tf.zeros_like, xs)])

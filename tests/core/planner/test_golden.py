@@ -15,25 +15,14 @@ def test_a_plan_keeps_its_own_promise_whatever_the_clock_says():
     assert differences(make_plan(), plan) == []
 
 
-@pytest.mark.parametrize(
-    "place, value, message",
-    [
-        (
-            "collectives 0 count",
-            20,
-            "moe, dispatch_combine, forward: 20 all-to-all a step, were 18",
-        ),
-        (
-            "collectives 1 bytes",
-            16 << 20,
-            "attention, backward: all-reduce carries 603,979,776 bytes",
-        ),
-        ("work 0 flops", 33.6e12, "experts, forward: 3.36e+13 FLOPs a device, were 4.2e+12"),
-        ("memory peak", 20 * 10**9, "most of it in encoder.0, experts: +3,000 bytes"),
-        ("parameters bytes", 40, "parameters.bytes is 40, was 5,600,000,000"),
-        ("memory fits", False, "the program does not fit; the recorded one does"),
-    ],
-)
+@pytest.mark.parametrize("place, value, message", [
+    ("collectives 0 count", 20, "moe, dispatch_combine, forward: 20 all-to-all a step, were 18"),
+    ("collectives 1 bytes", 16 << 20, "attention, backward: all-reduce carries 603,979,776 bytes"),
+    ("work 0 flops", 33.6e12, "experts, forward: 3.36e+13 FLOPs a device, were 4.2e+12"),
+    ("memory peak", 20 * 10**9, "most of it in encoder.0, experts: +3,000 bytes"),
+    ("parameters bytes", 40, "parameters.bytes is 40, was 5,600,000,000"),
+    ("memory fits", False, "the program does not fit; the recorded one does"),
+])  # fmt: skip
 def test_a_difference_names_the_layer(place, value, message):
     plan = make_plan()
     plan["memory"]["holders"][0]["bytes"] += 3000

@@ -70,15 +70,12 @@ _DIMS = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contra
 _PRECISION = '"precision_config":{"operand_precision":'
 
 
-@pytest.mark.parametrize(
-    "config, dtype, kind",
-    [
-        (_DIMS, "f32", "tf32"),
-        (_DIMS, "bf16", "bfloat16"),
-        (f'{_DIMS},{_PRECISION}["HIGHEST","HIGHEST"]}}', "f32", "float32"),
-        (f'{_DIMS},{_PRECISION}["DEFAULT","DEFAULT"]}}', "f32", "tf32"),
-    ],
-)
+@pytest.mark.parametrize("config, dtype, kind", [
+    (_DIMS, "f32", "tf32"),
+    (_DIMS, "bf16", "bfloat16"),
+    (f'{_DIMS},{_PRECISION}["HIGHEST","HIGHEST"]}}', "f32", "float32"),
+    (f'{_DIMS},{_PRECISION}["DEFAULT","DEFAULT"]}}', "f32", "tf32"),
+])  # fmt: skip
 def test_a_call_of_cublas(config, dtype, kind):
     cost = _costs(_cublas(config, dtype))["call"]
     assert cost.flops == 2 * 3 * 4 * 16 * 8
@@ -88,15 +85,12 @@ def test_a_call_of_cublas(config, dtype, kind):
     assert cost.place.part == "experts"
 
 
-@pytest.mark.parametrize(
-    "kind, operands, result",
-    [
-        ("Forward", ("input", "filter"), "output"),
-        ("ForwardGraph", ("input", "filter"), "output"),
-        ("BackwardInput", ("output", "filter"), "input"),
-        ("BackwardFilter", ("input", "output"), "filter"),
-    ],
-)
+@pytest.mark.parametrize("kind, operands, result", [
+    ("Forward", ("input", "filter"), "output"),
+    ("ForwardGraph", ("input", "filter"), "output"),
+    ("BackwardInput", ("output", "filter"), "input"),
+    ("BackwardFilter", ("input", "output"), "filter"),
+])  # fmt: skip
 def test_a_convolution_and_its_gradients_count_the_same(kind, operands, result):
     shapes = {"input": "f32[4,8,8,6]", "filter": "f32[10,3,3,6]", "output": "f32[4,4,4,10]"}
     first, second = (shapes[name] for name in operands)
@@ -118,15 +112,12 @@ def test_a_call_of_cublas_without_dimensions_is_an_error():
         _costs(_cublas('"alpha_real":1'))
 
 
-@pytest.mark.parametrize(
-    "attributes, kind",
-    [
-        ("", "tf32"),
-        (", operand_precision={highest,highest}", "float32"),
-        (", algorithm=dot_f32_f32_f32", "float32"),
-        (", algorithm=dot_tf32_tf32_f32", "tf32"),
-    ],
-)
+@pytest.mark.parametrize("attributes, kind", [
+    ("", "tf32"),
+    (", operand_precision={highest,highest}", "float32"),
+    (", algorithm=dot_f32_f32_f32", "float32"),
+    (", algorithm=dot_tf32_tf32_f32", "tf32"),
+])  # fmt: skip
 def test_float32_is_multiplied_in_tf32_unless_the_program_demands_more(attributes, kind):
     dot = "  ROOT %d = f32[4,8] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     found = _costs(

@@ -106,28 +106,19 @@ def _name(phase):
     return PipelineLoop("m4", phase)
 
 
-@pytest.mark.parametrize(
-    ("op_name", "expected"),
-    [
-        ("jit(f)/call_tensorflow/m4/encoder/pipeline.forward/while", ("m4/encoder", "forward")),
-        ("a/jit(call)/call_tensorflow/m4/pipeline.backward/while_1", ("m4", "backward")),
-        ("call_tensorflow/gradient_tape/m4/x/pipeline.backward/while", ("m4/x", "backward")),
-        (
-            "jit(f)/micro_batches/while/body/m/pipeline.forward_backward/while",
-            ("m", "forward_backward"),
-        ),
-        ("jit(f)/pipeline.forward/while", ("", "forward")),
-        ("jit(f)/m4/encoder/pipeline.forward/while/body/blocks/while", None),
-        (
-            "call_tensorflow/m4/pipeline/encoder_forward__decoder_loss/while",
-            ("m4", "encoder_forward__decoder_loss"),
-        ),
-        ("call_tensorflow/m4/pipeline/encoder_sideways/while", None),
-        ("jit(f)/m4/encoder/pipeline.sideways/while", None),
-        ("jit(f)/m4/encoder/while", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("op_name", "expected"), [
+    ("jit(f)/call_tensorflow/m4/encoder/pipeline.forward/while", ("m4/encoder", "forward")),
+    ("a/jit(call)/call_tensorflow/m4/pipeline.backward/while_1", ("m4", "backward")),
+    ("call_tensorflow/gradient_tape/m4/x/pipeline.backward/while", ("m4/x", "backward")),
+    ("jit(f)/micro_batches/while/body/m/pipeline.forward_backward/while", ("m", "forward_backward")),
+    ("jit(f)/pipeline.forward/while", ("", "forward")),
+    ("jit(f)/m4/encoder/pipeline.forward/while/body/blocks/while", None),
+    ("call_tensorflow/m4/pipeline/encoder_forward__decoder_loss/while", ("m4", "encoder_forward__decoder_loss")),
+    ("call_tensorflow/m4/pipeline/encoder_sideways/while", None),
+    ("jit(f)/m4/encoder/pipeline.sideways/while", None),
+    ("jit(f)/m4/encoder/while", None),
+    ("", None),
+])  # fmt: skip
 def test_names_of_loops(op_name, expected):
     assert pipeline_loop(op_name) == expected
 

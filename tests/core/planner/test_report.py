@@ -22,23 +22,17 @@ def _squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize(
-    "unit, cases",
-    [
-        (
-            units.size,
-            {0: "0 B", 1536: "1.5 KiB", 11 * _GIB: "11.00 GiB", 2.4e15: "2,235,174.18 GiB"},
-        ),
-        (units.duration, {1.524: "1.52 s", 0.0861: "86.1 ms", 3e-6: "3.00 µs", 4e-8: "0.040 µs"}),
-        (units.duration, {250: "4 min 10 s", 0: "0"}),
-        (units.work, {8.24e13: "82.4 TFLOP"}),
-        (units.quantity, {619.3e9: "619.3B", 1e12: "1T"}),
-        (units.in_words, {619_366_506_496: "619.4 billion", 999_960_000: "1.0 billion"}),
-        (units.in_words, {4_293_632: "4.3 million", 36_416: ""}),
-        (units.number, {2311.6: "2,312", 0.5714: "0.571"}),
-        (units.share, {0.3621: "36.2%"}),
-    ],
-)
+@pytest.mark.parametrize("unit, cases", [
+    (units.size, {0: "0 B", 1536: "1.5 KiB", 11 * _GIB: "11.00 GiB", 2.4e15: "2,235,174.18 GiB"}),
+    (units.duration, {1.524: "1.52 s", 0.0861: "86.1 ms", 3e-6: "3.00 µs", 4e-8: "0.040 µs"}),
+    (units.duration, {250: "4 min 10 s", 0: "0"}),
+    (units.work, {8.24e13: "82.4 TFLOP"}),
+    (units.quantity, {619.3e9: "619.3B", 1e12: "1T"}),
+    (units.in_words, {619_366_506_496: "619.4 billion", 999_960_000: "1.0 billion"}),
+    (units.in_words, {4_293_632: "4.3 million", 36_416: ""}),
+    (units.number, {2311.6: "2,312", 0.5714: "0.571"}),
+    (units.share, {0.3621: "36.2%"}),
+])  # fmt: skip
 def test_units(unit, cases):
     assert {value: unit(value) for value in cases} == cases
     assert unit is units.in_words or unit(None) == "–"

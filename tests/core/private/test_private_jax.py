@@ -1,17 +1,13 @@
 """The private parts of JAX do what core/private/jax.py says."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import tensorflow as tf
 from jax.interpreters import mlir
+from processes import run_python
 
 from lingvo_moe.core.private import jax as private
 from lingvo_moe.core.private.tensorflow import hlo_pb2
-from tools.import_graph import ROOT
 
 
 def test_a_module_is_read_in_python():
@@ -70,7 +66,7 @@ print(len(entries), len(hits))
 
 def test_compiled_programs_go_through_our_cache():
     """A program that may be kept comes from the cache the second time, another one does not."""
-    done = subprocess.run([sys.executable, "-c", _CACHE], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", _CACHE)
     assert done.stdout.split() == ["1", "1"], done.stderr
 
 
@@ -95,5 +91,4 @@ for count in (2, 3):
 
 
 def test_a_process_leaves_a_job_and_joins_another_with_other_devices():
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", _LEAVE], env=env, check=True)
+    run_python("-c", _LEAVE, env={"JAX_PLATFORMS": "cpu"}, check=True)

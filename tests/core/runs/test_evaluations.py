@@ -30,16 +30,13 @@ def test_a_run_that_goes_on_from_an_earlier_step_forgets_later_ones():
     assert found.With(20, 2.5) == _made(3.0, 2.5)
 
 
-@pytest.mark.parametrize(
-    "losses, evaluations, stops",
-    [
-        ((3.0, 1.0, 2.0), 2, False),
-        ((3.0, 1.0, 2.0, 1.0), 2, True),
-        ((3.0, 1.0, 2.0, 1.0), 0, False),
-        ((math.nan, math.inf), 2, True),
-        ((), 1, False),
-    ],
-)
+@pytest.mark.parametrize("losses, evaluations, stops", [
+    ((3.0, 1.0, 2.0), 2, False),
+    ((3.0, 1.0, 2.0, 1.0), 2, True),
+    ((3.0, 1.0, 2.0, 1.0), 0, False),
+    ((math.nan, math.inf), 2, True),
+    ((), 1, False),
+])  # fmt: skip
 def test_when_training_stops(losses, evaluations, stops):
     assert bool(_made(*losses).WhyStopped(evaluations)) == stops
 

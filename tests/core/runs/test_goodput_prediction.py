@@ -29,14 +29,11 @@ def _simulated(machine: Machine, seed: int, disruptions: int = 40_000) -> float:
     return machine.share_of_steps * lasted / now
 
 
-@pytest.mark.parametrize(
-    "machine",
-    [
-        Machine(mtbf=11160, save=20, restart=600, interval=600),
-        Machine(mtbf=30, save=0.5, restart=12, interval=8, announced=0.4, share_of_steps=0.9),
-        Machine(mtbf=10, save=3, restart=10, interval=20, announced=1.0),
-    ],
-)
+@pytest.mark.parametrize("machine", [
+    Machine(mtbf=11160, save=20, restart=600, interval=600),
+    Machine(mtbf=30, save=0.5, restart=12, interval=8, announced=0.4, share_of_steps=0.9),
+    Machine(mtbf=10, save=3, restart=10, interval=20, announced=1.0),
+])  # fmt: skip
 def test_it_is_what_a_simulation_delivers(machine):
     assert machine.Goodput() == pytest.approx(_simulated(machine, seed=1), rel=0.03)
 

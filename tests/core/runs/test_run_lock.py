@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +33,7 @@ time.sleep(60)
 """
 
 
-def test_held_until_it_is_closed(tmp_path: Path) -> None:
+def test_held_until_it_is_closed(tmp_path):
     run = tmp_path / "run"
     (run / "train").mkdir(parents=True)
     with RunLock(run) as first, RunLock(run) as second:
@@ -46,7 +45,7 @@ def test_held_until_it_is_closed(tmp_path: Path) -> None:
         third.Acquire()
 
 
-def test_a_killed_holder_leaves_nothing_although_its_child_lives(tmp_path: Path) -> None:
+def test_a_killed_holder_leaves_nothing_although_its_child_lives(tmp_path):
     command = [sys.executable, "-c", _HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -64,7 +63,7 @@ def test_a_killed_holder_leaves_nothing_although_its_child_lives(tmp_path: Path)
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_directory_that_nothing_came_of_goes_again(tmp_path: Path) -> None:
+def test_a_directory_that_nothing_came_of_goes_again(tmp_path):
     with RunLock(tmp_path / "a/run") as lock:
         lock.Acquire()
         assert (tmp_path / "a/run").is_dir()
@@ -80,16 +79,14 @@ def test_a_directory_that_nothing_came_of_goes_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["experiment.json", "checkpoints"])
-def test_the_file_of_a_run_stays(tmp_path: Path, name: str) -> None:
+def test_the_file_of_a_run_stays(tmp_path, name):
     with RunLock(tmp_path / "run") as lock:
         lock.Acquire()
         (tmp_path / "run" / name).mkdir()
     assert (tmp_path / "run" / LOCK_FILE).exists()
 
 
-def test_one_that_waits_takes_no_file_that_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_waits_takes_no_file_that_is_removed(tmp_path, monkeypatch):
     """Between opening and locking the file, the trainer that made it removes it."""
     run, flock = tmp_path / "run", fcntl.flock
     first = RunLock(run)
@@ -108,7 +105,7 @@ def test_one_that_waits_takes_no_file_that_is_removed(
             third.Acquire()
 
 
-def test_another_trainers_file_is_not_removed(tmp_path: Path) -> None:
+def test_another_trainers_file_is_not_removed(tmp_path):
     """--restart moves the directory, and another trainer locks the new one."""
     run = tmp_path / "run"
     with RunLock(run) as other, RunLock(run) as third:
@@ -122,7 +119,7 @@ def test_another_trainers_file_is_not_removed(tmp_path: Path) -> None:
             third.Acquire()
 
 
-def test_processes_that_end_in_any_order_leave_no_file(tmp_path: Path) -> None:
+def test_processes_that_end_in_any_order_leave_no_file(tmp_path):
     for name, order in (("a", (0, 1)), ("b", (1, 0))):
         locks = RunLock(tmp_path / name), RunLock(tmp_path / name)
         locks[0].Acquire()
@@ -132,7 +129,7 @@ def test_processes_that_end_in_any_order_leave_no_file(tmp_path: Path) -> None:
         assert not list(tmp_path.rglob(f"{LOCK_FILE}*"))
 
 
-def test_a_held_lock_is_found_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_held_lock_is_found_and_left_as_it_is(tmp_path):
     file = tmp_path / LOCK_FILE
     assert find_held_lock(tmp_path) is None and find_held_lock(tmp_path / "none") is None
     file.write_text("{}")
@@ -149,7 +146,7 @@ def test_a_held_lock_is_found_and_left_as_it_is(tmp_path: Path) -> None:
     assert find_held_lock(tmp_path) is None
 
 
-def test_the_lock_goes_with_the_name_when_the_directory_is_moved(tmp_path: Path) -> None:
+def test_the_lock_goes_with_the_name_when_the_directory_is_moved(tmp_path):
     """Both the new and the old directory are locked until a trainer with --restart ends."""
     run = tmp_path / "run"
     with RunLock(run) as first, RunLock(run) as second, RunLock(tmp_path / "old") as old:
@@ -163,9 +160,7 @@ def test_the_lock_goes_with_the_name_when_the_directory_is_moved(tmp_path: Path)
         old.Acquire()
 
 
-def test_a_lock_file_that_is_replaced_meanwhile_is_not_mistaken_for_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_that_is_replaced_meanwhile_is_not_mistaken_for_the_lock(tmp_path, monkeypatch):
     """Between opening and locking the file, the directory is moved and another trainer starts there."""
     run = tmp_path / "run"
     run.mkdir()
@@ -182,7 +177,7 @@ def test_a_lock_file_that_is_replaced_meanwhile_is_not_mistaken_for_the_lock(
         lock.Acquire()
 
 
-def test_other_processes_of_the_job(tmp_path: Path) -> None:
+def test_other_processes_of_the_job(tmp_path):
     run, wrong = tmp_path / "run", tmp_path / "wrong"
     with RunLock(run) as first, RunLock(run) as second, RunLock(wrong) as astray:
         first.Acquire()
@@ -203,7 +198,7 @@ def test_other_processes_of_the_job(tmp_path: Path) -> None:
     assert not (run / f"{LOCK_FILE}.1").exists()
 
 
-def test_a_trainer_and_an_evaluator_work_beside_each_other(tmp_path: Path) -> None:
+def test_a_trainer_and_an_evaluator_work_beside_each_other(tmp_path):
     (tmp_path / "experiment.json").touch()
     with RunLock(tmp_path, holder=EVALUATOR) as first, RunLock(tmp_path) as trainer:
         first.Acquire()
@@ -220,7 +215,7 @@ def test_a_trainer_and_an_evaluator_work_beside_each_other(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path)) == [LOCK_FILE, "experiment.json"]
 
 
-def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+def test_a_link_is_not_written_through(tmp_path):
     (tmp_path / "precious").write_text("letters")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK_FILE).symlink_to("../precious")
@@ -229,7 +224,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "letters"
 
 
-def test_what_the_file_says_may_be_damaged(tmp_path: Path) -> None:
+def test_what_the_file_says_may_be_damaged(tmp_path):
     with RunLock(tmp_path) as first, RunLock(tmp_path) as second:
         first.Acquire()
         for content in ("", "5", '{"pid": 1', "\xff", "[" * 200_000):
@@ -242,9 +237,7 @@ def test_what_the_file_says_may_be_damaged(tmp_path: Path) -> None:
         assert json.loads((tmp_path / LOCK_FILE).read_bytes())["pid"] == os.getpid()
 
 
-def test_a_file_system_without_locks_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capfd):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -258,9 +251,7 @@ def test_a_file_system_without_locks_is_said(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_lock_that_fails_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_lock_that_fails_is_an_error(tmp_path, monkeypatch, number):
     """A second trainer could run if there were no lock."""
 
     def fail(*_: object) -> None:

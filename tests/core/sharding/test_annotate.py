@@ -7,16 +7,13 @@ from lingvo_moe.core import sharding
 from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
 
 
-@pytest.mark.parametrize(
-    "letters, groups, expected",
-    [
-        ("GSEC", "expert", ("expert", None, None, None)),
-        ("EGCM", "expert", ("expert", None, None, None)),
-        ("SGEM", "expert", (None, "expert", None, None)),
-        ("EGCM", ("data", "expert"), ("expert", "data", None, None)),
-        ("GECM", ("data", "expert"), (("data", "expert"), None, None, None)),
-    ],
-)
+@pytest.mark.parametrize("letters, groups, expected", [
+    ("GSEC", "expert", ("expert", None, None, None)),
+    ("EGCM", "expert", ("expert", None, None, None)),
+    ("SGEM", "expert", (None, "expert", None, None)),
+    ("EGCM", ("data", "expert"), ("expert", "data", None, None)),
+    ("GECM", ("data", "expert"), (("data", "expert"), None, None, None)),
+])  # fmt: skip
 def test_the_leftmost_letter_takes_the_axis_and_another_what_is_left(letters, groups, expected):
     assert sharding.dims_mapping(letters, {"G": groups, "E": "expert"}) == expected
 

@@ -12,17 +12,13 @@ from lingvo_moe.core.task.inspect import bytes_per_device
 _MIXED = {"dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize(
-    "level, form",
-    [
-        ("slots", {}),
-        ("gradients", {}),
-        ("weights", {}),
-        ("weights", {"optimizer": Adafactor, "num": 2, "ema_decay": 0.9}),
-        ("weights", _MIXED),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("level, form", [
+    ("slots", {}),
+    ("gradients", {}),
+    ("weights", {}),
+    ("weights", {"optimizer": Adafactor, "num": 2, "ema_decay": 0.9}),
+    ("weights", _MIXED),
+], ids=str)  # fmt: skip
 def test_training_is_that_of_copied_state(level, form):
     want, whole = trained("none", **form)
     found, state = trained(level, **form)
@@ -92,14 +88,11 @@ def _restored(saved, restored, directory):
 _HOST = {"offload": ("*.wi", "slots")}
 
 
-@pytest.mark.parametrize(
-    "saved, restored",
-    [
-        (("none", {}), ("weights", {})),
-        (("weights", {}), ("none", _HOST)),
-        (("none", _HOST), ("slots", {})),
-    ],
-)
+@pytest.mark.parametrize("saved, restored", [
+    (("none", {}), ("weights", {})),
+    (("weights", {}), ("none", _HOST)),
+    (("none", _HOST), ("slots", {})),
+])  # fmt: skip
 def test_a_checkpoint_is_restored_into_any_other(saved, restored, tmp_path):
     before, after = _restored(saved, restored, tmp_path)
     assert before.keys() == after.keys()

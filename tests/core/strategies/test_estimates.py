@@ -13,13 +13,7 @@ from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.memory import state
 from lingvo_moe.core.sharding import single_device
-from lingvo_moe.core.strategies.candidate import (
-    DOTS,
-    FULL,
-    OFFLOADS,
-    Candidate,
-    candidates,
-)
+from lingvo_moe.core.strategies.candidate import DOTS, FULL, OFFLOADS, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Correction
 from lingvo_moe.core.strategies.mesh_layout import layouts, letter_sizes
 from lingvo_moe.core.strategies.space import Space

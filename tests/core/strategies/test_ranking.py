@@ -77,17 +77,14 @@ def test_what_was_refused_is_not_the_best():
     assert ranking.Next()[0] == _SLOW
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "# nothing",
-        "train.mesh",
-        "train.mesh=",
-        "input.batch_size=8",
-        "train.mesh=type/this/Zen",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "",
+    "# nothing",
+    "train.mesh",
+    "train.mesh=",
+    "input.batch_size=8",
+    "train.mesh=type/this/Zen",
+])  # fmt: skip
 def test_a_strategy_file_holds_parameters_of_strategies(tmp_path, text):
     path = tmp_path / "strategy.txt"
     path.write_text(text)

@@ -117,10 +117,7 @@ def test_the_pipeline_has_the_model_of_t96l_and_32_micro_batches_on_each_core():
     mesh = Mesh.parse(pipe.train.mesh)
     settings, split = settings_of(pipe.task), pipe.task.activation_split
     replicas = settings.Replicas(split, mesh)
-    stacks = [
-        ("encoder", pipe.task.num_encoder_layers),
-        ("decoder", pipe.task.num_decoder_layers),
-    ]
+    stacks = [("encoder", pipe.task.num_encoder_layers), ("decoder", pipe.task.num_decoder_layers)]
     schedule = schedule_on(settings, stacks, split, mesh)
     assert (schedule.stages, schedule.micro_batches, replicas) == (8, 32, 256)
     assert pipe.input.batch_size // pipe.task.pipeline.micro_batches == 4

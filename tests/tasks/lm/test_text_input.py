@@ -16,12 +16,7 @@ from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
-    directory = write_corpus(tmp_path_factory.mktemp("lm") / "data")
-    (directory / "dev").mkdir()
-    for name in ("aa", "bb"):
-        lines = (directory / f"{name}.tsv").read_text().splitlines()[:20]
-        (directory / "dev" / f"{name}.tsv").write_text("\n".join(lines) + "\n")
-    return directory
+    return write_corpus(tmp_path_factory.mktemp("lm") / "data", held_out=20)
 
 
 @pytest.fixture(scope="module")

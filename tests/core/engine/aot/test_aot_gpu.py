@@ -1,12 +1,11 @@
 """Programs compiled by XLA's GPU compiler for GPUs that this machine does not have."""
 
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
 from gpu_compiler import needs_gpu_compiler
 from gram import gram
+from processes import run_python
 
 from lingvo_moe.core.engine import cuda_plugin
 from lingvo_moe.core.engine.aot import aot
@@ -83,14 +82,11 @@ def test_the_identity_names_compiler_card_and_flags(monkeypatch):
     assert aot.compiler_identity("h100:1x8") not in (h100, h200)
 
 
-@pytest.mark.parametrize(
-    "name, told",
-    [
-        ("h10:1x8", r"no description of a card 'h10' .did you mean 'h100'"),
-        ("h100", "a name is a card, the nodes and the GPUs of a node, e.g. 'h100:32x8'"),
-        ("h100:8", "a name is a card"),
-    ],
-)
+@pytest.mark.parametrize("name, told", [
+    ("h10:1x8", r"no description of a card 'h10' .did you mean 'h100'"),
+    ("h100", "a name is a card, the nodes and the GPUs of a node, e.g. 'h100:32x8'"),
+    ("h100:8", "a name is a card"),
+])  # fmt: skip
 def test_a_cluster_that_cannot_be_described(name, told):
     with pytest.raises(EngineError, match=told) as e:
         aot.devices_of(name)
@@ -117,8 +113,6 @@ print(any("xla_cuda" in line for line in open("/proc/self/maps")))
 @needs_gpu_compiler
 @pytest.mark.skipif(cuda_plugin.can_run(), reason="JAX can use GPUs here")
 def test_other_processes_do_not_load_the_compiler():
-    done = subprocess.run(
-        [sys.executable, "-c", _STARTS], capture_output=True, text=True, timeout=300
-    )
+    done = run_python("-c", _STARTS, timeout=300)
     assert done.stdout.strip() == "False"
     assert "cuda" not in done.stderr.lower(), done.stderr

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from damage import full_disk
+from processes import start_python
 
 from lingvo_moe.core.engine.checkpoints import checkpoints
 from lingvo_moe.core.engine.checkpoints.checkpoint_digests import write_part
@@ -209,8 +208,7 @@ with Checkpointer(sys.argv[1], keep=2) as checkpointer:
 
 def test_killed_while_saving_the_newest_complete_step_is_whole(tmp_path):
     directory = str(tmp_path)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen([sys.executable, "-c", _SAVE_FOREVER, directory], env=env)
+    child = start_python("-c", _SAVE_FOREVER, directory, stdout=None, stderr=None)
     try:
         while child.poll() is None and not os.path.isdir(os.path.join(directory, "2")):
             time.sleep(0.01)
@@ -243,15 +241,11 @@ def _flip(path):
         file.write(bytes([byte[0] ^ 16]))
 
 
-@pytest.mark.parametrize(
-    "damage, what",
-    [
-        (_flip, "was changed"),
-        (lambda path: os.truncate(path, os.path.getsize(path) // 2), "was changed"),
-        (os.unlink, "is missing"),
-    ],
-    ids=["flip", "cut", "remove"],
-)
+@pytest.mark.parametrize("damage, what", [
+    (_flip, "was changed"),
+    (lambda path: os.truncate(path, os.path.getsize(path) // 2), "was changed"),
+    (os.unlink, "is missing"),
+], ids=["flip", "cut", "remove"])  # fmt: skip
 def test_damage_to_any_file_is_an_error_that_names_it(saved, tmp_path, damage, what):
     engine = PjrtEngine(MESH)
     names = _files(os.path.join(saved, "9"))
@@ -320,18 +314,12 @@ def test_a_file_that_was_added_or_taken_from_another_step_is_named(saved, tmp_pa
             checkpointer.ReadExtra(7)
 
 
-@pytest.mark.parametrize(
-    "change, match",
-    [
-        (lambda s: s.theta.Set("extra", TensorSpec((2,), "float32")), r"'theta\.extra' is missing"),
-        (lambda s: s.theta.pop("scale"), r"'theta\.scale' is unknown"),
-        (
-            lambda s: s.slots.Set("m", TensorSpec((4,), "float32")),
-            r"slots\.m is float32\[8\] in it",
-        ),
-        (lambda s: s.Set("step", TensorSpec((), "float32")), r"step is int32\[\] in it, float32"),
-    ],
-)
+@pytest.mark.parametrize("change, match", [
+    (lambda s: s.theta.Set("extra", TensorSpec((2,), "float32")), r"'theta\.extra' is missing"),
+    (lambda s: s.theta.pop("scale"), r"'theta\.scale' is unknown"),
+    (lambda s: s.slots.Set("m", TensorSpec((4,), "float32")), r"slots\.m is float32\[8\] in it"),
+    (lambda s: s.Set("step", TensorSpec((), "float32")), r"step is int32\[\] in it, float32"),
+])  # fmt: skip
 def test_another_model_is_named(saved, change, match):
     specs = SPECS.Transform(lambda spec: spec)
     change(specs)

@@ -3,14 +3,13 @@
 import logging
 import os
 import random
-import subprocess
-import sys
 import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from object_storage import FAULTS, bucket
+from processes import start_python
 from test_checkpoints import MESH, SPECS, _assert_equal, _values
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
@@ -157,8 +156,7 @@ with Checkpointer(sys.argv[1], keep=2) as checkpointer:
 
 
 def test_killed_while_saving_the_newest_complete_step_is_whole(place):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen([sys.executable, "-c", _SAVE_FOREVER, place], env=env)
+    child = start_python("-c", _SAVE_FOREVER, place, stdout=None, stderr=None)
     try:
         while child.poll() is None and not saved_steps(place).Has(2):
             time.sleep(0.2)  # each look is a request

@@ -1,14 +1,11 @@
 """Processes step together: one that is stopped, killed or stalls is named, and a wish to stop stops all at a step."""
 
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
+from processes import free_address, start_python
 
 from lingvo_moe.core.engine.devices import HEARTBEAT_SECONDS
 from lingvo_moe.core.engine.loop.pace import Pace
@@ -45,17 +42,9 @@ print("stopped at", step, flush=True)
 
 class _Job:
     def __init__(self, count: int, stalls: int = -1):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{s.getsockname()[1]}"
+        address = free_address()
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", _WORKER, address, *map(str, (count, i, stalls))],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
+            start_python("-c", _WORKER, address, *map(str, (count, i, stalls)))
             for i in range(count)
         ]
         for process in self.processes:
@@ -90,14 +79,11 @@ def test_a_process_tells_of_its_first_step_when_it_begins():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "count, number, by, who",
-    [
-        (2, 0, signal.SIGSTOP, "of the job, at 127.0.0.1:"),
-        (3, 2, signal.SIGSTOP, "on .*, at step [0-9]+: has not answered"),
-        (2, 1, signal.SIGKILL, "on .*, at step [0-9]+: has not answered"),
-    ],
-)
+@pytest.mark.parametrize("count, number, by, who", [
+    (2, 0, signal.SIGSTOP, "of the job, at 127.0.0.1:"),
+    (3, 2, signal.SIGSTOP, "on .*, at step [0-9]+: has not answered"),
+    (2, 1, signal.SIGKILL, "on .*, at step [0-9]+: has not answered"),
+])  # fmt: skip
 def test_a_process_that_is_gone_is_named_by_the_others(make_job, count, number, by, who):
     job = make_job(count)
     job.processes[number].send_signal(by)

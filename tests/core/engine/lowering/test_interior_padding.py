@@ -13,17 +13,14 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.sharding import single_device
 
 
-@pytest.mark.parametrize(
-    "shape, low, high, interior",
-    [
-        ((5, 4), (0, 0), (0, 0), (1, 0)),
-        ((5, 4), (1, 7), (3, 0), (2, 3)),
-        ((5, 4), (-2, -3), (0, -1), (2, 1)),
-        ((5, 4), (-9, 0), (12, 0), (3, 0)),
-        ((1, 4), (2, 0), (1, 0), (3, 2)),
-        ((0, 4), (2, 0), (1, 0), (3, 2)),
-    ],
-)
+@pytest.mark.parametrize("shape, low, high, interior", [
+    ((5, 4), (0, 0), (0, 0), (1, 0)),
+    ((5, 4), (1, 7), (3, 0), (2, 3)),
+    ((5, 4), (-2, -3), (0, -1), (2, 1)),
+    ((5, 4), (-9, 0), (12, 0), (3, 0)),
+    ((1, 4), (2, 0), (1, 0), (3, 2)),
+    ((0, 4), (2, 0), (1, 0), (3, 2)),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16, tf.int32])
 def test_the_tensor_is_the_same(shape, low, high, interior, dtype):
     def pad(x):

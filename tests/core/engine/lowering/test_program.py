@@ -1,11 +1,10 @@
 """Programs as files: the same program in any process, without TensorFlow; damage is an error."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
+from processes import run_python
 
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.lowering.lowering import lower
@@ -98,29 +97,20 @@ print(program.hash, float(metrics.total), float(state.w[7, 1]), len(state.w.devi
 def test_a_program_runs_in_another_process_without_tensorflow(program, tmp_path):
     path = str(tmp_path / "step.program")
     program.Save(path)
-    out = subprocess.run(
-        [sys.executable, "-c", _RUN_WITHOUT_TENSORFLOW, path],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    out = run_python("-c", _RUN_WITHOUT_TENSORFLOW, path)
     assert out.returncode == 0, out.stderr
     digest, total, w, devices = out.stdout.split()
     assert digest == program.hash
     assert (float(total), float(w), devices) == (64.0, 64.0, "8")
 
 
-@pytest.mark.parametrize(
-    "damage, match",
-    [
-        (lambda b: b[: len(b) // 2], "was cut short"),
-        (lambda b: b[:25], "was cut short"),
-        (lambda b: b + b"x", "was cut short or has grown"),
-        (lambda b: b[:-200] + bytes([b[-200] ^ 1]) + b[-199:], "are damaged"),
-        (lambda b: b"", "no program file"),
-    ],
-)
+@pytest.mark.parametrize("damage, match", [
+    (lambda b: b[: len(b) // 2], "was cut short"),
+    (lambda b: b[:25], "was cut short"),
+    (lambda b: b + b"x", "was cut short or has grown"),
+    (lambda b: b[:-200] + bytes([b[-200] ^ 1]) + b[-199:], "are damaged"),
+    (lambda b: b"", "no program file"),
+])  # fmt: skip
 def test_damaged_files(program, tmp_path, damage, match):
     path = tmp_path / "p"
     program.Save(str(path))

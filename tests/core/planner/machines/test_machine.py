@@ -23,34 +23,28 @@ def test_a_name_is_a_slice_or_a_cluster():
     assert cluster.hbm_bytes == int(XLA_SHARE * cluster.card.memory_bytes)
 
 
-@pytest.mark.parametrize(
-    "name, told",
-    [
-        ("h10:1x8", "no TPU generation and no GPU 'h10' .did you mean 'h100'"),
-        ("h100", "expected nodes x GPUs of a node after the card, e.g. h100:32x8"),
-        ("h100:0x8", "expected nodes x GPUs"),
-        ("a100:5x3", "a node of 3 GPUs; a node has 1, 2, 4 or 8$"),
-        ("h100:8x16", "a node of 16 GPUs; .*the nodes come first: h100:16x8"),
-        ("h100:2x8*2", "only TPUs have slices; .* e.g. h100:4x8"),
-        ("", r"no TPU generation '' \(known: tpu7x, v3, v4, v5e, v5p, v6e\)"),
-        ("v55p:4x4x4*2", r"no TPU generation 'v55p' \(did you mean 'v5p'"),
-        ("v3", "expected the chips in each dimension after the generation, e.g. v3:32x32"),
-        ("v3:0x2", "expected the chips"),
-        ("v3:2x2x1", "v3 has two dimensions; leave out the last"),
-        ("v3:2x2x2", "v3 slices have 2 dimensions, not 3"),
-        ("v4:4x4", "v4 slices have 3 dimensions, not 2; the largest is v4:16x16x16"),
-        ("v5p:4x4x4x2", r"not 4; .* several slices are written v5p:4x4x4\*2"),
-        ("v5p:4x4x4*", r"a number of slices from 1 to 256 after the \*, e.g. v5p:4x4x4\*2"),
-        ("v5p:4x4x4*257", "a number of slices from 1 to 256"),
-        (
-            "v3:4x4*2",
-            "between slices of v3 is published; several slices can be of v5e, v5p, v6e or tpu7x",
-        ),
-        ("v3:64x32", "the largest slice of v3 is v3:32x32"),
-        ("v5p:24x24x24", "the largest slice of v5p is v5p:16x16x24"),
-        ("v3:3x2", "the first two dimensions have to be even"),
-    ],
-)
+@pytest.mark.parametrize("name, told", [
+    ("h10:1x8", "no TPU generation and no GPU 'h10' .did you mean 'h100'"),
+    ("h100", "expected nodes x GPUs of a node after the card, e.g. h100:32x8"),
+    ("h100:0x8", "expected nodes x GPUs"),
+    ("a100:5x3", "a node of 3 GPUs; a node has 1, 2, 4 or 8$"),
+    ("h100:8x16", "a node of 16 GPUs; .*the nodes come first: h100:16x8"),
+    ("h100:2x8*2", "only TPUs have slices; .* e.g. h100:4x8"),
+    ("", r"no TPU generation '' \(known: tpu7x, v3, v4, v5e, v5p, v6e\)"),
+    ("v55p:4x4x4*2", r"no TPU generation 'v55p' \(did you mean 'v5p'"),
+    ("v3", "expected the chips in each dimension after the generation, e.g. v3:32x32"),
+    ("v3:0x2", "expected the chips"),
+    ("v3:2x2x1", "v3 has two dimensions; leave out the last"),
+    ("v3:2x2x2", "v3 slices have 2 dimensions, not 3"),
+    ("v4:4x4", "v4 slices have 3 dimensions, not 2; the largest is v4:16x16x16"),
+    ("v5p:4x4x4x2", r"not 4; .* several slices are written v5p:4x4x4\*2"),
+    ("v5p:4x4x4*", r"a number of slices from 1 to 256 after the \*, e.g. v5p:4x4x4\*2"),
+    ("v5p:4x4x4*257", "a number of slices from 1 to 256"),
+    ("v3:4x4*2", "between slices of v3 is published; several slices can be of v5e, v5p, v6e or tpu7x"),
+    ("v3:64x32", "the largest slice of v3 is v3:32x32"),
+    ("v5p:24x24x24", "the largest slice of v5p is v5p:16x16x24"),
+    ("v3:3x2", "the first two dimensions have to be even"),
+])  # fmt: skip
 def test_a_machine_that_does_not_exist(name, told):
     with pytest.raises(PlanError, match=told) as e:
         parse_machine(name)

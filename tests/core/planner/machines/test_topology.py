@@ -73,19 +73,16 @@ def test_memory_is_what_the_compiler_allows(generation):
     assert topology.chip.hbm_bytes == pytest.approx(e.value.limit_bytes, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "wraps"),
-    [
-        ("v3:2x2", (False, False)),  # one link between two chips
-        ("v3:8x2", (True, False)),
-        ("v5e:8x16", (False, True)),
-        ("v6e:16x16", (True, True)),
-        ("v4:2x2x4", (False, False, False)),
-        ("v4:4x4x4", (True, True, True)),
-        ("v5p:4x4x6", (False, False, False)),
-        ("v5p:8x8x12", (True, True, True)),
-    ],
-)
+@pytest.mark.parametrize(("name", "wraps"), [
+    ("v3:2x2", (False, False)),  # one link between two chips
+    ("v3:8x2", (True, False)),
+    ("v5e:8x16", (False, True)),
+    ("v6e:16x16", (True, True)),
+    ("v4:2x2x4", (False, False, False)),
+    ("v4:4x4x4", (True, True, True)),
+    ("v5p:4x4x6", (False, False, False)),
+    ("v5p:8x8x12", (True, True, True)),
+])  # fmt: skip
 def test_which_dimensions_are_rings(name, wraps):
     assert Topology.parse(name).wraps == wraps
 

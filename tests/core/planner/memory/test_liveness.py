@@ -63,11 +63,8 @@ _PEAKS = {
         """,
         4 + 12,
     ),
-    "a call adds what it holds inside": (
-        "ROOT %c = f32[1024]{0} call(%p), to_apply=%inner",
-        4 + 4 + 8,
-    ),
-}
+    "a call adds what it holds inside": ("ROOT %c = f32[1024]{0} call(%p), to_apply=%inner", 4 + 4 + 8),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("lines, kib", _PEAKS.values(), ids=_PEAKS)

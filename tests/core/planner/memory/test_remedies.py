@@ -27,23 +27,20 @@ def _choice(name="a", value="1", changes=None, **other):
     return replace(NOW, changes=changes or {name: value}, held=replace(NOW.held, **held), **other)
 
 
-@pytest.mark.parametrize(
-    "changes, gib",
-    [
-        ({}, 0),
-        ({"slots": _GIB}, 7),
-        # Of 4 GiB of gradients 3 are live at the peak; copies of weights are a quarter of these.
-        ({"weights": 2 * _GIB, "gradients": _GIB}, 2 + 3 * 3 / 4 + 0.5),
-        # The new weights take the place of the gradients.
-        ({"slots": _GIB, "gradients": 0, "written": 4 * _GIB}, 7),
-        ({"weights": 2 * _GIB, "at_once": _GIB}, 2 + 0.5 - 1),
-        # Half of what is float32, less a copy of the weights of 2 GiB instead of 1.
-        ({"narrow": True}, 2.5 - 1),
-        ({"narrow": True, "weights": 2 * _GIB, "weight_size": 2}, 2.5 + 2 + 0.5),
-        ({"carries": _GIB}, 5),
-        ({"carries": _GIB, "narrow": True}, 5 + 0.5 - 1),
-    ],
-)
+@pytest.mark.parametrize("changes, gib", [
+    ({}, 0),
+    ({"slots": _GIB}, 7),
+    # Of 4 GiB of gradients 3 are live at the peak; copies of weights are a quarter of these.
+    ({"weights": 2 * _GIB, "gradients": _GIB}, 2 + 3 * 3 / 4 + 0.5),
+    # The new weights take the place of the gradients.
+    ({"slots": _GIB, "gradients": 0, "written": 4 * _GIB}, 7),
+    ({"weights": 2 * _GIB, "at_once": _GIB}, 2 + 0.5 - 1),
+    # Half of what is float32, less a copy of the weights of 2 GiB instead of 1.
+    ({"narrow": True}, 2.5 - 1),
+    ({"narrow": True, "weights": 2 * _GIB, "weight_size": 2}, 2.5 + 2 + 0.5),
+    ({"carries": _GIB}, 5),
+    ({"carries": _GIB, "narrow": True}, 5 + 0.5 - 1),
+])  # fmt: skip
 def test_bytes_that_a_choice_saves(changes, gib):
     assert saved(MEMORY, NOW, _choice(**changes)) == gib * _GIB
 

@@ -84,17 +84,14 @@ def test_no_level_is_faster_than_its_links(kind, card, lies, num_bytes):
     assert found * slack >= into_node / (lies.inside * cluster.card.nic_bandwidth)
 
 
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        (((0, 1, 2, 3), (4, 5, 6, 7)), Spread(1, 4)),
-        (((0, 4), (1, 5)), Spread(2, 1)),
-        ((tuple(range(16)),), Spread(4, 4)),
-        (((0, 1, 8, 9), (2, 3, 10, 11)), Spread(2, 2)),
-        (((0, 1), (3, 4)), Spread(2, 1)),  # one pair crosses
-        (((0, 1, 2, 4),), Spread(4, 1)),  # three here, one there
-        ((), Spread(1, 1)),  # a permute that moves nothing
-    ],
-)
+@pytest.mark.parametrize(("groups", "expected"), [
+    (((0, 1, 2, 3), (4, 5, 6, 7)), Spread(1, 4)),
+    (((0, 4), (1, 5)), Spread(2, 1)),
+    ((tuple(range(16)),), Spread(4, 4)),
+    (((0, 1, 8, 9), (2, 3, 10, 11)), Spread(2, 2)),
+    (((0, 1), (3, 4)), Spread(2, 1)),  # one pair crosses
+    (((0, 1, 2, 4),), Spread(4, 1)),  # three here, one there
+    ((), Spread(1, 1)),  # a permute that moves nothing
+])  # fmt: skip
 def test_how_groups_lie_in_nodes_of_four(groups, expected):
     assert interconnect.spread(groups, Cluster.parse("h100:4x4")) == expected

@@ -87,14 +87,11 @@ def test_the_axis_that_sends_most_is_proposed_for_the_inside_of_nodes():
     assert found["advice"].startswith("--mesh=data:4,expert:8 is faster: ")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "cluster", "message"),
-    [
-        ("expert:32", "h100:4x8", "has one axis of several devices"),
-        ("one:1,expert:32", "h100:4x8", "has one axis of several devices"),
-        ("data:2,expert:4", "h100:1x8", "All devices are in one node"),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "cluster", "message"), [
+    ("expert:32", "h100:4x8", "has one axis of several devices"),
+    ("one:1,expert:32", "h100:4x8", "has one axis of several devices"),
+    ("data:2,expert:4", "h100:1x8", "All devices are in one node"),
+])  # fmt: skip
 def test_where_no_order_helps(mesh, cluster, message):
     mesh = Mesh.parse(mesh)
     program = [_cost("all-to-all", GB, _groups(mesh, "expert"))]

@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given, strategies as st
+from refusals import refuses
 
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.planner.errors import PlanError
@@ -31,30 +32,24 @@ def test_more_bytes_take_no_less_time(kind, machine, a, b):
 
 
 @pytest.mark.parametrize("machine", [Topology.parse("v3:2x2"), Cluster.parse("h100:2x4")])
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("all-reduced", 8, 8), r"no collective 'all-reduced' \(did you mean 'all-reduce'"),
-        (("all-reduce", 8, 9), "9 participants: .* has 8 devices"),
-        (("all-reduce", 8, 0), "0 participants"),
-        (("all-reduce", -1, 8), "must not be negative"),
-    ],
+@refuses(
+    PlanError,
+    (("all-reduced", 8, 8), r"no collective 'all-reduced' \(did you mean 'all-reduce'"),
+    (("all-reduce", 8, 9), "9 participants: .* has 8 devices"),
+    (("all-reduce", 8, 0), "0 participants"),
+    (("all-reduce", -1, 8), "must not be negative"),
 )
-def test_what_cannot_be_asked(arguments, message, machine):
-    with pytest.raises(PlanError, match=message):
-        interconnect.seconds(*arguments, machine)
+def test_what_cannot_be_asked(arguments, machine):
+    interconnect.seconds(*arguments, machine)
 
 
-@pytest.mark.parametrize(
-    "name, parts",
-    [
-        ("v3:32x32", "32x32 chips, 82 GB/s, The 2 devices of a chip, 1 us, assumptions"),
-        ("v5e:4x4", "no dimension closes"),
-        ("v5p:4x4x4*2", "2 slices, 6.25 GB/s, not measured, 50 us, a grid of 4x4x4"),
-        ("h100:32x8", "32 nodes of 8, NVLink, 450 GB/s, 50 GB/s, assumption, 8.4 us, 14 us"),
-        ("l4:2x4", "PCI Express carries 32 GB/s"),
-    ],
-)
+@pytest.mark.parametrize("name, parts", [
+    ("v3:32x32", "32x32 chips, 82 GB/s, The 2 devices of a chip, 1 us, assumptions"),
+    ("v5e:4x4", "no dimension closes"),
+    ("v5p:4x4x4*2", "2 slices, 6.25 GB/s, not measured, 50 us, a grid of 4x4x4"),
+    ("h100:32x8", "32 nodes of 8, NVLink, 450 GB/s, 50 GB/s, assumption, 8.4 us, 14 us"),
+    ("l4:2x4", "PCI Express carries 32 GB/s"),
+])  # fmt: skip
 def test_a_description_has_the_figures(name, parts):
     text = interconnect.describe(parse_machine(name))
     assert [part for part in parts.split(", ") if part not in text] == []

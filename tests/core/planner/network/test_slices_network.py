@@ -64,15 +64,12 @@ def test_crossing_slices_is_never_faster_than_the_hosts_interfaces(kind, name, n
     assert _seconds(kind, num_bytes, lies, topology) * (1 + 1e-9) >= least
 
 
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        (((0, 1, 2, 3), (64, 65, 66, 67)), Spread(1, 4)),
-        (((0, 64), (1, 65)), Spread(2, 1)),
-        (((0, 1), (63, 64)), Spread(2, 1)),
-        ((tuple(range(128)),), Spread(2, 64)),
-    ],
-)
+@pytest.mark.parametrize(("groups", "expected"), [
+    (((0, 1, 2, 3), (64, 65, 66, 67)), Spread(1, 4)),
+    (((0, 64), (1, 65)), Spread(2, 1)),
+    (((0, 1), (63, 64)), Spread(2, 1)),
+    ((tuple(range(128)),), Spread(2, 64)),
+])  # fmt: skip
 def test_how_groups_lie_in_slices(groups, expected):
     assert interconnect.spread(groups, V5P) == expected
 

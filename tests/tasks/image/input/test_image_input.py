@@ -9,6 +9,7 @@ import tempfile
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refuses
 
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input.base_input import NoHeldOutError
@@ -273,17 +274,14 @@ def test_a_name_that_is_not_utf8_is_named(name, folder):
     os.rmdir(path)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"data_dir": "nowhere"}, "nowhere: no such directory"),
-        ({"train_split": "training"}, r"has no directory 'training' .did you mean 'train'"),
-        ({"held_out_split": "dev"}, "has no directory 'dev'"),
-    ],
+@refuses(
+    ImageDataError,
+    ({"data_dir": "nowhere"}, "nowhere: no such directory"),
+    ({"train_split": "training"}, r"has no directory 'training' .did you mean 'train'"),
+    ({"held_out_split": "dev"}, "has no directory 'dev'"),
 )
-def test_what_is_missing_is_named(change, message, folder):
-    with pytest.raises(ImageDataError, match=message):
-        _input(folder, **change).Prepare()
+def test_what_is_missing_is_named(change, folder):
+    _input(folder, **change).Prepare()
 
 
 def test_no_images_and_nothing_held_out(folder):

@@ -3,14 +3,11 @@
 Letters: R row, M and N the dimensions of a weight.
 """
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import tensorflow as tf
 from numpy.testing import assert_allclose, assert_array_equal
+from processes import run_python
 
 from lingvo_moe.core.kernels.eight_bit import EightBit
 from lingvo_moe.core.kernels.packed_weights import FloatBlocks, PackAs
@@ -93,9 +90,9 @@ def test_results_are_of_the_type_of_the_rows():
 
 def test_sums_do_not_overflow_on_processors_without_instructions_for_them():
     """oneDNN adds two products in 16 bits, which hold no larger sums, if instructions end with AVX2."""
-    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run([sys.executable, "-c", _EXTREMES], env=env, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    env = {"ONEDNN_MAX_CPU_ISA": "AVX2", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = run_python("-c", _EXTREMES, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_both_kinds_of_packed_weights_are_used_alike():

@@ -61,11 +61,7 @@ class Searcher:
             return self.decoder.Search(self.theta, *source(ids, lengths, LONGEST))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[2, 1],
-    ids=["modern", "dense_greedy"],
-)
+@pytest.fixture(scope="module", params=[2, 1], ids=["modern", "dense_greedy"])
 def searcher(request) -> Searcher:
     if request.param == 1:
         return Searcher(beam_size=1, **DENSE)

@@ -10,7 +10,6 @@ import toy_translation as toy
 from rows import assert_rows_equal
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.kernels import eight_bit, tensorflow
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
@@ -18,7 +17,6 @@ from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_trans
 from lingvo_moe.tasks.text.decoding.export import export
 from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
-from tools import _cli
 
 OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=10, xla=False)
 INT8 = dataclasses.replace(OPTIONS, weights="int8")
@@ -102,19 +100,13 @@ def test_the_logits_of_a_shortlist_are_of_float32(translator):
     assert 1e-3 < np.abs(tf.gather(all_BTV, ids_U, axis=2) - want_BTU).max() < 0.5
 
 
-def test_where_they_cannot_be_it_is_told(logdir, translator, saved_model, capsys):
+def test_where_they_cannot_be_it_is_told(logdir, translator):
     with pytest.raises(ValueError, match="int4: must be one of float32, int8"):
         dataclasses.replace(OPTIONS, weights="int4")
     with pytest.raises(ValueError, match=r"TensorFlow's own kernels; XLA, .*leave it out"):
         dataclasses.replace(INT8, xla=True)
     with pytest.raises(ValueError, match="cannot be assigned"):
         translator[0].SetTheta(RunDir(logdir).Task().InitTheta(tf.constant([0, 0])))
-    flags = Flags("command", "")
-    _cli.define_model_flags(flags)
-    _cli.define_search_flags(flags)
-    with pytest.raises(SystemExit):
-        flags.Parse([f"--saved_model={saved_model}", "--weights=int8"])
-    assert "--weights=int8 goes with --logdir" in capsys.readouterr().err
 
 
 def test_an_export_tells_where_it_cannot_run(saved_model, monkeypatch):

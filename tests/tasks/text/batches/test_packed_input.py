@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from made_up_languages import SIZES, write_corpus
+from refusals import refuses
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.mt_input import MtInput
@@ -43,7 +44,7 @@ def _take(iterator, n: int) -> list[NestedMap]:
     return [next(iterator) for _ in range(n)]
 
 
-def test_the_spec_is_what_comes_and_needs_no_data(params, ready: MtInput) -> None:
+def test_the_spec_is_what_comes_and_needs_no_data(params, ready):
     nowhere = params.Copy().Set(data_dir="/nowhere", cache_dir="/nowhere").Instantiate()
     spec, batch = nowhere.BatchSpec(), next(iter(ready))
     names = (
@@ -58,7 +59,7 @@ def test_the_spec_is_what_comes_and_needs_no_data(params, ready: MtInput) -> Non
     assert spec.tgt.labels.shape == (4, 40)
 
 
-def test_batches_hold_pairs_of_the_corpus(ready: MtInput, data_dir: Path) -> None:
+def test_batches_hold_pairs_of_the_corpus(ready, data_dir):
     corpus = {pair for lang in SIZES for pair in tsv.read_pairs(data_dir / f"{lang}.tsv.gz")}
     languages = set()
     for batch in _take(iter(ready), 10):
@@ -77,7 +78,7 @@ def test_batches_hold_pairs_of_the_corpus(ready: MtInput, data_dir: Path) -> Non
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_resumes_exactly_wherever_it_stopped(ready: MtInput, steps: int, again: bool) -> None:
+def test_resumes_exactly_wherever_it_stopped(ready, steps, again):
     whole = iter(ready)
     _take(whole, steps)
     state = json.loads(json.dumps(whole.GetState()))  # JSON can hold it
@@ -131,7 +132,7 @@ def _joined(parts: list[NestedMap], owners: list[int]) -> NestedMap:
 @settings(
     max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_rows_of_processes_are_those_of_one(shared: MtInput, steps: int, owners: list[int]) -> None:
+def test_rows_of_processes_are_those_of_one(shared, steps, owners):
     """Whoever owns the rows, and whoever goes on: the batches are those of one process."""
     whole = iter(shared)
     for of in (owners[:9], owners[9:]):
@@ -148,9 +149,7 @@ def test_rows_of_processes_are_those_of_one(shared: MtInput, steps: int, owners:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 8])
-def test_a_process_reads_its_own_rows_alone(
-    shared: MtInput, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_reads_its_own_rows_alone(shared, processes, monkeypatch):
     whole, reads = iter(shared), _Reads(shared, monkeypatch)
     batches = _take(whole, 4)
     everything, of_parts = reads.places.copy(), []
@@ -194,7 +193,7 @@ class _EndlessLengths:
         return np.stack([3 + positions % 9, target], axis=1)
 
 
-def test_state_and_memory_stay_small_whatever_the_corpus(params) -> None:
+def test_state_and_memory_stay_small_whatever_the_corpus(params):
     wide = params.Copy().Set(batch_size=MAX_WAITING, temperature=1.0).Instantiate()
     wide._records = _Endless()
     tracemalloc.start()
@@ -213,7 +212,7 @@ def test_state_and_memory_stay_small_whatever_the_corpus(params) -> None:
     assert peak < 100 * 2**20
 
 
-def test_a_state_of_other_data_is_refused(params, ready: MtInput, tmp_path: Path) -> None:
+def test_a_state_of_other_data_is_refused(params, ready, tmp_path):
     iterator = iter(ready)
     assert not _same(next(iterator), next(iter(params.Copy().Set(seed=7).Instantiate())))
     state = iterator.GetState()
@@ -225,7 +224,7 @@ def test_a_state_of_other_data_is_refused(params, ready: MtInput, tmp_path: Path
         iterator.SetState({"block": 3})
 
 
-def test_long_pairs_are_dropped_or_truncated_and_counted(params) -> None:
+def test_long_pairs_are_dropped_or_truncated_and_counted(params):
     short = params.Copy().Set(source_length=12, target_length=8)
     dropping = iter(short.Instantiate())
     _take(dropping, 20)
@@ -243,9 +242,7 @@ def test_long_pairs_are_dropped_or_truncated_and_counted(params) -> None:
     assert _same(next(truncating), expected)
 
 
-def test_rows_too_short_for_anything(
-    params, ready: MtInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_too_short_for_anything(params, ready, tmp_path, monkeypatch):
     monkeypatch.setattr("lingvo_moe.tasks.text.batches.packed_input._GIVE_UP_AFTER", 500)
     (tmp_path / "aa.tsv").write_text("six words are too many here\tsix words are too many here\n")
     for side, vocabulary in ready.vocabs.items():
@@ -256,7 +253,7 @@ def test_rows_too_short_for_anything(
         next(iter(tiny))
 
 
-def test_skipped_lines_are_reported(params, tmp_path: Path) -> None:
+def test_skipped_lines_are_reported(params, tmp_path):
     data = write_corpus(tmp_path / "data", {"aa": 100})
     (data / "bb.tsv").write_bytes(b"fine\tfine too\nno tab\n\xff\tx\n\xe2\x96\x81\tempty\n")
     changed = {"data_dir": str(data), "source_vocab_size": 330, "target_length": 64}
@@ -271,7 +268,7 @@ def test_skipped_lines_are_reported(params, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("too_long, done", [("drop", "left out"), ("truncate", "truncated")])
-def test_pairs_longer_than_a_row_are_counted(params, too_long: str, done: str) -> None:
+def test_pairs_longer_than_a_row_are_counted(params, too_long, done):
     short = params.Copy().Set(source_length=12, target_length=16, too_long=too_long)
     inputs, said = short.Instantiate(), []
     inputs.Prepare(said.append)
@@ -290,7 +287,7 @@ def test_pairs_longer_than_a_row_are_counted(params, too_long: str, done: str) -
     assert said[-1].endswith("none skipped") and long.Warnings() == []
 
 
-def test_a_new_run_that_leaves_out_nearly_all_pairs_is_refused(params) -> None:
+def test_a_new_run_that_leaves_out_nearly_all_pairs_is_refused(params):
     short = params.Copy().Set(source_length=3)
     message = (
         r"^\d+\.\d% of the pairs are longer than a row \(input\.source_length=3, .*"
@@ -302,7 +299,7 @@ def test_a_new_run_that_leaves_out_nearly_all_pairs_is_refused(params) -> None:
     params.Copy().Set(source_length=64).Instantiate().Prepare().CheckNewRun()
 
 
-def test_lengths_of_a_sample(ready: MtInput) -> None:
+def test_lengths_of_a_sample(ready):
     every, some = measure(ready.records), measure(ready.records, most=sum(SIZES.values()) // 2 + 1)
     assert not every.is_sample and some.is_sample and some.pairs == every.pairs
     for i, (lang, size) in enumerate(SIZES.items()):
@@ -317,7 +314,7 @@ def test_lengths_of_a_sample(ready: MtInput) -> None:
     st.sampled_from([(1, 1), (20, 30)]),
 )
 @settings(deadline=None)
-def test_row_lengths_are_the_shortest_that_keep_the_share(pairs, least) -> None:
+def test_row_lengths_are_the_shortest_that_keep_the_share(pairs, least):
     lengths = Lengths({"aa": np.array(pairs, np.int32).T}, len(pairs))
     source, target = lengths.RowLengths(least, kept=0.9)
     needed = -(-int(0.9 * 1000) * len(pairs) // 1000)  # pairs, rounded up
@@ -332,9 +329,7 @@ def test_row_lengths_are_the_shortest_that_keep_the_share(pairs, least) -> None:
     assert source + target == best
 
 
-def test_goes_on_with_the_vocabularies_of_the_run(
-    params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_goes_on_with_the_vocabularies_of_the_run(params, tmp_path, monkeypatch):
     small = params.Copy().Set(cache_dir=str(tmp_path / "cache"), source_vocab_size=340)
     began = small.Instantiate().Prepare()
     vocabs = began.vocabs.Transform(lambda v: v.model_bytes)
@@ -355,32 +350,24 @@ def test_goes_on_with_the_vocabularies_of_the_run(
         )
 
 
-def test_a_cache_that_cannot_be_made(
-    params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_made(params, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
     with pytest.raises(DataError, match=r"below.* cannot be used: .*; set input\.cache_dir, or"):
         params.Copy().Set(cache_dir="").Instantiate().Prepare()
 
 
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"data_dir": ""}, "--data_dir is needed to train"),
-        (
-            {"languages": "aa,bb"},
-            r"languages='aa,bb': must be a list of strings, e.g. \['aa', 'bb'\]",
-        ),
-        ({"vocab_sentences": 9}, "vocab_sentences=9: must be an integer of at least 100"),
-        (
-            {"target_vocab_size": 64_000},
-            r"input\.target_vocab_size=64000 is more than this data can fill: at most (\d+) .*"
-            r"='input\.target_vocab_size=\1;task\.target_vocab_size=\1'",
-        ),
-        ({"too_long": "cut"}, "too_long='cut': must be one of"),
-    ],
-)
-def test_errors_teach(params, values: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        params.Copy().Set(**values).Instantiate().Prepare()
+@refuses(
+    ValueError,
+    ({"data_dir": ""}, "--data_dir is needed to train"),
+    ({"languages": "aa,bb"}, r"languages='aa,bb': must be a list of strings, e.g. \['aa', 'bb'\]"),
+    ({"vocab_sentences": 9}, "vocab_sentences=9: must be an integer of at least 100"),
+    (
+        {"target_vocab_size": 64_000},
+        r"input\.target_vocab_size=64000 is more than this data can fill: at most (\d+) .*"
+        r"='input\.target_vocab_size=\1;task\.target_vocab_size=\1'",
+    ),
+    ({"too_long": "cut"}, "too_long='cut': must be one of"),
+)  # fmt: skip
+def test_errors_teach(values, params):
+    params.Copy().Set(**values).Instantiate().Prepare()

@@ -27,7 +27,7 @@ def vocabs(found: Scan, cache_dir: Path) -> NestedMap:
     return cached_vocabularies(found, VocabOptions(400, 300), cache_dir)
 
 
-def test_made_once_and_keyed_by_vocabulary(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
+def test_made_once_and_keyed_by_vocabulary(found, vocabs, tmp_path):
     said: list[str] = []
     first = cached_records(found, vocabs, tmp_path, said.append)
     assert len(said) == 3
@@ -38,9 +38,7 @@ def test_made_once_and_keyed_by_vocabulary(found: Scan, vocabs: NestedMap, tmp_p
     assert len(said) == 6
 
 
-def test_a_flipped_bit_is_an_error_that_says_what_to_do(
-    found: Scan, vocabs: NestedMap, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_is_an_error_that_says_what_to_do(found, vocabs, tmp_path):
     records = cached_records(found, vocabs, tmp_path)
     path = records.directory / "aa-00000.array_record"
     data = bytearray(path.read_bytes())
@@ -53,9 +51,7 @@ def test_a_flipped_bit_is_an_error_that_says_what_to_do(
         [damaged.Read(0, position) for position in range(300)]
 
 
-def test_a_full_disk_names_the_shard_and_leaves_nothing(
-    found: Scan, vocabs: NestedMap, tmp_path: Path
-) -> None:
+def test_a_full_disk_names_the_shard_and_leaves_nothing(found, vocabs, tmp_path):
     message = r"\[Errno 27\] File too large: '.*/shards-[0-9a-f]+/aa-00000\.array_record'"
     with full_disk(2000), pytest.raises(OSError, match=message):
         cached_records(found, vocabs, tmp_path)
@@ -63,7 +59,7 @@ def test_a_full_disk_names_the_shard_and_leaves_nothing(
     assert cached_records(found, vocabs, tmp_path).languages["aa"] == 300
 
 
-def test_wide_vocabularies_use_wide_ids(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
+def test_wide_vocabularies_use_wide_ids(found, vocabs, tmp_path):
     class Wide:
         size = 70_000
         model_bytes = b"wide"
@@ -76,9 +72,7 @@ def test_wide_vocabularies_use_wide_ids(found: Scan, vocabs: NestedMap, tmp_path
     assert json.loads((records.directory / "manifest.json").read_text())["dtype"] == "<u4"
 
 
-def test_shards_hold_the_same_and_few_are_open(
-    found: Scan, vocabs: NestedMap, tmp_path: Path
-) -> None:
+def test_shards_hold_the_same_and_few_are_open(found, vocabs, tmp_path):
     whole = cached_records(found, vocabs, tmp_path / "whole")
     records = cached_records(found, vocabs, tmp_path / "shards", pairs_per_shard=7)
     assert records.languages == whole.languages
@@ -93,9 +87,7 @@ def test_shards_hold_the_same_and_few_are_open(
     assert cached_records(found, vocabs, tmp_path / "large", pairs_per_shard=100).key == whole.key
 
 
-def test_lengths_lie_beside_the_records(
-    found: Scan, vocabs: NestedMap, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lengths_lie_beside_the_records(found, vocabs, tmp_path, caplog):
     records = cached_records(found, vocabs, tmp_path, pairs_per_shard=100)
     needed = [[len(side) for side in records.Read(0, position)] for position in range(300)]
     assert records.Lengths(0).tolist() == needed

@@ -37,7 +37,7 @@ def _unpack(batch: NestedMap) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
-def test_two_pairs_by_hand() -> None:
+def test_two_pairs_by_hand():
     batch = to_batch([[([7, 8], [9]), ([5], [6, 7])], []], Shape(2, 6, 6))
     assert batch.src.ids.tolist() == [[7, 8, 2, 5, 2, 0], [0] * 6]
     assert batch.src.segment_ids.tolist() == [[1, 1, 1, 2, 2, 0], [0] * 6]
@@ -65,9 +65,7 @@ _IDS = st.lists(st.integers(4, 99), min_size=1, max_size=9)
     st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_nothing_is_lost_doubled_or_misaligned(
-    pairs: list, rows: int, source_length: int, target_length: int, pack: bool
-) -> None:
+def test_nothing_is_lost_doubled_or_misaligned(pairs, rows, source_length, target_length, pack):
     shape = Shape(rows, source_length, target_length, pack)
     # After the pairs come endless fillers with other ids.
     filler = ([3], [3])
@@ -84,7 +82,7 @@ def test_nothing_is_lost_doubled_or_misaligned(
     assert sorted(seen) == sorted(pairs)
 
 
-def test_rows_are_well_filled() -> None:
+def test_rows_are_well_filled():
     rng = np.random.default_rng(0)
 
     def drawn() -> Iterator[Sized]:
@@ -107,9 +105,7 @@ def test_rows_are_well_filled() -> None:
     st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_pair_goes_into_the_first_row_with_space(
-    pairs: list, rows: int, length: int, pack: bool
-) -> None:
+def test_a_pair_goes_into_the_first_row_with_space(pairs, rows, length, pack):
     shape = Shape(rows, length, length + 3, pack)
     filled, waiting = fill_batch(shape, [], ((s, t, (s, t)) for s, t in pairs))
     expected, left = [[] for _ in range(rows)], []

@@ -32,12 +32,12 @@ def _files(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_the_same_bytes_every_time(built: Path, tmp_path: Path) -> None:
+def test_the_same_bytes_every_time(built, tmp_path):
     corpus.build_corpus(tmp_path / "again", OPTIONS)
     assert _files(tmp_path / "again") == _files(built)
 
 
-def test_no_dev_english_is_in_training_in_any_language(built: Path) -> None:
+def test_no_dev_english_is_in_training_in_any_language(built):
     train, dev = set(), set()
     for lang in LANGS:
         train |= {sentence_key(english) for _, english in tsv.read_pairs(built / f"{lang}.tsv.gz")}
@@ -47,7 +47,7 @@ def test_no_dev_english_is_in_training_in_any_language(built: Path) -> None:
     assert not dev & train
 
 
-def test_pairs_are_clean_and_unique(built: Path) -> None:
+def test_pairs_are_clean_and_unique(built):
     for lang in LANGS:
         counts = Counter[str]()
         sources = [s.casefold() for s, _ in tsv.read_pairs(built / f"{lang}.tsv.gz", counts)]
@@ -59,7 +59,7 @@ def test_pairs_are_clean_and_unique(built: Path) -> None:
     assert {row[2] for row in columns} == {"Babel", "Django"}
 
 
-def test_cldr_gives_names_and_phrases_in_the_language() -> None:
+def test_cldr_gives_names_and_phrases_in_the_language():
     german = dict(cldr.cldr_pairs("de"))
     assert german["Frankreich"] == "France"
     assert german["Deutsch"] == "German"
@@ -72,9 +72,7 @@ def test_cldr_gives_names_and_phrases_in_the_language() -> None:
     )
 
 
-def test_an_interrupted_build_leaves_the_old_corpus(
-    built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_build_leaves_the_old_corpus(built, monkeypatch):
     before = _files(built)
 
     def stop(*args: object) -> None:
@@ -86,7 +84,7 @@ def test_an_interrupted_build_leaves_the_old_corpus(
     assert list(built.parent.iterdir()) == [built]
 
 
-def test_a_language_with_little_data_is_left_out_unless_asked_for(tmp_path: Path) -> None:
+def test_a_language_with_little_data_is_left_out_unless_asked_for(tmp_path):
     with pytest.raises(DataError, match="no language has 100000 pairs in WTForms"):
         corpus.build_corpus(
             tmp_path / "out", corpus.CorpusOptions(packages=("WTForms",), min_pairs=100_000)

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po
@@ -48,7 +46,7 @@ _PAIRS = {
 }
 
 
-def test_po_and_mo_give_the_same_pairs(tmp_path: Path) -> None:
+def test_po_and_mo_give_the_same_pairs(tmp_path):
     po, mo = tmp_path / "x.po", tmp_path / "x.mo"
     po.write_text(_PO, "utf-8")
     with open(po, "rb") as source, open(mo, "wb") as compiled:
@@ -57,7 +55,7 @@ def test_po_and_mo_give_the_same_pairs(tmp_path: Path) -> None:
     assert set(gettext_catalogs.catalog_pairs(mo)) == _PAIRS
 
 
-def test_a_single_plural_form_translates_both_numbers(tmp_path: Path) -> None:
+def test_a_single_plural_form_translates_both_numbers(tmp_path):
     po = tmp_path / "ja.po"
     po.write_text(
         'msgid ""\nmsgstr "Plural-Forms: nplurals=1; plural=0;\\n"\n\n'
@@ -70,14 +68,14 @@ def test_a_single_plural_form_translates_both_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"not a catalog at all", b"\xde\x12\x04\x95" + b"\xff" * 30]
 )
-def test_a_broken_catalog_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_broken_catalog_is_named(tmp_path, content):
     path = tmp_path / "x.mo"
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"x\.mo: not a gettext catalog"):
         list(gettext_catalogs.catalog_pairs(path))
 
 
-def test_django_has_catalogs_in_many_languages() -> None:
+def test_django_has_catalogs_in_many_languages():
     found = gettext_catalogs.catalogs("Django")
     languages = {lang for lang, _ in found}
     assert {"de", "no", "zh", "sw"} <= languages

@@ -10,7 +10,7 @@ from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.mixing import draw_languages, quotas, temperature_weights
 
 
-def test_temperature_by_hand() -> None:
+def test_temperature_by_hand():
     pairs = {"a": 32, "b": 1}
     assert temperature_weights(pairs, 1) == pytest.approx({"a": 32 / 33, "b": 1 / 33})
     assert temperature_weights(pairs, 5) == pytest.approx({"a": 2 / 3, "b": 1 / 3})
@@ -21,7 +21,7 @@ def test_temperature_by_hand() -> None:
         temperature_weights(pairs, 0)
 
 
-def test_quotas_use_what_small_languages_leave() -> None:
+def test_quotas_use_what_small_languages_leave():
     assert quotas({"a": 1000, "b": 1000, "c": 10}, 1e9, 300) == {"c": 10, "a": 145, "b": 145}
     assert quotas({"a": 5, "b": 3}, 5, 100) == {"a": 5, "b": 3}
 
@@ -32,9 +32,7 @@ def test_quotas_use_what_small_languages_leave() -> None:
     st.integers(100, 20_000),
 )
 @settings(max_examples=30, deadline=None)
-def test_quotas_stay_within_the_limit(
-    pairs: dict[str, int], temperature: float, limit: int
-) -> None:
+def test_quotas_stay_within_the_limit(pairs, temperature, limit):
     drawn = quotas(pairs, temperature, limit)
     assert set(drawn) == set(pairs)
     assert all(1 <= drawn[lang] <= n for lang, n in pairs.items())
@@ -43,7 +41,7 @@ def test_quotas_stay_within_the_limit(
         assert drawn == pairs
 
 
-def test_draws_follow_the_weights() -> None:
+def test_draws_follow_the_weights():
     weights = np.array([0.7, 0.25, 0.05])
     drawn = np.concatenate([draw_languages(weights, 1, block, 5000) for block in range(8)])
     shares = np.bincount(drawn, minlength=3) / drawn.size
@@ -54,13 +52,13 @@ def test_draws_follow_the_weights() -> None:
 
 @given(st.integers(1, 3000), st.integers(0, 5))
 @settings(max_examples=30, deadline=None)
-def test_permute_is_a_permutation(n: int, key: int) -> None:
+def test_permute_is_a_permutation(n, key):
     out = permute(np.arange(n), n, key)
     assert sorted(out) == list(range(n))
     assert permute(np.array(n // 2), n, key) == out[n // 2]
 
 
-def test_permute_shuffles_well() -> None:
+def test_permute_shuffles_well():
     n = 10_000
     a, b = permute(np.arange(n), n, 0, "x"), permute(np.arange(n), n, 1, "x")
     for order in (a, b):
@@ -72,7 +70,7 @@ def test_permute_shuffles_well() -> None:
         permute(np.array([5]), 5, 0)
 
 
-def test_every_epoch_holds_every_pair_once_in_another_order() -> None:
+def test_every_epoch_holds_every_pair_once_in_another_order():
     sizes = {"a": 3000, "b": 11}
     order = PairOrder(sizes, temperature=1e9, seed=5)
     drawn: dict[int, list[int]] = {0: [], 1: []}
@@ -87,7 +85,7 @@ def test_every_epoch_holds_every_pair_once_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 4095, 4096, 4097])
-def test_the_order_resumes(place: int) -> None:
+def test_the_order_resumes(place):
     sizes = {"a": 500, "b": 7}
     whole, resumed = PairOrder(sizes, 5.0, 1), PairOrder(sizes, 5.0, 1)
     for _ in range(place):
@@ -97,7 +95,7 @@ def test_the_order_resumes(place: int) -> None:
     assert [next(resumed) for _ in range(5000)] == [next(whole) for _ in range(5000)]
 
 
-def test_an_order_that_resumes_draws_its_own_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_resumes_draws_its_own_block_alone(monkeypatch):
     blocks: list[int] = []
 
     def recording(weights, seed, block, count):
@@ -113,7 +111,7 @@ def test_an_order_that_resumes_draws_its_own_block_alone(monkeypatch: pytest.Mon
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=4 * WINDOW + 1), st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
-def test_an_epoch_over_shards_holds_every_pair_once(shards: list[int], epoch: int) -> None:
+def test_an_epoch_over_shards_holds_every_pair_once(shards, epoch):
     n = sum(shards)
     key = (7, "a", epoch)
     (positions,) = shuffled([(np.arange(n), np.array(shards), key)])
@@ -123,7 +121,7 @@ def test_an_epoch_over_shards_holds_every_pair_once(shards: list[int], epoch: in
     assert (both[0] == positions[some]).all() and (both[1] == permute(np.arange(5), 5, 1)).all()
 
 
-def test_an_epoch_draws_from_few_shards_at_a_time() -> None:
+def test_an_epoch_draws_from_few_shards_at_a_time():
     shards = np.full(40, 1000)
     epochs = shuffled([(np.arange(40_000), shards, (7, "a", epoch)) for epoch in (0, 1)])
     for positions in epochs:
@@ -137,7 +135,7 @@ def test_an_epoch_draws_from_few_shards_at_a_time() -> None:
     assert (few == permute(np.arange(4000), 4000, 7, "a", 0)).all()
 
 
-def test_the_order_is_that_of_earlier_versions() -> None:
+def test_the_order_is_that_of_earlier_versions():
     """A run goes on in the order in which it began, with whole epochs of few shards and windows of many."""
     digest = hashlib.blake2b(digest_size=8)
     for sizes, shards in (

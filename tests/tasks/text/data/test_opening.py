@@ -1,6 +1,5 @@
 import gzip
 import random
-from pathlib import Path
 
 import pytest
 import zstandard
@@ -20,7 +19,7 @@ def _zst(text: str, frames: int = 1) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["de.tsv", "de.tsv.gz", "de.tsv.zst", "many.zst"])
-def test_the_lines_of_each_compression(tmp_path: Path, name: str) -> None:
+def test_the_lines_of_each_compression(tmp_path, name):
     made = {
         "de.tsv": TEXT.encode(),
         "de.tsv.gz": gzip.compress(TEXT.encode()),
@@ -33,13 +32,13 @@ def test_the_lines_of_each_compression(tmp_path: Path, name: str) -> None:
     assert lines[-1][0] == 20_000
 
 
-def test_zstandard_files_are_training_data(tmp_path: Path) -> None:
+def test_zstandard_files_are_training_data(tmp_path):
     (tmp_path / "de.tsv.zst").write_bytes(_zst("Haus\thouse\n"))
     assert list(tsv.read_pairs(scan(tmp_path).files["de"])) == [("Haus", "house")]
 
 
 @pytest.mark.parametrize("name", ["de.tsv.gz", "de.tsv.zst"])
-def test_a_file_cut_short_or_damaged_is_told_with_its_line(tmp_path: Path, name: str) -> None:
+def test_a_file_cut_short_or_damaged_is_told_with_its_line(tmp_path, name):
     path = tmp_path / name
     whole = gzip.compress(TEXT.encode()) if name.endswith("gz") else _zst(TEXT)
     path.write_bytes(whole[: len(whole) // 2])
@@ -55,7 +54,7 @@ def test_a_file_cut_short_or_damaged_is_told_with_its_line(tmp_path: Path, name:
         list(read_lines(path))
 
 
-def test_one_endless_line_is_one_bad_line(tmp_path: Path) -> None:
+def test_one_endless_line_is_one_bad_line(tmp_path):
     (tmp_path / "x.zst").write_bytes(_zst("ok\n" + "x" * 5_000_000 + "\nok\n"))
     assert list(read_lines(tmp_path / "x.zst")) == [
         (1, "ok", ""),

@@ -1,6 +1,5 @@
 import gzip
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ BAD = (
 
 
 @pytest.mark.parametrize("name", ["xx.tsv", "xx.tsv.gz"])
-def test_bad_lines_are_skipped_counted_and_named(tmp_path: Path, name: str) -> None:
+def test_bad_lines_are_skipped_counted_and_named(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(gzip.compress(BAD) if name.endswith("gz") else BAD)
     counts = Counter[str]()
@@ -41,7 +40,7 @@ def test_bad_lines_are_skipped_counted_and_named(tmp_path: Path, name: str) -> N
     )
 
 
-def test_scan_counts_and_fingerprints(tmp_path: Path) -> None:
+def test_scan_counts_and_fingerprints(tmp_path):
     (tmp_path / "de.tsv").write_text("a\tb\nbad\n")
     (tmp_path / "fr.tsv").write_text("")
     first = scan(tmp_path)
@@ -55,7 +54,7 @@ def test_scan_counts_and_fingerprints(tmp_path: Path) -> None:
         scan(tmp_path, ["da"])
 
 
-def test_dev_set(data_dir: Path, tmp_path: Path) -> None:
+def test_dev_set(data_dir, tmp_path):
     dev = DevSet(data_dir, max_per_language=3)
     assert dev.languages == ["aa", "bb", "cc"]
     found = dict(dev.items())

@@ -1,10 +1,7 @@
 """A run's checkpoint becomes strings: the real model decodes, is saved, and is loaded with TensorFlow alone."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +10,7 @@ import tensorflow as tf
 import toy_translation as toy
 from damage import full_disk
 from numpy.testing import assert_array_equal
+from processes import run_python
 from tensorflow.python.tools import saved_model_cli
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import CheckpointError
@@ -82,15 +80,8 @@ LINES = [*toy.sentences(40, seed=3, longest=5), "", "  ", "\u2028", "red\0", "æ—
 
 
 def test_saved_model_in_bare_tensorflow(translator, saved_model):
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", _BARE, str(saved_model)],
-        input=json.dumps(LINES),
-        capture_output=True,
-        text=True,
-        cwd=saved_model,
-        env=environment,
-    )
+    elsewhere = {"cwd": saved_model, "env": {"PYTHONPATH": None}}
+    done = run_python("-c", _BARE, str(saved_model), input=json.dumps(LINES), **elsewhere)
     assert done.returncode == 0, done.stderr[-2000:]
     texts, scores, truncated = json.loads(done.stdout)
     want = translator.Translate(LINES)

@@ -63,16 +63,13 @@ def test_as_many_lines_out_as_in(parts, batch_lines):
     assert len(out.decode().splitlines()) == ends  # also for readers that know more line ends
 
 
-@pytest.mark.parametrize(
-    "data, want",
-    [
-        (b"", []),
-        (b"a", [b"a"]),
-        (b"a\n\nb\r\n", [b"a", b"", b"b"]),
-        (b"\xef\xbb\xbfa\n\xef\xbb\xbfb\n", [b"a", b"\xef\xbb\xbfb"]),
-        (b"\n\n", [b"", b""]),
-    ],
-)
+@pytest.mark.parametrize("data, want", [
+    (b"", []),
+    (b"a", [b"a"]),
+    (b"a\n\nb\r\n", [b"a", b"", b"b"]),
+    (b"\xef\xbb\xbfa\n\xef\xbb\xbfb\n", [b"a", b"\xef\xbb\xbfb"]),
+    (b"\n\n", [b"", b""]),
+])  # fmt: skip
 def test_read_lines(data, want):
     assert [line.text for line in read_lines(io.BytesIO(data))] == want
 

@@ -86,7 +86,7 @@ def _peaks(directory: Path, vocabs: Path) -> tuple[dict[str, int], dict[str, int
     return _prepare(2000, directory / "small", vocabs), _prepare(8000, directory / "large", vocabs)
 
 
-def test_memory_does_not_grow_with_the_data(tmp_path: Path, vocabs: Path) -> None:
+def test_memory_does_not_grow_with_the_data(tmp_path, vocabs):
     # In a process of its own: tracemalloc also counts what threads of other tests allocate.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         small, large = pool.apply(_peaks, (tmp_path, vocabs))

@@ -19,7 +19,7 @@ def _tsv(path: Path, *lines: str) -> Source:
     return Source("tsv", str(path), "de")
 
 
-def test_a_sentence_is_kept_out_however_it_is_spelt(tmp_path: Path) -> None:
+def test_a_sentence_is_kept_out_however_it_is_spelt(tmp_path):
     spelt = (
         unicodedata.normalize("NFD", "the café is naïve today"),
         "the soft\u00adware is run\u200bning",
@@ -39,7 +39,7 @@ def test_a_sentence_is_kept_out_however_it_is_spelt(tmp_path: Path) -> None:
     assert (Path(made) / "de.tsv").read_text("utf-8") == "Satz 3\tnot held out\n"
 
 
-def test_lines_of_no_use(tmp_path: Path) -> None:
+def test_lines_of_no_use(tmp_path):
     given = GivenHeldOut()
     given.Read(_tsv(tmp_path / "some.tsv", "eins\tone", "no tab", "\tempty"), Fields())
     assert len(given.hashes) == 1
@@ -51,7 +51,7 @@ def test_lines_of_no_use(tmp_path: Path) -> None:
         GivenHeldOut().Read(_tsv(tmp_path / "none.tsv", "no tab", "nor here"), Fields())
 
 
-def test_pairs_that_no_reader_would_take_are_counted(tmp_path: Path) -> None:
+def test_pairs_that_no_reader_would_take_are_counted(tmp_path):
     """Each side is a line that can be read, both together are not."""
     (tmp_path / "x.de").write_text(f"{'ä' * 6000}\n{'ä' * 10}\n", encoding="utf-8")
     (tmp_path / "x.en").write_text(f"{'a ' * 5000}\naaaaaaa\n", encoding="utf-8")
@@ -62,7 +62,7 @@ def test_pairs_that_no_reader_would_take_are_counted(tmp_path: Path) -> None:
     assert len((made / "de.tsv").read_bytes().splitlines()) == 1
 
 
-def test_a_share_of_inputs_with_held_out_pairs_is_refused(tmp_path: Path) -> None:
+def test_a_share_of_inputs_with_held_out_pairs_is_refused(tmp_path):
     (tmp_path / "texts" / "dev").mkdir(parents=True)
     for name in ("texts/de.tsv", "texts/dev/de.tsv"):
         _tsv(tmp_path / name, "eins\tone")

@@ -1,9 +1,6 @@
 """Characters that are missing from the vocabularies' sample become pieces too, however many they are."""
 
 import random
-from pathlib import Path
-
-import pytest
 
 from lingvo_moe.tasks.text.data.scan import Scan
 from lingvo_moe.tasks.text.preparing import token_stages
@@ -11,9 +8,7 @@ from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
 
-def test_more_characters_than_a_sentence_may_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_characters_than_a_sentence_may_hold(tmp_path, monkeypatch):
     rng = random.Random(0)
     parts = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
     words = ["".join(rng.choices(parts, k=3)) for _ in range(1500)]

@@ -18,7 +18,7 @@ def _read(path: Path, text: str | bytes, fields: Fields | None = None, lang: str
     ]
 
 
-def test_tsv_columns(tmp_path: Path) -> None:
+def test_tsv_columns(tmp_path):
     text = "\ufeffHaus\thouse\tWeb\r\nohne\n\tleer\n"
     assert _read(tmp_path / "de.tsv", text) == [
         ("de", "Haus", "house", ""),
@@ -36,30 +36,24 @@ def test_tsv_columns(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "item, lang, expected",
-    [
-        ({"source": "Haus", "target": "house"}, "de", [("de", "Haus", "house", "")]),
-        ({"src": "Haus", "tgt": "house", "lang": "nds"}, "de", [("nds", "Haus", "house", "")]),
-        ({"de": "Haus", "en": "house"}, "de", [("de", "Haus", "house", "")]),
-        ({"translation": {"de": "Haus", "en": "house"}}, None, [("de", "Haus", "house", "")]),
-        (
-            {"translation": {"de": "Haus", "en": "house", "fr": "maison"}},
-            None,
-            [("de", "Haus", "house", ""), ("fr", "maison", "house", "")],
-        ),
-        ({"source": "Haus", "target": "house"}, None, [(1, "no_language")]),
-        ({"source": "Haus", "target": None}, "de", [(1, "no_field")]),
-        ({"source": "Haus"}, "de", [(1, "no_field")]),
-        ({"source": "\ud83d", "target": "house"}, "de", [(1, "invalid_utf8")]),
-        (["Haus", "house"], "de", [(1, "bad_json")]),
-    ],
-)
-def test_json_objects(tmp_path: Path, item, lang: str | None, expected: list) -> None:
+@pytest.mark.parametrize("item, lang, expected", [
+    ({"source": "Haus", "target": "house"}, "de", [("de", "Haus", "house", "")]),
+    ({"src": "Haus", "tgt": "house", "lang": "nds"}, "de", [("nds", "Haus", "house", "")]),
+    ({"de": "Haus", "en": "house"}, "de", [("de", "Haus", "house", "")]),
+    ({"translation": {"de": "Haus", "en": "house"}}, None, [("de", "Haus", "house", "")]),
+    ({"translation": {"de": "Haus", "en": "house", "fr": "maison"}}, None,
+     [("de", "Haus", "house", ""), ("fr", "maison", "house", "")]),
+    ({"source": "Haus", "target": "house"}, None, [(1, "no_language")]),
+    ({"source": "Haus", "target": None}, "de", [(1, "no_field")]),
+    ({"source": "Haus"}, "de", [(1, "no_field")]),
+    ({"source": "\ud83d", "target": "house"}, "de", [(1, "invalid_utf8")]),
+    (["Haus", "house"], "de", [(1, "bad_json")]),
+])  # fmt: skip
+def test_json_objects(tmp_path, item, lang, expected):
     assert _read(tmp_path / "x.jsonl", json.dumps(item) + "\n", lang=lang) == expected
 
 
-def test_json_that_is_none(tmp_path: Path) -> None:
+def test_json_that_is_none(tmp_path):
     text = '{"source": "a"\n' + "[" * 9000 + '\n\n{"s": "ja", "t": "yes"}\n'
     fields = Fields(source=("s",), target=("t",))
     assert _read(tmp_path / "de.jsonl", text, fields) == [
@@ -70,7 +64,7 @@ def test_json_that_is_none(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_no_code_of_a_language_names_no_file(tmp_path: Path) -> None:
+def test_what_is_no_code_of_a_language_names_no_file(tmp_path):
     half = '{"source": "\\ud800", "target": "x", "lang": "../../x"}'
     (tmp_path / "all.jsonl").write_text('{"lang": "../../x"}\n' + half)
     lines = list(read_source(Source("jsonl", f"{tmp_path}/all.jsonl", None), Fields()))
@@ -88,7 +82,7 @@ def _two(tmp_path: Path, ours: str, theirs: str) -> list[Line]:
     )
 
 
-def test_two_files_line_by_line(tmp_path: Path) -> None:
+def test_two_files_line_by_line(tmp_path):
     lines = _two(tmp_path, "Haus\n\nBaum\n", "house\nempty\ntree")
     assert [(line.source, line.target) for line in lines] == [
         ("Haus", "house"),
@@ -98,7 +92,7 @@ def test_two_files_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ours, theirs", [(5, 3), (3, 5), (0, 1)])
-def test_two_files_of_different_length(tmp_path: Path, ours: int, theirs: int) -> None:
+def test_two_files_of_different_length(tmp_path, ours, theirs):
     message = rf"x.de has {ours} lines and .*x.en has {theirs}: the lines of a pair"
     with pytest.raises(DataError, match=message):
         _two(tmp_path, "a\n" * ours, "b\n" * theirs)

@@ -3,7 +3,6 @@
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     assert not list(temporary.iterdir())
 
 
-def test_a_folder_of_translations(tmp_path: Path) -> None:
+def test_a_folder_of_translations(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     for lang, lines in PAIRS.items():
@@ -50,7 +49,7 @@ def test_a_folder_of_translations(tmp_path: Path) -> None:
         _read(f"TranslateFolder:{folder}", target_lang="fr")
 
 
-def test_lines_that_tfds_would_mix_up(tmp_path: Path) -> None:
+def test_lines_that_tfds_would_mix_up(tmp_path):
     """A line separator in the first German line and in the third English one: of both TFDS makes four lines."""
     (tmp_path / "de.train.txt").write_text("eins\u2028eins\nzwei\ndrei\n")
     (tmp_path / "en.train.txt").write_text("one\ntwo\nthree\u2028three\n")
@@ -58,13 +57,13 @@ def test_lines_that_tfds_would_mix_up(tmp_path: Path) -> None:
         _read(f"TranslateFolder:{tmp_path}")
 
 
-def test_bytes_that_are_no_text_are_counted() -> None:
+def test_bytes_that_are_no_text_are_counted():
     (item,) = tfds_source._texts({"de": b"B\xe4ume", "en": b"trees"})
     (line,) = pairs_of_item(7, {"translation": item}, None, Fields())
     assert line == (7, "de", "", "", "invalid_utf8")
 
 
-def test_a_registered_builder() -> None:
+def test_a_registered_builder():
     import tensorflow_datasets as tfds
 
     class MadeUpPairs(tfds.core.GeneratorBasedBuilder):
@@ -90,7 +89,7 @@ def test_a_registered_builder() -> None:
         _read("mnist")
 
 
-def test_without_tfds_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tfds_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(DataError, match=r"needs TensorFlow Datasets.*pip install"):
         _read("opus/medical")

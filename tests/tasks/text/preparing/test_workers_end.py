@@ -23,7 +23,7 @@ def wait_long(place: str, report: Callable[[int], None]) -> None:
     time.sleep(300)
 
 
-def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_process_behind(tmp_path):
     code = _RUN.format(directory=str(Path(__file__).parent), place=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         until = time.monotonic() + 60

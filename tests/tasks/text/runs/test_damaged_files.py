@@ -198,22 +198,17 @@ def _scores(tmp: Path) -> Kept:
     return Kept(tmp / "scores", read)
 
 
-@pytest.mark.parametrize(
-    "make, count",
-    [
-        (_cached_vocabularies, 4),
-        (_cached_records, 8),
-        (_prepared, 12),
-        (_stopped_preparation, 8),
-        (_vocab_dir, 8),
-        (_built_corpus, 8),
-        (_kept_translations, 8),
-        (_scores, 8),
-    ],
-)
-def test_no_damage_is_silent(
-    make: Callable[[Path], Kept], count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("make, count", [
+    (_cached_vocabularies, 4),
+    (_cached_records, 8),
+    (_prepared, 12),
+    (_stopped_preparation, 8),
+    (_vocab_dir, 8),
+    (_built_corpus, 8),
+    (_kept_translations, 8),
+    (_scores, 8),
+])  # fmt: skip
+def test_no_damage_is_silent(make, count, tmp_path, caplog):
     kept = make(tmp_path)
     expected = kept.Read()
     files = [p for p in sorted(kept.directory.rglob("*")) if p.is_file() and p.stat().st_size]

@@ -47,7 +47,7 @@ def tmp(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def test_each_is_known(tmp: Path) -> None:
+def test_each_is_known(tmp):
     for name, (kind, mark) in _MARKS.items():
         found = recognise(tmp / name)
         assert found is not None and found.kind is kind and mark in str(found)
@@ -57,7 +57,7 @@ def test_each_is_known(tmp: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [PREPARED, CORPUS, EXPORTED], ids=str)
-def test_only_the_same_kind_is_replaced(tmp: Path, kind) -> None:
+def test_only_the_same_kind_is_replaced(tmp, kind):
     own = next(name for name, (of, _) in _MARKS.items() if of is kind)
     accepted = {own, "empty", "new", "new/deep", "notes/new"}
     for name in accepted:
@@ -73,7 +73,7 @@ def test_only_the_same_kind_is_replaced(tmp: Path, kind) -> None:
         check_replaceable(tmp / "link/new", kind)
 
 
-def test_nothing_of_others_is_lost_with_what_is_replaced(tmp: Path) -> None:
+def test_nothing_of_others_is_lost_with_what_is_replaced(tmp):
     (tmp / "model/variables").mkdir()
     check_replaceable(tmp / "model", EXPORTED)
     (tmp / "model/run").mkdir()
@@ -81,29 +81,26 @@ def test_nothing_of_others_is_lost_with_what_is_replaced(tmp: Path) -> None:
         check_replaceable(tmp / "model", EXPORTED)
 
 
-def test_the_working_directory_is_not_replaced(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_working_directory_is_not_replaced(tmp, monkeypatch):
     monkeypatch.chdir(tmp / "empty")
     with pytest.raises(OutputError, match=r"^--output=\. is the directory that you are in"):
         check_replaceable(".", EXPORTED)
 
 
-@pytest.mark.parametrize(
-    "path, accepted",
-    [
-        ("run/eval/report.json", True),
-        ("run/experiment.json", False),
-        ("run/vocab", False),
-        ("run/.trainer.lock.1", False),
-        ("link/checkpoints/x", False),
-        ("model/assets/x", False),
-        ("prepared/x.json", True),
-        ("prepared/records", False),
-        ("corpus/de.tsv", False),
-        ("notes/a.txt", True),
-        ("new/x", True),
-    ],
-)
-def test_what_is_added_changes_nothing_that_is_there(tmp: Path, path: str, accepted: bool) -> None:
+@pytest.mark.parametrize("path, accepted", [
+    ("run/eval/report.json", True),
+    ("run/experiment.json", False),
+    ("run/vocab", False),
+    ("run/.trainer.lock.1", False),
+    ("link/checkpoints/x", False),
+    ("model/assets/x", False),
+    ("prepared/x.json", True),
+    ("prepared/records", False),
+    ("corpus/de.tsv", False),
+    ("notes/a.txt", True),
+    ("new/x", True),
+])  # fmt: skip
+def test_what_is_added_changes_nothing_that_is_there(tmp, path, accepted):
     if accepted:
         check_addable(tmp / path, "--out")
     else:
@@ -129,17 +126,14 @@ def _refusals(directory: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    "files, mark",
-    [
-        ((LOCK_FILE,), ""),
-        (("experiment.json", LOCK_FILE, "params.txt"), ""),
-        (("checkpoints", "train"), ""),
-        (("experiment.json", "checkpoints"), "it holds experiment.json"),
-        (("experiment.json", "manifest.sha256"), "it holds experiment.json"),
-    ],
-)
-def test_a_run_is_known_by_what_only_a_run_has(tmp_path: Path, files, mark: str) -> None:
+@pytest.mark.parametrize("files, mark", [
+    ((LOCK_FILE,), ""),
+    (("experiment.json", LOCK_FILE, "params.txt"), ""),
+    (("checkpoints", "train"), ""),
+    (("experiment.json", "checkpoints"), "it holds experiment.json"),
+    (("experiment.json", "manifest.sha256"), "it holds experiment.json"),
+])  # fmt: skip
+def test_a_run_is_known_by_what_only_a_run_has(tmp_path, files, mark):
     """A lock file that nobody holds and another program's experiment.json do not make a run."""
     for name in files:
         (tmp_path / name).touch()
@@ -148,7 +142,7 @@ def test_a_run_is_known_by_what_only_a_run_has(tmp_path: Path, files, mark: str)
     assert all(f" is a run ({mark}); name " in text for text in said)
 
 
-def test_the_lock_of_another_process_marks_a_run(tmp_path: Path) -> None:
+def test_the_lock_of_another_process_marks_a_run(tmp_path):
     """The first was killed, and its file stayed."""
     with RunLock(tmp_path) as first, RunLock(tmp_path) as second:
         first.Acquire()
@@ -160,7 +154,7 @@ def test_the_lock_of_another_process_marks_a_run(tmp_path: Path) -> None:
     assert not _refusals(tmp_path)
 
 
-def test_a_run_is_nowhere_that_it_could_not_be_read_from() -> None:
+def test_a_run_is_nowhere_that_it_could_not_be_read_from():
     for path in ("az://bucket/run", Path("az://bucket/run"), "runs[1]"):
         with pytest.raises(PathError, match=r"^--logdir="):
             RunDir(path)

@@ -69,7 +69,7 @@ def _pieces(vocabulary: Vocabulary) -> list[str]:
     return vocabulary.Pieces(range(vocabulary.size))
 
 
-def test_rows_go_by_their_names_on_any_engine(run, vocab, new_vocabs) -> None:
+def test_rows_go_by_their_names_on_any_engine(run, vocab, new_vocabs):
     task = _task(new_vocabs)
     beginning = begin_from(run.path, 7, task, _artifacts(new_vocabs, _NEW_LANGUAGES))
     specs = task.Instantiate().VariableSpecs()
@@ -110,7 +110,7 @@ def test_rows_go_by_their_names_on_any_engine(run, vocab, new_vocabs) -> None:
     assert "at step 7; " in describe(beginning.about)
 
 
-def test_another_model_is_refused_with_what_differs(run, new_vocabs) -> None:
+def test_another_model_is_refused_with_what_differs(run, new_vocabs):
     task = _task(new_vocabs, f"{_BY_TASK.format(4)};task.hidden_dim=64;task.num_experts=16")
     with pytest.raises(InitFromError) as error:
         begin_from(run.path, 7, task, _artifacts(new_vocabs, _NEW_LANGUAGES))
@@ -125,7 +125,7 @@ def test_another_model_is_refused_with_what_differs(run, new_vocabs) -> None:
         begin_from(run.path, 7, dense, _artifacts(new_vocabs, _NEW_LANGUAGES))
 
 
-def test_heads_that_share_keys_are_no_languages(vocab, tmp_path) -> None:
+def test_heads_that_share_keys_are_no_languages(vocab, tmp_path):
     more = "task.num_heads=4;task.num_kv_heads={}"
     toy_translation.save_run(tmp_path, vocab, more=more.format(2), languages=_OLD_LANGUAGES)
     vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
@@ -137,7 +137,7 @@ def test_heads_that_share_keys_are_no_languages(vocab, tmp_path) -> None:
         begin_from(tmp_path, 7, task, _artifacts(vocabs, _OLD_LANGUAGES))
 
 
-def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
+def test_where_there_is_nothing_to_begin_from(run, tmp_path):
     assert find_step(run.path) == find_step(run.path, 7) == 7
     with pytest.raises(InitFromError, match=r"--init_from_step=8: .* there are \[7\]"):
         find_step(run.path, 8)
@@ -148,18 +148,14 @@ def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
         find_step(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "encoder_layers, experts, seed",
-    [
-        (4, "task.moe.router=hash", np.array([3, 4], np.int32)),
-        # A second expert is drawn at random in training.
-        (2, "task.moe.router=top2;task.moe.num_shared_experts=1", None),
-        # M4Tiny's dense layers are 32 wide.
-        (2, "task.moe.router=hash;task.moe.num_shared_experts=3;task.expert_hidden_dim=8", None),
-    ],
-    ids=["hash", "top2", "narrow"],
-)
-def test_experts_grow_out_of_dense_layers(vocab, tmp_path, encoder_layers, experts, seed) -> None:
+@pytest.mark.parametrize("encoder_layers, experts, seed", [
+    (4, "task.moe.router=hash", np.array([3, 4], np.int32)),
+    # A second expert is drawn at random in training.
+    (2, "task.moe.router=top2;task.moe.num_shared_experts=1", None),
+    # M4Tiny's dense layers are 32 wide.
+    (2, "task.moe.router=hash;task.moe.num_shared_experts=3;task.expert_hidden_dim=8", None),
+], ids=["hash", "top2", "narrow"])  # fmt: skip
+def test_experts_grow_out_of_dense_layers(vocab, tmp_path, encoder_layers, experts, seed):
     """Before its first step a model with experts has the loss of the dense one."""
     both = f"task.num_encoder_layers={encoder_layers};task.activation=swiglu;task.repeat=False"
     dense_only = f"{both};task.num_experts=0"
@@ -193,7 +189,7 @@ def test_experts_grow_out_of_dense_layers(vocab, tmp_path, encoder_layers, exper
 
 
 @pytest.mark.parametrize("narrower", [False, True])
-def test_an_expert_has_the_slots_of_the_dense_layer(narrower) -> None:
+def test_an_expert_has_the_slots_of_the_dense_layer(narrower):
     override = (
         "task.optimizer=adafactor;task.num_encoder_layers=4;task.hidden_dim=256;task.model_dim=256"
     )

@@ -142,24 +142,21 @@ _WHOLE = {"model": "mt.M4Tiny", "params_override": "", "files": ["s", "t"], "inp
 _OLD = {"model": "mt.M4Tiny", "params_override": "", "vocab": {"source": "s", "target": "t"}}
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("5", "must be an object with model, .*but is 5"),
-        ("{}", "model and params_override and files and input missing"),
-        ("9" * 5000, "not JSON"),
-        (b'{"model": "\xff"}', "not UTF-8, at byte 11"),
-        ("[" * 1_000_000, "brackets are too deep"),
-        (_WHOLE | {"model": 5}, "model must be a string, but is 5"),
-        (_OLD | {"vocab": {"source": "s"}}, "vocab must be an object with the strings source and"),
-        (_OLD | {"vocab": {"source": "s", "target": "t\0"}}, "vocab must be an object"),
-        (_OLD | {"languages": "de"}, "languages must be a list of strings, but is 'de'"),
-        (_WHOLE | {"files": ["s", 1]}, "files must be a list of strings"),
-        (_WHOLE | {"input": ["de"]}, "input must be an object"),
-        (_WHOLE | {"began_from": BEGAN | {"step": True}}, "began_from must be an object"),
-        (_WHOLE | {"began_from": BEGAN | {"kept": {"a": [1]}}}, "began_from must be an object"),
-    ],
-)
+@pytest.mark.parametrize("content, message", [
+    ("5", "must be an object with model, .*but is 5"),
+    ("{}", "model and params_override and files and input missing"),
+    ("9" * 5000, "not JSON"),
+    (b'{"model": "\xff"}', "not UTF-8, at byte 11"),
+    ("[" * 1_000_000, "brackets are too deep"),
+    (_WHOLE | {"model": 5}, "model must be a string, but is 5"),
+    (_OLD | {"vocab": {"source": "s"}}, "vocab must be an object with the strings source and"),
+    (_OLD | {"vocab": {"source": "s", "target": "t\0"}}, "vocab must be an object"),
+    (_OLD | {"languages": "de"}, "languages must be a list of strings, but is 'de'"),
+    (_WHOLE | {"files": ["s", 1]}, "files must be a list of strings"),
+    (_WHOLE | {"input": ["de"]}, "input must be an object"),
+    (_WHOLE | {"began_from": BEGAN | {"step": True}}, "began_from must be an object"),
+    (_WHOLE | {"began_from": BEGAN | {"kept": {"a": [1]}}}, "began_from must be an object"),
+])  # fmt: skip
 def test_a_description_of_another_shape_is_refused(run, content, message):
     _describe(run, json.dumps(content) if isinstance(content, dict) else content)
     with pytest.raises(RunDirError, match=f"experiment.json: .*{message}"):
@@ -250,18 +247,13 @@ def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
     assert dict(RunDir(link).vocabs) == vocabs
 
 
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"model": "os.path"}, "'os.path' is not of lingvo_moe, so it is not imported"),
-        ({"model": "mt.M4Tinny"}, "no such experiment"),
-        (
-            {"params_override": "task.cls=type/lingvo_moe.core.moe.routers.top2/Top2Router"},
-            "the task does not work with the input; .*ConfigureInput",
-        ),
-        ({"params_override": f"task.seed={'-' * 200_000}1"}, "does not read as int"),
-    ],
-)
+@pytest.mark.parametrize("values, message", [
+    ({"model": "os.path"}, "'os.path' is not of lingvo_moe, so it is not imported"),
+    ({"model": "mt.M4Tinny"}, "no such experiment"),
+    ({"params_override": "task.cls=type/lingvo_moe.core.moe.routers.top2/Top2Router"},
+     "the task does not work with the input; .*ConfigureInput"),
+    ({"params_override": f"task.seed={'-' * 200_000}1"}, "does not read as int"),
+])  # fmt: skip
 def test_an_experiment_that_is_not_there_is_an_error_of_the_file(run, values, message):
     _change(run, **values)
     with pytest.raises(

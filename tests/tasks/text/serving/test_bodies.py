@@ -24,44 +24,38 @@ def predict(content, known=()):
     return parse_predict(json.dumps(content).encode(), LIMITS, known)
 
 
-@pytest.mark.parametrize(
-    "text, lines",
-    [
-        ("a", [b"a"]),
-        ("", [b""]),
-        ("a\n", [b"a", b""]),
-        ("\ufeffa\r\n\r\nb", [b"a", b"", b"b"]),
-        ("a\u2028\rb\0", ["a\u2028\rb\0".encode()]),
-        ("\ud83d", ["\ufffd".encode()]),
-        (["a\udc80", "\ud83d\ude00"], ["a\ufffd".encode(), "\U0001f600".encode()]),
-        (["a", "", "\ufeff"], [b"a", b"", b"\xef\xbb\xbf"]),
-        ([], []),
-    ],
-)
+@pytest.mark.parametrize("text, lines", [
+    ("a", [b"a"]),
+    ("", [b""]),
+    ("a\n", [b"a", b""]),
+    ("\ufeffa\r\n\r\nb", [b"a", b"", b"b"]),
+    ("a\u2028\rb\0", ["a\u2028\rb\0".encode()]),
+    ("\ud83d", ["\ufffd".encode()]),
+    (["a\udc80", "\ud83d\ude00"], ["a\ufffd".encode(), "\U0001f600".encode()]),
+    (["a", "", "\ufeff"], [b"a", b"", b"\xef\xbb\xbf"]),
+    ([], []),
+])  # fmt: skip
 def test_a_text_is_its_lines(text, lines):
     assert translate({"text": text}).lines == lines
 
 
-@pytest.mark.parametrize(
-    "body, status, message",
-    [
-        (b"{", 400, "not JSON: Expecting property name"),
-        (b'{"text": "a"} x', 400, "not JSON: Extra data"),
-        (b'{"text": "\xc3"}', 400, "not UTF-8: invalid continuation byte at byte 10"),
-        (b"[" * 100_000, 400, "nested too deeply"),
-        (b'{"text": ' + b"9" * 10_000 + b"}", 400, "not JSON"),
-        (None, 400, "the body is null"),
-        ({"texts": "a"}, 400, "no field \"texts\" (did you mean 'text'?)"),
-        ({"text": "a", "x" * 99: 1}, 400, f'no field "{"x" * 40}" (known: language, text)'),
-        ({}, 400, 'the field "text" is missing'),
-        ({"text": 5}, 400, '"text" is a number'),
-        ({"text": ["a", True]}, 400, "text[1] is true; give a string"),
-        ({"text": ["a", "b\nc"]}, 400, "text[1] holds a newline"),
-        ({"text": "a", "language": 1}, 400, '"language" is a number'),
-        ({"text": "a\nb\nc\nd"}, 413, "4 lines; at most 3 in a request"),
-        ({"text": ["a", "ßßßßßß"]}, 413, "line 2 has 6 characters; at most 5"),
-    ],
-)
+@pytest.mark.parametrize("body, status, message", [
+    (b"{", 400, "not JSON: Expecting property name"),
+    (b'{"text": "a"} x', 400, "not JSON: Extra data"),
+    (b'{"text": "\xc3"}', 400, "not UTF-8: invalid continuation byte at byte 10"),
+    (b"[" * 100_000, 400, "nested too deeply"),
+    (b'{"text": ' + b"9" * 10_000 + b"}", 400, "not JSON"),
+    (None, 400, "the body is null"),
+    ({"texts": "a"}, 400, "no field \"texts\" (did you mean 'text'?)"),
+    ({"text": "a", "x" * 99: 1}, 400, f'no field "{"x" * 40}" (known: language, text)'),
+    ({}, 400, 'the field "text" is missing'),
+    ({"text": 5}, 400, '"text" is a number'),
+    ({"text": ["a", True]}, 400, "text[1] is true; give a string"),
+    ({"text": ["a", "b\nc"]}, 400, "text[1] holds a newline"),
+    ({"text": "a", "language": 1}, 400, '"language" is a number'),
+    ({"text": "a\nb\nc\nd"}, 413, "4 lines; at most 3 in a request"),
+    ({"text": ["a", "ßßßßßß"]}, 413, "line 2 has 6 characters; at most 5"),
+])  # fmt: skip
 def test_what_is_refused(body, status, message):
     with pytest.raises(RequestError) as caught:
         translate(body if isinstance(body, bytes) else json.dumps(body).encode())
@@ -97,15 +91,12 @@ def test_answers_of_our_own():
     }
 
 
-@pytest.mark.parametrize(
-    "instances",
-    [
-        ["a", "b"],
-        [{"text": "a"}, "b"],
-        [{"b64": base64.b64encode(b"a").decode()}, {"text": {"b64": "Yg=="}}],
-        [{"text": "a", "language": "de"}, {"text": "b", "language": "fi"}],
-    ],
-)
+@pytest.mark.parametrize("instances", [
+    ["a", "b"],
+    [{"text": "a"}, "b"],
+    [{"b64": base64.b64encode(b"a").decode()}, {"text": {"b64": "Yg=="}}],
+    [{"text": "a", "language": "de"}, {"text": "b", "language": "fi"}],
+])  # fmt: skip
 def test_tensorflow_serving_by_rows(instances):
     wanted = predict({"instances": instances, "signature_name": "predict"})
     assert wanted.lines == [b"a", b"b"]
@@ -130,20 +121,17 @@ def test_tensorflow_serving_by_columns(inputs):
     }
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ({}, 'give one of "instances"'),
-        ({"instances": "a"}, '"instances" is a string; give a list'),
-        ({"instances": [{"txt": "a"}]}, 'instances[0]: give {"text": "..."}'),
-        ({"instances": [{"b64": "?"}]}, "instances, text 0 is not base64"),
-        ({"instances": [{"text": "a", "language": 1}]}, "language 0 is a number"),
-        ({"inputs": {"text": ["a"], "language": "de"}}, "language is a string; give a list"),
-        ({"inputs": {"text": ["a"], "language": []}}, "1 texts, but 0 languages"),
-        ({"inputs": {"a": 1}}, '"inputs": give {"text": ["..."]}'),
-        ({"instances": [], "signature_name": "classify"}, '"signature_name" is "classify"'),
-    ],
-)
+@pytest.mark.parametrize("content, message", [
+    ({}, 'give one of "instances"'),
+    ({"instances": "a"}, '"instances" is a string; give a list'),
+    ({"instances": [{"txt": "a"}]}, 'instances[0]: give {"text": "..."}'),
+    ({"instances": [{"b64": "?"}]}, "instances, text 0 is not base64"),
+    ({"instances": [{"text": "a", "language": 1}]}, "language 0 is a number"),
+    ({"inputs": {"text": ["a"], "language": "de"}}, "language is a string; give a list"),
+    ({"inputs": {"text": ["a"], "language": []}}, "1 texts, but 0 languages"),
+    ({"inputs": {"a": 1}}, '"inputs": give {"text": ["..."]}'),
+    ({"instances": [], "signature_name": "classify"}, '"signature_name" is "classify"'),
+])  # fmt: skip
 def test_what_is_refused_in_tensorflow_serving_s_form(content, message):
     with pytest.raises(RequestError) as caught:
         predict(content)

@@ -57,37 +57,31 @@ def test_names_that_it_was_given(named):
         assert ask(open_to_all, "any.example").status == 200
 
 
-@pytest.mark.parametrize(
-    "host, headers",
-    [
-        ("localhost", {}),
-        ("LOCALHOST:8080", {}),
-        ("mt.localhost", {}),
-        ("[::1]:8080", {}),
-        ("10.0.0.7", {}),
-        # curl -d gives this type to any body.
-        ("localhost:8080", {"Content_Type": "application/x-www-form-urlencoded"}),
-        ("localhost:8080", {"Sec_Fetch_Site": "same-origin", "Origin": "https://behind.a.proxy"}),
-        ("localhost:8080", {"Sec_Fetch_Site": "none"}),
-        ("localhost:8080", {"Origin": "http://localhost:8080"}),
-    ],
-)
+@pytest.mark.parametrize("host, headers", [
+    ("localhost", {}),
+    ("LOCALHOST:8080", {}),
+    ("mt.localhost", {}),
+    ("[::1]:8080", {}),
+    ("10.0.0.7", {}),
+    # curl -d gives this type to any body.
+    ("localhost:8080", {"Content_Type": "application/x-www-form-urlencoded"}),
+    ("localhost:8080", {"Sec_Fetch_Site": "same-origin", "Origin": "https://behind.a.proxy"}),
+    ("localhost:8080", {"Sec_Fetch_Site": "none"}),
+    ("localhost:8080", {"Origin": "http://localhost:8080"}),
+])  # fmt: skip
 def test_programs_and_its_own_page_by_names_of_this_machine(server, host, headers):
     for method in ("GET", "POST"):
         assert ask(server, host, method, **headers).status == 200
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Sec_Fetch_Site": "cross-site"},
-        {"Sec_Fetch_Site": "same-site", "Origin": "http://localhost:3000"},
-        {"Origin": "http://evil.example"},
-        {"Origin": "http://localhost:3000"},
-        {"Origin": "null", "Content_Type": "text/plain"},
-        {"Origin": "http://["},
-    ],
-)
+@pytest.mark.parametrize("headers", [
+    {"Sec_Fetch_Site": "cross-site"},
+    {"Sec_Fetch_Site": "same-site", "Origin": "http://localhost:3000"},
+    {"Origin": "http://evil.example"},
+    {"Origin": "http://localhost:3000"},
+    {"Origin": "null", "Content_Type": "text/plain"},
+    {"Origin": "http://["},
+])  # fmt: skip
 def test_pages_of_other_sites(server, headers):
     calls = len(server.service.translator.batches)
     reply = ask(server, "localhost:8080", **headers)

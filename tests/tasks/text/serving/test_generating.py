@@ -49,20 +49,17 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_and_frees_its_place(ser
     assert server.Ask("POST", "/generate", {"text": "a"}).status == 200
 
 
-@pytest.mark.parametrize(
-    ("asked", "status", "message"),
-    [
-        ({}, 400, '"text" is null; give a string or a list of strings'),
-        ({"text": ["a"], "stream": True}, 400, '"text" is a list; give a string'),
-        ({"text": "a", "stream": 1}, 400, '"stream" is a number; give true or false'),
-        ({"text": "a", "max_tokens": 51}, 400, "max_tokens=51: this model gives at most 50"),
-        ({"text": "a", "temperature": -1}, 400, "temperature=-1: must be a number"),
-        ({"text": "a", "top_p": "x"}, 400, "top_p=x: must be a number"),
-        ({"text": "a", "top_kk": 1}, 400, 'no field "top_kk" (did you mean'),
-        ({"text": ["a"] * 4}, 413, "4 lines; at most 3 in a request"),
-        ({"text": "a" * 41}, 413, "line 1 has 41 characters; at most 40"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "status", "message"), [
+    ({}, 400, '"text" is null; give a string or a list of strings'),
+    ({"text": ["a"], "stream": True}, 400, '"text" is a list; give a string'),
+    ({"text": "a", "stream": 1}, 400, '"stream" is a number; give true or false'),
+    ({"text": "a", "max_tokens": 51}, 400, "max_tokens=51: this model gives at most 50"),
+    ({"text": "a", "temperature": -1}, 400, "temperature=-1: must be a number"),
+    ({"text": "a", "top_p": "x"}, 400, "top_p=x: must be a number"),
+    ({"text": "a", "top_kk": 1}, 400, 'no field "top_kk" (did you mean'),
+    ({"text": ["a"] * 4}, 413, "4 lines; at most 3 in a request"),
+    ({"text": "a" * 41}, 413, "line 1 has 41 characters; at most 40"),
+])  # fmt: skip
 def test_wrong_requests_are_refused(server, asked, status, message):
     reply = server.Ask("POST", "/generate", asked)
     assert (reply.status, reply.content["error"][: len(message)]) == (status, message)

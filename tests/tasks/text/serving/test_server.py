@@ -81,19 +81,16 @@ def test_the_page_is_self_contained(server):
     assert b"//" not in reply.body.replace(b"://www.w3.org", b"")  # no address of anything
 
 
-@pytest.mark.parametrize(
-    "method, path, body, status, message",
-    [
-        ("GET", "/translat", None, 404, "no path /translat (did you mean '/translate'"),
-        ("DELETE", "/x", None, 404, "no path /x"),
-        ("GET", "/translate", None, 405, "/translate takes POST"),
-        ("POST", "/health", b"{}", 405, "/health takes GET and HEAD"),
-        ("BREW", "/", None, 405, "/ takes GET and HEAD"),
-        ("POST", "/v1/models/other:predict", b"{}", 404, "no path /v1/models/other:predict"),
-        ("POST", "/translate", {"text": "\n" * 128}, 413, "129 lines; at most 128"),
-        ("POST", "/translate", {"text": "poison"}, 500, "Internal Server Error"),
-    ],
-)
+@pytest.mark.parametrize("method, path, body, status, message", [
+    ("GET", "/translat", None, 404, "no path /translat (did you mean '/translate'"),
+    ("DELETE", "/x", None, 404, "no path /x"),
+    ("GET", "/translate", None, 405, "/translate takes POST"),
+    ("POST", "/health", b"{}", 405, "/health takes GET and HEAD"),
+    ("BREW", "/", None, 405, "/ takes GET and HEAD"),
+    ("POST", "/v1/models/other:predict", b"{}", 404, "no path /v1/models/other:predict"),
+    ("POST", "/translate", {"text": "\n" * 128}, 413, "129 lines; at most 128"),
+    ("POST", "/translate", {"text": "poison"}, 500, "Internal Server Error"),
+])  # fmt: skip
 def test_what_is_refused(server, method, path, body, status, message):
     reply = server.Ask(method, path, body)
     assert reply.status == status
@@ -121,17 +118,13 @@ _LENGTH = b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r
 _CHUNKS = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    "parts, answer",
-    [
-        ([b""], b""),
-        ([b"GET /health HTTP/1.1\r\nHost: localhost\r\n", *[b"X-Slow: 1\r\n"] * 40], b""),
-        ([_LENGTH + b"{"], b"HTTP/1.1 408 "),
-        ([_LENGTH, *[b"x"] * 40], b"HTTP/1.1 408 "),
-        ([_CHUNKS, *[b"1\r\nx\r\n"] * 40], b"HTTP/1.1 408 "),
-    ],
-    ids=["silent", "slow headers", "half a body", "slow body", "slow chunks"],
-)
+@pytest.mark.parametrize("parts, answer", [
+    ([b""], b""),
+    ([b"GET /health HTTP/1.1\r\nHost: localhost\r\n", *[b"X-Slow: 1\r\n"] * 40], b""),
+    ([_LENGTH + b"{"], b"HTTP/1.1 408 "),
+    ([_LENGTH, *[b"x"] * 40], b"HTTP/1.1 408 "),
+    ([_CHUNKS, *[b"1\r\nx\r\n"] * 40], b"HTTP/1.1 408 "),
+], ids=["silent", "slow headers", "half a body", "slow body", "slow chunks"])  # fmt: skip
 def test_slow_clients_are_cut_off(quick, parts, answer):
     """However they spread their bytes; others are served meanwhile."""
     start = time.monotonic()
@@ -149,13 +142,11 @@ def test_slow_clients_are_cut_off(quick, parts, answer):
     [
         b"\x16\x03\x01\x02\x00\x01\x00",
         b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n{}",
-        b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9"
-        + b"9" * 5000
-        + b"\r\n\r\n",
+        b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9" + b"9" * 5000 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
     ],
     ids=["TLS", "two lengths", "a long length", "large headers"],
-)
+)  # fmt: skip
 def test_what_is_no_http_is_refused(quick, sent):
     assert raw(quick.port, sent)[:13] in (b"", b"HTTP/1.1 400 ")
     assert quick.Translate("fine") == ["FINE"]

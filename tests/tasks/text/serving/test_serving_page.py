@@ -47,7 +47,7 @@ async def _colours(tab: Tab, scheme: str) -> str:
 
 
 @needs_chromium
-def test_the_page_translates_by_keyboard_alone() -> None:
+def test_the_page_translates_by_keyboard_alone():
     async def work(port: int) -> None:
         url = f"http://127.0.0.1:{port}/"
         async with opened_tab() as tab:
@@ -101,7 +101,7 @@ def test_the_page_translates_by_keyboard_alone() -> None:
 
 
 @needs_chromium
-def test_the_page_asks_for_the_language_where_the_model_does() -> None:
+def test_the_page_asks_for_the_language_where_the_model_does():
     async def work(port: int) -> None:
         async with opened_tab() as tab:
             await tab.Open(f"http://127.0.0.1:{port}/")

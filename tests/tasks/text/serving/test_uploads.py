@@ -114,17 +114,14 @@ def test_a_reset_connection_leaves_nothing(server, left):
     assert sum(more(server, before).values()) == len(_BROKEN)
 
 
-@pytest.mark.parametrize(
-    "data, status, reason",
-    [
-        (_HEAD + b"Content-Length: 500\r\n\r\n{", 408, "slow"),
-        (_CHUNKED + b"5\r\n{", 408, "slow"),
-        (_HEAD + b"Content-Length: 3000\r\n\r\n" + b"x" * 3000, 413, "too_large"),
-        (_HEAD + b"Content-Length: 99999999\r\n\r\n", 413, "too_large"),
-        (_CHUNKED + _CHUNK, 413, "too_large"),
-        (_HEAD + b"Content-Length: -5\r\n\r\n", 400, "malformed"),
-    ],
-)
+@pytest.mark.parametrize("data, status, reason", [
+    (_HEAD + b"Content-Length: 500\r\n\r\n{", 408, "slow"),
+    (_CHUNKED + b"5\r\n{", 408, "slow"),
+    (_HEAD + b"Content-Length: 3000\r\n\r\n" + b"x" * 3000, 413, "too_large"),
+    (_HEAD + b"Content-Length: 99999999\r\n\r\n", 413, "too_large"),
+    (_CHUNKED + _CHUNK, 413, "too_large"),
+    (_HEAD + b"Content-Length: -5\r\n\r\n", 400, "malformed"),
+])  # fmt: skip
 def test_refused_uploads_are_counted_once(data, status, reason, left):
     with running(Capitals(), _QUICK) as it:
         ends = data.endswith(b"x" * 3000)  # a whole request, after which another may come
@@ -155,17 +152,13 @@ def test_a_client_that_asks_before_it_sends(server):
     server.Until(lambda: more(server, before) == {"closed": 1})
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        _HEAD + b"Content-Length: 99999999\r\n\r\n",
-        _CHUNKED + b"zz\r\n",
-        b"nonsense\r\n\r\n",
-    ],
-    ids=["page", "405", "413", "no chunk", "no HTTP"],
-)
+@pytest.mark.parametrize("request_", [
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    _HEAD + b"Content-Length: 99999999\r\n\r\n",
+    _CHUNKED + b"zz\r\n",
+    b"nonsense\r\n\r\n",
+], ids=["page", "405", "413", "no chunk", "no HTTP"])  # fmt: skip
 def test_answers_that_nobody_takes(request_, left, monkeypatch):
     """The connection ends when the kernel's buffer for a client is full, whichever answer it is."""
     begun = []

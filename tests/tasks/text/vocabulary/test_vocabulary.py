@@ -1,5 +1,4 @@
 import re
-from pathlib import Path
 
 import pytest
 from made_up_languages import WORDS
@@ -38,7 +37,7 @@ def vocabulary() -> Vocabulary:
     "text",
     [*TEXTS[:8], "emoji 😀🏳️‍🌈 never seen", "ʻōlelo ⅷ ﬁ ①", "می\u200cخواهم", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \U0010ffff"],
 )
-def test_every_character_comes_back(vocabulary: Vocabulary, text: str) -> None:
+def test_every_character_comes_back(vocabulary, text):
     ids = vocabulary.Encode(text)
     assert 3 not in ids  # bytes spell what no piece does: nothing is unknown
     assert all(0 <= i < vocabulary.size for i in ids)
@@ -46,7 +45,7 @@ def test_every_character_comes_back(vocabulary: Vocabulary, text: str) -> None:
     assert vocabulary.EncodeBatch([text, text]) == [ids, ids]
 
 
-def test_special_ids(vocabulary: Vocabulary) -> None:
+def test_special_ids(vocabulary):
     assert vocabulary.size == 440
     ids = vocabulary.Encode("river")
     assert vocabulary.Decode([1, *ids, 2, 0, 0]) == "river"
@@ -54,12 +53,12 @@ def test_special_ids(vocabulary: Vocabulary) -> None:
     assert vocabulary.Decode([]) == ""
 
 
-def test_source_is_normalised() -> None:
+def test_source_is_normalised():
     vocabulary = Vocabulary(train_vocabulary(TEXTS, 440, "source_vocab_size", "nfkc"))
     assert vocabulary.Encode("Ｈａｕｓ ①") == vocabulary.Encode("Haus 1")
 
 
-def test_rare_characters_are_left_to_bytes_when_there_are_too_many() -> None:
+def test_rare_characters_are_left_to_bytes_when_there_are_too_many():
     many = TEXTS + [chr(0x4E00 + i) for i in range(5000)]
     vocabulary = Vocabulary(train_vocabulary(many, 400, "source_vocab_size", "identity"))
     assert vocabulary.size == 400
@@ -68,7 +67,7 @@ def test_rare_characters_are_left_to_bytes_when_there_are_too_many() -> None:
     assert vocabulary.Decode(vocabulary.Encode("the river")) == "the river"
 
 
-def test_sizes_that_cannot_be() -> None:
+def test_sizes_that_cannot_be():
     with pytest.raises(DataError, match=r"target_vocab_size=64000 is more .* at most") as error:
         train_vocabulary(TEXTS, 64_000, "target_vocab_size", "identity")
     most = int(str(error.value).split("at most ")[1].split()[0])
@@ -81,7 +80,7 @@ def test_sizes_that_cannot_be() -> None:
         train_vocabulary(TEXTS, 10, "source_vocab_size", "nfkc")
 
 
-def test_broken_models(tmp_path: Path) -> None:
+def test_broken_models(tmp_path):
     with pytest.raises(DataError, match=r"none\.model: No such file"):
         Vocabulary.Load(tmp_path / "none.model")
     (tmp_path / "bad.model").write_bytes(b"nothing like a model")
@@ -89,7 +88,7 @@ def test_broken_models(tmp_path: Path) -> None:
         Vocabulary.Load(tmp_path / "bad.model")
 
 
-def test_a_damaged_model_without_a_list_loads_or_is_named(vocabulary: Vocabulary) -> None:
+def test_a_damaged_model_without_a_list_loads_or_is_named(vocabulary):
     model = vocabulary.model_bytes
     refused = []
     for at in range(0, min(6000, len(model)), 12):
@@ -101,7 +100,7 @@ def test_a_damaged_model_without_a_list_loads_or_is_named(vocabulary: Vocabulary
     assert all(message.startswith("x.model: ") for message in refused)
 
 
-def test_cache(data_dir: Path, tmp_path: Path) -> None:
+def test_cache(data_dir, tmp_path):
     found = scan(data_dir)
     said: list[str] = []
     options = VocabOptions(source_size=400, target_size=300)
@@ -120,7 +119,7 @@ def test_cache(data_dir: Path, tmp_path: Path) -> None:
     assert other.target.path == first.target.path
 
 
-def test_both_sides_are_told_at_once(data_dir: Path, tmp_path: Path) -> None:
+def test_both_sides_are_told_at_once(data_dir, tmp_path):
     options = VocabOptions(20_000, 10_000, name="--{side}_vocab_size")
     with pytest.raises(DataError, match=r"target_vocab_size=10000 is more.*source_") as error:
         cached_vocabularies(scan(data_dir), options, tmp_path)
@@ -130,7 +129,7 @@ def test_both_sides_are_told_at_once(data_dir: Path, tmp_path: Path) -> None:
     assert cached_vocabularies(scan(data_dir), fits, tmp_path).source.size == int(most[2])
 
 
-def test_the_sample_is_capped_and_small_languages_count(data_dir: Path) -> None:
+def test_the_sample_is_capped_and_small_languages_count(data_dir):
     sample = sample_pairs(scan(data_dir), temperature=5.0, limit=60)
     assert len(sample["source"]) == len(sample["target"]) <= 61
     by_language = [source[0] for source in sample["source"]]
