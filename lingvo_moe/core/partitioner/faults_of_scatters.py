@@ -1,5 +1,4 @@
-"""Detects scatters of unevenly sharded updates, and of one index, and gathers in batches, which XLA (of jaxlib 0.10.2)
-gets wrong.
+"""Detects scatters of unevenly sharded updates, and of one index, which XLA (of jaxlib 0.10.2) gets wrong.
 
 The last part of uneven updates has padding. If the indices are not sharded over all devices, they are
 padded with zeros, and the updates' padding is not masked, so it lands in row 0. That does no harm if it
@@ -7,7 +6,7 @@ is zero and is added; it is zero right after an unsharded tensor was split.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from lingvo_moe.core.hlo.attributes import dims_list
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
@@ -31,54 +30,6 @@ _KEEPING = (  # Opcodes that map zero to zero.
 )
 _OF_ALL = ("add", "subtract", "maximum", "minimum")  # Zero if all operands are zero.
 _DEALT_OUT = ("concatenate", "reverse", "sort")  # Along their dimensions XLA pads the result again.
-
-
-def disagree_on_batch(
-    gather: Instruction,
-    operands: Sequence[Instruction],
-    shardings: Sequence[TensorSharding],
-    inside: Computation,
-) -> bool:
-    """Whether the operand and the indices of a gather shard a batch into numbers of parts, neither of which divides
-    the other.
-
-    `tf.gather(x, ids, batch_dims=1)` becomes a gather whose indices are joined with the number of their batch. XLA sees
-    that each device needs its own batches only, but then takes the batches of one device for those of another. False
-    if either is sharded along other dimensions too: those are right.
-    """
-    operand, indices = shardings
-    for own, of_indices in _batches(gather, operands[1], inside):
-        (count,), (beside,) = parts(operand, [own]), parts(indices, [of_indices])
-        alone = math.prod(operand.tiles) == count and math.prod(indices.tiles) == beside
-        if alone and count % beside and beside % count:
-            return True
-    return False
-
-
-def _batches(
-    gather: Instruction, indices: Instruction, inside: Computation
-) -> Iterator[tuple[int, int]]:
-    """Batch dimensions of operand and indices: along the latter, a part of the indices counts the former's batches."""
-    while indices.opcode == "copy":
-        indices = inside.operands(indices)[0]
-    if indices.opcode == "concatenate":
-        targets = dims_list(gather, "start_index_map")
-        for piece, own in zip(inside.operands(indices), targets):
-            counted = _counted_dim(piece, inside)
-            if counted is not None:
-                yield own, counted
-
-
-def _counted_dim(piece: Instruction, inside: Computation) -> int | None:
-    """The dimension along which an iota, or a copy of it along further dimensions, counts; None for others."""
-    if piece.opcode == "iota":
-        return int(piece.attribute("iota_dimension"))
-    if piece.opcode not in ("broadcast", "copy"):
-        return None
-    dim = _counted_dim(inside.operands(piece)[0], inside)
-    if dim is None or piece.opcode == "copy":
-        return dim
-    return dims_list(piece, "dimensions")[dim]
 
 
 def padded_dim(

@@ -28,6 +28,7 @@ from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.module import Module
 from lingvo_moe.core.hlo.sharding import TensorSharding, parse_sharding
 from lingvo_moe.core.partitioner import (
+    faults_of_gathers as gathers,
     faults_of_products as products,
     faults_of_scatters as scatters,
     faults_of_sums as sums,
@@ -273,7 +274,7 @@ def _in_pad(at: _At) -> _Found:
 
 
 def _in_gather(at: _At) -> _Found:
-    if scatters.disagree_on_batch(at.instruction, at.operands, at.shardings[:2], at.inside):
+    if gathers.disagree_on_batch(at.instruction, at.operands, at.shardings[:2], at.inside):
         yield BATCHES, {}
 
 

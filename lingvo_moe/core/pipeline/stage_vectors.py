@@ -17,49 +17,11 @@ from lingvo_moe.core.base_layer import InitOfVariable, VariableSpec
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap, flatten, flatten_items, pack_as
 from lingvo_moe.core.sharding import SplitMap, dims_mapping
-from lingvo_moe.core.sharding.annotate import mesh_split
-from lingvo_moe.core.sharding.letters import Axis, axes_of
-from lingvo_moe.core.sharding.manual import device_index, manual_region
-from lingvo_moe.core.sharding.mesh import current_mesh, single_device, use_mesh
+from lingvo_moe.core.sharding.branches import stacked_rows
 
 PACKED_LETTERS = "ZF"
 _NUMPY = (np.stack, np.concatenate, np.pad)
 _TABLES = "UV"  # the first letter of embedding tables, which do not decay
-
-
-def stacked_rows(
-    rows: Sequence[Callable[[tf.Tensor], tf.Tensor]], given: tf.Tensor, axis: Axis
-) -> tf.Tensor:
-    """`tf.stack([row(given) for row in rows])` for rows that are vectors, sharded by rows.
-
-    Where the mesh in force has one device along `axis` for each row, a device computes its own row alone.
-
-    Args:
-        rows: functions of `given` whose results have one shape [P] and type. They annotate nothing.
-        given: a tensor that every row sees.
-        axis: the mesh axis or axes of the rows, or None.
-
-    Raises:
-        ShardingError: the mesh has no such axis.
-    """
-    mesh, axes = current_mesh(), axes_of(axis)
-    if mesh is None or mesh.size == 1 or not axes or mesh.axis_size(axes) != len(rows):
-        with use_mesh(single_device()):
-            stacked = tf.stack([row(given) for row in rows])
-        if mesh is None or mesh.size == 1 or not axes:
-            return stacked
-        return mesh_split(stacked, mesh, (axes, None))
-
-    def own(local: tf.Tensor) -> tf.Tensor:
-        index = tf.constant(0)
-        for name in axes:
-            index = index * mesh.axis_size(name) + device_index(name, mesh)
-        with use_mesh(single_device()):
-            branches = [lambda row=row: row(local)[tf.newaxis] for row in rows]
-            return tf.switch_case(index, branches)
-
-    region = manual_region(own, [(None,) * given.shape.rank], (axes, None), mesh)
-    return region(given)
 
 
 # --- weights

@@ -2,19 +2,18 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import tornado.httputil
 import tornado.iostream
 import tornado.web
 
 from lingvo_moe.core.private.tornado import body_is_whole, forget_body
+from lingvo_moe.tasks.text.serving.callers import check_caller
 from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.metrics import DropReason
 from lingvo_moe.tasks.text.serving.service import Service
@@ -207,56 +206,3 @@ def _is_malformed(error: BaseException | None) -> bool:
         return True
     real = getattr(error, "real_error", None)
     return isinstance(real, tornado.iostream.UnsatisfiableReadError)
-
-
-def check_caller(request: tornado.httputil.HTTPServerRequest, names: Sequence[str] | None) -> None:
-    """Refuses requests that a browser sends for another site's page; programs send no such headers.
-
-    Such a page cannot read the answers, unless its name is pointed at this machine after the page was loaded (DNS
-    rebinding); then the Host header has that name.
-
-    `names`: by which the server is called, besides localhost and addresses; None for any.
-
-    Raises:
-        RequestError: 403.
-    """
-    headers = request.headers
-    host = headers.get("Host", "").lower()
-    name = _split(f"//{host}").hostname or host
-    if host and names is not None and not _is_local(name) and name not in names:
-        raise RequestError(
-            403,
-            f"this server does not go by the name {name[:80]}; if it should, start it with"
-            f" --server_names={name[:80]}",
-        )
-    if request.method in ("GET", "HEAD"):
-        return
-    said, origin = headers.get("Sec-Fetch-Site"), headers.get("Origin")
-    own = said in ("same-origin", "none")
-    if said is None:  # an old browser, a page without encryption, or no browser
-        page = _split(origin or "")
-        same = page.netloc.lower() == host != ""
-        own = origin is None or same or page.hostname in (names or ())
-    if not own:
-        raise RequestError(
-            403,
-            f"a page of {(origin or 'another site')[:80]} cannot use this server from a browser; have that site's"
-            " own server ask",
-        )
-
-
-def _split(url: str) -> SplitResult:
-    """Splits a URL; the result for anything else has no host."""
-    try:
-        return urlsplit(url)
-    except ValueError:
-        return urlsplit("")
-
-
-def _is_local(name: str) -> bool:
-    """Localhost, or an address: a name that leads elsewhere is neither."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name.rstrip(".").rpartition(".")[2] == "localhost"
-    return True

@@ -17,5 +17,5 @@ class Limits:
     # connection that it keeps open.
     read_timeout: float = 20.0
     shutdown_timeout: float = 30.0  # seconds that requests have to end when the server is stopped
-    # By which browsers may call it, besides localhost and addresses; None for any. See check_caller in base_handler.py.
+    # By which browsers may call it, besides localhost and addresses; None for any. See callers.py.
     server_names: tuple[str, ...] | None = ()
