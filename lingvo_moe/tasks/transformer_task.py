@@ -4,7 +4,7 @@ Letters: B batch, T time, L layers, M model, H hidden, N heads, A heads of keys 
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -30,6 +30,7 @@ from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.forms import Forms
+from lingvo_moe.tasks import experts
 
 
 class TransformerTask(BaseTask):
@@ -49,7 +50,9 @@ class TransformerTask(BaseTask):
         "A": ("task.num_kv_heads",),
         "M": ("task.model_dim",),
         "K": ("task.key_dim",),
+        **experts.SIZES,
     }
+    DIVIDED = "BGEHNAV"
     HELD_OUT_METRICS = ("nll", "accuracy")
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         "activation_split",
@@ -137,6 +140,43 @@ class TransformerTask(BaseTask):
                 for stack, number in cls.STACKS.items()
             },
         )
+
+    @classmethod
+    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
+        """See BaseTask."""
+        return experts.grows_from(task)
+
+    @classmethod
+    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
+        """See BaseTask."""
+        return experts.micro_batch_sizes(task)
+
+    @classmethod
+    def WithoutStrategy(cls, task: InstantiableParams) -> InstantiableParams:
+        """See BaseTask."""
+        plain = task.Copy().Set(repeat="auto", remat=kept.FULL, shard_state="none", offload="none")
+        plain.pipeline = pipeline.pipeline_params()
+        return plain.Set(dropout=0.0, attention_dropout=0.0)
+
+    @classmethod
+    def Recomputing(cls, task: InstantiableParams) -> dict[str, Any]:
+        """See BaseTask: nothing in a pipeline."""
+        if pipeline.settings_of(task):
+            return {}
+        if task.repeat is False:
+            return {"task.repeat": True}
+        return {} if task.remat == kept.FULL else {"task.remat": kept.FULL}
+
+    def BlockInputs(self, batch: NestedMap) -> dict[str, int]:
+        """See BaseTask: model_dim numbers for each token of the stack."""
+        counts = zip(self.STACKS, self.BatchCounts(batch).values(), strict=True)
+        inputs = ((s, self.children[s].p.num_blocks * n * self.p.model_dim) for s, n in counts)
+        return {f"{self.path}.{stack}.blocks": elements for stack, elements in inputs}
+
+    def LargestInside(self, batch: NestedMap) -> int:
+        """See BaseTask: the scores of one head."""
+        rows = batch.Flatten()[0].shape[0]
+        return max(tokens**2 // rows for tokens in self.BatchCounts(batch).values())
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
         """See BaseTask; the layers are those of the variable's stack."""

@@ -34,6 +34,8 @@ class Adafactor(BaseOptimizer):
     and scanned layers learn exactly as unrolled ones do.
     """
 
+    PASSES = 2  # both rms come before the first step of any element
+
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()

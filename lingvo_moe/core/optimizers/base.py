@@ -61,11 +61,13 @@ class BaseOptimizer:
 
     Attributes:
         DECOUPLED: see above.
+        PASSES: how often an update goes over gradients and weights, once the norm of all gradients is known.
         ELEMENTWISE: whether the update of an element depends on no other element of its variable. Only such an
             optimizer can update variables that pack others (VariableSpec.packs).
     """
 
     DECOUPLED: ClassVar[bool] = True
+    PASSES: ClassVar[int] = 1
     ELEMENTWISE: ClassVar[bool] = False
 
     @classmethod

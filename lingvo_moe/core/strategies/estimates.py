@@ -7,12 +7,13 @@ correct them: see Correction.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from lingvo_moe.core.layers.softmax import Softmax
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.pace import AS_RATED, Pace
-from lingvo_moe.core.planner.memory.state import Held
+from lingvo_moe.core.planner.memory.step_bytes import BESIDE, Held
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
-from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
+from lingvo_moe.core.sharding.letters import WEIGHTS
 from lingvo_moe.core.state.offload import ACTIVATIONS
 from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.forward import Forward, forward
@@ -22,8 +23,6 @@ from lingvo_moe.core.strategies.workload import Workload
 
 # How often a step touches an activation of a layer's width outside of products: norms, residual branches, dropout.
 _PASSES = 12
-# Bytes of scratch, beside its activations, that a block's backward pass has for each byte of them.
-_LIVE = 2.0
 
 
 @dataclass
@@ -101,26 +100,25 @@ class Estimator:
 
     def _Combined(self, candidate: Candidate, once: Forward, held: Held) -> Estimate:
         parts, idle = candidate.micro_batches, self._Idle(candidate)
-        # The update reads and writes the state, and each further micro-batch the sum of gradients.
-        touched = 3 * (held.total + (parts - 1) * held.gradients)
         whole = self._Gathered(candidate, held)
-        least = held.weights + held.slots + whole
+        least = held.kept + whole
         activations = self._Activations(candidate, once)
-        hosted, moved = float(sum(held.hosted.values())), _moved(held)
+        hosted, moved = float(sum(held.hosted.values())), float(held.Moved())
         if ACTIVATIONS in candidate.offload:
             hosted, moved, activations = hosted + activations, moved + 2 * parts * activations, 0.0
-        elif candidate.layout.stages == 1 and parts == 1:
-            least += int(once.boundaries)
+        elif candidate.layout.stages == 1:
+            least += int(once.boundaries / parts)
         # One block is on its way in and one on its way out.
         passing = 2 * hosted / max(sum(self._work.blocks.values()), 1)
         kept = activations + self._Copies(candidate, held) + passing
         return Estimate(
             work=_work(candidate, once),
-            rest=(_PASSES * once.boundaries + touched) / self._machine.hbm_bandwidth,
+            rest=(_PASSES * once.boundaries + held.Updating(self._work.passes, parts))
+            / self._machine.hbm_bandwidth,
             network=_network(candidate, once, idle) + self._OfState(candidate, held),
             state=held.total,
             least=least,
-            activations=whole + kept + _LIVE * once.block / parts,
+            activations=whole + kept + BESIDE * once.block / parts,
             idle=idle,
             hosted=hosted,
             moves=moved / self._machine.host_bandwidth,
@@ -154,10 +152,10 @@ class Estimator:
             return held.weights + held.gradients if self._Exchanges(candidate) else 0
         if candidate.micro_batches == 1:
             return 0.0
-        # The sum of gradients beside those of a micro-batch. XLA casts weights before the loop over these, all at once
-        # and in several layouts: 1.5 times their bytes in a plan of MoE(2048E, 36L) for v5p:4x4x4.
+        # XLA casts weights before the loop over micro-batches, all at once and in several layouts: 1.5 times their
+        # bytes in a plan of MoE(2048E, 36L) for v5p:4x4x4.
         narrow = self._itemsizes[candidate.fprop_dtype] == 2
-        return held.gradients + (1.5 * held.weights if narrow else 0)
+        return held.Sums(candidate.micro_batches) + (1.5 * held.weights if narrow else 0)
 
     def _Exchanges(self, candidate: Candidate) -> bool:
         """Whether a step begins by moving weights to the stages that need them: of interleaved and uneven stages."""
@@ -198,21 +196,11 @@ def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
     for saved in once.SavedBy(candidate.remat):
         for part, seconds in saved.seconds.items():
             work[part] -= seconds
-    if "softmax" in work and candidate.repeats > 1:
+    if Softmax.PART in work and candidate.repeats > 1:
         # An interleaved schedule has V M - (V - 1) K ticks with a loss instead of M.
         repeats, stages = candidate.repeats, candidate.layout.stages
-        work["softmax"] *= repeats - (repeats - 1) * stages / candidate.micro_batches
+        work[Softmax.PART] *= repeats - (repeats - 1) * stages / candidate.micro_batches
     return work
-
-
-def _moved(held: Held) -> float:
-    """Bytes of the state that a step moves from and to the host, as docs/state.md says.
-
-    Weights come for the forward pass, for the backward pass and for the update, and go back after this; gradients go
-    once, and come for their norm and for the update; slots come and go.
-    """
-    there = held.hosted
-    return 4 * there[WEIGHTS] + 3 * there[GRADIENTS] + 2 * there[SLOTS]
 
 
 def _network(candidate: Candidate, once: Forward, idle: float) -> float:

@@ -172,6 +172,17 @@ class BaseTask(BaseLayer):
         """
         return None
 
+    @classmethod
+    def WithoutStrategy(cls, task: InstantiableParams) -> InstantiableParams:
+        """Returns Params of the task without all that a strategy sets beside letters, and without dropout. They leave
+        the form open if the task has stacks of equal blocks, so that strategies can be searched for it."""
+        return task.Copy()
+
+    @classmethod
+    def Recomputing(cls, task: InstantiableParams) -> dict[str, Any]:
+        """Returns the Params, by path, with which a task recomputes as much as it can; {} where nothing is left."""
+        return {}
+
     def CheckData(self, inputs: BaseInput) -> None:
         """Raises TaskError if the input's data does not suit the task. Called after the input's `Prepare`."""
 
@@ -194,8 +205,12 @@ class BaseTask(BaseLayer):
         """
         return 3 * sum(self.FlopsByPart(batch).values())
 
-    def LeastActivationBytes(self, batch: NestedMap) -> int:
-        """A lower bound of the memory that the activations of a full batch need, on all devices together."""
+    def BlockInputs(self, batch: NestedMap) -> dict[str, int]:
+        """Elements of the inputs of all blocks over a full batch (given as ArraySpecs), by the path of their stack."""
+        return {}
+
+    def LargestInside(self, batch: NestedMap) -> int:
+        """Elements of the largest activation inside of a block that no form of the step does without; 0 if unknown."""
         return 0
 
     def CacheBytes(self) -> int:

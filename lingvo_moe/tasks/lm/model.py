@@ -51,13 +51,11 @@ class LmModel(TransformerTask):
 
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **TransformerTask.SIZES,
-        **experts.SIZES,
         "V": ("task.vocab_size",),
     }
     KIND = "language"
     EXAMPLE = "lm.MoEDemo"
     HAS_SOURCE = False
-    DIVIDED = "BGEHNAV"
     STACKS: ClassVar[Mapping[str, str]] = {"decoder": "num_layers"}
 
     @classmethod
@@ -161,14 +159,6 @@ class LmModel(TransformerTask):
             return ("task.dense_first_layers",)
         return super().SizeParams(path, letter)
 
-    @classmethod
-    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        return experts.grows_from(task)
-
-    @classmethod
-    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
-        return experts.micro_batch_sizes(task)
-
     def MetricLayers(self) -> dict[str, list[str]]:
         """See BaseTask: the layers with experts, counted with the dense ones from 0."""
         p = self.p
@@ -213,10 +203,9 @@ class LmModel(TransformerTask):
         rows, length = batch.ids.shape
         return {"tokens": rows * length}
 
-    def LeastActivationBytes(self, batch: NestedMap) -> int:
-        """See BaseTask: embeddings, and one head's attention in one layer, of two bytes a number."""
-        rows, length = batch.ids.shape
-        return 2 * rows * length * (self.p.model_dim + length)
+    def LargestInside(self, batch: NestedMap) -> int:
+        """See TransformerTask: blocks of attention make no such scores."""
+        return 0 if self._ByBlocks(batch.ids.shape[1]) else super().LargestInside(batch)
 
     def Units(self, batch: NestedMap) -> NestedMap:
         """See BaseTask: tokens that are not padding; with experts also the groups with a token."""

@@ -5,7 +5,6 @@ Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabul
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -110,10 +109,6 @@ class MtModel(MtTask):
         """See BaseTask: batches hold task ids where a router asks for them."""
         if cls.RoutesByTask(task):
             inputs.task_ids = True
-
-    @classmethod
-    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        return experts.grows_from(task)
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: a router that chooses by language has a place for each."""

@@ -32,11 +32,9 @@ class MtTask(TransformerTask):
 
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **TransformerTask.SIZES,
-        **experts.SIZES,
         "V": ("task.source_vocab_size", "task.target_vocab_size"),
     }
     KIND = "translation"
-    DIVIDED = "BGEHNAV"
     STACKS: ClassVar[Mapping[str, str]] = {
         "encoder": "num_encoder_layers",
         "decoder": "num_decoder_layers",
@@ -97,11 +95,6 @@ class MtTask(TransformerTask):
         (b, s), (_, t) = batch.src.ids.shape, batch.tgt.ids.shape
         return {"source_tokens": b * s, "target_tokens": b * t}
 
-    def LeastActivationBytes(self, batch: NestedMap) -> int:
-        """See BaseTask: embeddings, and one head's attention in one layer, of two bytes a number."""
-        (b, s), (_, t) = batch.src.ids.shape, batch.tgt.ids.shape
-        return 2 * b * (s + t) * self.p.model_dim + 2 * b * max(s, t) ** 2
-
     def NamedRows(self) -> dict[str, NamedRows]:
         """See BaseTask: rows of embeddings are pieces, rows of task embeddings languages."""
         found = {}
@@ -123,10 +116,6 @@ class MtTask(TransformerTask):
         vocabs = vocabs_of(artifacts)
         vocabulary = Vocabulary(vocabs.source if kind == _SOURCE else vocabs.target)
         return vocabulary.Pieces(range(vocabulary.size))
-
-    @classmethod
-    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
-        return experts.micro_batch_sizes(task)
 
     def Units(self, batch: NestedMap) -> NestedMap:
         """See BaseTask: tokens of the target, and by side, e.g. `source_tokens`, tokens and the groups with a token."""

@@ -6,7 +6,8 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.planner.memory.remedies import Remedy, advice, saved
-from lingvo_moe.core.planner.memory.state import Held, held
+from lingvo_moe.core.planner.memory.state import held
+from lingvo_moe.core.planner.memory.step_bytes import Held
 from lingvo_moe.core.sharding import Mesh
 
 _GIB = 2**30
