@@ -15,7 +15,7 @@ from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.kernels.weights import Packing
-from lingvo_moe.core.moe.experts import Experts, Rows, feed_forward_of_chosen
+from lingvo_moe.core.moe.experts import Experts, Rows
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
 from lingvo_moe.core.moe.slots import expert_capacity
@@ -198,8 +198,6 @@ class MoELayer(BaseLayer):
         """
         context = needed(self.path, self.Needs(self.p), context)
         x_BTM = tf.cast(x_BTM, self.fprop_dtype)
-        if isinstance(theta.experts.get("wo"), list):
-            return self._OfChosen(theta, x_BTM, paddings_BT, context), NestedMap()
         if seed is None:
             x_GSM, paddings_GS, capacity = x_BTM, paddings_BT, None
         else:
@@ -232,7 +230,7 @@ class MoELayer(BaseLayer):
         return super().ActiveParameters() - experts * unused // self.p.num_experts
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer: the experts', where the layer is dropless in inference. There are no extras then."""
+        """See BaseLayer: the experts', where the layer is dropless in inference."""
         packed = self.PackChildren(theta, packing)
         if self.p.inference_dispatcher != "dropless":
             packed.experts = theta.experts
@@ -253,30 +251,6 @@ class MoELayer(BaseLayer):
             shared = fresh.shared_experts
             grown.shared_experts = NestedMap(shared, wo=map_structure(tf.zeros_like, shared.wo))
         return grown
-
-    def _OfChosen(
-        self,
-        theta: NestedMap,
-        x_BTM: tf.Tensor,
-        paddings_BT: tf.Tensor,
-        context: NestedMap | None,
-    ) -> tf.Tensor:
-        """FProp with packed experts, [B,T,M]: of the router it needs the choice alone."""
-        router = theta.get("router", NestedMap())
-        chosen = self.router.Choose(router, x_BTM, paddings_BT, context=context)
-        x_NM, expert_Nk, kept_Nk, gate_Nk = (
-            tf.reshape(x, [-1, x.shape[-1]])
-            for x in (x_BTM, chosen.expert_index, chosen.wanted, chosen.Gate(chosen.wanted))
-        )
-        if self.p.gate_inputs:
-            x_NM, gate_Nk = x_NM * tf.cast(gate_Nk, x_NM.dtype), kept_Nk
-        y_NM = feed_forward_of_chosen(
-            x_NM, expert_Nk, kept_Nk, gate_Nk, theta.experts, self.experts.activation
-        )
-        y_BTM = tf.reshape(y_NM, tf.shape(x_BTM))
-        if self.p.num_shared_experts:
-            y_BTM += self.shared_experts.FProp(theta.shared_experts, x_BTM, paddings_BT)[0]
-        return y_BTM
 
     def _InGroups(
         self, x_BTM: tf.Tensor, paddings_BT: tf.Tensor, context: NestedMap | None

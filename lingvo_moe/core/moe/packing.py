@@ -59,24 +59,18 @@ def places_of(slot_gSk: tf.Tensor, num_slots: int) -> Places:
 def sorted_places(
     expert_Sk: tf.Tensor, kept_Sk: tf.Tensor, num_experts: int
 ) -> tuple[Places, tf.Tensor]:
-    """Places of choices sorted by expert, then by token and rank; N slots for N choices.
+    """Places of choices sorted by expert, then by token and rank.
 
     Args:
         expert_Sk: int32 in 0..E-1 where kept.
         kept_Sk: bool; choices that are not kept have no slot.
 
     Returns:
-        The places, of one group, and int32 [E], the number of kept choices of each expert.
+        The places, of one group, and int32 [E], the slots of each expert; see `Kernels.sort_rows`.
     """
     key = tf.reshape(tf.where(kept_Sk, expert_Sk, num_experts), [-1])
-    (count,) = shape_of(key)
-    at = tf.range(count)
-    order = kernels.current().stable_order(key)
-    rank = tf.scatter_nd(order[:, tf.newaxis], at, [count])
-    owner = tf.where(key < num_experts, key, -1)
-    sizes_E = tf.math.unsorted_segment_sum(tf.ones_like(key), owner, num_experts)
-    slot_Sk = tf.where(kept_Sk, tf.reshape(rank, shape_of(kept_Sk)), -1)
-    source = tf.where(at < tf.reduce_sum(sizes_E), order, -1)
+    place, source, sizes_E = kernels.current().sort_rows(key, num_experts)
+    slot_Sk = tf.where(kept_Sk, tf.reshape(place, shape_of(kept_Sk)), -1)
     return Places(slot_Sk[tf.newaxis], source[tf.newaxis]), sizes_E
 
 
