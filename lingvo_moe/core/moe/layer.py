@@ -43,7 +43,7 @@ ROUTERS = ClassesByName(
 DISPATCHERS = ClassesByName(
     {
         "einsum": f"{_MOE}.dispatch.EinsumDispatcher",
-        "index": f"{_MOE}.dispatch_index.IndexDispatcher",
+        "index": f"{_MOE}.dispatch.IndexDispatcher",
         "dropless": f"{_MOE}.dispatch_dropless.DroplessDispatcher",
         "masked": f"{_MOE}.dispatch_masked.MaskedDispatcher",
     }
