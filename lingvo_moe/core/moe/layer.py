@@ -204,7 +204,9 @@ class MoELayer(BaseLayer):
             x_GSM, paddings_GS, capacity, context = self._InGroups(x_BTM, paddings_BT, context)
         x_GSM = self.Shard(x_GSM, "GSM")
         own = self.FoldSeed(seed, "router")
-        routing = self.router.FProp(theta.router, x_GSM, paddings_GS, capacity, own, context)
+        choice = self.router.Choose(theta.router, x_GSM, paddings_GS, capacity, own, context)
+        packed = isinstance(theta.experts.get("wo"), list)  # for a search, which reads no extras
+        routing = self.router.Seat(choice, capacity, measured=not packed)
         if self.p.gate_inputs:
             x_GSM *= tf.cast(routing.gate, x_GSM.dtype)
             routing = replace(routing, gate=routing.kept)
@@ -221,7 +223,7 @@ class MoELayer(BaseLayer):
             own = self.FoldSeed(seed, "shared_experts")
             y_BTM += self.shared_experts.FProp(theta.shared_experts, x_BTM, paddings_BT, own)[0]
         y_BTM = self.Keep(self.Shard(y_BTM, "BTM"), "combined", "BTM")
-        return y_BTM, _extras(routing, tokens, shares)
+        return y_BTM, NestedMap() if packed else _extras(routing, tokens, shares)
 
     def ActiveParameters(self) -> int:
         """See BaseLayer: of the experts, as many as a token chooses."""
@@ -230,7 +232,7 @@ class MoELayer(BaseLayer):
         return super().ActiveParameters() - experts * unused // self.p.num_experts
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer: the experts', where the layer is dropless in inference."""
+        """See BaseLayer: the experts', where the layer is dropless in inference. There are no extras then."""
         packed = self.PackChildren(theta, packing)
         if self.p.inference_dispatcher != "dropless":
             packed.experts = theta.experts

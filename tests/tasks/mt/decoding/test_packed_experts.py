@@ -80,12 +80,10 @@ def test_the_layer_is_the_layer(kind, shared):
     x, paddings = tf.constant(X.reshape(2, 6, M)), tf.constant([[0.0] * 6, [0.0] * 4 + [1.0] * 2])
     with use_mesh(single_device()), kernels.using(tensorflow):
         theta = layer.InitTheta(make_seed(1, 0))
-        want, also = layer.FProp(theta, x, paddings)
+        want, _ = layer.FProp(theta, x, paddings)
         got, extras = layer.FProp(layer.PackWeights(theta, PackAs(kind)), x, paddings)
     np.testing.assert_allclose(got, want, atol=1e-5 if kind == "float32" else 0.1)
-    assert np.abs(want).max() > 0.3
-    for a, b in zip(also.Flatten(), extras.Flatten(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert np.abs(want).max() > 0.3 and not extras
     assert shared or not np.asarray(got)[1, 4:].any()
 
 
