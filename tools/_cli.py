@@ -267,14 +267,19 @@ def define_search_flags(flags: Flags) -> None:
             "a file by tools.shortlist: scores only the tokens that a line's words are likely translated by, which is "
             "faster (default: all tokens)",
         )
-        flags.DEFINE_enum(
-            "weights",
-            None,
-            ("float32", "int8"),
-            "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)",
-        )
+        define_weights_flag(flags)
     flags.OnlyWith(OF_RUNS, "it was fixed when the model was exported", logdir=True)
     flags.OnlyWith("trust_run", "an exported model names no classes", logdir=True)
+
+
+def define_weights_flag(flags: Flags) -> None:
+    """Defines --weights, None where it is not given."""
+    flags.DEFINE_enum(
+        "weights",
+        None,
+        ("float32", "int8"),
+        "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)",
+    )
 
 
 def define_trust_flag(flags: Flags) -> None:
@@ -389,16 +394,16 @@ def generator_from_run(
 ) -> "tuple[Generator, dict[str, Any]]":
     """Loads a language model from a run. `max_length` is the largest number of new tokens; None: --max_length.
 
-    Raises ValueError: also for flags that only translation has.
+    Raises ValueError: also for a flag that only translation has.
     """
     from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
 
-    for name in ("shortlist", "weights"):
-        if getattr(args, name, None) not in (None, "float32"):
-            what = f"{args.logdir} is of a language model; leave it out"
-            raise ValueError(f"--{name} is for translation models: {what}")
+    if getattr(args, "shortlist", None):
+        what = f"{args.logdir} is of a language model; leave it out"
+        raise ValueError(f"--shortlist is for translation models: {what}")
     given = {**args.Values(), **({"max_length": max_length} if max_length else {})}
-    known = {name: given[name] for name in _SEARCH_FLAGS if given.get(name) is not None}
+    names = (*_SEARCH_FLAGS, "weights")
+    known = {name: given[name] for name in names if given.get(name) is not None}
     return load_generator(args.logdir, GenerateOptions(**known), chosen(args), args.trust_run)
 
 

@@ -73,7 +73,8 @@ def _export_generator(args: Flags) -> int:
         )
     generator, about = _cli.generator_from_run(args)
     export(generator, args.output, about)
-    print(f"{about['model']} at step {about['step']}, beam {generator.options.beam_size}")
+    shown = f"beam {generator.options.beam_size}, weights {about['weights']}"
+    print(f"{about['model']} at step {about['step']}, {shown}")
     _cli.made(args.output, next=f"python -m tools.generate --saved_model={args.output}")
     return 0
 

@@ -1,9 +1,9 @@
-"""BaseLayer: a pure function of (theta, inputs) with named children and variables that are specs
-before they are tensors."""
+"""BaseLayer: a pure function of (theta, inputs) with children, and variables that are specs before they are tensors."""
 
 import abc
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -171,6 +171,17 @@ def initial_values(specs: NestedMap, seed: tf.Tensor) -> NestedMap:
     return specs.Transform(lambda spec: spec.Init(seed, draws))
 
 
+def _unpacked(self: "BaseLayer", theta: NestedMap, packing: Packing) -> NestedMap:
+    """PackWeights of a class that overrides a method with `theta`, which may read weights in another way."""
+    warnings.warn(
+        f"{self.path}: {type(self).__name__} overrides methods of a layer whose weights are packed, so its own and "
+        "those of its parts are not, and a search on a CPU is slower; state PackWeights in the class: that of its "
+        "base, if it reads weights as that does, or BaseLayer.PackWeights",
+        stacklevel=2,
+    )
+    return theta
+
+
 class BaseLayer:
     """The base of every layer.
 
@@ -197,8 +208,8 @@ class BaseLayer:
             if getattr(overridden, "scoped", False):
                 if not getattr(method, "scoped", False):
                     setattr(cls, name, scoped(method))
-                if "PackWeights" not in vars(cls):  # it may read its weights in another way
-                    cls.PackWeights = BaseLayer.PackWeights  # type: ignore[method-assign]
+                if "PackWeights" not in vars(cls) and cls.PackWeights is not BaseLayer.PackWeights:
+                    cls.PackWeights = _unpacked  # type: ignore[method-assign]
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -364,10 +375,8 @@ class BaseLayer:
         """The specs of all variables, in the structure of theta."""
         specs = NestedMap()
         for name, child in self.children.items():
-            if isinstance(child, list):
-                specs[name] = [c.VariableSpecs() for c in child]
-            else:
-                specs[name] = child.VariableSpecs()
+            many = isinstance(child, list)
+            specs[name] = [c.VariableSpecs() for c in child] if many else child.VariableSpecs()
         for name, w in self._weights.items():
             spec = VariableSpec(
                 path=f"{self.path}.{name}",
@@ -387,8 +396,7 @@ class BaseLayer:
         return own + sum(child.ActiveParameters() for child in self.children.Flatten())
 
     def InitTheta(self, seed: tf.Tensor) -> NestedMap:
-        """Initial values (pure; engines compile it, so that no host holds the model). `seed` is
-        int32 [2]."""
+        """Initial values (pure; engines compile it, so that no host holds the model). `seed` is int32 [2]."""
         return initial_values(self.VariableSpecs(), seed)
 
     # --- packed weights
@@ -398,7 +406,7 @@ class BaseLayer:
         """The weights as a search on a CPU reads them: those of products are packed (kernels/weights.py).
 
         Here they stay as they are, those of the children too; a layer whose methods pass weights to the kernels
-        overrides it. A class that overrides a method with `theta` does not inherit that: it must state both.
+        overrides it. A class that overrides a method with `theta` must state it again: else it warns, and packs none.
         """
         return theta
 
@@ -446,8 +454,7 @@ class BaseLayer:
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """NestedMap(flops: forward floating-point operations, out_shapes: a tuple of shapes),
-        without building anything."""
+        """NestedMap(flops: forward operations, out_shapes: a tuple of shapes), without building anything."""
         raise NotImplementedError(f"{cls.__name__}.FPropMeta")
 
     def Cast(self, weight: Weight) -> Weight:

@@ -145,8 +145,13 @@ class Kernels(Protocol):
     ) -> tf.Tensor:
         """Each row times the matrix of its group, [R,H]: see `grouped_matmul.py`."""
 
-    def stable_order(self, key: tf.Tensor) -> tf.Tensor:
-        """The indices that sort a vector of int32, equal keys in their order."""
+    def sort_rows(self, group_N: tf.Tensor, groups: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Sorts rows by their groups, those of a group in their order, those of group `groups`, which is none, last.
+
+        Returns:
+            int32 [N], the place of each row; int32 [R], the row in each place, -1 where there is none, or one without a
+            group; int32 [groups], the places of each group, of which the last ones may have no row.
+        """
 
     def normalize(
         self, x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor | None, epsilon: float

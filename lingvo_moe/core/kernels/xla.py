@@ -101,7 +101,19 @@ def grouped_matmul(
     return form(rows_RM, weights_EMH, group_sizes_E, rows_expected)
 
 
-def stable_order(key: tf.Tensor) -> tf.Tensor:
+def sort_rows(group_N: tf.Tensor, groups: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """See `Kernels`; each place has a row."""
+    (count,) = shape_of(group_N)
+    at = tf.range(count)
+    order = _stable_order(group_N)
+    place_N = tf.scatter_nd(order[:, tf.newaxis], at, [count])
+    owner = tf.where(group_N < groups, group_N, -1)
+    sizes = tf.math.unsorted_segment_sum(tf.ones_like(group_N), owner, groups)
+    return place_N, tf.where(at < tf.reduce_sum(sizes), order, -1), sizes
+
+
+def _stable_order(key: tf.Tensor) -> tf.Tensor:
+    """The indices that sort a vector of int32, equal keys in their order."""
     if not in_xla():
         return tf.argsort(key, stable=True)
 

@@ -45,14 +45,15 @@ class Softmax(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits of x [B, T, M]: float32 [B, T, V]."""
-        return kernels.current().logits(x, theta.get("packed_table", theta.table), self.Shard)
+        table = theta.packed_table if "packed_table" in theta else theta.table
+        return kernels.current().logits(x, table, self.Shard)
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer: `packed_table` stands beside the table, of which an embedding reads rows."""
+        """See BaseLayer: `packed_table` stands beside a tied table, of which an embedding reads rows."""
         if "table" not in theta:  # another layer's
             return theta
         table = tf.transpose(self.Cast(theta.table))
-        return NestedMap(theta, packed_table=packing.Matrix(table))
+        return NestedMap(theta if self.p.tied else {}, packed_table=packing.Matrix(table))
 
     @scoped
     def OfTokens(self, theta: NestedMap, ids: tf.Tensor) -> NestedMap:

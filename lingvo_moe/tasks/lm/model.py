@@ -17,6 +17,7 @@ from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.kernels.blockwise import BLOCK, FROM_LENGTH
+from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.repeat import Chunk
@@ -347,6 +348,13 @@ class LmModel(TransformerTask):
         return {"context": NestedMap({k: row[k] for k in needs if k in row})} if needs else {}
 
     # --- decoding
+
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """See BaseLayer; the table of a tied softmax is the embedding's."""
+        packed = self.PackChildren(theta, packing)
+        if self.p.tied_softmax:
+            packed.embedding = self.softmax.PackWeights(theta.embedding, packing)
+        return packed
 
     @scoped
     def InitCache(self, batch: int | tf.Tensor, length: int) -> list[list[NestedMap]]:

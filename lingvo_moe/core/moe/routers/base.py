@@ -179,8 +179,9 @@ class Router(BaseLayer):
         return self.Seat(self.Choose(theta, x_GSM, paddings_GS, capacity, seed, context), capacity)
 
     @scoped
-    def Seat(self, choice: Choice, capacity: int | None) -> Routing:
-        """Assigns slots to choices, C for each expert and group, and counts what became of them."""
+    def Seat(self, choice: Choice, capacity: int | None, measured: bool = True) -> Routing:
+        """Assigns slots to choices, C for each expert and group, and counts what became of them, unless not `measured`:
+        then there are no losses and metrics."""
         E = self.p.num_experts
         if not choice.limited:
             capacity = None
@@ -190,10 +191,11 @@ class Router(BaseLayer):
             position, fits = assign_slots(choice.expert_index, counted, E, capacity)
             kept = fits if choice.counted is None else kept * fits
         gate = choice.Gate(kept)
-        terms = choice.losses()
-        aux_loss = aux_loss_of(terms)
-        metrics = routing_metrics(choice, gate, kept, E, capacity)
-        add_losses(metrics, aux_loss, terms)
+        terms = choice.losses() if measured else ()
+        aux_loss, metrics = aux_loss_of(terms), NestedMap()
+        if measured:
+            metrics = routing_metrics(choice, gate, kept, E, capacity)
+            add_losses(metrics, aux_loss, terms)
         return Routing(
             choice.expert_index,
             gate,

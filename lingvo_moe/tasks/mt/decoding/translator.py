@@ -19,7 +19,6 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
-from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -158,8 +157,6 @@ class Translator(Exportable):
                 )
             shortlist.Check(vocabs, sizes)
             self._shortlist = ShortlistColumns(shortlist, self._target_size, 2 * o.beam_size + 3)
-        if o.weights == "int8":
-            eight_bit.check_supported()
         self._weights = SavedWeights(theta) if o.xla else FastModel(model, theta, o.weights)
         self._model = lambda: model
         names = ("text", "language") if languages else ("text",)
