@@ -104,12 +104,14 @@ def test_a_gpu_plan_counts_the_model_s_operations_and_attributes_what_it_counts(
     work = on_gpus["work"]
     assert on_gpus["number_formats"] == {"tf32": sum(row["flops"] for row in work)}
     assert min(measures.attributed(on_gpus, what) for what in ("flops", "bytes")) >= 0.95
-    # The sum of the losses, that of the parts of the gradients' norm, and the gradients of both embeddings.
+    # The sum of the losses, and that of the parts of the gradients' norm.
     outside = {
         part: [(row["count"], row["bytes"]) for row in rows]
         for part, rows in measures.without_layer(on_gpus).items()
     }
-    assert outside == {"loss": [(1, 4)], "optimizer": [(1, 16)], "embedding": [(1, 45080)]}
+    assert outside == {"loss": [(1, 4)], "optimizer": [(1, 16)]}
+    (embeddings,) = (row for row in on_gpus["collectives"] if row["part"] == "embedding")
+    assert (embeddings["layer"], embeddings["bytes"]) == ("source_embedding", 45080)  # the larger
 
 
 @needs_gpu_compiler
