@@ -201,10 +201,10 @@ class BaseLayer:
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         for name, method in list(vars(cls).items()):
-            overridden = getattr(super(cls, cls), name, None)
-            if hasattr(overridden, "scoped_in"):
+            scope = getattr(getattr(super(cls, cls), name, None), "scoped_in", None)
+            if scope is not None:
                 if not hasattr(method, "scoped_in"):
-                    setattr(cls, name, scoped(method, overridden.scoped_in))
+                    setattr(cls, name, scoped(method, scope))
                 if "PackWeights" not in vars(cls):  # it may read its weights in another way
                     cls.PackWeights = BaseLayer.PackWeights  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from lingvo_moe.core.hlo.loops import expected_trips
 from lingvo_moe.core.hlo.module import Executed, Module
 from lingvo_moe.core.hlo.parts import ATTENTION, EXPERTS, LOOP, NO_LAYERS, Layers, Place
 from lingvo_moe.core.planner import traffic
-from lingvo_moe.core.planner.flops import MatmulFlops, Product, in_tiles, number_format
+from lingvo_moe.core.planner.flops import MatmulFlops, MatrixProduct, in_tiles, number_format
 
 _SEARCH_LIMIT = 12  # How many neighbours to visit for an instruction without a name.
 _NO_CYCLES = ("while", "conditional", "call", "async-start", "async-done")
@@ -166,7 +166,7 @@ class _LongestBranch:
         return self.work[name]
 
 
-def _by_format(products: list[Product], tile: int = 1) -> dict[str, int]:
+def _by_format(products: list[MatrixProduct], tile: int = 1) -> dict[str, int]:
     sums: dict[str, int] = {}
     for product in products:
         kind = number_format(product.instruction, product.inside)

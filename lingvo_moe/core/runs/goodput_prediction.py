@@ -8,7 +8,7 @@ _DIVISIONS = 200
 
 
 @dataclass(frozen=True)
-class Machine:
+class FailingMachine:
     """A machine whose disruptions come at random, as a Poisson process, also while it saves and restarts.
 
     All times are seconds.

@@ -16,7 +16,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.pipeline.params import micro_batches_of, settings_of
-from lingvo_moe.core.planner.memory.state import Held, held
+from lingvo_moe.core.planner.memory.state import StateSize, held
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of, shards
 from lingvo_moe.core.state import offload
@@ -42,7 +42,7 @@ class Remedy:
 
     # The parameters that differ from those of the plan, and their values. No entries: the plan's own.
     changes: Mapping[str, str]
-    held: Held  # of the training state
+    held: StateSize  # of the training state
     weight_size: int  # bytes of a weight's element
     narrow: bool  # whether activations are bfloat16
     # Bytes of the inputs of all blocks, which recomputation keeps; None where nothing else is recomputed than in the

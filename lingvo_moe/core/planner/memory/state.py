@@ -40,7 +40,7 @@ class Sharded:
 
 
 @dataclass
-class Held:
+class StateSize:
     """The bytes of a training state on one device."""
 
     # `weights`, `gradients`, `slots`: in its own memory; slots are all but weights and gradients.
@@ -70,9 +70,9 @@ class Held:
         return self.kept + self.gradients
 
 
-def tally(variables: Iterable[Sharded], level: str) -> Held:
+def tally(variables: Iterable[Sharded], level: str) -> StateSize:
     """Adds up a state under a level of train.shard_state."""
-    held, own = Held(), dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
+    held, own = StateSize(), dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
     for each in variables:
         there = held.hosted if each.hosted else own
         there[each.part] += each.parted if shards(level, each.part) else each.whole
@@ -88,7 +88,7 @@ def tally(variables: Iterable[Sharded], level: str) -> Held:
     return held
 
 
-def held(task: BaseTask, mesh: Mesh) -> Held:
+def held(task: BaseTask, mesh: Mesh) -> StateSize:
     """Counts the training state of a task over a mesh."""
     return tally(_on_mesh(task, mesh), task.p.shard_state)
 
