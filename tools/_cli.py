@@ -24,7 +24,8 @@ from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.files.copies import local, push_all
 from lingvo_moe.core.files.paths import check_local
 from lingvo_moe.core.files.store import is_address
-from lingvo_moe.core.runs.directories import Kind, check_addable, check_replaceable, check_writable
+from lingvo_moe.core.runs import directories
+from lingvo_moe.core.runs.directories import check_addable, check_replaceable, check_writable
 from lingvo_moe.core.runs.run_dir import RunDir
 
 if TYPE_CHECKING:  # they import NumPy or TensorFlow
@@ -149,7 +150,7 @@ def plan_cache(given: str | None) -> Path | None:
 
 
 def check_output_directory(
-    path: str | os.PathLike, flag: str = "--output", replaces: Kind | None = None
+    path: str | os.PathLike, flag: str = "--output", replaces: directories.Output | None = None
 ) -> None:
     """Raises ValueError, naming the flag, unless `path` is or can become a directory to write in.
 

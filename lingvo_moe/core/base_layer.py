@@ -4,7 +4,7 @@ import abc
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split", "shard_state", "offload")
 
 
-def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
+def scoped(method: Callable[..., Any], scope: str = "") -> Callable[..., Any]:
     """A layer's method whose operations carry the layer's path in their names, in whichever scope it is called.
 
     For methods that compute with `theta` or a routing. A method that overrides a scoped one, as every FProp does, is
@@ -44,11 +44,16 @@ def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: "BaseLayer", *args: Any, **kwargs: Any) -> Any:
-        with name_scope(self.path):
+        with name_scope(f"{self.path}.{scope}" if scope else self.path):
             return method(self, *args, **kwargs)
 
-    run.scoped = True  # type: ignore[attr-defined]
+    run.scoped_in = scope  # type: ignore[attr-defined]
     return run
+
+
+def within(scope: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a method `scoped` in one of the layer's SCOPES."""
+    return functools.partial(scoped, scope=scope)
 
 
 def name_scope(path: str) -> Any:
@@ -192,22 +197,24 @@ class BaseLayer:
 
     Attributes:
         PART: the part of a model that its operations belong to in plans, e.g. 'attention'; '' takes the parent's.
+        SCOPES: the parts of operations `within` scopes of its own.
         NAMES_ITS_PARTS: whether plans name it and the layers below it after it, e.g. 'encoder', if no layer above
             it does so already.
         KEEPS: the names of the activations that it marks with `Keep`, each with its kind.
     """
 
     PART: ClassVar[str] = ""
+    SCOPES: ClassVar[Mapping[str, str]] = {}
     NAMES_ITS_PARTS: ClassVar[bool] = False
     KEEPS: ClassVar[dict[str, Kept]] = {}
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         for name, method in list(vars(cls).items()):
-            overridden = getattr(super(cls, cls), name, None)
-            if getattr(overridden, "scoped", False):
-                if not getattr(method, "scoped", False):
-                    setattr(cls, name, scoped(method))
+            scope = getattr(getattr(super(cls, cls), name, None), "scoped_in", None)
+            if scope is not None:
+                if not hasattr(method, "scoped_in"):
+                    setattr(cls, name, scoped(method, scope))
                 if "PackWeights" not in vars(cls) and cls.PackWeights is not BaseLayer.PackWeights:
                     cls.PackWeights = _unpacked  # type: ignore[method-assign]
 
@@ -344,6 +351,7 @@ class BaseLayer:
         if name and (variant := self.Variant()):
             name = f"{name}.{variant}"
         found = {self.path: (part, name)}
+        found |= {f"{self.path}.{scope}": (own, name) for scope, own in self.SCOPES.items()}
         for child in self.children.Flatten():
             found |= child._declared_parts(part, name)
         return found

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.base_layer import scoped
+from lingvo_moe.core.base_layer import scoped, within
 from lingvo_moe.core.config import checks, param_text
 from lingvo_moe.core.config.checks import ParamError, nearest
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
@@ -281,7 +281,7 @@ class TransformerTask(BaseTask):
         """See BaseTask: the parts weigh what they return by their own shares."""
         return self.Forward().Terms(theta, Context(batch, seed, shares))
 
-    @scoped
+    @within("Inputs")
     def Embed(
         self, theta: NestedMap, table: str, row: NestedMap, seed: tf.Tensor | None
     ) -> tf.Tensor:
@@ -290,7 +290,7 @@ class TransformerTask(BaseTask):
         x = self.position.Add(x, self.Shard(row.segment_pos, "BT"))
         return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
 
-    @scoped
+    @within("Loss")
     def TokenLosses(
         self, table: NestedMap, y: tf.Tensor, row: NestedMap, shares: NestedMap | None = None
     ) -> tuple[tf.Tensor, NestedMap]:

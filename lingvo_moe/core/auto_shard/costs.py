@@ -25,11 +25,11 @@ from lingvo_moe.core.auto_shard.operators import (
     Operators,
     Value,
 )
-from lingvo_moe.core.planner.memory.step_bytes import Held
+from lingvo_moe.core.planner.memory.step_bytes import StateSize
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 
 # Bytes that the update of a weight with one slot moves, for each byte of the weight: a device does so for its part.
-_UPDATED = Held(weights=1, gradients=1, slots=1).Updating()
+_UPDATED = StateSize(weights=1, gradients=1, slots=1).Updating()
 
 # The letter that each mesh axis shards; None: it holds copies.
 Choice = tuple[int | None, ...]

@@ -23,7 +23,7 @@ class Mismatch(NamedTuple):
     better: int | None
 
 
-class Schedule:
+class LearningRateSchedule:
     """The base: `Params().Instantiate().Value(step)`."""
 
     @classmethod
@@ -54,7 +54,7 @@ class Schedule:
         return None
 
 
-class WarmupSchedule(Schedule):
+class WarmupSchedule(LearningRateSchedule):
     """The base of schedules that rise linearly to `value` and then decay, as the subclass says.
 
     Step t < warmup_steps has the rate value * (t + 1) / warmup_steps: the first is not 0.
@@ -219,7 +219,7 @@ class WarmupStableDecay(_ToTheEnd):
         return rate * (1.0 - tf.sqrt(done))
 
 
-class Transformer(Schedule):
+class Transformer(LearningRateSchedule):
     """multiplier / sqrt(model_dim) * min(1 / sqrt(t), t / warmup_steps^1.5), t = step + 1 (Vaswani et al. 2017)."""
 
     @classmethod
@@ -248,7 +248,7 @@ class Transformer(Schedule):
         return p.multiplier * float(p.model_dim) ** -0.5 * shape
 
 
-class SqrtDecay(Schedule):
+class SqrtDecay(LearningRateSchedule):
     """multiplier / sqrt(max(step, constant_steps)): constant at first, then a square-root decay. No warm-up.
 
     This is how Lingvo reads "learning rate 1.0 with square-root decay after 10k steps", GShard's

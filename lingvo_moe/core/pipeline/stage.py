@@ -23,7 +23,7 @@ from lingvo_moe.core.sharding.vectorized import vectorized
 from lingvo_moe.core.tensors import or_zeros, term_if
 
 
-class Traced:
+class TracedOnce:
     """A function of a NestedMap of tensors that returns one, traced at its first call for all loops that call it."""
 
     def __init__(self, fn: Callable[[NestedMap], NestedMap]):
@@ -91,16 +91,16 @@ class Programs:
         self.entries = [[n for n in s.carry if n not in s.takes] for s in parts.stacks]
         self._units, self._shared = units, shared
         count = range(len(parts.stacks))
-        self._forward = [Traced(_of_stages(_Stage(self, j).Forward)) for j in count]
+        self._forward = [TracedOnce(_of_stages(_Stage(self, j).Forward)) for j in count]
         kinds = ((True, True), (True, False), (False, True))
         self._backward = [
-            {kind: Traced(_of_stages(_Stage(self, j, *kind).Backward)) for kind in kinds}
+            {kind: TracedOnce(_of_stages(_Stage(self, j, *kind).Backward)) for kind in kinds}
             for j in count
         ]
         edges = [_Edge(self, j) for j in count]
-        self._enter = [Traced(_of_replicas(edge.Enter)) for edge in edges]
-        self._enter_backward = [Traced(_of_replicas(edge.EnterBackward)) for edge in edges]
-        self._loss = Traced(_of_replicas(edges[-1].LossAndGradients))
+        self._enter = [TracedOnce(_of_replicas(edge.Enter)) for edge in edges]
+        self._enter_backward = [TracedOnce(_of_replicas(edge.EnterBackward)) for edge in edges]
+        self._loss = TracedOnce(_of_replicas(edges[-1].LossAndGradients))
 
     def Enter(self, stack: int, parts: NestedMap) -> NestedMap:
         """Computes the activations with which micro-batches enter a stack, [D, ...]."""

@@ -9,7 +9,7 @@ _MOST = 700.0  # of the exponent of e in double precision
 
 
 @dataclass(frozen=True)
-class Machine:
+class FailingMachine:
     """A machine whose disruptions come at random, as a Poisson process, also while it saves and restarts.
 
     All times are seconds.

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from lingvo_moe.core.files.files import naming
 
 
-class Holder(NamedTuple):
+class LockHolder(NamedTuple):
     """The kind of command that holds a lock."""
 
     name: str  # what errors call it
@@ -36,8 +36,8 @@ class Holder(NamedTuple):
         return name == self.file or name.startswith(f"{self.file}.")
 
 
-TRAINER = Holder("trainer", ".trainer.lock")
-EVALUATOR = Holder("evaluator (--mode=eval)", ".evaluator.lock")
+TRAINER = LockHolder("trainer", ".trainer.lock")
+EVALUATOR = LockHolder("evaluator (--mode=eval)", ".evaluator.lock")
 LOCK_FILE = TRAINER.file
 DESCRIPTION, CHECKPOINTS = "experiment.json", "checkpoints"  # what makes a directory a run
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
@@ -119,7 +119,7 @@ class RunLock:
         token: names this lock; sent to the job's other processes.
     """
 
-    def __init__(self, logdir: str | os.PathLike, holder: Holder = TRAINER):
+    def __init__(self, logdir: str | os.PathLike, holder: LockHolder = TRAINER):
         """Args: the directory that --logdir names; what holds the lock."""
         self._said = f"--logdir={os.fspath(logdir)}"
         self._logdir = Path(os.path.realpath(logdir))

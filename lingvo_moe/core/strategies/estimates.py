@@ -11,12 +11,12 @@ from lingvo_moe.core.layers.softmax import Softmax
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.pace import AS_RATED, Pace
-from lingvo_moe.core.planner.memory.step_bytes import BESIDE, Held
+from lingvo_moe.core.planner.memory.step_bytes import BESIDE, StateSize
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding.letters import WEIGHTS
 from lingvo_moe.core.state.offload import ACTIVATIONS
 from lingvo_moe.core.strategies.candidate import Candidate
-from lingvo_moe.core.strategies.forward import Forward, forward
+from lingvo_moe.core.strategies.forward import ForwardWork, forward
 from lingvo_moe.core.strategies.mesh_layout import MeshLayout
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import Workload
@@ -79,8 +79,8 @@ class Estimator:
     ):
         self._work, self._states, self._machine = work, states, machine
         self._itemsizes = itemsizes
-        self._forward: dict[tuple[MeshLayout, str], Forward] = {}
-        self._held: dict[tuple[MeshLayout, str, str, tuple[str, ...]], Held] = {}
+        self._forward: dict[tuple[MeshLayout, str], ForwardWork] = {}
+        self._held: dict[tuple[MeshLayout, str, str, tuple[str, ...]], StateSize] = {}
 
     def Of(self, candidate: Candidate) -> Estimate:
         """The estimate of a candidate, uncorrected."""
@@ -98,7 +98,7 @@ class Estimator:
     def _On(self, layout: MeshLayout) -> MeshMachine:
         return MeshMachine(layout.mesh, self._machine)
 
-    def _Combined(self, candidate: Candidate, once: Forward, held: Held) -> Estimate:
+    def _Combined(self, candidate: Candidate, once: ForwardWork, held: StateSize) -> Estimate:
         parts, idle = candidate.micro_batches, self._Idle(candidate)
         whole = self._Gathered(candidate, held)
         least = held.kept + whole
@@ -134,7 +134,7 @@ class Estimator:
         padded = max(parts * -(-n // parts) / n for n in self._work.blocks.values())
         return padded * (ticks + stages - 1) / ticks
 
-    def _Activations(self, candidate: Candidate, once: Forward) -> float:
+    def _Activations(self, candidate: Candidate, once: ForwardWork) -> float:
         """Bytes that are kept from the forward to the backward pass of a micro-batch, or of those in a pipeline."""
         stages, parts, repeats = candidate.layout.stages, candidate.micro_batches, candidate.repeats
         kept = once.boundaries + sum(saved.bytes for saved in once.SavedBy(candidate.remat))
@@ -146,7 +146,7 @@ class Estimator:
         inputs = one * sum(min(each, repeats * parts + stages - 1) for each in ticks)
         return inputs + kept / stages / parts
 
-    def _Copies(self, candidate: Candidate, held: Held) -> float:
+    def _Copies(self, candidate: Candidate, held: StateSize) -> float:
         """Bytes of copies of the state that micro-batches and pipelines need beside it."""
         if candidate.layout.stages > 1:
             return held.weights + held.gradients if self._Exchanges(candidate) else 0
@@ -163,13 +163,13 @@ class Estimator:
         uneven = any(n % stages for n in self._work.blocks.values())
         return stages > 1 and (candidate.repeats > 1 or uneven)
 
-    def _Gathered(self, candidate: Candidate, held: Held) -> int:
+    def _Gathered(self, candidate: Candidate, held: StateSize) -> int:
         """Bytes of the sharded weights that are whole at a time: those of a stage, else those of a block."""
         if candidate.shard_state != WEIGHTS:
             return 0
         return held.gathered if candidate.layout.stages > 1 else held.at_once
 
-    def _OfState(self, candidate: Candidate, held: Held) -> float:
+    def _OfState(self, candidate: Candidate, held: StateSize) -> float:
         """Seconds to sum gradients and to gather weights."""
         layout, on = candidate.layout, self._On(candidate.layout)
         total = sum(on.Seconds("all-reduce", size, axes) for axes, size in held.synced.items())
@@ -188,7 +188,7 @@ def _again(candidate: Candidate) -> int:
     return 2 if candidate.layout.stages > 1 else 1
 
 
-def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
+def _work(candidate: Candidate, once: ForwardWork) -> dict[str, float]:
     """Seconds of products, by part: forward, twice that backward, and what blocks compute again."""
     work = {part: 3 * seconds for part, seconds in once.work.items()}
     for part, seconds in once.of_blocks.items():
@@ -203,7 +203,7 @@ def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
     return work
 
 
-def _network(candidate: Candidate, once: Forward, idle: float) -> float:
+def _network(candidate: Candidate, once: ForwardWork, idle: float) -> float:
     """Seconds of the collectives of activations: forward, backward, and of what blocks compute again."""
     again = _again(candidate) * once.network_of_blocks
     again -= sum(saved.network for saved in once.SavedBy(candidate.remat))

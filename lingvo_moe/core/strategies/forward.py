@@ -35,7 +35,7 @@ class Saved:
 
 
 @dataclass
-class Forward:
+class ForwardWork:
     """The work of one device in a forward pass, and the activations that it can keep."""
 
     # Seconds of products, by part.
@@ -80,7 +80,7 @@ class _Local:
         ]
 
 
-def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) -> Forward:
+def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) -> ForwardWork:
     """The forward pass of a step's work.
 
     Args:
@@ -102,7 +102,7 @@ class _Reader:
 
     def __init__(self, layout: MeshLayout, itemsize: int, on: MeshMachine):
         self._layout, self._itemsize, self._on = layout, itemsize, on
-        self.found = Forward()
+        self.found = ForwardWork()
 
     def Add(self, product: Product, count: int) -> None:
         """Adds `count` executions of a product, and its collectives."""

@@ -9,7 +9,7 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.planner.memory.state import simple_part, state_variables
-from lingvo_moe.core.planner.memory.step_bytes import Held, Sharded, tally
+from lingvo_moe.core.planner.memory.step_bytes import Sharded, StateSize, tally
 from lingvo_moe.core.sharding import Axis, dims_mapping
 from lingvo_moe.core.sharding.letters import (
     HOST,
@@ -64,7 +64,7 @@ class StateBytes:
         self._layout: MeshLayout | None = None
         self._sharded: list[Sharded] = []
 
-    def On(self, layout: MeshLayout, level: str) -> Held:
+    def On(self, layout: MeshLayout, level: str) -> StateSize:
         """The bytes under a layout and a level of train.shard_state."""
         if layout != self._layout:
             self._layout = layout

@@ -19,10 +19,12 @@ from lingvo_moe.core.base_layer import (
     initial_values,
     name_scope,
     scoped,
+    within,
 )
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.hlo.parts import ATTENTION, EMBEDDING, LOSS
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
@@ -73,6 +75,9 @@ class BaseTask(BaseLayer):
 
     # The metric that counts the units that a step processes, e.g. 'tokens' or 'images'. Speeds are in these units.
     UNIT: ClassVar[str] = "examples"
+    # A task computes its loss beside its layers; `within` names a scope for other computations of its own. Capitals,
+    # since the order of a program's functions follows their names, and the hash of the program that order.
+    SCOPES: ClassVar[Mapping[str, str]] = {"Loss": LOSS, "Masks": ATTENTION, "Inputs": EMBEDDING}
     # For each einsum letter, the parameters that set the size of its dimension, e.g. {"E": ("task.num_experts",)}.
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
     # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.
@@ -244,7 +249,14 @@ class BaseTask(BaseLayer):
         rows = batch.Flatten()[0].shape[0]
         return NestedMap({self.UNIT: tf.constant(float(rows))})
 
-    @scoped
+    @within("Loss")
+    def FProp(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Returns the training loss (float32 scalar) and metrics, of a batch; nothing is random without a seed."""
+        raise NotImplementedError(f"{type(self).__name__}.FProp")
+
+    @within("Loss")
     def MicroBatchTerms(
         self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import scoped, updates_of
+from lingvo_moe.core.base_layer import scoped, updates_of, within
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
@@ -274,7 +274,7 @@ class LmModel(TransformerTask):
         more, metrics.multi_token = self._MultiTokenLoss(theta, table, y, context)
         return loss + more, metrics
 
-    @scoped
+    @within("Loss")
     def _MultiTokenLoss(
         self, theta: NestedMap, table: NestedMap, x: tf.Tensor, context: Context
     ) -> tuple[tf.Tensor, NestedMap]:
@@ -320,6 +320,7 @@ class LmModel(TransformerTask):
         """See TransformerTask: those of the embedding, or its own."""
         return theta.embedding if self.p.tied_softmax else theta.softmax
 
+    @within("Masks")
     def Aux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """Masks, paddings and context, which all layers read (see layers/transformer.py)."""
         rows = NestedMap(segments=batch.segment_ids, positions=batch.segment_pos)

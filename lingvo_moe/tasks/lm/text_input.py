@@ -16,7 +16,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.text.batches.packed_input import BatchIterator, PackedInput
+from lingvo_moe.tasks.text.batches.packed_input import PackedBatches, PackedInput
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import NAME, JsonVocabulary
 
@@ -109,7 +109,7 @@ class LmInput(PackedInput):
         return len(part) - 2, len(part) - 2, part
 
 
-class TextIterator(BatchIterator):
+class TextIterator(PackedBatches):
     """Batches of packed texts, without end; see BaseInput. Of texts longer than a row each part is drawn by itself."""
 
     _input: LmInput

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import scoped, updates_of
+from lingvo_moe.core.base_layer import scoped, updates_of, within
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.kernels.weights import Packing
@@ -226,6 +226,7 @@ class MtModel(MtTask):
         """See TransformerTask: the target embedding's."""
         return theta.target_embedding
 
+    @within("Masks")
     def _DecoderAux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """Masks, paddings and context, which all decoder layers read (see layers/transformer.py); not the memory."""
         src, tgt = batch.src, batch.tgt
@@ -238,6 +239,7 @@ class MtModel(MtTask):
             **side_shares(shares, "target"),
         )
 
+    @within("Masks")
     def _EncoderAux(self, src: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """Masks, paddings and context, which all encoder layers read."""
         return NestedMap(

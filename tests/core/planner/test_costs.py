@@ -317,7 +317,8 @@ _MAIN = """  %x = f32[4,8]{1,0} parameter(0)
   %init = (s32[], f32[4,8]{1,0}, f32[9,4,8]{2,1,0}) tuple(%first, %laid, %empty)
   %while = (s32[], f32[4,8]{1,0}, f32[9,4,8]{2,1,0}) while(%init), condition=%condition, body=%body
   %out = f32[9,4,8]{2,1,0} get-tuple-element(%while), index=2
-  %gradient = f32[9,4,8]{2,1,0} negate(%out), metadata={op_name="call_tensorflow/UnsortedSegmentSum"}
+  %gradient = f32[9,4,8]{2,1,0} negate(%out), \
+metadata={op_name="call_tensorflow/gradient_tape/m/source_embedding/UnsortedSegmentSum"}
   ROOT %new = f32[9,4,8]{2,1,0} negate(%gradient), \
 metadata={op_name="call_tensorflow/optimizer/m/source_embedding/table/mul"}"""
 

@@ -15,7 +15,7 @@ from lingvo_moe.core.optimizers.adam import Adam
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.memory import state
-from lingvo_moe.core.planner.memory.step_bytes import Held
+from lingvo_moe.core.planner.memory.step_bytes import StateSize
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.core.strategies.candidate import DOTS, FULL, OFFLOADS, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Correction
@@ -74,7 +74,7 @@ def test_each_stack_has_inputs_of_its_own_length():
 
 
 def test_an_update_moves_what_its_optimizer_reads_and_writes():
-    held = Held(weights=400, gradients=20, slots=3)
+    held = StateSize(weights=400, gradients=20, slots=3)
     adam = 2 * 20 + (400 + 400) + (3 + 3)  # gradients for their norm, and for the update
     assert held.Updating(Adam.PASSES) == held.Updating(Sgd.PASSES) == adam
     # The root mean squares of its step and of the weight come before the step.

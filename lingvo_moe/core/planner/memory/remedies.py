@@ -15,7 +15,7 @@ from lingvo_moe.core.config.checks import either
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.planner.memory.state import block_inputs, held, parts_of_batch
-from lingvo_moe.core.planner.memory.step_bytes import Held
+from lingvo_moe.core.planner.memory.step_bytes import StateSize
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import shards
 from lingvo_moe.core.state import offload
@@ -40,7 +40,7 @@ class Remedy:
 
     # The parameters that differ from those of the plan, and their values. No entries: the plan's own.
     changes: Mapping[str, str]
-    held: Held  # of the training state
+    held: StateSize  # of the training state
     weight_size: int  # bytes of a weight's element
     narrow: bool  # whether activations are bfloat16
     # Bytes of the inputs of all blocks, where more than these is recomputed than in the plan.

@@ -11,7 +11,7 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.base import MASTER
 from lingvo_moe.core.pipeline.params import micro_batches_of
-from lingvo_moe.core.planner.memory.step_bytes import Held, Sharded, tally
+from lingvo_moe.core.planner.memory.step_bytes import Sharded, StateSize, tally
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import DEVICE, GRADIENTS, HOST, SLOTS, WEIGHTS, parts_of
 from lingvo_moe.core.state.offload import loops
@@ -22,7 +22,7 @@ from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device, itemsize_of
 PARTS = (WEIGHTS, GRADIENTS, "master weights", SLOTS, "moving average")
 
 
-def held(task: BaseTask, mesh: Mesh) -> Held:
+def held(task: BaseTask, mesh: Mesh) -> StateSize:
     """Counts the training state of a task over a mesh."""
     return tally(_on_mesh(task, mesh), task.p.shard_state)
 

@@ -33,7 +33,7 @@ class Sharded:
 
 
 @dataclass
-class Held:
+class StateSize:
     """The bytes of a training state on one device."""
 
     # `weights`, `gradients`, `slots`: in its own memory; slots are all but weights and gradients.
@@ -86,9 +86,9 @@ class Held:
         return 4 * there[WEIGHTS] + 3 * there[GRADIENTS] + 2 * there[SLOTS]
 
 
-def tally(variables: Iterable[Sharded], level: str) -> Held:
+def tally(variables: Iterable[Sharded], level: str) -> StateSize:
     """Adds up a state under a level of train.shard_state."""
-    held, own = Held(), dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
+    held, own = StateSize(), dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
     for each in variables:
         there = held.hosted if each.hosted else own
         there[each.part] += each.parted if shards(level, each.part) else each.whole

@@ -257,9 +257,9 @@ class PackedInput(BaseInput):
         self.Prepare()
         return self._task_of
 
-    def __iter__(self) -> "BatchIterator":
+    def __iter__(self) -> "PackedBatches":
         """Endless batches from the beginning; each call starts from the beginning."""
-        return BatchIterator(self)
+        return PackedBatches(self)
 
     def HeldOut(self) -> Iterator[HeldOutBatch]:
         """See BaseInput: the pairs of data_dir/dev, packed, of the languages that are trained on.
@@ -316,7 +316,7 @@ class PackedInput(BaseInput):
         raise DataError(f"{'; '.join(mismatches)}: {remedy}")
 
 
-class BatchIterator(base_input.BatchIterator):
+class PackedBatches(base_input.BatchIterator):
     """Batches of packed pairs, without end; see BaseInput.
 
     Attributes:

@@ -21,7 +21,7 @@ from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.made_once import make_once
 from lingvo_moe.tasks.text.preparing.filters import REASONS, Rules
 from lingvo_moe.tasks.text.preparing.formats import read_source
-from lingvo_moe.tasks.text.preparing.lines import Line
+from lingvo_moe.tasks.text.preparing.lines import ReadLine
 from lingvo_moe.tasks.text.preparing.sources import Fields, Source
 
 SUMMARY = "summary.json"
@@ -112,7 +112,7 @@ class _Reader:
         }
         files.write_atomic(self._directory / SUMMARY, json.dumps(summary).encode())
 
-    def _Line(self, line: Line) -> None:
+    def _Line(self, line: ReadLine) -> None:
         counts = self._languages[line.lang or NO_LANGUAGE]
         counts.read += 1
         if line.reason:
@@ -145,7 +145,7 @@ class _Reader:
             return split.text_hash(key) in self._dev_keys
         return split.is_held_out(key, self._job.dev_share, _SALT)
 
-    def _Warn(self, line: Line) -> None:
+    def _Warn(self, line: ReadLine) -> None:
         if len(self._warnings) < tsv.BAD_LINES_TOLD:
             source = self._job.source
             self._warnings.append(f"{source.path}:{line.number}: {REASONS[line.reason]}")
@@ -199,7 +199,7 @@ class GivenHeldOut:
             self.sources.setdefault(lang, []).append(source)
 
 
-def held_out_pair(line: Line) -> tuple[str, str, str]:
+def held_out_pair(line: ReadLine) -> tuple[str, str, str]:
     """`(source, target, "")` of a line of given held-out pairs, or `(source, target, reason)` why it cannot be used.
 
     They are unchanged, except for characters that would break the line.
