@@ -270,17 +270,11 @@ class BaseLayer:
 
     def __init__(self, params: InstantiableParams):
         params = params.Copy()
-        for name, root in (
-            ("dtype", "float32"),
-            ("activation_split", {}),
-            ("weight_split", {}),
-            ("shard_state", NONE),
-            ("offload", checks.NO_OFFLOAD),
-        ):
+        root = {"activation_split": {}, "weight_split": {}, "shard_state": NONE}
+        for name, value in {"dtype": "float32", "offload": checks.NO_OFFLOAD, **root}.items():
             if getattr(params, name) is None:
-                setattr(params, name, root)
-        if params.fprop_dtype is None:
-            params.fprop_dtype = params.dtype
+                setattr(params, name, value)
+        params.fprop_dtype = params.fprop_dtype or params.dtype
         params.name = params.name or type(self).__name__
         self.params = params.Freeze()
         self.path = params.name
