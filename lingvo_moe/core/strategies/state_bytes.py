@@ -1,46 +1,20 @@
 """The bytes of a training state on one device under any layout, from the specs of one instance of the task."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.pipeline.schedule import STAGE
-from lingvo_moe.core.planner.memory.state import simple_part, state_variables
+from lingvo_moe.core.planner.memory.state import sharded, state_variables
 from lingvo_moe.core.planner.memory.step_bytes import Sharded, StateSize, tally
 from lingvo_moe.core.sharding import Axis, dims_mapping
-from lingvo_moe.core.sharding.letters import (
-    HOST,
-    WEIGHT_LETTERS,
-    axes_of,
-    part_shape,
-    split_over_copies,
-)
+from lingvo_moe.core.sharding.letters import WEIGHT_LETTERS, axes_of
 from lingvo_moe.core.strategies.mesh_layout import MeshLayout
-from lingvo_moe.core.task.inspect import itemsize_of
 
-_WHOLE = "-"
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The properties of a variable that decide how it is sharded."""
-
-    sizes: tuple[int, ...]  # of its dimensions
-    letters: str  # of these, _WHOLE for one that is never sharded
-    stack_dims: int  # how many leading dimensions count layers
-
-
-@dataclass(frozen=True)
-class _Variables:
-    """Equal variables of a state: their part, shape, bytes of an element, and whether they are the hosts'."""
-
-    part: str
-    shape: _Shape
-    itemsize: int
-    hosted: bool
+_WHOLE = "-"  # the letter of a dimension that is never sharded
 
 
 class StateBytes:
@@ -60,7 +34,9 @@ class StateBytes:
         task.Set(weight_split={n: n for n in WEIGHT_LETTERS})
         given = {"fprop_dtype": fprop_dtype, "offload": list(offload)}
         task.Set(**{name: value for name, value in given.items() if value})
-        self._variables = Counter(_variables(*each) for each in state_variables(task.Instantiate()))
+        self._variables = Counter(
+            (part, _of_a_kind(spec)) for part, spec in state_variables(task.Instantiate())
+        )
         self._layout: MeshLayout | None = None
         self._sharded: list[Sharded] = []
 
@@ -68,35 +44,25 @@ class StateBytes:
         """The bytes under a layout and a level of train.shard_state."""
         if layout != self._layout:
             self._layout = layout
-            on_device = {s: _on_device(s, layout) for s in {v.shape for v in self._variables}}
             self._sharded = [
-                replace(on_device[v.shape], part=v.part, hosted=v.hosted).Times(n * v.itemsize)
-                for v, n in self._variables.items()
+                _on_device(part, spec, layout).Times(n)
+                for (part, spec), n in self._variables.items()
             ]
         return tally(self._sharded, level)
 
 
-def _variables(part: str, spec: VariableSpec) -> _Variables:
+def _of_a_kind(spec: VariableSpec) -> VariableSpec:
+    """The spec of all variables that lie alike: its letters are those of `split`."""
     letters = "".join("".join(axes_of(axis)) or _WHOLE for axis in spec.split)
-    if spec.stack_dims:
-        letters = "L" + letters[1:]
-    shape = _Shape(spec.shape, letters, spec.stack_dims)
-    return _Variables(simple_part(part), shape, itemsize_of(spec.dtype), spec.memory == HOST)
+    letters = "L" + letters[1:] if spec.stack_dims else letters
+    return replace(spec, path="", letters=letters, init=WeightInit.Constant(0), trainable=True)
 
 
-def _on_device(each: _Shape, layout: MeshLayout) -> Sharded:
-    """The elements of a variable on one device, in place of its bytes."""
+def _on_device(part: str, spec: VariableSpec, layout: MeshLayout) -> Sharded:
     of_weights: dict[str, Axis] = dict(layout.weights)
     if layout.stages > 1:
         of_weights = {"V": STAGE, **of_weights, "L": STAGE}
-    split = dims_mapping(each.letters, of_weights)
+    split = dims_mapping(spec.letters, of_weights)
     used = {a for axis in split for a in axes_of(axis)}
-    free = range(each.stack_dims, len(each.sizes))
-    parts = split_over_copies(each.sizes, split, free, layout.mesh)
-    return Sharded(
-        "",
-        math.prod(part_shape(each.sizes, split, layout.mesh)),
-        math.prod(part_shape(each.sizes, parts, layout.mesh)),
-        blocks=each.sizes[0] if each.stack_dims else 1,
-        terms=tuple(a for a in layout.Axes("B") if a not in used),
-    )
+    found = sharded(part, replace(spec, split=split), layout.mesh)
+    return replace(found, terms=tuple(a for a in layout.Axes("B") if a not in used))

@@ -38,16 +38,18 @@ def least_activations(task: BaseTask, batch: NestedMap) -> int:
 
 
 def _on_mesh(task: BaseTask, mesh: Mesh) -> list[Sharded]:
-    return [
-        Sharded(
-            simple_part(part),
-            bytes_per_device(replace(spec, free_dims=()), mesh),
-            bytes_per_device(spec.OverCopies(), mesh),
-            spec.memory == HOST,
-            spec.shape[0] if spec.stack_dims else 1,
-        )
-        for part, spec in state_variables(task)
-    ]
+    return [sharded(part, spec, mesh) for part, spec in state_variables(task)]
+
+
+def sharded(part: str, spec: VariableSpec, mesh: Mesh) -> Sharded:
+    """The bytes of a variable that belongs to one of PARTS."""
+    return Sharded(
+        part if part in (WEIGHTS, GRADIENTS) else SLOTS,
+        bytes_per_device(replace(spec, free_dims=()), mesh),
+        bytes_per_device(spec.OverCopies(), mesh),
+        spec.memory == HOST,
+        spec.shape[0] if spec.stack_dims else 1,
+    )
 
 
 def parts_of_batch(task: BaseTask, params: Params, mesh: Mesh) -> int:
@@ -72,11 +74,6 @@ def state_variables(task: BaseTask) -> Iterator[tuple[str, VariableSpec]]:
         yield "master weights" if path.rpartition(".")[2] == MASTER else SLOTS, spec
     for spec in state.get("ema", NestedMap()).Flatten():
         yield "moving average", spec
-
-
-def simple_part(part: str) -> str:
-    """WEIGHTS, GRADIENTS or SLOTS for one of PARTS."""
-    return part if part in (WEIGHTS, GRADIENTS) else SLOTS
 
 
 def _looped(spec: VariableSpec, activations: str) -> VariableSpec:
