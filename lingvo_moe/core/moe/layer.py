@@ -197,9 +197,12 @@ class MoELayer(BaseLayer):
             x_GSM, paddings_GS, capacity, context = self._InGroups(x_BTM, paddings_BT, context)
         x_GSM = self.Shard(x_GSM, "GSM")
         own = self.FoldSeed(seed, "router")
-        choice = self.router.Choose(theta.router, x_GSM, paddings_GS, capacity, own, context)
-        packed = isinstance(theta.experts.get("wo"), list)  # for a search, which reads no extras
-        routing = self.router.Seat(choice, capacity, measured=not packed)
+        given = (theta.router, x_GSM, paddings_GS, capacity, own, context)
+        packed = isinstance(theta.experts.get("wo"), list)
+        if packed:  # for a search, which reads no extras
+            routing = self.router.Seat(self.router.Choose(*given), capacity, measured=False)
+        else:
+            routing = self.router.FProp(*given)
         if self.p.gate_inputs:
             x_GSM *= tf.cast(routing.gate, x_GSM.dtype)
             routing = replace(routing, gate=routing.kept)

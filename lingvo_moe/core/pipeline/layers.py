@@ -66,7 +66,7 @@ class PipeliningLayer(SeqLayer):
     """SeqLayer with a stage for each cell, which work on different micro-batches at the same time. See gpipe.py.
 
     Layers before and after see the whole batch, on all devices. `theta` has them by name, and the cells' weights packed
-    in `cells`; `packing.from_paths` and `by_path` turn it into the theta of the SeqLayer and back. A mesh axis for
+    in `cells`; `stage_vectors.from_paths` and `by_path` turn it into that of the SeqLayer and back. A mesh axis for
     letter Z in `weight_split` gives each stage its own devices; the axis has as many devices as there are cells.
 
     Extras of cells are means over micro-batches. A layer that computes statistics of the batch, e.g. BatchNorm,
