@@ -36,8 +36,8 @@ from lingvo_moe.tasks import experts
 class TransformerTask(BaseTask):
     """Base of the translation model and the language model: sizes, layers, embeddings and the loss.
 
-    A subclass creates the children `position` and `softmax`, its embeddings and its stacks, and says with `Forward` how
-    they are run: `FProp` runs them in order, and a pipeline in stages.
+    A subclass creates its layers in `CreateLayers`, and says with `Forward` how they are run: `FProp` runs them in
+    order, and a pipeline in stages.
     """
 
     UNIT = "tokens"
@@ -84,7 +84,16 @@ class TransformerTask(BaseTask):
                 "has no effect with task.repeat=False, which keeps every activation; set task.repeat=True, or "
                 f"task.remat={kept.FULL}",
             )
+        if params.pipeline.stages > 1:  # of whose layers each stage has its own
+            vocabularies = [params.Get(name.removeprefix("task.")) for name in self.SIZES["V"]]
+            params = pipeline.with_stage_axes(params, V=vocabularies)
         super().__init__(params)
+        self.CreateLayers()
+        self._CheckRemat()
+
+    def CreateLayers(self) -> None:
+        """Creates the children `position` and `softmax`, the embeddings and the stacks."""
+        raise NotImplementedError(f"{type(self).__name__}.CreateLayers")
 
     @classmethod
     def OptimizerParams(cls, task: HyperParams) -> InstantiableParams:
@@ -96,8 +105,8 @@ class TransformerTask(BaseTask):
     def PipelineSettings(cls, task: HyperParams) -> pipeline.Settings | None:
         return pipeline.Settings.Of(task.pipeline)
 
-    def CheckRemat(self) -> None:
-        """Raises ParamError if no layer keeps what task.remat names; to be called when all layers are made."""
+    def _CheckRemat(self) -> None:
+        """Raises ParamError if no layer keeps what task.remat names."""
         known = self.DeclaredKeeps()
         for name in kept.names_of(self.p.remat, known):
             if name not in known:

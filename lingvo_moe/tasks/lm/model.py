@@ -23,7 +23,6 @@ from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure
-from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import TaskError
@@ -92,10 +91,8 @@ class LmModel(TransformerTask):
         )
         return p
 
-    def __init__(self, params: InstantiableParams):
-        if params.pipeline.stages > 1:  # of whose layers each stage has its own
-            params = pipeline.with_stage_axes(params, V=(params.vocab_size,))
-        super().__init__(params)
+    def CreateLayers(self) -> None:
+        """See TransformerTask."""
         p = self.p
         if p.attention_dropout and p.attention_block not in _CHOICES:
             why = "blocks have no dropout on probabilities; set task.attention_dropout=0, or this to full"
@@ -108,7 +105,6 @@ class LmModel(TransformerTask):
             head = MultiTokenHead.Params().Set(model_dim=p.model_dim, norm_tpl=p.norm.Copy())
             self.CreateChild("multi_token", head.Set(layer=layer))
         self.CreateChild("softmax", self.SoftmaxParams(p.vocab_size, tied=p.tied_softmax))
-        self.CheckRemat()
 
     def _Stack(self) -> InstantiableParams:
         p = self.p

@@ -17,7 +17,6 @@ from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.core.tensors import dim
@@ -48,12 +47,8 @@ class MtModel(MtTask):
             p.Derive(f"decoder_router.{name}", name)
         return p
 
-    def __init__(self, params: InstantiableParams):
-        if params.pipeline.stages > 1:  # of whose layers each stage has its own
-            params = pipeline.with_stage_axes(
-                params, V=(params.source_vocab_size, params.target_vocab_size)
-            )
-        super().__init__(params)
+    def CreateLayers(self) -> None:
+        """See TransformerTask."""
         p = self.p
         for name in ("source_embedding", "target_embedding"):
             size = p.source_vocab_size if name.startswith("source") else p.target_vocab_size
@@ -62,7 +57,6 @@ class MtModel(MtTask):
         self.CreateChild("encoder", self._stack(p.num_encoder_layers, decoder=False))
         self.CreateChild("decoder", self._stack(p.num_decoder_layers, decoder=True))
         self.CreateChild("softmax", self.SoftmaxParams(p.target_vocab_size))
-        self.CheckRemat()
 
     def _stack(self, num_layers: int, decoder: bool) -> InstantiableParams:
         """Layers in blocks: one dense layer, or a dense one and an MoE."""
