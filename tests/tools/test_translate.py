@@ -13,6 +13,7 @@ from tools import translate
 
 # The command with a translator that returns capitals, so that it starts at once.
 _WITH_STUB = """
+import sys
 from types import SimpleNamespace
 from tools import _cli, translate
 
