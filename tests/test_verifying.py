@@ -64,10 +64,8 @@ def test_a_function_of_integers_and_a_tensor_that_is_right():
 def test_a_step_that_is_wrong_is_named_by_tensor_error_and_letters(capsys):
     assert verify.main(["--model=toy_attention.Wrong", "--mesh=a:4,b:2"]) == 1
     said = capsys.readouterr().err
-    assert (
-        "the training step of toy_attention.Wrong over mesh a:4,b:2 is not what it is on one"
-        in said
-    )
+    told = "the training step of toy_attention.Wrong over mesh a:4,b:2 is not what it is on one"
+    assert told in said
     assert "gradient of theta.k[16, 8, 8] (MPR) is off by" in said
 
 

@@ -68,6 +68,5 @@ def test_what_does_not_fit_is_refused(run, saved, tmp_path, capfd):
     assert "tools.generate" in said(translate, f"--saved_model={saved}")
     output = f"--output={tmp_path}/out"
     assert "--top_k=2: a language model" in said(export, f"--logdir={run}", output, "--top_k=2")
-    assert "--weights is for translation" in said(
-        export, f"--logdir={run}", output, "--weights=int8"
-    )
+    told = "--weights is for translation"
+    assert told in said(export, f"--logdir={run}", output, "--weights=int8")
