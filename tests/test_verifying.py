@@ -41,9 +41,8 @@ def attention(probs_axes):
 
 def test_a_function_whose_gradients_are_wrong_over_a_mesh():
     fn, x, weights = attention(("a", "b", None, None))
-    with pytest.raises(
-        VerifyError, match=r"fn over mesh a:4,b:2 .*gradient of args\[0\]\[8, 16, 16\] is off"
-    ):
+    message = r"fn over mesh a:4,b:2 .*gradient of args\[0\]\[8, 16, 16\] is off"
+    with pytest.raises(VerifyError, match=message):
         xs.verify(fn, MESH, x, weights)
 
 
@@ -111,10 +110,8 @@ def test_what_is_not_finite_on_one_device_is_not_verified(monkeypatch):
         xs.verify(lambda x: tf.math.log(xs.split(x, 0, 8)), MESH, -np.ones(16, np.float32))
     nan = NestedMap(x=np.full((8, 16, 16), np.nan, np.float32))
     monkeypatch.setattr(toy_attention.AttentionModel, "SampleBatch", lambda *_: nan)
-    with pytest.raises(
-        VerifyError,
-        match=r"the shrunk step of toy_attention.Right is not finite on one device: nothing.*loss",
-    ):
+    message = r"the shrunk step of toy_attention.Right is not finite on one device: nothing.*loss"
+    with pytest.raises(VerifyError, match=message):
         verifying.verify_model("toy_attention.Right", MESH)
 
 

@@ -30,9 +30,8 @@ def test_a_name_cannot_be_taken_twice():
     first = type("Same", (registry.Experiment,), {"__module__": "lingvo_moe.params.zz.one"})
     second = type("Same", (registry.Experiment,), {"__module__": "lingvo_moe.params.zz.two"})
     registry.Register(first)
-    with pytest.raises(
-        registry.RegistryError, match=r"both .*params\.zz\.one and .*params\.zz\.two"
-    ):
+    message = r"both .*params\.zz\.one and .*params\.zz\.two"
+    with pytest.raises(registry.RegistryError, match=message):
         registry.Register(second)
 
 

@@ -324,9 +324,8 @@ def test_another_model_is_named(saved, change, match):
     specs = SPECS.Transform(lambda spec: spec)
     change(specs)
     with Checkpointer(saved, read_only=True) as checkpointer:
-        with pytest.raises(
-            CheckpointError, match=r"step 9: the checkpoint is of another model.*" + match
-        ):
+        message = r"step 9: the checkpoint is of another model.*" + match
+        with pytest.raises(CheckpointError, match=message):
             checkpointer.Restore(specs, PjrtEngine(MESH))
 
 

@@ -134,9 +134,8 @@ def test_storage_that_fails_for_good_loses_nothing(storage, place):
     with Checkpointer(place) as checkpointer:
         storage.faults.extend(["500"] * 500)
         checkpointer.Save(2, _values(2))
-        with pytest.raises(
-            CheckpointError, match=r"a checkpoint could not be written \(.*attempts failed"
-        ):
+        message = r"a checkpoint could not be written \(.*attempts failed"
+        with pytest.raises(CheckpointError, match=message):
             checkpointer.Wait()
         storage.faults.clear()
     _save(place, 3)
