@@ -25,6 +25,7 @@ from lingvo_moe.core.engine.devices import request_cpu_devices
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
+from lingvo_moe.core.pages.tables import Table, markdown, words
 from lingvo_moe.core.planner.network.mesh_machine import CPU
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.model import ImageClassifier
@@ -55,18 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Flags) -> int:
     request_cpu_devices(_MESH.size)
-    print(
-        "| machine | operations | search | data parallel | found | ratio | head | convolutions by batch |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    rows = []
     for topology in args.topologies:
         sizes = args.classes, args.batch, 224, 64, "bfloat16"
         found, plain = (estimate(by, *sizes, topology) for by in (_FOUND, _DATA_PARALLEL))
         searched = found.search["costs_seconds"] + found.search["solving_seconds"]
-        print(
-            f"| {found.machine} | {found.search['operations']} | {searched:.2f} s | {plain.seconds * 1e3:.1f} ms | "
-            f"{found.seconds * 1e3:.1f} ms | {plain.seconds / found.seconds:.1f} | {_sharded(found)} |"
-        )
+        times = [f"{strategy.seconds * 1e3:.1f} ms" for strategy in (plain, found)]
+        ratio = f"{plain.seconds / found.seconds:.1f}"
+        search = found.machine, f"{found.search['operations']}", f"{searched:.2f} s"
+        rows.append([*search, *times, ratio, *_sharded(found)])
+    heads = "machine, operations, search, data parallel, found, ratio, head, convolutions by batch"
+    print(markdown(Table(words(*heads.split(", ")), rows)), end="")
     if args.steps:
         sizes = args.classes, args.small_batch, args.small_pixels, args.small_channels, "float32"
         times = measure(sizes, args.steps)
@@ -77,12 +77,12 @@ def _run(args: Flags) -> int:
     return 0
 
 
-def _sharded(found: Strategy) -> str:
+def _sharded(found: Strategy) -> tuple[str, str]:
     """The head's weights, and how many convolutions have their batch sharded."""
     head = next(t for t in found.arguments if t.name == "theta.head.w")
     convolutions = [t.mapping for t in found.operators if t.type == "Conv2D"]
     by_batch = sum(mapping == ("data", None, None, None) for mapping in convolutions)
-    return f"{mapping_text(head.mapping)} | {by_batch} of {len(convolutions)}"
+    return mapping_text(head.mapping), f"{by_batch} of {len(convolutions)}"
 
 
 class Loss:
@@ -165,7 +165,7 @@ def _compiled(
     if by == _FOUND:
         call = xs.auto_shard(loss.__call__, _MESH, differentiate=["theta"], topology=CPU)
         strategy = call.Strategy(loss.theta, loss.images, loss.labels)
-        print(f"found: head and convolutions by batch: {_sharded(strategy)}", file=sys.stderr)
+        print("found: head, convolutions by batch:", *_sharded(strategy), file=sys.stderr)
         by_path = {t.name: t for t in strategy.arguments}
         leaves = [
             TensorSpec(t.shape, "float32", t.mapping)

@@ -29,6 +29,7 @@ from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.pages.tables import Table, markdown, words
 from lingvo_moe.core.partitioner.known_faults import OFF
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.machines.base import Machine
@@ -139,13 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Flags) -> int:
     request_cpu_devices(8)
-    print(
-        "| function | mesh | strategies | analytic, compiled | analytic, measured | compiled, measured | found, "
-        "compiled | found, measured |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for case in CASES:
-        print(_row(case, _costs(case, args.draws, args.runs)), flush=True)
+    pairs = "analytic, compiled", "analytic, measured", "compiled, measured"
+    heads = words("function", "mesh", "strategies", *pairs, "found, compiled", "found, measured")
+    rows = [_row(case, _costs(case, args.draws, args.runs)) for case in CASES]
+    print(markdown(Table(heads, rows)), end="")
     print(f"\nMeasured on {host()}.")
     return 0
 
@@ -188,12 +186,12 @@ def _shortest(compiled: Any, args: Sequence[Any], runs: int) -> float:
     return min(times[1:])
 
 
-def _row(case: Case, found: np.ndarray) -> str:
+def _row(case: Case, found: np.ndarray) -> list[str]:
     analytic, compiled, measured = found.T
     pairs = ((analytic, compiled), (analytic, measured), (compiled, measured))
-    ranks = " | ".join(f"{spearmanr(a, b).statistic:.2f}" for a, b in pairs)
-    worse = " | ".join(f"{100 * (x[0] / x.min() - 1):.0f}% worse" for x in (compiled, measured))
-    return f"| {case.name} | `{case.mesh}` | {len(found)} | {ranks} | {worse} |"
+    ranks = [f"{spearmanr(a, b).statistic:.2f}" for a, b in pairs]
+    worse = [f"{100 * (x[0] / x.min() - 1):.0f}% worse" for x in (compiled, measured)]
+    return [case.name, f"`{case.mesh}`", f"{len(found)}", *ranks, *worse]
 
 
 if __name__ == "__main__":

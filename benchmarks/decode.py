@@ -20,6 +20,7 @@ from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from benchmarks.decode_kinds import NAMES, OURS, PEERS
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.pages.tables import Table, markdown, words
 from tools import _cli
 
 PAGE = ROOT / "docs" / "speed.md"
@@ -89,7 +90,7 @@ def _run(args: Flags) -> int:
     text = table(points, args.rounds)
     print(text)
     if args.update:
-        update_page(PAGE, "benchmarks.decode", f"{text}\n\nMeasured on {host()}.")
+        update_page(PAGE, "benchmarks.decode", f"{text}\nMeasured on {host()}.")
     return 0
 
 
@@ -119,12 +120,7 @@ def least(contender: Contender) -> float:
 
 def table(points: dict[str, list[Contender]], rounds: int) -> str:
     """Markdown: CPU seconds and tokens a CPU second for each setting; and the first call's time."""
-    lines = [
-        f"CPU seconds, the least of {rounds}, and tokens a CPU second; one thread, float32 but for int8.",
-        "",
-        f"| batch | {' | '.join(points)} | first call, batch 1, beam 4 |",
-        "|" + " --- |" * (len(points) + 2),
-    ]
+    rows = []
     for kind, name in NAMES.items():
         cells, first = [], "-"
         for setting, contenders in points.items():
@@ -137,8 +133,10 @@ def table(points: dict[str, list[Contender]], rounds: int) -> str:
             else:
                 cells.append("-")
         if set(cells) != {"-"}:
-            lines.append(f"| {name} | {' | '.join(cells)} | {first} |")
-    return "\n".join(lines)
+            rows.append([name, *cells, first])
+    about = f"CPU seconds, the least of {rounds}, and tokens a CPU second; one thread, float32 but for int8."
+    heads = words("batch", *points, "first call, batch 1, beam 4")
+    return f"{about}\n\n{markdown(Table(heads, rows))}"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
+from lingvo_moe.core.pages.tables import Table, markdown, words
 from tools import _cli
 
 PAGE = ROOT / "docs" / "speed.md"
@@ -129,13 +130,13 @@ def _run(args: Flags, wanted: Request) -> int:
             done = {p["name"] for p in points if p["threads"] == threads}
             points += measure(args, size, [n for n in wanted.names if _has_experts(n, done)])
     result = {"rounds": args.rounds, "host": host(), "size": wanted.size, "points": points}
-    text = "\n\n".join(table(result, threads) for threads in wanted.threads)
+    text = "\n".join(table(result, threads) for threads in wanted.threads)
     print(text)
     if args.output:
         files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
     if args.update:
         block = f"benchmarks.moe_layer {'cost' if args.cost else wanted.threads[0]}"
-        update_page(PAGE, block, text + f"\n\nMeasured on {host()}.")
+        update_page(PAGE, block, text + f"\nMeasured on {host()}.")
     if args.plot:
         plot(result, args.plot)
     return 0
@@ -223,14 +224,7 @@ def table(result: dict[str, Any], threads: int) -> str:
     names.sort(key=lambda n: -max(v for (name, _), v in share.items() if name == n))
     size = result["size"]
     peak = max([p["gflops"] for p in points if p["name"].endswith("matmul")], default=0.0)
-    lines = [
-        f"{threads} thread{'s' * (threads > 1)}, M={size['model_dim']}, H={size['hidden_dim']}, medians of "
-        f"{result['rounds']}; 100% is {peak:.0f} GFLOP/s.",
-        "",
-        f"| | {' | '.join(f'E={e}: %' for e in experts)} | {' | '.join(f'ms, E={e}' for e in experts)} "
-        f"| {' | '.join(f'MB, E={e}' for e in experts)} |",
-        "|" + " --- |" * (1 + 3 * len(experts)),
-    ]
+    lines = []
     for name in names:
         same = name.endswith(SAME_FOR_ALL_E)
         own = [p for p in points if p["name"] == name]
@@ -242,8 +236,12 @@ def table(result: dict[str, Any], threads: int) -> str:
                     statistics.median(p[key]) if key == "seconds" else p[key] for p in rows[e]
                 ]
                 cells.append(f"{scale * statistics.median(values):,.0f}" if values else "-")
-        lines.append(f"| {NAMES[name]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([NAMES[name], *cells])
+    heads = [form.format(e) for form in ("E={}: %", "ms, E={}", "MB, E={}") for e in experts]
+    return (
+        f"{threads} thread{'s' * (threads > 1)}, M={size['model_dim']}, H={size['hidden_dim']}, medians of "
+        f"{result['rounds']}; 100% is {peak:.0f} GFLOP/s.\n\n{markdown(Table(words('', *heads), lines))}"
+    )
 
 
 def plot(result: dict[str, Any], path: str) -> None:

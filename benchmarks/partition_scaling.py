@@ -32,6 +32,7 @@ from benchmarks.compile_time import host
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
+from lingvo_moe.core.pages.tables import Table, markdown, words
 from tools import _cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -222,10 +223,7 @@ def _mpmd(program: str, partitions: int) -> tuple[Any, int]:
 
 def table(result: dict[str, Any]) -> str:
     """The figures in Markdown."""
-    lines = [
-        f"| program | partitions | {' | '.join(f'{f}: trace s | compile s | instructions | KB' for f in FORMS)} |",
-        "|" + " --- |" * (2 + 4 * len(FORMS)),
-    ]
+    lines = []
     found = {(e["program"], e["form"], e["partitions"]): e for e in result["entries"]}
     for program in PROGRAMS:
         for partitions in sorted({key[2] for key in found if key[0] == program}):
@@ -242,8 +240,10 @@ def table(result: dict[str, Any]) -> str:
                     if "compile_seconds" in e
                     else ["-", f"> {result['limit_seconds']}" if e else "-", "-", "-"]
                 )
-            lines.append(f"| {program} | {partitions} | {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\nMeasured on {result['host']}."
+            lines.append([program, f"{partitions}", *cells])
+    heads = [n for f in FORMS for n in (f"{f}: trace s", "compile s", "instructions", "KB")]
+    table = markdown(Table(words("program", "partitions", *heads), lines))
+    return f"{table}\nMeasured on {result['host']}."
 
 
 def plot(result: dict[str, Any], path: str) -> None:

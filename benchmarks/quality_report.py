@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lingvo_moe.core.pages.tables import Table, markdown, numbers, words
 from lingvo_moe.tasks.mt.quality.intervals import with_margin
 
 _MOST_LISTED = 12
@@ -37,17 +38,16 @@ def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str
     parts = [p / results[0]["setup"]["points"][-1] for p in results[0]["setup"]["points"]]
     heads = [f"loss at {about['cpu_seconds'] * part:,.0f} s" for part in parts]
     too_long = " and ".join(f"{n:,}" for n in about["too_long"])
-    lines = [
+    about_all = (
         f"{_languages(about['languages'])} into English,"
         f" {about['train_pairs']:,} training pairs, {about['held_out_pairs']:,} held-out pairs of"
         f" {about['held_out_tokens']:,} target tokens; {too_long} longer pairs are left out for all."
         f" One core, {about['cpu_seconds']:,.0f} CPU seconds of training each. Loss in nats a target token, without"
-        f" label smoothing; BLEU and chrF are means over the languages, beam {about['beam_size']}.",
-        "",
-        f"| | parameters | steps | target tokens seen | {' | '.join(heads)} | BLEU | chrF |",
-        "| --- |" + " ---: |" * (len(heads) + 5),
-    ]
-    return "\n".join([*lines, *(_row(says, runs) for says, runs in by_says.items())])
+        f" label smoothing; BLEU and chrF are means over the languages, beam {about['beam_size']}."
+    )
+    figures = numbers("parameters", "steps", "target tokens seen", *heads, "BLEU", "chrF")
+    rows = [_row(says, runs) for says, runs in by_says.items()]
+    return f"{about_all}\n\n{markdown(Table(words('') + figures, rows))}".rstrip()
 
 
 def _languages(names: Sequence[str]) -> str:
@@ -55,10 +55,10 @@ def _languages(names: Sequence[str]) -> str:
     return f"{len(names)} languages{listed}"
 
 
-def _row(says: str, runs: Sequence[Mapping[str, Any]]) -> str:
+def _row(says: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     last = [run["curve"][-1] for run in runs]
     losses = [[run["curve"][i]["loss"] for run in runs] for i in range(len(runs[0]["curve"]))]
-    cells = [
+    return [
         says if len(runs) == 1 else f"{says}, {len(runs)} seeds",
         f"{runs[0]['parameters'] / 1e6:.1f} M",
         f"{statistics.mean(p['step'] for p in last):,.0f}",
@@ -66,7 +66,6 @@ def _row(says: str, runs: Sequence[Mapping[str, Any]]) -> str:
         *map(_mean, losses),
         *(_score(runs, name) for name in ("bleu", "chrf")),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _mean(losses: Sequence[float]) -> str:

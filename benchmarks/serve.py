@@ -35,6 +35,7 @@ from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, update_page
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.pages.tables import Table, markdown, words
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from tools import _cli
 
@@ -344,7 +345,7 @@ def table(result: dict[str, Any]) -> str:
             f"{broken.seconds:.0f} s, {broken.before / 2**20:,.0f} MiB, {broken.after / 2**20:,.0f} MiB"
         ),
     }
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in rows.items())])
+    return markdown(Table(words("", ""), list(rows.items()))).rstrip()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.pages.tables import Table, markdown, words
 from tools import _cli
 
 PAGE = ROOT / "docs" / "speed.md"
@@ -78,7 +79,7 @@ def _run(args: Flags, kinds: Sequence[str]) -> int:
     text = table(contenders, size, args.rounds)
     print(text)
     if args.update:
-        update_page(PAGE, "benchmarks.train_step", f"{text}\n\nMeasured on {host()}.")
+        update_page(PAGE, "benchmarks.train_step", f"{text}\nMeasured on {host()}.")
     bad = [c.name for c in contenders if not learns(c)]
     if bad:
         print(f"train_step: no loss that falls: {', '.join(bad)}", file=sys.stderr)
@@ -106,21 +107,16 @@ def learns(contender: Contender) -> bool:
 def table(contenders: list[Contender], size: dict[str, Any], rounds: int) -> str:
     """Markdown, the fastest first."""
     tokens = 2 * size["batch"] * size["length"]
-    rows = [
-        f"Medians of {rounds} steps; {size['threads']} thread(s), dropout {size['dropout']}.",
-        "",
-        "| | tokens/s | step, ms | CPU time, ms | parameters | loss, first to last step |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for c in sorted(contenders, key=lambda c: c.Median("seconds")):
         name = {**OURS, **PEERS}[c.name]
         seconds, cpu = c.Median("seconds"), c.Median("cpu_seconds")
         losses = f"{c.answers[0]['loss']:.2f} to {c.answers[-1]['loss']:.2f}"
-        rows.append(
-            f"| {name} | {tokens / seconds:,.0f} | {1000 * seconds:,.0f} | {1000 * cpu:,.0f} | "
-            f"{c.about['parameters'] / 1e6:.1f} M | {losses} |"
-        )
-    return "\n".join(rows)
+        speed = f"{tokens / seconds:,.0f}", f"{1000 * seconds:,.0f}", f"{1000 * cpu:,.0f}"
+        rows.append([name, *speed, f"{c.about['parameters'] / 1e6:.1f} M", losses])
+    figures = "tokens/s", "step, ms", "CPU time, ms", "parameters", "loss, first to last step"
+    about = f"Medians of {rounds} steps; {size['threads']} thread(s), dropout {size['dropout']}."
+    return f"{about}\n\n{markdown(Table(words('', *figures), rows))}"
 
 
 if __name__ == "__main__":

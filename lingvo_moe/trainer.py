@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.console.command import run as run_command
-from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.command import run as run_command, say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.sharding.annotate import mesh_split, replicate, split
-from lingvo_moe.core.sharding.annotate import shard as _shard_tensor
+from lingvo_moe.core.sharding.annotate import mesh_split, replicate, shard as _shard_tensor, split
 from lingvo_moe.core.sharding.looped_einsum import looped_einsum
 from lingvo_moe.core.sharding.manual import (
     all_reduce,

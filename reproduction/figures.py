@@ -33,7 +33,6 @@ def _stack(axes: Axes, names: Sequence[str], heights: Mapping[str, Sequence[floa
 
 
 def _above(axes: Axes, name: str, height: float, text: str) -> None:
-    """Writes above a bar."""
     axes.annotate(
         text, (name, height), (0, 2), textcoords="offset points", ha="center", va="bottom"
     )

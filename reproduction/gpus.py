@@ -1,15 +1,12 @@
 """The page's tables of GPU clusters: the paper's models on the smallest ones, beside the TPU slices."""
 
 import itertools
-from collections.abc import Mapping
 
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
 
 from . import measures, paper, requests, text
-from .measures import Plan
+from .measures import Plan, Plans
 from .text import DASH, Finding
-
-Plans = Mapping[str, Plan]
 
 LABELS = {requests.moe(*key): row.label for key, row in paper.MOE.items()} | {
     requests.DENSE: paper.DENSE.label

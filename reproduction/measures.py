@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import linear_regression
 from typing import Any
 
 from lingvo_moe.core.console import units
-from lingvo_moe.core.planner.figures import needed
+from lingvo_moe.core.planner.figures import Plan as Plan, needed
 
 from . import text
 
-Plan = Mapping[str, Any]
+Plans = Mapping[str, Plan]  # by name
 
 # Figure 8's parts of the forward pass, in the order in which they are shown.
 FORWARD = {
@@ -147,10 +148,7 @@ def without_layer(plan: Plan) -> dict[str, list[Mapping[str, Any]]]:
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
     """The exponent p of the least-squares fit y = c x^p on logarithmic axes."""
-    log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]
-    mean_x, mean_y = sum(log_x) / len(log_x), sum(log_y) / len(log_y)
-    above = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y))
-    return above / sum((x - mean_x) ** 2 for x in log_x)
+    return linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
 
 
 def spread(values: Sequence[float]) -> float:

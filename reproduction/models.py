@@ -6,10 +6,8 @@ from typing import Any
 from lingvo_moe.core.console import units
 
 from . import measures, paper, requests, text, thresholds
-from .measures import Plan
+from .measures import Plan, Plans
 from .text import DASH, Finding
-
-Plans = Mapping[str, Plan]
 
 
 def machines(plans: Plans) -> str:
@@ -31,7 +29,6 @@ def machines(plans: Plans) -> str:
 
 
 def compilers(plans: Plans) -> list[str]:
-    """The compilers of all plans."""
     found = [plan["compiler"] for plan in plans.values() if "compiler" in plan]
     return sorted({text.listed([f"{k} {version}" for k, version in one.items()]) for one in found})
 

@@ -7,9 +7,8 @@ from lingvo_moe.core.pages import rendering
 
 from . import gpus, measures, models, paper, requests, scaling, text, thresholds
 from .goldens import COMPILE_TIME, MissingGoldens
-from .measures import Plan
+from .measures import Plans
 
-Plans = Mapping[str, Plan]
 Pictures = Callable[[], dict[str, bytes]]
 _MODULES = (gpus, measures, models, paper, requests, scaling, text, thresholds)  # of the template
 

@@ -8,10 +8,8 @@ from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.planner.network import interconnect as network
 
 from . import measures, paper, requests, text, thresholds
-from .measures import Plan
+from .measures import Plan, Plans
 from .text import DASH, Finding
-
-Plans = Mapping[str, Plan]
 
 FEW, MANY = min(requests.CORES), max(requests.CORES)  # experts, and cores
 # Tori of two-core chips, as nearly square as the compiler has them.
@@ -106,7 +104,7 @@ def finding_of_memory(plans: Plans) -> Finding:
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardPasses:
     """Figure 8's forward passes, by experts."""
 
     plans: dict[int, Plan]
@@ -128,7 +126,7 @@ class Forward:
         return self.plans[MANY]["time"]["step_seconds"] / self.plans[FEW]["time"]["step_seconds"]
 
 
-def forward(plans: Plans) -> Forward:
+def forward(plans: Plans) -> ForwardPasses:
     """Figure 8: the forward pass by part."""
     found = {experts: plans[requests.weak(experts, 36)] for experts in requests.CORES}
     parts = {e: measures.forward_seconds(plan) for e, plan in found.items()}
@@ -136,15 +134,15 @@ def forward(plans: Plans) -> Forward:
     network = {e: parts[e]["dispatch_network"] / totals[e] for e in found}
     dispatch = {e: network[e] + parts[e]["dispatch_combine"] / totals[e] for e in found}
     roofline = {e: measures.forward_roofline(plan) for e, plan in found.items()}
-    return Forward(found, parts, totals, network, dispatch, roofline)
+    return ForwardPasses(found, parts, totals, network, dispatch, roofline)
 
 
-def dispatch_off(found: Forward) -> list[str]:
+def dispatch_off(found: ForwardPasses) -> list[str]:
     """The shares of dispatch and combine that differ from the paper's."""
     return _off(found.dispatch, paper.DISPATCH, paper.DISPATCH)
 
 
-def roofline_off(found: Forward) -> list[str]:
+def roofline_off(found: ForwardPasses) -> list[str]:
     """The shares of the roofline that differ from the paper's, whose 'more than 70%' has no upper end."""
     return _off(found.roofline, paper.ROOFLINE, set(paper.ROOFLINE) - {FEW})
 
@@ -161,7 +159,7 @@ def _off(
     ]
 
 
-def forward_table(found: Forward) -> str:
+def forward_table(found: ForwardPasses) -> str:
     """Figure 8: milliseconds of the forward pass by part."""
     parts = found.parts
     rows = []
@@ -180,7 +178,7 @@ def forward_table(found: Forward) -> str:
     return text.table(["ms", *(f"{e:,} experts" for e in parts), f"{MANY:,} by {FEW}"], rows)
 
 
-def findings_of_forward(found: Forward) -> list[Finding]:
+def findings_of_forward(found: ForwardPasses) -> list[Finding]:
     """The rows of the summary of figure 8."""
 
     def both(shares: Mapping[int, float]) -> str:

@@ -21,7 +21,7 @@ _DEVICES = {"tpu": "TPU", "gpu": "GPU"}
 
 
 @dataclass(frozen=True)
-class Held:
+class Validated:
     """A published step beside the estimate for it."""
 
     row: Row
@@ -55,7 +55,7 @@ class Held:
         }
 
 
-def held(plans: Path) -> list[Held]:
+def held(plans: Path) -> list[Validated]:
     """The rows whose plans are recorded in a directory, with the seconds that today's model of time gives.
 
     Raises:
@@ -68,7 +68,7 @@ def held(plans: Path) -> list[Held]:
             "--update makes them, in a checkout"
         )
     found = [(row, recorded[row.name]) for row in ROWS if row.name in recorded]
-    return [Held(row, _time(row, plan)) for row, plan in found]
+    return [Validated(row, _time(row, plan)) for row, plan in found]
 
 
 def _time(row: Row, plan: dict[str, Any]) -> Mapping[str, Any]:
@@ -80,7 +80,7 @@ def _time(row: Row, plan: dict[str, Any]) -> Mapping[str, Any]:
     return time
 
 
-def table(rows: Iterable[Held]) -> Table:
+def table(rows: Iterable[Validated]) -> Table:
     """Each row: estimate beside measurement, error and bounds."""
     columns = [
         *words("row", "step", "machine"),
@@ -89,7 +89,7 @@ def table(rows: Iterable[Held]) -> Table:
     return Table([*columns, *words("fitted")], [_cells(each) for each in rows])
 
 
-def _cells(each: Held) -> list[str]:
+def _cells(each: Validated) -> list[str]:
     times = ("step_seconds", "lower_seconds", "upper_seconds")
     estimated, least, most = (units.duration(each.time[name]) for name in times)
     outside = "" if each.bounded else " (outside)"
@@ -106,7 +106,7 @@ def _cells(each: Held) -> list[str]:
     ]
 
 
-def errors(rows: Sequence[Held]) -> Table:
+def errors(rows: Sequence[Validated]) -> Table:
     """The median error by generation, and of all TPUs and GPUs: of the fitted rows, of the others, and of all."""
     groups = {kind: [h for h in rows if h.row.kind == kind] for kind in (h.row.kind for h in rows)}
     for device, name in _DEVICES.items():
@@ -130,16 +130,16 @@ def errors(rows: Sequence[Held]) -> Table:
     )
 
 
-def median(rows: Sequence[Held]) -> float:
+def median(rows: Sequence[Validated]) -> float:
     """The median error; not a number for no rows."""
     return statistics.median([h.error for h in rows]) if rows else math.nan
 
 
-def _median(rows: Sequence[Held]) -> str:
+def _median(rows: Sequence[Validated]) -> str:
     return f"{median(rows):.1%}" if rows else units.DASH
 
 
-def ratios(rows: Sequence[Held]) -> Table:
+def ratios(rows: Sequence[Validated]) -> Table:
     """Two rows of one model each, which need no fit: how much longer the step of the second is."""
     by = {h.row.number: h for h in rows}
     found = []
@@ -169,7 +169,7 @@ def paces() -> Table:
     return Table(columns, rows)
 
 
-def sources(rows: Sequence[Held]) -> list[tuple[str, str]]:
+def sources(rows: Sequence[Validated]) -> list[tuple[str, str]]:
     """Each source and the numbers of its rows."""
     found: dict[str, list[str]] = {}
     for each in rows:

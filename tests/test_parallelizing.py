@@ -16,8 +16,7 @@ from lingvo_moe.core.state.offload import items_of
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides
 from lingvo_moe.core.strategies.workload import WorkloadError, read_workload
 from lingvo_moe.inspecting.verifying import VerifyError
-from lingvo_moe.planning import found_strategy, parallelizing, result_cache
-from lingvo_moe.planning import step_plan as planning
+from lingvo_moe.planning import found_strategy, parallelizing, result_cache, step_plan as planning
 from lingvo_moe.planning.measuring import measured_step
 from lingvo_moe.planning.parallelizing import NoneFits, Search
 from lingvo_moe.trainer import main as trainer

@@ -20,7 +20,7 @@ from lingvo_moe.core.config.hyperparams import ParamError, Params
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.optimizers.base import BaseOptimizer
-from lingvo_moe.core.optimizers.schedules import Schedule
+from lingvo_moe.core.optimizers.schedules import LearningRateSchedule
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.text.batches.order import PairOrder
@@ -164,7 +164,7 @@ def test_every_number_has_a_range_where_it_is_defined():
             importlib.import_module(module.name)
     classes = {
         MtInput,
-        *(c for base in (BaseLayer, BaseOptimizer, Schedule) for c in subclasses(base)),
+        *(c for base in (BaseLayer, BaseOptimizer, LearningRateSchedule) for c in subclasses(base)),
     }
     found = [c.Params() for c in classes if c.__module__.startswith("lingvo_moe.")]
     assert len(found) > 30

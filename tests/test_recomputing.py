@@ -11,8 +11,7 @@ from lingvo_moe.core.sharding import Mesh, single_device
 from lingvo_moe.core.task.inspect import bytes_per_device
 from lingvo_moe.inspecting import verifying
 from lingvo_moe.planning import step_plan
-from lingvo_moe.training import memory as trainer_memory
-from lingvo_moe.training import recomputing
+from lingvo_moe.training import memory as trainer_memory, recomputing
 from lingvo_moe.training.checks import run_difference
 from lingvo_moe.training.recomputing import Memory, chosen_form
 

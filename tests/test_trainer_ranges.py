@@ -79,6 +79,15 @@ def test_the_largest_parameters_are_named(override, named):
     assert f"reduce {named}" in str(e.value)
 
 
+def test_scores_need_no_memory_where_attention_goes_by_blocks():
+    long = "input.batch_size=1;input.target_length=32768"
+    _check(long, model="lm.Tiny", available=GiB)
+    with pytest.raises(
+        UsageError, match=r"at least 4\.0 GiB of memory.* input\.target_length=32768"
+    ):
+        _check(f"{long};task.attention_block=full", model="lm.Tiny", available=GiB)
+
+
 def test_devices_and_processes_share_the_memory():
     mesh = Mesh(("expert",), (8,))
     # 1 GiB of weights, and 1 GiB of statistics

@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 import toy_attention
 
-from lingvo_moe import trainer
-from lingvo_moe import xla_sharding as xs
+from lingvo_moe import trainer, xla_sharding as xs
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap

@@ -15,10 +15,8 @@ from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.collection import paused_collection
-from lingvo_moe.core.console.command import as_typed, say
-from lingvo_moe.core.console.command import run as run
-from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags, join_overrides
-from lingvo_moe.core.console.flags import names as names
+from lingvo_moe.core.console.command import as_typed, run as run, say
+from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags, join_overrides, names as names
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.console.waiting import Waiting
@@ -26,7 +24,8 @@ from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.files.copies import local, push_all
 from lingvo_moe.core.files.paths import check_local
 from lingvo_moe.core.files.store import is_address
-from lingvo_moe.core.runs.directories import Kind, check_addable, check_replaceable, check_writable
+from lingvo_moe.core.runs import directories
+from lingvo_moe.core.runs.directories import check_addable, check_replaceable, check_writable
 from lingvo_moe.core.runs.run_dir import RunDir
 
 if TYPE_CHECKING:  # they import NumPy or TensorFlow
@@ -151,7 +150,7 @@ def plan_cache(given: str | None) -> Path | None:
 
 
 def check_output_directory(
-    path: str | os.PathLike, flag: str = "--output", replaces: Kind | None = None
+    path: str | os.PathLike, flag: str = "--output", replaces: directories.Output | None = None
 ) -> None:
     """Raises ValueError, naming the flag, unless `path` is or can become a directory to write in.
 
@@ -214,7 +213,6 @@ def beam_runner(args: Flags) -> "BeamRunner | None":
 
 
 def define_known_faults_flag(flags: Flags) -> None:
-    """Defines --known_faults."""
     from lingvo_moe.core.partitioner import known_faults  # imports NumPy
 
     kinds = known_faults.ERROR, known_faults.ACTIONS
@@ -270,14 +268,19 @@ def define_search_flags(flags: Flags) -> None:
             "a file by tools.shortlist: scores only the tokens that a line's words are likely translated by, which is "
             "faster (default: all tokens)",
         )
-        flags.DEFINE_enum(
-            "weights",
-            None,
-            ("float32", "int8"),
-            "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)",
-        )
+        define_weights_flag(flags)
     flags.OnlyWith(OF_RUNS, "it was fixed when the model was exported", logdir=True)
     flags.OnlyWith("trust_run", "an exported model names no classes", logdir=True)
+
+
+def define_weights_flag(flags: Flags) -> None:
+    """Defines --weights, None where it is not given."""
+    flags.DEFINE_enum(
+        "weights",
+        None,
+        ("float32", "int8"),
+        "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)",
+    )
 
 
 def define_trust_flag(flags: Flags) -> None:
@@ -392,16 +395,16 @@ def generator_from_run(
 ) -> "tuple[Generator, dict[str, Any]]":
     """Loads a language model from a run. `max_length` is the largest number of new tokens; None: --max_length.
 
-    Raises ValueError: also for flags that only translation has.
+    Raises ValueError: also for a flag that only translation has.
     """
     from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
 
-    for name in ("shortlist", "weights"):
-        if getattr(args, name, None) not in (None, "float32"):
-            what = f"{args.logdir} is of a language model; leave it out"
-            raise ValueError(f"--{name} is for translation models: {what}")
+    if getattr(args, "shortlist", None):
+        what = f"{args.logdir} is of a language model; leave it out"
+        raise ValueError(f"--shortlist is for translation models: {what}")
     given = {**args.Values(), **({"max_length": max_length} if max_length else {})}
-    known = {name: given[name] for name in _SEARCH_FLAGS if given.get(name) is not None}
+    names = (*_SEARCH_FLAGS, "weights")
+    known = {name: given[name] for name in names if given.get(name) is not None}
     return load_generator(args.logdir, GenerateOptions(**known), chosen(args), args.trust_run)
 
 

@@ -38,7 +38,6 @@ def define_flags(flags: Flags, what: str, languages: bool = True) -> None:
 
 
 def define_field_flag(flags: Flags) -> None:
-    """Defines --field."""
     flags.DEFINE_string(
         "field",
         None,
@@ -114,11 +113,5 @@ def _output(path: str | None) -> AbstractContextManager[BinaryIO]:
     if not path:
         return contextlib.nullcontext(sys.stdout.buffer)
     if os.path.exists(path) and not os.path.isfile(path):
-        return _in_place(path)
+        return open(path, "wb")
     return atomic_file(path)
-
-
-@contextlib.contextmanager
-def _in_place(path: str) -> Iterator[BinaryIO]:
-    with open(path, "wb") as file:
-        yield file

@@ -16,7 +16,6 @@ from . import _cli
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     defaults = CorpusOptions()
     flags = Flags("python -m tools.build_corpus", __doc__)
     flags.DEFINE_path(

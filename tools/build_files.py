@@ -230,7 +230,6 @@ def _read(path: Path) -> str | None:
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.build_files", __doc__)
     flags.DEFINE_boolean("check", False, "write nothing; exit with 1 where a file is out of date")
     return flags

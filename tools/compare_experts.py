@@ -29,7 +29,6 @@ from . import _cli
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.compare_experts", __doc__)
     flags.DEFINE_path("output", "compare", "directory for everything", portable=True)
     flags.DEFINE_path("corpus", "", "the pairs (default: OUTPUT/corpus, built if missing)")

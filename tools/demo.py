@@ -36,7 +36,6 @@ _LENGTH_ALPHA = 1.5
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.demo", __doc__)
     flags.DEFINE_path("output", "demo", "directory for everything", portable=True)
     flags.DEFINE_string("model", "mt.M4Demo", "the experiment")
@@ -247,7 +246,6 @@ def _group_rows(trained: "EvalReport", untrained: "EvalReport") -> list[list[str
 
 
 def _initial_theta(task: "BaseTask") -> "NestedMap":
-    """The weights before step 0."""
     import tensorflow as tf
 
     from lingvo_moe.core import randomness

@@ -47,7 +47,6 @@ _NO_TRANSLATORS = [
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.evaluate", __doc__)
     _cli.define_model_flags(flags)
     flags.DEFINE_path(
@@ -87,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    """Reads HIGH,MID."""
     try:
         high, mid = map(int, text.split(","))
     except ValueError:
@@ -172,7 +170,6 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
 
 
 def _progress(kept: "KeptTranslations", done: int, lines: int) -> str:
-    """The progress: lines done, and the time left."""
     text = f"evaluate: {done:,} of {lines:,} lines"
     if kept.reused:
         text += f", {kept.reused:,} of them translated before"
@@ -223,18 +220,15 @@ def _data_of_run(args: Flags) -> str:
 
 
 def _print_scores(report: "EvalReport") -> None:
-    from rich.console import Console
-
     from lingvo_moe.core.pages.tables import show
     from lingvo_moe.tasks.mt.quality import intervals
     from lingvo_moe.tasks.mt.reports import score_tables
 
-    scores, console = report.ToDict(), Console()
+    scores = report.ToDict()
     for table in (score_tables.by_language(scores), score_tables.by_group(scores)):
-        show(table, console)
-        console.print()
-    for line in (intervals.footnote(), *report.signatures.values()):
-        console.print(line, soft_wrap=True, highlight=False)
+        show(table)
+        print()
+    print(intervals.footnote(), *report.signatures.values(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from . import _cli
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.evaluate_images", __doc__)
     _cli.define_logdir_flag(flags)
     flags.DEFINE_path("data_dir", None, "the folder of images (default: what RUN trained on)")

@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # they import NumPy
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.explain", __doc__)
     define_experiment_flag(
         flags, "experiment whose training step to explain, e.g. mt.M4Tiny", required=False

@@ -22,7 +22,6 @@ from . import _cli
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.export", __doc__)
     _cli.define_logdir_flag(flags)
     flags.DEFINE_path(
@@ -74,7 +73,8 @@ def _export_generator(args: Flags) -> int:
         )
     generator, about = _cli.generator_from_run(args)
     export(generator, args.output, about)
-    print(f"{about['model']} at step {about['step']}, beam {generator.options.beam_size}")
+    shown = f"beam {generator.options.beam_size}, weights {about['weights']}"
+    print(f"{about['model']} at step {about['step']}, {shown}")
     _cli.made(args.output, next=f"python -m tools.generate --saved_model={args.output}")
     return 0
 

@@ -31,7 +31,6 @@ _NUMBERS = {
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags, defaults = Flags("python -m tools.generate", __doc__), Sampling()
     _cli.define_model_flags(flags)
     _lines.define_flags(flags, "prompts", languages=False)
@@ -44,7 +43,10 @@ def define_flags() -> Flags:
     with flags.Section("with --logdir (an exported model has these inside)"):
         _cli.define_run_flags(flags)
         _cli.define_beam_flags(flags, "1")
-    of_runs = "beam_size max_source_length length_alpha checkpoint_step average_last use_ema"
+        _cli.define_weights_flag(flags)
+    of_runs = (
+        "beam_size max_source_length length_alpha weights checkpoint_step average_last use_ema"
+    )
     flags.OnlyWith(of_runs, "it was fixed when the model was exported", logdir=True)
     flags.OnlyWith("trust_run", "an exported model names no classes", logdir=True)
     flags.OnlyWith("top_k top_p seed", "nothing is drawn", temperature=True)

@@ -22,7 +22,7 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files.files import write_json
 from lingvo_moe.core.pages import tables
 from lingvo_moe.core.runs.goodput import PARTS, Goodput, GoodputError, account, read_segments
-from lingvo_moe.core.runs.goodput_prediction import Machine
+from lingvo_moe.core.runs.goodput_prediction import FailingMachine
 from lingvo_moe.core.runs.run_dir import RunDir
 
 from . import _cli
@@ -41,7 +41,6 @@ def read_time(text: str) -> float:
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.goodput", __doc__)
     flags.DEFINE_path(
         "logdir", None, "the run, as given to the trainer", portable=True, address=True
@@ -144,7 +143,7 @@ def summary(found: Goodput) -> str:
     return text
 
 
-def predicted(args: Flags, found: Goodput | None) -> Machine:
+def predicted(args: Flags, found: Goodput | None) -> FailingMachine:
     """The machine that the flags describe, with what they leave out from a run.
 
     Raises GoodputError: neither has it.
@@ -162,16 +161,15 @@ def predicted(args: Flags, found: Goodput | None) -> Machine:
         raise GoodputError(f"--predict needs {' and '.join(missing)}, {why}")
     mtbf, save, restart, interval = (value or 0.0 for value in values.values())
     share = found.share_of_steps if found else 1.0
-    machine = Machine(mtbf, save, restart, interval, args.announced, share)
+    machine = FailingMachine(mtbf, save, restart, interval, args.announced, share)
     return machine if interval else best(machine)
 
 
-def best(machine: Machine) -> Machine:
-    """The machine with the best interval."""
+def best(machine: FailingMachine) -> FailingMachine:
     return replace(machine, interval=machine.BestInterval())
 
 
-def prediction_table(machine: Machine, step_seconds: float | None) -> tables.Table:
+def prediction_table(machine: FailingMachine, step_seconds: float | None) -> tables.Table:
     """The goodput with the interval of a machine, with half and twice of it, and with the best one."""
     cases = {
         "half": replace(machine, interval=machine.interval / 2),

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -93,21 +94,11 @@ class ImportGraph:
 
 def circle(imports: Mapping[str, Collection[str]]) -> list[str]:
     """Keys that import each other in a circle, from one back to itself; [] if none do."""
-    done: set[str] = set()
-
-    def search(path: str, way: dict[str, None]) -> list[str]:
-        if path in way:
-            found = list(way)
-            return [*found[found.index(path) :], path]
-        if path in done:
-            return []
-        for imported in sorted(imports[path]):
-            if found := search(imported, way | {path: None}):
-                return found
-        done.add(path)
-        return []
-
-    return next(filter(None, (search(path, {}) for path in imports)), [])
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]  # from an importer to what it imports
+    return []
 
 
 def _python_files(root: Path) -> Iterator[str]:

@@ -30,7 +30,6 @@ _MOST_DEVICES = 64
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.parallelize", __doc__)
     define_experiment_flag(flags, "experiment, e.g. mt.M4MoE2048E36L")
     flags.DEFINE_string(

@@ -37,7 +37,6 @@ PLANS = Path(__file__).resolve().parent.parent / "docs" / "plans"  # in a checko
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.plan", __doc__)
     define_experiment_flag(flags, "experiment, e.g. mt.M4MoE2048E36L", required=False)
     flags.DEFINE_list(
@@ -193,7 +192,6 @@ def planned(
     """Makes the plans that the flags ask for, with progress on standard error.
 
     Args:
-        args: the flags.
         cases: the topology and the override of each plan.
         outputs: a file for each, or none: a plan is written before the next is made.
 

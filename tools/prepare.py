@@ -45,7 +45,6 @@ _TRY = "mt.M4Tiny"  # what finds problems of data and machine in a minute
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.prepare", __doc__)
     flags.DEFINE_multi_path("input", "a directory or a file of parallel text")
     flags.DEFINE_path(
@@ -91,14 +90,12 @@ def _define_reading_flags(flags: Flags) -> None:
 
 
 def _language(text: str) -> str:
-    """Reads the code of a language."""
     if not is_language(text):
         raise ValueError("must be the code of a language, e.g. en, zh-TW or sr_Latn")
     return text
 
 
 def _json_fields(text: str) -> tuple[str, ...]:
-    """Reads two names, or three."""
     found = _cli.names(text)
     if len(found) not in (0, 2, 3):
         raise ValueError("must be two or three names")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # they import NumPy
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.report", __doc__)
     _cli.define_logdir_flag(flags)
     flags.DEFINE_path(

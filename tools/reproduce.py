@@ -34,7 +34,6 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.reproduce", __doc__)
     flags.DEFINE_path("docs", str(DOCS), "directory with the page, images/ and plans/")
     flags.DEFINE_boolean("list", False, "list all plans, and whether each is recorded")

@@ -88,7 +88,6 @@ def _exp(loss: float) -> float:
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.score", __doc__)
     _cli.define_logdir_flag(flags)
     flags.DEFINE_boolean("tokens", False, "also print the score of each token")

@@ -46,7 +46,6 @@ _TIMES = {
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.serve", __doc__)
     _cli.define_model_flags(flags)
     flags.DEFINE_string("host", "127.0.0.1", "address to listen at; 127.0.0.1 is this machine only")
@@ -90,7 +89,6 @@ def _define_limits(flags: Flags) -> None:
 
 
 def _server_names(text: str) -> tuple[str, ...]:
-    """Reads names of hosts."""
     found = _cli.names(text.lower())
     for name in found:
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
@@ -99,7 +97,6 @@ def _server_names(text: str) -> tuple[str, ...]:
 
 
 def _model_name(text: str) -> str:
-    """Reads a name that can be a part of a URL's path."""
     if not text.replace("-", "").replace("_", "").isalnum():
         raise ValueError("must have letters, digits, - and _ only: it is part of a URL's path")
     return text

@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # it imports NumPy
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.shortlist", __doc__)
     _cli.define_logdir_flag(flags)
     flags.DEFINE_path("output", None, "the file to write, .npz", required=True)

@@ -33,7 +33,7 @@ from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.files.checked_lines import append_row, end_last_line, parse
 from lingvo_moe.core.pages import tables
 from lingvo_moe.core.runs.goodput import Segment, account, read_segments
-from lingvo_moe.core.runs.goodput_prediction import Machine
+from lingvo_moe.core.runs.goodput_prediction import FailingMachine
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.time_record import STEP
 
@@ -102,7 +102,6 @@ def layouts(devices: int, processes: int) -> list[Layout]:
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.soak", __doc__)
     flags.DEFINE_string("model", "mt.M4Tiny", "a small experiment")
     flags.DEFINE_path("data_dir", "", "its data, as for the trainer")
@@ -214,7 +213,7 @@ class Journal:
         self.end = row.get("end", self.end)
 
 
-class Job:
+class TrainerJob:
     """The processes of a trainer; their output is in `log`."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], log: Path):
@@ -237,7 +236,7 @@ class Job:
 
 
 @contextlib.contextmanager
-def started(args: Flags, layout: Layout, logdir: Path, max_steps: int) -> Iterator[Job]:
+def started(args: Flags, layout: Layout, logdir: Path, max_steps: int) -> Iterator[TrainerJob]:
     """The trainer, in processes of its own, which have ended after the block."""
     override = join_overrides("train.summary_interval_steps=1", args.model_params_override)
     flags = {
@@ -265,14 +264,14 @@ def started(args: Flags, layout: Layout, logdir: Path, max_steps: int) -> Iterat
                 # A session of its own: Ctrl-C is for this command, which then ends the trainer.
                 process = subprocess.Popen(one, stdout=out, stderr=out, start_new_session=True)
                 processes.append(process)
-        yield Job(processes, log)
+        yield TrainerJob(processes, log)
     finally:
         for process in processes:
             process.kill()
             process.wait()
 
 
-def disrupt(job: Job, planned: Round) -> str:
+def disrupt(job: TrainerJob, planned: Round) -> str:
     """Waits for the time of a round and sends its signal; returns what became of it.
 
     Raises SoakError: the trainer ended before, or does not end in good order where it is alone.
@@ -342,7 +341,7 @@ def print_prediction(rounds: Sequence[dict[str, Any]], segments: Sequence[Segmen
     first = segments[0].stepped
     total = found.total - (first.elapsed - found.step_seconds if first else 0.0)
     stops = sum(row["how"] == STOPPED for row in rounds)
-    machine = Machine(
+    machine = FailingMachine(
         *(total / len(rounds), found.save_seconds, found.restart_seconds),
         *(found.interval_seconds, stops / len(rounds), found.share_of_steps),
     )

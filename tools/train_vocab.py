@@ -24,7 +24,6 @@ from . import _cli
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.train_vocab", __doc__)
     flags.DEFINE_path("data_dir", None, "directory of <lang>.tsv.gz", required=True)
     flags.DEFINE_path("output", None, "directory for the two models", required=True)

@@ -33,7 +33,6 @@ _BATCHES = 64  # that a job of a runner translates
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.translate", __doc__)
     _cli.define_model_flags(flags)
     _lines.define_flags(flags, "lines to translate")

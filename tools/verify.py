@@ -29,7 +29,6 @@ _MOST_DEVICES = 64  # virtual devices, all of which run a step
 
 
 def define_flags() -> Flags:
-    """The command's flags."""
     flags = Flags("python -m tools.verify", __doc__)
     define_experiment_flag(flags, "experiment, e.g. mt.M4Tiny")
     _cli.define_mesh_flags(flags, _MOST_DEVICES)

@@ -1,10 +1,10 @@
-"""BaseLayer: a pure function of (theta, inputs) with named children and variables that are specs
-before they are tensors."""
+"""BaseLayer: a pure function of (theta, inputs) with children, and variables that are specs before they are tensors."""
 
 import abc
 import functools
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels.weights import Packed, Packing, Weight
 from lingvo_moe.core.nested_map import NestedMap
@@ -36,7 +35,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split", "shard_state", "offload")
 
 
-def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
+def scoped(method: Callable[..., Any], scope: str = "") -> Callable[..., Any]:
     """A layer's method whose operations carry the layer's path in their names, in whichever scope it is called.
 
     For methods that compute with `theta` or a routing. A method that overrides a scoped one, as every FProp does, is
@@ -45,11 +44,16 @@ def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: "BaseLayer", *args: Any, **kwargs: Any) -> Any:
-        with name_scope(self.path):
+        with name_scope(f"{self.path}.{scope}" if scope else self.path):
             return method(self, *args, **kwargs)
 
-    run.scoped = True  # type: ignore[attr-defined]
+    run.scoped_in = scope  # type: ignore[attr-defined]
     return run
+
+
+def within(scope: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a method `scoped` in one of the layer's SCOPES."""
+    return functools.partial(scoped, scope=scope)
 
 
 def name_scope(path: str) -> Any:
@@ -172,6 +176,17 @@ def initial_values(specs: NestedMap, seed: tf.Tensor) -> NestedMap:
     return specs.Transform(lambda spec: spec.Init(seed, draws))
 
 
+def _unpacked(self: "BaseLayer", theta: NestedMap, packing: Packing) -> NestedMap:
+    """PackWeights of a class that overrides a method with `theta`, which may read weights in another way."""
+    warnings.warn(
+        f"{self.path}: {type(self).__name__} overrides methods of a layer whose weights are packed, so its own and "
+        "those of its parts are not, and a search on a CPU is slower; state PackWeights in the class: that of its "
+        "base, if it reads weights as that does, or BaseLayer.PackWeights",
+        stacklevel=2,
+    )
+    return theta
+
+
 class BaseLayer:
     """The base of every layer.
 
@@ -182,24 +197,26 @@ class BaseLayer:
 
     Attributes:
         PART: the part of a model that its operations belong to in plans, e.g. 'attention'; '' takes the parent's.
+        SCOPES: the parts of operations `within` scopes of its own.
         NAMES_ITS_PARTS: whether plans name it and the layers below it after it, e.g. 'encoder', if no layer above
             it does so already.
         KEEPS: the names of the activations that it marks with `Keep`, each with its kind.
     """
 
     PART: ClassVar[str] = ""
+    SCOPES: ClassVar[Mapping[str, str]] = {}
     NAMES_ITS_PARTS: ClassVar[bool] = False
     KEEPS: ClassVar[dict[str, Kept]] = {}
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         for name, method in list(vars(cls).items()):
-            overridden = getattr(super(cls, cls), name, None)
-            if getattr(overridden, "scoped", False):
-                if not getattr(method, "scoped", False):
-                    setattr(cls, name, scoped(method))
-                if "PackWeights" not in vars(cls):  # it may read its weights in another way
-                    cls.PackWeights = BaseLayer.PackWeights  # type: ignore[method-assign]
+            scope = getattr(getattr(super(cls, cls), name, None), "scoped_in", None)
+            if scope is not None:
+                if not hasattr(method, "scoped_in"):
+                    setattr(cls, name, scoped(method, scope))
+                if "PackWeights" not in vars(cls) and cls.PackWeights is not BaseLayer.PackWeights:
+                    cls.PackWeights = _unpacked  # type: ignore[method-assign]
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -215,55 +232,49 @@ class BaseLayer:
             "dtype",
             None,
             "Type of the variables; None takes the parent's, float32 at the root.",
-            check=checks.or_none(checks.one_of(_DTYPES)),
+            checks.or_none(checks.one_of(_DTYPES)),
         )
         p.Define(
             "fprop_dtype",
             None,
             "Type of the activations, e.g. 'bfloat16'; None takes the parent's, dtype at the root.",
-            check=checks.or_none(checks.one_of(_DTYPES)),
+            checks.or_none(checks.one_of(_DTYPES)),
         )
         p.Define(
             "activation_split",
             None,
             "Einsum letter -> mesh axis for activations; None takes the parent's, {} at the root.",
-            check=checks.or_none(checks.Letters(ACTIVATION_LETTERS)),
+            checks.or_none(checks.Letters(ACTIVATION_LETTERS)),
         )
         p.Define(
             "weight_split",
             None,
             "Einsum letter, or 'weight.letter', -> mesh axis for variables; None as above.",
-            check=checks.or_none(checks.Letters(WEIGHT_LETTERS)),
+            checks.or_none(checks.Letters(WEIGHT_LETTERS)),
         )
         p.Define(
             "shard_state",
             None,
             "What of the training state is sharded instead of copied: see `shards` in sharding/letters.py.",
-            check=checks.or_none(checks.one_of(checks.STATE_LEVELS)),
+            checks.or_none(checks.one_of(checks.STATE_LEVELS)),
             parent_sets="all parts of a model take it from train.shard_state",
         )
         p.Define(
             "offload",
             None,
             "What is in the memory of the hosts: see core/state/offload.py.",
-            check=checks.or_none(checks.OFFLOAD),
+            checks.or_none(checks.OFFLOAD),
             parent_sets="all parts of a model take it from train.offload",
         )
         return p
 
     def __init__(self, params: InstantiableParams):
         params = params.Copy()
-        for name, root in (
-            ("dtype", "float32"),
-            ("activation_split", {}),
-            ("weight_split", {}),
-            ("shard_state", NONE),
-            ("offload", checks.NO_OFFLOAD),
-        ):
+        root = {"activation_split": {}, "weight_split": {}, "shard_state": NONE}
+        for name, value in {"dtype": "float32", "offload": checks.NO_OFFLOAD, **root}.items():
             if getattr(params, name) is None:
-                setattr(params, name, root)
-        if params.fprop_dtype is None:
-            params.fprop_dtype = params.dtype
+                setattr(params, name, value)
+        params.fprop_dtype = params.fprop_dtype or params.dtype
         params.name = params.name or type(self).__name__
         self.params = params.Freeze()
         self.path = params.name
@@ -334,6 +345,7 @@ class BaseLayer:
         if name and (variant := self.Variant()):
             name = f"{name}.{variant}"
         found = {self.path: (part, name)}
+        found |= {f"{self.path}.{scope}": (own, name) for scope, own in self.SCOPES.items()}
         for child in self.children.Flatten():
             found |= child._declared_parts(part, name)
         return found
@@ -365,10 +377,8 @@ class BaseLayer:
         """The specs of all variables, in the structure of theta."""
         specs = NestedMap()
         for name, child in self.children.items():
-            if isinstance(child, list):
-                specs[name] = [c.VariableSpecs() for c in child]
-            else:
-                specs[name] = child.VariableSpecs()
+            many = isinstance(child, list)
+            specs[name] = [c.VariableSpecs() for c in child] if many else child.VariableSpecs()
         for name, w in self._weights.items():
             spec = VariableSpec(
                 path=f"{self.path}.{name}",
@@ -388,8 +398,7 @@ class BaseLayer:
         return own + sum(child.ActiveParameters() for child in self.children.Flatten())
 
     def InitTheta(self, seed: tf.Tensor) -> NestedMap:
-        """Initial values (pure; engines compile it, so that no host holds the model). `seed` is
-        int32 [2]."""
+        """Initial values (pure; engines compile it, so that no host holds the model). `seed` is int32 [2]."""
         return initial_values(self.VariableSpecs(), seed)
 
     # --- packed weights
@@ -399,7 +408,7 @@ class BaseLayer:
         """The weights as a search on a CPU reads them: those of products are packed (kernels/weights.py).
 
         Here they stay as they are, those of the children too; a layer whose methods pass weights to the kernels
-        overrides it. A class that overrides a method with `theta` does not inherit that: it must state both.
+        overrides it. A class that overrides a method with `theta` must state it again: else it warns, and packs none.
         """
         return theta
 
@@ -447,8 +456,7 @@ class BaseLayer:
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """NestedMap(flops: forward floating-point operations, out_shapes: a tuple of shapes),
-        without building anything."""
+        """NestedMap(flops: forward operations, out_shapes: a tuple of shapes), without building anything."""
         raise NotImplementedError(f"{cls.__name__}.FPropMeta")
 
     def Cast(self, weight: Weight) -> Weight:

@@ -83,8 +83,13 @@ def bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
 
 def uniform(seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32) -> tf.Tensor:
     """Uniform floats in [0, 1) of a static shape."""
-    fraction = tf.bitwise.right_shift(bits(seed, shape), tf.constant(8, tf.uint32))
-    return tf.cast(tf.cast(tf.bitcast(fraction, tf.int32), tf.float32) * (1.0 / (1 << 24)), dtype)
+    return tf.cast(fractions(bits(seed, shape)), dtype)
+
+
+def fractions(words: tf.Tensor) -> tf.Tensor:
+    """The highest 24 bits of uint32 words as float32 in [0, 1)."""
+    fraction = tf.bitwise.right_shift(words, tf.constant(8, tf.uint32))
+    return tf.cast(tf.bitcast(fraction, tf.int32), tf.float32) * (1.0 / (1 << 24))
 
 
 def normal(seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32) -> tf.Tensor:
@@ -104,7 +109,6 @@ def kept(
 
     Args:
         seed: int32 [2].
-        shape: static.
         rate: in (0, 1).
         rows: int32, of the shape without its last dimension; each row then has the mask of row `rows[...]` of a
             matrix, wherever it lies.

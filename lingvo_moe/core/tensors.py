@@ -76,6 +76,11 @@ def runtime_zeros(
     return tf.fill(tf.shape(given) if shape is None else shape, tf.cast(never, dtype))
 
 
+def or_zeros(gradient: tf.Tensor | None, x: tf.Tensor) -> tf.Tensor:
+    """The gradient of x as a dense tensor, zeros where it is None."""
+    return runtime_zeros(x, x.dtype) if gradient is None else tf.convert_to_tensor(gradient)
+
+
 def in_xla() -> bool:
     """Whether the graph that is being traced goes to XLA, which wants static shapes."""
     if tf.executing_eagerly():

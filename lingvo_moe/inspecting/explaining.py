@@ -20,9 +20,9 @@ from lingvo_moe.core.engine.lowering.specs import AUTO
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults, spmd
 from lingvo_moe.core.partitioner.explanation import (
+    CodeLine,
     Exchange,
     Explanation,
-    Line,
     ShardedTensor,
     WrongNumbers,
 )
@@ -134,10 +134,10 @@ class _Names:
         found = _ARGUMENT.fullmatch(op)
         return self._arguments[int(found[1])] if found else op
 
-    def Line(self, op: str) -> Line | None:
+    def Line(self, op: str) -> CodeLine | None:
         """The source line of an operation; None if unknown."""
         found = self._sources.Line(op) if self._sources is not None and op else None
-        return Line(str(found), found.text) if found else None
+        return CodeLine(str(found), found.text) if found else None
 
     def Annotated(self, annotation: spmd.Annotation) -> str:
         """The operation or argument that an annotation annotates."""
@@ -149,7 +149,7 @@ class _Names:
         read = read or self.Of(self._annotated.get(op, ""))
         return (self._made(read) or self._argument(read) or read) if read else ""
 
-    def Tensor(self, tensor: spmd.Tensor, annotates: str = "") -> ShardedTensor:
+    def Tensor(self, tensor: spmd.PartitionedTensor, annotates: str = "") -> ShardedTensor:
         return ShardedTensor(
             name=self.Of(tensor.op),
             dtype=tensor.dtype,

@@ -254,7 +254,6 @@ def _compare(
 
 
 def _error(got: np.ndarray, want: np.ndarray) -> float:
-    """See `Difference.error`."""
     wide = np.complex128 if np.iscomplexobj(want) else np.float64
     got, want = got.astype(wide), want.astype(wide)
     finite = np.isfinite(want)

@@ -150,10 +150,7 @@ def find(
     """The best strategy of a model on a machine.
 
     Args:
-        search: what to search for.
         cache_dir: of plans, verified steps and compiled programs; None to cache nothing.
-        say: called with lines about the progress.
-        clock: returns seconds.
 
     Raises:
         NoneFits: with what lacks.
@@ -267,7 +264,6 @@ class _Finder:
         )
 
     def _Compiled(self, candidate: Candidate, ranking: Ranking) -> Tried:
-        """Compiles a candidate."""
         name, overrides = str(candidate), candidate.Overrides()
         if candidate == self._written:
             name, overrides = "as written", {"train.mesh": str(candidate.layout.mesh)}

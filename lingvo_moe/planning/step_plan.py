@@ -35,7 +35,7 @@ from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, Cluster
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.planner.memory import breakdown, host_link, remedies, state
-from lingvo_moe.core.planner.network import mesh_order
+from lingvo_moe.core.planner.network import interconnect, mesh_order
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.state.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
 from lingvo_moe.core.task.base_task import BaseTask
@@ -103,7 +103,7 @@ def make_plan(
         "what": request.what,
         "program_hash": program.hash,
         "mesh": str(mesh),
-        "topology": tables.describe_topology(topology),
+        "topology": topology.Describe() | {"model": interconnect.describe(topology)},
         "batch": job.batch,
         "parameters": tables.parameters(task.StateSpecs() if train else task.VariableSpecs(), mesh),
         **_state(request, task, mesh),
@@ -209,7 +209,7 @@ def _analyse(
     program: Program,
     topology: Machine,
     job: tables.Job,
-    schedule: pipeline.Schedule | None,
+    schedule: pipeline.StagePlan | None,
     layers: Layers,
 ) -> dict[str, Any]:
     """The part of a plan that comes from the compiled program."""
@@ -238,14 +238,12 @@ def _analyse(
 
 def pipeline_schedule(
     params: Params, mesh: Mesh, stacks: Sequence[tuple[str, int]] = ()
-) -> pipeline.Schedule | None:
+) -> pipeline.StagePlan | None:
     """The schedule of a model's pipelines, from task.pipeline of an experiment; None for a model without them.
 
     Its micro-batches are those that one device works on.
 
     Args:
-        params: of the experiment.
-        mesh: of the program.
         stacks: the name of each stack of equal blocks and its number of blocks.
     """
     settings = settings_of(params.task)
@@ -254,7 +252,7 @@ def pipeline_schedule(
     num = settings.micro_batches // settings.Replicas(params.task.activation_split or {}, mesh)
     blocks = tuple(stacks)
     name, splits = settings.schedule, settings.splits
-    return pipeline.Schedule(name, settings.stages, num, settings.repeats, blocks, splits)
+    return pipeline.StagePlan(name, settings.stages, num, settings.repeats, blocks, splits)
 
 
 def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step, tables.Job]:

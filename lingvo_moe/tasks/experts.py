@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.layers.transformer import TransformerStack
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.task.base_task import TaskError
@@ -27,25 +26,20 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 
 def define_experts(p: InstantiableParams, num_experts: int, num_groups: int) -> None:
     """Adds to a task's Params those of its experts, with these defaults."""
-    p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.", check=checks.COUNT)
-    p.Define(
-        "num_experts",
-        num_experts,
-        "E; 0: every feed-forward layer is dense.",
-        check=checks.COUNT,
-    )
+    p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.", checks.COUNT)
+    p.Define("num_experts", num_experts, "E; 0: every feed-forward layer is dense.", checks.COUNT)
     p.Define(
         "num_groups",
         num_groups,
         "G: tokens are routed in G independent groups, in training.",
-        check=checks.COUNT,
+        checks.COUNT,
     )
     p.Define("moe", moe_layer.MoELayer.Params(), "The MoE layer; sizes are set from above.")
     p.Define(
         "aux_loss_weight",
         0.01,
         "k: loss = nll + k * (sum of the MoE layers' auxiliary losses).",
-        check=checks.NOT_NEGATIVE,
+        checks.NOT_NEGATIVE,
     )
     p.OnlyWith("moe aux_loss_weight expert_hidden_dim num_groups", without_experts)
     for name in ("model_dim", "num_experts", "num_groups"):

@@ -4,16 +4,15 @@ Letters: B batch, T time, L layers, M model, H hidden, N heads, A heads of keys 
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.base_layer import scoped
+from lingvo_moe.core.base_layer import scoped, within
 from lingvo_moe.core.config import checks, param_text
 from lingvo_moe.core.config.checks import ParamError, nearest
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers import (
     attention,
     embedding,
@@ -31,6 +30,7 @@ from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.forms import Forms
+from lingvo_moe.tasks import experts
 
 
 class TransformerTask(BaseTask):
@@ -50,7 +50,9 @@ class TransformerTask(BaseTask):
         "A": ("task.num_kv_heads",),
         "M": ("task.model_dim",),
         "K": ("task.key_dim",),
+        **experts.SIZES,
     }
+    DIVIDED = "BGEHNAV"
     HELD_OUT_METRICS = ("nll", "accuracy")
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         "activation_split",
@@ -138,6 +140,43 @@ class TransformerTask(BaseTask):
                 for stack, number in cls.STACKS.items()
             },
         )
+
+    @classmethod
+    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
+        """See BaseTask."""
+        return experts.grows_from(task)
+
+    @classmethod
+    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
+        """See BaseTask."""
+        return experts.micro_batch_sizes(task)
+
+    @classmethod
+    def WithoutStrategy(cls, task: InstantiableParams) -> InstantiableParams:
+        """See BaseTask."""
+        plain = task.Copy().Set(repeat="auto", remat=kept.FULL, shard_state="none", offload="none")
+        plain.pipeline = pipeline.pipeline_params()
+        return plain.Set(dropout=0.0, attention_dropout=0.0)
+
+    @classmethod
+    def Recomputing(cls, task: InstantiableParams) -> dict[str, Any]:
+        """See BaseTask: nothing in a pipeline."""
+        if pipeline.settings_of(task):
+            return {}
+        if task.repeat is False:
+            return {"task.repeat": True}
+        return {} if task.remat == kept.FULL else {"task.remat": kept.FULL}
+
+    def BlockInputs(self, batch: NestedMap) -> dict[str, int]:
+        """See BaseTask: model_dim numbers for each token of the stack."""
+        counts = zip(self.STACKS, self.BatchCounts(batch).values(), strict=True)
+        inputs = ((s, self.children[s].p.num_blocks * n * self.p.model_dim) for s, n in counts)
+        return {f"{self.path}.{stack}.blocks": elements for stack, elements in inputs}
+
+    def LargestInside(self, batch: NestedMap) -> int:
+        """See BaseTask: the scores of one head."""
+        rows = batch.Flatten()[0].shape[0]
+        return max(tokens**2 // rows for tokens in self.BatchCounts(batch).values())
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
         """See BaseTask; the layers are those of the variable's stack."""
@@ -228,7 +267,6 @@ class TransformerTask(BaseTask):
         raise NotImplementedError(f"{type(self).__name__}.Forward")
 
     def PipelineParts(self) -> Parts | None:
-        """See BaseTask."""
         return None if self.p.pipeline.stages == 1 else self.Forward()
 
     def FProp(
@@ -243,7 +281,7 @@ class TransformerTask(BaseTask):
         """See BaseTask: the parts weigh what they return by their own shares."""
         return self.Forward().Terms(theta, Context(batch, seed, shares))
 
-    @scoped
+    @within("Inputs")
     def Embed(
         self, theta: NestedMap, table: str, row: NestedMap, seed: tf.Tensor | None
     ) -> tf.Tensor:
@@ -252,7 +290,7 @@ class TransformerTask(BaseTask):
         x = self.position.Add(x, self.Shard(row.segment_pos, "BT"))
         return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
 
-    @scoped
+    @within("Loss")
     def TokenLosses(
         self, table: NestedMap, y: tf.Tensor, row: NestedMap, shares: NestedMap | None = None
     ) -> tuple[tf.Tensor, NestedMap]:
@@ -284,8 +322,6 @@ class TransformerTask(BaseTask):
         """The log-probability of each label, given what comes before it, in inference: float32 [B,T], 0 at padding.
 
         Args:
-            theta: the weights.
-            batch: as for FProp.
             vocab_size: how many ids of the model's V the vocabulary has: the others get no probability, as in decoding;
                 None for all.
         """
@@ -301,7 +337,6 @@ class TransformerTask(BaseTask):
         return batch
 
     def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
-        """The weights of the softmax."""
         raise NotImplementedError(f"{type(self).__name__}._SoftmaxTable")
 
 
@@ -319,21 +354,21 @@ def _as_cross(atten: InstantiableParams) -> InstantiableParams:
 
 def _define_sizes(p: InstantiableParams) -> None:
     """The sizes of layers, their activation and normalization."""
-    p.Define("model_dim", 1024, "M.", check=checks.SIZE)
-    p.Define("hidden_dim", 8192, "H, of feed-forward layers.", check=checks.SIZE)
-    p.Define("num_heads", 16, "N, attention heads.", check=checks.SIZE)
+    p.Define("model_dim", 1024, "M.", checks.SIZE)
+    p.Define("hidden_dim", 8192, "H, of feed-forward layers.", checks.SIZE)
+    p.Define("num_heads", 16, "N, attention heads.", checks.SIZE)
     p.Define(
         "num_kv_heads",
         0,
         "A, heads of keys and values, each for num_heads / A heads; 1: multi-query attention; 0: num_heads.",
-        check=checks.COUNT,
+        checks.COUNT,
     )
-    p.Define("key_dim", 128, "K, per head.", check=checks.COUNT)
+    p.Define("key_dim", 128, "K, per head.", checks.COUNT)
     p.Define(
         "activation",
         "relu",
         "The function inside feed-forward layers and experts, e.g. swiglu: see layers/feed_forward.py.",
-        check=checks.one_of(ACTIVATIONS),
+        checks.one_of(ACTIVATIONS),
     )
     p.Define(
         "position",
@@ -347,18 +382,10 @@ def _define_sizes(p: InstantiableParams) -> None:
 def _define_training(p: InstantiableParams) -> None:
     """Regularisation, pipeline, and whether blocks are recomputed."""
     p.Define(
-        "dropout",
-        0.1,
-        "Rate on embeddings, residual branches and hidden layers.",
-        check=checks.SHARE,
+        "dropout", 0.1, "Rate on embeddings, residual branches and hidden layers.", checks.SHARE
     )
-    p.Define("attention_dropout", 0.0, "Rate on attention probabilities.", check=checks.SHARE)
-    p.Define(
-        "label_smoothing",
-        0.1,
-        "Probability spread evenly over the vocabulary.",
-        check=checks.SHARE,
-    )
+    p.Define("attention_dropout", 0.0, "Rate on attention probabilities.", checks.SHARE)
+    p.Define("label_smoothing", 0.1, "Probability spread evenly over the vocabulary.", checks.SHARE)
     p.Define(
         "pipeline",
         pipeline.pipeline_params(),
@@ -371,7 +398,7 @@ def _define_training(p: InstantiableParams) -> None:
         "block. That takes less memory, and the size of the program does not grow with depth. False: blocks are "
         "unrolled and nothing is recomputed, which is faster. auto: False if the step fits into memory that way, "
         "else True; the trainer prints which. Weights and checkpoints are the same in both forms.",
-        check=checks.FlagOr("auto"),
+        checks.FlagOr("auto"),
     )
     p.Define(
         "remat",
@@ -379,7 +406,7 @@ def _define_training(p: InstantiableParams) -> None:
         "What the loop over blocks computes again in the backward pass. full: all but the input of each block. dots: "
         "all but products with weights, which are kept. Or a list of the names of what is kept: those that the "
         "model's layers declare in KEEPS.",
-        check=checks.NamesOr(
+        checks.NamesOr(
             (kept.FULL, kept.DOTS), (), {"none": "task.repeat=False keeps every activation"}
         ),
     )

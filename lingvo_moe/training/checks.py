@@ -345,7 +345,6 @@ def prepare_run_dir(
 
     Args:
         lock: holds the directory; locks the new one after a rename.
-        restart: whether to start at step 0.
 
     Raises:
         UsageError: the directory holds another experiment, or a run without a checkpoint or description.
@@ -469,7 +468,8 @@ def run_difference(was: str, now: Params) -> str:
             _path(line) in known or not now.IsDefault(_path(line))
         ):
             only.append((line, "<"))
-    return "\n".join(f"{mark} {line}" for line, mark in sorted(only, key=_path_and_mark))
+    only.sort(key=lambda marked: (_path(marked[0]), marked[1] == "<"))
+    return "\n".join(f"{mark} {line}" for line, mark in only)
 
 
 def _has_effect(params: Params, path: str) -> bool:
@@ -492,8 +492,3 @@ def _is_of_run(path: str) -> bool:
 
 def _path(line: str) -> str:
     return line.split(" : ")[0]
-
-
-def _path_and_mark(marked: tuple[str, str]) -> tuple[str, bool]:
-    line, mark = marked
-    return _path(line), mark == "<"

@@ -12,7 +12,7 @@ from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.pipeline.params import micro_batches_of
-from lingvo_moe.core.planner.memory.state import held
+from lingvo_moe.core.planner.memory.state import held, least_activations
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import SLOTS, WEIGHTS
 from lingvo_moe.core.task.base_task import BaseTask
@@ -94,7 +94,7 @@ def check_memory(
         there = held(task, mesh)  # of a CPU's devices, the host's memory is their own
         state = num_devices * (there.kept + there.hosted[WEIGHTS] + there.hosted[SLOTS])
         parts = share.processes * micro_batches_of(params)[1]
-        batch += task.LeastActivationBytes(specs) // parts
+        batch += least_activations(task, specs) // parts
     if state + batch <= available:
         return
     if state > batch:

@@ -4,8 +4,6 @@ The choice follows from the parameters, the mesh, the engine and the total memor
 moment plays no part, so a run that is resumed on the same machine goes on with the same program, bit for bit.
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import tensorflow as tf
@@ -18,10 +16,9 @@ from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of
-from lingvo_moe.core.planner.memory.state import held
+from lingvo_moe.core.planner.memory.state import held, parts_of_batch
+from lingvo_moe.core.planner.memory.step_bytes import BESIDE
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.sharding.letters import parts_of
-from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.forms import Forms
 from lingvo_moe.core.task.step import Step
 from lingvo_moe.core.tensors import origin
@@ -87,19 +84,17 @@ def step_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -
     task = forms.keeping.Instantiate()
     state = held(task, mesh)
     _, num = micro_batches_of(params)
-    gradients = state.gradients * (2 if num > 1 else 1)  # of a micro-batch, and their sum
-    activations = activation_bytes(forms, params, mesh, engine) // num
-    return state.kept + gradients + activations // parts_of("B", mesh, [task.p.activation_split])
+    activations = activation_bytes(forms, params, mesh, engine)
+    return state.total + state.Sums(num) + activations // parts_of_batch(task, params, mesh)
 
 
 def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -> int:
     """Estimates the bytes of activations in a step without recomputation, on all devices together.
 
-    They are the values that the backward pass takes from the forward pass, and twice the largest of these: while it is
-    differentiated, its gradient and one more value of that size are there. They are of the whole batch, whatever
-    train.num_micro_batches is, and are read from the traced forward and backward pass of `forms.one_block`; what a
-    block keeps counts once for each of its repetitions. Nothing is compiled.
-    Arguments are those of step_bytes. The number is kept for the next start, as lowered programs are.
+    They are the values that the backward pass takes from the forward pass, and what is beside the largest of these
+    while it is differentiated. They are of the whole batch, whatever train.num_micro_batches is, and are read from the
+    traced forward and backward pass of `forms.one_block`; what a block keeps counts once for each of its repetitions.
+    Arguments are those of step_bytes. Nothing is compiled; the number is kept for the next start.
     """
     task = forms.one_block.Instantiate()
     step = train_step(task, params.input.Instantiate())
@@ -111,12 +106,12 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
     forward: set[str] = set()
 
     def gradients(theta: NestedMap, batch: NestedMap, step: tf.Tensor) -> list[tf.Tensor]:
-        leaves = _trainable(task, theta)
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(leaves)
-            loss, _ = task.FProp(theta, batch, seed=randomness.make_seed(task.p.seed, step))
-        forward.update(op.name for op in loss.graph.get_operations())
-        return [tf.convert_to_tensor(g) for g in tape.gradient(loss, leaves)]
+        def compute() -> tuple[tf.Tensor, NestedMap]:
+            found = task.FProp(theta, batch, seed=randomness.make_seed(task.p.seed, step))
+            forward.update(op.name for op in found[0].graph.get_operations())
+            return found
+
+        return [g for g in task.Differentiate(theta, compute)[2].Flatten() if g is not None]
 
     specs = (state.theta, batch, state.step)
     # As the engine will trace it: TensorFlow's kernels keep other values than XLA's.
@@ -128,25 +123,13 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
         for value in map(origin, op.inputs)
         if value.op.name in forward and value.op.type not in _GIVEN
     }
-    sizes = {ref: _num_bytes(value) for ref, value in kept.items()}
-    counts = {ref: _repetitions(value.op.name, forms.num_blocks) for ref, value in kept.items()}
-    total = sum(sizes[ref] * counts[ref] for ref in kept) + 2 * max(sizes.values(), default=0)
+    total = BESIDE * max(map(_num_bytes, kept.values()), default=0)
+    for value in kept.values():
+        total += _num_bytes(value) * forms.num_blocks.get(forms.StackOf(value.op.name), 1)
     kept_programs.keep_bytes(key, str(total).encode())
     return total
 
 
-def _trainable(task: BaseTask, theta: NestedMap) -> list[tf.Tensor]:
-    specs = task.VariableSpecs().Flatten()
-    return [w for w, spec in zip(theta.Flatten(), specs, strict=True) if spec.trainable]
-
-
 def _num_bytes(value: tf.Tensor) -> int:
-    if not value.shape.is_fully_defined():
-        return 0  # e.g. a resource; a step's own tensors have static shapes
-    return math.prod(value.shape) * value.dtype.size
-
-
-def _repetitions(name: str, num_blocks: Mapping[str, int]) -> int:
-    """The times that the step makes what an operation of that name makes once."""
-    counts = (n for path, n in num_blocks.items() if name.startswith(path.replace(".", "/") + "/"))
-    return next(counts, 1)
+    # A resource has no static shape; a step's own tensors do.
+    return (value.shape.num_elements() or 0) * value.dtype.size

@@ -76,10 +76,9 @@ class MoEDemo(OpenModel):
         return p
 
     def Input(self) -> InstantiableParams:
-        return (
-            super()
-            .Input()
-            .Set(source_vocab_size=4000, target_length=128, batch_size=16, vocab_sentences=60_000)
+        p = super().Input()
+        return p.Set(
+            source_vocab_size=4000, target_length=128, batch_size=16, vocab_sentences=60_000
         )
 
     def Train(self) -> Params:

@@ -57,17 +57,14 @@ class DenseLm(Measured):
 
     def Task(self) -> InstantiableParams:
         inside = {"N": "model", "H": "model", "V": "model"}
-        return (
-            super()
-            .Task()
-            .Set(
-                tied_softmax=True,
-                activation=self.ACTIVATION,
-                position=self.POSITION.Params(),
-                optimizer=self.OPTIMIZER.Params(),
-                activation_split={"B": "data", "M": "model", **inside},
-                weight_split={"M": "data", **inside},
-            )
+        p = super().Task()
+        return p.Set(
+            tied_softmax=True,
+            activation=self.ACTIVATION,
+            position=self.POSITION.Params(),
+            optimizer=self.OPTIMIZER.Params(),
+            activation_split={"B": "data", "M": "model", **inside},
+            weight_split={"M": "data", **inside},
         )
 
     def Train(self) -> Params:

@@ -23,15 +23,12 @@ class DenseBase(M4Base):
 
     def Task(self) -> InstantiableParams:
         inside = {"N": "model", "H": "model", "V": "model"}
-        return (
-            super()
-            .Task()
-            .Set(
-                name="dense",
-                key_dim=64,
-                activation_split={"B": "data", **inside},
-                weight_split=inside,
-            )
+        p = super().Task()
+        return p.Set(
+            name="dense",
+            key_dim=64,
+            activation_split={"B": "data", **inside},
+            weight_split=inside,
         )
 
     def Train(self) -> Params:

@@ -178,11 +178,8 @@ class M4MoE2048E60LSharded(M4MoE2048E60L):
 
     def Task(self) -> InstantiableParams:
         both = ("expert", "core")
-        return (
-            super()
-            .Task()
-            .Set(activation_split=dict.fromkeys("BGE", both), weight_split={"E": both})
-        )
+        p = super().Task()
+        return p.Set(activation_split=dict.fromkeys("BGE", both), weight_split={"E": both})
 
     def Train(self) -> Params:
         return super().Train().Set(mesh="expert:1024,core:2", shard_state="weights")

@@ -1,5 +1,7 @@
 """BaseLayer: specs, paths, inheritance and initial values."""
 
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -59,7 +61,7 @@ def test_children_inherit_what_they_leave_open():
     assert y.dtype == tf.bfloat16
 
 
-def test_a_class_that_computes_otherwise_inherits_no_packing_of_weights():
+def test_a_class_that_computes_otherwise_says_that_its_weights_are_not_packed():
     class Packs(Leaf):
         PackWeights = BaseLayer.PackChildren
 
@@ -70,8 +72,21 @@ def test_a_class_that_computes_otherwise_inherits_no_packing_of_weights():
         def FProp(self, theta, x):
             return super().FProp(theta, 2 * x)
 
+    class Stated(Other):
+        PackWeights = BaseLayer.PackWeights
+
+    class Plain(Leaf):
+        def FProp(self, theta, x):
+            return x
+
     packs = [cls.PackWeights is BaseLayer.PackChildren for cls in (Packs, Same, Other)]
     assert packs == [True, True, False]
+    theta = NestedMap()
+    with pytest.warns(UserWarning, match="Other overrides .* state PackWeights in the class"):
+        assert Other.Params().Instantiate().PackWeights(theta, None) is theta
+    with warnings.catch_warnings(action="error"):
+        for cls in (Stated, Plain):
+            assert cls.Params().Instantiate().PackWeights(theta, None) is theta
 
 
 def test_initial_values_depend_on_seed_and_path_alone():

@@ -2,8 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 

@@ -37,7 +37,7 @@ def test_every_public_method_that_computes_is_scoped(cls):
         if not inspect.isfunction(method) or name.startswith("_"):
             continue
         computes = {"theta", "routing"} & set(inspect.signature(method).parameters)
-        assert not computes or hasattr(method, "scoped"), f"{cls.__name__}.{name} needs @scoped"
+        assert not computes or hasattr(method, "scoped_in"), f"{cls.__name__}.{name} needs @scoped"
 
 
 def test_what_overrides_a_scoped_method_is_scoped():

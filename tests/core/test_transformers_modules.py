@@ -11,8 +11,7 @@ import tensorflow as tf
 from equivalence import assert_same, assert_steps
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
-from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels, xla
 from lingvo_moe.core.layers import masks, positions
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.extended_attention import ExtendedAttention

@@ -12,8 +12,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from spmd_case import floats
 
 from lingvo_moe.core.engine.collectives import parse_collectives

@@ -52,6 +52,9 @@ def test_a_run_and_its_export_give_the_same_texts(run, saved, tmp_path, capfd):
     lines = [json.loads(line) for line in out.read_text().split("\n")]
     assert [line["prompt"] for line in lines[:3]] == ["red house", "open", ""]
     assert all(line["finished"] or line["tokens"] == 12 for line in lines)
+    rounded = [f"--output={tmp_path}/rounded", "--weights=int8", "--max_tokens=20"]
+    assert generate.main([f"--logdir={run}", files[0], *rounded]) == 0
+    assert len((tmp_path / "rounded").read_text().split("\n")) == 4
     alone = [sys.executable, "-c", _ALONE, str(saved)]
     done = subprocess.run(alone, capture_output=True, cwd=tmp_path, check=True)
     assert done.stdout.decode() == lines[1]["text"]
@@ -68,5 +71,5 @@ def test_what_does_not_fit_is_refused(run, saved, tmp_path, capfd):
     assert "tools.generate" in said(translate, f"--saved_model={saved}")
     output = f"--output={tmp_path}/out"
     assert "--top_k=2: a language model" in said(export, f"--logdir={run}", output, "--top_k=2")
-    told = "--weights is for translation"
-    assert told in said(export, f"--logdir={run}", output, "--weights=int8")
+    shortlist = f"--shortlist={tmp_path}/list"
+    assert "--shortlist is for translation" in said(export, f"--logdir={run}", output, shortlist)

@@ -25,10 +25,11 @@ from lingvo_moe.core.auto_shard.operators import (
     Operators,
     Value,
 )
+from lingvo_moe.core.planner.memory.step_bytes import StateSize
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 
-# An update reads a weight, its gradient and a slot, and writes weight and slot: a device does so for its part.
-_UPDATE_PASSES = 5
+# Bytes that the update of a weight with one slot moves, for each byte of the weight: a device does so for its part.
+_UPDATED = StateSize(weights=1, gradients=1, slots=1).Updating()
 
 # The letter that each mesh axis shards; None: it holds copies.
 Choice = tuple[int | None, ...]
@@ -207,7 +208,7 @@ class Costs:
         """Seconds, bytes that are kept, bytes at work."""
         total = 0.0
         traffic = sum(self._Bytes(v, operator.holds[v], choice) for v in self._leaves[number])
-        base = self._Base(operator, choice)
+        base = sum(self._Bytes(v, d, choice) for v, d in operator.root) or np.inf
         gradients = False
         seen: set[tuple[int, Letters]] = set()
         for member in operator.members:
@@ -240,14 +241,10 @@ class Costs:
             self._Bytes(v, operator.holds[v], choice) for v in operator.arguments if v.has_gradient
         )
         # Also so that of equal choices one is taken that stores less.
-        total += (_UPDATE_PASSES * wanted + 0.01 * held) / self._on.machine.hbm_bandwidth
+        total += (_UPDATED * wanted + 0.01 * held) / self._on.machine.hbm_bandwidth
         kept = held + wanted + (traffic if gradients else 0.0)
         working = self._Working(operator, choice)
         return total, kept, working
-
-    def _Base(self, operator: Operator, choice: Choice) -> float:
-        """Bytes of the result that an operator's other tensors follow."""
-        return sum(self._Bytes(v, d, choice) for v, d in operator.root) or np.inf
 
     def _Working(self, operator: Operator, choice: Choice) -> float:
         sizes = [

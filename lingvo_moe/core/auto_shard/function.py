@@ -22,7 +22,7 @@ import tensorflow as tf
 from lingvo_moe.core.auto_shard import strategy as strategies
 from lingvo_moe.core.auto_shard.annotating import annotated
 from lingvo_moe.core.auto_shard.operators import Argument
-from lingvo_moe.core.auto_shard.search import Search, Traced
+from lingvo_moe.core.auto_shard.search import Recorded, Search
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.engine.eager.functional import ShardedFunction, tensor_items
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, dtype_name
@@ -166,7 +166,9 @@ class AutoSharded(ShardedFunction):
             warnings.warn(f"auto_shard: {self._name}: {note}", stacklevel=6)
         return found, structure
 
-    def _Trace(self, arguments: dict[str, Any], mesh: Mesh) -> tuple[Traced, list[TensorSpec], Any]:
+    def _Trace(
+        self, arguments: dict[str, Any], mesh: Mesh
+    ) -> tuple[Recorded, list[TensorSpec], Any]:
         """The operations, the arguments' specs, and the structure of the results."""
         specs = [
             TensorSpec(tuple(int(n) for n in leaf.shape), dtype_name(leaf.dtype), (), path)
@@ -180,7 +182,7 @@ class AutoSharded(ShardedFunction):
             structure = map_structure(lambda _: 0, out)
             return [tf.convert_to_tensor(y) for y in flatten(out)]
 
-        return Traced(call, specs, mesh), specs, structure
+        return Recorded(call, specs, mesh), specs, structure
 
     def _Search(
         self, arguments: dict[str, Any], mesh: Mesh, wanted: Sequence[bool]
@@ -242,7 +244,7 @@ def _check(
     name: str,
     mesh: Mesh,
     specs: Sequence[TensorSpec],
-    traced: Traced,
+    traced: Recorded,
 ) -> None:
     """Raises ShardingError unless the strategy is for this function."""
     what = f"{name}: the given strategy"

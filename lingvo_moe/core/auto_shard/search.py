@@ -29,7 +29,7 @@ from lingvo_moe.core.sharding.letters import DimsMapping
 _MANUAL = ("XlaSpmdFullToShardShape", "XlaSpmdShardToFullShape")
 
 
-class Traced:
+class Recorded:
     """A function's operations, recorded once under the mesh.
 
     Attributes:
@@ -73,7 +73,7 @@ class Search:
     def __init__(
         self,
         name: str,
-        traced: Traced,
+        traced: Recorded,
         arguments: Sequence[Argument],
         results: Sequence[tuple[str, DimsMapping | None]],
         on: MeshMachine,

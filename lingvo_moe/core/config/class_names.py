@@ -22,6 +22,7 @@ _OWN_MODULE = re.compile(rf"{_OWN}\.(core|tasks)(\.[A-Za-z_][A-Za-z0-9_]*)+")
 
 # Modules that have other names now; parameters of older runs name them.
 _MOVED = {
+    "lingvo_moe.core.moe.dispatch_index": "lingvo_moe.core.moe.dispatch",
     "lingvo_moe.tasks.mt.input.pipeline": "lingvo_moe.tasks.mt.mt_input",
     "lingvo_moe.tasks.mt.input.mt_input": "lingvo_moe.tasks.mt.mt_input",
     "lingvo_moe.tasks.image.input.pipeline": "lingvo_moe.tasks.image.input.image_input",

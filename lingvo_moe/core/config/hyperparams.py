@@ -82,18 +82,18 @@ class Params:
         name: str,
         default: Any,
         description: str,
-        choices: Mapping[str, type] | None = None,
         check: checks.Check | None = None,
+        choices: Mapping[str, type] | None = None,
         parent_sets: str = "",
     ) -> None:
         """Adds a name with its default and help.
 
         Args:
             default: any value; Params, where the parameter configures a class.
-            choices: the classes that such a parameter may configure, by the names that SetFromText
-                takes in place of Params.
             check: the values that it may have; None: those of the default's type (any, for None). The
                 default itself need not pass.
+            choices: the classes that such a parameter may configure, by the names that SetFromText
+                takes in place of Params.
             parent_sets: why Params of a class with these Params as a part set it, as a phrase; '' if they do not.
 
         Raises:

@@ -59,34 +59,34 @@ def _DefineStep(p: Params) -> None:
         "The devices that the experiment was made for, axis:size,...; with others than these the "
         "first axis changes its size. --mesh is used instead.",
     )
-    p.Define("max_steps", 1_000_000, "The step at which training ends.", check=checks.COUNT)
+    p.Define("max_steps", 1_000_000, "The step at which training ends.", checks.COUNT)
     p.Define(
         "upcycle_at",
         0,
         "A model with experts is trained without them up to this step, as a run of its own in LOGDIR-dense; then they "
         "grow out of its layers. 0: experts from the start.",
-        check=checks.COUNT,
+        checks.COUNT,
     )
     p.Define(
         "max_units",
         0,
         "Training ends when so many tokens (images, ...) were trained on, padding left out; it is looked for at "
         "summaries and checkpoints. 0: no such limit.",
-        check=checks.COUNT,
+        checks.COUNT,
     )
     p.Define(
         "max_cpu_seconds",
         0.0,
         "Training ends after so many CPU seconds of the process, all threads together, without those of compiling and "
         "of evaluations; it is looked for at summaries and checkpoints. 0: no such limit.",
-        check=checks.NOT_NEGATIVE,
+        checks.NOT_NEGATIVE,
     )
     p.Define(
         "num_micro_batches",
         1,
         "M: a step computes gradients of M equal parts of its batch, one after another, and updates the weights once. "
         "Activations take less memory. M divides input.batch_size, and task.num_groups of a model with experts.",
-        check=checks.SIZE,
+        checks.SIZE,
     )
     p.Define(
         "shard_state",
@@ -94,7 +94,7 @@ def _DefineStep(p: Params) -> None:
         "What of the training state is sharded along mesh axes that would hold copies of it, where these divide it: "
         "slots (those of the optimizer), gradients (and slots) or weights (and both). Each takes less memory; weights "
         "take more communication. Checkpoints stay the same.",
-        check=checks.one_of(checks.STATE_LEVELS),
+        checks.one_of(checks.STATE_LEVELS),
     )
     p.Define(
         "offload",
@@ -103,50 +103,47 @@ def _DefineStep(p: Params) -> None:
         "the optimizer), master (the float32 values of bfloat16 weights), experts (their weights, gradients and "
         "slots), activations (the inputs of blocks, kept for the backward pass), or a list of these and of patterns "
         "of variables' paths, e.g. ['*.ffn.w?'] (as experts).",
-        check=checks.OFFLOAD,
+        checks.OFFLOAD,
     )
 
 
 def _DefineIntervals(p: Params) -> None:
-    p.Define("save_interval_steps", 1000, "Steps between checkpoints.", check=checks.SIZE)
+    p.Define("save_interval_steps", 1000, "Steps between checkpoints.", checks.SIZE)
     p.Define(
         "save_max_to_keep",
         3,
         "Checkpoints kept, the newest ones; the best is kept too, and the newest from which a step succeeded.",
-        check=checks.SIZE,
+        checks.SIZE,
     )
     p.Define(
         "max_skipped_steps",
         8,
         "Training ends after so many steps in a row whose loss or gradient is not finite, which change nothing; it is "
         "looked for at summaries and checkpoints. 0: never.",
-        check=checks.COUNT,
+        checks.COUNT,
     )
     p.Define(
-        "summary_interval_steps",
-        10,
-        "Steps between summaries and progress lines.",
-        check=checks.SIZE,
+        "summary_interval_steps", 10, "Steps between summaries and progress lines.", checks.SIZE
     )
     p.Define(
         "stall_seconds",
         50.0,
         "A process of several that is behind the others for so long, in reading or writing, is named and the job ends. "
         "0: never.",
-        check=checks.NOT_NEGATIVE,
+        checks.NOT_NEGATIVE,
     )
     p.Define(
         "eval_interval_steps",
         0,
         "Steps between evaluations on held-out data; one more follows the last step. 0: never.",
-        check=checks.COUNT,
+        checks.COUNT,
     )
-    p.Define("eval_batches", 8, "Held-out batches of an evaluation.", check=checks.SIZE)
+    p.Define("eval_batches", 8, "Held-out batches of an evaluation.", checks.SIZE)
     p.Define(
         "early_stopping_evals",
         0,
         "Training ends after so many evaluations without a lower held-out loss; 0: never.",
-        check=checks.COUNT,
+        checks.COUNT,
     )
 
 

@@ -84,8 +84,7 @@ def _run_and_flush(main: Callable[[], int]) -> int:
 
 def _leave_flags_to_command(argv: list[str]) -> list[str]:
     """Leaves absl's global flags at their defaults, and logging as Python has it: warnings as plain lines."""
-    from absl import flags
-    from absl import logging as absl_logging
+    from absl import flags, logging as absl_logging
 
     flags.FLAGS.mark_as_parsed()
     absl_logging.set_verbosity(absl_logging.WARNING)

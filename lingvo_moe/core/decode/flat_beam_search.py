@@ -66,7 +66,6 @@ class FlatBeamSearch:
 
     Args:
         max_length: T, static, at least every max_lengths_B. Flat sequences have S = T * J places.
-        options: see SearchOptions.
         allowed_V: bool, which tokens may be emitted besides EOS (None: all but PAD and BOS).
     """
 
@@ -133,7 +132,6 @@ class FlatBeamSearch:
         """All hypotheses hold BOS; the first alone is live, or the beam would fill with copies.
 
         Args:
-            max_lengths_B: see `Run`.
             steps: how many there are places for; None: T.
         """
         J = self.J

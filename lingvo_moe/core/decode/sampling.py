@@ -33,7 +33,8 @@ def sample(logits_BV: tf.Tensor, settings: NestedMap, step: tf.Tensor) -> tf.Ten
         tf.reduce_any(unlike_B), lambda: _largest(scaled_BV, settings), lambda: scaled_BV
     )
     upto_BV = tf.cumsum(tf.nn.softmax(kept_BV), axis=1)
-    drawn_B = _uniform(randomness.fold_in(settings.seed, step)) * upto_BV[:, -1]
+    word_B = tf.bitcast(randomness.fold_in(settings.seed, step)[:, 0], tf.uint32)
+    drawn_B = randomness.fractions(word_B) * upto_BV[:, -1]
     found_B = tf.math.count_nonzero(upto_BV <= drawn_B[:, tf.newaxis], 1, dtype=tf.int32)
     # Of a product that is rounded up to the sum of all, no token has a larger sum.
     none_B = found_B == dim(logits_BV, 1)
@@ -51,10 +52,3 @@ def _largest(logits_BV: tf.Tensor, settings: NestedMap) -> tf.Tensor:
     number_B = tf.clip_by_value(tf.where(settings.top_p < 1.0, of_p_B, all_V), 1, k_B)
     least_B1 = tf.gather(sorted_BV, number_B[:, tf.newaxis] - 1, batch_dims=1)
     return tf.where(logits_BV >= least_B1, logits_BV, float("-inf"))
-
-
-def _uniform(seed_BD: tf.Tensor) -> tf.Tensor:
-    """A number in [0, 1) of each seed: float32 [B]."""
-    word = tf.bitcast(seed_BD[:, 0], tf.uint32)
-    fraction = tf.bitcast(tf.bitwise.right_shift(word, tf.constant(8, tf.uint32)), tf.int32)
-    return tf.cast(fraction, tf.float32) * (1.0 / (1 << 24))

@@ -24,7 +24,7 @@ from lingvo_moe.core.engine.compiled_cache import keeping_if
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults
-from lingvo_moe.core.partitioner.explanation import Line, WrongNumbers
+from lingvo_moe.core.partitioner.explanation import CodeLine, WrongNumbers
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, WARN
 from lingvo_moe.core.sharding import ShardingError
 
@@ -81,7 +81,7 @@ def find_faults(text: str, program: Program) -> list[WrongNumbers]:
     found = []
     for fault in faults:
         line = program.sources.Line(fault.op) if program.sources and fault.op else None
-        found.append(WrongNumbers(fault, Line(str(line), line.text) if line else None))
+        found.append(WrongNumbers(fault, CodeLine(str(line), line.text) if line else None))
     return found
 
 

@@ -173,7 +173,6 @@ class CompiledProgram(Compiled):
         return self._compiled.as_text()
 
     def Collectives(self) -> list[Collective]:
-        """The collectives of the compiled program."""
         return parse_collectives(self.HloText())
 
     def Memory(self) -> dict[str, int]:

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from lingvo_moe.core.files.files import only_one, replaced_directory, write_atomic
+from lingvo_moe.core.files.files import only_one, replaced_directory
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.files.paths import user_cache_dir
-from lingvo_moe.core.files.store import Bucket, StoreError, is_address
+from lingvo_moe.core.files.store import Bucket, LocalStore, StoreError, is_address
 
 # The parts of a run that are not copied: checkpoints are read and written in place, events only written.
 _IN_PLACE, _EVENTS = "checkpoints/", ".tfevents."
@@ -48,10 +48,8 @@ class LocalCopy:
         for name in self.store.List():
             if name.startswith(_IN_PLACE) or _EVENTS in name:
                 continue
-            path = self.path / _checked(self.store, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, self.store.Read(name))
-            self._written[path] = _state(path)
+            LocalStore(self.path).Write(_checked(self.store, name), self.store.Read(name))
+            self._written[self.path / name] = _state(self.path / name)
 
     def Push(self) -> None:
         """Writes what has changed here to the bucket, oldest first: a list of files comes after the files."""
@@ -116,9 +114,7 @@ def kept_copy(address: str, lists: Sequence[str]) -> Path:
         if not path.is_dir():
             with replaced_directory(path) as temporary:
                 for file in store.List():
-                    place = temporary / _checked(store, file)
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(place, store.Read(file))
+                    LocalStore(temporary).Write(_checked(store, file), store.Read(file))
                 try:
                     verify_manifest(temporary, name)
                 except ManifestError as e:

@@ -19,13 +19,10 @@ class WindowDim:
     lhs_dilate: int = 1
     rhs_dilate: int = 1
 
-    def valid_positions(self, input_size: int, output_size: int) -> int:
-        """Counts the (kernel, output) positions that meet an input element, not padding or a hole."""
-        return _valid_positions(self, input_size, output_size)
-
 
 @functools.cache
-def _valid_positions(window: WindowDim, input_size: int, output_size: int) -> int:
+def valid_positions(window: WindowDim, input_size: int, output_size: int) -> int:
+    """Counts the (kernel, output) positions that meet an input element, not padding or a hole."""
     count = 0
     for kernel in range(window.size):
         offset = kernel * window.rhs_dilate - window.pad_low

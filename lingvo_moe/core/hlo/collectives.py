@@ -59,13 +59,14 @@ def collective_use(
     if kind is None:
         return None
     operands = [array for operand in inside.operands(instruction) for array in operand.arrays]
-    results = list(instruction.arrays)
-    if instruction.opcode == "send":
-        return _transfer(kind, instruction, operands[0].num_bytes, module_attributes)
-    if kind != instruction.opcode and len(results) > len(operands):
-        results = results[len(operands) : 2 * len(operands)]  # (operands, results, contexts)
     groups = device_groups(instruction, module_attributes)
     participants = 2 if kind == "collective-permute" else len(groups[0])
+    if instruction.opcode == "send":
+        sent = operands[0].num_bytes * (participants if kind == "all-gather" else 1)
+        return CollectiveUse(kind, sent, participants, len(groups), devices=groups)
+    results = list(instruction.arrays)
+    if kind != instruction.opcode and len(results) > len(operands):
+        results = results[len(operands) : 2 * len(operands)]  # (operands, results, contexts)
     sizes = [sum(array.num_bytes for array in arrays) for arrays in (operands, results)]
     return CollectiveUse(
         kind, max(sizes), participants, len(groups), tensors=len(operands), devices=groups
@@ -97,12 +98,3 @@ def executed_collective(
             scatters = use.kind == "all-reduce"
             return dataclasses.replace(use, kind="reduce-scatter") if scatters else use
     return None
-
-
-def _transfer(
-    kind: str, instruction: Instruction, sent: int, module_attributes: str
-) -> CollectiveUse:
-    groups = device_groups(instruction, module_attributes)
-    participants = 2 if kind == "collective-permute" else len(groups[0])
-    gathered = participants if kind == "all-gather" else 1
-    return CollectiveUse(kind, sent * gathered, participants, len(groups), devices=groups)

@@ -42,7 +42,6 @@ def device_groups(instruction: Instruction, module_attributes: str = "") -> Grou
     """Returns the ids of the devices in each replica group; of a permute, each (source, target) pair.
 
     Args:
-      instruction: the collective.
       module_attributes: `Module.attributes`, which holds the number of devices; of a machine of several TPU slices,
         those of one slice.
 

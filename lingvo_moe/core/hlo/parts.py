@@ -2,7 +2,7 @@
 
 Each layer runs in a TensorFlow name scope equal to its path. So an `op_name` consists of the program's
 wrapper, a scope and an operation: `jit(f)/call_tensorflow/m4/encoder/blocks/body/layers_1/ffn/router/Softmax`.
-`Layers` has what each layer declares, by its path; outside of layers, types of operations decide.
+`Layers` has what each layer declares, by its path; a task declares its loss and its masks in the same way.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 # The parts that rules here and in the planner know; a layer may declare any other.
-ATTENTION, EMBEDDING, EXPERTS, LOOP = "attention", "embedding", "experts", "loop"
+ATTENTION, EMBEDDING, EXPERTS, LOOP, LOSS = "attention", "embedding", "experts", "loop", "loss"
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 _WRAPPER = re.compile(
@@ -20,16 +20,14 @@ _WRAPPER = re.compile(
 _MODULE = "XlaCallModule"  # an operation that is a program of JAX
 _LAST_CALL = re.compile(r"/(?:Stateful)?PartitionedCall(?:_\d+)?/(?=[^/]*$)")
 _LOOP = re.compile(r"^while(?:_\d+)?$")
-_MASK = re.compile(r"^Logical(?:And|Or|Not)(?:_\d+)?$")
 _SUM = re.compile(r"/(?:AddN|add)(?:_\d+)?$")
-_GATHER_GRADIENT = re.compile(r"^UnsortedSegmentSum(?:_\d+)?$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     """The part of the model that an instruction belongs to."""
 
-    part: str  # as its layer declares it (`BaseLayer.PART`), or loss, optimizer, loop, other
+    part: str  # as its layer or its task declares it (`BaseLayer.PART`), or optimizer, loop, other
     layer: str  # e.g. 'encoder.moe'; '' if unknown
     phase: str  # one of PHASES
     path: str = ""  # the dotted name scope; '' if unknown
@@ -101,8 +99,6 @@ def _phase(names: Sequence[str], in_backward_loop: bool) -> str:
         return "optimizer"
     if "gradient_tape" in names or names[:1] == ("backward",):
         return "backward"
-    if names and _GATHER_GRADIENT.match(names[0]):
-        return "backward"
     return "recompute" if in_backward_loop else "forward"
 
 
@@ -116,7 +112,6 @@ class Layers:
     def __init__(self, declared: Mapping[str, tuple[str, str]]):
         self._declared = {path.replace(".", "/"): place for path, place in declared.items()}
         self.root = next(iter(self._declared), "")
-        self.embeddings = frozenset(name for part, name in declared.values() if part == EMBEDDING)
         self._place = functools.cache(self._Find)
 
     def place(self, op_name: str, in_backward_loop: bool) -> Place:
@@ -143,10 +138,8 @@ class Layers:
             return Place("optimizer", layer, when, ".".join(scope[:-1]))
         if scope[:1] == ["backward"]:
             scope = scope[1:]
-            if len(scope) == 1 and not _LOOP.match(scope[0]):
-                return Place("loss", "", when)  # The check that gradients are finite.
-        if scope and _GATHER_GRADIENT.match(scope[0]):
-            return Place(EMBEDDING, "", "backward")
+            if len(scope) == 1:
+                return Place(LOOP, "", when)  # The zeros that its sums of gradients start from.
         part, layer = self._PlaceScope(scope)
         return Place(part, layer, when, ".".join(scope[:-1]))
 
@@ -158,12 +151,6 @@ class Layers:
             return part, layer
         if any(map(_LOOP.match, scope)):
             return LOOP, layer
-        if part == LOOP:
-            return "other", layer
-        if len(above) == 1 and _MASK.match(scope[-1]):
-            return "attention", ""  # The attention mask, computed once for all layers.
-        if len(above) == 1 or (len(above) == 2 and above[1][:1].isupper()):
-            return "loss", ""  # Directly in the model's own scope.
         return "other", layer
 
     def _Nearest(self, above: Sequence[str]) -> tuple[str, str]:

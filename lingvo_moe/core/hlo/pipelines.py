@@ -29,7 +29,7 @@ _LOOP = re.compile(
 _AROUND = re.compile(r"^(?:.*/body/)?(?:(?:closed_call|gradient_tape|optimizer)/)*")
 
 
-class Work(NamedTuple):
+class TickWork(NamedTuple):
     """The work of a tick for one stack of layers: one of KINDS. The stack may have no name."""
 
     stack: str
@@ -43,16 +43,16 @@ class PipelineLoop(NamedTuple):
     phase: str  # what its scope says of its ticks, e.g. 'forward_backward'
 
     @property
-    def works(self) -> tuple[Work, ...]:
+    def works(self) -> tuple[TickWork, ...]:
         """The work of a tick, one for each stack of layers and kind."""
         if self.phase in _PHASES:
-            return tuple(Work("", kind) for kind in _PHASES[self.phase])
+            return tuple(TickWork("", kind) for kind in _PHASES[self.phase])
         return tuple(map(_work, self.phase.split("__")))
 
 
-def _work(text: str) -> Work:
+def _work(text: str) -> TickWork:
     kind = next(kind for kind in KINDS if text.endswith(f"_{kind}"))
-    return Work(text.removesuffix(f"_{kind}"), kind)
+    return TickWork(text.removesuffix(f"_{kind}"), kind)
 
 
 def pipeline_loop(op_name: str) -> PipelineLoop | None:

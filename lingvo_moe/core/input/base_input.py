@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping
@@ -108,7 +107,7 @@ class BaseInput(abc.ABC):
         """The parameters, with defaults."""
         p = InstantiableParams(cls)
         p.Define("name", "input", "A name, for messages.")
-        p.Define("batch_size", 32, "B, rows of a batch, over all processes.", check=checks.SIZE)
+        p.Define("batch_size", 32, "B, rows of a batch, over all processes.", checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):

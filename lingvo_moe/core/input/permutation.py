@@ -20,8 +20,6 @@ def permute(index: np.ndarray, n: int, *key: int | str) -> np.ndarray:
 
     Args:
         index: int array, any shape, values in [0, n).
-        n: the size of the permuted range.
-        key: see Key.
 
     Returns:
         An int64 array of the shape of `index`.

@@ -24,11 +24,11 @@ from lingvo_moe.core.kernels.xla import (
     AdafactorRecipe,
     CacheShape,
     Delta,
+    DenseDelta as DenseDelta,
     Drop,
     Keep,
     Shard,
 )
-from lingvo_moe.core.kernels.xla import DenseDelta as DenseDelta
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding.mesh import holding
 
@@ -71,8 +71,6 @@ class Kernels(Protocol):
                 for None in place of keys and values.
             weights: q [M,N,K], k and v [M,A,K]; heads of keys and values serve N / A heads of queries each. Or packed,
                 as `MultiHeadAttention.PackWeights` gives them, those of queries times `scale`.
-            scale: of the queries.
-            shard: see the class.
         """
 
     def per_head(self, x_BTK: tf.Tensor) -> tf.Tensor:
@@ -134,10 +132,7 @@ class Kernels(Protocol):
         """Each expert's drop(f(x wi)) wo for its slots: [E,G,C,M].
 
         Args:
-            x_EGCM: the slots.
             weights: wo [E,H,M] and those that the activation names, [E,M,H], in the type of the slots.
-            activation: f.
-            drop, shard: see the class.
             keep_hidden: marks the first products [E,G,C,H], which a loop over layers then keeps (core/tensors.py).
         """
 
@@ -150,8 +145,13 @@ class Kernels(Protocol):
     ) -> tf.Tensor:
         """Each row times the matrix of its group, [R,H]: see `grouped_matmul.py`."""
 
-    def stable_order(self, key: tf.Tensor) -> tf.Tensor:
-        """The indices that sort a vector of int32, equal keys in their order."""
+    def sort_rows(self, group_N: tf.Tensor, groups: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Sorts rows by their groups, those of a group in their order, those of group `groups`, which is none, last.
+
+        Returns:
+            int32 [N], the place of each row; int32 [R], the row in each place, -1 where there is none, or one without a
+            group; int32 [groups], the places of each group, of which the last ones may have no row.
+        """
 
     def normalize(
         self, x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor | None, epsilon: float
@@ -179,7 +179,6 @@ class Kernels(Protocol):
         """Computes the losses of the logits of x [B,T,M].
 
         Args:
-            x, table_VM, shard: as for `logits`.
             labels: int32 [B,T].
             weights: [B,T], 0 at padding.
             label_smoothing: the share e of the target that is uniform over V.
@@ -207,7 +206,6 @@ class Kernels(Protocol):
         Args:
             weight, grad: float32, of one shape.
             slots: `row` and `col` where `recipe.dims` are factored, else `full`.
-            recipe: the numbers of this step.
 
         Returns:
             What to subtract from the weight, and the new slots.

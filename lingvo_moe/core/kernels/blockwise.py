@@ -60,9 +60,6 @@ def attend(
 
     Args:
         q, k, v: in the layout of the kernels in use, of a static length.
-        blocks: which blocks there are.
-        sinks_N: see `Kernels.attend`.
-        shard: annotates an activation by its letters.
     """
     q, k, v = (kernels.current().out_of_layout(x) for x in (q, k, v))
     batch, length, heads, _ = shape_of(q)

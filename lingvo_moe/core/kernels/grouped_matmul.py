@@ -8,10 +8,11 @@ Letters: N rows, R rows of a tile, E expert, M and H the dimensions of a product
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from lingvo_moe.core.kernels.weights import Matrix
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import gen_xla_ops
 
@@ -55,6 +56,23 @@ def by_group(
     return _multiply(_Pieces(group_sizes_E, few), rows_NM, weights_EMH)
 
 
+def packed_feed_forward(
+    rows_NM: tf.Tensor,
+    group_sizes_E: tf.Tensor,
+    weights: Sequence[Sequence[Matrix]],
+    activation: Callable[..., tf.Tensor],
+) -> tf.Tensor:
+    """Multiplies each row by the packed weights of its expert, and the activation of that by the last ones: [N,M].
+
+    An expert's hidden layer is used while the processor's cache has it. `weights` are those of all experts, each.
+    """
+    pieces = _split(rows_NM, group_sizes_E)
+    outputs = []
+    for x_nM, *first, last in zip(pieces[:-1], *weights, strict=True):
+        outputs.append(last.Product(activation(*(w.Product(x_nM) for w in first))))
+    return tf.concat([*outputs, tf.zeros_like(pieces[-1])], 0)
+
+
 def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tensor) -> tf.Tensor:
     @private.custom_gradient
     def multiply(rows_NM: tf.Tensor, weights_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
@@ -79,7 +97,7 @@ class _Pieces:
         self, x_NM: tf.Tensor, weights_EMH: tf.Tensor, transpose: bool = False
     ) -> tf.Tensor:
         """[N,H]; transposed from [N,H] to [N,M]."""
-        pieces = self._split(x_NM)
+        pieces = _split(x_NM, self._sizes_E)
         product = self._transposed if transpose else tf.matmul
         out = [product(piece, weights_EMH[e]) for e, piece in enumerate(pieces[:-1])]
         width = weights_EMH.shape[1 if transpose else 2]
@@ -88,7 +106,7 @@ class _Pieces:
 
     def weights_gradient(self, x_NM: tf.Tensor, dy_NH: tf.Tensor) -> tf.Tensor:
         """[E,M,H]: each group's rows times their gradients."""
-        pieces = zip(self._split(x_NM)[:-1], self._split(dy_NH)[:-1], strict=True)
+        pieces = zip(*(_split(x, self._sizes_E)[:-1] for x in (x_NM, dy_NH)), strict=True)
         return tf.stack([tf.matmul(x, dy, transpose_a=True) for x, dy in pieces])
 
     def _transposed(self, x_nH: tf.Tensor, weight_MH: tf.Tensor) -> tf.Tensor:
@@ -97,11 +115,11 @@ class _Pieces:
             return tf.transpose(tf.matmul(weight_MH, x_nH, transpose_b=True))
         return tf.matmul(x_nH, weight_MH, transpose_b=True)
 
-    def _split(self, x: tf.Tensor) -> list[tf.Tensor]:
-        """The groups, then the rows without an expert."""
-        sizes = self._sizes_E
-        rest = tf.shape(x)[:1] - tf.reduce_sum(sizes, keepdims=True)
-        return tf.split(x, tf.concat([sizes, rest], 0), num=sizes.shape[0] + 1)
+
+def _split(x: tf.Tensor, sizes_E: tf.Tensor) -> list[tf.Tensor]:
+    """The groups, then the rows without an expert."""
+    rest = tf.shape(x)[:1] - tf.reduce_sum(sizes_E, keepdims=True)
+    return tf.split(x, tf.concat([sizes_E, rest], 0), num=sizes_E.shape[0] + 1)
 
 
 class _Tiles:

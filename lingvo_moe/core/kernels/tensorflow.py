@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.kernels import grouped_matmul as grouped
-from lingvo_moe.core.kernels import tensorflow_adafactor, xla
-from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
+from lingvo_moe.core.kernels import grouped_matmul as grouped, tensorflow_adafactor, xla
+from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Heads, Matrix, Weight
 from lingvo_moe.core.kernels.xla import (
     Activation,
     CacheShape,
@@ -151,9 +150,23 @@ def grouped_matmul(
     return grouped.by_group(rows_RM, weights_EMH, group_sizes_E, rows_expected)
 
 
-def stable_order(key: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
-    return tf.argsort(key, stable=True)
+def sort_rows(group_N: tf.Tensor, groups: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """See `Kernels`; a group with rows has at least FEWEST_ROWS places."""
+    (count,) = shape_of(group_N)
+    rows_E = tf.math.unsorted_segment_sum(tf.ones_like(group_N), group_N, groups + 1)[:groups]
+    sizes_E = tf.where(rows_E > 0, tf.maximum(rows_E, FEWEST_ROWS), 0)
+    # Up to three rows more for each group; those that it does not need come after all others.
+    more = tf.range(1, FEWEST_ROWS)[:, tf.newaxis]
+    more = tf.where(rows_E + more <= sizes_E, tf.range(groups), groups + 1)
+    owner = tf.concat([group_N, tf.reshape(more, [-1])], 0)
+    number = tf.range(count + (FEWEST_ROWS - 1) * groups)
+    order = tf.concat(tf.dynamic_partition(number, owner, groups + 2), 0)
+    order = tf.ensure_shape(order, number.shape)
+    place_N, used = tf.math.invert_permutation(order)[:count], tf.reduce_sum(sizes_E)
+    if not isinstance(count, int) or not count:  # no static shape: the places of groups, or one
+        most = tf.maximum(used, tf.minimum(count, 1))
+        order, number = order[:most], number[:most]
+    return place_N, tf.where((order < count) & (number < used), order, -1), sizes_E
 
 
 # --- attention
@@ -216,17 +229,14 @@ def _project(x: tf.Tensor, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def per_head(x_BTK: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return x_BTK[tf.newaxis]
 
 
 def in_layout(x_BTNK: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.transpose(x_BTNK, [2, 0, 1, 3])
 
 
 def out_of_layout(x: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.transpose(x, [1, 2, 0, 3])
 
 
@@ -267,7 +277,6 @@ def attend(
 
 
 def project_back(context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
-    """See `Kernels`."""
     batch, time, heads, size = open_shape(context_BTNK)
     x = tf.reshape(context_BTNK, [batch, time, heads * size])
     if isinstance(o_NKM, Matrix):
@@ -276,7 +285,6 @@ def project_back(context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
 
 
 def empty_cache(shape: CacheShape) -> tf.Tensor:
-    """See `Kernels`."""
     sizes = [shape.heads, shape.batch, shape.length, shape.hypotheses * shape.size]
     # Made where the program runs: a constant of the program must not be written in place.
     x = tf.raw_ops.Empty(shape=tf.stack(sizes), dtype=shape.dtype, init=True)

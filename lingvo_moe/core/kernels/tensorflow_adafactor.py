@@ -1,32 +1,16 @@
 """Adafactor for TensorFlow's own kernels, in few passes over memory. Letters: R row and C column of a weight."""
 
 import math
-from dataclasses import dataclass
 
 import tensorflow as tf
 
 from lingvo_moe.core.kernels import xla
-from lingvo_moe.core.kernels.xla import AdafactorRecipe, Delta
+from lingvo_moe.core.kernels.xla import AdafactorRecipe, AppliedDelta, Delta
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import fused
 
 _SLOTS = ("row", "col")
 _MOST_BLOCKS = 32  # of a layer: XLA takes 25 ms to compile the update of each
-
-
-@dataclass(frozen=True)
-class _AppliedDelta:
-    """A `Delta` whose new weight was computed with the update."""
-
-    new: tf.Tensor
-    square: tf.Tensor
-    grad_square: tf.Tensor
-
-    def SumOfSquares(self) -> tf.Tensor:
-        return self.square
-
-    def SubtractFrom(self, weight: tf.Tensor) -> tf.Tensor:
-        return tf.cast(self.new, weight.dtype)
 
 
 def adafactor(
@@ -51,7 +35,7 @@ def adafactor(
     stacked = {name: tf.stack([part[name] for part in parts]) for name in _SLOTS}
     new_slots = NestedMap({n: tf.reshape(x, slots[n].shape) for n, x in stacked.items()})
     square = tf.add_n([part.square for part in parts])
-    return _AppliedDelta(new, square, tf.add_n([part.grad_square for part in parts])), new_slots
+    return AppliedDelta(new, square, tf.add_n([part.grad_square for part in parts])), new_slots
 
 
 def _layers(value: tf.Tensor, recipe: AdafactorRecipe) -> list[list[tf.Tensor]]:

@@ -50,7 +50,6 @@ MASKED = -1e9
 
 
 def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return fn(x)
 
 
@@ -58,7 +57,6 @@ def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.
 
 
 def product(x: tf.Tensor, w_MH: Weight) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.einsum("BTM,MH->BTH", x, w_MH)
 
 
@@ -70,7 +68,6 @@ def experts_feed_forward(
     shard: Shard,
     keep_hidden: Keep | None = None,
 ) -> tf.Tensor:
-    """See `Kernels`."""
     products = [_expert_product(x_EGCM, weights[name]) for name in activation.weights]
     if keep_hidden is not None:
         products = [keep_hidden(product) for product in products]
@@ -104,8 +101,19 @@ def grouped_matmul(
     return form(rows_RM, weights_EMH, group_sizes_E, rows_expected)
 
 
-def stable_order(key: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
+def sort_rows(group_N: tf.Tensor, groups: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """See `Kernels`; each place has a row."""
+    (count,) = shape_of(group_N)
+    at = tf.range(count)
+    order = _stable_order(group_N)
+    place_N = tf.scatter_nd(order[:, tf.newaxis], at, [count])
+    owner = tf.where(group_N < groups, group_N, -1)
+    sizes = tf.math.unsorted_segment_sum(tf.ones_like(group_N), owner, groups)
+    return place_N, tf.where(at < tf.reduce_sum(sizes), order, -1), sizes
+
+
+def _stable_order(key: tf.Tensor) -> tf.Tensor:
+    """The indices that sort a vector of int32, equal keys in their order."""
     if not in_xla():
         return tf.argsort(key, stable=True)
 
@@ -159,17 +167,14 @@ def project_heads(
 
 
 def per_head(x_BTK: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return x_BTK[:, :, tf.newaxis]
 
 
 def in_layout(x_BTNK: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return x_BTNK
 
 
 def out_of_layout(x: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return x
 
 
@@ -181,7 +186,6 @@ def attend(
     drop: Drop | None,
     sinks_N: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """See `Kernels`."""
     probs = masked_softmax(by_head("BTNK,BSNK->BNTS", q, k), mask, sinks_N)
     probs = tf.cast(probs, v.dtype)
     if drop is not None:
@@ -190,18 +194,15 @@ def attend(
 
 
 def project_back(context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.einsum("BTNK,NKM->BTM", context_BTNK, tf.cast(o_NKM, context_BTNK.dtype))
 
 
 def empty_cache(shape: CacheShape) -> tf.Tensor:
-    """See `Kernels`."""
     sizes = [shape.length, shape.batch, shape.hypotheses, shape.heads, shape.size]
     return tf.zeros(sizes, shape.dtype)
 
 
 def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     index = tf.reshape(tf.cast(time, tf.int32), [-1, 1])
     if time.shape.rank:
         new = tf.transpose(new, [1, 0, 2, 3])[:, :, tf.newaxis]
@@ -213,7 +214,6 @@ def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
 def attend_cache(
     q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, sinks_N: tf.Tensor | None = None
 ) -> tf.Tensor:
-    """See `Kernels`."""
     batch, queries, heads, _ = shape_of(q)
     steps, num_hyps = dim(k, 0), dim(k, 2)
     logits = by_head("BJNK,LBINK->BNJLI", q, k)
@@ -254,8 +254,6 @@ def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
     Args:
         equation: in which N is the head of both operands and of the result, e.g. "BTNK,BSNK->BNTS".
-        x: with N heads.
-        y: with A heads.
     """
     x_letters, y_letters, out = re.split(",|->", equation)
     axis, kv_heads = x_letters.index("N"), y.shape[y_letters.index("N")]
@@ -276,7 +274,6 @@ def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 def normalize(
     x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor | None, epsilon: float
 ) -> tf.Tensor:
-    """See `Kernels`."""
     # Sums times 1/M: the gradient of tf.reduce_mean would make a constant as large as x.
     per_element = 1.0 / x.shape[-1]
     if bias_M is not None:
@@ -287,7 +284,6 @@ def normalize(
 
 
 def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
-    """See `kernels.dropout`."""
     return keep(x, randomness.kept(seed, x.shape, rate, rows), rate)
 
 
@@ -300,7 +296,6 @@ def keep(x: tf.Tensor, kept: tf.Tensor, rate: float) -> tf.Tensor:
 
 
 def logits(x: tf.Tensor, table_VM: Weight, shard: Shard) -> tf.Tensor:
-    """See `Kernels`."""
     y = tf.einsum("BTM,VM->BTV", x, tf.cast(table_VM, x.dtype))
     return shard(tf.cast(y, tf.float32), "BTV")
 
@@ -313,7 +308,6 @@ def token_losses(
     label_smoothing: float,
     shard: Shard,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """See `Kernels`."""
     scores = logits(x, table_VM, shard)
     weights = tf.cast(weights, tf.float32)
     best = tf.argmax(scores, axis=-1, output_type=tf.int32)
@@ -383,6 +377,21 @@ class DenseDelta:
 
 
 @dataclass(frozen=True)
+class AppliedDelta:
+    """A `Delta` whose new weight was computed with the update; `square` is the sum of squares of the update."""
+
+    weight: tf.Tensor
+    square: tf.Tensor
+    grad_square: tf.Tensor | None = None
+
+    def SumOfSquares(self) -> tf.Tensor:
+        return self.square
+
+    def SubtractFrom(self, weight: tf.Tensor) -> tf.Tensor:
+        return tf.cast(self.weight, weight.dtype)
+
+
+@dataclass(frozen=True)
 class AdafactorRecipe:
     """The numbers of one step of Adafactor for one variable; see optimizers/adafactor.py."""
 
@@ -405,7 +414,6 @@ class AdafactorRecipe:
 def adafactor(
     weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
 ) -> tuple[Delta, NestedMap]:
-    """See `Kernels`."""
     decay, rate, *numbers = (getattr(recipe, field.name) for field in fields(recipe))
     update, new_slots = _adafactor(weight, grad, slots, decay, rate, tuple(numbers))
     return DenseDelta(update), new_slots
@@ -451,12 +459,10 @@ def _rms(x: tf.Tensor, stack_dims: int) -> tf.Tensor:
 
 
 def sum_of_squares(x: tf.Tensor) -> tf.Tensor:
-    """See `Kernels`."""
     return tf.reduce_sum(tf.square(x))
 
 
 def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
-    """See `Kernels`."""
     return [[stack[i] for stack in stacks] for i in range(num)]
 
 
@@ -471,5 +477,4 @@ def with_row(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf
 
 
 def select(condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]) -> list[tf.Tensor]:
-    """See `Kernels`."""
     return [tf.where(condition, a, b) for a, b in zip(new, old, strict=True)]

@@ -13,8 +13,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import blockwise, tpu
 from lingvo_moe.core.kernels.blockwise import BLOCK, Blocks
@@ -51,16 +50,16 @@ class MultiHeadAttention(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; 0 takes the parent's.", check=checks.SIZE)
-        p.Define("num_heads", 1, "N.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M; 0 takes the parent's.", checks.SIZE)
+        p.Define("num_heads", 1, "N.", checks.SIZE)
         p.Define(
             "num_kv_heads",
             0,
             "A, heads of keys and values, each for N / A heads; 1: multi-query attention; 0: N. "
             "(attention_num_memory_heads in Lingvo's GShard.)",
-            check=checks.COUNT,
+            checks.COUNT,
         )
-        p.Define("dim_per_head", 0, "K; 0 takes M / N.", check=checks.COUNT)
+        p.Define("dim_per_head", 0, "K; 0 takes M / N.", checks.COUNT)
         p.Define(
             "position", None, "Params of the Positions of queries and keys; None: they have none."
         )
@@ -69,11 +68,9 @@ class MultiHeadAttention(BaseLayer):
             AUTO,
             "Tokens of a block, where self-attention is computed by blocks (kernels/blockwise.py). auto: those of the "
             f"fused kernel in a program for TPUs (kernels/pallas/attention.py), in others {BLOCK}.",
-            check=checks.SizeOr((AUTO,)),
+            checks.SizeOr((AUTO,)),
         )
-        p.Define(
-            "atten_dropout_prob", 0.0, "Dropout on the attention probabilities.", check=checks.SHARE
-        )
+        p.Define("atten_dropout_prob", 0.0, "Dropout on the attention probabilities.", checks.SHARE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -306,7 +303,6 @@ class CrossAttention(MultiHeadAttention):
     """Attention to a memory, whose packed weights project queries apart from keys and values."""
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer."""
         q, k, v, o = self._ToPack(theta)
         return NestedMap(q=packing.Heads(q), kv=packing.Heads(k, v), o=packing.Matrix(o))
 

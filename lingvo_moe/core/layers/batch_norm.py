@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.elementwise import elementwise_meta
 from lingvo_moe.core.nested_map import NestedMap
@@ -33,15 +32,10 @@ class BatchNorm(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("channels", 0, "O.", check=checks.SIZE)
-        p.Define("epsilon", 1e-5, "Added to the variance.", check=checks.POSITIVE)
-        p.Define(
-            "decay",
-            0.9,
-            "The share of a moving average that one step keeps.",
-            check=checks.SHARE,
-        )
-        p.Define("initial_scale", 1.0, "The scale before training.", check=checks.NOT_NEGATIVE)
+        p.Define("channels", 0, "O.", checks.SIZE)
+        p.Define("epsilon", 1e-5, "Added to the variance.", checks.POSITIVE)
+        p.Define("decay", 0.9, "The share of a moving average that one step keeps.", checks.SHARE)
+        p.Define("initial_scale", 1.0, "The scale before training.", checks.NOT_NEGATIVE)
         return p
 
     def __init__(self, params: InstantiableParams):

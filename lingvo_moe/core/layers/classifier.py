@@ -8,8 +8,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -27,13 +26,10 @@ class Classifier(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("num_classes", 0, "V.", check=checks.SIZE)
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("num_classes", 0, "V.", checks.SIZE)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
         p.Define(
-            "label_smoothing",
-            0.0,
-            "The share of the target that is uniform over V.",
-            check=checks.SHARE,
+            "label_smoothing", 0.0, "The share of the target that is uniform over V.", checks.SHARE
         )
         return p
 

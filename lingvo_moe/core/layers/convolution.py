@@ -8,8 +8,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -30,15 +29,15 @@ class Conv2D(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("input_channels", 0, "I.", check=checks.SIZE)
-        p.Define("output_channels", 0, "O.", check=checks.SIZE)
-        p.Define("kernel_size", 3, "Rows and columns of the kernel.", check=checks.SIZE)
-        p.Define("stride", 1, "Rows and columns from one window to the next.", check=checks.SIZE)
+        p.Define("input_channels", 0, "I.", checks.SIZE)
+        p.Define("output_channels", 0, "O.", checks.SIZE)
+        p.Define("kernel_size", 3, "Rows and columns of the kernel.", checks.SIZE)
+        p.Define("stride", 1, "Rows and columns from one window to the next.", checks.SIZE)
         p.Define(
             "padding",
             "SAME",
             "SAME: ceil(rows / stride) rows, zeros around the image; VALID: only windows inside it.",
-            check=checks.one_of(PADDINGS),
+            checks.one_of(PADDINGS),
         )
         p.Define("bias", False, "Whether to add a bias to each output channel.")
         return p

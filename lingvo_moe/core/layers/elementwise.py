@@ -8,8 +8,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -23,7 +22,7 @@ class Activation(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("activation", "relu", "The function.", check=checks.one_of(ELEMENTWISE))
+        p.Define("activation", "relu", "The function.", checks.one_of(ELEMENTWISE))
         return p
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
@@ -42,7 +41,7 @@ class Dropout(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("rate", 0.0, "The probability that an element is zeroed.", check=checks.SHARE)
+        p.Define("rate", 0.0, "The probability that an element is zeroed.", checks.SHARE)
         return p
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:

@@ -8,11 +8,10 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.private import tensorflow as private
+from lingvo_moe.core.tensors import custom_gradient
 
 
 class Embedding(BaseLayer):
@@ -28,8 +27,8 @@ class Embedding(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("vocab_size", 0, "V.", check=checks.IDS)
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("vocab_size", 0, "V.", checks.IDS)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -51,7 +50,7 @@ class Embedding(BaseLayer):
         return NestedMap(flops=0, out_shapes=((*input_shapes[0], params.model_dim),))
 
 
-@private.custom_gradient
+@custom_gradient
 def _lookup(table: tf.Tensor, ids: tf.Tensor) -> tuple:
     """tf.gather whose gradient is one dense float32 sum, never IndexedSlices: it partitions."""
     num_ids, dim = table.shape

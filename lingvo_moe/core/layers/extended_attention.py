@@ -40,11 +40,9 @@ class ExtendedAttention(MultiHeadAttention):
             "none",
             "How queries and keys are normalized, as RmsNorm does: 'head', each head (Qwen3); 'projection', all heads "
             "together (OLMoE); 'unit', each head after it took its position, without weights (Llama 4).",
-            check=checks.one_of(_QK_NORMS),
+            checks.one_of(_QK_NORMS),
         )
-        p.Define(
-            "norm_epsilon", 1e-6, "Added to the mean square in qk_norm.", check=checks.POSITIVE
-        )
+        p.Define("norm_epsilon", 1e-6, "Added to the mean square in qk_norm.", checks.POSITIVE)
         p.OnlyWith("norm_epsilon", lambda p: "qk_norm=none" if p.qk_norm == "none" else "")
         p.Define(
             "sinks",
@@ -55,22 +53,22 @@ class ExtendedAttention(MultiHeadAttention):
             "window",
             0,
             "How many tokens a query looks at, itself and those before it; 0: all.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.Define(
             "chunk",
             0,
             "A query looks at those tokens alone whose position divided by this, rounded down, is its own; 0: at all.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.Define("use_positions", True, "False: queries and keys take no positions (NoPE).")
         p.Define(
             "temperature_length",
             0,
             "n > 0: queries are multiplied by 1 + temperature_scale log(1 + floor((position + 1) / n)) (Llama 4).",
-            check=checks.COUNT,
+            checks.COUNT,
         )
-        p.Define("temperature_scale", 0.1, "See temperature_length.", check=checks.POSITIVE)
+        p.Define("temperature_scale", 0.1, "See temperature_length.", checks.POSITIVE)
         p.OnlyWith(
             "temperature_scale",
             lambda p: "" if p.temperature_length else "temperature_length=0",
@@ -83,7 +81,6 @@ class ExtendedAttention(MultiHeadAttention):
         super().__init__(params)
 
     def _CreateWeights(self) -> tuple[int, int]:
-        """See MultiHeadAttention."""
         sizes = super()._CreateWeights()
         p, zero, one = self.p, WeightInit.Constant(0.0), WeightInit.Constant(1.0)
         shapes = {name: (w.shape[1:], w.letters[1:]) for name, w in self._weights.items()}
@@ -108,7 +105,6 @@ class ExtendedAttention(MultiHeadAttention):
         source: tf.Tensor | None,
         positions: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """See MultiHeadAttention."""
         kv = f"BS{self._kv}K"
         q, k, v = (
             None if x is None else self._Projected(theta, name, x, letters)
@@ -149,7 +145,6 @@ class ExtendedAttention(MultiHeadAttention):
     def _Near(
         self, mask: tf.Tensor, of_queries: tf.Tensor | None, of_keys: tf.Tensor | None
     ) -> tf.Tensor:
-        """See MultiHeadAttention."""
         p = self.p
         if not (p.window or p.chunk):
             return mask
@@ -170,7 +165,6 @@ class ExtendedAttention(MultiHeadAttention):
         return rows.segments * most + rows.positions // self.p.chunk
 
     def _Reach(self) -> int | None:
-        """See MultiHeadAttention."""
         return min(filter(None, (self.p.window, self.p.chunk)), default=None)
 
     def _Known(self, positions: tf.Tensor | None) -> tf.Tensor:
@@ -181,6 +175,5 @@ class ExtendedAttention(MultiHeadAttention):
         return positions
 
     def _Back(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
-        """See MultiHeadAttention."""
         y = super()._Back(theta, context)
         return y + self.Cast(theta.o_bias) if self.p.biases else y

@@ -14,8 +14,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import Activation
 from lingvo_moe.core.kernels.weights import Packing
@@ -55,12 +54,10 @@ class FeedForward(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; 0 takes the parent's.", check=checks.SIZE)
-        p.Define("hidden_dim", 0, "H.", check=checks.SIZE)
-        p.Define("activation", "relu", "f, by its name.", check=checks.one_of(ACTIVATIONS))
-        p.Define(
-            "relu_dropout_prob", 0.0, "Dropout between the two projections.", check=checks.SHARE
-        )
+        p.Define("model_dim", 0, "M; 0 takes the parent's.", checks.SIZE)
+        p.Define("hidden_dim", 0, "H.", checks.SIZE)
+        p.Define("activation", "relu", "f, by its name.", checks.one_of(ACTIVATIONS))
+        p.Define("relu_dropout_prob", 0.0, "Dropout between the two projections.", checks.SHARE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -95,7 +92,6 @@ class FeedForward(BaseLayer):
         return y, NestedMap()
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer."""
         return theta.Transform(lambda w: packing.Matrix(self.Cast(w)))
 
     @classmethod

@@ -11,8 +11,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.normalization import normalized
@@ -37,30 +36,26 @@ class LatentAttention(MultiHeadAttention):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params().Delete("num_kv_heads")
-        p.Define("rank", 512, "Of keys and values (kv_lora_rank elsewhere).", check=checks.SIZE)
+        p.Define("rank", 512, "Of keys and values (kv_lora_rank elsewhere).", checks.SIZE)
         p.Define(
             "query_rank",
             0,
             "Of queries (q_lora_rank); 0: they are projections of the input.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.Define(
             "turned_dim",
             64,
             "How many numbers of a head take positions (qk_rope_head_dim).",
-            check=checks.SIZE,
+            checks.SIZE,
         )
-        p.Define("value_dim", 0, "Of a value (v_head_dim); 0: dim_per_head.", check=checks.COUNT)
+        p.Define("value_dim", 0, "Of a value (v_head_dim); 0: dim_per_head.", checks.COUNT)
         p.Define(
-            "norm_epsilon",
-            1e-6,
-            "Added to the mean square of latent vectors.",
-            check=checks.POSITIVE,
+            "norm_epsilon", 1e-6, "Added to the mean square of latent vectors.", checks.POSITIVE
         )
         return p
 
     def _CreateWeights(self) -> tuple[int, int]:
-        """See MultiHeadAttention."""
         self._kv = "N"
         m, n, k, value = _dims(self.p)
         p, fan_in, one = self.p, WeightInit.FanIn, WeightInit.Constant(1.0)
@@ -133,7 +128,6 @@ class LatentAttention(MultiHeadAttention):
         return NestedMap(latent=kernels.current().empty_cache(shape))
 
     def CacheLetters(self) -> NestedMap:
-        """See MultiHeadAttention."""
         return NestedMap(latent=kernels.current().CACHE.replace("N", "A"))
 
     @scoped
@@ -145,7 +139,6 @@ class LatentAttention(MultiHeadAttention):
         time: tf.Tensor,
         mask: tf.Tensor,
     ) -> tuple[tf.Tensor, NestedMap]:
-        """See MultiHeadAttention."""
         ops, here = kernels.current(), tf.reshape(time, [1, -1])
         latent, turned = self._Latent(theta, x, here)
         new = tf.concat([ops.in_layout(latent[:, :, tf.newaxis]), turned], -1)

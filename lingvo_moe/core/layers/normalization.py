@@ -8,8 +8,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -27,10 +26,8 @@ class LayerNorm(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
-        p.Define(
-            "epsilon", 1e-6, "Added to the variance, or to the mean square.", check=checks.POSITIVE
-        )
+        p.Define("model_dim", 0, "M.", checks.SIZE)
+        p.Define("epsilon", 1e-6, "Added to the variance, or to the mean square.", checks.POSITIVE)
         return p
 
     def __init__(self, params: InstantiableParams):

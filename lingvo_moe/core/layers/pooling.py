@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers.convolution import PADDINGS, num_windows
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -32,10 +31,10 @@ class Pool2D(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("kind", "max", "max or average.", check=checks.one_of(_KINDS))
-        p.Define("window", 2, "Rows and columns of a window.", check=checks.SIZE)
-        p.Define("stride", 2, "Rows and columns from one window to the next.", check=checks.SIZE)
-        p.Define("padding", "SAME", "SAME or VALID, as Conv2D's.", check=checks.one_of(PADDINGS))
+        p.Define("kind", "max", "max or average.", checks.one_of(_KINDS))
+        p.Define("window", 2, "Rows and columns of a window.", checks.SIZE)
+        p.Define("stride", 2, "Rows and columns from one window to the next.", checks.SIZE)
+        p.Define("padding", "SAME", "SAME or VALID, as Conv2D's.", checks.one_of(PADDINGS))
         return p
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:

@@ -12,8 +12,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -59,18 +58,15 @@ class PositionalEmbedding(Positions):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M, even.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M, even.", checks.SIZE)
         p.Define(
-            "min_timescale",
-            1.0,
-            "The shortest wavelength over 2*pi, in tokens.",
-            check=checks.POSITIVE,
+            "min_timescale", 1.0, "The shortest wavelength over 2*pi, in tokens.", checks.POSITIVE
         )
         p.Define(
             "max_timescale",
             10000.0,
             "The longest wavelength over 2*pi, in tokens.",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         return p
 
@@ -94,7 +90,6 @@ class PositionalEmbedding(Positions):
         return self.Cast(waves)
 
     def Add(self, x: tf.Tensor, segment_pos: tf.Tensor) -> tf.Tensor:
-        """See Positions."""
         return x + self.FProp(NestedMap(), segment_pos)
 
     @classmethod
@@ -119,12 +114,11 @@ class Rotary(Positions):
             "max_timescale",
             10000.0,
             "The base of the angles (theta elsewhere): near the longest wavelength over 2*pi, in tokens.",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         return p
 
     def CheckHeads(self, size: int) -> None:
-        """See Positions."""
         if size % 2:
             raise ValueError(
                 f"rotary positions turn the numbers of a head in pairs, and a head has {size}; set task.key_dim, or "
@@ -132,7 +126,6 @@ class Rotary(Positions):
             )
 
     def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-        """See Positions."""
         rates = tf.constant(self.Rates(heads.shape[-1]))
         angles = tf.cast(positions, tf.float32)[..., tf.newaxis] * rates
         per_head = kernels.current().per_head
@@ -157,12 +150,9 @@ class ScaledRotary(Rotary):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("factor", 8.0, "How many times longer texts may be.", check=checks.POSITIVE)
+        p.Define("factor", 8.0, "How many times longer texts may be.", checks.POSITIVE)
         p.Define(
-            "original_length",
-            8192,
-            "The tokens of a text in the first training.",
-            check=checks.SIZE,
+            "original_length", 8192, "The tokens of a text in the first training.", checks.SIZE
         )
         return p
 
@@ -178,13 +168,13 @@ class Llama3Rotary(ScaledRotary):
             "low_turns",
             1.0,
             "Pairs that turn less often in the original length are slowed (low_freq_factor elsewhere).",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         p.Define(
             "high_turns",
             4.0,
             "Pairs that turn more often stay (high_freq_factor elsewhere); more than low_turns.",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         return p
 
@@ -198,7 +188,6 @@ class Llama3Rotary(ScaledRotary):
             )
 
     def Rates(self, size: int) -> list[float]:
-        """See Rotary."""
         p = self.p
 
         def scaled(rate: float) -> float:
@@ -227,16 +216,15 @@ class YarnRotary(ScaledRotary):
             "fast_turns",
             32.0,
             "The ramp begins at the pair that turns so often in the original length (beta_fast elsewhere).",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
-        p.Define("slow_turns", 1.0, "It ends here (beta_slow elsewhere).", check=checks.POSITIVE)
+        p.Define("slow_turns", 1.0, "It ends here (beta_slow elsewhere).", checks.POSITIVE)
         p.Define("whole_pairs", True, "Whether the ramp begins and ends at whole pairs (truncate).")
-        p.Define("mscale", 1.0, "See above.", check=checks.NOT_NEGATIVE)
-        p.Define("mscale_all", 0.0, "See above (mscale_all_dim).", check=checks.NOT_NEGATIVE)
+        p.Define("mscale", 1.0, "See above.", checks.NOT_NEGATIVE)
+        p.Define("mscale_all", 0.0, "See above (mscale_all_dim).", checks.NOT_NEGATIVE)
         return p
 
     def Rates(self, size: int) -> list[float]:
-        """See Rotary."""
         p = self.p
 
         def pair(turns: float) -> float:
@@ -256,11 +244,9 @@ class YarnRotary(ScaledRotary):
         return 1.0 + 0.1 * weight * math.log(max(self.p.factor, 1.0))
 
     def Amplitude(self) -> float:
-        """See Rotary."""
         return self._Scale(self.p.mscale) / self._Scale(self.p.mscale_all)
 
     def ScoreScale(self) -> float:
-        """See Positions."""
         return self._Scale(self.p.mscale_all) ** 2
 
 

@@ -12,8 +12,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, scoped
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers.kept import DOTS, FULL, names_of
 from lingvo_moe.core.layers.scan import Given, Loop, fetched
@@ -54,14 +53,14 @@ class Repeat(BaseLayer):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("body", None, "Params of the layer that is repeated.")
-        p.Define("num_repeats", 1, "L.", check=checks.LAYERS)
+        p.Define("num_repeats", 1, "L.", checks.LAYERS)
         p.Define("unroll", False, "Write the repetitions out instead of looping; for debugging.")
         p.Define(
             "remat",
             FULL,
             "The activations that are kept for the backward pass, and not computed again (layers/kept.py). "
             "Without a seed, in inference, none are.",
-            check=checks.NamesOr((FULL, DOTS), ()),
+            checks.NamesOr((FULL, DOTS), ()),
         )
         p.Define("carry_letters", "BTM", "The einsum letters of the carry.")
         p.Define(
@@ -69,7 +68,7 @@ class Repeat(BaseLayer):
             1,
             "How many parts a pipeline divides the repetitions into. Where they cannot be equal, the mesh axis of L "
             "shards another dimension of each weight.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         return p
 
@@ -96,7 +95,6 @@ class Repeat(BaseLayer):
         return super().VariableSpecs().Transform(stacked)
 
     def ActiveParameters(self) -> int:
-        """See BaseLayer."""
         return self.p.num_repeats * super().ActiveParameters()
 
     def FProp(
@@ -153,7 +151,6 @@ class Repeat(BaseLayer):
         return NestedMap(body=[self.body.PackWeights(one, packing) for one in each])
 
     def ScansLayers(self) -> bool:
-        """See BaseLayer."""
         return not self.p.unroll
 
     def _OnHost(self) -> tuple[bool, ...]:

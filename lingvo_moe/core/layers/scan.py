@@ -18,7 +18,14 @@ from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_a
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.sharding.mesh import traced_slices
 from lingvo_moe.core.state.host_memory import to_device, to_host
-from lingvo_moe.core.tensors import Annotate, collecting, replacing, runtime_zeros, sum_type
+from lingvo_moe.core.tensors import (
+    Annotate,
+    collecting,
+    or_zeros,
+    replacing,
+    runtime_zeros,
+    sum_type,
+)
 
 
 class Given(NamedTuple):
@@ -181,7 +188,6 @@ def _backward(
     """The gradients of (carry, *weights, *rest), from the last repetition to the first.
 
     Args:
-        one: a repetition.
         weights: [L, ...] each.
         stored: the carry, then the activations that were kept.
         upstream: the gradients of the last carry, and of the extras [L, ...].
@@ -205,7 +211,7 @@ def _backward(
         )
         dx, *grads = [None if g is None else tf.convert_to_tensor(g) for g in grads]
         dslices, dfloating = grads[: len(weights)], grads[len(weights) :]
-        dslices = [_or_zeros(g, s) for g, s in zip(dslices, slices, strict=True)]
+        dslices = [or_zeros(g, s) for g, s in zip(dslices, slices, strict=True)]
         used.update(k for k, g in zip(floating, dfloating, strict=True) if g is not None)
         drest = [
             total if g is None else total + tf.cast(g, total.dtype)
@@ -215,7 +221,7 @@ def _backward(
             _write(rows, i, tf.cast(g, rows.dtype), there)
             for rows, g, there in zip(dweights, dslices, one.on_host, strict=True)
         ]
-        return i - 1, stored[0].annotate(_or_zeros(dx, x)), dweights, drest
+        return i - 1, stored[0].annotate(or_zeros(dx, x)), dweights, drest
 
     dweights = [_gradient_rows(w, dy, there) for w, there in zip(weights, one.on_host, strict=True)]
     # Sums over L repetitions: in float32 or wider, even of bfloat16 terms.
@@ -261,7 +267,3 @@ def _write(rows: _Rows, i: tf.Tensor, x: tf.Tensor, on_host: bool) -> _Rows:
 
 def _stack(rows: _Rows) -> tf.Tensor:
     return rows.stack() if isinstance(rows, tf.TensorArray) else rows
-
-
-def _or_zeros(gradient: tf.Tensor | None, x: tf.Tensor) -> tf.Tensor:
-    return runtime_zeros(x, x.dtype) if gradient is None else gradient

@@ -8,8 +8,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels.packed_weights import PackAs
 from lingvo_moe.core.kernels.weights import Packing
@@ -29,14 +28,11 @@ class Softmax(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("vocab_size", 0, "V.", check=checks.IDS)
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("vocab_size", 0, "V.", checks.IDS)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
         p.Define("tied", False, "Whether the table is another layer's, passed in theta.")
         p.Define(
-            "label_smoothing",
-            0.0,
-            "The share of the target that is uniform over V.",
-            check=checks.SHARE,
+            "label_smoothing", 0.0, "The share of the target that is uniform over V.", checks.SHARE
         )
         return p
 
@@ -49,14 +45,15 @@ class Softmax(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits of x [B, T, M]: float32 [B, T, V]."""
-        return kernels.current().logits(x, theta.get("packed_table", theta.table), self.Shard)
+        table = theta.packed_table if "packed_table" in theta else theta.table
+        return kernels.current().logits(x, table, self.Shard)
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer: `packed_table` stands beside the table, of which an embedding reads rows."""
+        """See BaseLayer: `packed_table` stands beside a tied table, of which an embedding reads rows."""
         if "table" not in theta:  # another layer's
             return theta
         table = tf.transpose(self.Cast(theta.table))
-        return NestedMap(theta, packed_table=packing.Matrix(table))
+        return NestedMap(theta if self.p.tied else {}, packed_table=packing.Matrix(table))
 
     @scoped
     def OfTokens(self, theta: NestedMap, ids: tf.Tensor) -> NestedMap:
@@ -80,15 +77,11 @@ class Softmax(BaseLayer):
 
         Args:
             theta: table [V, M].
-            x: [B, T, M].
             labels: int32 [B, T].
             weights: float [B, T], 0 at padding.
 
         Returns:
-            (xent, nll, correct), float32 [B, T], all times the weight. With e = label_smoothing and
-            p = softmax(logits): xent = -(1 - e) log p[label] - e/V sum_v log p[v]; nll, the same with e = 0; correct,
-            1 where the label has the largest logit (`Kernels.token_losses` says which of several ids counts). The
-            gradient flows through xent alone.
+            (xent, nll, correct), float32 [B, T], all times the weight: see `Kernels.token_losses`.
         """
         return kernels.current().token_losses(
             x, theta.table, labels, weights, self.p.label_smoothing, self.Shard

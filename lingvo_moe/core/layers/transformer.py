@@ -20,8 +20,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import FeedForward
@@ -40,18 +39,13 @@ class TransformerLayer(BaseLayer):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define(
-            "model_dim",
-            0,
-            "M, for this layer and the parts that leave it open.",
-            check=checks.COUNT,
+            "model_dim", 0, "M, for this layer and the parts that leave it open.", checks.COUNT
         )
         p.Define("norm_tpl", LayerNorm.Params(), "Params of the normalizations.")
         p.Define("self_atten_tpl", MultiHeadAttention.Params(), "Params of self-attention.")
         p.Define("cross_atten_tpl", None, "Params of cross-attention; None has none.")
         p.Define("ffn_tpl", FeedForward.Params(), "Params of the feed-forward: dense or MoE.")
-        p.Define(
-            "residual_dropout_prob", 0.0, "Dropout on the output of each part.", check=checks.SHARE
-        )
+        p.Define("residual_dropout_prob", 0.0, "Dropout on the output of each part.", checks.SHARE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -112,7 +106,6 @@ class TransformerLayer(BaseLayer):
 
     @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
-        """See MultiHeadAttention.InitCache."""
         return self.self_atten.InitCache(batch, length, num_hyps)
 
     def CacheLetters(self) -> NestedMap:
@@ -237,12 +230,12 @@ class TransformerStack(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M, for the parts that leave it open.", check=checks.COUNT)
+        p.Define("model_dim", 0, "M, for the parts that leave it open.", checks.COUNT)
         p.Define(
             "num_blocks",
             1,
             "L, how often the block is repeated, each time with its own weights.",
-            check=checks.LAYERS,
+            checks.LAYERS,
         )
         p.Define("block", [], "Params of the TransformerLayers of one block, in order.")
         p.Define("first", None, "Params of the TransformerLayer that the first layers are.")
@@ -250,19 +243,17 @@ class TransformerStack(BaseLayer):
             "num_first",
             0,
             "How many layers there are before the blocks, in no stage of a pipeline.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.Define("repeat", True, "Scan over the blocks, recomputing in backward; else unroll.")
         p.Define(
             "remat",
             kept.FULL,
             "The activations that are kept and not recomputed (layers/kept.py).",
-            check=checks.NamesOr((kept.FULL, kept.DOTS), ()),
+            checks.NamesOr((kept.FULL, kept.DOTS), ()),
         )
         p.Define("final_norm_tpl", LayerNorm.Params(), "Params of the last normalization.")
-        p.Define(
-            "parts", 1, "How many parts a pipeline divides the blocks into.", check=checks.SIZE
-        )
+        p.Define("parts", 1, "How many parts a pipeline divides the blocks into.", checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -326,7 +317,6 @@ class TransformerStack(BaseLayer):
         return [self.children[name].body.layers for name, n in times.items() for _ in range(n)]
 
     def _Weights(self, theta: NestedMap, block: int) -> list[NestedMap]:
-        """The weights of a block of `_Layers`."""
         number = block - self.p.num_first
         if number < 0:
             return self.first.SliceTheta(theta.first, block).layers

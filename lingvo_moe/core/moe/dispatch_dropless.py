@@ -19,15 +19,15 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.moe.dispatch import Dispatcher
-from lingvo_moe.core.moe.experts import ROWS, Product, Rows
-from lingvo_moe.core.moe.packing import (
+from lingvo_moe.core.moe.dispatch import (
+    Dispatcher,
     Places,
     of_slots,
     sorted_places,
     to_slots,
     weigh_slots,
 )
+from lingvo_moe.core.moe.experts import ROWS, Product, Rows
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, ShardingError, dims_mapping
@@ -65,12 +65,11 @@ class DroplessDispatcher(Dispatcher):
             0.0,
             "The buffer from one device to another, in multiples of the mean number of rows; 0: as large as "
             "it can need to be.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         return p
 
     def OwnLimit(self) -> str:
-        """See `Dispatcher`."""
         factor = self.p.device_capacity_factor
         return f"device_capacity_factor={factor}" if factor else ""
 
@@ -216,7 +215,6 @@ class DroplessDispatcher(Dispatcher):
         return G * min(S * k, E * C)
 
     def _BufferRows(self, tokens: int, ranks: int, layout: "_Layout") -> int:
-        """B."""
         most = layout.largest_buffer(tokens, ranks)
         factor = self.p.device_capacity_factor
         if not factor:

@@ -25,7 +25,6 @@ class MaskedDispatcher(Dispatcher):
         return self.Keep(x_EGSM, "dispatched", "EGSM")
 
     def Combine(self, routing: Routing, tokens: tf.Tensor) -> tf.Tensor:
-        """See `Dispatcher`."""
         y_EGSM = self.Shard(tokens, "EGSM")
         y_GESM = self.Shard(tf.transpose(y_EGSM, [1, 0, 2, 3]), "GESM")
         y_GESM = self.Keep(y_GESM, "returned", "GESM")

@@ -1,7 +1,6 @@
 """The experts: E two-layer feed-forward networks in two weights (Algorithm 2, lines 5 to 7).
 
-Letters: G group, E expert, C capacity slot, D devices, N rows of a device, M model, H hidden. Over packed weights: N
-token, k choice rank, R = N k choices, n rows of an expert.
+Letters: G group, E expert, C capacity slot, D devices, N rows of a device, M model, H hidden.
 """
 
 import functools
@@ -14,17 +13,16 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import Activation
-from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
+from lingvo_moe.core.kernels.grouped_matmul import packed_feed_forward
+from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS, FeedForward
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 from lingvo_moe.core.tensors import Kept, keeps, runtime_zeros, shape_of
 
-_MISSING = FEWEST_ROWS - 1  # the most padding rows that a packed expert can need
 _MOST_PACKED = 256  # a product for each of more would be a large graph
 
 # The letters that shard rows [D,N,M]: devices as groups are; the rows of a device are together, as those of a group.
@@ -41,7 +39,7 @@ class Rows:
     """Tokens sorted by expert, in groups of any size: the input and output of experts without capacity."""
 
     # [D,N,M], the rows of each device's experts, those of its first expert first; rows past the groups are padding,
-    # zeros.
+    # zeros, and so may be the last ones of a group.
     values: tf.Tensor
     group_sizes: tf.Tensor  # int32 [D,e], how many rows each of a device's e experts has
     # int32 [D,N], the global id token * k + rank of each row; keys its random draws.
@@ -185,6 +183,10 @@ class Experts(BaseExperts):
 
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in groups of any size, sharded along D: a device has its own experts."""
+        if isinstance(theta.wo, list):  # packed
+            weights = [theta[name] for name in (*self.activation.weights, "wo")]
+            run, activation = packed_feed_forward, self.activation.function
+            return x.With(run(x.values[0], x.group_sizes[0], weights, activation)[tf.newaxis])
         products = [
             self._Biased(x.MatMul(self.Cast(theta[name]), self._Mapping(name, "EMH")), theta, name)
             for name in self.activation.weights
@@ -219,60 +221,3 @@ class Experts(BaseExperts):
 
     def _Mapping(self, name: str, letters: str) -> DimsMapping:
         return dims_mapping(letters, self.p.weight_split, name)
-
-
-# --- over packed weights, for TensorFlow's kernels in a search
-
-
-def feed_forward_of_chosen(
-    x_NM: tf.Tensor,
-    expert_Nk: tf.Tensor,
-    kept_Nk: tf.Tensor,
-    gate_Nk: tf.Tensor,
-    weights: NestedMap,
-    activation: Activation,
-) -> tf.Tensor:
-    """The sum of gate * f(x wi) wo over the experts of each token, [N,M].
-
-    A step of a search has few tokens, so the cost of a layer is that of reading the weights of the experts that they
-    chose, and of starting its operations: one operation partitions tokens among experts, one stitches their results
-    together.
-
-    Args:
-        x_NM: tokens, in the type of the weights.
-        expert_Nk: int32, the experts of each token.
-        kept_Nk: which of them count: those above zero.
-        gate_Nk: the factors of their outputs.
-        weights: lists of each expert's packed weights: wo [H,M] and those that the activation names, [M,H].
-    """
-    tokens, (ranks, width) = tf.shape(x_NM)[0], (expert_Nk.shape[1], x_NM.shape[1])
-    choices, nobody = tokens * ranks, len(weights.wo)
-    expert_R = tf.reshape(tf.where(kept_Nk > 0, expert_Nk, nobody), [-1])
-    # Copies of the first token pad an expert's rows to as many as a product should have (kernels/weights.py); their
-    # results are left out.
-    padding = _padding_rows(expert_R, nobody)
-    owner = tf.concat([expert_R, padding], 0)
-    number = tf.range(tf.size(owner))
-    token = tf.where(number < choices, number // ranks, 0)
-    numbers = tf.dynamic_partition(number, owner, nobody + 2)
-    chosen = tf.dynamic_partition(token, owner, nobody + 2)
-    outputs = []
-    for e, token_n in enumerate(chosen[:nobody]):
-        x_nM = tf.gather(x_NM, token_n)
-        products = [weights[name][e].Product(x_nM) for name in activation.weights]
-        outputs.append(weights.wo[e].Product(activation.function(*products)))
-    outputs.append(tf.zeros([tf.size(numbers[nobody]), width], x_NM.dtype))
-    rows = tf.dynamic_stitch(numbers[: nobody + 1], outputs)
-    y_NkM = tf.reshape(rows[:choices], [tokens, ranks, width])
-    return tf.reduce_sum(y_NkM * tf.cast(gate_Nk, x_NM.dtype)[:, :, tf.newaxis], 1)
-
-
-def _padding_rows(expert_R: tf.Tensor, experts: int) -> tf.Tensor:
-    """int32 [3 E]: an expert's number once for each padding row that it needs, E + 1 elsewhere.
-
-    An expert without rows needs none.
-    """
-    count_E = tf.math.unsorted_segment_sum(tf.ones_like(expert_R), expert_R, experts + 1)[:experts]
-    enough_nE = count_E + tf.range(_MISSING)[:, tf.newaxis] >= FEWEST_ROWS
-    owner_nE = tf.where((count_E == 0) | enough_nE, experts + 1, tf.range(experts))
-    return tf.reshape(owner_nE, [-1])

@@ -12,10 +12,9 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.weights import Packing
-from lingvo_moe.core.moe.experts import Experts, Rows, feed_forward_of_chosen
+from lingvo_moe.core.moe.experts import Experts, Rows
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
 from lingvo_moe.core.moe.slots import expert_capacity
@@ -43,7 +42,7 @@ ROUTERS = ClassesByName(
 DISPATCHERS = ClassesByName(
     {
         "einsum": f"{_MOE}.dispatch.EinsumDispatcher",
-        "index": f"{_MOE}.dispatch_index.IndexDispatcher",
+        "index": f"{_MOE}.dispatch.IndexDispatcher",
         "dropless": f"{_MOE}.dispatch_dropless.DroplessDispatcher",
         "masked": f"{_MOE}.dispatch_masked.MaskedDispatcher",
     }
@@ -73,23 +72,20 @@ class MoELayer(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
-        p.Define("hidden_dim", 0, "H, the width inside an expert.", check=checks.SIZE)
-        p.Define("num_experts", 0, "E.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
+        p.Define("hidden_dim", 0, "H, the width inside an expert.", checks.SIZE)
+        p.Define("num_experts", 0, "E.", checks.SIZE)
         p.Define(
             "num_groups",
             0,
             "G; 0: one group a sequence. Results depend on it, never on the devices. "
             "Must divide B T.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.Define(
-            "capacity_factor",
-            2.0,
-            "C = capacity_factor S / E; see moe/slots.py.",
-            check=checks.POSITIVE,
+            "capacity_factor", 2.0, "C = capacity_factor S / E; see moe/slots.py.", checks.POSITIVE
         )
-        p.Define("min_capacity", 4, "The least C, S allowing.", check=checks.SIZE)
+        p.Define("min_capacity", 4, "The least C, S allowing.", checks.SIZE)
         p.OnlyWith("capacity_factor min_capacity", _without_capacity)
         p.Define("router", _params(ROUTERS, "top2"), "Chooses the experts.", choices=ROUTERS)
         p.Define("experts", Experts.Params(), "The experts.")
@@ -98,13 +94,10 @@ class MoELayer(BaseLayer):
             0,
             "Experts that every token passes beside those that it is routed to: one feed-forward layer, that many "
             "times H wide. 0: none.",
-            check=checks.Integer(0, 1024),
+            checks.Integer(0, 1024),
         )
         p.Define(
-            "shared_hidden_dim",
-            0,
-            "The width of a shared expert; 0: hidden_dim.",
-            check=checks.COUNT,
+            "shared_hidden_dim", 0, "The width of a shared expert; 0: hidden_dim.", checks.COUNT
         )
         p.OnlyWith(
             "shared_hidden_dim",
@@ -198,15 +191,15 @@ class MoELayer(BaseLayer):
         """
         context = needed(self.path, self.Needs(self.p), context)
         x_BTM = tf.cast(x_BTM, self.fprop_dtype)
-        if isinstance(theta.experts.get("wo"), list):
-            return self._OfChosen(theta, x_BTM, paddings_BT, context), NestedMap()
         if seed is None:
             x_GSM, paddings_GS, capacity = x_BTM, paddings_BT, None
         else:
             x_GSM, paddings_GS, capacity, context = self._InGroups(x_BTM, paddings_BT, context)
         x_GSM = self.Shard(x_GSM, "GSM")
         own = self.FoldSeed(seed, "router")
-        routing = self.router.FProp(theta.router, x_GSM, paddings_GS, capacity, own, context)
+        choice = self.router.Choose(theta.router, x_GSM, paddings_GS, capacity, own, context)
+        packed = isinstance(theta.experts.get("wo"), list)  # for a search, which reads no extras
+        routing = self.router.Seat(choice, capacity, measured=not packed)
         if self.p.gate_inputs:
             x_GSM *= tf.cast(routing.gate, x_GSM.dtype)
             routing = replace(routing, gate=routing.kept)
@@ -223,7 +216,7 @@ class MoELayer(BaseLayer):
             own = self.FoldSeed(seed, "shared_experts")
             y_BTM += self.shared_experts.FProp(theta.shared_experts, x_BTM, paddings_BT, own)[0]
         y_BTM = self.Keep(self.Shard(y_BTM, "BTM"), "combined", "BTM")
-        return y_BTM, _extras(routing, tokens, shares)
+        return y_BTM, NestedMap() if packed else _extras(routing, tokens, shares)
 
     def ActiveParameters(self) -> int:
         """See BaseLayer: of the experts, as many as a token chooses."""
@@ -254,30 +247,6 @@ class MoELayer(BaseLayer):
             grown.shared_experts = NestedMap(shared, wo=map_structure(tf.zeros_like, shared.wo))
         return grown
 
-    def _OfChosen(
-        self,
-        theta: NestedMap,
-        x_BTM: tf.Tensor,
-        paddings_BT: tf.Tensor,
-        context: NestedMap | None,
-    ) -> tf.Tensor:
-        """FProp with packed experts, [B,T,M]: of the router it needs the choice alone."""
-        router = theta.get("router", NestedMap())
-        chosen = self.router.Choose(router, x_BTM, paddings_BT, context=context)
-        x_NM, expert_Nk, kept_Nk, gate_Nk = (
-            tf.reshape(x, [-1, x.shape[-1]])
-            for x in (x_BTM, chosen.expert_index, chosen.wanted, chosen.Gate(chosen.wanted))
-        )
-        if self.p.gate_inputs:
-            x_NM, gate_Nk = x_NM * tf.cast(gate_Nk, x_NM.dtype), kept_Nk
-        y_NM = feed_forward_of_chosen(
-            x_NM, expert_Nk, kept_Nk, gate_Nk, theta.experts, self.experts.activation
-        )
-        y_BTM = tf.reshape(y_NM, tf.shape(x_BTM))
-        if self.p.num_shared_experts:
-            y_BTM += self.shared_experts.FProp(theta.shared_experts, x_BTM, paddings_BT)[0]
-        return y_BTM
-
     def _InGroups(
         self, x_BTM: tf.Tensor, paddings_BT: tf.Tensor, context: NestedMap | None
     ) -> tuple[tf.Tensor, tf.Tensor, int | None, NestedMap | None]:
@@ -306,7 +275,6 @@ class MoELayer(BaseLayer):
         rows. Softmax, counting and activations, which touch each element a few times, are left out.
 
         Args:
-            params: of this layer.
             input_shapes: that of x_BTM first; others are ignored.
         """
         p = params

@@ -65,8 +65,8 @@ class Choice:
 def load_balance(
     probabilities_GSE: tf.Tensor, count_GE: tf.Tensor, real_GS: tf.Tensor
 ) -> tf.Tensor:
-    """E sum_e f_e P_e, averaged over groups: the Switch Transformer's loss (Fedus et al. 2021, section
-    2.2, equations 4 to 6; its alpha is the caller's), for any number of choices.
+    """E sum_e f_e P_e, averaged over groups, a float32 scalar: the Switch Transformer's loss (Fedus et al. 2021,
+    section 2.2, equations 4 to 6; its alpha is the caller's), for any number of choices.
 
     f_e is the share of the group's choices that fell on e, first and later ones alike, so that it sums
     to 1; P_e is the mean probability of e. The gradient flows through P_e alone. Perfect balance gives
@@ -77,9 +77,6 @@ def load_balance(
         probabilities_GSE: softmax outputs, float32.
         count_GE: how many choices of real tokens fell on each expert, before drops, float32.
         real_GS: 1 for tokens, 0 for padding, float32.
-
-    Returns:
-        A float32 scalar.
     """
     tokens_G = tf.reduce_sum(real_GS, 1)
     choices_G = tf.reduce_sum(count_GE, 1)

@@ -34,6 +34,8 @@ class Adafactor(BaseOptimizer):
     and scanned layers learn exactly as unrolled ones do.
     """
 
+    PASSES = 2  # both rms come before the first step of any element
+
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
@@ -41,30 +43,25 @@ class Adafactor(BaseOptimizer):
             "beta2",
             0.99,
             "Upper limit of the second moment's decay; 1.0: none.",
-            check=checks.Number(0, 1, open_low=True),
+            checks.Number(0, 1, open_low=True),
         )
-        p.Define(
-            "decay_exponent", 0.8, "The decay rises as 1 - t^-exponent.", check=checks.POSITIVE
-        )
+        p.Define("decay_exponent", 0.8, "The decay rises as 1 - t^-exponent.", checks.POSITIVE)
         p.Define(
             "clip_threshold",
             1.0,
             "Largest root mean square of u; 0: no clipping of updates.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         p.Define("multiply_by_parameter_scale", True, "Steps relative to the weight's size.")
-        p.Define("epsilon1", 1e-30, "Added to squared gradients.", check=checks.POSITIVE)
+        p.Define("epsilon1", 1e-30, "Added to squared gradients.", checks.POSITIVE)
         p.Define(
-            "epsilon2",
-            1e-3,
-            "The least size of a weight, for its steps.",
-            check=checks.NOT_NEGATIVE,
+            "epsilon2", 1e-3, "The least size of a weight, for its steps.", checks.NOT_NEGATIVE
         )
         p.Define(
             "min_dim_size_to_factor",
             128,
             "Both dimensions must be this large; smaller ones would save little.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         return p
 
@@ -115,18 +112,15 @@ class GShardAdafactor(Adafactor):
 
     @classmethod
     def Params(cls) -> InstantiableParams:
-        return (
-            super()
-            .Params()
-            .Set(
-                learning_rate=SqrtDecay.Params().Set(multiplier=1.0, constant_steps=10_000),
-                weight_decay=0.0,
-                beta2=0.99,
-                decay_exponent=0.8,
-                clip_threshold=1.0,
-                multiply_by_parameter_scale=True,
-                epsilon1=1e-30,
-                epsilon2=1e-3,
-                min_dim_size_to_factor=128,
-            )
+        p = super().Params()
+        return p.Set(
+            learning_rate=SqrtDecay.Params().Set(multiplier=1.0, constant_steps=10_000),
+            weight_decay=0.0,
+            beta2=0.99,
+            decay_exponent=0.8,
+            clip_threshold=1.0,
+            multiply_by_parameter_scale=True,
+            epsilon1=1e-30,
+            epsilon2=1e-3,
+            min_dim_size_to_factor=128,
         )

@@ -30,9 +30,9 @@ class Adam(BaseOptimizer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("beta1", 0.9, "The share that the mean keeps at a step.", check=checks.SHARE)
-        p.Define("beta2", 0.999, "The same, of the mean of squares.", check=checks.SHARE)
-        p.Define("epsilon", 1e-8, "Added to the root of the mean square.", check=checks.POSITIVE)
+        p.Define("beta1", 0.9, "The share that the mean keeps at a step.", checks.SHARE)
+        p.Define("beta2", 0.999, "The same, of the mean of squares.", checks.SHARE)
+        p.Define("epsilon", 1e-8, "Added to the root of the mean square.", checks.POSITIVE)
         return p.Set(learning_rate=InverseSqrt.Params().Set(value=1e-3, warmup_steps=4000))
 
     def _SlotSpecs(self, spec: VariableSpec) -> NestedMap:

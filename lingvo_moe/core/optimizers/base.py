@@ -61,11 +61,13 @@ class BaseOptimizer:
 
     Attributes:
         DECOUPLED: see above.
+        PASSES: how often an update goes over gradients and weights, once the norm of all gradients is known.
         ELEMENTWISE: whether the update of an element depends on no other element of its variable. Only such an
             optimizer can update variables that pack others (VariableSpec.packs).
     """
 
     DECOUPLED: ClassVar[bool] = True
+    PASSES: ClassVar[int] = 1
     ELEMENTWISE: ClassVar[bool] = False
 
     @classmethod
@@ -87,7 +89,7 @@ class BaseOptimizer:
             "offload",
             "none",
             "What is in the memory of the hosts: see core/state/offload.py.",
-            check=checks.OFFLOAD,
+            checks.OFFLOAD,
             parent_sets="the model sets it from train.offload",
         )
         return p
@@ -342,8 +344,6 @@ def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> Vari
     """A float32 slot of a variable, starting at zero.
 
     Args:
-        spec: the variable's.
-        name: the slot's.
         without: the dimension of the variable that the slot lacks.
     """
 

@@ -7,12 +7,13 @@ Letters: L layers.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec, name_scope
+from lingvo_moe.core.kernels.xla import AppliedDelta
 from lingvo_moe.core.nested_map import NestedMap, flatten, pack_as
 from lingvo_moe.core.sharding import DimsMapping, current_mesh
 from lingvo_moe.core.sharding.annotate import sharded
@@ -25,19 +26,8 @@ UpdateLayer = Callable[
 ]
 
 
-@dataclass(frozen=True)
-class Applied:
-    """A `kernels.Delta` that was subtracted already."""
-
-    weight: tf.Tensor  # the new one
-    square: tf.Tensor  # the sum of squares of the update
-    grad_square: None = None
-
-    def SumOfSquares(self) -> tf.Tensor:
-        return self.square
-
-    def SubtractFrom(self, weight: tf.Tensor) -> tf.Tensor:
-        return tf.cast(self.weight, weight.dtype)
+class Applied(AppliedDelta):
+    """A `kernels.Delta` that was subtracted already, also from the slot MASTER."""
 
 
 def is_by_layer(spec: VariableSpec, slot_specs: NestedMap) -> bool:

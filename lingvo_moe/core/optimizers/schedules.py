@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 
 
 class Mismatch(NamedTuple):
@@ -24,7 +23,7 @@ class Mismatch(NamedTuple):
     better: int | None
 
 
-class Schedule:
+class LearningRateSchedule:
     """The base: `Params().Instantiate().Value(step)`."""
 
     @classmethod
@@ -55,7 +54,7 @@ class Schedule:
         return None
 
 
-class WarmupSchedule(Schedule):
+class WarmupSchedule(LearningRateSchedule):
     """The base of schedules that rise linearly to `value` and then decay, as the subclass says.
 
     Step t < warmup_steps has the rate value * (t + 1) / warmup_steps: the first is not 0.
@@ -64,17 +63,16 @@ class WarmupSchedule(Schedule):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("value", 0.1, "The highest rate.", check=checks.NOT_NEGATIVE)
+        p.Define("value", 0.1, "The highest rate.", checks.NOT_NEGATIVE)
         p.Define(
             "warmup_steps",
             0,
             "The rate rises linearly over so many steps; 0: it starts at its highest.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         return p
 
     def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
-        """See Schedule."""
         p = self.p
         now = tf.cast(step, tf.float32)
         rate = tf.constant(p.value, tf.float32)
@@ -107,7 +105,7 @@ class InverseSqrt(WarmupSchedule):
             "decay_start",
             0,
             "The rate is `value` up to this step, then it decays; 0: the end of the warm-up.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         return p
 
@@ -134,9 +132,9 @@ class _ToTheEnd(WarmupSchedule):
             0,
             "The decay ends at this step, more than warmup_steps; 0: where the run ends, by train.max_steps or by its "
             "budget.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
-        p.Define("final_share", 0.0, "The last rate, as a share of `value`.", check=checks.SHARE)
+        p.Define("final_share", 0.0, "The last rate, as a share of `value`.", checks.SHARE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -211,7 +209,7 @@ class WarmupStableDecay(_ToTheEnd):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("decay_share", 0.1, "The part of the run in which it decays.", check=checks.SHARE)
+        p.Define("decay_share", 0.1, "The part of the run in which it decays.", checks.SHARE)
         return p
 
     def _Start(self, total: Any) -> Any:
@@ -221,24 +219,21 @@ class WarmupStableDecay(_ToTheEnd):
         return rate * (1.0 - tf.sqrt(done))
 
 
-class Transformer(Schedule):
+class Transformer(LearningRateSchedule):
     """multiplier / sqrt(model_dim) * min(1 / sqrt(t), t / warmup_steps^1.5), t = step + 1 (Vaswani et al. 2017)."""
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("multiplier", 1.0, "Times the rate of the paper.", check=checks.NOT_NEGATIVE)
+        p.Define("multiplier", 1.0, "Times the rate of the paper.", checks.NOT_NEGATIVE)
         p.Define(
             "warmup_steps",
             4000,
             "The rate rises linearly over so many steps, then it decays.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         p.Define(
-            "model_dim",
-            0,
-            "M, the width of the model; a translation model sets it.",
-            check=checks.SIZE,
+            "model_dim", 0, "M, the width of the model; a translation model sets it.", checks.SIZE
         )
         return p
 
@@ -247,14 +242,13 @@ class Transformer(Schedule):
         params.model_dim = model_dim
 
     def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
-        """See Schedule."""
         p = self.p
         t = tf.cast(step, tf.float32) + 1.0
         shape = tf.minimum(tf.math.rsqrt(t), t * float(p.warmup_steps) ** -1.5)
         return p.multiplier * float(p.model_dim) ** -0.5 * shape
 
 
-class SqrtDecay(Schedule):
+class SqrtDecay(LearningRateSchedule):
     """multiplier / sqrt(max(step, constant_steps)): constant at first, then a square-root decay. No warm-up.
 
     This is how Lingvo reads "learning rate 1.0 with square-root decay after 10k steps", GShard's
@@ -266,16 +260,15 @@ class SqrtDecay(Schedule):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("multiplier", 1.0, "Over the square root.", check=checks.NOT_NEGATIVE)
+        p.Define("multiplier", 1.0, "Over the square root.", checks.NOT_NEGATIVE)
         p.Define(
             "constant_steps",
             10_000,
             "The rate is constant for so many steps; 1 or more.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         return p
 
     def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
-        """See Schedule."""
         clock = tf.maximum(tf.cast(step, tf.float32), float(self.p.constant_steps))
         return self.p.multiplier * tf.math.rsqrt(clock)

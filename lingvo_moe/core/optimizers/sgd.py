@@ -26,9 +26,7 @@ class Sgd(BaseOptimizer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define(
-            "momentum", 0.9, "The share of the velocity that a step keeps.", check=checks.SHARE
-        )
+        p.Define("momentum", 0.9, "The share of the velocity that a step keeps.", checks.SHARE)
         p.Define("nesterov", False, "Whether the step looks ahead along the velocity.")
         return p.Set(weight_decay=1e-4)
 

@@ -28,24 +28,24 @@ def define_weight_decay(p: InstantiableParams, how: str) -> None:
     `how` is the help of `weight_decay`: how it enters the update.
     """
     patterns = checks.ListOf(checks.TEXT, "a list of patterns")
-    p.Define("weight_decay", 0.0, how, check=checks.NOT_NEGATIVE)
+    p.Define("weight_decay", 0.0, how, checks.NOT_NEGATIVE)
     p.Define(
         "decay_min_dims",
         2,
         "Variables of fewer dimensions do not decay: with 2, no bias and no scale of a normalization.",
-        check=checks.COUNT,
+        checks.COUNT,
     )
     p.Define(
         "decay_include",
         [],
         "Variables that decay in any case, e.g. ['*embedding*']: patterns of their names.",
-        check=patterns,
+        patterns,
     )
     p.Define(
         "decay_exclude",
         [],
         "Variables that do not decay, e.g. ['*.router.*']: patterns of their names.",
-        check=patterns,
+        patterns,
     )
 
 

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     text: str
 
 
-class Cell(str):
+class PageCell(str):
     """A cell that a page shows with a patch of a colour before it, as a link, or with a bar, of which 100 is all."""
 
     colour: str
@@ -57,7 +57,7 @@ class Cell(str):
         link: str = "",
         piece: Piece | None = None,
         faint: bool = False,
-    ) -> "Cell":
+    ) -> "PageCell":
         cell = super().__new__(cls, text)
         cell.colour, cell.link, cell.piece, cell.faint = colour, link, piece, faint
         return cell
@@ -112,7 +112,7 @@ def terminal(table: Table, wide: bool = True, bars: Sequence[Text] = ()) -> Rich
 
 def _coloured(cell: str) -> str | Text:
     """The cell in the colour that a terminal has for a page's, if it has one."""
-    colour = _COLOURS.get(cell.colour) if isinstance(cell, Cell) else None
+    colour = _COLOURS.get(cell.colour) if isinstance(cell, PageCell) else None
     return Text(cell, style=colour) if colour else cell
 
 

@@ -27,7 +27,7 @@ _COLOURS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class CodeLine:
     """A line of the user's code: its place, e.g. 'file.py:12', and its text."""
 
     place: str
@@ -49,7 +49,7 @@ class ShardedTensor:
     phase: str = "forward"  # forward, recompute, backward or optimizer
     in_loop: bool = False  # whether it is computed in the body of a loop
     annotates: str = ""  # for an annotation, the operation or argument that it annotates
-    line: Line | None = None  # the source line that created it, if known
+    line: CodeLine | None = None  # the source line that created it, if known
 
     @property
     def mapping(self) -> DimsMapping | None:
@@ -104,8 +104,8 @@ class Exchange:
     tensor: str = ""  # the name of the moved tensor
     # The line that caused it: the annotation that requests the new sharding, else the annotation that set the old one,
     # else the operation itself.
-    line: Line | None = None
-    op_line: Line | None = None  # the line of the operation that it was inserted for
+    line: CodeLine | None = None
+    op_line: CodeLine | None = None  # the line of the operation that it was inserted for
 
     @property
     def total_bytes(self) -> int:
@@ -131,7 +131,7 @@ class WrongNumbers:
 
     fault: known_faults.Fault  # what goes wrong, and the remedy
     # The operation's source line; for a gradient, the line of the forward operation.
-    line: Line | None = None
+    line: CodeLine | None = None
 
     def ToJson(self) -> dict[str, Any]:
         """Returns a plain dict; `Explanation.ToJson` describes its fields."""

@@ -7,6 +7,7 @@ the numbers are wrong, but not for every wrong dot.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -23,15 +24,9 @@ def parts(sharding: TensorSharding, dims: Sequence[int]) -> tuple[int, ...]:
 def places(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Maps each device of a tiled tensor to the indices of its part along `dims`."""
     held = len(sharding.devices) // math.prod(sharding.tiles)
-    found = {}
-    for place, device in enumerate(sharding.devices):
-        number, where = place // held, []
-        for count in reversed(sharding.tiles):
-            number, index = divmod(number, count)
-            where.append(index)
-        where.reverse()
-        found[device] = tuple(where[d] for d in dims)
-    return found
+    every = itertools.product(*map(range, sharding.tiles))
+    of_devices = zip(sharding.devices, (part for part in every for _ in range(held)), strict=True)
+    return {device: tuple(part[d] for d in dims) for device, part in of_devices}
 
 
 _Kept = tuple[tuple[int, ...], tuple[int, ...]]

@@ -146,11 +146,7 @@ class Convolution:
         )
 
     def _adds_within_groups(self, own: Sequence[int]) -> bool:
-        """Whether XLA first groups the devices by the batch groups, which the reference operand and the result shard.
-
-        Args:
-            own: into how many parts each operand shards its own dimension.
-        """
+        """Whether XLA first groups the devices by the batch groups, which reference operand and result shard."""
         count, beside = own[self._reference], own[1 - self._reference]
         sides = (self._lhs, self._rhs)
         other = sides[1 - self._reference]

@@ -27,11 +27,13 @@ from lingvo_moe.core.hlo.groups import num_devices
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.module import Module
 from lingvo_moe.core.hlo.sharding import TensorSharding, parse_sharding
-from lingvo_moe.core.partitioner import faults_of_gathers as gathers
-from lingvo_moe.core.partitioner import faults_of_products as products
-from lingvo_moe.core.partitioner import faults_of_scatters as scatters
-from lingvo_moe.core.partitioner import faults_of_sums as sums
-from lingvo_moe.core.partitioner import faults_of_windows as windows
+from lingvo_moe.core.partitioner import (
+    faults_of_gathers as gathers,
+    faults_of_products as products,
+    faults_of_scatters as scatters,
+    faults_of_sums as sums,
+    faults_of_windows as windows,
+)
 from lingvo_moe.core.partitioner.faults_of_products import Dot
 from lingvo_moe.core.partitioner.spmd import operation_of
 from lingvo_moe.core.sharding import ShardingError

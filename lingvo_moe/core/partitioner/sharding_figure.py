@@ -14,7 +14,7 @@ _MOST_DEVICES = 3
 
 
 @dataclass(frozen=True)
-class Cell:
+class Tile:
     """A part, a rectangle at (x, y) in pixels, of which `filled_width` by `filled_height` are no padding."""
 
     x: int
@@ -34,7 +34,7 @@ class Figure:
     label: str
     width: int
     height: int
-    cells: list[Cell]
+    cells: list[Tile]
     dots: list[tuple[float, float]]
 
 
@@ -87,7 +87,7 @@ class _Grid:
                 part[d] = int(place)
         return tuple(part)
 
-    def _cell(self, row: int, column: int, x: int, y: int) -> Cell:
+    def _cell(self, row: int, column: int, x: int, y: int) -> Tile:
         part = self._part(row, column)
         devices, extent = self._sharding.DeviceOf(part), self._sharding.Extent(self._shape, part)
         padded = self._sharding.PartShape(self._shape)
@@ -101,7 +101,7 @@ class _Grid:
         rest = "; the rest of the part is padding"
         everywhere = len(devices) >= self._num_devices
         hue = 360 * devices[0] / max(1, self._num_devices)
-        return Cell(
+        return Tile(
             x,
             y,
             self._width,

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Blocks:
+class StageBlocks:
     """L blocks in P parts of consecutive blocks.
 
     All stages compute n blocks in a tick. A smaller part is padded, which changes nothing.
@@ -57,7 +57,7 @@ class Blocks:
         return (np.cumsum(self.counts) - self.counts).astype(np.int32)
 
 
-def padding(stacks: Sequence[Blocks]) -> float:
+def padding(stacks: Sequence[StageBlocks]) -> float:
     """The share of the blocks that the stages compute that is padding."""
     computed = sum(blocks.parts * blocks.largest for blocks in stacks)
     real = sum(blocks.num for blocks in stacks)
@@ -72,7 +72,7 @@ def describe_padding(
     Returns:
         The sentence without a full stop; empty if nothing is padding.
     """
-    uneven = [(name, Blocks(num, stages, repeats, ends)) for name, num in stacks]
+    uneven = [(name, StageBlocks(num, stages, repeats, ends)) for name, num in stacks]
     uneven = [(name, blocks) for name, blocks in uneven if not blocks.equal]
     if not uneven:
         return ""
@@ -81,5 +81,5 @@ def describe_padding(
         f"{stages} stages of{times} {blocks.largest} blocks have the {blocks.num} blocks of the {name}"
         for name, blocks in uneven
     )
-    share = padding([Blocks(num, stages, repeats, ends) for _, num in stacks])
+    share = padding([StageBlocks(num, stages, repeats, ends) for _, num in stacks])
     return f"{each}: {100 * share:.3g}% of the stages' blocks are padding"

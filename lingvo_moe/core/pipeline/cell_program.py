@@ -11,7 +11,7 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.nested_map import NestedMap, flatten, flatten_items, map_structure, pack_as
 from lingvo_moe.core.pipeline.cells import Args
 from lingvo_moe.core.pipeline.stage_vectors import Boundary, packed_row, unpacked_row
-from lingvo_moe.core.tensors import runtime_zeros, sum_type
+from lingvo_moe.core.tensors import or_zeros, sum_type
 
 Vectors = dict[str, tf.Tensor]
 EXTRAS = "extras"  # the vector of a cell's extras, beside those of its updates
@@ -123,10 +123,7 @@ class CellProgram:
             if y is not None and dy is not None
         ]
         found = tape.gradient([y for y, _ in pairs], sources, [dy for _, dy in pairs])
-        grads = [
-            runtime_zeros(x, x.dtype) if g is None else tf.convert_to_tensor(g)
-            for g, x in zip(found, sources, strict=True)
-        ]
+        grads = [or_zeros(g, x) for g, x in zip(found, sources, strict=True)]
         specs = self.cell.specs.Flatten()
         by_path = {specs[k].path: g for k, g in zip(trained, grads)}
         dargs = dict(zip(floating, grads[len(trained) :]))

@@ -6,8 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, scoped
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
 
 # Arguments and results of cells: tensors, NestedMaps of them, None.
@@ -42,7 +41,8 @@ def fprop_with_extras(
     """Runs FPropWithExtras of a layer that has it; any other layer's FProp, with no extras."""
     if isinstance(layer, HasExtras):
         return layer.FPropWithExtras(theta, args, seed)
-    return as_tuple(layer.FProp(theta, *args)), NestedMap()
+    result = layer.FProp(theta, *args)
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,), NestedMap()
 
 
 def fprop_in_sequence(
@@ -101,11 +101,6 @@ def join_all_extras(extras: NestedMap, found: NestedMap) -> None:
         join_extras(extras, name, NestedMap(updates=value) if name == "updates" else value)
 
 
-def as_tuple(result: Any) -> Args:
-    """A layer's result as the arguments of the next layer."""
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
 def sub_layers(params: InstantiableParams) -> list[InstantiableParams] | None:
     """The Params of the layers that a sequence applies one after another; None for a layer that is no sequence.
 
@@ -127,7 +122,6 @@ class LayerWithExtras(BaseLayer):
     def FPropWithExtras(
         self, theta: NestedMap, args: Args, seed: tf.Tensor | None
     ) -> tuple[Args, NestedMap]:
-        """See HasExtras."""
         raise NotImplementedError(f"{type(self).__name__}.FPropWithExtras")
 
 
@@ -150,7 +144,6 @@ class FeatureExtractionLayer(LayerWithExtras):
 
     @classmethod
     def SubLayers(cls, params: HyperParams) -> list[InstantiableParams]:
-        """See `sub_layers`."""
         return list(params.sub)
 
     def FPropWithExtras(

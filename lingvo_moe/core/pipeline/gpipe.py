@@ -23,7 +23,7 @@ import tensorflow as tf
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure
 from lingvo_moe.core.pipeline.cell_program import EXTRAS, Cell, CellProgram, Vectors
 from lingvo_moe.core.pipeline.cells import Args
-from lingvo_moe.core.pipeline.gpipe_loops import Loops
+from lingvo_moe.core.pipeline.gpipe_loops import GPipeLoops
 from lingvo_moe.core.pipeline.stage_vectors import PACKED_LETTERS, Boundary, packed_specs
 from lingvo_moe.core.pipeline.ticks import ROWS, Stages
 from lingvo_moe.core.sharding import ShardingError, SplitMap, current_mesh, dims_mapping
@@ -105,7 +105,7 @@ class GPipe:
             programs = self._Programs(args, rows // num_micro_batches, batch_dim, seed, stages)
             given = programs[0].inputs.PackBatch(args, num_micro_batches, stages.devices)
             given = {name: stages.Sharded(x, (None, ROWS, None)) for name, x in given.items()}
-            loops = Loops(
+            loops = GPipeLoops(
                 self._Scope, self.specs, programs, stages, num_micro_batches, differentiate_inputs
             )
             final, sums = loops.Run(theta, given, seed)

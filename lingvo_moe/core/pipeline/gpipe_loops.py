@@ -13,7 +13,7 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.nested_map import NestedMap, flatten, pack_as
 from lingvo_moe.core.pipeline.cell_program import EXTRAS, CellProgram, Vectors
 from lingvo_moe.core.pipeline.stage_vectors import largest
-from lingvo_moe.core.pipeline.ticks import ROWS, STAGE, Stages, Work
+from lingvo_moe.core.pipeline.ticks import ROWS, STAGE, Stages, StageWork
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.tensors import sum_type
 
@@ -21,7 +21,7 @@ from lingvo_moe.core.tensors import sum_type
 _UNUSED = 0.0
 
 
-class Loops:
+class GPipeLoops:
     """The two loops over ticks, for one batch."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Loops:
             finals = {name: array.write(t, final[name]) for name, array in finals.items()}
             return t + 1, state, sums, kept, finals
 
-        work = Work(self._num, self._ForwardStage, self._Idle, by=1)
+        work = StageWork(self._num, self._ForwardStage, self._Idle, by=1)
         start = (
             tf.constant(0),
             state,
@@ -157,7 +157,7 @@ class Loops:
                 self._ZeroRows(shared["t"]),
             )
 
-        work = Work(self._num, backward, idle, by=-1)
+        work = StageWork(self._num, backward, idle, by=-1)
         start = (
             tf.constant(self._ticks - 1),
             dstate,

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap, flatten
 from lingvo_moe.core.pipeline.cell_program import Cell
 from lingvo_moe.core.pipeline.cells import (
@@ -77,16 +76,14 @@ class PipeliningLayer(SeqLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("num_micro_batches", 1, "M.", check=checks.SIZE)
+        p.Define("num_micro_batches", 1, "M.", checks.SIZE)
         p.Define(
             "micro_batch_size",
             None,
             "Rows of a micro-batch; None: those of the batch divided by num_micro_batches.",
-            check=checks.or_none(checks.SIZE),
+            checks.or_none(checks.SIZE),
         )
-        p.Define(
-            "batch_dim", 0, "The dimension of all inputs that counts rows.", check=checks.COUNT
-        )
+        p.Define("batch_dim", 0, "The dimension of all inputs that counts rows.", checks.COUNT)
         return p
 
     def __init__(self, params: InstantiableParams):

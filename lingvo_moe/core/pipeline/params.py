@@ -30,34 +30,34 @@ def pipeline_params() -> Params:
         1,
         "K: how many parts each stack of layers has, one after the other on the devices of mesh axis 'stage'. 1: no "
         "pipeline.",
-        check=checks.SIZE,
+        checks.SIZE,
     )
     p.Define(
         "micro_batches",
         1,
         "M: how many parts a batch has, which pass through the stages one after the other; with a mesh axis 'data', "
         "M / its size on each of its devices. The share of time in which a stage waits is (K - 1) / (M + K - 1).",
-        check=checks.SIZE,
+        checks.SIZE,
     )
     p.Define(
         "schedule",
         "1f1b",
         f"In which order stages work, one of {', '.join(SCHEDULES)}: see docs/pipelines.md.",
-        check=checks.one_of(SCHEDULES),
+        checks.one_of(SCHEDULES),
     )
     p.Define(
         "repeats",
         1,
         "V: how often a micro-batch passes through all stages, with schedule=interleaved or gpipe; each has V parts of "
         "a stack.",
-        check=checks.SIZE,
+        checks.SIZE,
     )
     p.Define(
         "splits",
         [],
         "The blocks at which the stages end, e.g. [2, 5] for two blocks and then three; with experts a block is two "
         "layers. []: stages as equal as can be. Each stage takes the time of the largest.",
-        check=checks.ListOf(checks.SIZE, "a list of numbers of blocks"),
+        checks.ListOf(checks.SIZE, "a list of numbers of blocks"),
     )
     p.OnlyWith("micro_batches schedule repeats splits", one_stage)
     return p

@@ -67,7 +67,6 @@ class Schedule:
     stacks: int  # how many stacks of layers follow each other
 
     def WorkOf(self, kind: str, stack: int) -> Work:
-        """The work of a kind for a stack."""
         return next(w for w in self.works if (w.kind, w.stack) == (kind, stack))
 
     @property

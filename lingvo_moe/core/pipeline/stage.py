@@ -20,10 +20,10 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context, Parts
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.sharding.vectorized import vectorized
-from lingvo_moe.core.tensors import runtime_zeros, term_if
+from lingvo_moe.core.tensors import or_zeros, term_if
 
 
-class Traced:
+class TracedOnce:
     """A function of a NestedMap of tensors that returns one, traced at its first call for all loops that call it."""
 
     def __init__(self, fn: Callable[[NestedMap], NestedMap]):
@@ -91,16 +91,16 @@ class Programs:
         self.entries = [[n for n in s.carry if n not in s.takes] for s in parts.stacks]
         self._units, self._shared = units, shared
         count = range(len(parts.stacks))
-        self._forward = [Traced(_of_stages(_Stage(self, j).Forward)) for j in count]
+        self._forward = [TracedOnce(_of_stages(_Stage(self, j).Forward)) for j in count]
         kinds = ((True, True), (True, False), (False, True))
         self._backward = [
-            {kind: Traced(_of_stages(_Stage(self, j, *kind).Backward)) for kind in kinds}
+            {kind: TracedOnce(_of_stages(_Stage(self, j, *kind).Backward)) for kind in kinds}
             for j in count
         ]
         edges = [_Edge(self, j) for j in count]
-        self._enter = [Traced(_of_replicas(edge.Enter)) for edge in edges]
-        self._enter_backward = [Traced(_of_replicas(edge.EnterBackward)) for edge in edges]
-        self._loss = Traced(_of_replicas(edges[-1].LossAndGradients))
+        self._enter = [TracedOnce(_of_replicas(edge.Enter)) for edge in edges]
+        self._enter_backward = [TracedOnce(_of_replicas(edge.EnterBackward)) for edge in edges]
+        self._loss = TracedOnce(_of_replicas(edges[-1].LossAndGradients))
 
     def Enter(self, stack: int, parts: NestedMap) -> NestedMap:
         """Computes the activations with which micro-batches enter a stack, [D, ...]."""
@@ -202,12 +202,13 @@ class _Stage:
         of_rest = _present(found[len(inputs) + len(weights) :])
         result = NestedMap(
             weights=[
-                term_if(given.valid, _dense(g, w)) for g, w in zip(of_weights, weights, strict=True)
+                term_if(given.valid, or_zeros(g, w))
+                for g, w in zip(of_weights, weights, strict=True)
             ],
             rest=of_rest.Transform(lambda g: term_if(given.valid, g)),
         )
         if self._carry:
-            dense = [_dense(g, x) for g, x in zip(found, inputs, strict=False)]
+            dense = [or_zeros(g, x) for g, x in zip(found, inputs, strict=False)]
             result.carry = part.carry.Pack(dense)
         return result
 
@@ -243,7 +244,7 @@ class _Edge:
             context = self._programs.Context(part, shared)
             loss, metrics = self._programs.parts.loss(shared.rest, part.carry, context)
         found = tape.gradient(loss, [*carry, *rest])
-        of_carry = [_dense(g, x) for g, x in zip(found, carry, strict=False)]
+        of_carry = [or_zeros(g, x) for g, x in zip(found, carry, strict=False)]
         return NestedMap(
             loss=loss,
             metrics=metrics,
@@ -257,7 +258,3 @@ def _present(grads: Sequence[tf.Tensor | None]) -> NestedMap:
     return NestedMap(
         {f"g{i}": tf.convert_to_tensor(g) for i, g in enumerate(grads) if g is not None}
     )
-
-
-def _dense(grad: tf.Tensor | None, like: tf.Tensor) -> tf.Tensor:
-    return runtime_zeros(like, like.dtype) if grad is None else tf.convert_to_tensor(grad)

@@ -13,7 +13,7 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.input.division import Division
 from lingvo_moe.core.nested_map import NestedMap, map_structure
-from lingvo_moe.core.pipeline.blocks import Blocks
+from lingvo_moe.core.pipeline.blocks import StageBlocks
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE, Schedule
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_of, sharded
@@ -60,11 +60,11 @@ class StageLayout:
         ]
         self._outside, self._rest = [stack.splits for stack in stacks], rest_splits
         self._splits = [[without(STAGE, s[1:]) for s in each] for each in self._outside]
-        self._blocks, self._weights = list[Blocks](), list[NestedMap]()
+        self._blocks, self._weights = list[StageBlocks](), list[NestedMap]()
         for j, stack in enumerate(stacks):
             leaves = stack.weights.Flatten()
             num = leaves[0].shape[0]
-            self._blocks.append(Blocks(num, schedule.stages, schedule.repeats, ends))
+            self._blocks.append(StageBlocks(num, schedule.stages, schedule.repeats, ends))
             items = zip(leaves, stack.splits, strict=True)
             self._weights.append(stack.weights.Pack([self._ByStage(j, x, s) for x, s in items]))
 
@@ -241,7 +241,7 @@ class StageLayout:
         return NestedMap(batch=of_batch, number=sharded(numbers, (*leading, self._data)))
 
 
-def padded(w: tf.Tensor, blocks: Blocks) -> tf.Tensor:
+def padded(w: tf.Tensor, blocks: StageBlocks) -> tf.Tensor:
     """[L, ...] as [P n, ...]: a smaller part has its last block several times."""
     if blocks.ends:
         parts = [w[first:end] for first, end in zip(blocks.firsts, blocks.ends, strict=True)]
@@ -254,7 +254,7 @@ def padded(w: tf.Tensor, blocks: Blocks) -> tf.Tensor:
     return tf.concat([w[:equal], tf.reshape(short, [-1, *w.shape[1:]])], 0)
 
 
-def unpadded(x: tf.Tensor, blocks: Blocks) -> tf.Tensor:
+def unpadded(x: tf.Tensor, blocks: StageBlocks) -> tf.Tensor:
     """[P n, ...] as [L, ...], without padding."""
     if blocks.ends:
         starts = range(0, x.shape[0], blocks.largest)

@@ -22,7 +22,7 @@ STAGE, ROWS = "stage", "rows"  # in the mappings of Stages.Sharded
 
 
 @dataclass(frozen=True)
-class Work:
+class StageWork:
     """The work of the stages. Results are (what moves on, what stays): trees of tensors [D, ...]."""
 
     num: int  # M, of micro-batches
@@ -71,7 +71,7 @@ class Stages:
         named = {STAGE: self.axis, ROWS: self.row_axes or None, None: None}
         return tuple(named[name] for name in mapping)
 
-    def Tick(self, t: tf.Tensor, work: Work, own: Any, shared: Any) -> tuple[Any, Any]:
+    def Tick(self, t: tf.Tensor, work: StageWork, own: Any, shared: Any) -> tuple[Any, Any]:
         """The work of every stage in one tick.
 
         Args:
@@ -94,7 +94,7 @@ class _Tick:
 
     stages: Stages
     t: tf.Tensor
-    work: Work
+    work: StageWork
     structure: Any
     results: Any = None
     num_moving: int = 0

@@ -7,15 +7,14 @@ model of network/interconnect.py needs.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lingvo_moe.core.hlo import attributes, parts
-from lingvo_moe.core.hlo import module as hlo
+from lingvo_moe.core.hlo import attributes, module as hlo, parts
 from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_kind, executed_collective
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.loops import expected_trips
 from lingvo_moe.core.hlo.module import Executed, Module
-from lingvo_moe.core.hlo.parts import ATTENTION, EMBEDDING, EXPERTS, LOOP, NO_LAYERS, Layers, Place
+from lingvo_moe.core.hlo.parts import ATTENTION, EXPERTS, LOOP, NO_LAYERS, Layers, Place
 from lingvo_moe.core.planner import traffic
-from lingvo_moe.core.planner.flops import MatmulFlops, Product, in_tiles, number_format
+from lingvo_moe.core.planner.flops import MatmulFlops, MatrixProduct, in_tiles, number_format
 
 _SEARCH_LIMIT = 12  # How many neighbours to visit for an instruction without a name.
 _NO_CYCLES = ("while", "conditional", "call", "async-start", "async-done")
@@ -58,7 +57,6 @@ def costs(
 
     Args:
       module: a scheduled program for one device.
-      layers: those of the model, for the places.
       once: count a loop's body once, as XLA's own cost analysis does.
       tile: rows and columns of the matrix unit.
 
@@ -166,7 +164,7 @@ class _LongestBranch:
         return self.work[name]
 
 
-def _by_format(products: list[Product], tile: int = 1) -> dict[str, int]:
+def _by_format(products: list[MatrixProduct], tile: int = 1) -> dict[str, int]:
     sums: dict[str, int] = {}
     for product in products:
         kind = number_format(product.instruction, product.inside)
@@ -193,7 +191,6 @@ class Placer:
         instructions inside it (for a fusion), its producers and consumers.
 
         Args:
-          at: from `Module.executions`.
           products: names of the matrix products that it computes, the largest first.
         """
         instruction = at.instruction
@@ -207,7 +204,7 @@ class Placer:
         for op_name in [*products, at.op_name]:
             found = self.place_name(op_name, at.in_backward_loop)
             if found.is_clear:
-                return self._named_embedding(at, found)
+                return found
         near = self._by_insides(instruction, at.in_backward_loop)
         if near is None:
             near = self._of_sum(at) if own.part == LOOP else self._by_neighbours(at)
@@ -251,15 +248,8 @@ class Placer:
         for piece in sorted(pieces, key=lambda i: -i.num_bytes):
             found = self._of_piece(dataclasses.replace(at, instruction=piece))
             if found.is_clear:
-                return self._named_piece(at, piece.num_bytes, found)
+                return found
         return None
-
-    def _named_piece(self, at: Executed, num_bytes: int, found: Place) -> Place:
-        """Finds the layer of a look-up's gradient in a combined collective: its slice of the result is as large."""
-        slices = (s for done in self._consumers(at) for s in self._consumers(done))
-        same = (s for s in slices if s.instruction.num_bytes == num_bytes)
-        named = (self._named_embedding(s, found) for s in same)
-        return next((place for place in named if place.layer), found)
 
     def _joins(self, operand: Instruction) -> bool:
         if operand.opcode == "fusion":
@@ -277,21 +267,6 @@ class Placer:
         # The instructions inside a fusion may decide here, which need not be those of its result.
         near = self.place(piece)
         return near if near.is_clear else found
-
-    def _named_embedding(self, at: Executed, found: Place) -> Place:
-        """Finds the layer of a look-up's gradient, which has no scope of its own, from its consumers."""
-        if found.part != EMBEDDING or found.layer:
-            return found
-        reached = [at]
-        for here in reached:
-            for user in self._consumers(here):
-                for name in (user.op_name, parts.scope_of_call(user.op_name)):
-                    layer = self.place_name(name, user.in_backward_loop).layer
-                    if layer in self._layers.embeddings:
-                        return dataclasses.replace(found, layer=layer)
-                if len(reached) < _SEARCH_LIMIT:
-                    reached.append(user)
-        return found
 
     def _of_sum(self, at: Executed) -> Place | None:
         """Place of the addends of a sum of gradients in a loop's own scope, where they have the same; None for others.

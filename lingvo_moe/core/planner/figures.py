@@ -201,11 +201,6 @@ def spans(item: Mapping[str, Any]) -> str:
     return f"{count:,}" if count else ""
 
 
-def spanned(plan: Plan) -> str:
-    """The unit in which `spans` counts: 'slices' or 'nodes'."""
-    return "slices" if get(plan, "topology.slices") else "nodes"
-
-
 def collective_totals(plan: Plan) -> list[tuple[str, int, int, float]]:
     """Returns (kind, count a step, bytes a step, seconds) summed over layers, the slowest first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])

@@ -124,7 +124,7 @@ def _convolution_flops(
     for spatial, window in enumerate(attributes.window(instruction)):
         label = str(spatial)
         sizes = lhs[dims.lhs[label]], output[dims.output[label]]
-        count *= window.valid_positions(*sizes)
+        count *= attributes.valid_positions(window, *sizes)
     return 2 * count
 
 
@@ -132,7 +132,7 @@ def _groups(instruction: Instruction, key: str) -> int:
     return int(instruction.attribute(key) or 1)
 
 
-def in_tiles(product: "Product", tile: int) -> int:
+def in_tiles(product: "MatrixProduct", tile: int) -> int:
     """FLOPs of a product whose sizes are rounded up to whole tiles of a matrix unit.
 
     The unit holds a tile of one factor, and loading one takes as long as a tile of the other needs to stream through.
@@ -151,7 +151,7 @@ def in_tiles(product: "Product", tile: int) -> int:
     return round(product.flops * math.prod(math.ceil(n / tile) * tile / n for n in sizes))
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """A matrix product: its FLOPs, the instruction, and the computation that contains it."""
 
     flops: int
@@ -164,21 +164,16 @@ class MatmulFlops:
 
     def __init__(self, module: Module):
         self._module = module
-        self._inside: dict[str, list[Product]] = {}
+        self._inside: dict[str, list[MatrixProduct]] = {}
 
-    def products(self, instruction: Instruction, inside: Computation) -> list[Product]:
-        """Returns each product in one execution of `instruction`.
-
-        Args:
-          instruction: any instruction; a fusion is searched for products.
-          inside: the computation that contains it.
-        """
+    def products(self, instruction: Instruction, inside: Computation) -> list[MatrixProduct]:
+        """Returns each product in one execution of an instruction; inside of a fusion, too."""
         if instruction.opcode == "fusion":
             return self._of_computation(instruction.called[0])
         flops = matmul_flops(instruction, inside)
-        return [Product(flops, instruction, inside)] if flops else []
+        return [MatrixProduct(flops, instruction, inside)] if flops else []
 
-    def _of_computation(self, name: str) -> list[Product]:
+    def _of_computation(self, name: str) -> list[MatrixProduct]:
         found = self._inside.get(name)
         if found is None:
             called = self._module.computation(name)

@@ -23,11 +23,11 @@ from lingvo_moe.core.hlo.pipelines import (
     FORWARD,
     LOSS,
     PipelineLoop,
-    Work,
+    TickWork,
     loop_of_operation,
     pipeline_loop,
 )
-from lingvo_moe.core.pipeline.blocks import Blocks, padding
+from lingvo_moe.core.pipeline.blocks import StageBlocks, padding
 from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.base import Machine
@@ -38,7 +38,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StagePlan:
     """The schedule of a model's pipelines, as its parameters have it."""
 
     name: str  # e.g. '1f1b'
@@ -65,7 +65,7 @@ class Loop:
 
 
 def pipelines(
-    module: Module, costs: Sequence[Cost], machine: Machine, schedule: Schedule | None = None
+    module: Module, costs: Sequence[Cost], machine: Machine, schedule: StagePlan | None = None
 ) -> list[dict[str, Any]]:
     """Returns the plan's `pipelines`: one dict for each pipeline of a program, in the order of their loops.
 
@@ -87,7 +87,7 @@ def pipelines(
     return [_describe(name, loops, schedule) for name, loops in found.items()]
 
 
-def _describe(name: str, loops: list[Loop], schedule: Schedule | None) -> dict[str, Any]:
+def _describe(name: str, loops: list[Loop], schedule: StagePlan | None) -> dict[str, Any]:
     out: dict[str, Any] = {
         "name": name,
         "loops": [
@@ -115,21 +115,20 @@ def _describe(name: str, loops: list[Loop], schedule: Schedule | None) -> dict[s
     }
 
 
-def _blocks(schedule: Schedule) -> dict[str, Any]:
+def _blocks(schedule: StagePlan) -> dict[str, Any]:
     """The number of blocks of each stack, and the share of padding in the stages' work."""
     if not schedule.stacks:
         return {}
     of = schedule.stages, schedule.repeats, schedule.splits
-    stacks = [Blocks(num, *of) for _, num in schedule.stacks]
+    stacks = [StageBlocks(num, *of) for _, num in schedule.stacks]
     return {"blocks": dict(schedule.stacks), "padding": padding(stacks)}
 
 
-def bubble(name: str, loops: Iterable[Loop], schedule: Schedule) -> float | None:
+def bubble(name: str, loops: Iterable[Loop], schedule: StagePlan) -> float | None:
     """The share of a stage's time in a pipeline's loops in which it is idle.
 
     Args:
         name: the pipeline's, for messages.
-        loops: those of one pipeline.
         schedule: says how many ticks' worth of each kind of work a stage has.
 
     Returns:
@@ -139,7 +138,7 @@ def bubble(name: str, loops: Iterable[Loop], schedule: Schedule) -> float | None
         PlanError: there are fewer ticks than that, so that the loops are not of this schedule.
     """
     loops = list(loops)
-    ticks: dict[Work, int] = defaultdict(int)
+    ticks: dict[TickWork, int] = defaultdict(int)
     for loop in loops:
         for work in loop.name.works:
             if work.kind != LOSS:  # all stages share it, so none is idle
@@ -159,7 +158,7 @@ def bubble(name: str, loops: Iterable[Loop], schedule: Schedule) -> float | None
     return None if idle is None or not in_all else idle / in_all
 
 
-def _seconds(ticks: Mapping[Work, int], loops: Sequence[Loop]) -> float | None:
+def _seconds(ticks: Mapping[TickWork, int], loops: Sequence[Loop]) -> float | None:
     """Seconds of so many ticks of each kind of work; None if they do not follow from the seconds of the loops."""
     timed = [loop for loop in loops if loop.seconds is not None]
     works = sorted({*ticks, *(work for loop in timed for work in loop.name.works)})
@@ -212,7 +211,6 @@ class _Reader:
         return found
 
     def Read(self, executed: Executed, name: PipelineLoop) -> Loop:
-        """Reads one loop."""
         loop = executed.instruction
         body = self._module.computation(loop.attribute("body"))
         in_all = self._times.get(body.root.name, 0)  # ticks in one run of the program

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lingvo_moe.core.console import units
-from lingvo_moe.core.pages.tables import Cell, Column, Piece, Section, Table, numbers, words
+from lingvo_moe.core.pages.tables import Column, PageCell, Piece, Section, Table, numbers, words
 from lingvo_moe.core.pipeline.blocks import describe_padding
 from lingvo_moe.core.planner import figures
 from lingvo_moe.core.planner.figures import PHASES, PartTime, Plan, get
@@ -40,7 +40,7 @@ def holders(plan: Plan, most: int) -> Section | None:
         return None
     rows = [
         [
-            Cell(figures.KINDS[row["kind"]], colour=row["kind"]),
+            PageCell(figures.KINDS[row["kind"]], colour=row["kind"]),
             *_place(row),
             units.size(row["bytes"]),
         ]
@@ -48,7 +48,7 @@ def holders(plan: Plan, most: int) -> Section | None:
     ]
     if rest := found[most:]:
         held = units.size(sum(row["bytes"] for row in rest))
-        rows.append([Cell(f"{len(rest)} more"), "", "", "", held])
+        rows.append([PageCell(f"{len(rest)} more"), "", "", "", held])
     columns = words("what", "layer", "part", "phase") + numbers("bytes")
     aside = " (traced through the compiled schedule)"
     return Section("What is live at the peak", [Table(columns, rows)], aside=aside)
@@ -215,7 +215,8 @@ def collectives(plan: Plan, most: int | None = None) -> Table | None:
     if not items:
         return None
     located = any(map(figures.spans, items))
-    columns = [*words("kind"), *_PLACE, *numbers(*[figures.spanned(plan)] * located)]
+    spanned = "slices" if figures.get(plan, "topology.slices") else "nodes"
+    columns = [*words("kind"), *_PLACE, *numbers(*[spanned] * located)]
     columns += [*numbers("a step", "bytes of one"), Column("devices", wide=True)]
     columns += [Column(_SECONDS, estimated=True)]
     rows = [
@@ -322,7 +323,7 @@ def compared(plans: Sequence[Plan]) -> Table:
         keys = ("days", "chip_days", "device_years")
         rows.append(
             [
-                Cell(figures.name(plan), link=f"#plan-{number}"),
+                PageCell(figures.name(plan), link=f"#plan-{number}"),
                 plan.get("what") or units.DASH,
                 *_compared(plan),
                 *[units.share(figures.bubble(plan))] * bubbles,

@@ -52,7 +52,6 @@ def parameters(state_specs: Any, mesh: Mesh) -> dict[str, int]:
     Args:
         state_specs: a NestedMap of VariableSpecs: a training state with `theta` and maybe `slots` and `ema`, whose
             bytes count as slots, or weights alone.
-        mesh: the mesh that the specs are sharded over.
     """
     theta = state_specs.theta.Flatten() if "theta" in state_specs else state_specs.Flatten()
     slots = [s for part in ("slots", "ema") for s in state_specs.get(part, NestedMap()).Flatten()]
@@ -66,10 +65,6 @@ def parameters(state_specs: Any, mesh: Mesh) -> dict[str, int]:
 
 def work(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]]:
     """Returns the plan's `work`: FLOPs, traffic and seconds by part and phase, without collectives.
-
-    Args:
-        costs: of every executed instruction.
-        topology: the machine, for its devices' peaks.
 
     Returns:
         One dict for each part and phase, the slowest first.
@@ -203,8 +198,6 @@ def time(
     """Returns the plan's `time`: seconds of one run, and what the budget costs.
 
     Args:
-        job: the job to plan.
-        topology: the machine.
         work_rows: what `work` returned.
         collective_rows: what `collectives` returned.
         waiting: seconds in which a device waits for its host's memory.
@@ -265,11 +258,6 @@ def timed_again(plan: dict[str, Any], topology: Machine) -> dict[str, Any]:
     )
     again = time(job, topology, plan["work"], rows, was.get("host_seconds", 0.0))
     return plan | {"collectives": rows, "time": again}
-
-
-def describe_topology(topology: Machine) -> dict[str, Any]:
-    """Returns the plan's `topology`: the figures of the machine that its estimates use."""
-    return topology.Describe() | {"model": interconnect.describe(topology)}
 
 
 def check(plan: dict[str, Any]) -> None:

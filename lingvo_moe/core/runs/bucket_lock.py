@@ -6,17 +6,14 @@ renewed for a while was left by a process that was killed, and is taken over, by
 
 import contextlib
 import json
-import os
 import secrets
-import socket
 import threading
 import time
-from typing import Any
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.files.copies import LocalCopy, local_copy
 from lingvo_moe.core.files.store import Bucket, StoreError, is_address
-from lingvo_moe.core.runs.run_lock import RunLock, RunLockError
+from lingvo_moe.core.runs.run_lock import RunLock, RunLockError, in_words, who_i_am
 
 WRITER = "WRITER"
 RENEWAL = 5.0  # seconds between renewals
@@ -32,7 +29,7 @@ class BucketLock:
 
     def __init__(self, place: Bucket):
         self._place, self._token, self._number = place, secrets.token_hex(16), 0
-        self._since = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._me = {"token": self._token, **who_i_am()}
         self._generation = self._Take()
         self._lost, self._closing = "", threading.Event()
         self._thread = threading.Thread(target=self._Renew, name="bucket lock", daemon=True)
@@ -53,8 +50,7 @@ class BucketLock:
 
     def _Content(self) -> bytes:
         self._number += 1
-        about = {"token": self._token, "number": self._number, "since": self._since}
-        return json.dumps({**about, "pid": os.getpid(), "host": socket.gethostname()}).encode()
+        return json.dumps({**self._me, "number": self._number}).encode()
 
     def _Take(self) -> bytes:
         """Returns the generation of the object that this writer wrote."""
@@ -73,11 +69,9 @@ class BucketLock:
             found = now
 
     def _Refusal(self, content: bytes | None) -> RunLockError:
-        who: dict[str, Any] = json.loads(content or b"{}")
-        by = f" (process {who.get('pid')} on {who.get('host')}, since {who.get('since')})"
+        by = in_words(json.loads(content or b"{}"))
         return RunLockError(
-            f"{self._place.address}: another writer is at work there{by if who else ''}; wait, stop it, or name "
-            "another place"
+            f"{self._place.address}: another writer is at work there{by}; wait, stop it, or name another place"
         )
 
     def _Renew(self) -> None:

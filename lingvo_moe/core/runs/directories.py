@@ -27,7 +27,7 @@ class OutputError(ValueError):
 
 
 @dataclass(frozen=True)
-class Kind:
+class Output:
     """A directory that a command makes."""
 
     name: str  # what errors call it
@@ -65,15 +65,13 @@ class Kind:
 
     def __str__(self) -> str:
         """The kind with its article: 'a run'."""
-        return (
-            self.name
-            if self is PREPARED
-            else f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
-        )
+        if self is PREPARED:
+            return self.name
+        return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
 
 
 # Other programs write an experiment.json, too. Old runs have no manifest, but checkpoints.
-RUN = Kind(
+RUN = Output(
     "run",
     (DESCRIPTION,),
     (
@@ -91,14 +89,14 @@ RUN = Kind(
     ),
     beside=("manifest.sha256", CHECKPOINTS),
 )
-PREPARED = Kind(
+PREPARED = Output(
     "prepared data",
     ("prepared.json", "prepared.sha256"),
     ("dev", "vocab", "records", "*.tsv.gz"),
     ("*.tsv",),
 )
-CORPUS = Kind("corpus", ("corpus.json", "corpus.sha256"), ("dev", "*.tsv.gz"), ("*.tsv",))
-EXPORTED = Kind(
+CORPUS = Output("corpus", ("corpus.json", "corpus.sha256"), ("dev", "*.tsv.gz"), ("*.tsv",))
+EXPORTED = Output(
     "exported model",
     ("saved_model.pb",),
     ("variables", "assets", "assets.extra", "fingerprint.pb", "keras_metadata.pb"),
@@ -111,8 +109,8 @@ _KINDS = (RUN, PREPARED, CORPUS, EXPORTED)
 class Found:
     """The kind of a directory, and the reason for saying so."""
 
-    kind: Kind  # which kind of directory
-    why: str  # by what it was recognised, as Kind.FindMark says it
+    kind: Output  # which kind of directory
+    why: str  # by what it was recognised, as Output.FindMark says it
 
     def __str__(self) -> str:
         """The kind and the reason: 'a run (it holds experiment.json)'."""
@@ -122,7 +120,7 @@ class Found:
 def recognise(directory: str | os.PathLike) -> Found | None:
     """Recognises the kind of a directory; None for one of no kind, and for a path that is no directory.
 
-    Raises OSError: as Kind.FindMark.
+    Raises OSError: as Output.FindMark.
     """
     for kind in _KINDS:
         if why := kind.FindMark(directory):
@@ -152,7 +150,7 @@ def check_writable(directory: str | os.PathLike, what: str) -> None:
     raise OutputError(f"{what}: no permission to write in {place}")
 
 
-def check_replaceable(output: str | os.PathLike, kind: Kind, flag: str = "--output") -> None:
+def check_replaceable(output: str | os.PathLike, kind: Output, flag: str = "--output") -> None:
     """Accepts a directory, or an address, that a command makes, and by which it replaces an older one of its kind.
 
     Raises OutputError: what is there, or around it, is something else, or would be lost.

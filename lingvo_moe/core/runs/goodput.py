@@ -50,7 +50,7 @@ class GoodputError(ValueError):
     """A run that says nothing of its time."""
 
 
-class Line(NamedTuple):
+class RecordLine(NamedTuple):
     """A line of the record, see time_record.py."""
 
     event: str
@@ -81,7 +81,7 @@ class Segment:
         excess: seconds by which the first step took longer than the others; set by `account`.
     """
 
-    def __init__(self, lines: Sequence[Line]):
+    def __init__(self, lines: Sequence[RecordLine]):
         self.began, self.seconds, self.status = lines[0].began, lines[-1].seconds, lines[-1].status
         self.elapsed, self.excess = lines[-1].elapsed, 0.0
         stepped = [(x.step, x) for x in lines if x.step is not None]
@@ -89,8 +89,8 @@ class Segment:
         self._lines = stepped[at:]
         self.first: int | None = None
         self.last: int | None = None
-        self.stepped: Line | None = None
-        self.done: Line | None = None
+        self.stepped: RecordLine | None = None
+        self.done: RecordLine | None = None
         self.between_saves: list[int] = []
         self.saving = 0.0
         if self._lines:
@@ -115,7 +115,7 @@ class Segment:
         """The number of checkpoints after the first step."""
         return len(self.between_saves)
 
-    def After(self, line: Line, kind: str) -> float:
+    def After(self, line: RecordLine, kind: str) -> float:
         """The seconds of a kind after a line."""
         return self.seconds.get(kind, 0.0) - line.seconds.get(kind, 0.0)
 
@@ -180,7 +180,7 @@ def read_segments(file: Path) -> tuple[list[Segment], int]:
         raise GoodputError(
             f"{file}: there is no such file: the run is by an older version, or its trainer never got to its data"
         )
-    segments: list[list[Line]] = []
+    segments: list[list[RecordLine]] = []
     damaged = 0
     with open(file, "rb") as lines:
         for text in lines:
@@ -196,7 +196,7 @@ def read_segments(file: Path) -> tuple[list[Segment], int]:
     return [Segment(lines) for lines in segments], damaged
 
 
-def _line(row: dict[str, Any] | None) -> Line | None:
+def _line(row: dict[str, Any] | None) -> RecordLine | None:
     """A row of the record, which anybody may have written; None where it is none."""
     if row is None:
         return None
@@ -205,7 +205,7 @@ def _line(row: dict[str, Any] | None) -> Line | None:
         step, status = (
             None if row[name] is None else int(row[name]) for name in ("step", "status")
         )
-        line = Line(str(row["event"]), step, seconds, status, float(row["began"]))
+        line = RecordLine(str(row["event"]), step, seconds, status, float(row["began"]))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
     numbers = [line.began, *seconds.values()]

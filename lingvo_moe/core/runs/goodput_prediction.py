@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass, replace
 
+from scipy.optimize import minimize_scalar
+
 _MOST = 700.0  # of the exponent of e in double precision
-_DIVISIONS = 200
 
 
 @dataclass(frozen=True)
-class Machine:
+class FailingMachine:
     """A machine whose disruptions come at random, as a Poisson process, also while it saves and restarts.
 
     All times are seconds.
@@ -43,14 +44,10 @@ class Machine:
 
     def BestInterval(self) -> float:
         """The interval with the highest goodput: about sqrt(2 save mtbf), where that is much shorter than mtbf."""
-        low, high = math.log(self.save) - 7.0, math.log(max(self.save, self.mtbf)) + 7.0
-        for _ in range(_DIVISIONS):
-            left, right = low + (high - low) / 3, high - (high - low) / 3
-            if self._At(left) < self._At(right):
-                low = left
-            else:
-                high = right
-        return math.exp(low)
+        bounds = math.log(self.save) - 7.0, math.log(max(self.save, self.mtbf)) + 7.0
 
-    def _At(self, log_interval: float) -> float:
-        return replace(self, interval=math.exp(log_interval)).Goodput()
+        def lost(log_interval: float) -> float:
+            return -replace(self, interval=math.exp(log_interval)).Goodput()
+
+        found = minimize_scalar(lost, bounds=bounds, method="bounded", options={"xatol": 1e-9})
+        return math.exp(found.x)

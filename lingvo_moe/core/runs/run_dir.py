@@ -33,8 +33,7 @@ from lingvo_moe.core.files.copies import copy_at, local
 from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.core.files.manifest import ManifestError, read_listed, write_manifest
 from lingvo_moe.core.files.store import check_place
-from lingvo_moe.core.runs.evaluations import FILE as _EVALUATIONS
-from lingvo_moe.core.runs.evaluations import Evaluations, read_evaluations
+from lingvo_moe.core.runs.evaluations import FILE as _EVALUATIONS, Evaluations, read_evaluations
 from lingvo_moe.core.runs.own_runs import is_own, make_mark
 from lingvo_moe.core.runs.run_description import (
     BeganFrom,
@@ -314,18 +313,14 @@ class RunDir:
         outside lingvo_moe, is not by this user, and is not trusted.
         """
         found, contents = self._Read()
-        trusted = self._trust_run or self._IsOwn(contents[_FILE])
+        mark = self.Inside(MARK)
+        own = mark.is_file() and is_own(mark.read_bytes(), contents[_FILE])
         try:
             return registry.GetParams(
-                found["model"], found["params_override"], trusted, skip_derived=True
+                found["model"], found["params_override"], self._trust_run or own, skip_derived=True
             )
         except registry.RegistryError as e:
             raise RunDirError(f"{self.path / _FILE}: {e}") from None
-
-    def _IsOwn(self, description: bytes) -> bool:
-        """Whether this user made the run, with this experiment.json. Raises RunDirError as Inside."""
-        file = self.Inside(MARK)
-        return file.is_file() and is_own(file.read_bytes(), description)
 
     def Task(self) -> "BaseTask":
         """The task of the run, instantiated. Raises as Params."""

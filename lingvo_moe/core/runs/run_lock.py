@@ -18,13 +18,14 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lingvo_moe.core.files.files import naming
 
 
-class Holder(NamedTuple):
+class LockHolder(NamedTuple):
     """The kind of command that holds a lock."""
 
     name: str  # what errors call it
@@ -35,8 +36,8 @@ class Holder(NamedTuple):
         return name == self.file or name.startswith(f"{self.file}.")
 
 
-TRAINER = Holder("trainer", ".trainer.lock")
-EVALUATOR = Holder("evaluator (--mode=eval)", ".evaluator.lock")
+TRAINER = LockHolder("trainer", ".trainer.lock")
+EVALUATOR = LockHolder("evaluator (--mode=eval)", ".evaluator.lock")
 LOCK_FILE = TRAINER.file
 DESCRIPTION, CHECKPOINTS = "experiment.json", "checkpoints"  # what makes a directory a run
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
@@ -118,7 +119,7 @@ class RunLock:
         token: names this lock; sent to the job's other processes.
     """
 
-    def __init__(self, logdir: str | os.PathLike, holder: Holder = TRAINER):
+    def __init__(self, logdir: str | os.PathLike, holder: LockHolder = TRAINER):
         """Args: the directory that --logdir names; what holds the lock."""
         self._said = f"--logdir={os.fspath(logdir)}"
         self._logdir = Path(os.path.realpath(logdir))
@@ -147,7 +148,7 @@ class RunLock:
         for other in self._logdir.iterdir():
             if other != self._path and self._holder.Owns(other.name):
                 self._check_free(other)
-        _write(handle, self._path, {"token": self.token, **_me()})
+        _write(handle, self._path, {"token": self.token, **who_i_am()})
 
     def Join(self, token: str, process: int) -> None:
         """Locks the directory for another process of the job whose process 0 holds it.
@@ -168,7 +169,7 @@ class RunLock:
         if handle is None:
             raise self._refusal(self._path)
         self._take(handle)
-        _write(handle, self._path, _me())
+        _write(handle, self._path, who_i_am())
 
     def Close(self) -> None:
         """Releases the lock."""
@@ -254,19 +255,23 @@ class RunLock:
         self._made = made or self._made
 
     def _refusal(self, path: Path) -> RunLockError:
-        who = _read(path)
-        by = ""
-        if who.keys() >= {"pid", "host", "since"}:
-            by = f" (process {who['pid']} on {who['host']}, since {who['since']})"
         return RunLockError(
-            f"{self._said}: another {self._holder.name} is at work there{by}; wait, stop it, or give another "
-            "--logdir"
+            f"{self._said}: another {self._holder.name} is at work there{in_words(_read(path))}; wait, stop it, or "
+            "give another --logdir"
         )
 
 
-def _me() -> dict[str, Any]:
+def who_i_am() -> dict[str, Any]:
+    """This process, and the time, for others that find its lock."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+
+
+def in_words(holder: Mapping[str, Any]) -> str:
+    """The end of a sentence about a holder, of which it has what `who_i_am` says; '' where it is not known."""
+    if not holder.keys() >= {"pid", "host", "since"}:
+        return ""
+    return f" (process {holder['pid']} on {holder['host']}, since {holder['since']})"
 
 
 def _write(handle: int, path: Path, content: dict[str, Any]) -> None:

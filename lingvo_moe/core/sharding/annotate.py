@@ -238,7 +238,6 @@ def read_mapping(op: tf.Operation, mesh: Mesh) -> DimsMapping | None:
 
     Args:
         op: an XlaSharding operation, whose tensor is of known rank.
-        mesh: whose axes are looked for.
     """
     rank = op.outputs[0].shape.rank
     devices = read_tiles(op.get_attr("sharding"), rank, mesh)

@@ -135,7 +135,10 @@ def _converters(mesh: Mesh, axis: str, count: int) -> contextlib.AbstractContext
     usual = private.converter("GatherV2")
     return private.converting(
         {
-            "Bitcast": _bitcast,
+            # TensorFlow has none.
+            "Bitcast": lambda given: pfor.wrap(
+                tf.bitcast(given.stacked_input(0), given.get_attr("type")), True
+            ),
             "GatherV2": lambda given: _gather(given, usual),
             "PadV2": _pad,
             "StatelessWhile": lambda given: _while(given, count),
@@ -177,11 +180,6 @@ def _pad(given: Any) -> Any:
     x, paddings = given.stacked_input(0), given.unstacked_input(1)
     paddings = tf.concat([[[0, 0]], paddings], 0)
     return pfor.wrap(tf.pad(x, paddings, constant_values=given.unstacked_input(2)), True)
-
-
-def _bitcast(given: Any) -> Any:
-    """TensorFlow has none."""
-    return pfor.wrap(tf.bitcast(given.stacked_input(0), given.get_attr("type")), True)
 
 
 def _gather(given: Any, otherwise: Callable[[Any], Any]) -> Any:

@@ -7,23 +7,22 @@ correct them: see Correction.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from lingvo_moe.core.layers.softmax import Softmax
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.pace import AS_RATED, Pace
-from lingvo_moe.core.planner.memory.state import Held
+from lingvo_moe.core.planner.memory.step_bytes import BESIDE, StateSize
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
-from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
+from lingvo_moe.core.sharding.letters import WEIGHTS
 from lingvo_moe.core.state.offload import ACTIVATIONS
 from lingvo_moe.core.strategies.candidate import Candidate
-from lingvo_moe.core.strategies.forward import Forward, forward
+from lingvo_moe.core.strategies.forward import ForwardWork, forward
 from lingvo_moe.core.strategies.mesh_layout import MeshLayout
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import Workload
 
 # How often a step touches an activation of a layer's width outside of products: norms, residual branches, dropout.
 _PASSES = 12
-# Bytes of scratch, beside its activations, that a block's backward pass has for each byte of them.
-_LIVE = 2.0
 
 
 @dataclass
@@ -80,8 +79,8 @@ class Estimator:
     ):
         self._work, self._states, self._machine = work, states, machine
         self._itemsizes = itemsizes
-        self._forward: dict[tuple[MeshLayout, str], Forward] = {}
-        self._held: dict[tuple[MeshLayout, str, str, tuple[str, ...]], Held] = {}
+        self._forward: dict[tuple[MeshLayout, str], ForwardWork] = {}
+        self._held: dict[tuple[MeshLayout, str, str, tuple[str, ...]], StateSize] = {}
 
     def Of(self, candidate: Candidate) -> Estimate:
         """The estimate of a candidate, uncorrected."""
@@ -99,28 +98,27 @@ class Estimator:
     def _On(self, layout: MeshLayout) -> MeshMachine:
         return MeshMachine(layout.mesh, self._machine)
 
-    def _Combined(self, candidate: Candidate, once: Forward, held: Held) -> Estimate:
+    def _Combined(self, candidate: Candidate, once: ForwardWork, held: StateSize) -> Estimate:
         parts, idle = candidate.micro_batches, self._Idle(candidate)
-        # The update reads and writes the state, and each further micro-batch the sum of gradients.
-        touched = 3 * (held.total + (parts - 1) * held.gradients)
         whole = self._Gathered(candidate, held)
-        least = held.weights + held.slots + whole
+        least = held.kept + whole
         activations = self._Activations(candidate, once)
-        hosted, moved = float(sum(held.hosted.values())), _moved(held)
+        hosted, moved = float(sum(held.hosted.values())), float(held.Moved())
         if ACTIVATIONS in candidate.offload:
             hosted, moved, activations = hosted + activations, moved + 2 * parts * activations, 0.0
-        elif candidate.layout.stages == 1 and parts == 1:
-            least += int(once.boundaries)
+        elif candidate.layout.stages == 1:
+            least += int(once.boundaries / parts)
         # One block is on its way in and one on its way out.
         passing = 2 * hosted / max(sum(self._work.blocks.values()), 1)
         kept = activations + self._Copies(candidate, held) + passing
         return Estimate(
             work=_work(candidate, once),
-            rest=(_PASSES * once.boundaries + touched) / self._machine.hbm_bandwidth,
+            rest=(_PASSES * once.boundaries + held.Updating(self._work.passes, parts))
+            / self._machine.hbm_bandwidth,
             network=_network(candidate, once, idle) + self._OfState(candidate, held),
             state=held.total,
             least=least,
-            activations=whole + kept + _LIVE * once.block / parts,
+            activations=whole + kept + BESIDE * once.block / parts,
             idle=idle,
             hosted=hosted,
             moves=moved / self._machine.host_bandwidth,
@@ -136,7 +134,7 @@ class Estimator:
         padded = max(parts * -(-n // parts) / n for n in self._work.blocks.values())
         return padded * (ticks + stages - 1) / ticks
 
-    def _Activations(self, candidate: Candidate, once: Forward) -> float:
+    def _Activations(self, candidate: Candidate, once: ForwardWork) -> float:
         """Bytes that are kept from the forward to the backward pass of a micro-batch, or of those in a pipeline."""
         stages, parts, repeats = candidate.layout.stages, candidate.micro_batches, candidate.repeats
         kept = once.boundaries + sum(saved.bytes for saved in once.SavedBy(candidate.remat))
@@ -148,16 +146,16 @@ class Estimator:
         inputs = one * sum(min(each, repeats * parts + stages - 1) for each in ticks)
         return inputs + kept / stages / parts
 
-    def _Copies(self, candidate: Candidate, held: Held) -> float:
+    def _Copies(self, candidate: Candidate, held: StateSize) -> float:
         """Bytes of copies of the state that micro-batches and pipelines need beside it."""
         if candidate.layout.stages > 1:
             return held.weights + held.gradients if self._Exchanges(candidate) else 0
         if candidate.micro_batches == 1:
             return 0.0
-        # The sum of gradients beside those of a micro-batch. XLA casts weights before the loop over these, all at once
-        # and in several layouts: 1.5 times their bytes in a plan of MoE(2048E, 36L) for v5p:4x4x4.
+        # XLA casts weights before the loop over micro-batches, all at once and in several layouts: 1.5 times their
+        # bytes in a plan of MoE(2048E, 36L) for v5p:4x4x4.
         narrow = self._itemsizes[candidate.fprop_dtype] == 2
-        return held.gradients + (1.5 * held.weights if narrow else 0)
+        return held.Sums(candidate.micro_batches) + (1.5 * held.weights if narrow else 0)
 
     def _Exchanges(self, candidate: Candidate) -> bool:
         """Whether a step begins by moving weights to the stages that need them: of interleaved and uneven stages."""
@@ -165,13 +163,13 @@ class Estimator:
         uneven = any(n % stages for n in self._work.blocks.values())
         return stages > 1 and (candidate.repeats > 1 or uneven)
 
-    def _Gathered(self, candidate: Candidate, held: Held) -> int:
+    def _Gathered(self, candidate: Candidate, held: StateSize) -> int:
         """Bytes of the sharded weights that are whole at a time: those of a stage, else those of a block."""
         if candidate.shard_state != WEIGHTS:
             return 0
         return held.gathered if candidate.layout.stages > 1 else held.at_once
 
-    def _OfState(self, candidate: Candidate, held: Held) -> float:
+    def _OfState(self, candidate: Candidate, held: StateSize) -> float:
         """Seconds to sum gradients and to gather weights."""
         layout, on = candidate.layout, self._On(candidate.layout)
         total = sum(on.Seconds("all-reduce", size, axes) for axes, size in held.synced.items())
@@ -190,7 +188,7 @@ def _again(candidate: Candidate) -> int:
     return 2 if candidate.layout.stages > 1 else 1
 
 
-def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
+def _work(candidate: Candidate, once: ForwardWork) -> dict[str, float]:
     """Seconds of products, by part: forward, twice that backward, and what blocks compute again."""
     work = {part: 3 * seconds for part, seconds in once.work.items()}
     for part, seconds in once.of_blocks.items():
@@ -198,24 +196,14 @@ def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
     for saved in once.SavedBy(candidate.remat):
         for part, seconds in saved.seconds.items():
             work[part] -= seconds
-    if "softmax" in work and candidate.repeats > 1:
+    if Softmax.PART in work and candidate.repeats > 1:
         # An interleaved schedule has V M - (V - 1) K ticks with a loss instead of M.
         repeats, stages = candidate.repeats, candidate.layout.stages
-        work["softmax"] *= repeats - (repeats - 1) * stages / candidate.micro_batches
+        work[Softmax.PART] *= repeats - (repeats - 1) * stages / candidate.micro_batches
     return work
 
 
-def _moved(held: Held) -> float:
-    """Bytes of the state that a step moves from and to the host, as docs/state.md says.
-
-    Weights come for the forward pass, for the backward pass and for the update, and go back after this; gradients go
-    once, and come for their norm and for the update; slots come and go.
-    """
-    there = held.hosted
-    return 4 * there[WEIGHTS] + 3 * there[GRADIENTS] + 2 * there[SLOTS]
-
-
-def _network(candidate: Candidate, once: Forward, idle: float) -> float:
+def _network(candidate: Candidate, once: ForwardWork, idle: float) -> float:
     """Seconds of the collectives of activations: forward, backward, and of what blocks compute again."""
     again = _again(candidate) * once.network_of_blocks
     again -= sum(saved.network for saved in once.SavedBy(candidate.remat))

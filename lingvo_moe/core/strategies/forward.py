@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lingvo_moe.core.hlo.parts import EXPERTS
 from lingvo_moe.core.layers.kept import names_of
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
 from lingvo_moe.core.sharding import dims_mapping
@@ -34,7 +35,7 @@ class Saved:
 
 
 @dataclass
-class Forward:
+class ForwardWork:
     """The work of one device in a forward pass, and the activations that it can keep."""
 
     # Seconds of products, by part.
@@ -79,7 +80,7 @@ class _Local:
         ]
 
 
-def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) -> Forward:
+def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) -> ForwardWork:
     """The forward pass of a step's work.
 
     Args:
@@ -90,11 +91,9 @@ def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) 
         reader.Add(product, count)
     found = reader.found
     found.names = work.names
-    for elements in work.boundaries.values():
-        found.boundaries += elements * itemsize / layout.rows
-    stacks, blocks = max(len(work.blocks), 1), sum(work.blocks.values())
-    found.block = found.results / max(blocks, 1) + found.boundaries / stacks
-    found.boundaries *= blocks / stacks
+    inputs = sum(elements * work.blocks[stack] for stack, elements in work.boundaries.items())
+    found.boundaries = inputs * itemsize / layout.rows
+    found.block = (found.results + found.boundaries) / sum(work.blocks.values())
     return found
 
 
@@ -103,7 +102,7 @@ class _Reader:
 
     def __init__(self, layout: MeshLayout, itemsize: int, on: MeshMachine):
         self._layout, self._itemsize, self._on = layout, itemsize, on
-        self.found = Forward()
+        self.found = ForwardWork()
 
     def Add(self, product: Product, count: int) -> None:
         """Adds `count` executions of a product, and its collectives."""
@@ -120,7 +119,7 @@ class _Reader:
             saved.network += summed
             if product.name != DISPATCHED:
                 saved.bytes += here.times * here.tensors[2][1]
-        if product.part == "experts":
+        if product.part == EXPERTS:
             self._AddMoves(here)
 
     def _OnDevice(self, product: Product, count: int) -> _Local:

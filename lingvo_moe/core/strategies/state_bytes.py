@@ -8,13 +8,8 @@ from dataclasses import dataclass, replace
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.pipeline.schedule import STAGE
-from lingvo_moe.core.planner.memory.state import (
-    Held,
-    Sharded,
-    simple_part,
-    state_variables,
-    tally,
-)
+from lingvo_moe.core.planner.memory.state import simple_part, state_variables
+from lingvo_moe.core.planner.memory.step_bytes import Sharded, StateSize, tally
 from lingvo_moe.core.sharding import Axis, dims_mapping
 from lingvo_moe.core.sharding.letters import (
     HOST,
@@ -24,7 +19,6 @@ from lingvo_moe.core.sharding.letters import (
     split_over_copies,
 )
 from lingvo_moe.core.strategies.mesh_layout import MeshLayout
-from lingvo_moe.core.strategies.workload import without_strategy
 from lingvo_moe.core.task.inspect import itemsize_of
 
 _WHOLE = "-"
@@ -62,16 +56,15 @@ class StateBytes:
 
     def __init__(self, params: Params, fprop_dtype: str = "", offload: Sequence[str] = ()):
         # Axes with the names of letters tell which dimensions follow which letter.
-        task = without_strategy(params.task).Set(weight_split={n: n for n in WEIGHT_LETTERS})
-        if fprop_dtype:
-            task.Set(fprop_dtype=fprop_dtype)
-        if offload:
-            task.Set(offload=list(offload))
+        task = params.task.cls.WithoutStrategy(params.task)
+        task.Set(weight_split={n: n for n in WEIGHT_LETTERS})
+        given = {"fprop_dtype": fprop_dtype, "offload": list(offload)}
+        task.Set(**{name: value for name, value in given.items() if value})
         self._variables = Counter(_variables(*each) for each in state_variables(task.Instantiate()))
         self._layout: MeshLayout | None = None
         self._sharded: list[Sharded] = []
 
-    def On(self, layout: MeshLayout, level: str) -> Held:
+    def On(self, layout: MeshLayout, level: str) -> StateSize:
         """The bytes under a layout and a level of train.shard_state."""
         if layout != self._layout:
             self._layout = layout

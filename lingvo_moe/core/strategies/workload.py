@@ -4,7 +4,6 @@ The forward pass is traced once, for one device, with one block of each stack of
 then has letters and sizes, so that its cost under any map from letters to mesh axes follows without tracing again.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,14 +13,14 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.tracing import trace
-from lingvo_moe.core.hlo.parts import Layers
+from lingvo_moe.core.hlo.parts import EXPERTS, Layers
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.operators.products import einsum_letters, product_flops
 from lingvo_moe.core.sharding.mesh import single_device
-from lingvo_moe.core.task.base_task import Forms
+from lingvo_moe.core.task.forms import Forms
 from lingvo_moe.core.task.step import Step
 from lingvo_moe.core.tensors import VIEWS, Collected, Kept, collecting, origin
 
@@ -31,7 +30,6 @@ _SAME = VIEWS | {"Cast", "StridedSlice", "Transpose", "Unpack"}
 # Operations that may stand between a product and the activation that a layer marks, e.g. the scale of queries.
 _NEAR = _SAME | {"AddV2", "ConcatV2", "IdentityN", "Mul", "Neg", "Split", "SplitV", "Sub"}
 
-EXPERTS = "experts"
 DISPATCHED, RETURNED = "dispatched", "returned"
 
 
@@ -78,6 +76,7 @@ class Workload:
     blocks: Mapping[str, int]  # how many blocks each stack has, by path
     boundaries: Mapping[str, int]  # elements of the input of one block of each stack, by path
     names: Mapping[str, Kept]  # of what this model's loops over blocks can keep
+    passes: int  # of an update over gradients and weights: BaseOptimizer.PASSES
 
 
 def read_workload(params: Params) -> Workload:
@@ -86,7 +85,13 @@ def read_workload(params: Params) -> Workload:
     Raises:
         WorkloadError: a task without stacks of equal blocks, or without a product that has letters.
     """
-    forms = _forms(params)
+    kind = params.task.cls
+    forms = kind.OpenForms(kind.WithoutStrategy(params.task))
+    if forms is None:
+        raise WorkloadError(
+            f"{kind.__name__}: strategies are searched for tasks with stacks of equal blocks; xs.auto_shard takes any "
+            "function"
+        )
     task = forms.one_block.Instantiate()
     state, batch = train_step(task, params.input.Instantiate()).arg_specs
 
@@ -103,7 +108,7 @@ def read_workload(params: Params) -> Workload:
     found = [
         (replace(product, name=marks.get(op.name, "")), read)
         for op in graph.get_operations()
-        for product, read in _product(op, layers, specs, forms.num_blocks)
+        for product, read in _product(op, layers, specs, forms)
     ]
     readers = Counter(read for product, read in found if product.of_weight)
     products: Counter[Product] = Counter()
@@ -118,34 +123,13 @@ def read_workload(params: Params) -> Workload:
         )
     if not products:
         raise WorkloadError(f"{task.path}: its forward pass has no einsum whose letters are known")
-    boundaries = _boundaries(products, forms.num_blocks)
     names = {name: kind for name, kind in declared.items() if name in marked.names}
-    return Workload(products, forms.num_blocks, boundaries, names)
+    inputs, passes = task.BlockInputs(batch), task.optimizer.PASSES
+    return Workload(products, forms.num_blocks, inputs, names, passes)
 
 
 class WorkloadError(ValueError):
     """A task whose work cannot be read."""
-
-
-def _forms(params: Params) -> Forms:
-    task = params.task
-    if "repeat" not in task:
-        raise WorkloadError(
-            f"{task.cls.__name__}: strategies are searched for tasks with stacks of equal blocks, which have a "
-            "parameter task.repeat; xs.auto_shard takes any function"
-        )
-    # Dropout has no products.
-    no_dropout = {name: 0.0 for name in ("dropout", "attention_dropout") if name in task}
-    forms = task.cls.OpenForms(without_strategy(task).Set(repeat="auto", **no_dropout))
-    assert forms is not None, "task.repeat=auto leaves the form open"
-    return forms
-
-
-def without_strategy(task: InstantiableParams) -> InstantiableParams:
-    """Params of a task without what a strategy sets beside letters: stages, sharded state, offload, what is kept."""
-    plain = task.Copy().Set(repeat=True, remat="full", shard_state="none", offload="none")
-    plain.pipeline.Set(stages=1, micro_batches=1, repeats=1, splits=[], schedule="1f1b")
-    return plain
 
 
 def _marked_products(marked: Collected, graph: tf.Graph) -> dict[str, str]:
@@ -162,7 +146,7 @@ def _marked_products(marked: Collected, graph: tf.Graph) -> dict[str, str]:
 
 
 def _product(
-    op: Any, layers: Layers, specs: Mapping[Any, VariableSpec], stacks: Mapping[str, int]
+    op: Any, layers: Layers, specs: Mapping[Any, VariableSpec], forms: Forms
 ) -> Iterator[tuple[Product, str]]:
     """The product that an operation of the graph is, if it is one, and the name of the activation that it reads."""
     if op.type == "Einsum" and len(op.inputs) == 2:
@@ -188,7 +172,7 @@ def _product(
     read = next((x for x, w in zip(tensors, weights, strict=True) if w is None), tensors[0])
     product = Product(
         part=layers.place(op.name, in_backward_loop=False).part,
-        stack=next((p for p in stacks if op.name.startswith(p.replace(".", "/") + "/")), ""),
+        stack=forms.StackOf(op.name),
         operands=(operands[0], operands[1]),
         result=Operand("".join(own.get(n, n) for n in result)),
         sizes=tuple(sorted(sizes.items())),
@@ -213,16 +197,3 @@ def _own_letters(letters: Sequence[str], weights: Sequence[VariableSpec | None])
 def _weight(x: tf.Tensor, specs: Mapping[Any, VariableSpec]) -> VariableSpec | None:
     """The variable whose elements a tensor holds."""
     return specs.get(origin(x, _SAME).ref())
-
-
-def _boundaries(products: Mapping[Product, int], stacks: Mapping[str, int]) -> dict[str, int]:
-    """The elements of a block's input: the activation with letters B, T and M that a product of the stack reads."""
-    found: dict[str, int] = dict.fromkeys(stacks, 0)
-    for product in products:
-        for operand in product.operands if product.stack else ():
-            letters = set(operand.letters)
-            if not operand.weight and letters in ({"B", "T", "M"}, {"B", "S", "M"}):
-                sizes = dict(product.sizes)
-                size = math.prod(sizes[n] for n in operand.letters)
-                found[product.stack] = max(found[product.stack], size)
-    return found

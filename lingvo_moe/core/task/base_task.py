@@ -19,11 +19,12 @@ from lingvo_moe.core.base_layer import (
     initial_values,
     name_scope,
     scoped,
+    within,
 )
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.hlo.parts import ATTENTION, EMBEDDING, LOSS
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
@@ -74,6 +75,9 @@ class BaseTask(BaseLayer):
 
     # The metric that counts the units that a step processes, e.g. 'tokens' or 'images'. Speeds are in these units.
     UNIT: ClassVar[str] = "examples"
+    # A task computes its loss beside its layers; `within` names a scope for other computations of its own. Capitals,
+    # since the order of a program's functions follows their names, and the hash of the program that order.
+    SCOPES: ClassVar[Mapping[str, str]] = {"Loss": LOSS, "Masks": ATTENTION, "Inputs": EMBEDDING}
     # For each einsum letter, the parameters that set the size of its dimension, e.g. {"E": ("task.num_experts",)}.
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
     # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.
@@ -98,19 +102,16 @@ class BaseTask(BaseLayer):
             0.0,
             "The share that an exponential moving average of the weights keeps at a step, e.g. 0.999, for evaluation "
             "and export; 0: no average.",
-            check=checks.SHARE,
+            checks.SHARE,
         )
         p.Define(
             "clip_gradient_norm",
             0.0,
             "Gradients are scaled to at most this global norm; 0: never.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         p.Define(
-            "seed",
-            1234,
-            "The seed of initial values, dropout and random routing.",
-            check=checks.SEED,
+            "seed", 1234, "The seed of initial values, dropout and random routing.", checks.SEED
         )
         return p
 
@@ -176,6 +177,17 @@ class BaseTask(BaseLayer):
         """
         return None
 
+    @classmethod
+    def WithoutStrategy(cls, task: InstantiableParams) -> InstantiableParams:
+        """Returns Params of the task without all that a strategy sets beside letters, and without dropout. They leave
+        the form open if the task has stacks of equal blocks, so that strategies can be searched for it."""
+        return task.Copy()
+
+    @classmethod
+    def Recomputing(cls, task: InstantiableParams) -> dict[str, Any]:
+        """Returns the Params, by path, with which a task recomputes as much as it can; {} where nothing is left."""
+        return {}
+
     def CheckData(self, inputs: BaseInput) -> None:
         """Raises TaskError if the input's data does not suit the task. Called after the input's `Prepare`."""
 
@@ -198,8 +210,12 @@ class BaseTask(BaseLayer):
         """
         return 3 * sum(self.FlopsByPart(batch).values())
 
-    def LeastActivationBytes(self, batch: NestedMap) -> int:
-        """A lower bound of the memory that the activations of a full batch need, on all devices together."""
+    def BlockInputs(self, batch: NestedMap) -> dict[str, int]:
+        """Elements of the inputs of all blocks over a full batch (given as ArraySpecs), by the path of their stack."""
+        return {}
+
+    def LargestInside(self, batch: NestedMap) -> int:
+        """Elements of the largest activation inside of a block that no form of the step does without; 0 if unknown."""
         return 0
 
     def CacheBytes(self) -> int:
@@ -233,7 +249,14 @@ class BaseTask(BaseLayer):
         rows = batch.Flatten()[0].shape[0]
         return NestedMap({self.UNIT: tf.constant(float(rows))})
 
-    @scoped
+    @within("Loss")
+    def FProp(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Returns the training loss (float32 scalar) and metrics, of a batch; nothing is random without a seed."""
+        raise NotImplementedError(f"{type(self).__name__}.FProp")
+
+    @within("Loss")
     def MicroBatchTerms(
         self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:

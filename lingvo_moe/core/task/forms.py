@@ -18,3 +18,8 @@ class Forms:
     one_block: InstantiableParams  # like `keeping`, but with one block in each stack
     # How many blocks each stack of `keeping` has, by their path, e.g. 'm4.encoder.blocks'.
     num_blocks: Mapping[str, int]
+
+    def StackOf(self, operation: str) -> str:
+        """The path of the stack that an operation of `one_block` belongs to, by its name; '' outside of stacks."""
+        inside = (p for p in self.num_blocks if operation.startswith(p.replace(".", "/") + "/"))
+        return next(inside, "")

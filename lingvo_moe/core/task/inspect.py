@@ -89,24 +89,20 @@ def active_parameters(task: BaseTask) -> dict[str, int]:
     }
 
 
-def print_active(task: BaseTask, console: Console | None = None) -> None:
+def print_active(task: BaseTask) -> None:
     """Prints the active parameters, and the bytes of a decoder's cache, of a task that has them."""
-    console = console or Console(width=140)
     if counts := active_parameters(task):
         each = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-        console.print(f"parameters active for a token: {each}", soft_wrap=True, highlight=False)
+        print(f"parameters active for a token: {each}")
     if cache := task.CacheBytes():
-        console.print(
-            f"cache of a decoder: {cache:,} bytes a token", soft_wrap=True, highlight=False
-        )
+        print(f"cache of a decoder: {cache:,} bytes a token")
 
 
-def print_optimizer(task: BaseTask, mesh: Mesh, console: Console | None = None) -> None:
+def print_optimizer(task: BaseTask, mesh: Mesh) -> None:
     """Prints the state that training keeps beside the weights, and how many variables decay.
 
     Raises ParamError: a pattern of the weight decay that matches no variable.
     """
-    console = console or Console(width=140)
     state, decays = task.StateSpecs(), task.optimizer.Decays(task.VariableSpecs())
     count = count_parameters(s for s in state.theta.Flatten() if s.trainable)
 
@@ -124,7 +120,7 @@ def print_optimizer(task: BaseTask, mesh: Mesh, console: Console | None = None) 
         )
     if "ema" in state:
         lines.append(f"moving average of the weights: {size(state.ema)}")
-    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+    print("\n".join(lines))
 
 
 def _ends(paths: Iterable[str]) -> str:
@@ -132,7 +128,7 @@ def _ends(paths: Iterable[str]) -> str:
     return ", ".join(sorted({f"*.{path.rpartition('.')[2]}" for path in paths})) or "none"
 
 
-def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None) -> None:
+def print_flops(task: BaseTask, batch: NestedMap) -> None:
     """Prints the forward FLOPs per token or image by part of the model, and those of a training step.
 
     Prints nothing for a task that does not say. `batch` holds ArraySpecs of a full batch.
@@ -141,7 +137,6 @@ def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None
     total = sum(parts.values())
     if not total:
         return
-    console = console or Console(width=140)
     counted, count = list(task.BatchCounts(batch).items())[-1]
     counted = counted.replace("_", " ")
     per = f"forward FLOPs per {counted.removesuffix('s')}"
@@ -149,19 +144,17 @@ def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None
         [name, units.work(flops / count), units.share(flops / total)]
         for name, flops in [*parts.items(), ("total", total)]
     ]
-    console.print()
-    show(Table(words("part") + numbers(per, "share"), rows), console)
-    console.print(
+    print()
+    show(Table(words("part") + numbers(per, "share"), rows), Console(width=140))
+    print(
         f"a training step: {units.work(task.StepFlops(batch))} for {count:,} {counted}, padding included: three times "
-        "the forward pass (what the backward pass computes again is not counted)",
-        soft_wrap=True,
+        "the forward pass (what the backward pass computes again is not counted)"
     )
     if stages := task.StageFlops(batch):
         each = ", ".join(units.work(flops / count) for flops in stages)
         spread = max(stages) * len(stages) / sum(stages)
-        console.print(
-            f"a pipeline of {len(stages)} stages: {per} {each}; the largest is {spread:.3f} times their mean",
-            soft_wrap=True,
+        print(
+            f"a pipeline of {len(stages)} stages: {per} {each}; the largest is {spread:.3f} times their mean"
         )
 
 

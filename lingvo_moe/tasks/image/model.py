@@ -1,5 +1,6 @@
 """ImageClassifier: a network, a head, and the loss. Letters: B batch, Y rows, X columns, I channels, V classes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -7,8 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.elementwise import Dropout
@@ -16,13 +16,13 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import Settings
 from lingvo_moe.core.pipeline.partition import PartitionError
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import parts_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.tasks.image.networks import ResNet
-from lingvo_moe.tasks.image.pipelined import PARAMETERS as PIPELINE
-from lingvo_moe.tasks.image.pipelined import pipeline_params
-from lingvo_moe.tasks.image.shrinking import sample_batch, shrink
+from lingvo_moe.tasks.image.pipelined import PARAMETERS as PIPELINE, pipeline_params
 
 _TOP = 5
+_LARGEST_IMAGE = 16  # rows and columns of a shrunk model's, unless the mesh needs more
 
 
 class ImageClassifier(BaseTask):
@@ -47,27 +47,19 @@ class ImageClassifier(BaseTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("num_classes", 1000, "V.", check=checks.SIZE)
-        p.Define(
-            "channels", 3, "Channels of the images: 3, or 1 for shades of grey.", check=checks.SIZE
-        )
+        p.Define("num_classes", 1000, "V.", checks.SIZE)
+        p.Define("channels", 3, "Channels of the images: 3, or 1 for shades of grey.", checks.SIZE)
         p.Define("network", ResNet.Params(), "From images to features; see networks.py.")
         p.Define("pipeline", pipeline_params(), "The network in stages on devices of their own.")
         p.Define("head", Classifier.Params(), "From features to classes; sizes are set from above.")
-        p.Define("dropout", 0.0, "Rate on the features.", check=checks.SHARE)
+        p.Define("dropout", 0.0, "Rate on the features.", checks.SHARE)
         p.Define(
-            "label_smoothing",
-            0.1,
-            "Probability spread evenly over the classes.",
-            check=checks.SHARE,
+            "label_smoothing", 0.1, "Probability spread evenly over the classes.", checks.SHARE
         )
         p.Define(
-            "pixel_mean",
-            0.5,
-            "Subtracted from pixels, which are from 0 to 1.",
-            check=checks.Number(0, 1),
+            "pixel_mean", 0.5, "Subtracted from pixels, which are from 0 to 1.", checks.Number(0, 1)
         )
-        p.Define("pixel_deviation", 0.25, "Pixels are divided by it.", check=checks.POSITIVE)
+        p.Define("pixel_deviation", 0.25, "Pixels are divided by it.", checks.POSITIVE)
         p.Derive("network.input_channels", "channels")
         for name in ("stages", "micro_batches", "image_size"):
             p.Derive(f"network.pipeline.{name}", f"pipeline.{name}")
@@ -142,11 +134,36 @@ class ImageClassifier(BaseTask):
     @classmethod
     def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
         """See BaseTask: few and small images, channels and classes, and a network with one layer of each kind."""
-        shrink(task, inputs, mesh)
+        maps = [
+            split_map
+            for params in (task, task.network, task.head)
+            for split_map in (params.weight_split, params.activation_split)
+        ]
+
+        def size(letters: str, least: int) -> int:
+            """The smallest multiple of the letters' parts that is not below `least`."""
+            count = math.lcm(*(parts_of(letter, mesh, maps) for letter in letters))
+            return count * -(-least // count)
+
+        task.Set(num_classes=size("V", 8), fprop_dtype="float32")
+        stages = task.pipeline.stages
+        task.network.cls.Shrink(task.network, size("IOM", 4), stages)
+        if stages > 1:
+            task.pipeline.Set(
+                micro_batches=min(task.pipeline.micro_batches, 2), image_size=_LARGEST_IMAGE
+            )
+        inputs.Set(
+            batch_size=size("B", 4) * task.pipeline.micro_batches,
+            image_size=size("YX", min(inputs.image_size, _LARGEST_IMAGE)),
+        )
 
     def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
         """See BaseTask: random pixels and classes, and a row of padding."""
-        return sample_batch(self.p, inputs, rng)
+        specs = inputs.BatchSpec()
+        images = rng.randint(0, 256, specs.images.shape).astype(specs.images.dtype)
+        labels = rng.randint(0, self.p.num_classes, specs.labels.shape).astype(specs.labels.dtype)
+        labels[-1] = -1
+        return NestedMap(images=images, labels=labels)
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: there is a score for each class."""
@@ -201,7 +218,6 @@ class ImageClassifier(BaseTask):
         return flops
 
     def StageFlops(self, batch: NestedMap) -> list[int]:
-        """See BaseTask."""
         if self.p.pipeline.stages == 1:
             return []
         network = self.network.p

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.pooling import GlobalAveragePool, Pool2D
 from lingvo_moe.core.nested_map import NestedMap
@@ -25,9 +24,7 @@ class Network(Stage):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define(
-            "input_channels", 3, "Channels of the images; the model sets it.", check=checks.SIZE
-        )
+        p.Define("input_channels", 3, "Channels of the images; the model sets it.", checks.SIZE)
         p.Define("norm", BatchNorm.Params(), "The normalizations; channels are set from above.")
         p.Define("pipeline", pipeline_params(), "Stages on devices of their own.")
         return p
@@ -125,12 +122,9 @@ class ResNet(Network):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define(
-            "base_channels",
-            64,
-            "Channels of the stem; 32 times as many features.",
-            check=checks.SIZE,
+            "base_channels", 64, "Channels of the stem; 32 times as many features.", checks.SIZE
         )
-        p.Define("blocks", [3, 4, 6, 3], "Bottlenecks of each stage.", check=_SIZES)
+        p.Define("blocks", [3, 4, 6, 3], "Bottlenecks of each stage.", _SIZES)
         p.Define("zero_init_last_scale", True, "See Bottleneck.")
         p.Derive("norm.channels", "base_channels")
         return p
@@ -185,7 +179,7 @@ class ConvNet(Network):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("channels", [32, 64], "Output channels of each convolution.", check=_SIZES)
+        p.Define("channels", [32, 64], "Output channels of each convolution.", _SIZES)
         p.Derive("norm.channels", "channels")
         return p
 

@@ -29,19 +29,19 @@ def pipeline_params() -> Params:
         1,
         "K: the network's layers are divided into so many stages of similar FLOPs, each of which has its weights on "
         "its own devices, along the mesh axis that weight_split has for Z. 1: no pipeline.",
-        check=checks.SIZE,
+        checks.SIZE,
     )
     p.Define(
         "micro_batches",
         1,
         "M: stages work on different ones of so many equal parts of a batch. (K-1)/(M+K-1) of a step is waiting.",
-        check=checks.SIZE,
+        checks.SIZE,
     )
     p.Define(
         "image_size",
         224,
         "Rows and columns of the images for which FLOPs of stages are balanced; it may differ from input.image_size.",
-        check=checks.SIZE,
+        checks.SIZE,
     )
     p.OnlyWith("micro_batches image_size", one_stage)
     return p

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, scoped, updates_of
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.convolution import Conv2D
 from lingvo_moe.core.layers.elementwise import ELEMENTWISE, Activation
@@ -37,7 +36,6 @@ class Stage(BaseLayer):
             self.CreateChild(name, layer)
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
-        """See above."""
         layers = [(self.children[name], theta[name]) for name in self.Layers(self.p)]
         return in_order(layers, x, training)
 
@@ -78,14 +76,12 @@ class ConvNorm(Stage):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("input_channels", 0, "Channels of the input.", check=checks.SIZE)
-        p.Define("output_channels", 0, "Channels of the output.", check=checks.SIZE)
-        p.Define("kernel_size", 3, "Rows and columns of the kernel.", check=checks.SIZE)
-        p.Define("stride", 1, "Rows and columns from one window to the next.", check=checks.SIZE)
+        p.Define("input_channels", 0, "Channels of the input.", checks.SIZE)
+        p.Define("output_channels", 0, "Channels of the output.", checks.SIZE)
+        p.Define("kernel_size", 3, "Rows and columns of the kernel.", checks.SIZE)
+        p.Define("stride", 1, "Rows and columns from one window to the next.", checks.SIZE)
         p.Define("norm", BatchNorm.Params(), "The normalization; channels are set from above.")
-        p.Define(
-            "activation", "relu", "What follows; see Activation.", check=checks.one_of(ELEMENTWISE)
-        )
+        p.Define("activation", "relu", "What follows; see Activation.", checks.one_of(ELEMENTWISE))
         return p
 
     @classmethod
@@ -113,14 +109,11 @@ class Bottleneck(Stage):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("input_channels", 0, "Channels of the input.", check=checks.SIZE)
+        p.Define("input_channels", 0, "Channels of the input.", checks.SIZE)
         p.Define(
-            "channels",
-            0,
-            "Channels of the 3x3 convolution; 4 times as many leave.",
-            check=checks.SIZE,
+            "channels", 0, "Channels of the 3x3 convolution; 4 times as many leave.", checks.SIZE
         )
-        p.Define("stride", 1, "Of the 3x3 convolution.", check=checks.SIZE)
+        p.Define("stride", 1, "Of the 3x3 convolution.", checks.SIZE)
         p.Define("norm", BatchNorm.Params(), "The normalizations; channels are set from above.")
         p.Define(
             "zero_init_last_scale",
@@ -157,7 +150,6 @@ class Bottleneck(Stage):
         }
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
-        """See above."""
         y, extras = super().FProp(theta, x, training)
         if "shortcut" in self.children:
             x, shortcut = self.shortcut.FProp(theta.shortcut, x, training)
@@ -225,7 +217,6 @@ class Sequential(Stage):
         return list(params.stages)
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
-        """See above."""
         return in_order(zip(self.stages, theta.stages, strict=True), x, training)
 
     @classmethod

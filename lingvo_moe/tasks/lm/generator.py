@@ -17,12 +17,13 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
+from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.lm.prompt_search import PromptSearch
 from lingvo_moe.tasks.lm.saved_generator import SETTINGS, TOKENIZER, Texts
 from lingvo_moe.tasks.text.decoding.export import Exportable
-from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
+from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tokenizer
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
@@ -40,6 +41,7 @@ class GenerateOptions:
         max_source_length: tokens of a prompt; the beginning of a longer one is left out, and reported.
         max_length: new tokens that a request may ask for at most.
         rows: R, the most prompts continued at once.
+        weights: "float32", or "int8" for the weights of matrix products.
     """
 
     beam_size: int = 1
@@ -47,6 +49,7 @@ class GenerateOptions:
     max_source_length: int = 256
     max_length: int = 256
     rows: int = 32
+    weights: str = "float32"
     xla: ClassVar[bool] = False  # TensorFlow's own kernels run the search
 
     def __post_init__(self) -> None:
@@ -54,6 +57,7 @@ class GenerateOptions:
         checks.check_fields(
             self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
         )
+        checks.check_one_of("weights", self.weights, WEIGHTS)
 
     def Search(self, *marks: int) -> SearchOptions:
         """The options of the search; `marks` are the ids of begin, end and padding."""
@@ -70,7 +74,8 @@ class Generator(Exportable, Texts):
         options: see GenerateOptions.
 
     Raises:
-        ValueError: a vocabulary with more pieces than the model has embeddings for.
+        ValueError: a vocabulary with more pieces than the model has embeddings for, or weights of 8 bits where they are
+            not supported.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class Generator(Exportable, Texts):
             raise ValueError(
                 f"the vocabulary has {size} pieces, the model's vocab_size is {model.p.vocab_size}"
             )
-        self._weights = SavedWeights(theta)
+        self._weights = PackedWeights(model, theta, o.weights)
         search = PromptSearch(
             model, o.Search(*self._marks), o.max_length, np.arange(size) != found.unk_id
         )
@@ -223,7 +228,7 @@ def load_generator(
     run = RunDir(logdir, trust_run=trust_run)
     model = run.Task(LmModel)
     theta, about = load_theta(run, model, chosen)
-    about["weights"] = "float32"
+    about["weights"] = options.weights if options else "float32"
     return Generator(model, theta, run.vocabs.target, options), about
 
 

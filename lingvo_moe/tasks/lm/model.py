@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import scoped, updates_of
+from lingvo_moe.core.base_layer import scoped, updates_of, within
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.kernels.blockwise import BLOCK, FROM_LENGTH
+from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.repeat import Chunk
@@ -52,22 +52,18 @@ class LmModel(TransformerTask):
 
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **TransformerTask.SIZES,
-        **experts.SIZES,
         "V": ("task.vocab_size",),
     }
     KIND = "language"
     EXAMPLE = "lm.MoEDemo"
     HAS_SOURCE = False
-    DIVIDED = "BGEHNAV"
     STACKS: ClassVar[Mapping[str, str]] = {"decoder": "num_layers"}
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("vocab_size", 32000, "V.", check=checks.IDS)
-        p.Define(
-            "num_layers", 6, "L, layers of self-attention + feed-forward.", check=checks.LAYERS
-        )
+        p.Define("vocab_size", 32000, "V.", checks.IDS)
+        p.Define("num_layers", 6, "L, layers of self-attention + feed-forward.", checks.LAYERS)
         p.Define(
             "tied_softmax",
             True,
@@ -78,13 +74,13 @@ class LmModel(TransformerTask):
             "moe_every",
             1,
             "With experts: every n-th layer has them, the last of each n; the others are dense.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         p.Define(
             "dense_first_layers",
             0,
             "With experts: how many layers, before those that `moe_every` counts, are dense.",
-            check=checks.COUNT,
+            checks.COUNT,
         )
         p.OnlyWith("moe_every dense_first_layers", experts.without_experts)
         _define_attention(p)
@@ -92,7 +88,7 @@ class LmModel(TransformerTask):
             "multi_token_weight",
             0.0,
             "The weight in the loss of a head for the token after the next (multi_token.py); 0: there is none.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         return p
 
@@ -160,20 +156,9 @@ class LmModel(TransformerTask):
     # --- the contract of BaseTask
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
-        """See BaseTask."""
         if letter == "L" and "decoder.first" in path:
             return ("task.dense_first_layers",)
         return super().SizeParams(path, letter)
-
-    @classmethod
-    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        """See BaseTask."""
-        return experts.grows_from(task)
-
-    @classmethod
-    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
-        """See BaseTask."""
-        return experts.micro_batch_sizes(task)
 
     def MetricLayers(self) -> dict[str, list[str]]:
         """See BaseTask: the layers with experts, counted with the dense ones from 0."""
@@ -216,14 +201,12 @@ class LmModel(TransformerTask):
         return sample_rows(inputs.BatchSpec(), {"": self.p.vocab_size}, rng)
 
     def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask."""
         rows, length = batch.ids.shape
         return {"tokens": rows * length}
 
-    def LeastActivationBytes(self, batch: NestedMap) -> int:
-        """See BaseTask: embeddings, and one head's attention in one layer, of two bytes a number."""
-        rows, length = batch.ids.shape
-        return 2 * rows * length * (self.p.model_dim + length)
+    def LargestInside(self, batch: NestedMap) -> int:
+        """See TransformerTask: blocks of attention make no such scores."""
+        return 0 if self._ByBlocks(batch.ids.shape[1]) else super().LargestInside(batch)
 
     def Units(self, batch: NestedMap) -> NestedMap:
         """See BaseTask: tokens that are not padding; with experts also the groups with a token."""
@@ -291,7 +274,7 @@ class LmModel(TransformerTask):
         more, metrics.multi_token = self._MultiTokenLoss(theta, table, y, context)
         return loss + more, metrics
 
-    @scoped
+    @within("Loss")
     def _MultiTokenLoss(
         self, theta: NestedMap, table: NestedMap, x: tf.Tensor, context: Context
     ) -> tuple[tf.Tensor, NestedMap]:
@@ -328,7 +311,6 @@ class LmModel(TransformerTask):
         return NestedMap(metrics, aux_loss=aux_loss, moe=moe, **updates_of(*layers, ahead))
 
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
-        """See BaseTask."""
         if not self.p.num_experts:
             return sums
         return NestedMap(sums, moe=NestedMap(decoder=combined_metrics(sums.moe.decoder)))
@@ -338,6 +320,7 @@ class LmModel(TransformerTask):
         """See TransformerTask: those of the embedding, or its own."""
         return theta.embedding if self.p.tied_softmax else theta.softmax
 
+    @within("Masks")
     def Aux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """Masks, paddings and context, which all layers read (see layers/transformer.py)."""
         rows = NestedMap(segments=batch.segment_ids, positions=batch.segment_pos)
@@ -367,6 +350,13 @@ class LmModel(TransformerTask):
 
     # --- decoding
 
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """See BaseLayer; the table of a tied softmax is the embedding's."""
+        packed = self.PackChildren(theta, packing)
+        if self.p.tied_softmax:
+            packed.embedding = self.softmax.PackWeights(theta.embedding, packing)
+        return packed
+
     @scoped
     def InitCache(self, batch: int | tf.Tensor, length: int) -> list[list[NestedMap]]:
         """Empty caches for `length` tokens of `batch` texts; see TransformerStack."""
@@ -383,7 +373,6 @@ class LmModel(TransformerTask):
         """One token of each text, or of each hypothesis of the flat beam search; or the first tokens of a text at once.
 
         Args:
-            theta: of the model.
             ids: int32 [B,J], the tokens at `time`; or [B,P].
             cache: as InitCache gave it, or the last step.
             time: int32 scalar, the position; or int32 [P], consecutive ones, with one hypothesis.
@@ -401,7 +390,6 @@ class LmModel(TransformerTask):
     # --- costs
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask."""
         return self.Flops(batch.ids.shape)
 
     def Flops(self, rows: Sequence[int]) -> dict[str, int]:
@@ -415,7 +403,6 @@ class LmModel(TransformerTask):
         return found
 
     def CacheBytes(self) -> int:
-        """See BaseTask."""
         return sum(
             x.shape.num_elements() * x.dtype.size for x in flatten(self.decoder.InitCache(1, 1))
         )
@@ -443,7 +430,7 @@ def _define_attention(p: InstantiableParams) -> None:
         f"(kernels/blockwise.py). full: no blocks. auto: in rows of at least {FROM_LENGTH} tokens, unless "
         "there is attention_dropout, which blocks do not have; by the fused kernel of TPUs from v4 on "
         f"(kernels/pallas/attention.py), elsewhere in blocks of {BLOCK}.",
-        check=checks.SizeOr(_CHOICES),
+        checks.SizeOr(_CHOICES),
     )
     p.Define(
         "nth_attention",
@@ -451,7 +438,7 @@ def _define_attention(p: InstantiableParams) -> None:
         "Self-attention of every nth_attention_every-th layer, after the dense first ones; None: as of the others.",
         choices=ATTENTIONS,
     )
-    p.Define("nth_attention_every", 2, "n of nth_attention.", check=checks.SIZE)
+    p.Define("nth_attention_every", 2, "n of nth_attention.", checks.SIZE)
     p.OnlyWith(
         "nth_attention_every", lambda p: "nth_attention=None" if p.nth_attention is None else ""
     )

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.normalization import LayerNorm
 from lingvo_moe.core.layers.transformer import TransformerLayer
@@ -32,7 +31,7 @@ class MultiTokenHead(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M.", checks.SIZE)
         p.Define("layer", TransformerLayer.Params(), "The layer.")
         p.Define("norm_tpl", LayerNorm.Params(), "Params of the normalizations.")
         return p
@@ -57,7 +56,6 @@ class MultiTokenHead(BaseLayer):
         """The input of the softmax for the token after the next.
 
         Args:
-            theta: the weights.
             x: [B, T, M], the stack's output after its last normalization, which the softmax reads too.
             tokens: [B, T, M], the embedding of each position's next token.
             aux: as for the stack's layers.

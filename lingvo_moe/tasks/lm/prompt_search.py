@@ -60,7 +60,6 @@ class PromptSearch:
         """Continues prompts.
 
         Args:
-            theta: the weights.
             ids_BP: int32, BOS and the prompts.
             most_B: int32, the largest number of new tokens of each row.
             settings: see `sampling.sample`; None: the most likely texts.
@@ -97,7 +96,6 @@ class PromptSearch:
         """One more token of each row, with a beam of 1.
 
         Args:
-            theta: the weights.
             search: from `Begin` or the last call; it must not be used again.
 
         Returns:

@@ -16,7 +16,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.text.batches.packed_input import BatchIterator, PackedInput
+from lingvo_moe.tasks.text.batches.packed_input import PackedBatches, PackedInput
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import NAME, JsonVocabulary
 
@@ -63,9 +63,7 @@ class LmInput(PackedInput):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define(
-            "text_field", "text", "The field with the text, in files of JSON.", check=checks.TEXT
-        )
+        p.Define("text_field", "text", "The field with the text, in files of JSON.", checks.TEXT)
         return p
 
     def BatchSpec(self) -> NestedMap:
@@ -97,7 +95,6 @@ class LmInput(PackedInput):
 
     @staticmethod
     def Whole(source: Sequence[int], target: Sequence[int], task: int, vocabs: NestedMap) -> Any:
-        """See PackedInput."""
         return marked(target, vocabs.target)
 
     def __iter__(self) -> "TextIterator":
@@ -112,7 +109,7 @@ class LmInput(PackedInput):
         return len(part) - 2, len(part) - 2, part
 
 
-class TextIterator(BatchIterator):
+class TextIterator(PackedBatches):
     """Batches of packed texts, without end; see BaseInput. Of texts longer than a row each part is drawn by itself."""
 
     _input: LmInput

@@ -5,13 +5,11 @@ Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabul
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import scoped, updates_of
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.base_layer import scoped, updates_of, within
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks, softmax
@@ -96,7 +94,6 @@ class MtModel(MtTask):
 
     @classmethod
     def RoutesByTask(cls, params: HyperParams) -> bool:
-        """See TransformerTask."""
         return any("task_ids" in cls.Needs(params, decoder) for decoder in (False, True))
 
     @classmethod
@@ -112,11 +109,6 @@ class MtModel(MtTask):
         """See BaseTask: batches hold task ids where a router asks for them."""
         if cls.RoutesByTask(task):
             inputs.task_ids = True
-
-    @classmethod
-    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        """See BaseTask."""
-        return experts.grows_from(task)
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: a router that chooses by language has a place for each."""
@@ -221,7 +213,6 @@ class MtModel(MtTask):
         )
 
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
-        """See BaseTask."""
         if not self.p.num_experts:
             return sums
         moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
@@ -229,13 +220,13 @@ class MtModel(MtTask):
 
     @staticmethod
     def Predicted(batch: NestedMap) -> NestedMap:
-        """See TransformerTask."""
         return batch.tgt
 
     def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
         """See TransformerTask: the target embedding's."""
         return theta.target_embedding
 
+    @within("Masks")
     def _DecoderAux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """Masks, paddings and context, which all decoder layers read (see layers/transformer.py); not the memory."""
         src, tgt = batch.src, batch.tgt
@@ -248,6 +239,7 @@ class MtModel(MtTask):
             **side_shares(shares, "target"),
         )
 
+    @within("Masks")
     def _EncoderAux(self, src: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """Masks, paddings and context, which all encoder layers read."""
         return NestedMap(
@@ -338,7 +330,6 @@ class MtModel(MtTask):
     # --- costs
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask."""
         return self.Flops(batch.src.ids.shape, batch.tgt.ids.shape)
 
     def Flops(self, source: Sequence[int], target: Sequence[int]) -> dict[str, int]:

@@ -22,9 +22,7 @@ class MtInput(PackedInput):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define(
-            "source_length", 64, "T of the source; a pair needs its ids and eos.", check=LENGTH
-        )
+        p.Define("source_length", 64, "T of the source; a pair needs its ids and eos.", LENGTH)
         p.Define(
             "task_ids",
             False,

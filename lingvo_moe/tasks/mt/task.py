@@ -3,6 +3,7 @@
 Letters: B batch, S source time, T target time, V vocabulary, U task (language).
 """
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -10,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
@@ -19,9 +19,9 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import NamedRows, TaskError
 from lingvo_moe.core.task.step import Step
 from lingvo_moe.tasks import experts
-from lingvo_moe.tasks.mt.shrinking import sample_batch, shrink
 from lingvo_moe.tasks.text.runs.artifacts import languages_of, vocabs_of
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
+from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer_task import TransformerTask
 
 _SOURCE, _TARGET, _LANGUAGES = "source pieces", "target pieces", "languages"
@@ -32,11 +32,9 @@ class MtTask(TransformerTask):
 
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **TransformerTask.SIZES,
-        **experts.SIZES,
         "V": ("task.source_vocab_size", "task.target_vocab_size"),
     }
     KIND = "translation"
-    DIVIDED = "BGEHNAV"
     STACKS: ClassVar[Mapping[str, str]] = {
         "encoder": "num_encoder_layers",
         "decoder": "num_decoder_layers",
@@ -47,7 +45,11 @@ class MtTask(TransformerTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        _define_sizes(p)
+        p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", checks.IDS)
+        p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", checks.IDS)
+        p.Define("num_encoder_layers", 18, "Layers of the encoder.", checks.LAYERS)
+        p.Define("num_decoder_layers", 18, "Layers of the decoder.", checks.LAYERS)
+        experts.define_experts(p, num_experts=2048, num_groups=2048)
         return p
 
     @classmethod
@@ -72,34 +74,48 @@ class MtTask(TransformerTask):
     @classmethod
     def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
         """See BaseTask: one block of layers on each side, few tokens, heads and experts."""
-        shrink(task, inputs, mesh)
+        size = shrink_layers(task, mesh)
+        groups = experts.shrink_experts(task, size)
+        length = size("T", 8)
+        task.Set(source_vocab_size=size("V", 24), target_vocab_size=size("V", 20))
+        inputs.Set(
+            batch_size=math.lcm(parts(task, "B", mesh), groups or 1),
+            source_length=length,
+            target_length=length + parts(task, "T", mesh),
+            source_vocab_size=task.source_vocab_size,
+            target_vocab_size=task.target_vocab_size,
+        )
 
     def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
         """See BaseTask: random ids; two sentences a row, and padding at its end."""
-        return sample_batch(self.p, inputs, rng)
+        vocab_sizes = {"src": self.p.source_vocab_size, "tgt": self.p.target_vocab_size}
+        return sample_rows(inputs.BatchSpec(), vocab_sizes, rng)
 
     def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask."""
         (b, s), (_, t) = batch.src.ids.shape, batch.tgt.ids.shape
         return {"source_tokens": b * s, "target_tokens": b * t}
 
-    def LeastActivationBytes(self, batch: NestedMap) -> int:
-        """See BaseTask: embeddings, and one head's attention in one layer, of two bytes a number."""
-        (b, s), (_, t) = batch.src.ids.shape, batch.tgt.ids.shape
-        return 2 * b * (s + t) * self.p.model_dim + 2 * b * max(s, t) ** 2
-
     def NamedRows(self) -> dict[str, NamedRows]:
         """See BaseTask: rows of embeddings are pieces, rows of task embeddings languages."""
-        return _named_rows(self.VariableSpecs())
+        found = {}
+        for path, spec in self.VariableSpecs().FlattenItems():
+            if "V" in spec.letters:
+                kind = _SOURCE if path.startswith("source_embedding") else _TARGET
+                found[path] = NamedRows(kind, spec.letters.index("V"), "vocab_size")
+            elif "U" in spec.letters:
+                found[path] = NamedRows(_LANGUAGES, spec.letters.index("U"), "num_tasks")
+        return found
 
     def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
-        """See BaseTask."""
-        return _row_names(kind, artifacts)
-
-    @classmethod
-    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
-        """See BaseTask."""
-        return experts.micro_batch_sizes(task)
+        """See BaseTask. Raises DataError for artifacts without a vocabulary, or with a damaged one."""
+        if kind == _LANGUAGES:
+            languages = languages_of(artifacts)
+            if languages is None:
+                raise TaskError("the run that weights are taken from does not say its languages")
+            return languages
+        vocabs = vocabs_of(artifacts)
+        vocabulary = Vocabulary(vocabs.source if kind == _SOURCE else vocabs.target)
+        return vocabulary.Pieces(range(vocabulary.size))
 
     def Units(self, batch: NestedMap) -> NestedMap:
         """See BaseTask: tokens of the target, and by side, e.g. `source_tokens`, tokens and the groups with a token."""
@@ -130,46 +146,3 @@ def side_shares(shares: NestedMap | None, side: str) -> dict[str, NestedMap]:
     if shares is None:
         return {}
     return {"shares": NestedMap({n: shares[f"{side}_{n}"] for n in ("tokens", "groups")})}
-
-
-def _named_rows(specs: NestedMap) -> dict[str, NamedRows]:
-    """The variables with named rows, in a tree of VariableSpecs; see BaseTask.NamedRows."""
-    found = {}
-    for path, spec in specs.FlattenItems():
-        if "V" in spec.letters:
-            kind = _SOURCE if path.startswith("source_embedding") else _TARGET
-            found[path] = NamedRows(kind, spec.letters.index("V"), "vocab_size")
-        elif "U" in spec.letters:
-            found[path] = NamedRows(_LANGUAGES, spec.letters.index("U"), "num_tasks")
-    return found
-
-
-def _row_names(kind: str, artifacts: RunArtifacts) -> list[str]:
-    """The names of the rows of one kind; see BaseTask.RowNames.
-
-    Raises:
-        TaskError: the artifacts do not say the languages.
-        DataError: they hold no vocabulary, or a damaged one.
-    """
-    if kind == _LANGUAGES:
-        languages = languages_of(artifacts)
-        if languages is None:
-            raise TaskError("the run that weights are taken from does not say its languages")
-        return languages
-    vocabs = vocabs_of(artifacts)
-    vocabulary = Vocabulary(vocabs.source if kind == _SOURCE else vocabs.target)
-    return vocabulary.Pieces(range(vocabulary.size))
-
-
-def _define_sizes(p: InstantiableParams) -> None:
-    """The sizes of vocabularies, the numbers of layers, and experts."""
-    p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", check=checks.IDS)
-    p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", check=checks.IDS)
-    p.Define(
-        "num_encoder_layers",
-        18,
-        "Encoder layers, each attention + feed-forward.",
-        check=checks.LAYERS,
-    )
-    p.Define("num_decoder_layers", 18, "Decoder layers.", check=checks.LAYERS)
-    experts.define_experts(p, num_experts=2048, num_groups=2048)

@@ -1,8 +1,7 @@
 """Params: definitions, dotted paths, text, copies, and errors with suggestions."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from refusals import refuses
 
 from lingvo_moe.core.config import checks

@@ -2,8 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy_beam_search import BOS, EOS, PAD
 from refusals import refuses
 from toy_search_model import ToyModel, assert_plain

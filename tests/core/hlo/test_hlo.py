@@ -1,11 +1,9 @@
 """Parsing of compiled programs' text, and how often each instruction runs."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from lingvo_moe.core.hlo import attributes
-from lingvo_moe.core.hlo import module as hlo
+from lingvo_moe.core.hlo import attributes, module as hlo
 from lingvo_moe.core.hlo.groups import device_groups
 from lingvo_moe.core.hlo.instructions import HloError
 

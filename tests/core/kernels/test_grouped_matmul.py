@@ -9,8 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.kernels import grouped_matmul as gm
-from lingvo_moe.core.kernels import tpu, xla
+from lingvo_moe.core.kernels import grouped_matmul as gm, tpu, xla
 from lingvo_moe.core.kernels.pallas import calls
 
 M, H = 3, 5

@@ -8,8 +8,7 @@ from layer_testing import SPLITS, init, normal, single, wave
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.config.checks import ParamError
-from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
-from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels, xla
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.positions import Rotary

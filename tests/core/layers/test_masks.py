@@ -2,8 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lingvo_moe.core.layers import masks
 

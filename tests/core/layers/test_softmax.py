@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import compare, with_gradients
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from layer_testing import SPLITS, init, normal, single
 
 from lingvo_moe.core.kernels.xla import cross_entropy

@@ -6,8 +6,7 @@ Letters: G group, S token in group, E expert, M model, C capacity slot.
 import moe_reference
 import numpy as np
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from router_testing import SEED, check, route, router
 
 from lingvo_moe.core.nested_map import NestedMap

@@ -3,8 +3,7 @@
 import moe_reference
 import numpy as np
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lingvo_moe.core.moe.losses_and_metrics import Choice, routing_metrics
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import router_testing
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.moe.routers.base import Routing

@@ -4,8 +4,7 @@ import moe_reference
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from router_testing import route_logits
 
 from lingvo_moe.core.moe.routers.top_k import TopKRouter

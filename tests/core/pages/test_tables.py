@@ -6,11 +6,11 @@ from html_page import Page
 from rich.console import Console
 
 from lingvo_moe.core.pages import rendering
-from lingvo_moe.core.pages.tables import Cell, Column, Table, lines, markdown, terminal, words
+from lingvo_moe.core.pages.tables import Column, PageCell, Table, lines, markdown, terminal, words
 
 _TABLE = Table(
     [*words("layer", "empty"), Column("bytes", estimated=True), Column("seconds", wide=True)],
-    [[Cell("<b>_1", colour="first", link="#x'"), "", "12", "3"], ["c_d", "", "9", "4"]],
+    [[PageCell("<b>_1", colour="first", link="#x'"), "", "12", "3"], ["c_d", "", "9", "4"]],
     ["in all", "", "21", "7"],
 )
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.layers.normalization import LayerNorm
 from lingvo_moe.core.layers.repeat import Repeat
-from lingvo_moe.core.pipeline.blocks import Blocks, describe_padding, padding
+from lingvo_moe.core.pipeline.blocks import StageBlocks, describe_padding, padding
 from lingvo_moe.core.pipeline.stage_layout import padded, unpadded
 
 
@@ -18,7 +18,7 @@ from lingvo_moe.core.pipeline.stage_layout import padded, unpadded
     (1663, 128, 1, [13] * 127 + [12]),  # the largest model of GPipe's table 1
 ])  # fmt: skip
 def test_parts_differ_by_at_most_one_block(num, stages, repeats, counts):
-    blocks = Blocks(num, stages, repeats)
+    blocks = StageBlocks(num, stages, repeats)
     assert blocks.counts.tolist() == counts
     assert blocks.equal == (len(set(counts)) == 1)
     own = np.split(np.arange(num), np.cumsum(counts)[:-1])
@@ -32,17 +32,17 @@ def test_parts_differ_by_at_most_one_block(num, stages, repeats, counts):
 
 
 def test_parts_may_end_anywhere():
-    blocks = Blocks(7, 3, ends=(1, 5, 7))
+    blocks = StageBlocks(7, 3, ends=(1, 5, 7))
     assert (blocks.counts.tolist(), blocks.firsts.tolist()) == ([1, 4, 2], [0, 1, 5])
     rows = padded(tf.range(7), blocks)
     assert rows.numpy().tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 6, 6]
     np.testing.assert_array_equal(unpadded(rows, blocks), np.arange(7))
-    assert not blocks.equal and Blocks(6, 3, ends=(2, 4, 6)).equal
+    assert not blocks.equal and StageBlocks(6, 3, ends=(2, 4, 6)).equal
     assert "3 stages of 4 blocks" in describe_padding([("decoder", 7)], 3, 1, (1, 5, 7))
 
 
 def test_padding_is_described():
-    assert padding([Blocks(9, 4), Blocks(8, 4)]) == pytest.approx(3 / 20)
+    assert padding([StageBlocks(9, 4), StageBlocks(8, 4)]) == pytest.approx(3 / 20)
     assert describe_padding([("encoder", 9), ("decoder", 8)], 4, 1) == (
         "4 stages of 3 blocks have the 9 blocks of the encoder: 15% of the stages' blocks are padding"
     )

@@ -3,8 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pipeline_toys import cells
 
 from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer

@@ -4,13 +4,11 @@ import math
 
 import jax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.collectives import CollectiveUse
-from lingvo_moe.core.planner import costs as costs_lib
-from lingvo_moe.core.planner import tables
+from lingvo_moe.core.planner import costs as costs_lib, tables
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from tests.tiny_layers import tiny_layers
@@ -319,7 +317,8 @@ _MAIN = """  %x = f32[4,8]{1,0} parameter(0)
   %init = (s32[], f32[4,8]{1,0}, f32[9,4,8]{2,1,0}) tuple(%first, %laid, %empty)
   %while = (s32[], f32[4,8]{1,0}, f32[9,4,8]{2,1,0}) while(%init), condition=%condition, body=%body
   %out = f32[9,4,8]{2,1,0} get-tuple-element(%while), index=2
-  %gradient = f32[9,4,8]{2,1,0} negate(%out), metadata={op_name="call_tensorflow/UnsortedSegmentSum"}
+  %gradient = f32[9,4,8]{2,1,0} negate(%out), \
+metadata={op_name="call_tensorflow/gradient_tape/m/source_embedding/UnsortedSegmentSum"}
   ROOT %new = f32[9,4,8]{2,1,0} negate(%gradient), \
 metadata={op_name="call_tensorflow/optimizer/m/source_embedding/table/mul"}"""
 

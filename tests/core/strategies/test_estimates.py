@@ -10,8 +10,12 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.tracing import trace
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.adam import Adam
+from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.memory import state
+from lingvo_moe.core.planner.memory.step_bytes import StateSize
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.core.strategies.candidate import DOTS, FULL, OFFLOADS, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Correction
@@ -61,6 +65,22 @@ def test_a_dense_language_model_has_work_too():
     work = _work("lm.Tiny")
     assert {p.part for p in work.products} == {"embedding", "attention", "dense_ffn", "softmax"}
     assert "E" not in letter_sizes(work)
+
+
+def test_each_stack_has_inputs_of_its_own_length():
+    override = "input.batch_size=2;input.source_length=48;input.target_length=24;task.num_groups=2"
+    found = read_workload(registry.GetParams("mt.M4Tiny", override)).boundaries
+    assert found == {"m4.encoder.blocks": 2 * 48 * 16, "m4.decoder.blocks": 2 * 24 * 16}
+
+
+def test_an_update_moves_what_its_optimizer_reads_and_writes():
+    held = StateSize(weights=400, gradients=20, slots=3)
+    adam = 2 * 20 + (400 + 400) + (3 + 3)  # gradients for their norm, and for the update
+    assert held.Updating(Adam.PASSES) == held.Updating(Sgd.PASSES) == adam
+    # The root mean squares of its step and of the weight come before the step.
+    assert held.Updating(Adafactor.PASSES) == adam + 20 + 400
+    assert held.Updating(micro_batches=3) == adam + 2 * 3 * 20
+    assert read_workload(registry.GetParams("lm.Tiny", "task.optimizer=adafactor")).passes == 2
 
 
 def test_a_model_without_stacks_is_refused():

@@ -10,7 +10,7 @@ from lingvo_moe.core.engine import engines
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.init_from import InitFromError, check_model
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
-from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
+from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout
 from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
 from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.nested_map import NestedMap
@@ -32,7 +32,7 @@ def _task(stages, channels=(4, 8)):
 
 
 def _packing(task):
-    return Packing.Of(task.StateSpecs(), task.Unpacked().StateSpecs())
+    return PackedLayout.Of(task.StateSpecs(), task.Unpacked().StateSpecs())
 
 
 @pytest.fixture(scope="module")

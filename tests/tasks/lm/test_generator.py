@@ -6,9 +6,13 @@ import tensorflow as tf
 import toy_text
 from numpy_beam_search import beam_search
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.kernels.packed_weights import WEIGHTS, PackAs
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context
+from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
 from lingvo_moe.tasks.lm.model import LmModel
@@ -98,6 +102,39 @@ def test_greedy_and_beam_search_are_those_over_the_whole_pass(run, generator, ne
         beam.Generate([""], [Sampling(6, 1.0)])
     with pytest.raises(ValueError, match="cannot be streamed"):
         next(beam.Stream("", Sampling(6)))
+
+
+@pytest.mark.parametrize("more", ["", "task.tied_softmax=False;task.num_experts=4"])
+def test_packed_weights_give_the_logits_of_the_weights_as_they_are(tmp_path, more):
+    """8 bits change them by a few hundredths of their deviation."""
+    toy_text.save_run(tmp_path, f"task.model_dim=32;{more}".rstrip(";"))
+    model = RunDir(tmp_path).Task(LmModel)
+    theta = model.InitTheta(make_seed(0, 0))
+    ids = tf.constant(np.random.default_rng(0).integers(4, 300, (2, 5)), tf.int32)
+    mask, time = tf.linalg.band_part(tf.ones([2, 5, 5]), -1, 0) > 0, tf.range(5)
+    found = []
+    with use_mesh(single_device()), kernels.using(tensorflow):
+        for weights in (theta, *(model.PackWeights(theta, PackAs(kind)) for kind in WEIGHTS)):
+            found.append(model.ExtendStep(weights, ids, model.InitCache(2, 5), time, mask)[0])
+    plain, packed, ints = (x.numpy() for x in found)
+    np.testing.assert_allclose(packed, plain, rtol=1e-5, atol=1e-5)
+    assert 0 < np.std(ints - plain) < 0.05 * np.std(plain)
+
+
+@pytest.mark.slow
+def test_an_export_of_8_bits_gives_the_same_texts(run, tmp_path):
+    options = GenerateOptions(max_source_length=6, max_length=8, weights="int8")
+    made, about = load_generator(run, options)
+    export(made, tmp_path / "model", about)
+    kinds = [leaf.dtype for leaf in made._weights.variables]
+    assert about["weights"] == "int8" and tf.int8 in kinds
+    settings = [Sampling(8)] * 2
+    want, got = (
+        g.Generate(PROMPTS[:2], settings) for g in (made, SavedGenerator(tmp_path / "model"))
+    )
+    assert got.texts == want.texts and all(want.tokens)
+    with pytest.raises(ValueError, match="int4: must be one of float32, int8"):
+        GenerateOptions(weights="int4")
 
 
 @pytest.mark.slow

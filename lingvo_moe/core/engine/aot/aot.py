@@ -16,8 +16,7 @@ import numpy as np
 from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.aot.aot_compiler import Compiler
 from lingvo_moe.core.engine.aot.aot_gpu import GpuCompiler
-from lingvo_moe.core.engine.aot.aot_result import AotResult
-from lingvo_moe.core.engine.aot.aot_result import OutOfMemory as OutOfMemory
+from lingvo_moe.core.engine.aot.aot_result import AotResult, OutOfMemory as OutOfMemory
 from lingvo_moe.core.engine.aot.aot_tpu import TpuCompiler
 from lingvo_moe.core.engine.aot.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.base import EngineError

@@ -33,7 +33,7 @@ from lingvo_moe.core.engine.checkpoints.checkpoint_digests import (
 )
 from lingvo_moe.core.engine.checkpoints.checkpoint_rotation import Rotation
 from lingvo_moe.core.engine.checkpoints.number_formats import converted, is_master, sources
-from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing, Stored
+from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout, Stored
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.files.manifest import ManifestError
@@ -143,7 +143,7 @@ class Checkpointer:
         step: int,
         state: Any,
         extra: Mapping[str, Any] | None = None,
-        packing: Packing | None = None,
+        packing: PackedLayout | None = None,
     ) -> None:
         """Starts to save; the state may be donated as soon as this returns. A step that is there already is left alone.
 
@@ -157,7 +157,7 @@ class Checkpointer:
             return
         self.Wait()
         tensors = dict(flatten_items(state))
-        packing = packing or Packing(state, {})
+        packing = packing or PackedLayout(state, {})
         about = {
             "format": arrays.NEW,
             **packing.About(tensors),
@@ -193,7 +193,7 @@ class Checkpointer:
         state_specs: Any,
         engine: Engine,
         step: int | None = None,
-        packing: Packing | None = None,
+        packing: PackedLayout | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Restores the state on the engine's devices, sharded as the specs say, and the `extra` of Save.
 
@@ -210,7 +210,7 @@ class Checkpointer:
                 the first variable that differs).
         """
         step, about = self._about(step, engine)
-        packing, stored = packing or Packing(state_specs, {}), Stored(about)
+        packing, stored = packing or PackedLayout(state_specs, {}), Stored(about)
         self._check_model(step, about, packing)
         specs = [TensorSpec.Of(spec, path) for path, spec in flatten_items(state_specs)]
         there = sources(specs, stored.types)
@@ -224,7 +224,7 @@ class Checkpointer:
         specs: Sequence[TensorSpec],
         engine: Engine,
         step: int | None = None,
-        packing: Packing | None = None,
+        packing: PackedLayout | None = None,
     ) -> list[Any]:
         """Restores some tensors of the state, named by their paths, on the devices with their specs' sharding.
 
@@ -234,7 +234,7 @@ class Checkpointer:
             CheckpointError: as Restore.
         """
         step, about = self._about(step, engine)
-        stored, packing = Stored(about), packing or Packing({}, {})
+        stored, packing = Stored(about), packing or PackedLayout({}, {})
         self._check_tensors(step, stored, packing.Unpacked(specs))
         return self._read_onto(step, stored, specs, engine, packing)
 
@@ -401,7 +401,6 @@ class Checkpointer:
             return arrays.read(self._steps.Of(step), stored.written_as, targets)
 
     def _read_numpy(self, step: int, stored: Stored, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """The named tensors."""
         return self._read(step, stored, dict.fromkeys(names))
 
     def _read_onto(
@@ -410,7 +409,7 @@ class Checkpointer:
         stored: Stored,
         specs: Sequence[TensorSpec],
         engine: Engine,
-        packing: Packing,
+        packing: PackedLayout,
     ) -> list[Any]:
         """The tensors of these specs, which have been checked, on the engine's devices."""
         there = [s for s in specs if stored.Has(s, packing)]
@@ -429,7 +428,7 @@ class Checkpointer:
         stored: Stored,
         specs: Sequence[TensorSpec],
         engine: Engine,
-        packing: Packing,
+        packing: PackedLayout,
     ) -> dict[str, Any]:
         """Reads, as _read_onto does, tensors whose variables the checkpoint holds in tensors of another packing."""
         variables = {s.name: packing.Variables(s.name) for s in specs}
@@ -445,7 +444,7 @@ class Checkpointer:
             found[spec.name] = engine.Put([packing.Packed(spec, values)], [spec])[0]
         return found
 
-    def _check_model(self, step: int, about: dict[str, Any], packing: Packing) -> None:
+    def _check_model(self, step: int, about: dict[str, Any], packing: PackedLayout) -> None:
         specs = [TensorSpec.Of(spec, path) for path, spec in flatten_items(packing.unpacked)]
         roots = {re.split(r"[.\[]", s.name)[0] for s in specs}
         saved = [v["name"] for v in about["variables"] if not is_master(v["name"])]
@@ -472,11 +471,9 @@ class Checkpointer:
 
 def _in_one_line(error: Exception) -> str:
     text = f"{type(error).__name__}: {reason_of(error)}"
-    return (
-        text
-        if len(text) <= _MOST_SHOWN
-        else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
-    )
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
 
 
 def _is_float(array: np.ndarray) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
-from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
+from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.task.base_task import BaseTask
@@ -47,7 +47,7 @@ class InitialWeights:
         return bool(self.more)
 
     def Into(
-        self, state: NestedMap, task: BaseTask, engine: Engine, packing: Packing | None = None
+        self, state: NestedMap, task: BaseTask, engine: Engine, packing: PackedLayout | None = None
     ) -> tuple[NestedMap, dict[str, Any]]:
         """Returns the state of the task with these weights, and the `extra` of the checkpoint, e.g. the place in the
         data. New elements keep their value. `state` must not be used again.
@@ -83,7 +83,7 @@ class InitialWeights:
         fresh: dict[str, Any],
         specs: Any,
         engine: Engine,
-        packing: Packing | None = None,
+        packing: PackedLayout | None = None,
     ) -> Any:
         """The checkpoint's part of the state, of these specs; `fresh`, new values of moved tables, gets empty."""
         items = flatten_items(NestedMap({part: specs}))

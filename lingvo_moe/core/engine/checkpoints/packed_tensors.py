@@ -16,7 +16,7 @@ from lingvo_moe.core.nested_map import flatten_items
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedLayout:
     """The variables in each packed tensor of a tree."""
 
     unpacked: Any  # the tree without packing; its leaves have shape and dtype
@@ -24,7 +24,7 @@ class Packing:
     rows: Mapping[str, Sequence[Sequence[str]]]
 
     @classmethod
-    def Of(cls, specs: Mapping[str, Any], unpacked: Mapping[str, Any]) -> "Packing":
+    def Of(cls, specs: Mapping[str, Any], unpacked: Mapping[str, Any]) -> "PackedLayout":
         """The packing of VariableSpecs.
 
         Args:
@@ -102,7 +102,7 @@ class Stored:
                     self._places[variable] = name, k, begin
                     begin += math.prod(self.types[variable][0])
 
-    def Has(self, spec: TensorSpec, packing: Packing) -> bool:
+    def Has(self, spec: TensorSpec, packing: PackedLayout) -> bool:
         """Whether a tensor of a run is there as the run has it."""
         if spec.name not in packing.rows:
             return spec.name not in self._places

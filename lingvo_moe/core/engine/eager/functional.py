@@ -64,14 +64,8 @@ def shard_function(
             'error', 'warn' or 'off'.
     """
     if fn is None:
-        return functools.partial(
-            shard_function,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            mesh=mesh,
-            max_programs=max_programs,
-            known_faults=known_faults,
-        )
+        given = {name: value for name, value in locals().items() if name != "fn"}
+        return functools.partial(shard_function, **given)
     if not callable(fn):
         raise ShardingError(f"shard_function: {fn!r} is no function; for a tensor there is `shard`")
     check_action(known_faults, "shard_function: known_faults")

@@ -7,6 +7,7 @@ Usage:
     None)])
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,17 +24,12 @@ from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 _SOON = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
-class Collectives(dict):
+class Collectives(Counter[str]):
     """Kind -> number of operations; a kind that does not occur counts 0. `hlo` is the compiled module's text."""
 
     def __init__(self, compiled: CompiledProgram):
-        super().__init__()
+        super().__init__(collective.kind for collective in compiled.Collectives())
         self.hlo, self.memory = compiled.HloText(), compiled.Memory()
-        for collective in compiled.Collectives():
-            self[collective.kind] = self[collective.kind] + 1
-
-    def __missing__(self, kind: str) -> int:
-        return 0
 
 
 def run_sharded(

@@ -18,7 +18,6 @@ class Budget:
     of the process. Time counts from the end of the first step after each start, since that step also compiles.
 
     Args:
-        train: the run's parameters.
         until: where this part of the run ends, if it ends before the whole does; 0: it does not.
         clock: gives the CPU seconds of the process.
 

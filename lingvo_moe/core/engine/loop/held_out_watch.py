@@ -164,7 +164,6 @@ def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
 
 
 def _digest(batches: Sequence[HeldOutBatch]) -> str:
-    """Identifies the batches."""
     digest = hashlib.blake2b(digest_size=16)
     for one in batches:
         for path, value in flatten_items(one.batch):

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 
-class Pace:
+class ProcessSteps:
     """The steps of this process. The loop begins them; in a job of several, the watcher's thread may hold and end them.
 
     Attributes:
@@ -66,4 +66,4 @@ class Pace:
             self._changed.notify_all()
 
 
-PACE = Pace()  # of this process
+PACE = ProcessSteps()  # of this process

@@ -41,7 +41,6 @@ class Prefetched(BatchIterator):
         return bool(self._begun) and self._begun[0].done()
 
     def __next__(self) -> NestedMap:
-        """See BatchIterator."""
         self.Await()
         batch, self._state = self._begun.popleft().result()
         return batch
@@ -61,11 +60,9 @@ class Prefetched(BatchIterator):
         return next(self._batches), self._batches.GetState()
 
     def GetState(self) -> dict[str, Any]:
-        """See BatchIterator."""
         return self._state
 
     def SetState(self, state: Mapping[str, Any]) -> None:
-        """See BatchIterator."""
         self._Discard()
         self._batches.SetState(state)
         self._state = self._batches.GetState()

@@ -14,7 +14,7 @@ from lingvo_moe.core.console.waiting import Waiting
 _WAIT_TO_SHOW = 0.01  # of the time; less does not matter
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """The arithmetic of a training step."""
 
     flops: int = 0  # model FLOPs of one step; 0 where the task does not say
@@ -44,11 +44,11 @@ class StepProgress:
         first: int,
         last: int,
         unit: str,
-        work: Work | None = None,
+        work: StepWork | None = None,
         doing: str = "running the first step",
         stream: TextIO | None = None,
     ):
-        self._stream, self._unit, self._work = stream or sys.stderr, unit, work or Work()
+        self._stream, self._unit, self._work = stream or sys.stderr, unit, work or StepWork()
         self._first, self.last = first, last
         self._seen, self._seen_at = first, time.monotonic()
         self._seconds_a_step = 0.0

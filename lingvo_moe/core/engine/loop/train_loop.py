@@ -16,13 +16,13 @@ from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.waiting import Waiting
 from lingvo_moe.core.engine.base import Compiled
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
-from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
+from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout
 from lingvo_moe.core.engine.loop.budget import Budget, part_of_run
 from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
 from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.loop.pace import PACE
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
-from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, Work
+from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, StepWork
 from lingvo_moe.core.engine.loop.skipped_steps import SkippedSteps
 from lingvo_moe.core.engine.loop.steps import batch_specs, initial_state, train_step
 from lingvo_moe.core.engine.loop.summaries import Summaries
@@ -40,8 +40,6 @@ class TrainLoop:
     """Trains one task on one engine.
 
     Args:
-        trained: the task and its engine.
-        summaries: where metrics go.
         initial: weights to begin with, instead of initial values; a run that goes on has no use for them.
         peak: floating-point operations that the engine's devices do in a second at most; None: not known.
         watch: evaluates on held-out data; None: never.
@@ -67,13 +65,12 @@ class TrainLoop:
         self._time_limit = time_limit or TimeLimit()
         self._budget = Budget(self._train, until=part_of_run(task.p, self._train))
         self._last_step: int | None = None  # as the state has it
-        self._uncounted: list[
-            Any
-        ] = []  # units of steps that the budget does not know of, arrays of the engine's
+        # Units of steps that the budget does not know of, arrays of the engine's.
+        self._uncounted: list[Any] = []
         self._shown = 0.0  # units of the steps that progress has shown
-        self._work = Work(task.StepFlops(self._inputs.BatchSpec()), peak)
+        self._work = StepWork(task.StepFlops(self._inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()
-        self._packing = Packing.Of(self._state_specs, task.Unpacked().StateSpecs())
+        self._packing = PackedLayout.Of(self._state_specs, task.Unpacked().StateSpecs())
 
     def Run(self, on_compiled: Callable[[Compiled], None] | None = None) -> NestedMap:
         """Trains to `train.max_steps`, or until the budget, a signal, the time, the held-out loss or skipped steps end

@@ -55,8 +55,6 @@ def attend(
 
     Args:
         q, k, v: in the layout of XLA's kernels, of a static length.
-        seen: the mask.
-        sinks_N: see `Kernels.attend`.
         split: the mesh axes of activations, by letters.
     """
     rows, _, heads, _ = dims_mapping("BTNK", split)

@@ -23,7 +23,6 @@ def grouped_matmul(
     group_sizes_E: tf.Tensor,
     rows_expected: int | None,
 ) -> tf.Tensor:
-    """See `Kernels`."""
     num, experts = rows_RM.shape[0], weights_EMH.shape[0]
     tile = min(_ROWS, max(_LEAST, 1 << (num - 1).bit_length()))
     expected = num if rows_expected is None else min(num, rows_expected)

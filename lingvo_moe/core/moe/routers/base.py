@@ -18,8 +18,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.losses_and_metrics import (
     AuxLoss,
@@ -137,8 +136,8 @@ class Router(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; the MoE layer sets it.", check=checks.SIZE)
-        p.Define("num_experts", 0, "E; the MoE layer sets it.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M; the MoE layer sets it.", checks.SIZE)
+        p.Define("num_experts", 0, "E; the MoE layer sets it.", checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -180,8 +179,9 @@ class Router(BaseLayer):
         return self.Seat(self.Choose(theta, x_GSM, paddings_GS, capacity, seed, context), capacity)
 
     @scoped
-    def Seat(self, choice: Choice, capacity: int | None) -> Routing:
-        """Assigns slots to choices, C for each expert and group, and counts what became of them."""
+    def Seat(self, choice: Choice, capacity: int | None, measured: bool = True) -> Routing:
+        """Assigns slots to choices, C for each expert and group, and counts what became of them, unless not `measured`:
+        then there are no losses and metrics."""
         E = self.p.num_experts
         if not choice.limited:
             capacity = None
@@ -191,10 +191,11 @@ class Router(BaseLayer):
             position, fits = assign_slots(choice.expert_index, counted, E, capacity)
             kept = fits if choice.counted is None else kept * fits
         gate = choice.Gate(kept)
-        terms = choice.losses()
-        aux_loss = aux_loss_of(terms)
-        metrics = routing_metrics(choice, gate, kept, E, capacity)
-        add_losses(metrics, aux_loss, terms)
+        terms = choice.losses() if measured else ()
+        aux_loss, metrics = aux_loss_of(terms), NestedMap()
+        if measured:
+            metrics = routing_metrics(choice, gate, kept, E, capacity)
+            add_losses(metrics, aux_loss, terms)
         return Routing(
             choice.expert_index,
             gate,
@@ -230,9 +231,9 @@ def define_level(p: HyperParams) -> None:
         "token",
         "The unit of the decision: each 'token', a 'sentence' (the mean of its tokens) for all of its "
         "tokens, or the 'task' (an embedding of the source language's number).",
-        check=checks.one_of(LEVELS),
+        checks.one_of(LEVELS),
     )
-    p.Define("num_tasks", 0, "With level 'task': how many tasks there are.", check=checks.COUNT)
+    p.Define("num_tasks", 0, "With level 'task': how many tasks there are.", checks.COUNT)
 
 
 def check_level(path: str, p: HyperParams) -> None:
@@ -297,7 +298,7 @@ class LearnedRouter(Router):
             "softmax",
             "From logits to the weights of the experts' outputs: 'softmax' over experts, or each logit's own 'sigmoid' "
             "(moe/slots.py).",
-            check=checks.one_of(GATES),
+            checks.one_of(GATES),
         )
         define_level(p)
         return p

@@ -10,8 +10,7 @@ from typing import ClassVar
 import tensorflow as tf
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.moe.losses_and_metrics import Choice
 from lingvo_moe.core.moe.routers.base import LearnedRouter, all_experts, check_choices
 from lingvo_moe.core.moe.slots import top_k
@@ -42,7 +41,7 @@ class ExpertChoiceRouter(LearnedRouter):
             "inference_k",
             2,
             "Experts of a token in inference; best near the capacity factor.",
-            check=checks.SIZE,
+            checks.SIZE,
         )
         return p
 

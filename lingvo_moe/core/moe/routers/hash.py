@@ -10,8 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter, spread
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -34,18 +33,15 @@ class HashRouter(UnlearnedRouter):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define(
-            "table",
-            "random",
-            f"One of {', '.join(TABLES)}: see the class.",
-            check=checks.one_of(TABLES),
+            "table", "random", f"One of {', '.join(TABLES)}: see the class.", checks.one_of(TABLES)
         )
-        p.Define("table_seed", 0, "Seed of the random table.", check=checks.SEED)
+        p.Define("table_seed", 0, "Seed of the random table.", checks.SEED)
         p.OnlyWith("table_seed", lambda p: "" if p.table == "random" else f"table={p.table}")
         p.Define(
             "vocab_size",
             0,
             "V, for the random table; a translation model sets it.",
-            check=checks.Integer(0, checks.IDS.most),
+            checks.Integer(0, checks.IDS.most),
         )
         return p
 

@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter
 from lingvo_moe.core.moe.slots import top_k
 from lingvo_moe.core.nested_map import NestedMap
@@ -45,9 +44,9 @@ class LshRouter(UnlearnedRouter):
             "hash",
             "cross_polytope",
             f"One of {', '.join(HASHES)}: see the class.",
-            check=checks.one_of(HASHES),
+            checks.one_of(HASHES),
         )
-        p.Define("hash_seed", 0, "Seed of the random projections.", check=checks.SEED)
+        p.Define("hash_seed", 0, "Seed of the random projections.", checks.SEED)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -83,7 +82,6 @@ class LshRouter(UnlearnedRouter):
     def Rule(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None
     ) -> tf.Tensor:
-        """See `UnlearnedRouter`."""
         p = self.p
         x_GSM = tf.cast(tf.stop_gradient(x_GSM), tf.float32)
         side_GSP = self.Shard(tf.einsum("GSM,MP->GSP", x_GSM, self.Projections()), "GSP")

@@ -8,8 +8,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.losses_and_metrics import (
     AuxLoss,
@@ -41,19 +40,13 @@ class NoisyTopKRouter(LearnedRouter):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("k", 2, "Experts of a token, 1 to E.", check=checks.SIZE)
+        p.Define("k", 2, "Experts of a token, 1 to E.", checks.SIZE)
         p.Define(
-            "importance_weight",
-            1.0,
-            "Weight of the importance's variation.",
-            check=checks.NOT_NEGATIVE,
+            "importance_weight", 1.0, "Weight of the importance's variation.", checks.NOT_NEGATIVE
         )
-        p.Define("load_weight", 1.0, "Weight of the load's variation.", check=checks.NOT_NEGATIVE)
+        p.Define("load_weight", 1.0, "Weight of the load's variation.", checks.NOT_NEGATIVE)
         p.Define(
-            "noise_epsilon",
-            0.01,
-            "The least standard deviation of the noise.",
-            check=checks.POSITIVE,
+            "noise_epsilon", 0.01, "The least standard deviation of the noise.", checks.POSITIVE
         )
         return p
 

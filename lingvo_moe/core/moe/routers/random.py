@@ -32,7 +32,6 @@ class RandomRouter(UnlearnedRouter):
     def Rule(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None
     ) -> tf.Tensor:
-        """See `UnlearnedRouter`."""
         p = self.p
         if seed is None:
             assert context is not None

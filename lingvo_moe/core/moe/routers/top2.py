@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, Choice, load_balance
 from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.slots import count_choices, normalize, pick
@@ -58,33 +57,33 @@ class Top2Router(LearnedRouter):
             "reading",
             "paper",
             "'paper' or 'lingvo': see the class.",
-            check=checks.one_of(_CHOICES["reading"]),
+            checks.one_of(_CHOICES["reading"]),
         )
         p.Define(
             "second_expert_policy",
             "random",
             "'random' sends the second choice with a probability, 'sampling' draws it by the gates (both in "
             "training only), 'all' always sends the second best.",
-            check=checks.one_of(_CHOICES["second_expert_policy"]),
+            checks.one_of(_CHOICES["second_expert_policy"]),
         )
         p.Define(
             "second_expert_threshold",
             0.5,
             "With 'random': the gate from which a second choice is always sent.",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         p.Define(
             "normalize_gates",
             "before_drops",
             "'before_drops': g1 and g2 sum to 1 before capacity and chance; 'after_drops': the "
             "gates that are kept sum to 1.",
-            check=checks.one_of(_CHOICES["normalize_gates"]),
+            checks.one_of(_CHOICES["normalize_gates"]),
         )
         p.Define(
             "aux_loss_scale",
             None,
             "Factor on 1/E sum_e (c_e/S) m_e; None: 1 in the paper's reading, E^2 in Lingvo's.",
-            check=checks.or_none(checks.NOT_NEGATIVE),
+            checks.or_none(checks.NOT_NEGATIVE),
         )
         return p
 

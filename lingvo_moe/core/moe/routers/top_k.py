@@ -56,61 +56,59 @@ class TopKRouter(LearnedRouter):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("k", 2, "Experts of a token, 1 to E.", check=checks.SIZE)
+        p.Define("k", 2, "Experts of a token, 1 to E.", checks.SIZE)
         p.Define(
             "gate_scale",
             1.0,
             "A factor of the gates, after they are normalised (DeepSeek-V3: 2.5).",
-            check=checks.POSITIVE,
+            checks.POSITIVE,
         )
         p.Define(
             "softmax_order",
             "before",
             "The gates' softmax: 'before' the choice, over all experts, or 'after', over the chosen.",
-            check=checks.one_of(_ORDERS),
+            checks.one_of(_ORDERS),
         )
         p.Define(
             "normalize_gates",
             None,
             "'never'; 'before_drops': a token's gates sum to 1 before capacity; 'after_drops': the "
             "gates that are kept sum to 1. None: 'never' for k = 1, else 'before_drops'.",
-            check=checks.or_none(checks.one_of(_NORMALIZATIONS)),
+            checks.or_none(checks.one_of(_NORMALIZATIONS)),
         )
         p.OnlyWith("softmax_order", lambda p: "" if p.gate == "softmax" else f"gate={p.gate}")
         p.Define(
             "jitter",
             0.0,
             "In training, inputs are multiplied by uniform noise from 1 - jitter to 1 + jitter.",
-            check=checks.SHARE,
+            checks.SHARE,
         )
         p.Define(
             "load_balance_weight",
             1.0,
             "Of E sum_e f_e P_e, 1 at balance; see moe/losses_and_metrics.py.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         p.Define(
             "z_loss_weight",
             0.0,
             "Of the mean squared log of the softmax's denominator.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         p.Define(
             "balance_bias",
             0.0,
             "How far an expert's bias moves in a step (the paper: 0.001); 0: there is no bias.",
-            check=checks.NOT_NEGATIVE,
+            checks.NOT_NEGATIVE,
         )
         p.Define("logit_bias", False, "Whether the gating network has a bias (gpt-oss).")
         p.Define(
             "expert_groups",
             1,
             "Experts are in so many groups of consecutive ones, of which a token's are in the best (expert_groups.py).",
-            check=checks.SIZE,
+            checks.SIZE,
         )
-        p.Define(
-            "groups_per_token", 1, "In how many groups a token's experts are.", check=checks.SIZE
-        )
+        p.Define("groups_per_token", 1, "In how many groups a token's experts are.", checks.SIZE)
         p.OnlyWith("groups_per_token", lambda p: "expert_groups=1" if p.expert_groups == 1 else "")
         return p
 

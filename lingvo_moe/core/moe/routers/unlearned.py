@@ -22,7 +22,7 @@ class UnlearnedRouter(Router):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("k", 1, "Experts of a token.", check=checks.SIZE)
+        p.Define("k", 1, "Experts of a token.", checks.SIZE)
         return p
 
     def Choose(

@@ -39,7 +39,6 @@ def here(num_devices: int, hbm_bytes: int) -> Ring:
     """The devices of this process, as virtual CPU devices; what counts is measured afterwards.
 
     Args:
-        num_devices: how many there are.
         hbm_bytes: memory that a program may use on one of them.
     """
     name = f"the {num_devices} devices here"

@@ -205,12 +205,10 @@ class Topology(Machine):
 
     @property
     def slice_chips(self) -> int:
-        """The number of chips of a slice."""
         return math.prod(self.dims)
 
     @property
     def slice_devices(self) -> int:
-        """The number of devices of a slice."""
         return self.slice_chips * self.chip.devices_per_chip
 
     @property

@@ -307,7 +307,7 @@ class _Attribution:
                 name = reader.instruction.op_name
                 if _OPTIMIZER in name:
                     found = self._placer.place_name(name.replace(_OPTIMIZER, ""), False)
-                    if found.is_clear and found.part != "loss":
+                    if found.is_clear:
                         return Place(found.part, found.layer, "backward", found.path)
         places = [self._placer.place(v.producer) for v in reversed(buffer.values)]
         readers = (self._placer.place(r) for r in self._readers.get(number, ()))

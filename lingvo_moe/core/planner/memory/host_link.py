@@ -24,7 +24,7 @@ _NESTED = ("call", "conditional")
 
 
 @dataclass(frozen=True)
-class Move:
+class HostTransfer:
     """A transfer between a device and its host."""
 
     direction: str  # IN or OUT
@@ -62,7 +62,7 @@ def host_plan(
     }
 
 
-def move_of(inside: Computation, instruction: Instruction) -> Move | None:
+def move_of(inside: Computation, instruction: Instruction) -> HostTransfer | None:
     """The transfer that an instruction begins, or does at once; None for other instructions.
 
     From the host the whole result is moved, e.g. a slice. To the host it is the largest operand that is on the device,
@@ -78,8 +78,8 @@ def move_of(inside: Computation, instruction: Instruction) -> Move | None:
     from_host = any(array.memory_space == HOST_SPACE for array in given)
     if target.memory_space == HOST_SPACE:
         sources = [array.padded_bytes for array in given if array.memory_space != HOST_SPACE]
-        return Move(OUT, max(sources, default=target.padded_bytes))
-    return Move(IN, target.padded_bytes) if from_host else None
+        return HostTransfer(OUT, max(sources, default=target.padded_bytes))
+    return HostTransfer(IN, target.padded_bytes) if from_host else None
 
 
 def _target(instruction: Instruction, given: Sequence[Array]) -> Array:
@@ -117,7 +117,7 @@ class _Reader:
         self._module = module
         self._costs = {cost.name: cost for cost in costs}
         self._machine = machine
-        self._moves: dict[str, Move] = {}
+        self._moves: dict[str, HostTransfer] = {}
         # By the name of a move, in one execution.
         self._waits: dict[str, float] = defaultdict(float)
 
@@ -148,14 +148,14 @@ class _Reader:
         ]
         return sorted(rows, key=lambda row: -row["seconds"])
 
-    def _Seconds(self, move: Move) -> float:
+    def _Seconds(self, move: HostTransfer) -> float:
         return move.bytes / self._machine.host_bandwidth
 
     def _Follow(self, inside: Computation) -> tuple[float, float]:
         """(seconds of one execution of a computation, those of them that are spent waiting)."""
         now, waited = 0.0, 0.0
         links = {IN: _Link(), OUT: _Link()}
-        begun: dict[str, Move] = {}
+        begun: dict[str, HostTransfer] = {}
         for instruction in inside.instructions:
             name = instruction.name
             cost = self._costs.get(name)

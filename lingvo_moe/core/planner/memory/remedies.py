@@ -14,11 +14,10 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.checks import either
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.console import units
-from lingvo_moe.core.layers import kept
-from lingvo_moe.core.pipeline.params import micro_batches_of, settings_of
-from lingvo_moe.core.planner.memory.state import Held, held
+from lingvo_moe.core.planner.memory.state import block_inputs, held, parts_of_batch
+from lingvo_moe.core.planner.memory.step_bytes import StateSize
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.sharding.letters import parts_of, shards
+from lingvo_moe.core.sharding.letters import shards
 from lingvo_moe.core.state import offload
 from lingvo_moe.core.task.base_task import BaseTask
 
@@ -33,7 +32,6 @@ _OFFLOAD = tuple(
 )
 _TYPES = (("task.fprop_dtype", _NARROW), ("task.dtype", _NARROW))
 _UNCHANGED = ("", None)
-Change = tuple[str, Any]  # the path of a parameter, and its value
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,10 @@ class Remedy:
 
     # The parameters that differ from those of the plan, and their values. No entries: the plan's own.
     changes: Mapping[str, str]
-    held: Held  # of the training state
+    held: StateSize  # of the training state
     weight_size: int  # bytes of a weight's element
     narrow: bool  # whether activations are bfloat16
-    # Bytes of the inputs of all blocks, which recomputation keeps; None where nothing else is recomputed than in the
-    # plan.
+    # Bytes of the inputs of all blocks, where more than these is recomputed than in the plan.
     carries: int | None = None
 
 
@@ -62,7 +59,8 @@ def advice(
         mesh: that it was planned for.
     """
     planned = task.Instantiate()
-    groups = [_STATE if mesh.size > 1 else (), _OFFLOAD, _remat(task), _TYPES]
+    recomputing = task.cls.Recomputing(task)
+    groups = [_STATE if mesh.size > 1 else (), _OFFLOAD, tuple(recomputing.items()), _TYPES]
     combined = [
         dict(change for change in changes if change != _UNCHANGED)
         for changes in itertools.product(*((_UNCHANGED, *group) for group in groups))
@@ -72,11 +70,15 @@ def advice(
         for changes in some:
             changed = _changed(task, planned, changes)
             if changed is not None:
-                yield _choice(changes, changed, params, mesh)
+                carries = None
+                if recomputing.keys() & changes:
+                    inputs = block_inputs(changed, params.input.Instantiate().BatchSpec())
+                    carries = inputs // parts_of_batch(changed, params, mesh)
+                yield _choice(changes, changed, mesh, carries)
 
     alone = list(choices(each for each in combined if len(each) == 1))
     several = sorted((each for each in combined if len(each) > 1), key=len)
-    return remedies(memory, _choice({}, planned, params, mesh), alone, choices(several))
+    return remedies(memory, _choice({}, planned, mesh), alone, choices(several))
 
 
 def saved(memory: Mapping[str, Any], now: Remedy, other: Remedy) -> int:
@@ -128,8 +130,7 @@ def remedies(
     """
     missing = memory["misses_by"]
     by_choice = [(saved(memory, now, each), each) for each in alone]
-    less = [(n, each) for n, each in by_choice if n >= _WORTH * missing]
-    less.sort(key=lambda item: -item[0])
+    less = sorted((c for c in by_choice if c[0] >= _WORTH * missing), key=lambda c: -c[0])
     found = []
     if less:
         listed = ", ".join(f"{units.size(n)} with {_named(each)}" for n, each in less)
@@ -165,15 +166,6 @@ def _named(choice: Remedy) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _remat(task: InstantiableParams) -> tuple[Change, ...]:
-    """The choices that recompute as much as possible; () where a task does, or has no such parameter, or a pipeline."""
-    if "remat" not in task or settings_of(task):
-        return ()
-    if task.repeat is False:
-        return (("task.repeat", True),)
-    return () if task.remat == kept.FULL else (("task.remat", "full"),)
-
-
 def _changed(
     task: InstantiableParams, planned: BaseTask, changes: Mapping[str, Any]
 ) -> BaseTask | None:
@@ -193,27 +185,18 @@ def _changed(
     return changed
 
 
-def _choice(changes: Mapping[str, Any], task: BaseTask, params: Params, mesh: Mesh) -> Remedy:
-    recomputes = {"task.remat", "task.repeat"} & set(changes)
+def _choice(
+    changes: Mapping[str, Any], task: BaseTask, mesh: Mesh, carries: int | None = None
+) -> Remedy:
     return Remedy(
         changes={name: _text(value) for name, value in changes.items()},
         held=held(task, mesh),
         weight_size=2 if task.p.dtype == _NARROW else 4,
         narrow=task.p.fprop_dtype == _NARROW,
-        carries=_carries(task, params, mesh) if recomputes else None,
+        carries=carries,
     )
 
 
 def _text(value: Any) -> str:
     """A value as a flag takes it."""
     return json.dumps(value) if isinstance(value, list) else str(value)
-
-
-def _carries(task: BaseTask, params: Params, mesh: Mesh) -> int:
-    """Bytes on a device of the inputs of all blocks of a Transformer's stacks."""
-    counts = task.BatchCounts(params.input.Instantiate().BatchSpec()).values()
-    size = task.p.model_dim * task.fprop_dtype.size
-    blocks = (task.children[stack].p.num_blocks for stack in task.STACKS)
-    held = sum(size * tokens * num for tokens, num in zip(counts, blocks, strict=True))
-    _, micro_batches = micro_batches_of(params)
-    return held // (parts_of("B", mesh, [task.p.activation_split]) * micro_batches)

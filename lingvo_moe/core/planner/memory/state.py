@@ -1,19 +1,19 @@
-"""Counts the bytes that a device holds of a training state, from the specs of its variables.
+"""Reads from a task what step_bytes.py adds up: the variables of its state, and the inputs of its blocks."""
 
-Checks before a run, the choice of recomputation, plans, remedies and the search for a strategy all count here.
-"""
-
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config.checks import STATE_LEVELS
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.base import MASTER
+from lingvo_moe.core.pipeline.params import micro_batches_of
+from lingvo_moe.core.planner.memory.step_bytes import Sharded, StateSize, tally
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.sharding.letters import DEVICE, GRADIENTS, HOST, NONE, SLOTS, WEIGHTS, shards
+from lingvo_moe.core.sharding.letters import DEVICE, GRADIENTS, HOST, SLOTS, WEIGHTS, parts_of
 from lingvo_moe.core.state.offload import loops
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device, itemsize_of
@@ -22,75 +22,19 @@ from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device, itemsize_of
 PARTS = (WEIGHTS, GRADIENTS, "master weights", SLOTS, "moving average")
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """The bytes of a variable, or of several equal ones, on one device."""
-
-    part: str  # one of WEIGHTS, GRADIENTS and SLOTS; all but the first two count as slots
-    whole: int  # bytes if devices hold copies along the axes that the variable leaves out
-    parted: int  # bytes if these axes shard it too, where they can
-    hosted: bool = False  # whether it is in the memory of the hosts
-    blocks: int = 1  # of the stack of layers that it belongs to; 1 outside of stacks
-    # The mesh axes along which devices have terms of the gradient's sum.
-    terms: tuple[str, ...] = ()
-
-    def Times(self, factor: int) -> "Sharded":
-        """The bytes of `factor` equal variables, or of one whose elements have `factor` times the bytes."""
-        return replace(self, whole=self.whole * factor, parted=self.parted * factor)
-
-
-@dataclass
-class Held:
-    """The bytes of a training state on one device."""
-
-    # `weights`, `gradients`, `slots`: in its own memory; slots are all but weights and gradients.
-    weights: int = 0
-    gradients: int = 0
-    slots: int = 0
-    # In its host's memory, of WEIGHTS, GRADIENTS and SLOTS.
-    hosted: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
-    )
-    gathered: int = 0  # of the weights that a step gathers, when they are whole
-    # Of weights that are gathered while they are used: those outside of stacks, and one block of each stack.
-    at_once: int = 0
-    # Of weights that are gathered after the update, and are then there beside the old ones.
-    written: int = 0
-    # Of gradients, by the mesh axes along which devices have terms of their sums.
-    synced: Counter[tuple[str, ...]] = field(default_factory=Counter)
-
-    @property
-    def kept(self) -> int:
-        """The bytes in the device's own memory between two steps."""
-        return self.weights + self.slots
-
-    @property
-    def total(self) -> int:
-        """The bytes in the device's own memory while all gradients are there."""
-        return self.kept + self.gradients
-
-
-def tally(variables: Iterable[Sharded], level: str) -> Held:
-    """Adds up a state under a level of train.shard_state."""
-    held, own = Held(), dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
-    for each in variables:
-        there = held.hosted if each.hosted else own
-        there[each.part] += each.parted if shards(level, each.part) else each.whole
-        if each.part == GRADIENTS:
-            held.synced[each.terms] += each.whole
-        if each.part == WEIGHTS and level != NONE and each.parted < each.whole:
-            held.gathered += each.whole
-            if level == WEIGHTS:
-                held.at_once += each.whole // each.blocks
-            elif not each.hosted:
-                held.written += each.whole
-    held.weights, held.gradients, held.slots = own[WEIGHTS], own[GRADIENTS], own[SLOTS]
-    return held
-
-
-def held(task: BaseTask, mesh: Mesh) -> Held:
+def held(task: BaseTask, mesh: Mesh) -> StateSize:
     """Counts the training state of a task over a mesh."""
     return tally(_on_mesh(task, mesh), task.p.shard_state)
+
+
+def block_inputs(task: BaseTask, batch: NestedMap) -> int:
+    """Bytes of the inputs of all blocks, on all devices together: what recomputation keeps of a batch (ArraySpecs)."""
+    return task.fprop_dtype.size * sum(task.BlockInputs(batch).values())
+
+
+def least_activations(task: BaseTask, batch: NestedMap) -> int:
+    """A lower bound of the bytes of activations that a step needs, on all devices together."""
+    return block_inputs(task, batch) + task.fprop_dtype.size * task.LargestInside(batch)
 
 
 def _on_mesh(task: BaseTask, mesh: Mesh) -> list[Sharded]:
@@ -104,6 +48,11 @@ def _on_mesh(task: BaseTask, mesh: Mesh) -> list[Sharded]:
         )
         for part, spec in state_variables(task)
     ]
+
+
+def parts_of_batch(task: BaseTask, params: Params, mesh: Mesh) -> int:
+    """The number of devices with different rows of a batch, times that of micro-batches."""
+    return micro_batches_of(params)[1] * parts_of("B", mesh, [task.p.activation_split])
 
 
 def state_variables(task: BaseTask) -> Iterator[tuple[str, VariableSpec]]:

@@ -25,7 +25,6 @@ def seconds(
         kind: one of COLLECTIVES.
         num_bytes: bytes on one device, of its operand or its result, whichever is larger.
         participants: devices in one replica group. All groups work at the same time.
-        machine: the slice or the cluster.
         spread: how each group lies in a cluster's nodes, or in several slices; None: in as few of them as can be.
             Inside a slice each group is a box of neighbouring chips; there it may say how it lies in the chips.
 

@@ -90,7 +90,6 @@ def mesh_plan(costs: Iterable[Cost], mesh: Mesh, cluster: Cluster) -> dict[str, 
 
     Args:
         costs: of every executed instruction of a program for `mesh`.
-        mesh: devices in order.
         cluster: as many GPUs as the mesh has devices.
 
     Returns:

@@ -22,7 +22,6 @@ def seconds(kind: str, num_bytes: float, lies: Spread, topology: Topology) -> fl
     """Estimates how long one collective takes; see network.seconds.
 
     Args:
-        kind, num_bytes: as there.
         lies: how each group lies in the slices.
         topology: has several slices.
     """

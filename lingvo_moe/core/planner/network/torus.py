@@ -83,7 +83,8 @@ def describe(topology: Topology) -> str:
 def _load(kind: str, num_bytes: float, group: _Group) -> tuple[float, int]:
     """Returns (bytes over the slowest link, hops in sequence)."""
     chips, dims = group.chips, list(zip(group.dims, group.wraps, strict=True))
-    across = sum(_diameter(n, wraps) for n, wraps in dims)
+    # Hops between the two chips that are farthest apart.
+    across = sum(n // 2 if wraps else n - 1 for n, wraps in dims)
     if kind in ("all-to-all", "ragged-all-to-all"):
         leaves_chip = num_bytes * group.devices_per_chip
         return leaves_chip * max(_busiest_link(n, wraps) for n, wraps in dims), across
@@ -116,11 +117,6 @@ def _fewest_links(chips: int, wraps: bool) -> int:
     if chips == 1:
         return 0
     return 2 if wraps and chips > 2 else 1
-
-
-def _diameter(chips: int, wraps: bool) -> int:
-    """Hops between the two chips that are farthest apart along a dimension."""
-    return chips // 2 if wraps else chips - 1
 
 
 @functools.lru_cache(maxsize=256)

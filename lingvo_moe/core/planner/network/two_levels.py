@@ -78,9 +78,7 @@ def sent(kind: str, num_bytes: float, lies: Spread) -> Sent:
     """Returns the bytes that one device sends inside its node and between nodes, as the table above says.
 
     Args:
-        kind: one of COLLECTIVES.
         num_bytes: bytes on one device.
-        lies: how each group lies in the nodes.
     """
     inside, nodes = lies.inside, lies.nodes
     others_inside, others_between = (inside - 1) / inside, (nodes - 1) / nodes

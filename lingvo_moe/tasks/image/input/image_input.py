@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input import base_input
 from lingvo_moe.core.input.base_input import (
@@ -46,19 +45,17 @@ class ImageInput(BaseInput):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("image_size", 224, "Y and X.", check=checks.SIZE)
-        p.Define("channels", 3, "I: 3 for colours, 1 for shades of grey.", check=_CHANNELS)
+        p.Define("image_size", 224, "Y and X.", checks.SIZE)
+        p.Define("channels", 3, "I: 3 for colours, 1 for shades of grey.", _CHANNELS)
         p.Define("random_crop", True, "Whether training takes a random part of each image.")
         p.Define("random_flip", True, "Whether training mirrors half of the images.")
         p.Define(
             "middle",
             0.875,
             "The side of the middle square that is taken without random_crop, in the image's shorter side.",
-            check=checks.Number(0, 1, open_low=True),
+            checks.Number(0, 1, open_low=True),
         )
-        p.Define(
-            "seed", 1234, "The seed of the order of images, crops and flips.", check=checks.SEED
-        )
+        p.Define("seed", 1234, "The seed of the order of images, crops and flips.", checks.SEED)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -76,7 +73,6 @@ class ImageInput(BaseInput):
         """
 
     def BatchSpec(self) -> NestedMap:
-        """See BaseInput."""
         p = self.p
         shape = (p.batch_size, p.image_size, p.image_size, p.channels)
         return NestedMap(
@@ -120,7 +116,6 @@ class ImageInput(BaseInput):
         return list(self._classes)
 
     def __iter__(self) -> "ImageIterator":
-        """See BaseInput."""
         self.Prepare()
         assert self._train is not None
         return ImageIterator(self.p, self._train)
@@ -168,7 +163,6 @@ class FolderInput(ImageInput):
 
     @classmethod
     def CheckSource(cls, params: HyperParams) -> None:
-        """See BaseInput."""
         if not params.data_dir:
             raise ImageDataError(
                 "--data_dir is needed to train: a directory of <split>/<class>/<name>.jpg, with the split 'train'"
@@ -222,7 +216,6 @@ class ImageIterator(base_input.BatchIterator):
         return zip(rows, begun, strict=True)
 
     def GetState(self) -> dict[str, Any]:
-        """See BatchIterator."""
         return {"identity": self._identity, "position": self._position}
 
     def SetState(self, state: Mapping[str, Any]) -> None:

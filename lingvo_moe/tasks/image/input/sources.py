@@ -52,7 +52,6 @@ class FolderSplit(Split):
         self.labels = np.array(labels, np.int32)
 
     def Read(self, i: int, channels: int) -> np.ndarray:
-        """See Split."""
         from PIL import Image
 
         path = self._paths[i]
@@ -67,7 +66,6 @@ class FolderSplit(Split):
         return pixels.reshape(*pixels.shape[:2], channels)
 
     def Key(self) -> str:
-        """See Split."""
         digest = hashlib.blake2b(digest_size=16)
         for path in self._paths:
             digest.update(f"{path.relative_to(self._root).as_posix()}\0".encode())
@@ -81,11 +79,9 @@ class DigitsSplit(Split):
         self._images, self.labels = images, labels.astype(np.int32)
 
     def Read(self, i: int, channels: int) -> np.ndarray:
-        """See Split."""
         return np.repeat(self._images[i][..., np.newaxis], channels, axis=-1)
 
     def Key(self) -> str:
-        """See Split."""
         data = self._images.tobytes() + self.labels.tobytes()
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.sparse import csr_matrix, vstack
 
 from lingvo_moe.tasks.text.vocabulary.special_ids import EOS_ID
 
@@ -49,24 +50,6 @@ class TokenPairs:
             np.cumsum([0, *map(len, targets)]),
         )
 
-    def __len__(self) -> int:
-        return len(self.source_starts) - 1
-
-
-@dataclass(frozen=True)
-class LexicalTable:
-    """The likeliest translations of each source piece."""
-
-    # int64 [source pieces + 1]; entries starts[f] to starts[f + 1] of `ids` and `probs` belong to source piece f.
-    starts: np.ndarray
-    ids: np.ndarray  # int32, target pieces; of each source piece the likeliest first
-    probs: np.ndarray  # float32, t(e|f)
-
-    def Of(self, piece: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the target pieces of a source piece, the likeliest first, and their probabilities."""
-        own = slice(self.starts[piece], self.starts[piece + 1])
-        return self.ids[own], self.probs[own]
-
 
 def lexical_table(
     pairs: TokenPairs,
@@ -75,13 +58,15 @@ def lexical_table(
     keep: int,
     rounds: int = 5,
     progress: Callable[[str], None] = lambda text: None,
-) -> LexicalTable:
+) -> csr_matrix:
     """Estimates model 1 from pairs.
 
     Args:
-        source_size, target_size: the numbers of pieces.
         keep: how many translations of a source piece are kept, between rounds and at the end.
         rounds: of EM, 1 or more.
+
+    Returns:
+        t(e|f), float32 [source pieces, target pieces], with the likeliest translations of each row first.
     """
     rows = _Rows(pairs)
     # At first all shares are alike: of each target token, one over the length of its source.
@@ -92,14 +77,14 @@ def lexical_table(
         blocks, next_sums = [], np.zeros_like(share_sums)
         for first, last in _blocks(source_size, target_size):
             progress(f"model 1, round {number} of {rounds}: {first:,} of {source_size:,} pieces")
-            old_FE = None if table is None else _dense(table, first, last, target_size)
+            old_FE = None if table is None else table[first:last].toarray().ravel()
             sums_FE = _sums(rows, first, last, target_size, old_FE, share_sums)
             block = _best(sums_FE, keep)
             blocks.append(block)
-            new_FE = _dense(block, 0, last - first, target_size)
+            new_FE = block.toarray().ravel()
             for at, tokens in rows.Events(first, last, target_size):
                 next_sums += np.bincount(tokens, new_FE[at], len(next_sums))
-        table, share_sums = _joined(blocks), next_sums
+        table, share_sums = vstack(blocks, "csr"), next_sums
     assert table is not None
     return table
 
@@ -156,7 +141,6 @@ def _sums(
     Each target token is distributed over the pieces of its source in proportion to t(e|f).
 
     Args:
-        rows: all source tokens.
         first, last: the block's source pieces, `last` excluded.
         target_size: E.
         old_FE: t(e|f) of the last round for this block; None in the first round, where it is uniform.
@@ -176,7 +160,7 @@ def _sums(
     return sums_FE.reshape(-1, target_size)
 
 
-def _best(sums_FE: np.ndarray, keep: int) -> LexicalTable:
+def _best(sums_FE: np.ndarray, keep: int) -> csr_matrix:
     """Keeps the `keep` largest of each row and normalises them to probabilities."""
     row, target = np.nonzero(sums_FE)
     sums = sums_FE[row, target]
@@ -187,23 +171,4 @@ def _best(sums_FE: np.ndarray, keep: int) -> LexicalTable:
     row, target, sums = row[kept], target[kept], sums[kept]
     totals = np.bincount(row, sums, len(sums_FE))
     starts = np.searchsorted(row, np.arange(len(sums_FE) + 1))
-    return LexicalTable(starts, target.astype(np.int32), (sums / totals[row]).astype(np.float32))
-
-
-def _dense(table: LexicalTable, first: int, last: int, target_size: int) -> np.ndarray:
-    """The probabilities of the source pieces from `first` to `last` as float32 [F,E], flattened."""
-    starts = table.starts[first : last + 1]
-    own = slice(starts[0], starts[-1])
-    dense = np.zeros((last - first) * target_size, np.float32)
-    row = np.repeat(np.arange(last - first), np.diff(starts))
-    dense[row * target_size + table.ids[own]] = table.probs[own]
-    return dense
-
-
-def _joined(blocks: Sequence[LexicalTable]) -> LexicalTable:
-    lengths = np.concatenate([np.diff(block.starts) for block in blocks])
-    return LexicalTable(
-        np.concatenate([[0], np.cumsum(lengths)]),
-        np.concatenate([block.ids for block in blocks]),
-        np.concatenate([block.probs for block in blocks]),
-    )
+    return csr_matrix(((sums / totals[row]).astype(np.float32), target, starts), sums_FE.shape)

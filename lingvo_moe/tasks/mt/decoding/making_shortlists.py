@@ -76,7 +76,7 @@ def make_shortlist(
     pieces = vocabs.target.Pieces(range(vocabs.target.size))
     spelling = [i for i, piece in enumerate(pieces) if _BYTE.fullmatch(piece)]
     return Shortlist.Make(
-        [table.Of(piece)[0][: o.per_piece] for piece in range(vocabs.source.size)],
+        [ids[: o.per_piece] for ids in np.split(table.indices, table.indptr[1:-1])],
         [*frequent[counts[frequent] > 0], *spelling],
         {side: vocabs[side].model_bytes for side in ("source", "target")},
     )

@@ -19,7 +19,6 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
-from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -117,7 +116,6 @@ class Translator(Exportable):
         model: e.g. an MtModel.
         theta: NestedMap of arrays or tensors.
         vocabs: NestedMap(source, target) of serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
-        options: see TranslateOptions.
         languages: source languages in the order of their task ids, for a model that routes by language; else empty.
         shortlist: the tokens that each line is scored for; None: all.
 
@@ -159,8 +157,6 @@ class Translator(Exportable):
                 )
             shortlist.Check(vocabs, sizes)
             self._shortlist = ShortlistColumns(shortlist, self._target_size, 2 * o.beam_size + 3)
-        if o.weights == "int8":
-            eight_bit.check_supported()
         self._weights = SavedWeights(theta) if o.xla else FastModel(model, theta, o.weights)
         self._model = lambda: model
         names = ("text", "language") if languages else ("text",)
@@ -178,7 +174,6 @@ class Translator(Exportable):
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """See Exportable."""
         return tuple(self._languages)
 
     def SetTheta(self, theta: NestedMap) -> None:
@@ -345,7 +340,6 @@ def load_translator(
         logdir: a trainer's.
         options, chosen: how to translate, and with which weights.
         shortlist: a file of tools.shortlist; None to score all tokens.
-        trust_run: see RunDir.
 
     Returns:
         The translator, and what it is: what load_theta says, weights, and shortlist.

@@ -27,7 +27,6 @@ class CheckpointScorer(BaseCheckpointScorer):
     def __init__(
         self, task: BaseTask, inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
     ):
-        """See BaseCheckpointScorer."""
         assert isinstance(task, MtModel) and isinstance(inputs, MtInput)
         self._model, self._train_pairs = task, inputs.languages
         self._vocabs = vocabs_of(artifacts)

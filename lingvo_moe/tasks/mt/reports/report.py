@@ -1,14 +1,23 @@
 """Writes the page about a run: one HTML file without scripts or external files."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from lingvo_moe.core.console.command import as_typed
 from lingvo_moe.core.pages import drawing, rendering
+from lingvo_moe.core.pages.drawing import FIRST, FOURTH, RULE, SECOND, SOFT, THIRD, styled
 from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.baselines import delta_curve
-from lingvo_moe.tasks.mt.reports import report_figures, routing_page, score_tables
-from lingvo_moe.tasks.mt.reports.language_names import name_and_code
+from lingvo_moe.tasks.mt.reports import routing_page, score_tables
+from lingvo_moe.tasks.mt.reports.language_names import english_name, name_and_code
 from lingvo_moe.tasks.mt.reports.run_report import Missing, RunReport
+
+_MOST_POINTS = 1000
+_MOST_NAMES = 45
+_GROUP_COLOURS = (("high", FIRST), ("mid", THIRD), ("low", FOURTH))
 
 
 def html_report(report: RunReport) -> str:
@@ -60,7 +69,7 @@ def _against(scores: dict[str, Any]) -> Missing | dict[str, Any]:
             f"python -m tools.evaluate --logdir={run} --baselines=BILINGUAL --rescore",
         )
     alt = f"delta BLEU of {len(curve['languages'])} languages, by training pairs"
-    picture = drawing.svg(report_figures.deltas(curve), alt)
+    picture = drawing.svg(_draw_deltas(curve), alt)
     return {"picture": picture, "window": curve["window"]}
 
 
@@ -68,10 +77,82 @@ def _curves(report: RunReport) -> list[str]:
     """The pictures of training; none where no metrics are there."""
     if isinstance(report.metrics, Missing):
         return []
-    found = [(report_figures.losses(report.metrics, report.held_out), "loss")]
+    found = [(_draw_losses(report.metrics, report.held_out), "loss")]
     if report.metrics[-1].get("learning_rate") is not None:
-        found.append((report_figures.learning_rates(report.metrics), "learning rate"))
+        found.append((_draw_learning_rates(report.metrics), "learning rate"))
     if report.scored:
         for name, label in (("bleu", "BLEU"), ("chrf", "chrF")):
-            found.append((report_figures.scores(report.scored, name, label), label))
+            found.append((_draw_scores(report.scored, name, label), label))
     return [drawing.svg(figure, f"{what} by step") for figure, what in found]
+
+
+@styled
+def _draw_losses(
+    rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]] = ()
+) -> Figure:
+    """The training loss and the negative log-likelihood in it, by step; and that of held-out data, the best marked."""
+    figure, axes = plt.subplots(figsize=(4.4, 2.7))
+    for name, label, colour in (
+        ("loss", "loss", FIRST),
+        ("nll", "negative log-likelihood", SECOND),
+    ):
+        axes.plot(*_curve(rows, name), label=label, color=colour)
+    if held_out:
+        steps, values = _curve(held_out, "nll")
+        axes.plot(steps, values, label="the same, held-out", color=FOURTH)
+        best = min(zip(values, steps), default=None)
+        if best:
+            axes.plot(best[1], best[0], marker="o", markersize=4, color=FOURTH)
+    axes.set(xlabel="step", ylabel="nats a token")
+    axes.legend()
+    return figure
+
+
+@styled
+def _draw_scores(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> Figure:
+    """A score by step: the mean of all languages, and of each resource group."""
+    figure, axes = plt.subplots(figsize=(4.4, 2.7))
+    groups = [(f"groups/{group}/{name}", group, colour) for group, colour in _GROUP_COLOURS]
+    for key, shown, colour in ((name, "all languages", SECOND), *groups):
+        steps, values = _curve(rows, key)
+        if steps:
+            marker = "o" if len(steps) == 1 else None
+            axes.plot(steps, values, label=shown, color=colour, marker=marker, markersize=4)
+    axes.set(xlabel="step", ylabel=label, ylim=(0, None))
+    axes.legend()
+    return figure
+
+
+@styled
+def _draw_learning_rates(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The learning rate, by step."""
+    figure, axes = plt.subplots(figsize=(4.4, 2.7))
+    axes.plot(*_curve(rows, "learning_rate"), color=FIRST)
+    axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+    return figure
+
+
+@styled
+def _draw_deltas(curve: Mapping[str, Any]) -> Figure:
+    """Delta BLEU by language, most training pairs first, and its mean over a sliding window (figure 6)."""
+    figure, axes = plt.subplots(figsize=(5.6, 3.2))
+    places = range(len(curve["languages"]))
+    axes.bar(places, curve["delta_bleu"], color=RULE, width=0.8, label="each language")
+    label = f"mean of {curve['window']} neighbours"
+    marker = "o" if len(places) < 3 else None
+    axes.plot(places, curve["smoothed"], color=FIRST, label=label, marker=marker, markersize=4)
+    axes.axhline(0.0, color=SOFT, linewidth=0.8)
+    axes.set(ylabel="delta BLEU", xlabel="languages, from most training pairs to fewest")
+    few = len(places) <= _MOST_NAMES
+    names = [english_name(code) or code for code in curve["languages"]]
+    axes.set_xticks(list(places) if few else [], names if few else [], rotation=90)
+    axes.grid(axis="x", visible=False)
+    axes.legend()
+    return figure
+
+
+def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values, subsampled if there are more than a reader can see."""
+    every = -(-len(rows) // _MOST_POINTS)
+    kept = [row for row in [*rows[:-1:every], rows[-1]] if row.get(name) is not None]
+    return [row["step"] for row in kept], [row[name] for row in kept]

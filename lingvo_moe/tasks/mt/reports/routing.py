@@ -153,7 +153,6 @@ def measure_routing(
 
     Args:
         rows: B.
-        trust_run: see RunDir.
 
     Raises:
         RunDirError: no run there.

@@ -6,7 +6,7 @@ Scores are those of an evaluation as in its report.json: see EvalReport.ToDict.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lingvo_moe.core.pages.tables import Cell, Piece, Table, numbers, words
+from lingvo_moe.core.pages.tables import PageCell, Piece, Table, numbers, words
 from lingvo_moe.tasks.mt.quality.intervals import FEW, has_few, with_margin
 from lingvo_moe.tasks.mt.quality.scoring import reading_order
 from lingvo_moe.tasks.mt.reports.language_names import name_and_code
@@ -23,7 +23,7 @@ def by_group(scores: Mapping[str, Any]) -> Table:
     for group, one in (groups | {"": scores["average"]}).items():
         lines = [r["lines"] for r in scores["languages"].values() if group in ("", r["group"])]
         pairs = f"{one['min_train_pairs']:,} to\u00a0{one['max_train_pairs']:,}" if group else ""
-        first = [Cell(group or "all", _COLOURS[group]), str(one["languages"]), pairs]
+        first = [PageCell(group or "all", _COLOURS[group]), str(one["languages"]), pairs]
         rows.append([*first, *_cells(group, sum(lines), one, one.get("delta_bleu"))])
     return _table(["group", "languages"], rows)
 
@@ -37,7 +37,7 @@ def by_language(scores: Mapping[str, Any]) -> Table:
     rows = []
     for code, one in sorted(scores["languages"].items(), key=place):
         group, delta = one["group"], (one.get("delta") or {}).get("bleu")
-        first = [Cell(name_and_code(code), _COLOURS[group]), group, f"{one['train_pairs']:,}"]
+        first = [PageCell(name_and_code(code), _COLOURS[group]), group, f"{one['train_pairs']:,}"]
         rows.append([*first, *_cells(group, one["lines"], one, delta)])
     return _table(["language", "group"], rows)
 
@@ -48,7 +48,7 @@ def _cells(group: str, lines: int, scores: Mapping[str, Any], delta: float | Non
     yield f"{lines:,}{FEW * few}"
     for kind in ("bleu", "chrf"):
         text = with_margin(scores[kind], scores.get(f"{kind}_margin"))
-        yield Cell(text, piece=Piece(kind, _COLOURS[group], scores[kind], text), faint=few)
+        yield PageCell(text, piece=Piece(kind, _COLOURS[group], scores[kind], text), faint=few)
     yield "" if delta is None else f"{delta:+.1f}"
 
 

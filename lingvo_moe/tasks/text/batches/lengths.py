@@ -35,11 +35,6 @@ class Loss:
         return self.share > 1 - KEPT
 
     @property
-    def is_nearly_all(self) -> bool:
-        """Whether more than nine in ten pairs are lost: hardly on purpose."""
-        return self.share > 0.9
-
-    @property
     def settings(self) -> str:
         """The override with which rows hold KEPT of the pairs."""
         changed = zip(self.names, self.rows, self.enough)

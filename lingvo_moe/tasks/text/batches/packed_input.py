@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.files.paths import user_cache_dir
 from lingvo_moe.core.input import base_input
@@ -89,7 +88,7 @@ class PackedInput(BaseInput):
             "languages",
             [],
             "Languages to train on; empty: all that are in data_dir.",
-            check=checks.ListOf(checks.TEXT, "a list of strings"),
+            checks.ListOf(checks.TEXT, "a list of strings"),
         )
         p.Define(
             "vocab_dir",
@@ -97,27 +96,23 @@ class PackedInput(BaseInput):
             "source.model and target.model from tools.train_vocab; empty: those of prepared data, or trained from the "
             "data.",
         )
-        p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.", check=checks.IDS)
-        p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.", check=checks.IDS)
+        p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.", checks.IDS)
+        p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.", checks.IDS)
         p.Define(
             "vocab_sentences",
             500_000,
             "The most pairs that vocabularies are trained from.",
-            check=checks.Integer(MIN_SENTENCES),
+            checks.Integer(MIN_SENTENCES),
         )
-        p.Define(
-            "target_length", 64, "T of the target; a pair needs its ids and eos.", check=LENGTH
-        )
-        p.Define(
-            "temperature", 5.0, "Languages are drawn by n^(1/temperature).", check=checks.POSITIVE
-        )
-        p.Define("seed", 1234, "The seed of the order of pairs.", check=checks.SEED)
+        p.Define("target_length", 64, "T of the target; a pair needs its ids and eos.", LENGTH)
+        p.Define("temperature", 5.0, "Languages are drawn by n^(1/temperature).", checks.POSITIVE)
+        p.Define("seed", 1234, "The seed of the order of pairs.", checks.SEED)
         p.Define("pack", True, "Several pairs in a row; False: one.")
         p.Define(
             "too_long",
             cls.TOO_LONG[0],
             f"What to do with what is longer than a row: {' or '.join(cls.TOO_LONG)}.",
-            check=checks.one_of(cls.TOO_LONG),
+            checks.one_of(cls.TOO_LONG),
         )
         return p
 
@@ -135,7 +130,6 @@ class PackedInput(BaseInput):
 
     @classmethod
     def CheckSource(cls, params: HyperParams) -> None:
-        """See BaseInput."""
         if not params.data_dir:
             raise DataError(
                 f"--data_dir is needed to train: a directory of {cls.DATA} "
@@ -191,9 +185,8 @@ class PackedInput(BaseInput):
         self._loss = loss_of(lengths, self._row)
         if not self._loss.share:
             return ""
-        count = (
-            f"{'about ' if lengths.is_sample else ''}{round(self._loss.share * lengths.pairs):,}"
-        )
+        about = "about " if lengths.is_sample else ""
+        count = f"{about}{round(self._loss.share * lengths.pairs):,}"
         done = {"drop": "left out", "truncate": "truncated"}.get(self.p.too_long, "split")
         return f"; {count} ({self._loss.share:.1%}) are longer than a row and {done}"
 
@@ -203,7 +196,7 @@ class PackedInput(BaseInput):
 
     def CheckNewRun(self) -> None:
         """See BaseInput. Raises DataError: rows leave out more than nine in ten pairs."""
-        if self.p.too_long == "drop" and self._loss and self._loss.is_nearly_all:
+        if self.p.too_long == "drop" and self._loss and self._loss.share > 0.9:  # hardly on purpose
             raise DataError(f"{self._loss}; input.too_long=truncate would use their beginnings")
 
     def Artifacts(self) -> RunArtifacts:
@@ -264,9 +257,9 @@ class PackedInput(BaseInput):
         self.Prepare()
         return self._task_of
 
-    def __iter__(self) -> "BatchIterator":
+    def __iter__(self) -> "PackedBatches":
         """Endless batches from the beginning; each call starts from the beginning."""
-        return BatchIterator(self)
+        return PackedBatches(self)
 
     def HeldOut(self) -> Iterator[HeldOutBatch]:
         """See BaseInput: the pairs of data_dir/dev, packed, of the languages that are trained on.
@@ -323,7 +316,7 @@ class PackedInput(BaseInput):
         raise DataError(f"{'; '.join(mismatches)}: {remedy}")
 
 
-class BatchIterator(base_input.BatchIterator):
+class PackedBatches(base_input.BatchIterator):
     """Batches of packed pairs, without end; see BaseInput.
 
     Attributes:

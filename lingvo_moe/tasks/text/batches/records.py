@@ -200,7 +200,8 @@ def prepared_records(scan: Scan, vocabs: NestedMap) -> Records | None:
     if key != scan.prepared.summary["records"]:
         return None
     scan.prepared.VerifyRecords(scan.files)
-    return Records(scan.prepared.records_dir, key, scan.files, scan.prepared.listed.kind.remedy)
+    directory, remedy = scan.prepared.directory / "records", scan.prepared.listed.kind.remedy
+    return Records(directory, key, scan.files, remedy)
 
 
 def cached_records(

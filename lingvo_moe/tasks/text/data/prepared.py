@@ -60,10 +60,6 @@ class Prepared:
     def vocab_dir(self) -> Path:
         return self.directory / "vocab"
 
-    @property
-    def records_dir(self) -> Path:
-        return self.directory / "records"
-
     def VerifyVocabularies(self) -> None:
         """Raises DataError unless `vocab/` is as it was written."""
         self.listed.Verify(p for p in self.listed.paths if p.startswith("vocab/"))

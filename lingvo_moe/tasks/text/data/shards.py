@@ -40,7 +40,6 @@ class LanguageShards:
 
 
 def shard_file(directory: Path, lang: str, shard: int) -> Path:
-    """The path of a shard."""
     return directory / f"{lang}-{shard:05d}.array_record"
 
 

@@ -176,7 +176,6 @@ class GrowingBeamSearch(FlatBeamSearch):
     def _candidates(
         self, live_BJ: tf.Tensor, logits_BJV: tf.Tensor, last_B: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """See FlatBeamSearch._candidates."""
         B, J, V = dim(logits_BJV, 0), self.J, dim(logits_BJV, 2)
         logits_RV = tf.reshape(tf.cast(logits_BJV, tf.float32), [-1, V])
         allowed = self._Allowed(logits_BJV.shape[2])

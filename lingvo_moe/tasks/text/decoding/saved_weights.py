@@ -5,7 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.kernels.eight_bit import EightBit
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.kernels import eight_bit
+from lingvo_moe.core.kernels.packed_weights import PackAs
 from lingvo_moe.core.kernels.weights import Heads, Packed
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -52,8 +54,43 @@ class SavedWeights(tf.Module):
             variable.assign(value)
 
 
+class PackedWeights(SavedWeights):
+    """The weights of a model, packed (`BaseLayer.PackWeights`) and read by the layers' own code.
+
+    The model's methods take `Tensors` as theta, and must be traced while TensorFlow's kernels are in use.
+
+    Args:
+        model: whose weights they are; one that packs none runs as it is.
+        theta: its weights, arrays or tensors.
+        kind: one of packed_weights.WEIGHTS: "float32", or "int8" for the weights of products.
+
+    Raises:
+        ValueError: int8 for a model that packs none, or where there are no products of 8 bits.
+    """
+
+    def __init__(self, model: Any, theta: NestedMap, kind: str = "float32"):
+        if kind == "int8":
+            eight_bit.check_supported()
+
+        def pack(theta: NestedMap) -> NestedMap:
+            return model.PackWeights(theta, PackAs(kind)) if isinstance(model, BaseLayer) else theta
+
+        weights = pack(theta)
+        self.are_packed = any(isinstance(leaf, Packed) for leaf in weights.Flatten())
+        if kind == "int8" and not self.are_packed:
+            raise ValueError(
+                f"weights=int8: {type(model).__name__} packs none of its weights (BaseLayer.PackWeights); take float32"
+            )
+        super().__init__(weights)
+        self._pack = pack  # tf.Module would track a model, but no closure
+
+    def Assign(self, theta: NestedMap) -> None:
+        """Packs `theta` and assigns it."""
+        super().Assign(self._pack(theta))
+
+
 def _has_8_bits(leaf: Any) -> bool:
-    return isinstance(leaf.packed if isinstance(leaf, Heads) else leaf, EightBit)
+    return isinstance(leaf.packed if isinstance(leaf, Heads) else leaf, eight_bit.EightBit)
 
 
 def _tensors(leaf: Any) -> tuple:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.opening import read_lines
-from lingvo_moe.tasks.text.preparing.lines import Line, bad, pair, pairs_of_item
+from lingvo_moe.tasks.text.preparing.lines import ReadLine, bad, pair, pairs_of_item
 from lingvo_moe.tasks.text.preparing.sources import Fields, Source
 
 # (number of a line, its text, its language where the source has one) -> its pairs, good and bad.
-_Parse = Callable[[int, str, str | None], Iterable[Line]]
+_Parse = Callable[[int, str, str | None], Iterable[ReadLine]]
 
 
-def read_source(source: Source, fields: Fields) -> Iterator[Line]:
+def read_source(source: Source, fields: Fields) -> Iterator[ReadLine]:
     """Streams the lines of a source, good and bad.
 
     Raises DataError: a file cannot be read or is damaged, or two files have different numbers of lines.
@@ -27,7 +27,7 @@ def read_source(source: Source, fields: Fields) -> Iterator[Line]:
     return _read_lines(source, fields)
 
 
-def _read_lines(source: Source, fields: Fields) -> Iterator[Line]:
+def _read_lines(source: Source, fields: Fields) -> Iterator[ReadLine]:
     parse = {"tsv": _of_columns, "jsonl": _of_json, "txt": _of_text}[source.form](fields)
     for number, text, reason in read_lines(source.path):
         if text is None:
@@ -40,7 +40,7 @@ def _of_columns(fields: Fields) -> _Parse:
     at = {name: i for i, name in enumerate(fields.columns) if name != "_"}
     last = max(at.values())
 
-    def parse(number: int, text: str, lang: str | None) -> Iterable[Line]:
+    def parse(number: int, text: str, lang: str | None) -> Iterable[ReadLine]:
         columns = text.split("\t", last + 1)
         if len(columns) <= last:
             return (bad(number, lang, "no_tab"),)
@@ -56,7 +56,7 @@ def _of_text(fields: Fields) -> _Parse:
 
 
 def _of_json(fields: Fields) -> _Parse:
-    def parse(number: int, text: str, lang: str | None) -> Iterable[Line]:
+    def parse(number: int, text: str, lang: str | None) -> Iterable[ReadLine]:
         try:
             item = json.loads(text)
         except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ def _of_json(fields: Fields) -> _Parse:
     return parse
 
 
-def _read_two_files(source: Source) -> Iterator[Line]:
+def _read_two_files(source: Source) -> Iterator[ReadLine]:
     lines = read_lines(source.path), read_lines(source.target or "")
     for ours, theirs in itertools.zip_longest(*lines):
         if ours is None or theirs is None:

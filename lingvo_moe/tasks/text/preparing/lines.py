@@ -9,7 +9,7 @@ from lingvo_moe.tasks.text.preparing.sources import Fields, is_language
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
-class Line(NamedTuple):
+class ReadLine(NamedTuple):
     """A line that was read: a pair, or a reason why it is none."""
 
     number: int  # of the line in its file, from 1
@@ -23,7 +23,7 @@ class Line(NamedTuple):
 
 def pairs_of_item(
     number: int, item: dict[str, Any], lang: str | None, fields: Fields
-) -> Iterator[Line]:
+) -> Iterator[ReadLine]:
     """The pairs of a JSON object or TFDS example.
 
     It has fields `source` and `target` (and `lang`), or one named by each language, perhaps within `translation`.
@@ -53,21 +53,21 @@ def _first(item: dict[str, Any], names: Sequence[str]) -> Any:
     return next((item[name] for name in names if name in item), None)
 
 
-def _whole_pair(number: int, lang: str | None, source: str, target: str) -> Line:
+def _whole_pair(number: int, lang: str | None, source: str, target: str) -> ReadLine:
     """Makes a pair, but no invalid UTF-8: JSON can spell halves of characters, and bytes of TFDS can be anything."""
     half = _HALF_CHARACTER.search(source) or _HALF_CHARACTER.search(target)
     return bad(number, lang, "invalid_utf8") if half else pair(number, lang, source, target)
 
 
-def pair(number: int, lang: str | None, source: str, target: str) -> Line:
+def pair(number: int, lang: str | None, source: str, target: str) -> ReadLine:
     """A line that holds a pair; a bad one if the code of the language cannot be one."""
     if not lang or not is_language(lang):
         return bad(number, None, "no_language")
-    return Line(number, lang, source, target)
+    return ReadLine(number, lang, source, target)
 
 
-def bad(number: int, lang: str | None, reason: str) -> Line:
+def bad(number: int, lang: str | None, reason: str) -> ReadLine:
     """A line that holds no pair, for a reason as Line has it or 'too_long'."""
     if lang is not None and not is_language(lang):
         lang = None  # files and directories are named by it
-    return Line(number, lang, "", "", "too_long_line" if reason == "too_long" else reason)
+    return ReadLine(number, lang, "", "", "too_long_line" if reason == "too_long" else reason)

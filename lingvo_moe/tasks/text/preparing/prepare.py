@@ -30,9 +30,11 @@ from lingvo_moe.tasks.text.data.made_once import clear_others, settings_key, wor
 from lingvo_moe.tasks.text.data.mixing import temperature_weights
 from lingvo_moe.tasks.text.data.scan import Progress, Scan, quiet
 from lingvo_moe.tasks.text.data.shards import PAIRS_PER_SHARD
-from lingvo_moe.tasks.text.preparing import language_stage as languages
-from lingvo_moe.tasks.text.preparing import read_stage as reading
-from lingvo_moe.tasks.text.preparing import token_stages as tokens
+from lingvo_moe.tasks.text.preparing import (
+    language_stage as languages,
+    read_stage as reading,
+    token_stages as tokens,
+)
 from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 from lingvo_moe.tasks.text.preparing.filters import Rules
 from lingvo_moe.tasks.text.preparing.sources import Fields, Found, Source, find_sources
@@ -364,9 +366,8 @@ class _Preparation:
     def _RowLengths(self, records: Records) -> dict[str, Any]:
         """The contents of prepared.json about the lengths of pairs in tokens."""
         lengths, rows = measure(records), self._options.rows
-        sides = slice(
-            -len(rows) if rows else None, None
-        )  # those that rows hold, the target being last
+        # Those that rows hold, the target being last.
+        sides = slice(-len(rows) if rows else None, None)
         held = of_targets(lengths) if len(rows) == 1 else lengths
         enough = held.RowLengths()
         return {

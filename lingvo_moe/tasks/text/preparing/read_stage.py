@@ -7,7 +7,7 @@ A directory holds the results for one source: `<lang>.tsv`, `<lang>.hashes` (a h
 import dataclasses
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.made_once import make_once
 from lingvo_moe.tasks.text.preparing.filters import REASONS, Rules
 from lingvo_moe.tasks.text.preparing.formats import read_source
-from lingvo_moe.tasks.text.preparing.lines import Line
+from lingvo_moe.tasks.text.preparing.lines import ReadLine
 from lingvo_moe.tasks.text.preparing.sources import Fields, Source
 
 SUMMARY = "summary.json"
@@ -79,9 +79,9 @@ class _Reader:
 
     def __init__(self, job: ReadJob, directory: Path):
         self._job, self._directory = job, directory
-        self._languages: dict[str, LanguageCounts] = {}
-        self._texts: dict[str, list[str]] = {}  # file name -> lines to write
-        self._hashes: dict[str, list[int]] = {}
+        self._languages = defaultdict[str, LanguageCounts](LanguageCounts)
+        self._texts = defaultdict[str, list[str]](list)  # file name -> lines to write
+        self._hashes = defaultdict[str, list[int]](list)
         self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
         self._warnings: list[str] = []
         self._dev_keys: frozenset[int] | None = None
@@ -112,18 +112,15 @@ class _Reader:
         }
         files.write_atomic(self._directory / SUMMARY, json.dumps(summary).encode())
 
-    def _Line(self, line: Line) -> None:
-        counts = self._Counts(line.lang or NO_LANGUAGE)
+    def _Line(self, line: ReadLine) -> None:
+        counts = self._languages[line.lang or NO_LANGUAGE]
         counts.read += 1
         if line.reason:
             counts.Drop(line.reason, "")
             self._Warn(line)
             return
-        lang, source, target = (
-            line.lang or NO_LANGUAGE,
-            tidy_text(line.source),
-            tidy_text(line.target),
-        )
+        lang = line.lang or NO_LANGUAGE
+        source, target = tidy_text(line.source), tidy_text(line.target)
         one_text = self._job.source.form == "txt"
         reason = self._job.rules.Reason(lang, source, target, one_text)
         if not reason and not tsv.fits(source, target):
@@ -133,11 +130,11 @@ class _Reader:
             return
         if self._HeldOut(target):
             counts.Drop("held_out", _example(source, target))
-            self._texts.setdefault(f"{lang}.held_out", []).append(f"{source}\t{target}\n")
+            self._texts[f"{lang}.held_out"].append(f"{source}\t{target}\n")
             return
         counts.kept += 1
-        self._texts.setdefault(f"{lang}.tsv", []).append(f"{source}\t{target}\n")
-        self._hashes.setdefault(f"{lang}.hashes", []).append(pair_hash(source, target))
+        self._texts[f"{lang}.tsv"].append(f"{source}\t{target}\n")
+        self._hashes[f"{lang}.hashes"].append(pair_hash(source, target))
         for side, text in (("source", source), ("target", target)):
             if not text.isascii():
                 self._characters[side].update(text)
@@ -148,12 +145,7 @@ class _Reader:
             return split.text_hash(key) in self._dev_keys
         return split.is_held_out(key, self._job.dev_share, _SALT)
 
-    def _Counts(self, lang: str) -> LanguageCounts:
-        if lang not in self._languages:
-            self._languages[lang] = LanguageCounts()
-        return self._languages[lang]
-
-    def _Warn(self, line: Line) -> None:
+    def _Warn(self, line: ReadLine) -> None:
         if len(self._warnings) < tsv.BAD_LINES_TOLD:
             source = self._job.source
             self._warnings.append(f"{source.path}:{line.number}: {REASONS[line.reason]}")
@@ -166,7 +158,8 @@ class _Reader:
         for name, hashes in self._hashes.items():
             with files.open_to_write(self._directory / name, "ab") as file:
                 file.write(np.array(hashes, "<u8").tobytes())
-        self._texts, self._hashes = {}, {}
+        self._texts.clear()
+        self._hashes.clear()
 
 
 LINE_REASONS = ("no_tab", "bad_json", "no_field", "no_language", "invalid_utf8", "too_long_line")
@@ -206,7 +199,7 @@ class GivenHeldOut:
             self.sources.setdefault(lang, []).append(source)
 
 
-def held_out_pair(line: Line) -> tuple[str, str, str]:
+def held_out_pair(line: ReadLine) -> tuple[str, str, str]:
     """`(source, target, "")` of a line of given held-out pairs, or `(source, target, reason)` why it cannot be used.
 
     They are unchanged, except for characters that would break the line.

@@ -12,11 +12,11 @@ from typing import Any
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.tasks.text.data.errors import DataError
-from lingvo_moe.tasks.text.preparing.lines import Line, pairs_of_item
+from lingvo_moe.tasks.text.preparing.lines import ReadLine, pairs_of_item
 from lingvo_moe.tasks.text.preparing.sources import TFDS_FOLDER, Fields, Source
 
 
-def read_builder(name: str, fields: Fields) -> Iterator[Line]:
+def read_builder(name: str, fields: Fields) -> Iterator[ReadLine]:
     """Streams the pairs of a builder's split `train`.
 
     `name` is a registered builder with its config, as tfds.builder takes it, or 'TranslateFolder:DIR'.

@@ -28,7 +28,6 @@ def run_jobs(
 
     Args:
         function: a function of a module; it calls `report(n)` with the amount of work since the last call.
-        jobs: its arguments.
         workers: processes; with 1, or a single job, this process does the work.
         show: called regularly with the jobs done, the work reported in all, and the seconds since the beginning.
 

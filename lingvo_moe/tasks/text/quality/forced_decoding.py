@@ -75,7 +75,6 @@ class Scorer:
 
     Args:
         options, chosen: how to score, and with which weights.
-        trust_run: see RunDir.
 
     Attributes:
         about: what the model is: model, params_override, step.

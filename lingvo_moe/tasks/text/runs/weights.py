@@ -45,7 +45,6 @@ def load_theta(
 
 
 def _last_steps(checkpointer: Checkpointer, step: int, number: int) -> list[int]:
-    """The steps of the last `number` checkpoints up to `step`."""
     steps = [s for s in checkpointer.Steps() if s <= step]
     if step not in steps:
         raise CheckpointError(

@@ -1,7 +1,9 @@
 """The handlers of the server's paths."""
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,12 +11,30 @@ from typing import Any
 import tornado.web
 
 from lingvo_moe.core.config.checks import did_you_mean
+from lingvo_moe.core.pages import rendering
 from lingvo_moe.tasks.text.serving import bodies, metrics
 from lingvo_moe.tasks.text.serving.base_handler import GONE, REQUESTS, BaseHandler
 from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.limits import Limits
-from lingvo_moe.tasks.text.serving.page import CONTENT_SECURITY_POLICY, PAGE
 from lingvo_moe.tasks.text.serving.service import READY, Service
+
+# The page to try a model: one file without external parts, light or dark, for any script and direction.
+_STYLE, _SCRIPT = (
+    "".join(rendering.source(__package__, name) for name in names)
+    for names in (("style.css", "translate.css"), ("translate.js",))
+)
+_PAGE = rendering.html(__package__, "translate.html", style=_STYLE, script=_SCRIPT)
+
+
+def _hash(inline: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
+
+
+# What the browser lets the page do: its own style and script, and requests to this server.
+_CONTENT_SECURITY_POLICY = (
+    f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 def make_app(service: Service, name: str) -> tornado.web.Application:
@@ -199,9 +219,9 @@ class PageHandler(BaseHandler):
     async def get(self) -> None:
         """The page, which may load nothing from elsewhere."""
         self.set_header("Content-Type", "text/html; charset=UTF-8")
-        self.set_header("Content-Security-Policy", CONTENT_SECURITY_POLICY)
+        self.set_header("Content-Security-Policy", _CONTENT_SECURITY_POLICY)
         self.set_header("Referrer-Policy", "no-referrer")
-        await self.Send(PAGE.encode())
+        await self.Send(_PAGE.encode())
 
     head = get
 

@@ -5,10 +5,9 @@ import threading
 
 import pytest
 
-from lingvo_moe.core.console import units
-from lingvo_moe.core.console import waiting as waiting_module
+from lingvo_moe.core.console import units, waiting as waiting_module
 from lingvo_moe.core.console.waiting import LineProgress, Waiting
-from lingvo_moe.core.engine.loop.progress import StepProgress, Work
+from lingvo_moe.core.engine.loop.progress import StepProgress, StepWork
 
 
 class Terminal(io.StringIO):
@@ -107,7 +106,7 @@ def test_the_first_step_alone_tells_nothing_of_the_others(monkeypatch):
 def test_model_flops_and_utilisation(monkeypatch, peak, utilisation, text):
     clock, out = Clock(), io.StringIO()
     monkeypatch.setattr("time.monotonic", clock)
-    progress = StepProgress(0, 20, "images", Work(2 * 10**9, peak), stream=out)
+    progress = StepProgress(0, 20, "images", StepWork(2 * 10**9, peak), stream=out)
     clock.now = 5.0
     assert progress.Update(10, 1.0, 50.0) == (10.0, 4e9, utilisation, 0.0)
     assert f"10 images/s  {text}" in out.getvalue()

@@ -8,7 +8,7 @@ import pytest
 from processes import free_address, start_python
 
 from lingvo_moe.core.engine.devices import HEARTBEAT_SECONDS
-from lingvo_moe.core.engine.loop.pace import Pace
+from lingvo_moe.core.engine.loop.pace import ProcessSteps
 from lingvo_moe.core.engine.loop.watcher import SILENCE, Progress, Report
 
 # Steps without a model. The barrier in place of a collective keeps the processes together.
@@ -71,7 +71,7 @@ def make_job():
 
 def test_a_process_tells_of_its_first_step_when_it_begins():
     """A process that did not, and is killed soon after, would count as not begun, and nobody would wait for it."""
-    pace, told = Pace(), []
+    pace, told = ProcessSteps(), []
     pace.Reset(several=True, tell=lambda: told.append(pace.begun))
     assert pace.Begin(7, False) and pace.Begin(8, False)
     pace.End()
@@ -140,12 +140,12 @@ def test_who_holds_up_a_job():
 
 
 def test_alone_a_run_stops_at_once():
-    pace = Pace()
+    pace = ProcessSteps()
     assert pace.Begin(3, asks=False) and not pace.Begin(4, asks=True)
 
 
 def test_held_steps_go_on_to_the_last_one():
-    pace = Pace()
+    pace = ProcessSteps()
     pace.several = True
     assert pace.Begin(0, asks=False) and pace.Begin(1, asks=True)
     assert (pace.begun, pace.asks) == (2, True)

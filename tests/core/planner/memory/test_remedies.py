@@ -6,12 +6,13 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.planner.memory.remedies import Remedy, advice, saved
-from lingvo_moe.core.planner.memory.state import Held, held
+from lingvo_moe.core.planner.memory.state import held
+from lingvo_moe.core.planner.memory.step_bytes import StateSize
 from lingvo_moe.core.sharding import Mesh
 
 _GIB = 2**30
 NOW = Remedy(
-    {}, Held(weights=4 * _GIB, slots=8 * _GIB, gradients=4 * _GIB), weight_size=4, narrow=False
+    {}, StateSize(weights=4 * _GIB, slots=8 * _GIB, gradients=4 * _GIB), weight_size=4, narrow=False
 )
 KINDS = {"weights": 4, "slots": 8, "gradients": 3, "weight_copies": 1, "activations": 6}
 MEMORY = {

@@ -1,12 +1,10 @@
 """The interconnect model of GPU clusters: closed forms, bounds, and how groups lie in nodes."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, Cluster
-from lingvo_moe.core.planner.network import cluster_network as model
-from lingvo_moe.core.planner.network import interconnect
+from lingvo_moe.core.planner.network import cluster_network as model, interconnect
 from lingvo_moe.core.planner.network.two_levels import Spread
 
 GB = 10**9

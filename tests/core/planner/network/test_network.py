@@ -1,8 +1,7 @@
 """The door to the interconnect models: what both machines share, and what cannot be asked."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from refusals import refuses
 
 from lingvo_moe.core.hlo.collectives import COLLECTIVES

@@ -49,7 +49,7 @@ def test_it_is_model_1(monkeypatch, cells, events):
     table = lt.lexical_table(pairs, 60, 50, keep=50, rounds=3, progress=said.append)
     want = plain(sources, targets, 3)
     for piece in range(60):
-        ids, probs = table.Of(piece)
+        ids, probs = table[piece].indices, table[piece].data
         assert set(ids.tolist()) == set(want[piece])
         np.testing.assert_allclose(probs, [want[piece][e] for e in ids.tolist()], rtol=1e-4)
         assert (np.diff(probs) <= 0).all()
@@ -59,11 +59,10 @@ def test_it_is_model_1(monkeypatch, cells, events):
 def test_it_finds_the_dictionary():
     sources, targets, dictionary = bitext(400)
     pairs = lt.TokenPairs.Join(sources, targets)
-    assert len(pairs) == 400
+    assert len(pairs.source_starts) == len(pairs.target_starts) == 401
     table = lt.lexical_table(pairs, 50, 50, keep=8)
-    best = [table.Of(piece)[0][0] for piece in range(FIRST, FIRST + WORDS)]
+    best = [table[piece].indices[0] for piece in range(FIRST, FIRST + WORDS)]
     np.testing.assert_array_equal(best, dictionary)
-    assert table.Of(2)[0][0] == FIRST + WORDS  # of the empty word
-    assert max(len(table.Of(piece)[0]) for piece in range(50)) == 8
-    ids, probs = table.Of(49)
-    assert len(ids) == len(probs) == 0  # never seen
+    assert table[2].indices[0] == FIRST + WORDS  # of the empty word
+    assert max(table[piece].nnz for piece in range(50)) == 8
+    assert table[49].nnz == 0  # never seen

@@ -1,5 +1,7 @@
 """The MoE layer over packed weights."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,9 +9,10 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.kernels.packed_weights import FloatBlocks, PackAs
-from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
-from lingvo_moe.core.moe.experts import feed_forward_of_chosen
+from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
+from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
@@ -29,8 +32,22 @@ def _run(rows, kept=None, wi=WI):
         {k: [FloatBlocks.Of(one) for one in w] for k, w in (("wi", wi), ("wo", WO))}
     )
     kept = np.ones((N, K), np.float32) if kept is None else kept
-    args = (tf.constant(x[rows]) for x in (X, EXPERT, kept, GATE))
-    return feed_forward_of_chosen(*args, weights, ACTIVATIONS["relu"]).numpy()
+    given = [tf.constant(x[rows])[tf.newaxis] for x in (X, EXPERT, kept, GATE)]
+    specs = [tf.TensorSpec([1, None, x.shape[2]], x.dtype) for x in given]
+    search = tf.function(functools.partial(_feed_forward, weights), specs, autograph=False)
+    with use_mesh(single_device()), kernels.using(tensorflow):
+        y = search(*given)
+        np.testing.assert_allclose(_feed_forward(weights, *given), y, rtol=1e-5, atol=1e-5)
+    return y[0].numpy()
+
+
+def _feed_forward(weights, x, expert, kept, gate):
+    routing = Routing(expert, gate * kept, None, kept, E, None, tf.constant(0.0), NestedMap())
+    sizes = {"model_dim": M, "hidden_dim": H, "num_experts": E}
+    experts = Experts.Params().Set(name="experts", **sizes).Instantiate()
+    dispatcher = DroplessDispatcher.Params().Set(name="dispatcher").Instantiate()
+    y = experts.GroupedFProp(weights, dispatcher.Dispatch(routing, x))
+    return dispatcher.Combine(routing, y)
 
 
 def test_each_token_has_the_sum_of_its_experts():

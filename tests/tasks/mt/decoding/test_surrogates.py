@@ -4,8 +4,7 @@ import json
 
 import pytest
 import tensorflow as tf
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from local_server import Capitals, Running, running
 
 from lingvo_moe.tasks.mt.decoding.saved_translator import translations_of

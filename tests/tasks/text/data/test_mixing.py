@@ -2,8 +2,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.tasks.text.batches.order import WINDOW, PairOrder, shuffled

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.text.decoding import line_stream

@@ -5,7 +5,7 @@ import pytest
 
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.preparing.formats import read_source
-from lingvo_moe.tasks.text.preparing.lines import Line
+from lingvo_moe.tasks.text.preparing.lines import ReadLine
 from lingvo_moe.tasks.text.preparing.sources import Fields, Source
 
 
@@ -74,7 +74,7 @@ def test_what_is_no_code_of_a_language_names_no_file(tmp_path):
     ]
 
 
-def _two(tmp_path: Path, ours: str, theirs: str) -> list[Line]:
+def _two(tmp_path: Path, ours: str, theirs: str) -> list[ReadLine]:
     (tmp_path / "x.de").write_text(ours)
     (tmp_path / "x.en").write_text(theirs)
     return list(

@@ -4,8 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from local_server import Capitals
 
 from lingvo_moe.tasks.text.serving.batcher import Batcher

@@ -5,8 +5,7 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lingvo_moe.tasks.text.serving.batcher import Translation
 from lingvo_moe.tasks.text.serving.bodies import answer, parse_predict, parse_translate

@@ -1,0 +1,104 @@
+"""The bytes that a device holds and moves in a training step, before anything is compiled.
+
+The trainer's refusal of a run, the choice of recomputation, remedies and both searches for a strategy ask here for the
+bytes of the state, of its update, and of the backward pass. state.py reads a task for them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from lingvo_moe.core.sharding.letters import GRADIENTS, NONE, SLOTS, WEIGHTS, shards
+
+# Bytes beside each byte of an activation, or of those of a block, while the backward pass differentiates it: of its
+# gradient, and of one more value of that size.
+BESIDE = 2
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The bytes of a variable, or of several equal ones, on one device."""
+
+    part: str  # one of WEIGHTS, GRADIENTS and SLOTS; all but the first two count as slots
+    whole: int  # bytes if devices hold copies along the axes that the variable leaves out
+    parted: int  # bytes if these axes shard it too, where they can
+    hosted: bool = False  # whether it is in the memory of the hosts
+    blocks: int = 1  # of the stack of layers that it belongs to; 1 outside of stacks
+    # The mesh axes along which devices have terms of the gradient's sum.
+    terms: tuple[str, ...] = ()
+
+    def Times(self, factor: int) -> "Sharded":
+        """The bytes of `factor` equal variables, or of one whose elements have `factor` times the bytes."""
+        return replace(self, whole=self.whole * factor, parted=self.parted * factor)
+
+
+@dataclass
+class StateSize:
+    """The bytes of a training state on one device."""
+
+    # `weights`, `gradients`, `slots`: in its own memory; slots are all but weights and gradients.
+    weights: int = 0
+    gradients: int = 0
+    slots: int = 0
+    # In its host's memory, of WEIGHTS, GRADIENTS and SLOTS.
+    hosted: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
+    )
+    gathered: int = 0  # of the weights that a step gathers, when they are whole
+    # Of weights that are gathered while they are used: those outside of stacks, and one block of each stack.
+    at_once: int = 0
+    # Of weights that are gathered after the update, and are then there beside the old ones.
+    written: int = 0
+    # Of gradients, by the mesh axes along which devices have terms of their sums.
+    synced: Counter[tuple[str, ...]] = field(default_factory=Counter)
+
+    @property
+    def kept(self) -> int:
+        """The bytes in the device's own memory between two steps."""
+        return self.weights + self.slots
+
+    @property
+    def total(self) -> int:
+        """The bytes in the device's own memory while all gradients are there."""
+        return self.kept + self.gradients
+
+    def Sums(self, micro_batches: int) -> int:
+        """The bytes of the sums of gradients, which micro-batches need beside the gradients of one."""
+        return self.gradients if micro_batches > 1 else 0
+
+    def Updating(self, passes: int = 1, micro_batches: int = 1) -> int:
+        """The bytes that an update reads and writes in the device's own memory.
+
+        It reads all gradients for their norm, then gradients and weights `passes` times, as the optimizer says
+        (BaseOptimizer.PASSES), and slots once, and writes weights and slots. Each further micro-batch reads its
+        gradients and their sum, and writes the sum.
+        """
+        once = (1 + passes) * (self.gradients + self.weights) + 2 * self.slots
+        return once + 3 * (micro_batches - 1) * self.gradients
+
+    def Moved(self) -> int:
+        """The bytes that a step moves from and to the host, as docs/state.md says.
+
+        Weights come for the forward pass, for the backward pass and for the update, and go back after this; gradients
+        go once, and come for their norm and for the update; slots come and go.
+        """
+        there = self.hosted
+        return 4 * there[WEIGHTS] + 3 * there[GRADIENTS] + 2 * there[SLOTS]
+
+
+def tally(variables: Iterable[Sharded], level: str) -> StateSize:
+    """Adds up a state under a level of train.shard_state."""
+    held, own = StateSize(), dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
+    for each in variables:
+        there = held.hosted if each.hosted else own
+        there[each.part] += each.parted if shards(level, each.part) else each.whole
+        if each.part == GRADIENTS:
+            held.synced[each.terms] += each.whole
+        if each.part == WEIGHTS and level != NONE and each.parted < each.whole:
+            held.gathered += each.whole
+            if level == WEIGHTS:
+                held.at_once += each.whole // each.blocks
+            elif not each.hosted:
+                held.written += each.whole
+    held.weights, held.gradients, held.slots = own[WEIGHTS], own[GRADIENTS], own[SLOTS]
+    return held
