@@ -94,13 +94,10 @@ def test_compiled_or_not(name, xla):
     _compare(run_single(_train(_layer(name, router=router)), args, jit_compile=xla), want)
 
 
-@pytest.mark.parametrize(
-    "router",
-    [
-        pytest.param(TopKRouter.Params().Set(k=2), id="k=2"),
-        pytest.param(ExpertChoiceRouter.Params(), id="experts choose"),
-    ],
-)
+@pytest.mark.parametrize("router", [
+    pytest.param(TopKRouter.Params().Set(k=2), id="k=2"),
+    pytest.param(ExpertChoiceRouter.Params(), id="experts choose"),
+])  # fmt: skip
 def test_with_overflow_those_with_capacity_agree(router):
     """All dispatchers agree for expert choice: its capacity determines the choice and drops nothing."""
     params = {"router": router, "capacity_factor": 1.0}

@@ -208,13 +208,10 @@ def test_a_tiff_of_12_bits_is_scaled_by_12_bits(tmp_path):
     assert pixels[..., 0].tolist() == [[0, 8], [128, 255]]
 
 
-@pytest.mark.parametrize(
-    "shades, message",
-    [
-        (np.full((2, 2), 70_000, np.int32), "mode I, integers of 32 bits or with a sign"),
-        (np.full((2, 2), np.nan, np.float32), "mode F, floats from nan to nan: black must be 0"),
-    ],
-)
+@pytest.mark.parametrize("shades, message", [
+    (np.full((2, 2), 70_000, np.int32), "mode I, integers of 32 bits or with a sign"),
+    (np.full((2, 2), np.nan, np.float32), "mode F, floats from nan to nan: black must be 0"),
+])  # fmt: skip
 def test_shades_of_an_unknown_range_are_refused(shades, message, tmp_path):
     path = tmp_path / "1.tif"
     Image.fromarray(shades).save(path)
