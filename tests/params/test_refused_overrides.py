@@ -8,8 +8,7 @@ _NAMES = "the model's names are query, key, value, attention, hidden, feed_forwa
 _RATE = "task.optimizer.learning_rate"
 
 
-@refuses(
-    RegistryError,
+@refuses(RegistryError,
     # Names, and forms of values.
     ("mt.M4MoE2048E36", "", "did you mean.*mt.M4MoE2048E36L"),
     ("asr.Any", "", "no task 'asr'.*mt"),

@@ -245,8 +245,7 @@ def test_wrong_shardings_name_the_argument(kwargs):
     shard_function(_ffn, **kwargs, mesh=MESH)(*_ffn_args())
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     (lambda t: t["a"] * 2.0, [{"b": ("data",)}], [{"a": tf.ones([4])}], r"in_shardings: t has no 'b' \(known: a\)"),
     (lambda x: x * 2.0, [("model",)], [tf.ones([6])], r"x: dimension 0 .* 6 elements, not a multiple of the 4"),
     (lambda x, n: x * n, [None, ("model",)], [tf.ones([6]), 3.0], r"n is 3.0, no tensor; its entry has to be None"),

@@ -17,8 +17,7 @@ OTHER = Mesh.parse("data:2")
 EIGHT = [list(range(8))]
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     # replicate and split
     (lambda x: xs.split(x, 2, 8), r"^split\(x:0, 2, 8\): shape \[16, 4\] has dimensions 0\.\.1$"),
     (lambda x: xs.split(x, -2, 8),

@@ -144,8 +144,7 @@ def _lower(fn, *shape, dtype="float32", split=(), mesh=MESH):
     return lower(fn, [TensorSpec(shape, dtype, split)], mesh)
 
 
-test_what_cannot_be_lowered_or_compiled = refusals(
-    ShardingError,
+test_what_cannot_be_lowered_or_compiled = refusals(ShardingError,
     (lambda: sharding.split(tf.zeros([8, 2]), 0, 8), "no mesh is in force"),
     (lambda: lower(lambda batch: sharding.split(batch.x, 0, 8), [NestedMap(x=_TWO)], MESH),
      r"batch\.x.*dimension 0.*2 elements"),
