@@ -299,8 +299,7 @@ def test_lines_are_no_part_of_a_program_s_hash_nor_of_its_file(tmp_path):
         explanation.Sharding("activations")
 
 
-test_what_cannot_be_explained = refusals(
-    ExplainError,
+test_what_cannot_be_explained = refusals(ExplainError,
     (lambda: explain(moe), "moe is a function, and it takes arg_specs"),
     (lambda: explain(moe, MOE_SPECS), "takes a mesh"),
     (lambda: explain(lambda x: x, [_spec(4)], Mesh.parse("d:1")), "is for one device, mesh d:1"),

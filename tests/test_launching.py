@@ -132,8 +132,6 @@ def test_srun_on_two_nodes(alone, slurm, tmp_path):
     text = said.read_text()
     assert state == "COMPLETED", text
     for number in range(2):
-        assert (
-            f"process {number} of 2: joining the job at {socket.gethostname().split('.')[0]}:"
-            in text
-        )
+        told = f"process {number} of 2: joining the job at {socket.gethostname().split('.')[0]}:"
+        assert told in text
     assert losses(run) == pytest.approx(alone, rel=1e-5)

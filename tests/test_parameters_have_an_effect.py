@@ -136,7 +136,6 @@ def test_a_parameter_that_the_model_sets_is_refused(override, message):
 def test_an_experiment_that_sets_such_a_parameter_is_refused():
     p = registry.GetParams("mt.M4Tiny").task
     p.moe.experts.relu_dropout_prob = 0.5
-    with pytest.raises(
-        ValueError, match=r"m4\.moe\.experts\.relu_dropout_prob=0\.5: has no effect"
-    ):
+    message = r"m4\.moe\.experts\.relu_dropout_prob=0\.5: has no effect"
+    with pytest.raises(ValueError, match=message):
         p.Instantiate()

@@ -100,9 +100,8 @@ def test_data_are_read_from_a_bucket(storage, tmp_path, capsys):
     address = f"s3://bucket/{tmp_path.name}"
     data = write_corpus(tmp_path / "data")
     assert status(*flags(f"{address}/data", tmp_path / "no", 1)) == 2  # nothing is there
-    assert (
-        "holds no list of its files (prepared.sha256 or corpus.sha256)" in capsys.readouterr().err
-    )
+    told = "holds no list of its files (prepared.sha256 or corpus.sha256)"
+    assert told in capsys.readouterr().err
     (data / "corpus.json").write_text(json.dumps({"list": "corpus.sha256"}))
     write_manifest(data, "corpus.sha256")
     upload(data, f"{address}/data", "corpus.sha256")

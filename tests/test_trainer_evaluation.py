@@ -157,10 +157,8 @@ def test_killed_while_it_evaluates_nothing_is_lost(reference, tmp_path, monkeypa
 def test_other_batches_begin_the_search_for_the_best_again(reference, tmp_path, capfd):
     run = shutil.copytree(reference, tmp_path / "run")
     assert _train(run, 12, override="train.eval_batches=2") == 0
-    assert (
-        "the held-out batches are not those of the run's evaluations so far"
-        in capfd.readouterr().err
-    )
+    told = "the held-out batches are not those of the run's evaluations so far"
+    assert told in capfd.readouterr().err
     assert [step for step, _ in _steps_and_losses(run)] == [12]
 
 

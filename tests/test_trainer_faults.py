@@ -49,13 +49,10 @@ def _poisoned_shard(patch):
     patch.setattr(toy_task._Batches, "__next__", fail)
 
 
-@pytest.mark.parametrize(
-    "fault, said",
-    [
-        (_full_disk, "run/checkpoints: a checkpoint could not be written (OSError: [Errno 28] No"),
-        (_poisoned_shard, "error: aa-00000.array_record: record 7 is damaged; start again"),
-    ],
-)
+@pytest.mark.parametrize("fault, said", [
+    (_full_disk, "run/checkpoints: a checkpoint could not be written (OSError: [Errno 28] No"),
+    (_poisoned_shard, "error: aa-00000.array_record: record 7 is damaged; start again"),
+])  # fmt: skip
 def test_what_was_saved_stays_and_the_run_goes_on(tmp_path, capfd, undisturbed, fault, said):
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:

@@ -66,14 +66,11 @@ def _run_job(logdir, *what):
         return [process.returncode for process in job], said, time.monotonic() - start
 
 
-@pytest.mark.parametrize(
-    "place, number, error, waits, line, status, other_line",
-    [
-        ("begin", 0, "RuntimeError", "", "RuntimeError: it broke", 1, "(could not begin|failed)"),
-        # The other process is busy with work of its own.
-        ("training", 0, "MemoryError", "busy", "MemoryError: it broke", 1, "failed"),
-    ],
-)
+@pytest.mark.parametrize("place, number, error, waits, line, status, other_line", [
+    ("begin", 0, "RuntimeError", "", "RuntimeError: it broke", 1, "(could not begin|failed)"),
+    # The other process is busy with work of its own.
+    ("training", 0, "MemoryError", "busy", "MemoryError: it broke", 1, "failed"),
+])  # fmt: skip
 def test_one_fails_and_both_end(tmp_path, place, number, error, waits, line, status, other_line):
     statuses, said, seconds = _run_job(tmp_path / "run", place, str(number), error, waits)
     assert line in said[number], said

@@ -106,9 +106,8 @@ def test_a_second_trainer_is_refused(live, untouched, more, capfd, monkeypatch):
     monkeypatch.setattr(TrainLoop, "Run", lambda *_, **__: pytest.fail("it trains"))
     assert trainer.main([*flags, *more]) == 2
     said = capfd.readouterr().err
-    assert (
-        f"error: --logdir={run}: another trainer is at work there (process {process.pid} on" in said
-    )
+    told = f"error: --logdir={run}: another trainer is at work there (process {process.pid} on"
+    assert told in said
 
 
 @pytest.mark.parametrize("place", [".", "checkpoints", "model", "checkpoints/0/new", ".."])

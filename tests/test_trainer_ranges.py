@@ -73,9 +73,8 @@ def _check(override, mesh=None, model="mt.M4Tiny", **kwargs):
     ("input.source_length=1000000", "input.batch_size=8, input.source_length=1000000"),
 ])  # fmt: skip
 def test_the_largest_parameters_are_named(override, named):
-    with pytest.raises(
-        UsageError, match=r"^the run needs at least .* machine has 16\.0 GiB; "
-    ) as e:
+    message = r"^the run needs at least .* machine has 16\.0 GiB; "
+    with pytest.raises(UsageError, match=message) as e:
         _check(override, available=16 * GiB)
     assert f"reduce {named}" in str(e.value)
 

@@ -40,9 +40,8 @@ def attention(probs_axes):
 
 def test_a_function_whose_gradients_are_wrong_over_a_mesh():
     fn, x, weights = attention(("a", "b", None, None))
-    with pytest.raises(
-        VerifyError, match=r"fn over mesh a:4,b:2 .*gradient of args\[0\]\[8, 16, 16\] is off"
-    ):
+    message = r"fn over mesh a:4,b:2 .*gradient of args\[0\]\[8, 16, 16\] is off"
+    with pytest.raises(VerifyError, match=message):
         xs.verify(fn, MESH, x, weights)
 
 
@@ -63,10 +62,8 @@ def test_a_function_of_integers_and_a_tensor_that_is_right():
 def test_a_step_that_is_wrong_is_named_by_tensor_error_and_letters(capsys):
     assert verify.main(["--model=toy_attention.Wrong", "--mesh=a:4,b:2"]) == 1
     said = capsys.readouterr().err
-    assert (
-        "the training step of toy_attention.Wrong over mesh a:4,b:2 is not what it is on one"
-        in said
-    )
+    told = "the training step of toy_attention.Wrong over mesh a:4,b:2 is not what it is on one"
+    assert told in said
     assert "gradient of theta.k[16, 8, 8] (MPR) is off by" in said
 
 
@@ -112,10 +109,8 @@ def test_what_is_not_finite_on_one_device_is_not_verified(monkeypatch):
         xs.verify(lambda x: tf.math.log(xs.split(x, 0, 8)), MESH, -np.ones(16, np.float32))
     nan = NestedMap(x=np.full((8, 16, 16), np.nan, np.float32))
     monkeypatch.setattr(toy_attention.AttentionModel, "SampleBatch", lambda *_: nan)
-    with pytest.raises(
-        VerifyError,
-        match=r"the shrunk step of toy_attention.Right is not finite on one device: nothing.*loss",
-    ):
+    message = r"the shrunk step of toy_attention.Right is not finite on one device: nothing.*loss"
+    with pytest.raises(VerifyError, match=message):
         verifying.verify_model("toy_attention.Right", MESH)
 
 

@@ -119,8 +119,7 @@ class Twice(BaseLayer):
         self.CreateChild("w", Leaf.Params())
 
 
-test_misuse_is_named = refusals(
-    ValueError,
+test_misuse_is_named = refusals(ValueError,
     (lambda: Twice.Params().Instantiate(), "'w' is taken"),
     (lambda: _tree().CreateVariable("v", WeightParams((2,), "EM", WeightInit.Constant())), "letters 'EM' for shape"),
     (lambda: _tree().two, AttributeError, "no attribute or child 'two'"),

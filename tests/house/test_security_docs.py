@@ -62,9 +62,8 @@ def test_a_checkpoint_without_a_list_gets_one_by_the_command_of_the_page(tmp_pat
         checkpointer.Save(3, state)
     (directory / "3" / "files.xxh128").unlink()
     with Checkpointer(str(directory), read_only=True) as checkpointer:
-        with pytest.raises(
-            CheckpointError, match=r"files\.xxh128, .* is missing.*docs/security\.md"
-        ):
+        message = r"files\.xxh128, .* is missing.*docs/security\.md"
+        with pytest.raises(CheckpointError, match=message):
             checkpointer.RestoreToNumpy()
     command = _command("files.xxh128").replace("STEP", "3")
     subprocess.run(["bash", "-euc", command], cwd=tmp_path, check=True)

@@ -140,8 +140,7 @@ def test_masked_over_devices():
     assert _sent(collectives.hlo) == [("all-to-all", E * TOKENS * M * 4)] * 4
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     ({"num_experts": 12}, "12 experts do not divide evenly over the 8 devices"),
     ({"activation_split": {"B": "expert", "E": "expert"}}, "have to be the last of the axes of the tokens"),
     ({"activation_split": {"S": "expert"}}, "shards S along 'expert'"),

@@ -180,9 +180,8 @@ def test_inside_a_program_it_is_a_part_of_that_program():
     twice = shard_function(lambda x, wi, wo: sharded(sharded(x, wi, wo), wi, wo), mesh=MESH)
     _close(twice(*args), _ffn(_ffn(*args), *args[1:]), 1e-4)
     assert sharded.NumPrograms() == 0
-    with pytest.raises(
-        ShardingError, match=r"_ffn: a sharded function was called inside a tf\.function"
-    ):
+    message = r"_ffn: a sharded function was called inside a tf\.function"
+    with pytest.raises(ShardingError, match=message):
         tf.function(sharded, autograph=False)(*args)
 
 
@@ -246,8 +245,7 @@ def test_wrong_shardings_name_the_argument(kwargs):
     shard_function(_ffn, **kwargs, mesh=MESH)(*_ffn_args())
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     (lambda t: t["a"] * 2.0, [{"b": ("data",)}], [{"a": tf.ones([4])}], r"in_shardings: t has no 'b' \(known: a\)"),
     (lambda x: x * 2.0, [("model",)], [tf.ones([6])], r"x: dimension 0 .* 6 elements, not a multiple of the 4"),
     (lambda x, n: x * n, [None, ("model",)], [tf.ones([6]), 3.0], r"n is 3.0, no tensor; its entry has to be None"),
@@ -295,9 +293,8 @@ def test_a_watched_tensor_that_is_not_an_argument_would_get_no_gradient():
     _close(sharded(x), x @ WATCHED)
     with tf.GradientTape() as tape:
         tape.watch(WATCHED)
-        with pytest.raises(
-            ShardingError, match=r"tensor of shape \(8, 16\) that a GradientTape watches"
-        ):
+        message = r"tensor of shape \(8, 16\) that a GradientTape watches"
+        with pytest.raises(ShardingError, match=message):
             sharded(x)
 
 

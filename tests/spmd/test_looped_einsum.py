@@ -138,8 +138,7 @@ def test_the_gradients_have_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     ("IK->I", {}, "expected an equation of two operands"),
     ("IKL,KJ->IJ", {}, "letter 'L' has to be in two of the three terms"),
     ("IIK,KJ->IJ", {}, "letter 'I' has to be in two .* not twice in one"),

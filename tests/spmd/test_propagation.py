@@ -8,6 +8,7 @@ Letters: G group, S token in group, E expert, C capacity slot, M model, H hidden
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy_moe
 from spmd_case import floats
 
 from lingvo_moe.core.base_layer import BaseLayer
@@ -34,19 +35,9 @@ ONE_MORE = ("outputs 1",)
 
 @pytest.fixture(scope="module")
 def layer() -> MoELayer:
-    p = MoELayer.Params().Set(
-        name="moe",
-        model_dim=M,
-        hidden_dim=H,
-        num_experts=E,
-        num_groups=G,
-        capacity_factor=1.0,
-        min_capacity=1,
-        dispatcher="einsum",
-        activation_split={"B": "d", "G": "d", "E": "d"},
-        weight_split={"E": "d"},
-    )
-    return p.Instantiate()
+    sizes = {"model_dim": M, "hidden_dim": H, "num_experts": E, "num_groups": G}
+    splits = {"activation_split": {"B": "d", "G": "d", "E": "d"}, "weight_split": {"E": "d"}}
+    return toy_moe.layer(dispatcher="einsum", **sizes, **splits)
 
 
 def _args(layer: MoELayer) -> tuple[list, list]:

@@ -86,15 +86,11 @@ def one_device():
     return _train(lambda *a: run_single(partial(step, True), a, MESH, jit_compile=False))
 
 
-@pytest.mark.parametrize(
-    ("every_height", "collectives"),
-    [
-        # The gather is in the transposed convolution's gradient, where nothing beyond says how to shard.
-        (False, {"all-gather": 1, "all-reduce": 5, "collective-permute": 13}),
-        (True, {"all-reduce": 5, "collective-permute": 14}),
-    ],
-    ids=["input_annotated", "heights_annotated"],
-)
+@pytest.mark.parametrize(("every_height", "collectives"), [
+    # The gather is in the transposed convolution's gradient, where nothing beyond says how to shard.
+    (False, {"all-gather": 1, "all-reduce": 5, "collective-permute": 13}),
+    (True, {"all-reduce": 5, "collective-permute": 14}),
+], ids=["input_annotated", "heights_annotated"])  # fmt: skip
 def test_training(every_height, collectives, one_device):
     compiled = _compiled(every_height)
     for n, (got, want) in enumerate(zip(_train(compiled), one_device, strict=True)):

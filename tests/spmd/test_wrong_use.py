@@ -17,8 +17,7 @@ OTHER = Mesh.parse("data:2")
 EIGHT = [list(range(8))]
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     # replicate and split
     (lambda x: xs.split(x, 2, 8), r"^split\(x:0, 2, 8\): shape \[16, 4\] has dimensions 0\.\.1$"),
     (lambda x: xs.split(x, -2, 8),
@@ -93,18 +92,16 @@ def test_a_rank_that_is_not_known(name, annotate):
             return annotate(x)
 
     unknown = tf.TensorSpec(None, tf.float32, name="x")
-    with pytest.raises(
-        ShardingError, match=rf"^{name}\(x:0.* (the tensor's rank is not known|not st)"
-    ):
+    message = rf"^{name}\(x:0.* (the tensor's rank is not known|not st)"
+    with pytest.raises(ShardingError, match=message):
         tf.function(traced, autograph=False).get_concrete_function(unknown)
 
 
 def test_a_plan_between_meshes_of_two_sizes_or_of_a_wrong_rank():
     with pytest.raises(ShardingError, match="they have 8 and 2 devices, and only the same devices"):
         xs.plan_redistribution((16, 4), 4, (MESH, ("data", None)), (OTHER, ("data", None)))
-    with pytest.raises(
-        ShardingError, match=r"redistribution's target \('data',\): a mapping of 1 dim"
-    ):
+    message = r"redistribution's target \('data',\): a mapping of 1 dim"
+    with pytest.raises(ShardingError, match=message):
         xs.plan_redistribution((16, 4), 4, (MESH, ("data", None)), (MESH, ("data",)))
 
 
@@ -115,9 +112,8 @@ def test_a_result_that_the_mesh_cannot_name_is_named():
         return {"fine": x * 3.0, "halves": xs.split(x, 0, 2) * 2.0, "whole": xs.replicate(x) + 1.0}
 
     x = floats(16, 4)
-    with pytest.raises(
-        ShardingError, match=r"program 'fn': the partitioner shards result\.halves in a"
-    ):
+    message = r"program 'fn': the partitioner shards result\.halves in a"
+    with pytest.raises(ShardingError, match=message):
         run_sharded(fn, [x], line, results=AUTO)
     got, _ = run_sharded(fn, [x], line, results=None)
     np.testing.assert_array_equal(got.halves, 2 * x)

@@ -19,6 +19,7 @@ _OF_RUNS = f"{_RATE}=wsd;{_RATE}.value=0.03;{_RATE}.warmup_steps=2"
 SIZE = {"groups": 2, "group_size": 8, "model_dim": 8, "hidden_dim": 16}
 # No TensorFlow: importing it fails.
 _WITHOUT_TENSORFLOW = """
+import sys
 sys.modules["tensorflow"] = None
 from benchmarks.gpu import {module}
 sys.exit({module}.main(sys.argv[1:]))

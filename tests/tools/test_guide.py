@@ -97,10 +97,8 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd):
             out, err = capfd.readouterr()
             said.setdefault(module, out + err)
     assert len(answer["translations"]) == 2
-    assert (
-        "next: python -m lingvo_moe.trainer --model=toy_translation.Smallest"
-        in said["tools.prepare"]
-    )
+    told = "next: python -m lingvo_moe.trainer --model=toy_translation.Smallest"
+    assert told in said["tools.prepare"]
     assert "step 20/20  loss" in said["lingvo_moe.trainer"]
     assert re.search(r"\nall +2 ", said["tools.evaluate"])
     assert Path("RUN/report.html").stat().st_size > 10_000

@@ -168,13 +168,10 @@ def test_tools_score(name, scorer, monkeypatch, tmp_path, capfd):
     assert all(len(line.split("\t")) == 3 for line in outputs[0].splitlines())
 
 
-@pytest.mark.parametrize(
-    "line, wrong",
-    [
-        (b"a", "a line must be an object"),
-        (b'{"text": "a"}', "no string in field 'prompt'; strings are in 'text'"),
-    ],
-)
+@pytest.mark.parametrize("line, wrong", [
+    (b"a", "a line must be an object"),
+    (b'{"text": "a"}', "no string in field 'prompt'; strings are in 'text'"),
+])  # fmt: skip
 def test_a_line_without_its_text_is_named(line, wrong):
     texts_of = _lines.text_reader(SimpleNamespace(field="prompt", input="prompts.jsonl"))
     assert texts_of([Line(b'{"prompt": "a"}')]) == [b"a"]

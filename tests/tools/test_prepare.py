@@ -233,9 +233,8 @@ def test_changed_data_is_not_used(data, tmp_path):
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-r", str(data), str(copy)], check=True)
     (copy / "sw.tsv").write_text("moja\tone\n")
-    with pytest.raises(
-        DataError, match=r"sw.tsv was added .*tools.prepare again, or delete prepared.json"
-    ):
+    message = r"sw.tsv was added .*tools.prepare again, or delete prepared.json"
+    with pytest.raises(DataError, match=message):
         inputs(copy).Prepare()
     (copy / "sw.tsv").unlink()
     (copy / "records" / "de-00002.array_record").unlink()

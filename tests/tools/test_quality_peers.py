@@ -131,9 +131,8 @@ def test_a_contender_is_scored_and_kept(corpus, tmp_path, capsys):
     assert "2 seeds | 0.0 M | 4 | 0.00 M | 2.000 ± 0.000 |" in shown.out
 
     assert quality_peers.main([*flags, "--cpu_seconds=160"]) == 1
-    assert "joeynmt_0.001_seed1/result.json has results of another points;" in (
-        capsys.readouterr().err
-    )
+    told = "joeynmt_0.001_seed1/result.json has results of another points;"
+    assert told in capsys.readouterr().err
 
 
 def test_each_number_of_experts_and_router_is_a_contender(corpus, tmp_path):

@@ -72,9 +72,8 @@ def test_a_wrong_column_is_named():
     losses = score.Losses()
     for number in range(1000):
         losses.Add(str(number), -1.0, 1)
-    with pytest.raises(
-        ValueError, match="more than 1,000 different languages, the last one '1000'"
-    ):
+    message = "more than 1,000 different languages, the last one '1000'"
+    with pytest.raises(ValueError, match=message):
         losses.Add("1000", -1.0, 1)
 
 

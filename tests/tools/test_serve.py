@@ -36,7 +36,5 @@ def test_a_damaged_model_is_not_served(saved_model, opened, capsys):
 def test_without_tornado_it_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tornado", None)  # as if it were not there
     assert serve.main(["--saved_model=x"]) == 1
-    assert (
-        "serve: tornado is not installed: pip install 'lingvo_moe[serve]'"
-        in capsys.readouterr().err
-    )
+    told = "serve: tornado is not installed: pip install 'lingvo_moe[serve]'"
+    assert told in capsys.readouterr().err

@@ -130,9 +130,8 @@ def test_every_byte_of_the_file_counts(made, tmp_path):
     ]
     for data in [*changed, content + b"x", content[:-100]]:
         wrong.write_bytes(data)
-        with pytest.raises(
-            DataError, match=r"--shortlist=.*wrong\.npz is damaged, or not of this ver"
-        ):
+        message = r"--shortlist=.*wrong\.npz is damaged, or not of this ver"
+        with pytest.raises(DataError, match=message):
             Shortlist.Load(wrong)
 
 
@@ -146,9 +145,8 @@ def test_what_is_no_shortlist_is_said_plainly(kind, tmp_path):
     else:
         with open(file, "wb") as out:
             np.savez(out, np.array([{}]))
-    with pytest.raises(
-        DataError, match=r"^--shortlist=.*/given.*tools\.shortlist --logdir=RUN"
-    ) as e:
+    message = r"^--shortlist=.*/given.*tools\.shortlist --logdir=RUN"
+    with pytest.raises(DataError, match=message) as e:
         Shortlist.Load(file)
     assert "pickle" not in str(e.value) and "\n" not in str(e.value)
 

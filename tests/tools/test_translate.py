@@ -13,6 +13,7 @@ from tools import translate
 
 # The command with a translator that returns capitals, so that it starts at once.
 _WITH_STUB = """
+import sys
 from types import SimpleNamespace
 from tools import _cli, translate
 
@@ -90,9 +91,8 @@ def test_a_language_needs_a_model_that_routes_by_it(tmp_path, monkeypatch, capfd
     translator = SimpleNamespace(languages=())
     monkeypatch.setattr(translate._cli, "open_translator", lambda args: (translator, {}))
     assert translate.main(["--saved_model=x", f"--input={__file__}", "--language=klingon"]) == 1
-    assert (
-        "--language=klingon has no effect: this model does not route by" in capfd.readouterr().err
-    )
+    told = "--language=klingon has no effect: this model does not route by"
+    assert told in capfd.readouterr().err
 
 
 def test_an_output_that_is_no_file_is_written_in_place(tmp_path):

@@ -191,8 +191,7 @@ def test_a_tape_inside_sees_annotated_tensors():
     np.testing.assert_allclose(sharded(x, w), slope(x, w), rtol=1e-4, atol=1e-3)
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     (functions.perceptron, {"differentiate": ["w1_M"]}, r"has no argument 'w1_M' \(did you mean 'w1_MH'"),
     (functions.perceptron, {"differentiate": "w1_MH"}, "has to be a list of names"),
     (functions.perceptron, {"topology": "v5e:2x2"}, PlanError, "fewer than mesh model:8 of 8"),

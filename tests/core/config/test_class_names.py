@@ -24,9 +24,8 @@ def marker(tmp_path, monkeypatch):
 
 
 def test_another_module_is_imported_only_where_any_may_be(marker):
-    with pytest.raises(
-        ValueError, match=r"'type/leaves_a_file/Thing' is not of lingvo_moe.*--trust_run"
-    ):
+    message = r"'type/leaves_a_file/Thing' is not of lingvo_moe.*--trust_run"
+    with pytest.raises(ValueError, match=message):
         own_class("type/leaves_a_file/Thing")
     assert not marker.exists()
     assert any_class("type/leaves_a_file/Thing").__name__ == "Thing"

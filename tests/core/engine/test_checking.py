@@ -144,9 +144,8 @@ def test_a_module_that_cannot_be_read_is_an_error_with_the_remedy(monkeypatch):
         "ENTRY {",
         "HloModule m, num_partitions=8\n\nENTRY %e () -> f32[] {\n  %a = f32[x\n}\n",
     ):
-        with pytest.raises(
-            EngineError, match=r"'right' cannot be checked.*read.*--known_faults=off"
-        ):
+        message = r"'right' cannot be checked.*read.*--known_faults=off"
+        with pytest.raises(EngineError, match=message):
             checking.find_faults(text, program)
     # Nothing is compiled again to find a cause.
     monkeypatch.setattr(checking, "read_before", lambda _: "ENTRY {")

@@ -89,13 +89,10 @@ def test_the_directory_of_a_kind_of_cpu_is_looked_at_too(tmp_path, capsys):
     assert f"others can write in {directory}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name, value, why",
-    [
-        ("JAX_COMPILATION_CACHE_DIR", "gs://bucket/cache", "remote storage is not supported"),
-        ("HOME", "", "home directory"),
-    ],
-)
+@pytest.mark.parametrize("name, value, why", [
+    ("JAX_COMPILATION_CACHE_DIR", "gs://bucket/cache", "remote storage is not supported"),
+    ("HOME", "", "home directory"),
+])  # fmt: skip
 def test_without_a_place_nothing_is_kept(monkeypatch, tmp_path, capsys, name, value, why):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

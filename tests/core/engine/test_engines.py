@@ -134,8 +134,7 @@ def test_virtual_devices_in_a_fresh_process():
     assert out.stdout.strip() == "3", out.stderr
 
 
-@refuses(
-    EngineError,
+@refuses(EngineError,
     (lambda: make_engine("pjr", ONE), r"--engine=pjr: must be .*did you mean 'pjrt'"),
     (lambda: make_engine("tf", EIGHT), r"tf .*one device, not on mesh expert:8.*--engine=pjrt"),
     (lambda: make_engine("tf_graph", EIGHT), r"tf_graph .*one device, not on mesh expert:8"),

@@ -85,8 +85,7 @@ def test_an_allocation_without_srun_is_noted():
     assert not launchers.allocation_note(dict(pair.split("=") for pair in _SLURM.split()))
 
 
-test_contradictions = refusals(
-    EngineError,
+test_contradictions = refusals(EngineError,
     (lambda: _find("OMPI_COMM_WORLD_SIZE=2"), "has set no variable OMPI_COMM_WORLD_LOCAL_RANK"),
     (lambda: _find("TPU_WORKER_HOSTNAMES=t0,t1"), "TPU: has set no variable TPU_WORKER_ID"),
     (lambda: _find(_JOBSET, "JOB_INDEX=two"), "JobSet: JOB_INDEX=two: expected an integer"),

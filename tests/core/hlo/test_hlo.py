@@ -98,9 +98,8 @@ def test_loops_with_gradients_are_backward():
 
 def test_a_loop_without_a_known_count_is_named():
     text = LOOPS.replace("%eight = s32[] constant(START)", "%eight = s32[] custom-call(%x)")
-    with pytest.raises(
-        HloError, match=r"loop while .*: its trip count is unknown.*outer_condition"
-    ):
+    message = r"loop while .*: its trip count is unknown.*outer_condition"
+    with pytest.raises(HloError, match=message):
         list(hlo.parse_module(text).executions())
 
 

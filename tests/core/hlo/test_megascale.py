@@ -65,8 +65,7 @@ def test_other_sends_are_no_collectives():
     assert _read('frontend_attributes={_xla_host_transfer_rendezvous="print"}') is None
 
 
-@refuses(
-    HloError,
+@refuses(HloError,
     (('"{1,2}x{0:3}"', "BROADCAST"), "send send: unknown type .* 'BROADCAST'; known are ALL_REDUCE"),
     (('"every device"',), "send send: cannot read the devices of .*every device"),
     (("{{100000,200000},{100001}}",), "cannot read the devices of"),

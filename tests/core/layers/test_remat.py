@@ -83,13 +83,10 @@ def test_same_numbers_with_the_kernels_of_tensorflow():
     assert_same(run("dots"), run("full"), 1e-6, floor=0.0)
 
 
-@pytest.mark.parametrize(
-    ("remat", "removed"),
-    [
-        (("feed_forward",), 1),  # nothing needs the last layer's
-        ("dots", 2 * 6 - 1),
-    ],
-)
+@pytest.mark.parametrize(("remat", "removed"), [
+    (("feed_forward",), 1),  # nothing needs the last layer's
+    ("dots", 2 * 6 - 1),
+])  # fmt: skip
 def test_products_that_are_kept_are_not_computed_again(remat, removed):
     assert _recomputed(remat) == RECOMPUTED - removed
 

@@ -127,9 +127,8 @@ def test_flops_and_errors():
     meta = MultiHeadAttention.FPropMeta(_layer(2).p, (2, 4, M), (2, 5, M))
     projections = 2 * 2 * M * K * (2 * N * 4 + 2 * 2 * 5)
     assert meta.flops == projections + 2 * (2 * 2 * N * 4 * 5 * K)
-    with pytest.raises(
-        ValueError, match=r"num_kv_heads=3 does not divide num_heads=8.*1, 2, 4, 8, or 0"
-    ):
+    message = r"num_kv_heads=3 does not divide num_heads=8.*1, 2, 4, 8, or 0"
+    with pytest.raises(ValueError, match=message):
         _layer(3)
     with pytest.raises(ValueError, match="num_kv_heads=-1"):
         _layer(-1)

@@ -6,6 +6,7 @@ Letters: B batch, T time, E expert, M model, H hidden.
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy_moe
 from equivalence import assert_same, with_gradients
 
 from lingvo_moe.core.engine.eager.testing import run_single
@@ -23,17 +24,10 @@ SEED = np.array([3, 4], np.int32)
 
 
 def _layer(dispatcher: str, **params) -> MoELayer:
-    p = MoELayer.Params().Set(
-        name="moe",
-        model_dim=M,
-        hidden_dim=H,
-        num_experts=E,
-        capacity_factor=3.6,  # 11 slots: with padding room for all, but fewer than T
-        min_capacity=1,
-        dispatcher=dispatcher,
-        inference_dispatcher=dispatcher,
-    )
-    return p.Set(**params).Instantiate()
+    sizes = {"model_dim": M, "hidden_dim": H, "num_experts": E, "num_groups": 0}
+    both = {"dispatcher": dispatcher, "inference_dispatcher": dispatcher}
+    # 11 slots: with padding room for all, but fewer than T
+    return toy_moe.layer(**{**sizes, **both, "capacity_factor": 3.6, **params})
 
 
 def _arguments(layer: MoELayer) -> list:
@@ -60,8 +54,7 @@ def _train(layer: MoELayer):
 
 
 def _eagerly(layer: MoELayer, args: list) -> NestedMap:
-    with use_mesh(single_device()):
-        return _train(layer)(*[tf.nest.map_structure(tf.constant, arg) for arg in args])
+    return toy_moe.eagerly(_train(layer), args)
 
 
 def _compare(got: NestedMap, want: NestedMap, values: float = 1e-5, gradients: float = 1e-4):
@@ -101,13 +94,10 @@ def test_compiled_or_not(name, xla):
     _compare(run_single(_train(_layer(name, router=router)), args, jit_compile=xla), want)
 
 
-@pytest.mark.parametrize(
-    "router",
-    [
-        pytest.param(TopKRouter.Params().Set(k=2), id="k=2"),
-        pytest.param(ExpertChoiceRouter.Params(), id="experts choose"),
-    ],
-)
+@pytest.mark.parametrize("router", [
+    pytest.param(TopKRouter.Params().Set(k=2), id="k=2"),
+    pytest.param(ExpertChoiceRouter.Params(), id="experts choose"),
+])  # fmt: skip
 def test_with_overflow_those_with_capacity_agree(router):
     """All dispatchers agree for expert choice: its capacity determines the choice and drops nothing."""
     params = {"router": router, "capacity_factor": 1.0}

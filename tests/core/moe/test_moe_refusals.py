@@ -21,8 +21,7 @@ def _layer(**params):
     return MoELayer.Params().Set(name="moe", **sizes).Set(**params).Instantiate()
 
 
-@refuses(
-    ValueError,
+@refuses(ValueError,
     ("top2", {"reading": "papr"}, "did you mean 'paper'"),
     ("top2", {"second_expert_policy": "some"}, "must be one of random, sampling, all"),
     ("top2", {"normalize_gates": "never"}, "before_drops, after_drops"),
@@ -60,8 +59,7 @@ SENTENCES = {"router": ROUTERS["top2"].Params().Set(level="sentence")}
 MODULAR = {"router": ROUTERS["hash"].Params().Set(table="modular")}
 
 
-@refuses(
-    ValueError,
+@refuses(ValueError,
     ({"num_groups": 5}, None, "num_groups=5: 2 x 6 = 12 tokens"),
     ({**SENTENCES, "num_groups": 4}, SEGMENTS, "4 groups of 3 tokens split rows of 6: num_groups must"),
     (SENTENCES, None, "moe routes by segment_ids"),

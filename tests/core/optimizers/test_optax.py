@@ -55,13 +55,10 @@ def test_the_weights_are_those_of_optax(name, params, make):
     np.testing.assert_allclose(theta.w, want, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name, reference",
-    [
-        ("cosine", lambda: optax.cosine_decay_schedule(RATE, 90, alpha=0.1)),
-        ("linear", lambda: optax.linear_schedule(RATE, 0.1 * RATE, 90)),
-    ],
-)
+@pytest.mark.parametrize("name, reference", [
+    ("cosine", lambda: optax.cosine_decay_schedule(RATE, 90, alpha=0.1)),
+    ("linear", lambda: optax.linear_schedule(RATE, 0.1 * RATE, 90)),
+])  # fmt: skip
 def test_after_the_warm_up_rates_are_those_of_optax(name, reference):
     params = SCHEDULES[name].Params()
     params.Set(value=RATE, warmup_steps=10, total_steps=100, final_share=0.1)

@@ -98,13 +98,10 @@ def test_schedules_that_cannot_be(params):
     params.Instantiate()
 
 
-@pytest.mark.parametrize(
-    "max_steps, why",
-    [
-        (20, "the run ends at step 20, before the rate has decayed"),
-        (40, "from that step to 40 the rate stays at 0.1"),
-    ],
-)
+@pytest.mark.parametrize("max_steps, why", [
+    (20, "the run ends at step 20, before the rate has decayed"),
+    (40, "from that step to 40 the rate stays at 0.1"),
+])  # fmt: skip
 def test_a_decay_that_does_not_end_with_the_run(max_steps, why):
     schedule = Linear.Params().Set(value=0.2, total_steps=30, final_share=0.5).Instantiate()
     assert schedule.Mismatch(max_steps) == ("total_steps", 30, why, max_steps)

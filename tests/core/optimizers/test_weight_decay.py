@@ -70,8 +70,7 @@ def test_by_name():
     assert _decaying(**only) == {"m.ffn.wi", "m.ffn.experts.wi"}
 
 
-@refuses(
-    ParamError,
+@refuses(ParamError,
     ({"decay_include": ["*.tabel"]}, r"decay_include=.*matches no variable.*mean '\*\.table'"),
     ({"decay_exclude": ["m.norm"]}, r"decay_exclude=\['m.norm'\]: 'm.norm' matches no var"),
     ({"decay_exclude": ["*moving*"]}, "matches no variable that is trained"),

@@ -89,14 +89,10 @@ def test_theta_goes_from_one_pipeline_to_another_and_back(plain, pipelined, kind
         assert isinstance(found, tf.Tensor) == (kind is tf.constant)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        Sgd.Params().Set(weight_decay=0.1, decay_include=["*.b"], decay_exclude=["*.w"]),
-        AdamW.Params().Set(weight_decay=0.1, decay_min_dims=1),
-    ],
-    ids=["sgd", "adamw"],
-)
+@pytest.mark.parametrize("optimizer", [
+    Sgd.Params().Set(weight_decay=0.1, decay_include=["*.b"], decay_exclude=["*.w"]),
+    AdamW.Params().Set(weight_decay=0.1, decay_min_dims=1),
+], ids=["sgd", "adamw"])  # fmt: skip
 def test_optimizers_update_packed_weights_as_they_do_others(plain, pipelined, optimizer):
     optimizer = optimizer.Instantiate()
     rng = np.random.RandomState(0)

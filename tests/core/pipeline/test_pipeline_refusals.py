@@ -52,8 +52,7 @@ def _packed():
     return make(PipeliningLayer, WithExtras, **STAGES).VariableSpecs()
 
 
-test_what_is_refused = refusals(
-    (ValueError, KeyError),
+test_what_is_refused = refusals((ValueError, KeyError),
     (lambda: make_schedule("1f1b", 0, 4), "stages=0: must be 1 or more"),
     (lambda: make_schedule("1f1b", 2, 0), "micro_batches=0: must be 1 or more"),
     (lambda: make_schedule("1f1b", 2, 4, 2), "schedule=1f1b has repeats=1, got 2; schedule=interl"),

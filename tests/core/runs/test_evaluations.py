@@ -56,9 +56,8 @@ def test_written_and_read(tmp_path):
 
 def test_the_best_checkpoint_is_one_that_is_there(tmp_path):
     run = RunDir(tmp_path)
-    with pytest.raises(
-        RunDirError, match=r"--x=best: no checkpoint of .* has a held-out loss: tra"
-    ):
+    message = r"--x=best: no checkpoint of .* has a held-out loss: tra"
+    with pytest.raises(RunDirError, match=message):
         run.BestStep("--x")
     run.WriteEvaluations(_made(3.0, 1.0, 2.0))
     for step in (10, 30, 35):

@@ -90,8 +90,7 @@ def _devices_that_decide_apart(x):
     return tf.cond(tf.reduce_sum(local) > 0, lambda: x, lambda: 2 * x)
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     (_left_open, r"result\[1\] is a local tensor .*auto_to_manual\(args_0:0\) opened \(at test_man"),
     (_left_open_in_a_loop, r"result\[0\] is a local tensor .* left open.* Close it with manual"),
     (_left_open_in_a_function, r"result\[0\] is a local tensor"),
@@ -125,8 +124,7 @@ def _loop_s_gradient(x):
     return tape.gradient(y, x)
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     (lambda x: manual_to_auto(auto_to_manual(x, ON_A, axis="a"), ON_A),
      "a manual_to_auto of all axes closes .* of the manual region of one axis that auto_to_man"),
     (_on_a(lambda x: all_reduce(x, "a")), "device_index, all_reduce and rotate are for regions"),
@@ -166,8 +164,7 @@ def test_right_use_does_not():
     _trace(gradient, (8, 4))
 
 
-@refuses(
-    ShardingError,
+@refuses(ShardingError,
     (lambda x: auto_to_manual(x, ROWS), (15, 4), "has 15 elements, not a multiple of the 8 partit"),
     (lambda x: auto_to_manual(x, ROWS), (None, 4), "dimension 0 of shape .* has no static size"),
     (lambda x: manual_to_auto(auto_to_manual(x, ROWS), ROWS, [15, 4]), (8, 4),

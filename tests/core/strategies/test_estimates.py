@@ -136,13 +136,10 @@ def test_more_is_kept_for_less_time():
         assert more.Bytes(by) > less.Bytes(by)
 
 
-@pytest.mark.parametrize(
-    "model, override, lacks",
-    [
-        ("mt.M4Tiny", "task.moe.router=hash", {"router"}),
-        ("lm.Tiny", "", {"router", "experts_hidden", "dispatched", "returned", "combined"}),
-    ],
-)
+@pytest.mark.parametrize("model, override, lacks", [
+    ("mt.M4Tiny", "task.moe.router=hash", {"router"}),
+    ("lm.Tiny", "", {"router", "experts_hidden", "dispatched", "returned", "combined"}),
+])  # fmt: skip
 def test_what_is_kept_has_the_names_of_the_layers(model, override, lacks, monkeypatch):
     """The names are those that the trainer finds when it traces a step, which refuses others in a list.
 

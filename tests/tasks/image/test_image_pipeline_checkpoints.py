@@ -164,9 +164,8 @@ def test_a_run_begins_from_one_with_other_stages(run, tmp_path):
     for path, value in want.items():
         if path.startswith("theta."):
             np.testing.assert_array_equal(found[path], value, err_msg=path)
-    with pytest.raises(
-        InitFromError, match=r"network.stage_0.conv.conv.w: .*16\] there, .*4\] here"
-    ):
+    message = r"network.stage_0.conv.conv.w: .*16\] there, .*4\] here"
+    with pytest.raises(InitFromError, match=message):
         check_model(run, _task(2).p)
 
 

@@ -26,14 +26,10 @@ def _task_and_step(override):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "override, theta_dtype, engine",
-    [
-        ("task.fprop_dtype=bfloat16", "float32", ("pjrt", "expert:8")),
-        ("task.dtype=bfloat16", "bfloat16", ("tf_graph", "expert:1")),  # compiles nothing
-    ],
-    ids=["activations", "weights"],
-)
+@pytest.mark.parametrize("override, theta_dtype, engine", [
+    ("task.fprop_dtype=bfloat16", "float32", ("pjrt", "expert:8")),
+    ("task.dtype=bfloat16", "bfloat16", ("tf_graph", "expert:1")),  # compiles nothing
+], ids=["activations", "weights"])  # fmt: skip
 def test_a_step_trains(override, theta_dtype, engine, monkeypatch):
     """Slots are always float32; the loss equals that of float32 to bfloat16's precision."""
     traced = []

@@ -201,28 +201,32 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 with Checkpointer(sys.argv[1], keep=2) as checkpointer:
     for step in itertools.count(1):
         # Noise, so that it does not compress to nothing.
-        state = {"w": jnp.sin(jnp.arange(1 << 21) * float(step)), "step": jnp.array(step)}
+        state = {"w": jnp.sin(jnp.arange(int(sys.argv[2])) * float(step)), "step": jnp.array(step)}
         checkpointer.Save(step, state, {"step": step})
 """
 
 
-def test_killed_while_saving_the_newest_complete_step_is_whole(tmp_path):
-    directory = str(tmp_path)
-    child = start_python("-c", _SAVE_FOREVER, directory, stdout=None, stderr=None)
+def check_killed_while_saving(place, size, is_there, pause):
+    """Starts a process that saves step after step, kills it once step 2 is there, and reads the newest step."""
+    child = start_python("-c", _SAVE_FOREVER, place, str(size), stdout=None, stderr=None)
     try:
-        while child.poll() is None and not os.path.isdir(os.path.join(directory, "2")):
-            time.sleep(0.01)
+        while child.poll() is None and not is_there():
+            time.sleep(pause)
         time.sleep(0.05)
     finally:
         child.kill()
         child.wait()
-    with Checkpointer(directory, keep=2) as checkpointer:
+    with Checkpointer(place, keep=2) as checkpointer:
         step = checkpointer.LatestStep()
         assert step >= 2
         state, extra = checkpointer.RestoreToNumpy()
     assert (int(state.step), extra) == (step, {"step": step})
-    np.testing.assert_array_equal(state.w, jnp.sin(jnp.arange(1 << 21) * float(step)))
-    assert all(name.isdigit() for name in os.listdir(directory))
+    np.testing.assert_array_equal(state.w, jnp.sin(jnp.arange(size) * float(step)))
+
+
+def test_killed_while_saving_the_newest_complete_step_is_whole(tmp_path):
+    check_killed_while_saving(str(tmp_path), 1 << 21, (tmp_path / "2").is_dir, pause=0.01)
+    assert all(name.isdigit() for name in os.listdir(tmp_path))
 
 
 def _files(directory):
@@ -324,9 +328,8 @@ def test_another_model_is_named(saved, change, match):
     specs = SPECS.Transform(lambda spec: spec)
     change(specs)
     with Checkpointer(saved, read_only=True) as checkpointer:
-        with pytest.raises(
-            CheckpointError, match=r"step 9: the checkpoint is of another model.*" + match
-        ):
+        message = r"step 9: the checkpoint is of another model.*" + match
+        with pytest.raises(CheckpointError, match=message):
             checkpointer.Restore(specs, PjrtEngine(MESH))
 
 

@@ -3,14 +3,10 @@
 import logging
 import os
 import random
-import time
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from object_storage import FAULTS, bucket
-from processes import start_python
-from test_checkpoints import MESH, SPECS, _assert_equal, _values
+from test_checkpoints import MESH, SPECS, _assert_equal, _values, check_killed_while_saving
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, was_deleted
@@ -134,9 +130,8 @@ def test_storage_that_fails_for_good_loses_nothing(storage, place):
     with Checkpointer(place) as checkpointer:
         storage.faults.extend(["500"] * 500)
         checkpointer.Save(2, _values(2))
-        with pytest.raises(
-            CheckpointError, match=r"a checkpoint could not be written \(.*attempts failed"
-        ):
+        message = r"a checkpoint could not be written \(.*attempts failed"
+        with pytest.raises(CheckpointError, match=message):
             checkpointer.Wait()
         storage.faults.clear()
     _save(place, 3)
@@ -144,28 +139,6 @@ def test_storage_that_fails_for_good_loses_nothing(storage, place):
         assert checkpointer.Steps() == [1, 3]
 
 
-_SAVE_FOREVER = """
-import itertools, sys
-import jax.numpy as jnp
-from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
-with Checkpointer(sys.argv[1], keep=2) as checkpointer:
-    for step in itertools.count(1):
-        state = {"w": jnp.sin(jnp.arange(1 << 18) * float(step)), "step": jnp.array(step)}
-        checkpointer.Save(step, state, {"step": step})
-"""
-
-
 def test_killed_while_saving_the_newest_complete_step_is_whole(place):
-    child = start_python("-c", _SAVE_FOREVER, place, stdout=None, stderr=None)
-    try:
-        while child.poll() is None and not saved_steps(place).Has(2):
-            time.sleep(0.2)  # each look is a request
-    finally:
-        child.kill()
-        child.wait()
-    with Checkpointer(place, keep=2) as checkpointer:
-        step = checkpointer.LatestStep()
-        assert step >= 2
-        state, extra = checkpointer.RestoreToNumpy()
-    assert (int(state.step), extra) == (step, {"step": step})
-    np.testing.assert_array_equal(state.w, jnp.sin(jnp.arange(1 << 18) * float(step)))
+    """Each look is a request."""
+    check_killed_while_saving(place, 1 << 18, lambda: saved_steps(place).Has(2), pause=0.2)

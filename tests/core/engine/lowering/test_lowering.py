@@ -127,9 +127,8 @@ def test_wrong_arguments_are_named():
     compiled = engine.Build(lambda batch: batch.x, [BATCH])
     with pytest.raises(SpecError, match=r"batch\.x' is missing, 'batch\.y' is unknown"):
         compiled(NestedMap(y=1))
-    with pytest.raises(
-        SpecError, match=r"batch\.x has to be float32\[16, 8\], got float32\[16, 7\]"
-    ):
+    message = r"batch\.x has to be float32\[16, 8\], got float32\[16, 7\]"
+    with pytest.raises(SpecError, match=message):
         compiled(NestedMap(x=np.zeros((16, 7), np.float32)))
     with pytest.raises(SpecError, match="got float64"):
         compiled(NestedMap(x=np.zeros((16, 8))))
@@ -145,8 +144,7 @@ def _lower(fn, *shape, dtype="float32", split=(), mesh=MESH):
     return lower(fn, [TensorSpec(shape, dtype, split)], mesh)
 
 
-test_what_cannot_be_lowered_or_compiled = refusals(
-    ShardingError,
+test_what_cannot_be_lowered_or_compiled = refusals(ShardingError,
     (lambda: sharding.split(tf.zeros([8, 2]), 0, 8), "no mesh is in force"),
     (lambda: lower(lambda batch: sharding.split(batch.x, 0, 8), [NestedMap(x=_TWO)], MESH),
      r"batch\.x.*dimension 0.*2 elements"),

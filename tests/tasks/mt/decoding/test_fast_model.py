@@ -218,14 +218,10 @@ def test_weights_of_a_custom_layer_stay_as_they_are(part, theta, monkeypatch):
 
 
 # Each part changes the values in a way of its own, so those of a group are traced once.
-@pytest.mark.parametrize(
-    ("encoder", "decoder", "sizes"),
-    [
-        (["attention", "experts", "moe", "dispatcher"], ["attention", "ffn", "router"], SIZES),
-        (["layer"], ["layer", "model"], DENSE),
-    ],
-    ids=["parts", "wholes"],
-)
+@pytest.mark.parametrize(("encoder", "decoder", "sizes"), [
+    (["attention", "experts", "moe", "dispatcher"], ["attention", "ffn", "router"], SIZES),
+    (["layer"], ["layer", "model"], DENSE),
+], ids=["parts", "wholes"])  # fmt: skip
 def test_a_layer_of_one_s_own_runs_as_it_is(encoder, decoder, sizes, monkeypatch):
     """It runs beside layers whose weights are packed, and the search grows the caches of both."""
     model = _own(monkeypatch, encoder, decoder, sizes)

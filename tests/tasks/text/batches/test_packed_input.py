@@ -357,8 +357,7 @@ def test_a_cache_that_cannot_be_made(params, tmp_path, monkeypatch):
         params.Copy().Set(cache_dir="").Instantiate().Prepare()
 
 
-@refuses(
-    ValueError,
+@refuses(ValueError,
     ({"data_dir": ""}, "--data_dir is needed to train"),
     ({"languages": "aa,bb"}, r"languages='aa,bb': must be a list of strings, e.g. \['aa', 'bb'\]"),
     ({"vocab_sentences": 9}, "vocab_sentences=9: must be an integer of at least 100"),

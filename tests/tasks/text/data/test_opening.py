@@ -42,9 +42,8 @@ def test_a_file_cut_short_or_damaged_is_told_with_its_line(tmp_path, name):
     path = tmp_path / name
     whole = gzip.compress(TEXT.encode()) if name.endswith("gz") else _zst(TEXT)
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        DataError, match=rf"{name}:\d+: cannot be read, damaged or cut short: .*end"
-    ):
+    message = rf"{name}:\d+: cannot be read, damaged or cut short: .*end"
+    with pytest.raises(DataError, match=message):
         list(read_lines(path))
     path.write_bytes(whole[:5000] + bytes(100) + whole[5100:])
     with pytest.raises(DataError, match="damaged or cut short"):

@@ -47,8 +47,7 @@ def test_single_files_and_another_target_language(tmp_path):
     assert found.train[0].files == [tmp_path / "x.de", tmp_path / "x.fr"]
 
 
-@refuses(
-    DataError,
+@refuses(DataError,
     ([], "no parallel text in .*: known are <lang>.tsv, <lang>.jsonl and pairs <name>.<lang> [+]"),
     (["de.csv"], "de.csv: no known form of parallel text; known are .*; move it away"),
     (["de.jsonl", "de.tsv"], "both de.jsonl and de.tsv; keep one"),

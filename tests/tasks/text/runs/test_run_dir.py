@@ -256,9 +256,8 @@ def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
 ])  # fmt: skip
 def test_an_experiment_that_is_not_there_is_an_error_of_the_file(run, values, message):
     _change(run, **values)
-    with pytest.raises(
-        RunDirError, match=rf"^{re.escape(str(run.path))}/experiment\.json: .*{message}"
-    ):
+    told = rf"^{re.escape(str(run.path))}/experiment\.json: .*{message}"
+    with pytest.raises(RunDirError, match=told):
         run.Params()
 
 

@@ -67,15 +67,11 @@ def test_a_huge_request_takes_turns_with_small_ones():
     assert b"bb" in translator.batches[2]
 
 
-@pytest.mark.parametrize(
-    "requests, batches",
-    [
-        # The translator would run a program for each length, and a short line would wait for a long one's.
-        ([["l" * 500, "s"], ["s"], ["l" * 500]], [["l" * 500] * 2, ["s"] * 2]),
-        ([["l" * 5000] * 5], [["l" * 5000] * 2, ["l" * 5000] * 2, ["l" * 5000]]),
-    ],
-    ids=["long ones and short ones are not mixed", "of long ones there are fewer"],
-)
+@pytest.mark.parametrize("requests, batches", [
+    # The translator would run a program for each length, and a short line would wait for a long one's.
+    ([["l" * 500, "s"], ["s"], ["l" * 500]], [["l" * 500] * 2, ["s"] * 2]),
+    ([["l" * 5000] * 5], [["l" * 5000] * 2, ["l" * 5000] * 2, ["l" * 5000]]),
+], ids=["long ones and short ones are not mixed", "of long ones there are fewer"])  # fmt: skip
 def test_the_lines_of_a_batch(requests, batches):
     translator = Capitals()
 
