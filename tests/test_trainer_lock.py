@@ -13,12 +13,7 @@ import trainer_testing
 from lingvo_moe import trainer
 from lingvo_moe.core.engine.loop.train_loop import TrainLoop
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.runs.directories import (
-    EXPORTED,
-    OutputError,
-    check_logdir,
-    check_replaceable,
-)
+from lingvo_moe.core.runs.directories import EXPORTED, OutputError, check_logdir, check_replaceable
 from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
 from tools import build_corpus, evaluate, export, train_vocab
 

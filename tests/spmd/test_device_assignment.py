@@ -2,14 +2,7 @@
 
 import numpy as np
 import pytest
-from cases_device_assignment import (
-    CASES,
-    RINGS,
-    ROW_MAJOR,
-    held,
-    hops,
-    row_halos,
-)
+from cases_device_assignment import CASES, RINGS, ROW_MAJOR, held, hops, row_halos
 from hypothesis import given, settings, strategies as st
 from spmd_case import check, devices_of, floats
 

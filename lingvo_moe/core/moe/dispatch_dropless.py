@@ -21,13 +21,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import Dispatcher
 from lingvo_moe.core.moe.experts import ROWS, Product, Rows
-from lingvo_moe.core.moe.packing import (
-    Places,
-    of_slots,
-    sorted_places,
-    to_slots,
-    weigh_slots,
-)
+from lingvo_moe.core.moe.packing import Places, of_slots, sorted_places, to_slots, weigh_slots
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, ShardingError, dims_mapping

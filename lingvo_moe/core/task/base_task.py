@@ -13,13 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core import kernels, randomness
-from lingvo_moe.core.base_layer import (
-    BaseLayer,
-    VariableSpec,
-    initial_values,
-    name_scope,
-    scoped,
-)
+from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, initial_values, name_scope, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
