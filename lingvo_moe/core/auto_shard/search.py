@@ -10,13 +10,7 @@ import tensorflow as tf
 from lingvo_moe.core.auto_shard import solver
 from lingvo_moe.core.auto_shard.costs import Costs
 from lingvo_moe.core.auto_shard.exchanges import Exchange
-from lingvo_moe.core.auto_shard.operators import (
-    ANNOTATION,
-    Argument,
-    Operators,
-    Value,
-    is_even,
-)
+from lingvo_moe.core.auto_shard.operators import ANNOTATION, Argument, Operators, Value, is_even
 from lingvo_moe.core.auto_shard.recording import Recording
 from lingvo_moe.core.auto_shard.strategy import Annotation, Strategy, Tensor, mapping_of
 from lingvo_moe.core.console.units import size

@@ -336,9 +336,8 @@ class Letters(Check):
 def _is_axis(axis: Any) -> bool:
     """Whether a letter may be mapped to this: a mesh axis, several different ones, or None."""
     axes = axis if isinstance(axis, list | tuple) else () if axis is None else (axis,)
-    return all(isinstance(a, str) and a.isidentifier() for a in axes) and len(set(axes)) == len(
-        axes
-    )
+    are_names = all(isinstance(a, str) and a.isidentifier() for a in axes)
+    return are_names and len(set(axes)) == len(axes)
 
 
 def check_one_of(

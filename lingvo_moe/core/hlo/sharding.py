@@ -28,9 +28,8 @@ _KINDS = (REPLICATED, MANUAL, "maximal", "tiled")
 _DEVICES = re.compile(r"devices=\[([\d,]*)\](?:<=(\[[\d,]+\](?:T\([\d,]+\))?)|([\d,]+))")
 _SUBGROUPS = re.compile(r"last_tile_dims=\{([^}]*)\}")
 _COMMENT = re.compile(r"/\*.*?\*/")
-_GROUP = re.compile(
-    r"\{(?:[^{}]|\{[^{}]*\})*\}"
-)  # of a tuple; it may hold the list of last_tile_dims
+# Of a tuple; it may hold the list of last_tile_dims.
+_GROUP = re.compile(r"\{(?:[^{}]|\{[^{}]*\})*\}")
 _MOST_DEVICES_SHOWN = 8
 
 
@@ -255,8 +254,8 @@ def _axes(count: int, place: np.ndarray, names: tuple[str, ...]) -> tuple[str, .
         shape = [1] * place.ndim
         shape[axis] = -1
         expected = expected * place.shape[axis] + np.arange(place.shape[axis]).reshape(shape)
-    if math.prod(place.shape[axis] for axis in order) != count or not np.array_equal(
-        expected, place
-    ):
+    if math.prod(place.shape[axis] for axis in order) != count:
+        return None
+    if not np.array_equal(expected, place):
         return None
     return tuple(names[axis] for axis in order)

@@ -11,13 +11,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped, tensorflow_adafactor, xla
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Heads, Matrix, Weight
-from lingvo_moe.core.kernels.xla import (
-    Activation,
-    CacheShape,
-    Drop,
-    Keep,
-    Shard,
-)
+from lingvo_moe.core.kernels.xla import Activation, CacheShape, Drop, Keep, Shard
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.tensors import dim, fused, open_shape, shape_of

@@ -10,12 +10,7 @@ import tensorflow as tf
 from lingvo_moe.core.nested_map import flatten, pack_as
 from lingvo_moe.core.sharding import DimsMapping, Mesh, single_device, use_mesh
 from lingvo_moe.core.sharding.annotate import mesh_split
-from lingvo_moe.core.sharding.manual import (
-    auto_to_manual,
-    device_index,
-    manual_to_auto,
-    rotate,
-)
+from lingvo_moe.core.sharding.manual import auto_to_manual, device_index, manual_to_auto, rotate
 from lingvo_moe.core.sharding.row_parts import rows_spread_over
 
 STAGE, ROWS = "stage", "rows"  # in the mappings of Stages.Sharded

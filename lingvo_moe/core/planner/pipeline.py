@@ -184,10 +184,9 @@ class _Reader:
         self._times: dict[str, int] = {}
         self.loops: list[Executed] = []
         for executed in module.executions():
-            self._times[executed.instruction.name] = executed.times
-            if executed.instruction.opcode == "while" and pipeline_loop(
-                executed.instruction.op_name
-            ):
+            instruction = executed.instruction
+            self._times[instruction.name] = executed.times
+            if instruction.opcode == "while" and pipeline_loop(instruction.op_name):
                 self.loops.append(executed)
         self._inside = {
             i.name: computation

@@ -101,9 +101,8 @@ class Segment:
             steps = [self.first, *(step for step, _ in saved)]
             self.between_saves = [b - a for a, b in itertools.pairwise(steps) if b > a]
             if saved:
-                self.saving = saved[-1][1].seconds.get(SAVE, 0.0) - self.stepped.seconds.get(
-                    SAVE, 0.0
-                )
+                before, after = (x.seconds.get(SAVE, 0.0) for x in (self.stepped, saved[-1][1]))
+                self.saving = after - before
 
     @property
     def others(self) -> int:

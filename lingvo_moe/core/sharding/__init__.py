@@ -14,13 +14,7 @@ from lingvo_moe.core.sharding.letters import (
     check_mapping,
     dims_mapping,
 )
-from lingvo_moe.core.sharding.mesh import (
-    Mesh,
-    ShardingError,
-    current_mesh,
-    single_device,
-    use_mesh,
-)
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh, single_device, use_mesh
 
 # Functions by their modules, which are imported when they are first asked for. Most need TensorFlow.
 _LAZY = {

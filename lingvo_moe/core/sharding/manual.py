@@ -35,13 +35,7 @@ from lingvo_moe.core.sharding.annotate import (
     tile_sharding,
     within_slice,
 )
-from lingvo_moe.core.sharding.letters import (
-    Axis,
-    DimsMapping,
-    axes_of,
-    check_mapping,
-    tile_devices,
-)
+from lingvo_moe.core.sharding.letters import Axis, DimsMapping, axes_of, check_mapping, tile_devices
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, traced_slices, use_mesh
 
 

@@ -34,9 +34,7 @@ class Mesh:
         object.__setattr__(self, "axis_names", tuple(self.axis_names))
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         object.__setattr__(self, "device_ids", tuple(int(i) for i in self.device_ids))
-        if len(self.axis_names) != len(self.shape) or len(set(self.axis_names)) != len(
-            self.axis_names
-        ):
+        if not len(set(self.axis_names)) == len(self.axis_names) == len(self.shape):
             raise ShardingError(
                 f"mesh: axis names {self.axis_names} do not name the axes of shape {self.shape}, once each"
             )

@@ -17,12 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.private import tensorflow as private
-from lingvo_moe.core.private.tensorflow import (
-    called_functions,
-    definition,
-    hlo_pb2,
-    xla_data_pb2,
-)
+from lingvo_moe.core.private.tensorflow import called_functions, definition, hlo_pb2, xla_data_pb2
 
 _LARGEST_CONSTANT = 4096  # elements: a literal of the program
 _STAND_IN = "lingvo_moe."  # before the name of a TensorFlow operation

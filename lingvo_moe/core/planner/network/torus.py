@@ -135,9 +135,8 @@ def _busiest_link(chips: int, wraps: bool) -> float:
             if wraps:
                 ahead = distance % chips
                 ways = [w for w in (ahead, ahead - chips) if abs(w) == min(ahead, chips - ahead)]
-            for (
-                way
-            ) in ways:  # to the opposite chip of a ring there are two ways; half goes each way
+            # To the opposite chip of a ring there are two ways; half goes each way.
+            for way in ways:
                 step = 1 if way > 0 else -1
                 for i in range(0, way, step):
                     link = ((source + i) % chips, step)

@@ -129,9 +129,8 @@ class Shortlist:
                     {side: found[f"{side}_sha256"].item().decode() for side in _SIDES},
                     flag,
                 )
-        except (
-            Exception
-        ) as e:  # of zipfile, zlib and NumPy: bytes with a right digest may be anything
+        # Of zipfile, zlib and NumPy: bytes with a right digest may be anything.
+        except Exception as e:
             raise DataError(
                 f"{flag} is not of this version of tools.shortlist ({type(e).__name__}: {e}); {_MAKE}"
             ) from e

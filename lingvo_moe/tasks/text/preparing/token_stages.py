@@ -14,12 +14,7 @@ from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.file_list import write_listed
 from lingvo_moe.tasks.text.data.made_once import make_once
 from lingvo_moe.tasks.text.data.scan import Scan
-from lingvo_moe.tasks.text.data.shards import (
-    LanguageShards,
-    lengths_file,
-    shard_file,
-    write_shards,
-)
+from lingvo_moe.tasks.text.data.shards import LanguageShards, lengths_file, shard_file, write_shards
 from lingvo_moe.tasks.text.preparing.language_stage import TRAIN
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
     NORMALIZATION,
