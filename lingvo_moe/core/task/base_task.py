@@ -153,19 +153,12 @@ class BaseTask(BaseLayer):
     def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
         """Sets the sizes in both Params to the smallest ones that the mesh divides, for `tools.verify`.
 
-        The computation itself stays the same, but in float32.
-
-        Raises:
-            TaskError: the task does not implement it.
+        The computation itself stays the same, but in float32. Raises TaskError if the task does not implement it.
         """
         raise TaskError(f"{cls.__name__} cannot be verified: it has no Shrink(task, inputs, mesh)")
 
     def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
-        """Returns a made-up batch of NumPy arrays in the input's format, for `tools.verify`.
-
-        Raises:
-            TaskError: the task does not implement it.
-        """
+        """Returns a made-up batch of NumPy arrays in the input's format, for `tools.verify`, or raises TaskError."""
         name = type(self).__name__
         raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
 
