@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.config import flags
 
 from lingvo_moe.core.private import tensorflow as private
 
@@ -18,6 +19,11 @@ def _inner(x):
 @tf.function(autograph=False)
 def _outer(x):
     return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, y * 2.0), (0, _inner(x)))[1]
+
+
+def test_operations_of_graphs_are_prepared_in_c():
+    """TensorFlow knows the variable that `import_tensorflow` sets."""
+    assert flags.config().graph_building_optimization.value()
 
 
 def test_a_function_is_lowered_by_another_definition():
