@@ -217,13 +217,6 @@ def test_the_tool_writes_page_and_pictures(tmp_path, plans, compiling, capsys):
     assert f"[x] {requests.DECODE}: mt.M4MoE2048E36L on v3:32x32, decode" in capsys.readouterr().out
 
 
-def test_a_damaged_plan_is_named(tmp_path, capsys):
-    (tmp_path / "plans").mkdir()
-    (tmp_path / "plans" / f"{requests.DECODE}.json").write_text("{")
-    assert reproduce.main([f"--docs={tmp_path}"]) == 1
-    assert f"{requests.DECODE}.json: not JSON" in capsys.readouterr().err
-
-
 def test_new_plans_are_compared_and_recorded(tmp_path, plans, monkeypatch, capsys):
     name = requests.DECODE
     made = plans[name]

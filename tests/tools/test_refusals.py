@@ -153,6 +153,7 @@ soak --output=run | --output=run is a run
 goodput --logdir=run | run/time.jsonl: there is no such file
 goodput --predict --mtbf=3h | --predict needs --save_seconds and --restart_seconds, or --logdir of a run
 goodput --predict --json=/ | --json=/ is a directory
+reproduce --docs=docs | M4MoE2048E36L-v3_32x32-decode.json: not JSON
 reproduce --plans --only=T96L-v6 | --only=T96L-v6: no such plan (did you mean
 benchmarks.gpu.layer --programs=empty | --programs=empty: manifest.json: No such file
 benchmarks.gpu.layer --programs=later | --programs=later: manifest.json is not of version 1
@@ -177,6 +178,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "short/x.de": "eins\nzwei\n",
         "short/x.en": "one\ntwo\nthree\n",
         "later/manifest.json": '{"version": 2}',
+        "docs/plans/M4MoE2048E36L-v3_32x32-decode.json": "{",
         **{f"corpus/dev/{lang}.tsv": "red\ttree\n" for lang in ("de", "fi", "sw")},
     }
     for name, text in texts.items():
