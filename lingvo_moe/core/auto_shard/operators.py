@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lingvo_moe.core.operators import RULES
-from lingvo_moe.core.operators.rule import Rule, shape_of
+from lingvo_moe.core.operators.rule import Rule, known_shape
 from lingvo_moe.core.sharding.letters import DimsMapping, axes_of
 from lingvo_moe.core.sharding.mesh import Mesh
 
@@ -152,7 +152,7 @@ class Operators:
             op,
             index,
             name,
-            tuple(shape_of(tensor)),
+            tuple(known_shape(tensor)),
             tensor.dtype.size or 1,
             gradient and (tensor.dtype.is_floating or tensor.dtype.is_complex),
         )

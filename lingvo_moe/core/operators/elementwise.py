@@ -5,11 +5,11 @@ from typing import Any
 from lingvo_moe.core.operators.rule import (
     Rule,
     RuleOf,
-    axis_of,
+    dimension_of,
+    known_shape,
     number_of,
     numbered,
     rule,
-    shape_of,
     whole,
     without,
 )
@@ -19,7 +19,7 @@ def elementwise(op: Any) -> Rule | None:
     """Operands are broadcast to the result's shape."""
     dims = numbered(op.outputs[0])
     values = op.inputs[:1] if op.type == "BroadcastTo" else op.inputs
-    return rule(op, [dims[len(dims) - len(shape_of(x)) :] for x in values], [dims])
+    return rule(op, [dims[len(dims) - len(known_shape(x)) :] for x in values], [dims])
 
 
 def bias_add(op: Any) -> Rule | None:
@@ -49,18 +49,18 @@ def whole_last(op: Any) -> Rule | None:
 
 def whole_axis(op: Any) -> Rule | None:
     """The dimension that the second operand names is worked on as a whole, e.g. summed up step by step."""
-    axis = axis_of(op.inputs[1], op.inputs[0])
+    axis = dimension_of(op.inputs[1], op.inputs[0])
     if axis is None:
         return None
     dims = whole(numbered(op.inputs[0]), axis)
-    gone = len(shape_of(op.outputs[0])) < len(dims)
+    gone = len(known_shape(op.outputs[0])) < len(dims)
     return rule(op, [dims], [without(dims, axis) if gone else dims])
 
 
 def cross_entropy(op: Any) -> Rule | None:
     """Logits [B, V] and labels, [B] or [B, V]: the loss [B] and the gradient [B, V]."""
     dims = numbered(op.inputs[0])
-    labels = dims[: len(shape_of(op.inputs[1]))]
+    labels = dims[: len(known_shape(op.inputs[1]))]
     return rule(op, [dims, labels], [dims[:1], dims])
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from lingvo_moe.core.operators.rule import (
     Rule,
     RuleOf,
-    axis_of,
+    dimension_of,
+    known_shape,
     numbered,
     rule,
-    shape_of,
     whole,
     without,
 )
@@ -25,8 +25,8 @@ def matmul(op: Any) -> Rule | None:
 
 def batch_matmul(op: Any) -> Rule | None:
     """[..., I, K] times [..., K, J], whose leading dimensions are broadcast."""
-    shapes = [shape_of(x) for x in op.inputs]
-    rank = len(shape_of(op.outputs[0]))
+    shapes = [known_shape(x) for x in op.inputs]
+    rank = len(known_shape(op.outputs[0]))
     leading = [chr(ord("a") + i) for i in range(rank - 2)]
     first = "KI" if op.get_attr("adj_x") else "IK"
     second = "JK" if op.get_attr("adj_y") else "KJ"
@@ -63,7 +63,7 @@ def einsum(op: Any) -> Rule | None:
 def _product(op: Any, first: str, second: str, result: str) -> Rule | None:
     sizes: dict[str, int] = {}
     for x, name in zip(op.inputs, (first, second), strict=True):
-        for letter, size in zip(name, shape_of(x), strict=True):
+        for letter, size in zip(name, known_shape(x), strict=True):
             sizes[letter] = max(size, sizes.get(letter, 1))
     flops = product_flops(sizes.values())
     return rule(op, [tuple(first), tuple(second)], [tuple(result)], flops, heavy=True)
@@ -74,7 +74,7 @@ def convolution(op: Any) -> Rule | None:
     kernels' gradients wrongly where they are sharded."""
     if op.get_attr("data_format") != b"NHWC":
         return None
-    image, kernel, out = (shape_of(x) for x in (*op.inputs, *op.outputs))
+    image, kernel, out = (known_shape(x) for x in (*op.inputs, *op.outputs))
     grouped = image[3] != kernel[2]
     channels, made = (None, None) if grouped else ("I", "O")
     inputs = ("B", None, None, channels), (None, None, channels, made)
@@ -84,7 +84,7 @@ def convolution(op: Any) -> Rule | None:
 
 def depthwise(op: Any) -> Rule | None:
     """Images [B, Y, X, C] and a kernel [Y, X, C, 1]: channels do not meet."""
-    kernel, out = shape_of(op.inputs[1]), shape_of(op.outputs[0])
+    kernel, out = known_shape(op.inputs[1]), known_shape(op.outputs[0])
     if op.get_attr("data_format") != b"NHWC" or kernel[3] != 1:
         return None
     dims = ("B", None, None, "C")
@@ -105,15 +105,15 @@ def batch_norm(op: Any) -> Rule | None:
     if op.get_attr("data_format") != b"NHWC":
         return None
     dims = whole(numbered(op.inputs[0]), 1, 2)
-    outputs = [dims if len(shape_of(y)) == 4 else dims[3:] for y in op.outputs[:5]]
-    outputs += [(None,) * len(shape_of(y)) for y in op.outputs[5:]]
+    outputs = [dims if len(known_shape(y)) == 4 else dims[3:] for y in op.outputs[:5]]
+    outputs += [(None,) * len(known_shape(y)) for y in op.outputs[5:]]
     return rule(op, [dims, *[dims[3:]] * 4], outputs)
 
 
 def gather(op: Any) -> Rule | None:
     """Slices of a table at given places. Where the table's own dimension is sharded, each device looks its part up,
     and the results are summed."""
-    axis = axis_of(op.inputs[2], op.inputs[0])
+    axis = dimension_of(op.inputs[2], op.inputs[0])
     if axis is None or op.get_attr("batch_dims"):
         return None
     table = tuple(f"t{i}" for i in numbered(op.inputs[0]))

@@ -58,7 +58,7 @@ def rule(
     sizes: dict[Letter, int] = {}
 
     def kept(tensor: Any, dims: Dims) -> Dims:
-        shape = shape_of(tensor)
+        shape = known_shape(tensor)
         own = tuple(d if n > 1 else None for d, n in zip(dims, shape, strict=True))
         sizes.update({d: math.gcd(sizes.get(d, 0), n) for d, n in zip(own, shape) if d is not None})
         return own
@@ -68,7 +68,7 @@ def rule(
     return Rule(read, made, sizes, flops, heavy)
 
 
-def shape_of(tensor: Any) -> list[int]:
+def known_shape(tensor: Any) -> list[int]:
     """The static shape of a tensor.
 
     Raises:
@@ -82,15 +82,15 @@ def number_of(tensor: Any) -> Any:
     return tf.get_static_value(tensor)
 
 
-def axis_of(operand: Any, tensor: Any) -> int | None:
+def dimension_of(operand: Any, tensor: Any) -> int | None:
     """The dimension of a tensor that an operand names; None if it is not known while tracing."""
     axis = number_of(operand)
-    return None if axis is None else int(axis) % len(shape_of(tensor))
+    return None if axis is None else int(axis) % len(known_shape(tensor))
 
 
 def numbered(tensor: Any) -> Dims:
     """A letter for each dimension."""
-    return tuple(map(str, range(len(shape_of(tensor)))))
+    return tuple(map(str, range(len(known_shape(tensor)))))
 
 
 def whole(dims: Dims, *at: int) -> Dims:

@@ -6,11 +6,11 @@ from typing import Any
 from lingvo_moe.core.operators.rule import (
     Rule,
     RuleOf,
-    axis_of,
+    dimension_of,
+    known_shape,
     number_of,
     numbered,
     rule,
-    shape_of,
     whole,
     without,
 )
@@ -18,7 +18,7 @@ from lingvo_moe.core.operators.rule import (
 
 def reshape(op: Any) -> Rule | None:
     """Joins or splits dimensions, of which the major one keeps its parts."""
-    before, after = shape_of(op.inputs[0]), shape_of(op.outputs[0])
+    before, after = known_shape(op.inputs[0]), known_shape(op.outputs[0])
     inputs: list[str | None] = [None] * len(before)
     outputs: list[str | None] = [None] * len(after)
     if math.prod(before) != math.prod(after) or not math.prod(before):
@@ -57,7 +57,7 @@ def transpose(op: Any) -> Rule | None:
 
 def _same_where_equal(op: Any) -> Rule | None:
     """Dimensions that keep their size keep their letters; those that change are whole."""
-    before, after = shape_of(op.inputs[0]), shape_of(op.outputs[0])
+    before, after = known_shape(op.inputs[0]), known_shape(op.outputs[0])
     if len(before) != len(after):
         return None
     changed = (i for i, (n, m) in enumerate(zip(before, after)) if n != m)
@@ -72,7 +72,7 @@ def strided_slice(op: Any) -> Rule | None:
     begin, end, strides = (number_of(x) for x in op.inputs[1:4])
     if begin is None or end is None or strides is None:
         return None
-    shape = shape_of(op.inputs[0])
+    shape = known_shape(op.inputs[0])
     masks = {n: op.get_attr(f"{n}_mask") for n in ("begin", "end", "new_axis", "shrink_axis")}
     dims = list(numbered(op.inputs[0]))
     out: list[str | None] = []
@@ -96,7 +96,7 @@ def strided_slice(op: Any) -> Rule | None:
 
 def concat(op: Any) -> Rule | None:
     """Tensors one behind the other along a dimension, which is whole."""
-    axis = axis_of(op.inputs[-1], op.outputs[0])
+    axis = dimension_of(op.inputs[-1], op.outputs[0])
     if axis is None:
         return None
     dims = whole(numbered(op.outputs[0]), axis)
@@ -106,7 +106,7 @@ def concat(op: Any) -> Rule | None:
 def split(op: Any) -> Rule | None:
     """Parts of a dimension, which is whole."""
     place, value = (0, 1) if op.type == "Split" else (2, 0)
-    axis = axis_of(op.inputs[place], op.inputs[value])
+    axis = dimension_of(op.inputs[place], op.inputs[value])
     if axis is None:
         return None
     dims = whole(numbered(op.inputs[value]), axis)

@@ -56,7 +56,7 @@ class Moved:
 
 
 @functools.lru_cache(maxsize=1024)
-def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
+def axes_between(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
     """The axes of a mesh along which the devices of a group differ, in the mesh's order."""
     places = np.unravel_index(np.arange(mesh.size), mesh.shape)
     return tuple(
@@ -103,7 +103,7 @@ def mesh_plan(costs: Iterable[Cost], mesh: Mesh, cluster: Cluster) -> dict[str, 
             uses[cost.collective] += cost.times
     by_axis: dict[tuple[str, ...], Moved] = defaultdict(Moved)
     for use, times in uses.items():
-        by_axis[axes_of(use.devices, mesh)].Add(use, times, use.devices, cluster)
+        by_axis[axes_between(use.devices, mesh)].Add(use, times, use.devices, cluster)
     by_order = {}
     for other in orders(mesh):
         by_order[str(other)] = total = Moved()

@@ -45,13 +45,13 @@ PROGRAM = [
 def test_axes_of_groups(axes):
     for mesh in (MESH, SWAPPED, Mesh.parse("pipeline:1,data:4,expert:8")):
         inside = tuple(axis for axis in mesh.axis_names if axis in axes)
-        assert mesh_order.axes_of(_groups(mesh, *axes), mesh) == inside
+        assert mesh_order.axes_between(_groups(mesh, *axes), mesh) == inside
 
 
 def test_axes_of_a_permute():
     ring = tuple((8 * i + j, 8 * ((i + 1) % 4) + j) for i in range(4) for j in range(8))
-    assert mesh_order.axes_of(ring, MESH) == ("data",)
-    assert mesh_order.axes_of((), MESH) == ()
+    assert mesh_order.axes_between(ring, MESH) == ("data",)
+    assert mesh_order.axes_between((), MESH) == ()
 
 
 def test_a_plan_has_bytes_by_axis():
@@ -115,6 +115,8 @@ def test_another_order_of_the_axes_gives_the_same_collectives_along_the_same_axe
         mesh = Mesh.parse(text)
         compiled = PjrtEngine(mesh).Build(step, specs, results=results)
         uses = [c.collective for c in costs(parse_module(compiled.HloText())) if c.collective]
-        found.append(sorted((u.kind, u.bytes, mesh_order.axes_of(u.devices, mesh)) for u in uses))
+        found.append(
+            sorted((u.kind, u.bytes, mesh_order.axes_between(u.devices, mesh)) for u in uses)
+        )
     assert found[0] == found[1]
     assert {axes for _, _, axes in found[0]} >= {("data",), ("expert",)}
