@@ -127,7 +127,7 @@ class Forked:
     def kill(self):
         self.send_signal(9)
 
-class Job(soak.Job):
+class Job(soak.TrainerJob):
     def HasEnded(self, within=math.inf):
         if within < soak._KILL_SECONDS:
             run = soak.Path(soak.sys.argv[1]) / "disturbed"
@@ -138,7 +138,7 @@ class Job(soak.Job):
             return False
         return super().HasEnded(within)
 
-soak.subprocess.Popen, soak.Job, soak._LOOK = Forked, Job, 0.01
+soak.subprocess.Popen, soak.TrainerJob, soak._LOOK = Forked, Job, 0.01
 sys.exit(soak.main([f"--output={sys.argv[1]}", *sys.argv[2:]]))
 """
 
