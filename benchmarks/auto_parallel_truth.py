@@ -142,7 +142,10 @@ def _run(args: Flags) -> int:
     request_cpu_devices(8)
     pairs = "analytic, compiled", "analytic, measured", "compiled, measured"
     heads = words("function", "mesh", "strategies", *pairs, "found, compiled", "found, measured")
-    rows = [_row(case, _costs(case, args.draws, args.runs)) for case in CASES]
+    rows = []
+    for case in CASES:
+        rows.append(_row(case, _costs(case, args.draws, args.runs)))
+        print(*rows[-1], sep="; ", file=sys.stderr)  # a run takes minutes, and may be interrupted
     print(markdown(Table(heads, rows)), end="")
     print(f"\nMeasured on {host()}.")
     return 0

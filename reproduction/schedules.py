@@ -36,7 +36,7 @@ _INCHES = 0.17
 
 
 @dataclass(frozen=True)
-class Slot:
+class TickCell:
     """The work of one stage in one column; `micro_batch` is None in the bubble."""
 
     # `stage`, `column`: its place in the picture.
@@ -57,7 +57,7 @@ def micro_batch_of(schedule: Schedule, work: Work, tick: int, stage: int) -> int
     return turn // (V * K) * K + turn % K
 
 
-def cells_of(schedule: Schedule) -> list[Slot]:
+def cells_of(schedule: Schedule) -> list[TickCell]:
     """All cells of a picture."""
     cells, column = [], 0
     works = [work for work in schedule.works if work.kind in _KINDS]
@@ -65,7 +65,7 @@ def cells_of(schedule: Schedule) -> list[Slot]:
         for work in works:
             if work.start <= tick < work.stop:
                 cells += [
-                    Slot(k, column, work.kind, micro_batch_of(schedule, work, tick, k))
+                    TickCell(k, column, work.kind, micro_batch_of(schedule, work, tick, k))
                     for k in range(schedule.stages)
                 ]
                 column += 1

@@ -25,7 +25,7 @@ from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.files.sealed import read_sealed
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.golden import differences
-from lingvo_moe.core.planner.pipeline import StagePlan
+from lingvo_moe.core.planner.pipeline import PipelineSchedule
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.planning import step_plan
 from lingvo_moe.reproduction import measures
@@ -309,10 +309,10 @@ def test_the_schedule_of_pipelines_is_that_of_the_parameters():
     assert step_plan.pipeline_schedule(_params(), mesh) is None
     asked = ["stages=4", "schedule=interleaved", "micro_batches=16", "repeats=2"]
     whole = _params(";".join(f"task.pipeline.{part}" for part in asked))
-    assert step_plan.pipeline_schedule(whole, mesh) == StagePlan("interleaved", 4, 16, 2)
+    assert step_plan.pipeline_schedule(whole, mesh) == PipelineSchedule("interleaved", 4, 16, 2)
     stacks = [("encoder", 9), ("decoder", 8)]
     assert step_plan.pipeline_schedule(whole, mesh, stacks).stacks == tuple(stacks)
     whole.task.activation_split = {"B": ("data", "expert")}  # two micro-batches at the same time
-    assert step_plan.pipeline_schedule(whole, mesh) == StagePlan("interleaved", 4, 8, 2)
+    assert step_plan.pipeline_schedule(whole, mesh) == PipelineSchedule("interleaved", 4, 8, 2)
     images = step_plan.pipeline_schedule(_params("", "image.ResNet50Pipe4"), mesh)
-    assert images == StagePlan("gpipe", 4, 16)
+    assert images == PipelineSchedule("gpipe", 4, 16)

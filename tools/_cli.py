@@ -150,7 +150,7 @@ def plan_cache(given: str | None) -> Path | None:
 
 
 def check_output_directory(
-    path: str | os.PathLike, flag: str = "--output", replaces: directories.Output | None = None
+    path: str | os.PathLike, flag: str = "--output", replaces: directories.OutputKind | None = None
 ) -> None:
     """Raises ValueError, naming the flag, unless `path` is or can become a directory to write in.
 

@@ -149,7 +149,7 @@ class _Names:
         read = read or self.Of(self._annotated.get(op, ""))
         return (self._made(read) or self._argument(read) or read) if read else ""
 
-    def Tensor(self, tensor: spmd.PartitionedTensor, annotates: str = "") -> ShardedTensor:
+    def Tensor(self, tensor: spmd.PropagatedTensor, annotates: str = "") -> ShardedTensor:
         return ShardedTensor(
             name=self.Of(tensor.op),
             dtype=tensor.dtype,

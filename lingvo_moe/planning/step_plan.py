@@ -209,7 +209,7 @@ def _analyse(
     program: Program,
     topology: Machine,
     job: tables.Job,
-    schedule: pipeline.StagePlan | None,
+    schedule: pipeline.PipelineSchedule | None,
     layers: Layers,
 ) -> dict[str, Any]:
     """The part of a plan that comes from the compiled program."""
@@ -238,7 +238,7 @@ def _analyse(
 
 def pipeline_schedule(
     params: Params, mesh: Mesh, stacks: Sequence[tuple[str, int]] = ()
-) -> pipeline.StagePlan | None:
+) -> pipeline.PipelineSchedule | None:
     """The schedule of a model's pipelines, from task.pipeline of an experiment; None for a model without them.
 
     Its micro-batches are those that one device works on.
@@ -252,7 +252,7 @@ def pipeline_schedule(
     num = settings.micro_batches // settings.Replicas(params.task.activation_split or {}, mesh)
     blocks = tuple(stacks)
     name, splits = settings.schedule, settings.splits
-    return pipeline.StagePlan(name, settings.stages, num, settings.repeats, blocks, splits)
+    return pipeline.PipelineSchedule(name, settings.stages, num, settings.repeats, blocks, splits)
 
 
 def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step, tables.Job]:

@@ -346,6 +346,7 @@ class TransformerTask(BaseTask):
         return batch
 
     def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
+        """The weights of the softmax."""
         raise NotImplementedError(f"{type(self).__name__}._SoftmaxTable")
 
 

@@ -106,6 +106,7 @@ class TransformerLayer(BaseLayer):
 
     @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
+        """See MultiHeadAttention.InitCache."""
         return self.self_atten.InitCache(batch, length, num_hyps)
 
     def CacheLetters(self) -> NestedMap:
@@ -317,6 +318,7 @@ class TransformerStack(BaseLayer):
         return [self.children[name].body.layers for name, n in times.items() for _ in range(n)]
 
     def _Weights(self, theta: NestedMap, block: int) -> list[NestedMap]:
+        """The weights of a block of `_Layers`."""
         number = block - self.p.num_first
         if number < 0:
             return self.first.SliceTheta(theta.first, block).layers

@@ -77,9 +77,9 @@ class BaseExperts(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; the MoE layer sets it.", check=checks.SIZE)
-        p.Define("hidden_dim", 0, "H; the MoE layer sets it.", check=checks.SIZE)
-        p.Define("num_experts", 0, "E; the MoE layer sets it.", check=checks.SIZE)
+        p.Define("model_dim", 0, "M; the MoE layer sets it.", checks.SIZE)
+        p.Define("hidden_dim", 0, "H; the MoE layer sets it.", checks.SIZE)
+        p.Define("num_experts", 0, "E; the MoE layer sets it.", checks.SIZE)
         return p
 
     @classmethod
@@ -110,12 +110,12 @@ class Experts(BaseExperts):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("activation", "relu", "f, by its name.", check=checks.one_of(ACTIVATIONS))
+        p.Define("activation", "relu", "f, by its name.", checks.one_of(ACTIVATIONS))
         p.Define(
             "relu_dropout_prob",
             0.0,
             "Dropout on the hidden layer, in training.",
-            check=checks.SHARE,
+            checks.SHARE,
         )
         p.Define("biases", False, "Whether each product has a bias (gpt-oss).")
         return p

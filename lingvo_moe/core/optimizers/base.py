@@ -18,7 +18,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.by_layer import (
-    Applied,
+    AppliedByLayer,
     is_by_layer,
     squares_by_layer,
     update_by_layer,
@@ -188,7 +188,7 @@ class BaseOptimizer:
         update_norm = tf.sqrt(tf.add_n([d.SumOfSquares() for d in changed]))
         new_theta = theta.Flatten()
         for i, (delta, slot) in enumerate(zip(deltas, slots_of, strict=True)):
-            if delta is not None and MASTER in slot and not isinstance(delta, Applied):
+            if delta is not None and MASTER in slot and not isinstance(delta, AppliedByLayer):
                 new_slots[i][MASTER] = delta.SubtractFrom(slot[MASTER])
                 new_theta[i] = tf.cast(new_slots[i][MASTER], new_theta[i].dtype)
             elif delta is not None:
@@ -205,7 +205,7 @@ class BaseOptimizer:
         specs: NestedMap,
         numbers: Numbers,
     ) -> tuple[list[kernels.Delta | None], list[NestedMap]]:
-        """The change of each variable, None where it is not trainable, and its new slots, MASTER only if Applied."""
+        """The change of each variable, None where it is not trainable, and new slots, MASTER of AppliedByLayer only."""
         deltas: list[kernels.Delta | None] = []
         new_slots: list[NestedMap] = []
         decayed = self.Decays(specs)

@@ -26,8 +26,8 @@ UpdateLayer = Callable[
 ]
 
 
-class Applied(AppliedDelta):
-    """A `kernels.Delta` that was subtracted already, also from the slot MASTER."""
+class AppliedByLayer(AppliedDelta):
+    """A `kernels.Delta` that was subtracted already, from the slot MASTER too, layer by layer."""
 
 
 def is_by_layer(spec: VariableSpec, slot_specs: NestedMap) -> bool:
@@ -54,7 +54,7 @@ def update_by_layer(
     values: tuple[tf.Tensor, NestedMap],
     grad: tf.Tensor,
     finite: tf.Tensor,
-) -> tuple[Applied, NestedMap]:
+) -> tuple[AppliedByLayer, NestedMap]:
     """The update of a stack.
 
     Args:
@@ -90,7 +90,7 @@ def update_by_layer(
     start = (tf.constant(0), flatten(values), tf.constant(0.0))
     _, stacks, square = tf.while_loop(lambda i, *_: i < spec.shape[0], body, start)
     weight, slots = pack_as(values, stacks)
-    return Applied(weight, square), slots
+    return AppliedByLayer(weight, square), slots
 
 
 def _row(x: tf.Tensor, i: tf.Tensor, split: DimsMapping, host: bool) -> tf.Tensor:

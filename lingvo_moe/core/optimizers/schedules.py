@@ -163,7 +163,7 @@ class _ToTheEnd(WarmupSchedule):
         return p.final_share * rate + (1.0 - p.final_share) * falling if p.final_share else falling
 
     def Mismatch(self, max_steps: int) -> Mismatch | None:
-        """See Schedule: the run and the decay should end together."""
+        """See LearningRateSchedule: the run and the decay should end together."""
         p = self.p
         if p.total_steps in (0, max_steps):
             return None

@@ -58,7 +58,7 @@ _SEARCH_LIMIT = 24  # How many instructions a search follows.
 
 
 @dataclasses.dataclass(frozen=True)
-class PartitionedTensor:
+class PropagatedTensor:
     """A tensor of the program after sharding propagation."""
 
     # The TensorFlow operation that produces it; 'args[0]' for an argument; '' for tensors of loops and of the program
@@ -76,7 +76,7 @@ class PartitionedTensor:
 class Annotation:
     """A tensor that the user annotated; `of` is the operation that produced it."""
 
-    tensor: PartitionedTensor
+    tensor: PropagatedTensor
     of: str
 
 
@@ -142,13 +142,13 @@ class Propagated:
                 table.setdefault(name, []).append(at)
         return table
 
-    def Tensors(self, operation: str) -> list[PartitionedTensor]:
+    def Tensors(self, operation: str) -> list[PropagatedTensor]:
         """The tensors that an operation produces, for each loop or branch that contains it.
 
         An operation may have become several instructions. Those that other operations read count; if
         they differ in shape (e.g. because of broadcast constants), only the last one counts.
         """
-        found: list[PartitionedTensor] = []
+        found: list[PropagatedTensor] = []
         places: dict[str, list[Executed]] = {}
         for at in self.by_operation.get(operation, ()):
             places.setdefault(at.computation.name, []).append(at)
@@ -192,13 +192,13 @@ class Propagated:
         users = at.computation.users.get(at.instruction.name, ())
         return at.instruction.is_root or any(user.name not in own for user in users)
 
-    def _tensors(self, at: Executed, operation: str) -> Iterator[PartitionedTensor]:
+    def _tensors(self, at: Executed, operation: str) -> Iterator[PropagatedTensor]:
         instruction = at.instruction
         shardings = self.shardings(instruction)
         phase = parts.phase(instruction.op_name, at.in_backward_loop)
         for array, sharding in zip(instruction.arrays, shardings):
             loop = at.computation.name if at.computation.name in self._loops else ""
-            yield PartitionedTensor(
+            yield PropagatedTensor(
                 operation, instruction.name, array.dtype, array.dims, sharding, phase, loop
             )
 

@@ -122,6 +122,7 @@ class LayerWithExtras(BaseLayer):
     def FPropWithExtras(
         self, theta: NestedMap, args: Args, seed: tf.Tensor | None
     ) -> tuple[Args, NestedMap]:
+        """See HasExtras."""
         raise NotImplementedError(f"{type(self).__name__}.FPropWithExtras")
 
 
@@ -144,6 +145,7 @@ class FeatureExtractionLayer(LayerWithExtras):
 
     @classmethod
     def SubLayers(cls, params: HyperParams) -> list[InstantiableParams]:
+        """See `sub_layers`."""
         return list(params.sub)
 
     def FPropWithExtras(

@@ -48,7 +48,7 @@ class StageLayout:
         Args:
             division: of the batch, whose specs have no axis `data`.
             rest_splits: the mesh axes of the other weights, by the names of their gradients (see stage.py).
-            ends: Blocks.ends of each stack.
+            ends: StageBlocks.ends of each stack.
         """
         self._K, self._V, self._division = schedule.stages, schedule.repeats, division
         self._mesh = mesh_of("the layout of a pipeline", None)

@@ -38,7 +38,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class PipelineSchedule:
     """The schedule of a model's pipelines, as its parameters have it."""
 
     name: str  # e.g. '1f1b'
@@ -65,7 +65,10 @@ class Loop:
 
 
 def pipelines(
-    module: Module, costs: Sequence[Cost], machine: Machine, schedule: StagePlan | None = None
+    module: Module,
+    costs: Sequence[Cost],
+    machine: Machine,
+    schedule: PipelineSchedule | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the plan's `pipelines`: one dict for each pipeline of a program, in the order of their loops.
 
@@ -87,7 +90,7 @@ def pipelines(
     return [_describe(name, loops, schedule) for name, loops in found.items()]
 
 
-def _describe(name: str, loops: list[Loop], schedule: StagePlan | None) -> dict[str, Any]:
+def _describe(name: str, loops: list[Loop], schedule: PipelineSchedule | None) -> dict[str, Any]:
     out: dict[str, Any] = {
         "name": name,
         "loops": [
@@ -115,7 +118,7 @@ def _describe(name: str, loops: list[Loop], schedule: StagePlan | None) -> dict[
     }
 
 
-def _blocks(schedule: StagePlan) -> dict[str, Any]:
+def _blocks(schedule: PipelineSchedule) -> dict[str, Any]:
     """The number of blocks of each stack, and the share of padding in the stages' work."""
     if not schedule.stacks:
         return {}
@@ -124,7 +127,7 @@ def _blocks(schedule: StagePlan) -> dict[str, Any]:
     return {"blocks": dict(schedule.stacks), "padding": padding(stacks)}
 
 
-def bubble(name: str, loops: Iterable[Loop], schedule: StagePlan) -> float | None:
+def bubble(name: str, loops: Iterable[Loop], schedule: PipelineSchedule) -> float | None:
     """The share of a stage's time in a pipeline's loops in which it is idle.
 
     Args:

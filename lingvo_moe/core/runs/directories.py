@@ -27,7 +27,7 @@ class OutputError(ValueError):
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputKind:
     """A directory that a command makes."""
 
     name: str  # what errors call it
@@ -71,7 +71,7 @@ class Output:
 
 
 # Other programs write an experiment.json, too. Old runs have no manifest, but checkpoints.
-RUN = Output(
+RUN = OutputKind(
     "run",
     (DESCRIPTION,),
     (
@@ -89,14 +89,14 @@ RUN = Output(
     ),
     beside=("manifest.sha256", CHECKPOINTS),
 )
-PREPARED = Output(
+PREPARED = OutputKind(
     "prepared data",
     ("prepared.json", "prepared.sha256"),
     ("dev", "vocab", "records", "*.tsv.gz"),
     ("*.tsv",),
 )
-CORPUS = Output("corpus", ("corpus.json", "corpus.sha256"), ("dev", "*.tsv.gz"), ("*.tsv",))
-EXPORTED = Output(
+CORPUS = OutputKind("corpus", ("corpus.json", "corpus.sha256"), ("dev", "*.tsv.gz"), ("*.tsv",))
+EXPORTED = OutputKind(
     "exported model",
     ("saved_model.pb",),
     ("variables", "assets", "assets.extra", "fingerprint.pb", "keras_metadata.pb"),
@@ -109,8 +109,8 @@ _KINDS = (RUN, PREPARED, CORPUS, EXPORTED)
 class Found:
     """The kind of a directory, and the reason for saying so."""
 
-    kind: Output  # which kind of directory
-    why: str  # by what it was recognised, as Output.FindMark says it
+    kind: OutputKind  # which kind of directory
+    why: str  # by what it was recognised, as OutputKind.FindMark says it
 
     def __str__(self) -> str:
         """The kind and the reason: 'a run (it holds experiment.json)'."""
@@ -120,7 +120,7 @@ class Found:
 def recognise(directory: str | os.PathLike) -> Found | None:
     """Recognises the kind of a directory; None for one of no kind, and for a path that is no directory.
 
-    Raises OSError: as Output.FindMark.
+    Raises OSError: as OutputKind.FindMark.
     """
     for kind in _KINDS:
         if why := kind.FindMark(directory):
@@ -150,7 +150,7 @@ def check_writable(directory: str | os.PathLike, what: str) -> None:
     raise OutputError(f"{what}: no permission to write in {place}")
 
 
-def check_replaceable(output: str | os.PathLike, kind: Output, flag: str = "--output") -> None:
+def check_replaceable(output: str | os.PathLike, kind: OutputKind, flag: str = "--output") -> None:
     """Accepts a directory, or an address, that a command makes, and by which it replaces an older one of its kind.
 
     Raises OutputError: what is there, or around it, is something else, or would be lost.

@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass, replace
 
-from scipy.optimize import minimize_scalar
-
 _MOST = 700.0  # of the exponent of e in double precision
 
 
@@ -44,6 +42,10 @@ class FailingMachine:
 
     def BestInterval(self) -> float:
         """The interval with the highest goodput: about sqrt(2 save mtbf), where that is much shorter than mtbf."""
+        from scipy.optimize import (
+            minimize_scalar,
+        )  # takes longer to import than all else of tools.goodput
+
         bounds = math.log(self.save) - 7.0, math.log(max(self.save, self.mtbf)) + 7.0
 
         def lost(log_interval: float) -> float:

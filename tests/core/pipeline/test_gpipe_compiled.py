@@ -16,7 +16,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.layers import PipeliningLayer
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.machines.machine import parse_machine
-from lingvo_moe.core.planner.pipeline import StagePlan, pipelines
+from lingvo_moe.core.planner.pipeline import PipelineSchedule, pipelines
 from lingvo_moe.core.sharding import Mesh
 
 pytestmark = pytest.mark.skipif(
@@ -72,7 +72,7 @@ def test_a_tick_has_one_permute_each_way_and_gradients_are_reduced_once(num):
 
 def test_its_plan_has_the_ticks_and_the_bubble_of_the_law():
     module, machine = parse_module(_compiled(8).hlo_text), parse_machine("v5e:2x4")
-    (found,) = pipelines(module, costs(module), machine, StagePlan("gpipe", 4, 8))
+    (found,) = pipelines(module, costs(module), machine, PipelineSchedule("gpipe", 4, 8))
     ticks = {loop["phase"]: loop["ticks"] for loop in found["loops"]}
     assert (found["name"], ticks) == ("seq", {"forward": 11, "backward": 11})
     assert found["bubble"] == pytest.approx(3 / 11)

@@ -12,7 +12,7 @@ from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.machines.machine import parse_machine
-from lingvo_moe.core.planner.pipeline import StagePlan, pipelines
+from lingvo_moe.core.planner.pipeline import PipelineSchedule, pipelines
 from lingvo_moe.core.sharding import Mesh, dims_mapping
 from lingvo_moe.core.task.pipelined_step import pipelined_step
 from lingvo_moe.core.task.step import Step
@@ -50,7 +50,7 @@ def test_a_tick_has_one_permute_for_each_tensor_and_no_weights_move():
         assert use.kind in ("collective-permute", "all-reduce"), executed
         permutes += executed.times * use.tensors * (use.kind == "collective-permute")
     assert permutes == 2 * 3 * (16 + 4 - 1)
-    schedule = StagePlan("1f1b", 4, 16, stacks=(("low", 4), ("high", 4)))
+    schedule = PipelineSchedule("1f1b", 4, 16, stacks=(("low", 4), ("high", 4)))
     (found,) = pipelines(module, costs(module), parse_machine(TOPOLOGY), schedule)
     assert found["bubble"] == pytest.approx(3 / 19)
     assert (found["blocks"], found["padding"]) == ({"low": 4, "high": 4}, 0)

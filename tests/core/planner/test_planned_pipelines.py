@@ -13,7 +13,7 @@ from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.network.slices_network import SECONDS_PER_STEP
-from lingvo_moe.core.planner.pipeline import Loop, StagePlan, bubble, pipelines
+from lingvo_moe.core.planner.pipeline import Loop, PipelineSchedule, bubble, pipelines
 from lingvo_moe.core.sharding import Mesh
 
 
@@ -144,12 +144,12 @@ def test_what_ticks_do():
 def test_loops_of_another_schedule_are_refused():
     loops = [Loop(_name("forward"), 7, 1, 1.0), Loop(_name("backward"), 7, 1, 2.0)]
     with pytest.raises(PlanError, match="'m4' has 7 forward ticks, too few for micro_batches=8"):
-        bubble("m4", loops, StagePlan("gpipe", 4, 8))
+        bubble("m4", loops, PipelineSchedule("gpipe", 4, 8))
 
 
 def test_interleaved_chunks_and_weight_gradients_apart():
     chunks = [Loop(_name(phase), 2 * 8 + 3, 1, 1.0) for phase in ("forward", "backward")]
-    assert bubble("m4", chunks, StagePlan("interleaved", 4, 8, 2)) == pytest.approx(3 / 19)
+    assert bubble("m4", chunks, PipelineSchedule("interleaved", 4, 8, 2)) == pytest.approx(3 / 19)
     # By hand: 3 (F + B) of 11 (F + B) and 8 W, with F = 1, B = 1.5, W = 0.5.
     loops = [
         Loop(_name("forward"), 3, 1, 1.0),
@@ -157,13 +157,14 @@ def test_interleaved_chunks_and_weight_gradients_apart():
         Loop(_name("backward"), 3, 1, 1.5),
         Loop(_name("weight_gradients"), 8, 1, 0.5),
     ]
-    found = bubble("m4", loops, StagePlan("zb_h1", 4, 8))
+    found = bubble("m4", loops, PipelineSchedule("zb_h1", 4, 8))
     assert found == pytest.approx(3 * 2.5 / (11 * 2.5 + 8 * 0.5))
 
 
 def test_one_stage_has_no_bubble():
     assert (
-        bubble("m4", [Loop(_name("forward_backward"), 8, 1, 3.0)], StagePlan("1f1b", 1, 8)) == 0.0
+        bubble("m4", [Loop(_name("forward_backward"), 8, 1, 3.0)], PipelineSchedule("1f1b", 1, 8))
+        == 0.0
     )
 
 
@@ -177,7 +178,7 @@ def test_stacks_that_follow_each_other():
         Loop(_name("decoder_backward__encoder_backward"), 1, 1, 5.0),
         Loop(_name("encoder_backward"), 2, 1, 2.0),
     ]
-    assert bubble("m4", loops, StagePlan("1f1b", 2, 4)) == pytest.approx(1 / 5)
+    assert bubble("m4", loops, PipelineSchedule("1f1b", 2, 4)) == pytest.approx(1 / 5)
 
 
 def test_a_bubble_that_hangs_on_seconds_of_removed_loops_is_not_known():
@@ -188,6 +189,8 @@ def test_a_bubble_that_hangs_on_seconds_of_removed_loops_is_not_known():
         Loop(_name("weight_gradients"), 8, 1, 0.5),
     ]
     # F and B have equally many ticks, so their sum is enough.
-    assert bubble("m4", loops, StagePlan("zb_h1", 2, 8)) == pytest.approx(2.5 / (9 * 2.5 + 8 * 0.5))
+    assert bubble("m4", loops, PipelineSchedule("zb_h1", 2, 8)) == pytest.approx(
+        2.5 / (9 * 2.5 + 8 * 0.5)
+    )
     loops[3] = Loop(_name("weight_gradients"), 8, 1, None)
-    assert bubble("m4", loops, StagePlan("zb_h1", 2, 8)) is None
+    assert bubble("m4", loops, PipelineSchedule("zb_h1", 2, 8)) is None

@@ -1,4 +1,7 @@
-"""Decides which pairs are dropped, and why."""
+"""Decides which pairs are dropped, and why.
+
+Text that is not in a script of its language is a sign that the language is labelled wrongly.
+"""
 
 import functools
 import unicodedata
@@ -67,6 +70,8 @@ class Rules:
                 return "wrong_target_script"
         return ""
 
+
+# --- scripts
 
 # The scripts of a language come from CLDR (through Babel); that of a letter is the first word of its Unicode name.
 LATIN = "LATIN"

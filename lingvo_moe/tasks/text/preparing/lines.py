@@ -67,7 +67,7 @@ def pair(number: int, lang: str | None, source: str, target: str) -> ReadLine:
 
 
 def bad(number: int, lang: str | None, reason: str) -> ReadLine:
-    """A line that holds no pair, for a reason as Line has it or 'too_long'."""
+    """A line that holds no pair, for a reason as ReadLine has it or 'too_long'."""
     if lang is not None and not is_language(lang):
         lang = None  # files and directories are named by it
     return ReadLine(number, lang, "", "", "too_long_line" if reason == "too_long" else reason)
