@@ -3,7 +3,7 @@
     test_meshes = refusals(
         ShardingError,
         (lambda: Mesh.parse("expert"), "expected axis:size"),
-        (lambda folder: Mesh.load(folder / "none"), FileNotFoundError, "No such file"),  # folder: a fixture
+        (lambda: Mesh.parse(8), TypeError, "got an int"),
     )
 
 Where all rows cause it in one way, that way is the test, and a row has its first arguments:
@@ -56,10 +56,10 @@ def _names_an_error(row: tuple[Any, ...]) -> bool:
 
 
 def refusals(error: Errors, *rows: tuple[Any, ...], plain: bool = False) -> Callable:
-    """Makes a test of rows of calls, which take fixtures by the names of their arguments; see `refuses`."""
+    """Makes a test of rows of calls without arguments; see `refuses`."""
 
     @refuses(error, *rows, plain=plain)
-    def test(call: Callable, request: pytest.FixtureRequest) -> None:
-        call(*map(request.getfixturevalue, inspect.signature(call).parameters))
+    def test(call: Callable[[], object]) -> None:
+        call()
 
     return test

@@ -30,13 +30,9 @@ def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
 
 
 @pytest.mark.parametrize("engine, flags, mesh, line", [
-    (
-        "tf_graph",
-        [],
-        "expert:1",
-        "--engine=tf_graph, the default on one CPU device without --mesh; "
-        "mesh expert:1 (train.mesh=expert:8, resized to the devices)",
-    ),
+    ("tf_graph", [], "expert:1",
+     "--engine=tf_graph, the default on one CPU device without --mesh; "
+     "mesh expert:1 (train.mesh=expert:8, resized to the devices)"),
     ("pjrt", ["--num_devices=8"], "expert:8",
      "--engine=pjrt, the default for several devices, GPUs, TPUs and with --mesh; mesh expert:8"),
 ])  # fmt: skip

@@ -59,7 +59,7 @@ def write_corpus(
 ) -> Path:
     """Writes files of so many pairs: words spelled backwards, preceded by the first letter of the file's name.
 
-    So many of each file's first pairs stand in dev/ too, but for the last file's.
+    The first `held_out` pairs of every file but the last stand in dev/ too.
     """
     rng = random.Random(0)
     syllables = [c + v for c in "bdfgklmnprst" for v in ("a", "e", "i", "o", "u", "an")]

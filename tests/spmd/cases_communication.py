@@ -151,23 +151,10 @@ PERMUTES = [
     Case("permute_rotated", lambda a: shard(split(2 * a + 1, 0, 4), np.array([[1], [2], [3], [0]])), (A,), mesh="d:4",
         splits=(_ROWS,), inspect=moves(("collective-permute", 128, [(0, 1), (1, 2), (2, 3), (3, 0)]))),
     # From one device assignment of figure 10 to the other.
-    Case(
-        "permute_figure_10",
-        lambda a: shard(
-            shard(2 * a + 1, np.arange(8).reshape(2, 4)), np.array([[0, 2, 4, 6], [1, 3, 5, 7]])
-        ),
-        (A,),
-        mesh=XY,
-        splits=(("x", "y"),),
-        inspect=moves(
-            (
-                "collective-permute",
-                64,
-                [(0, 0), (1, 2), (2, 4), (3, 6), (4, 1), (5, 3), (6, 5), (7, 7)],
-            )
-        ),
-        backward={"collective-permute": 1},
-    ),
+    Case("permute_figure_10",
+        lambda a: shard(shard(2 * a + 1, np.arange(8).reshape(2, 4)), np.array([[0, 2, 4, 6], [1, 3, 5, 7]])),
+        (A,), mesh=XY, splits=(("x", "y"),), backward={"collective-permute": 1},
+        inspect=moves(("collective-permute", 64, [(0, 0), (1, 2), (2, 4), (3, 6), (4, 1), (5, 3), (6, 5), (7, 7)]))),
     recut("permute_axes_in_other_order", (("x", "y"), None), (("y", "x"), None), XY,
         inspect=moves(("collective-permute", 64))),
     # x and y are of one size: every device gets the part of its mirror image.

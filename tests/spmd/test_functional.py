@@ -249,9 +249,8 @@ def test_wrong_shardings_name_the_argument(kwargs):
     (lambda t: t["a"] * 2.0, [{"b": ("data",)}], [{"a": tf.ones([4])}], r"in_shardings: t has no 'b' \(known: a\)"),
     (lambda x: x * 2.0, [("model",)], [tf.ones([6])], r"x: dimension 0 .* 6 elements, not a multiple of the 4"),
     (lambda x, n: x * n, [None, ("model",)], [tf.ones([6]), 3.0], r"n is 3.0, no tensor; its entry has to be None"),
-    (tf.ones([2]), None, [], "is no function"),
 )  # fmt: skip
-def test_wrong_functions_trees_and_uneven_parts(fn, shardings, args):
+def test_wrong_trees_and_uneven_parts(fn, shardings, args):
     shard_function(fn, shardings, mesh=MESH)(*args)
 
 
@@ -310,3 +309,8 @@ def test_jacobians_from_eager_code_only_and_no_forward_mode():
     with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)):
         with pytest.raises(ShardingError, match="sin: a ForwardAccumulator watches"):
             sharded(x)
+
+
+def test_a_tensor_is_not_a_function():
+    with pytest.raises(ShardingError, match="is no function"):
+        shard_function(tf.ones([2]))

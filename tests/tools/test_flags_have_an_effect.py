@@ -224,7 +224,6 @@ _SHORTLIST = SimpleNamespace(
 )
 _COMPILING = {**_CLI, "tools._cli:request_devices": None}
 _MACHINE = ["--model=mt.M4Tiny", "--topology=v3:2x2"]
-_VARIANT = {"held_out_nll": 1.0, "steps": 9}
 _GOODPUT = Goodput(dict.fromkeys(PARTS, 60.0), 3, 2, 100, 0.5, 4, 2.0, 9.0, 10, 0.9)
 COMMANDS += [
     Command("explain", {

@@ -29,12 +29,6 @@ def test_rounds_follow_from_the_seed_and_the_last_third_has_other_layouts():
     assert 12 < sum(r.number == soak.signal.SIGTERM for r in rounds) < 36
 
 
-def _write_losses(output, name, losses):
-    (output / name / "train").mkdir(parents=True)
-    for step, loss in losses:
-        append_row(output / name / "train" / "metrics.jsonl", {"step": step, "loss": loss})
-
-
 _LOSSES = {step: 4.0 / step for step in range(1, 61)}
 
 

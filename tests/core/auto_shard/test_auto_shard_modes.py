@@ -194,14 +194,20 @@ def test_a_tape_inside_sees_annotated_tensors():
 @refuses(ShardingError,
     (functions.perceptron, {"differentiate": ["w1_M"]}, r"has no argument 'w1_M' \(did you mean 'w1_MH'"),
     (functions.perceptron, {"differentiate": "w1_MH"}, "has to be a list of names"),
-    (functions.perceptron, {"topology": "v5e:2x2"}, PlanError, "fewer than mesh model:8 of 8"),
     (functions.perceptron, {"memory_limit": 0}, "memory_limit=0 has to be a number of bytes above 0"),
     (functions.perceptron, {"strategy": '{"a": 1}'}, "is no text of a strategy"),
     (functions.perceptron, {"strategy": "nowhere.json"}, "No such file"),
     (_X, {}, "is no function"),
-    (tf.nn.relu, {"mesh": None}, "no mesh; give auto_shard one"),
-    (lambda x: xs.manual_region(tf.nn.relu, [("model", None)], ("model", None))(x), {}, "has a manual region"),
 )  # fmt: skip
-def test_wrong_input_is_refused(fn, options):
-    sharded = xs.auto_shard(fn, **{"mesh": _EIGHT, **options})
-    sharded.Strategy(*[_X] * (3 if fn is functions.perceptron else 1))
+def test_wrong_input_is_refused_at_once(fn, options):
+    xs.auto_shard(fn, _EIGHT, **options)
+
+
+@refuses(ShardingError,
+    (xs.auto_shard(tf.nn.relu), "no mesh; give auto_shard one"),
+    (xs.auto_shard(tf.nn.relu, _EIGHT, topology="v5e:2x2"), PlanError, "fewer than mesh model:8 of 8"),
+    (xs.auto_shard(lambda x: xs.manual_region(tf.nn.relu, [("model", None)], ("model", None))(x), _EIGHT),
+     "has a manual region"),
+)  # fmt: skip
+def test_a_function_without_a_strategy_is_refused(sharded):
+    sharded.Strategy(_X)

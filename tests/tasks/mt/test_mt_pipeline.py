@@ -50,20 +50,14 @@ def _zeros(tensors):
 @pytest.mark.parametrize(("override", "mesh", "message"), [
     ("task.pipeline.stages=4", "stage:4,expert:2",
      "task.pipeline.stages=4: the encoder has 2 blocks, fewer than 4 parts; choose at most 2 stages"),
-    (
-        "task.pipeline.repeats=3;task.pipeline.schedule=gpipe",
-        "stage:2,expert:2",
-        "task.pipeline.stages=2 x task.pipeline.repeats=3: the encoder has 2 blocks, fewer than 6 parts; choose "
-        "stages x repeats of at most 2",
-    ),
+    ("task.pipeline.repeats=3;task.pipeline.schedule=gpipe", "stage:2,expert:2",
+     "task.pipeline.stages=2 x task.pipeline.repeats=3: the encoder has 2 blocks, fewer than 6 parts; choose "
+     "stages x repeats of at most 2"),
     ("task.pipeline.micro_batches=3", "stage:2,expert:2",
      "task.pipeline.micro_batches=3: input.batch_size=8 and task.num_groups=8 do not divide"),
-    (
-        "task.pipeline.micro_batches=4",
-        "stage:2,expert:4",
-        "task.pipeline.micro_batches=4: a micro-batch has input.batch_size=8 / 4 = 2, which does not divide over "
-        "the 4 devices",
-    ),
+    ("task.pipeline.micro_batches=4", "stage:2,expert:4",
+     "task.pipeline.micro_batches=4: a micro-batch has input.batch_size=8 / 4 = 2, which does not divide over "
+     "the 4 devices"),
     ("", "stage:4,expert:2", "task.pipeline.stages=2: the axis 'stage' of mesh stage:4,expert:2 has 4 devices"),
     ("", "expert:2", "task.pipeline.stages=2: mesh expert:2 has no axis 'stage' of that size"),
     ("train.num_micro_batches=2", "stage:2,expert:2",

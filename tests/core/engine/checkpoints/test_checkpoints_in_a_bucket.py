@@ -140,5 +140,5 @@ def test_storage_that_fails_for_good_loses_nothing(storage, place):
 
 
 def test_killed_while_saving_the_newest_complete_step_is_whole(place):
-    """Each look is a request."""
+    # The pause is long, since each look for step 2 is a request.
     check_killed_while_saving(place, 1 << 18, lambda: saved_steps(place).Has(2), pause=0.2)

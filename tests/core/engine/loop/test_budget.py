@@ -28,11 +28,7 @@ def _steps(budget, clock, first, until, seconds, units=32, every=1):
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("limit, last, why", [
     ({"max_units": 3200}, 100, "train.max_units=3200 is used up"),
-    (
-        {"max_cpu_seconds": 50.0},
-        101,
-        "train.max_cpu_seconds=50 is used up",
-    ),  # the first is free
+    ({"max_cpu_seconds": 50.0}, 101, "train.max_cpu_seconds=50 is used up"),  # the first is free
     ({"max_units": 3200, "max_cpu_seconds": 20.0}, 41, "train.max_cpu_seconds=20 is used up"),
     ({"max_units": 3200, "max_steps": 60}, 60, "train.max_steps=60 is reached"),
 ])  # fmt: skip

@@ -361,11 +361,9 @@ def test_a_cache_that_cannot_be_made(params, tmp_path, monkeypatch):
     ({"data_dir": ""}, "--data_dir is needed to train"),
     ({"languages": "aa,bb"}, r"languages='aa,bb': must be a list of strings, e.g. \['aa', 'bb'\]"),
     ({"vocab_sentences": 9}, "vocab_sentences=9: must be an integer of at least 100"),
-    (
-        {"target_vocab_size": 64_000},
-        r"input\.target_vocab_size=64000 is more than this data can fill: at most (\d+) .*"
-        r"='input\.target_vocab_size=\1;task\.target_vocab_size=\1'",
-    ),
+    ({"target_vocab_size": 64_000},
+     r"input\.target_vocab_size=64000 is more than this data can fill: at most (\d+) .*"
+     r"='input\.target_vocab_size=\1;task\.target_vocab_size=\1'"),
     ({"too_long": "cut"}, "too_long='cut': must be one of"),
 )  # fmt: skip
 def test_errors_teach(values, params):
