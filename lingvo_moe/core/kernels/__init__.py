@@ -145,8 +145,13 @@ class Kernels(Protocol):
     ) -> tf.Tensor:
         """Each row times the matrix of its group, [R,H]: see `grouped_matmul.py`."""
 
-    def sort_rows(self, group_N: tf.Tensor, groups: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def sort_rows(
+        self, group_N: tf.Tensor, groups: int, fewest: int = 1
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Sorts rows by their groups, those of a group in their order, those of group `groups`, which is none, last.
+
+        Args:
+            fewest: the places that a group with rows has at least. XLA, which multiplies no packed weights, takes 1.
 
         Returns:
             int32 [N], the place of each row; int32 [R], the row in each place, -1 where there is none, or one without a

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped, tensorflow_adafactor, xla
-from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Heads, Matrix, Weight
+from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
 from lingvo_moe.core.kernels.xla import Activation, CacheShape, Drop, Keep, Shard
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.private import tensorflow as private
@@ -144,16 +144,20 @@ def grouped_matmul(
     return grouped.by_group(rows_RM, weights_EMH, group_sizes_E, rows_expected)
 
 
-def sort_rows(group_N: tf.Tensor, groups: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """See `Kernels`; a group with rows has at least FEWEST_ROWS places."""
+def sort_rows(
+    group_N: tf.Tensor, groups: int, fewest: int = 1
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """See `Kernels`."""
+    if fewest == 1:
+        return xla.sort_rows(group_N, groups)
     (count,) = shape_of(group_N)
     rows_E = tf.math.unsorted_segment_sum(tf.ones_like(group_N), group_N, groups + 1)[:groups]
-    sizes_E = tf.where(rows_E > 0, tf.maximum(rows_E, FEWEST_ROWS), 0)
-    # Up to three rows more for each group; those that it does not need come after all others.
-    more = tf.range(1, FEWEST_ROWS)[:, tf.newaxis]
+    sizes_E = tf.where(rows_E > 0, tf.maximum(rows_E, fewest), 0)
+    # Some rows more for each group; those that it does not need come after all others.
+    more = tf.range(1, fewest)[:, tf.newaxis]
     more = tf.where(rows_E + more <= sizes_E, tf.range(groups), groups + 1)
     owner = tf.concat([group_N, tf.reshape(more, [-1])], 0)
-    number = tf.range(count + (FEWEST_ROWS - 1) * groups)
+    number = tf.range(count + (fewest - 1) * groups)
     order = tf.concat(tf.dynamic_partition(number, owner, groups + 2), 0)
     order = tf.ensure_shape(order, number.shape)
     place_N, used = tf.math.invert_permutation(order)[:count], tf.reduce_sum(sizes_E)

@@ -101,8 +101,11 @@ def grouped_matmul(
     return form(rows_RM, weights_EMH, group_sizes_E, rows_expected)
 
 
-def sort_rows(group_N: tf.Tensor, groups: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def sort_rows(
+    group_N: tf.Tensor, groups: int, fewest: int = 1
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """See `Kernels`; each place has a row."""
+    assert fewest == 1, fewest
     (count,) = shape_of(group_N)
     at = tf.range(count)
     order = _stable_order(group_N)

@@ -201,19 +201,20 @@ def places_of(slot_gSk: tf.Tensor, num_slots: int) -> Places:
 
 
 def sorted_places(
-    expert_Sk: tf.Tensor, kept_Sk: tf.Tensor, num_experts: int
+    expert_Sk: tf.Tensor, kept_Sk: tf.Tensor, num_experts: int, fewest: int = 1
 ) -> tuple[Places, tf.Tensor]:
     """Places of choices sorted by expert, then by token and rank.
 
     Args:
         expert_Sk: int32 in 0..E-1 where kept.
         kept_Sk: bool; choices that are not kept have no slot.
+        fewest: the slots that an expert with choices has at least.
 
     Returns:
         The places, of one group, and int32 [E], the slots of each expert; see `Kernels.sort_rows`.
     """
     key = tf.reshape(tf.where(kept_Sk, expert_Sk, num_experts), [-1])
-    place, source, sizes_E = kernels.current().sort_rows(key, num_experts)
+    place, source, sizes_E = kernels.current().sort_rows(key, num_experts, fewest)
     slot_Sk = tf.where(kept_Sk, tf.reshape(place, shape_of(kept_Sk)), -1)
     return Places(slot_Sk[tf.newaxis], source[tf.newaxis]), sizes_E
 

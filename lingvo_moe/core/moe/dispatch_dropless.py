@@ -94,7 +94,7 @@ class DroplessDispatcher(Dispatcher):
         tokens, ranks = x_NM.shape[0], routing.kept.shape[-1]
         expected = None if tokens is None else tokens * ranks // layout.num_devices
         if layout.parts == 1:
-            return self._Pack(layout, x_NM, choices, expected)
+            return self._Pack(layout, x_NM, choices, expected, routing.fewest_rows)
         return self._Send(layout, x_NM, choices, expected)
 
     def _Pack(
@@ -103,6 +103,7 @@ class DroplessDispatcher(Dispatcher):
         x_NM: tf.Tensor,
         choices_Nk: tuple[tf.Tensor, ...],
         expected: int | None,
+        fewest: int,
     ) -> Rows:
         """Rows where every device has all experts."""
         devices, num_experts = layout.devices, layout.local_experts
@@ -110,7 +111,7 @@ class DroplessDispatcher(Dispatcher):
         def pack(
             x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor, number_nk: tf.Tensor
         ) -> tuple:
-            places, sizes_E = sorted_places(expert_nk, kept_nk > 0, num_experts)
+            places, sizes_E = sorted_places(expert_nk, kept_nk > 0, num_experts, fewest)
             rows = to_slots(x_nM[tf.newaxis], places)
             number_1R = of_slots(number_nk[tf.newaxis], places)
             return rows, sizes_E[tf.newaxis], number_1R, places.slot_gSk[0], places.source_gX

@@ -13,7 +13,7 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
-from lingvo_moe.core.kernels.weights import Packing
+from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
 from lingvo_moe.core.moe.experts import Experts, Rows
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
@@ -201,6 +201,7 @@ class MoELayer(BaseLayer):
         packed = isinstance(theta.experts.get("wo"), list)
         if packed:  # for a search, which reads no extras
             routing = self.router.Seat(self.router.Choose(*given), capacity, measured=False)
+            routing = replace(routing, fewest_rows=FEWEST_ROWS)
         else:
             routing = self.router.FProp(*given)
         if self.p.gate_inputs:

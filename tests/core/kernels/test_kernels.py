@@ -156,9 +156,10 @@ _SORTED = tf.constant([3, 1, 3, 0, 1, 1, 7, 3])
 _SIZES = tf.constant([4, 0, 3])
 
 
-def _sorted_rows(ops):
-    """The rows of groups 0 to 6 in their order; kernels differ in what lies between and after them."""
-    place, source, sizes = ops.sort_rows(_SORTED, 7)
+def _sorted_rows(ops, fewest=1):
+    """The rows of groups 0 to 6 in their order, whatever lies between and after them."""
+    place, source, sizes = ops.sort_rows(_SORTED, 7, fewest)
+    assert set(sizes.numpy()) == {0, *(max(n, fewest) for n in (1, 3))}
     group = tf.repeat(tf.range(7), sizes)
     rows = source[: tf.size(group)]
     there = rows >= 0
@@ -166,6 +167,10 @@ def _sorted_rows(ops):
     tf.debugging.assert_equal(tf.gather(source, place[:6]), tf.range(6))
     tf.debugging.assert_equal(source[tf.size(group) :], -1)
     return rows[there]
+
+
+def test_a_group_with_rows_has_as_many_places_as_asked_for():
+    tf.debugging.assert_equal(_sorted_rows(tensorflow, fewest=4), _sorted_rows(xla))
 
 
 CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
