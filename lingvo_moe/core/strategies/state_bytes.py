@@ -1,6 +1,6 @@
 """The bytes of a training state on one device under any layout, from the specs of one instance of the task."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,9 +34,10 @@ class StateBytes:
         task.Set(weight_split={n: n for n in WEIGHT_LETTERS})
         given = {"fprop_dtype": fprop_dtype, "offload": list(offload)}
         task.Set(**{name: value for name, value in given.items() if value})
-        self._variables = Counter(
-            (part, _of_a_kind(spec)) for part, spec in state_variables(task.Instantiate())
-        )
+        # How many variables of each kind a part of the state has.
+        self._variables: dict[VariableSpec, Counter[str]] = defaultdict(Counter)
+        for part, spec in state_variables(task.Instantiate()):
+            self._variables[_of_a_kind(spec)][part] += 1
         self._layout: MeshLayout | None = None
         self._sharded: list[Sharded] = []
 
@@ -44,10 +45,10 @@ class StateBytes:
         """The bytes under a layout and a level of train.shard_state."""
         if layout != self._layout:
             self._layout = layout
-            self._sharded = [
-                _on_device(part, spec, layout).Times(n)
-                for (part, spec), n in self._variables.items()
-            ]
+            self._sharded = []
+            for spec, parts in self._variables.items():
+                one = _on_device(spec, layout)
+                self._sharded += [one.Of(part, times) for part, times in parts.items()]
         return tally(self._sharded, level)
 
 
@@ -58,11 +59,11 @@ def _of_a_kind(spec: VariableSpec) -> VariableSpec:
     return replace(spec, path="", letters=letters, init=WeightInit.Constant(0), trainable=True)
 
 
-def _on_device(part: str, spec: VariableSpec, layout: MeshLayout) -> Sharded:
+def _on_device(spec: VariableSpec, layout: MeshLayout) -> Sharded:
     of_weights: dict[str, Axis] = dict(layout.weights)
     if layout.stages > 1:
         of_weights = {"V": STAGE, **of_weights, "L": STAGE}
     split = dims_mapping(spec.letters, of_weights)
     used = {a for axis in split for a in axes_of(axis)}
-    found = sharded(part, replace(spec, split=split), layout.mesh)
+    found = sharded(spec, split, layout.mesh)
     return replace(found, terms=tuple(a for a in layout.Axes("B") if a not in used))

@@ -1,5 +1,6 @@
 """Reads from a task what step_bytes.py adds up: the variables of its state, and the inputs of its blocks."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,8 +13,17 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.base import MASTER
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.planner.memory.step_bytes import Sharded, StateSize, tally
-from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.sharding.letters import DEVICE, GRADIENTS, HOST, SLOTS, WEIGHTS, parts_of
+from lingvo_moe.core.sharding import DimsMapping, Mesh
+from lingvo_moe.core.sharding.letters import (
+    DEVICE,
+    GRADIENTS,
+    HOST,
+    SLOTS,
+    WEIGHTS,
+    part_shape,
+    parts_of,
+    split_over_copies,
+)
 from lingvo_moe.core.state.offload import loops
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device, itemsize_of
@@ -38,15 +48,18 @@ def least_activations(task: BaseTask, batch: NestedMap) -> int:
 
 
 def _on_mesh(task: BaseTask, mesh: Mesh) -> list[Sharded]:
-    return [sharded(part, spec, mesh) for part, spec in state_variables(task)]
+    return [sharded(spec, spec.split, mesh).Of(part) for part, spec in state_variables(task)]
 
 
-def sharded(part: str, spec: VariableSpec, mesh: Mesh) -> Sharded:
-    """The bytes of a variable that belongs to one of PARTS."""
+def sharded(spec: VariableSpec, split: DimsMapping, mesh: Mesh) -> Sharded:
+    """The bytes of a variable that is sharded as `split` says."""
+    of_a_layer = range(spec.stack_dims, len(spec.shape))
+    everywhere = split_over_copies(spec.shape, split, of_a_layer, mesh)
+    whole, parted = (math.prod(part_shape(spec.shape, s, mesh)) for s in (split, everywhere))
+    itemsize = itemsize_of(spec.dtype)
     return Sharded(
-        part if part in (WEIGHTS, GRADIENTS) else SLOTS,
-        bytes_per_device(replace(spec, free_dims=()), mesh),
-        bytes_per_device(spec.OverCopies(), mesh),
+        itemsize * whole,
+        itemsize * parted,
         spec.memory == HOST,
         spec.shape[0] if spec.stack_dims else 1,
     )

@@ -19,17 +19,18 @@ BESIDE = 2
 class Sharded:
     """The bytes of a variable, or of several equal ones, on one device."""
 
-    part: str  # one of WEIGHTS, GRADIENTS and SLOTS; all but the first two count as slots
     whole: int  # bytes if devices hold copies along the axes that the variable leaves out
     parted: int  # bytes if these axes shard it too, where they can
     hosted: bool = False  # whether it is in the memory of the hosts
     blocks: int = 1  # of the stack of layers that it belongs to; 1 outside of stacks
     # The mesh axes along which devices have terms of the gradient's sum.
     terms: tuple[str, ...] = ()
+    part: str = SLOTS  # or WEIGHTS or GRADIENTS
 
-    def Times(self, factor: int) -> "Sharded":
-        """The bytes of `factor` equal variables, or of one whose elements have `factor` times the bytes."""
-        return replace(self, whole=self.whole * factor, parted=self.parted * factor)
+    def Of(self, part: str, times: int = 1) -> "Sharded":
+        """The bytes of so many equal variables of a part of the state; all but weights and gradients are slots."""
+        part = part if part in (WEIGHTS, GRADIENTS) else SLOTS
+        return replace(self, part=part, whole=self.whole * times, parted=self.parted * times)
 
 
 @dataclass
