@@ -79,8 +79,8 @@ class Dispatcher(BaseLayer):
         return group, model
 
 
-class EinsumDispatcher(Dispatcher):
-    """The paper's: one-hot masks of shape [G,S,E,C] and one einsum each way.
+class SlotDispatcher(Dispatcher):
+    """Gives each expert C slots a group; a subclass says how tokens come into slots, and slots back to tokens.
 
     Each way crosses devices once: the partitioner turns the change from G-split to E-split, and back,
     into one all-to-all of the slots. Where an expert has a slot for every token (C = S, or no limit), a
@@ -93,24 +93,41 @@ class EinsumDispatcher(Dispatcher):
         if has_slot_for_all(routing):
             routing = per_token(routing)
             x_GSM = self.Shard(tf.reshape(x_GSM, [-1, 1, x_GSM.shape[-1]]), "GSM")
-        mask_GSEC = self._Mask(routing, routing.kept, x_GSM.dtype)
-        inputs_GECM = tf.einsum("GSEC,GSM->GECM", mask_GSEC, x_GSM)
         # Annotated on both sides of the transposition, so that slots cross devices, never mask or tokens.
-        inputs_GECM = self.Shard(inputs_GECM, "GECM")
-        inputs_EGCM = self.Shard(tf.transpose(inputs_GECM, [1, 0, 2, 3]), "EGCM")
-        return self.Keep(inputs_EGCM, "dispatched", "EGCM")
+        slots_GECM = self.Shard(self._ToSlots(routing, x_GSM), "GECM")
+        slots_EGCM = self.Shard(tf.transpose(slots_GECM, [1, 0, 2, 3]), "EGCM")
+        return self.Keep(slots_EGCM, "dispatched", "EGCM")
 
     def Combine(self, routing: Routing, tokens: tf.Tensor) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs."""
         groups, size, _ = shape_of(routing.gate)
         if has_slot_for_all(routing):
             routing = per_token(routing)
-        outputs_EGCM = self.Shard(tokens, "EGCM")
-        outputs_GECM = self.Shard(tf.transpose(outputs_EGCM, [1, 0, 2, 3]), "GECM")
-        outputs_GECM = self.Keep(outputs_GECM, "returned", "GECM")
-        combine_GSEC = self._Mask(routing, routing.gate, outputs_GECM.dtype)
-        y_GSM = tf.einsum("GSEC,GECM->GSM", combine_GSEC, outputs_GECM)
+        slots_EGCM = self.Shard(tokens, "EGCM")
+        slots_GECM = self.Shard(tf.transpose(slots_EGCM, [1, 0, 2, 3]), "GECM")
+        slots_GECM = self.Keep(slots_GECM, "returned", "GECM")
+        y_GSM = self._FromSlots(routing, slots_GECM)
         return self.Shard(tf.reshape(y_GSM, [groups, size, y_GSM.shape[-1]]), "GSM")
+
+    def _ToSlots(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
+        """Slots [G,E,C,M], zeros where empty."""
+        raise NotImplementedError(f"{type(self).__name__}._ToSlots")
+
+    def _FromSlots(self, routing: Routing, slots_GECM: tf.Tensor) -> tf.Tensor:
+        """The weighted sum of each token's slots, [G,S,M]."""
+        raise NotImplementedError(f"{type(self).__name__}._FromSlots")
+
+
+class EinsumDispatcher(SlotDispatcher):
+    """The paper's: one-hot masks of shape [G,S,E,C] and one einsum each way."""
+
+    def _ToSlots(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
+        mask_GSEC = self._Mask(routing, routing.kept, x_GSM.dtype)
+        return tf.einsum("GSEC,GSM->GECM", mask_GSEC, x_GSM)
+
+    def _FromSlots(self, routing: Routing, slots_GECM: tf.Tensor) -> tf.Tensor:
+        combine_GSEC = self._Mask(routing, routing.gate, slots_GECM.dtype)
+        return tf.einsum("GSEC,GECM->GSM", combine_GSEC, slots_GECM)
 
     def _Mask(self, routing: Routing, values_GSk: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """[G,S,E,C] with each choice's value at its expert and slot, zeros elsewhere."""
@@ -312,7 +329,7 @@ def _rows(x_gNM: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
     return tf.where(index[..., tf.newaxis] >= 0, rows, tf.zeros([], rows.dtype))
 
 
-class IndexDispatcher(Dispatcher):
+class IndexDispatcher(SlotDispatcher):
     """Slots take their tokens, and tokens their slots, by index; equal to the einsum dispatcher.
 
     The communication is the same: one all-to-all of the slots each way, by annotations outside of the
@@ -320,17 +337,10 @@ class IndexDispatcher(Dispatcher):
     Where few of the choices have a slot (k = E, in expert choice) slots are summed into their tokens
     instead.
 
-    The groups have to divide evenly over their devices, and S must not be sharded.
+    The groups have to divide evenly over their devices, and S must not be sharded: else there is a ShardingError.
     """
 
-    def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
-        """See `Dispatcher`; in the type of `x_GSM`.
-
-        Raises ShardingError: groups that do not divide evenly over their devices.
-        """
-        if has_slot_for_all(routing):
-            routing = per_token(routing)
-            x_GSM = self.Shard(tf.reshape(x_GSM, [-1, 1, x_GSM.shape[-1]]), "GSM")
+    def _ToSlots(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
         experts, capacity = _slots(routing)
 
         def gather(x_gSM: tf.Tensor, *choices_gSk: tf.Tensor) -> tf.Tensor:
@@ -343,16 +353,9 @@ class IndexDispatcher(Dispatcher):
         region = manual_region(
             gather, [(group, None, model), choice, choice, choice], (group, None, None, model)
         )
-        slots_GECM = region(x_GSM, *_choices(routing))
-        slots_GECM = self.Shard(slots_GECM, "GECM")
-        slots_EGCM = self.Shard(tf.transpose(slots_GECM, [1, 0, 2, 3]), "EGCM")
-        return self.Keep(slots_EGCM, "dispatched", "EGCM")
+        return region(x_GSM, *_choices(routing))
 
-    def Combine(self, routing: Routing, tokens: tf.Tensor) -> tf.Tensor:
-        """See `Dispatcher`; in the type of the expert outputs. Raises as Dispatch."""
-        groups, size, _ = shape_of(routing.gate)
-        if has_slot_for_all(routing):
-            routing = per_token(routing)
+    def _FromSlots(self, routing: Routing, slots_GECM: tf.Tensor) -> tf.Tensor:
         experts, capacity = _slots(routing)
 
         def gather(
@@ -367,11 +370,7 @@ class IndexDispatcher(Dispatcher):
         region = manual_region(
             gather, [(group, None, None, model), *[choice] * 4], (group, None, model)
         )
-        slots_EGCM = self.Shard(tokens, "EGCM")
-        slots_GECM = self.Shard(tf.transpose(slots_EGCM, [1, 0, 2, 3]), "GECM")
-        slots_GECM = self.Keep(slots_GECM, "returned", "GECM")
-        y_GSM = region(slots_GECM, routing.gate, *_choices(routing))
-        return self.Shard(tf.reshape(y_GSM, [groups, size, y_GSM.shape[-1]]), "GSM")
+        return region(slots_GECM, routing.gate, *_choices(routing))
 
     @classmethod
     def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:

@@ -183,7 +183,7 @@ class Experts(BaseExperts):
 
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in groups of any size, sharded along D: a device has its own experts."""
-        if isinstance(theta.wo, list):  # packed
+        if are_packed(theta):
             weights = [theta[name] for name in (*self.activation.weights, "wo")]
             run, activation = packed_feed_forward, self.activation.function
             return x.With(run(x.values[0], x.group_sizes[0], weights, activation)[tf.newaxis])
@@ -221,3 +221,8 @@ class Experts(BaseExperts):
 
     def _Mapping(self, name: str, letters: str) -> DimsMapping:
         return dims_mapping(letters, self.p.weight_split, name)
+
+
+def are_packed(theta: NestedMap) -> bool:
+    """Whether the weights of experts are lists of each expert's packed ones: see `Experts.PackWeights`."""
+    return isinstance(theta.get("wo"), list)

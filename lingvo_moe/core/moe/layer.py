@@ -14,7 +14,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
-from lingvo_moe.core.moe.experts import Experts, Rows
+from lingvo_moe.core.moe.experts import Experts, Rows, are_packed
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
 from lingvo_moe.core.moe.slots import expert_capacity
@@ -198,7 +198,7 @@ class MoELayer(BaseLayer):
         x_GSM = self.Shard(x_GSM, "GSM")
         own = self.FoldSeed(seed, "router")
         given = (theta.router, x_GSM, paddings_GS, capacity, own, context)
-        packed = isinstance(theta.experts.get("wo"), list)
+        packed = are_packed(theta.experts)
         if packed:  # for a search, which reads no extras
             routing = self.router.Seat(self.router.Choose(*given), capacity, measured=False)
             routing = replace(routing, fewest_rows=FEWEST_ROWS)
