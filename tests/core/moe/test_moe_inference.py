@@ -11,8 +11,10 @@ from rows import assert_rows_equal
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.kernels.packed_weights import PackAs
+from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.layers.transformer import TransformerLayer
-from lingvo_moe.core.moe.experts import BaseExperts
+from lingvo_moe.core.moe.experts import BaseExperts, Experts
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.routers.top2 import Top2Router
@@ -114,6 +116,22 @@ def test_an_expert_that_no_token_chose_is_not_computed(routed):
         got, extras = layer.FProp(theta, x, tf.zeros([1, 2]))
     np.testing.assert_array_equal(got, want)
     assert float(extras.metrics.effective_capacity) == 2  # rows a token, not E
+
+
+def test_an_expert_has_more_rows_than_choices_over_packed_weights_alone(monkeypatch):
+    given, fprop = [], Experts.GroupedFProp
+    monkeypatch.setattr(
+        Experts, "GroupedFProp", lambda *a, **b: given.append(a[2]) or fprop(*a, **b)
+    )
+    layer, x = _params(Top2Router.Params()).Instantiate(), _tokens(1, 2, M)
+    with use_mesh(single_device()), kernels.using(tensorflow):
+        theta = layer.InitTheta(make_seed(1, 0))
+        want, _ = layer.FProp(theta, x, tf.zeros([1, 2]))
+        got, _ = layer.FProp(layer.PackWeights(theta, PackAs("float32")), x, tf.zeros([1, 2]))
+    plain, packed = (rows.group_sizes[0].numpy() for rows in given)
+    assert plain.sum() == given[0].values.shape[1] == 4  # two choices of two tokens
+    np.testing.assert_array_equal(packed, np.where(plain, FEWEST_ROWS, 0))
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 class SlotExperts(BaseExperts):
