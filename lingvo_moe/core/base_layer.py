@@ -179,9 +179,9 @@ def initial_values(specs: NestedMap, seed: tf.Tensor) -> NestedMap:
 def _unpacked(self: "BaseLayer", theta: NestedMap, packing: Packing) -> NestedMap:
     """PackWeights of a class that overrides a method with `theta`, which may read weights in another way."""
     warnings.warn(
-        f"{self.path}: {type(self).__name__} overrides methods of a layer whose weights are packed, so its own and "
-        "those of its parts are not, and a search on a CPU is slower; state PackWeights in the class: that of its "
-        "base, if it reads weights as that does, or BaseLayer.PackWeights",
+        f"{self.path}: {type(self).__name__} overrides a method that reads weights, so its weights and those of its "
+        "children are not packed, and a search on a CPU is slower; state PackWeights in the class: that of its base, "
+        "if it reads weights as that does, or BaseLayer.PackWeights, to keep them as they are",
         stacklevel=2,
     )
     return theta

@@ -93,7 +93,9 @@ class TransformerTask(BaseTask):
 
     def CreateLayers(self) -> None:
         """Creates the children `position` and `softmax`, the embeddings and the stacks."""
-        raise NotImplementedError(f"{type(self).__name__}.CreateLayers")
+        raise NotImplementedError(
+            f"{type(self).__name__} creates its layers in CreateLayers, which it lacks"
+        )
 
     @classmethod
     def OptimizerParams(cls, task: HyperParams) -> InstantiableParams:

@@ -75,8 +75,8 @@ class BaseTask(BaseLayer):
 
     # The metric that counts the units that a step processes, e.g. 'tokens' or 'images'. Speeds are in these units.
     UNIT: ClassVar[str] = "examples"
-    # A task computes its loss beside its layers; `within` names a scope for other computations of its own. Capitals,
-    # since the order of a program's functions follows their names, and the hash of the program that order.
+    # A task computes its loss beside its layers; `within` names a scope for other computations of its own. The names
+    # have capitals, since the functions of a program are in the order of their names: `loss` would change its hash.
     SCOPES: ClassVar[Mapping[str, str]] = {"Loss": LOSS, "Masks": ATTENTION, "Inputs": EMBEDDING}
     # For each einsum letter, the parameters that set the size of its dimension, e.g. {"E": ("task.num_experts",)}.
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}

@@ -94,7 +94,7 @@ class Routing:
     # The next values of the router's variables that are not trainable, by their paths.
     updates: NestedMap = field(default_factory=NestedMap)
     aux_losses: Sequence[AuxLoss] = ()  # the terms of aux_loss
-    # Rows that an expert with tokens multiplies at least: a few more than one are rounded like many.
+    # An expert with tokens multiplies at least so many rows: a product of a single one is rounded in another way.
     fewest_rows: int = 1
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from lingvo_moe.core.sharding.letters import GRADIENTS, NONE, SLOTS, WEIGHTS, shards
 
-# Bytes beside each byte of an activation, or of those of a block, while the backward pass differentiates it: of its
-# gradient, and of one more value of that size.
+# While the backward pass differentiates an activation, or a block, so many times its bytes are there beside it: its
+# gradient, and one more value of that size.
 BESIDE = 2
 
 
