@@ -28,8 +28,6 @@ _KINDS = (REPLICATED, MANUAL, "maximal", "tiled")
 _DEVICES = re.compile(r"devices=\[([\d,]*)\](?:<=(\[[\d,]+\](?:T\([\d,]+\))?)|([\d,]+))")
 _SUBGROUPS = re.compile(r"last_tile_dims=\{([^}]*)\}")
 _COMMENT = re.compile(r"/\*.*?\*/")
-# Of a tuple; it may hold the list of last_tile_dims.
-_GROUP = re.compile(r"\{(?:[^{}]|\{[^{}]*\})*\}")
 _MOST_DEVICES_SHOWN = 8
 
 
@@ -188,8 +186,7 @@ def _parse(text: str, num_devices: int) -> tuple[TensorSharding, ...]:
         raise HloError(f"not a sharding: {text[:80]!r}")
     inner = text[1:-1].strip()
     if inner.startswith("{"):
-        pieces = _GROUP.findall(inner)
-        return tuple(one for piece in pieces for one in _parse(piece, num_devices))
+        return tuple(one for piece in _pieces(inner) for one in _parse(piece, num_devices))
     everywhere = tuple(range(num_devices))
     first = inner.partition(" ")[0]
     if first in (REPLICATED, MANUAL):
@@ -201,6 +198,20 @@ def _parse(text: str, num_devices: int) -> tuple[TensorSharding, ...]:
     if not found and inner:
         raise HloError(f"cannot read the sharding {text[:120]!r}")
     return (_tiled(inner, found),) if found else ()
+
+
+def _pieces(text: str) -> list[str]:
+    """Splits a list of `{...}` groups into the outermost groups."""
+    pieces, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        if letter == "{":
+            start = place if depth == 0 else start
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+            if depth == 0:
+                pieces.append(text[start : place + 1])
+    return pieces
 
 
 def _tiled(inner: str, found: re.Match[str]) -> TensorSharding:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 _MOST = 700.0  # of the exponent of e in double precision
+_DIVISIONS = 200
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,14 @@ class FailingMachine:
 
     def BestInterval(self) -> float:
         """The interval with the highest goodput: about sqrt(2 save mtbf), where that is much shorter than mtbf."""
-        from scipy.optimize import (
-            minimize_scalar,
-        )  # takes longer to import than all else of tools.goodput
+        low, high = math.log(self.save) - 7.0, math.log(max(self.save, self.mtbf)) + 7.0
+        for _ in range(_DIVISIONS):
+            left, right = low + (high - low) / 3, high - (high - low) / 3
+            if self._At(left) < self._At(right):
+                low = left
+            else:
+                high = right
+        return math.exp(low)
 
-        bounds = math.log(self.save) - 7.0, math.log(max(self.save, self.mtbf)) + 7.0
-
-        def lost(log_interval: float) -> float:
-            return -replace(self, interval=math.exp(log_interval)).Goodput()
-
-        found = minimize_scalar(lost, bounds=bounds, method="bounded", options={"xatol": 1e-9})
-        return math.exp(found.x)
+    def _At(self, log_interval: float) -> float:
+        return replace(self, interval=math.exp(log_interval)).Goodput()

@@ -46,6 +46,8 @@ def test_what_is_not_cut():
 def test_a_tuple_has_one_for_each_array():
     text = "{{replicated}, {devices=[8]<=[8]}, /*index=2*/{{maximal device=1}, {manual}}}"
     assert [s.kind for s in parse_sharding(text, 8)] == ["replicated", "tiled", "maximal", "manual"]
+    notes = '{{replicated metadata={{op_name="a"}, {op_name="b"}}}, {manual}}'
+    assert [s.kind for s in parse_sharding(notes, 8)] == ["replicated", "manual"]
     assert parse_sharding("{}", 8) == ()
 
 
