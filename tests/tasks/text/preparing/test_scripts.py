@@ -1,6 +1,6 @@
 import pytest
 
-from lingvo_moe.tasks.text.preparing.filters import in_script, scripts_of
+from lingvo_moe.tasks.text.preparing.scripts import in_script, scripts_of
 
 
 @pytest.mark.parametrize("lang, scripts", [
