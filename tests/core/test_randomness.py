@@ -51,6 +51,18 @@ def test_stacked_seeds_give_what_each_gives_alone():
         np.testing.assert_array_equal(together[i], randomness.bits(alone, [4, 5]))
 
 
+def test_a_draw_is_one_operation_of_a_graph_with_the_same_bits():
+    @tf.function
+    def drawn(seed):
+        return [randomness.bits(seed, [3, 5]), randomness.bits(seed + 1, [3, 5])]
+
+    seed = randomness.make_seed(1, 2)
+    for got, start in zip(drawn(seed), (seed, seed + 1)):
+        np.testing.assert_array_equal(got, randomness.bits(start, [3, 5]))
+    operations = [op.name for op in drawn.get_concrete_function(seed).graph.get_operations()]
+    assert [n for n in operations if "random_bits" in n] == ["random_bits", "random_bits_1"]
+
+
 def test_the_order_and_the_number_of_names_matter():
     base = randomness.make_seed(3, 5)
 

@@ -39,6 +39,7 @@ _SAME_VALUE = frozenset(
     ["Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape", "Snapshot"]
 )
 _ANNOTATION = "XlaSharding"
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _READING = _SAME_VALUE | {_ANNOTATION}
 
 
@@ -86,7 +87,15 @@ class Sources:
         return list(self._entries)
 
     def Line(self, name: str) -> SourceLine | None:
-        """The user's source line of operation `name`, or, for a gradient, of its forward operation."""
+        """The user's source line of operation `name`, or, for a gradient, of its forward operation.
+
+        An operation of a function that is called has the line of the call.
+        """
+        caller = name
+        while caller and caller not in self._entries:
+            caller = caller.rpartition("/")[0]
+        if self._entries.get(caller, _UNKNOWN).type in _CALLS:
+            return self._entries[caller].line
         return self._entries.get(name, _UNKNOWN).line
 
     def Same(self, name: str) -> list[str]:

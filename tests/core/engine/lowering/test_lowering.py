@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from refusals import refusals
 
-from lingvo_moe.core import sharding
+from lingvo_moe.core import randomness, sharding
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.engine.lowering.lowering import AUTO, LoweringError, lower
@@ -104,6 +104,15 @@ def test_a_step_is_traced_once():
     for _ in range(3):
         compiled(np.zeros(8, np.float32))
     assert len(calls) == 1
+
+
+def test_operations_of_a_called_function_have_the_line_of_the_call():
+    program = lower(
+        lambda seed: randomness.bits(seed, [8, 4]), [TensorSpec([2], tf.int32)], Mesh.parse("x:2")
+    )
+    assert program.sources is not None
+    line = program.sources.Line("random_bits/add_1")
+    assert line is not None and "PartitionedCall" in line.text
 
 
 def test_bfloat16_and_bool_cross_the_border():
