@@ -27,8 +27,9 @@ PROGRAMS ?= 200
 NUMBERS ?= 400
 # For make ends: files that use every package whose version has a range. Those of the highest versions need no list.
 END ?= low
-ENDS := tests/test_toy_task.py tests/core/engine/test_checkpoints.py tests/core/engine/test_lowering.py \
-  tests/core/engine/test_aot.py tests/core/engine/test_bridge_kernels.py tests/core/auto_shard/test_auto_shard_solver.py \
+ENDS := tests/test_toy_task.py tests/core/engine/checkpoints/test_checkpoints.py \
+  tests/core/engine/lowering/test_lowering.py tests/core/engine/lowering/test_bridge_kernels.py \
+  tests/core/engine/aot/test_aot.py tests/core/auto_shard/test_auto_shard_solver.py \
   tests/tasks/image/input tests/tasks/text/batches/test_records.py tests/tasks/text/vocabulary/test_vocabulary.py \
   tests/tasks/text/preparing/test_scripts.py tests/tasks/text/data/test_opening.py tests/tasks/mt/quality/test_scoring.py \
   tests/tasks/text/serving/test_server.py tests/tools/test_report_tool.py \

@@ -156,6 +156,12 @@ def test_commands_have_flags_that_exist(page, command):
         importlib.import_module(module).define_flags().Parse(argv)
 
 
+def test_the_tests_that_the_makefile_names_exist():
+    named = re.findall(r"(?<![\w/])tests/[\w/*\[\]-]+(?:\.py)?", _text("Makefile"))
+    assert len(named) > 20
+    assert [path for path in named if not list(ROOT.glob(path))] == []
+
+
 @pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page", ["docs/experiments.md"])
 def test_the_experiment_of_a_package_of_ones_own(page, capsys):
