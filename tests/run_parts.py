@@ -2,8 +2,9 @@
 
     python -m tests.run_parts JOBS PART... -- PYTEST_ARGS...
 
-A part is `lint`, or words for pytest. The processes are forks of this one, so that TensorFlow, JAX and the trainer are
-imported once for all, which takes some seconds. The output of a part is shown when it ends.
+A part is `lint`, or words for pytest; it fails too if a process of it held more than 4 GB. The processes are forks of
+this one, so that TensorFlow, JAX and the trainer are imported once for all, which takes some seconds. The output of a
+part is shown when it ends.
 """
 
 import functools
@@ -22,6 +23,7 @@ from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from tests import environment
 
 _LINT = "lint"
+_MOST_GIGABYTES = 4  # resident in a process
 _NOTHING_SELECTED = 5  # the status of pytest where arguments of the user select no test
 
 
@@ -60,12 +62,20 @@ def main(jobs: int, parts: list[str], more: list[str]) -> int:
         while waiting and len(running) < jobs:
             part, log = waiting.pop(), tempfile.TemporaryFile()  # noqa: SIM115
             running[_started(part, more, log)] = part, log
-        process, status = os.wait()
+        process, status, used = os.wait4(-1, 0)
         part, log = running.pop(process)
         log.seek(0)
-        print(f"== {part}\n{log.read().decode(errors='replace')}", flush=True)
+        gigabytes = used.ru_maxrss / 1e6
+        print(
+            f"== {part}\n{log.read().decode(errors='replace')}at most {gigabytes:.1f} GB",
+            flush=True,
+        )
         if status:
             failed.append(part)
+        elif gigabytes > _MOST_GIGABYTES:
+            failed.append(
+                f"{part}: a process may hold {_MOST_GIGABYTES} GB; make it two parts in Makefile"
+            )
     for part in failed:
         print(f"failed: {part}")
     return int(bool(failed))
