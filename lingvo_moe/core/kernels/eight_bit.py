@@ -23,8 +23,8 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.kernels.weights import Matrix
+from lingvo_moe.core.private import tensorflow as private
 
-_OPERATION = "_QuantizedMatMul"
 _SHIFT = 128
 # Processors without VNNI instructions add two products in 16 bits: 2 x 255 x 64 is the most that these hold.
 _LARGEST_WEIGHT = 64
@@ -78,37 +78,8 @@ class EightBit(Matrix):
         scale_R1 = tf.reduce_max(tf.abs(x_RM), 1, keepdims=True) / _LARGEST_INPUT
         # Casts round towards zero, so that a half more rounds to the nearest.
         shifted_RM = tf.math.divide_no_nan(x_RM, scale_R1) + (_SHIFT + 0.5)
-        y_RN = _integers_product(tf.cast(shifted_RM, tf.uint8), self.int8_MN, self.bias_N)
+        y_RN = private.integers_product(tf.cast(shifted_RM, tf.uint8), self.int8_MN, self.bias_N)
         return tf.cast(y_RN * scale_R1 * self.scale_N, kind)
-
-
-def _integers_product(x_RM: tf.Tensor, w_MN: tf.Tensor, bias_N: tf.Tensor) -> tf.Tensor:
-    """uint8 [R,M] by int8 [M,N] and a float32 bias: float32 [R,N]. The kernel may pack w_MN at the first call."""
-    graph = tf.compat.v1.get_default_graph()
-    # The ranges at which an integer stands for itself.
-    ranges = [tf.constant(end) for end in (0.0, 255.0, -127.0, 127.0)]
-    inputs = [tf.bitcast(x_RM, tf.quint8), tf.bitcast(w_MN, tf.qint8), bias_N, *ranges]
-    attributes = {
-        "Tdevice_inputs": _attribute(type=[x.dtype.as_datatype_enum for x in inputs]),
-        "Thost_inputs": _attribute(type=[]),
-        "Tdevice_outputs": _attribute(type=[tf.float32.as_datatype_enum]),
-        "Thost_outputs": _attribute(type=[]),
-        "T1": tf.compat.v1.AttrValue(type=tf.quint8.as_datatype_enum),
-        "T2": tf.compat.v1.AttrValue(type=tf.qint8.as_datatype_enum),
-        "fused_ops": _attribute(s=[b"BiasAdd", b"Dequantize"]),
-        "is_weight_const": tf.compat.v1.AttrValue(b=True),
-        "is_bias_const": tf.compat.v1.AttrValue(b=True),
-    }
-    product = graph.create_op(
-        _OPERATION, inputs, [tf.float32], attrs=attributes, name="quantized_matmul"
-    )
-    y_RN = product.outputs[0]
-    y_RN.set_shape([x_RM.shape[0], w_MN.shape[1]])
-    return y_RN
-
-
-def _attribute(**values: list) -> tf.compat.v1.AttrValue:
-    return tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(**values))
 
 
 def check_supported() -> None:
@@ -117,6 +88,6 @@ def check_supported() -> None:
         EightBit.Of(np.ones([4, 4]), 4).Product(tf.ones([1, 4]))
     except (tf.errors.OpError, RuntimeError, ValueError) as e:
         raise ValueError(
-            f"this TensorFlow has no products of 8 bits ({_OPERATION}), which its builds for x86-64 have; take"
-            f" float32 weights instead of int8: {e}"
+            f"this TensorFlow has no products of 8 bits ({private.QUANTIZED_PRODUCT}), which its builds for x86-64 "
+            f"have; take float32 weights instead of int8: {e}"
         ) from e

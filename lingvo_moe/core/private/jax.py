@@ -79,11 +79,6 @@ def use_cache(make: Callable[[str], Cache]) -> None:
     compilation_cache.get_file_cache = lambda path: (make(path), path)
 
 
-def reset_cache() -> None:
-    """JAX reads its settings of the cache again."""
-    compilation_cache.reset_cache()
-
-
 def watch_cache(may_keep: Callable[[], bool], on_hit: Callable[[], None]) -> None:
     """Makes JAX keep a program that was compiled only if `may_keep()`, and call `on_hit()` for each that the
     cache had. An entry whose program cannot be loaded is no hit: JAX compiles it again."""

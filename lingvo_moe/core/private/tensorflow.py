@@ -47,6 +47,9 @@ Create = Callable[..., Any]
 Gradient = Callable[..., Any]
 Converter = Callable[[Any], Any]
 
+# oneDNN's product of 8-bit integers, of builds for x86-64; in graphs only.
+QUANTIZED_PRODUCT = "_QuantizedMatMul"
+
 
 def in_xla(graph: tf.Graph) -> bool:
     """Whether a graph that is being traced goes to XLA."""
@@ -213,3 +216,32 @@ def converting(converters: Mapping[str, Converter]) -> Iterator[None]:
                 del table[name]
             else:
                 table[name] = usual
+
+
+def integers_product(x_RM: tf.Tensor, w_MN: tf.Tensor, bias_N: tf.Tensor) -> tf.Tensor:
+    """uint8 [R,M] by int8 [M,N] and a float32 bias: float32 [R,N]. The kernel may pack w_MN at the first call."""
+    graph = tf.compat.v1.get_default_graph()
+    # The ranges at which an integer stands for itself.
+    ranges = [tf.constant(end) for end in (0.0, 255.0, -127.0, 127.0)]
+    inputs = [tf.bitcast(x_RM, tf.quint8), tf.bitcast(w_MN, tf.qint8), bias_N, *ranges]
+    attributes = {
+        "Tdevice_inputs": _list_attribute(type=[x.dtype.as_datatype_enum for x in inputs]),
+        "Thost_inputs": _list_attribute(type=[]),
+        "Tdevice_outputs": _list_attribute(type=[tf.float32.as_datatype_enum]),
+        "Thost_outputs": _list_attribute(type=[]),
+        "T1": tf.compat.v1.AttrValue(type=tf.quint8.as_datatype_enum),
+        "T2": tf.compat.v1.AttrValue(type=tf.qint8.as_datatype_enum),
+        "fused_ops": _list_attribute(s=[b"BiasAdd", b"Dequantize"]),
+        "is_weight_const": tf.compat.v1.AttrValue(b=True),
+        "is_bias_const": tf.compat.v1.AttrValue(b=True),
+    }
+    product = graph.create_op(
+        QUANTIZED_PRODUCT, inputs, [tf.float32], attrs=attributes, name="quantized_matmul"
+    )
+    y_RN = product.outputs[0]
+    y_RN.set_shape([x_RM.shape[0], w_MN.shape[1]])
+    return y_RN
+
+
+def _list_attribute(**values: list) -> tf.compat.v1.AttrValue:
+    return tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(**values))

@@ -187,3 +187,12 @@ def test_messages_and_operations_of_xla():
         "xla_spmd_shard_to_full_shape",
     ):
         assert callable(getattr(private.gen_xla_ops, name))
+
+
+def test_products_of_8_bit_integers():
+    random = np.random.RandomState(0)
+    x, w = random.randint(0, 256, [3, 16]), random.randint(-64, 65, [16, 4])
+    got = tf.function(private.integers_product, autograph=False)(
+        tf.constant(x, tf.uint8), tf.constant(w, tf.int8), tf.constant([1.0, 2.0, 3.0, 4.0])
+    )
+    np.testing.assert_array_equal(got, x @ w + [1, 2, 3, 4])

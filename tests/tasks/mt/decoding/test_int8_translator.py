@@ -10,7 +10,8 @@ import toy_translation as toy
 from rows import assert_rows_equal
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.kernels import eight_bit, tensorflow
+from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
@@ -110,6 +111,6 @@ def test_where_they_cannot_be_it_is_told(logdir, translator):
 
 
 def test_an_export_tells_where_it_cannot_run(saved_model, monkeypatch):
-    monkeypatch.setattr(eight_bit, "_OPERATION", "_NoSuchMatMul")
+    monkeypatch.setattr(private, "QUANTIZED_PRODUCT", "_NoSuchMatMul")
     with pytest.raises(ValueError, match=r"no products of 8 bits .*_NoSuchMatMul"):
         SavedTranslator(saved_model)
