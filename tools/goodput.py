@@ -118,7 +118,7 @@ def print_table(table: tables.Table) -> None:
 
 
 def parts_table(found: Goodput) -> tables.Table:
-    """The parts of the time of a run that took any."""
+    """A row for each part of a run's time that took half a millisecond or more, and one for their sum."""
     shown = {name: value for name, value in found.seconds.items() if value >= 0.0005}
     rows = [
         [name, units.duration(value), units.share(value / found.total), PARTS[name]]

@@ -57,7 +57,7 @@ IGNORED = f"did not stop within {_STOP_SECONDS:.0f} s of SIGTERM, and was killed
 
 
 class SoakError(ValueError):
-    """The trainer did not recover, or its losses are others."""
+    """The trainer did not go on after a disruption, or its losses differ from those of the run without."""
 
 
 @dataclass(frozen=True)

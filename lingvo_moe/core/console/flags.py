@@ -249,7 +249,7 @@ class Flags(flags.FlagValues):
         self._Refuse([*names.split(), *needed], why)
 
     def _Refuse(self, names: Sequence[str], why: Callable[[Mapping[str, Any]], str]) -> None:
-        """Makes a mistake of what `why` says of the values of these flags by name; '' for those that may be."""
+        """Refuses values of these flags, by name, for which `why` gives a reason; '' is none."""
 
         def check(values: Mapping[str, Any]) -> bool:
             if said := why(values):

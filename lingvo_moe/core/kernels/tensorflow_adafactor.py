@@ -39,7 +39,7 @@ def adafactor(
 
 
 def _layers(value: tf.Tensor, recipe: AdafactorRecipe) -> list[list[tf.Tensor]]:
-    """The blocks of each layer of a weight or a gradient."""
+    """The blocks of a weight or a gradient by layer: one list for each layer of a stack, or one in all."""
     layers = [value[i] for i in range(value.shape[0])] if recipe.stack_dims else [value]
     return [_blocks(layer) for layer in layers]
 

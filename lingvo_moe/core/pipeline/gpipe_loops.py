@@ -227,7 +227,7 @@ class GPipeLoops:
         return {name: _filled(tf.minimum(t, 0), name, [blocks, n]) for name, n in lengths.items()}
 
     def _ZeroSums(self, scalar: tf.Tensor) -> Vectors:
-        """[K, D, P] for each packed variable that has updates, and [K, D, X]."""
+        """Zeros to add up in: [K, D, P] for each packed variable that has updates, and [K, D, X] for the extras."""
         updated = {path for program in self._programs for path in program.updated}
         found = {}
         for name, spec in self._specs.items():

@@ -26,7 +26,7 @@ def items_of(offload: Offload) -> tuple[str, ...]:
 
 
 def of_weight(offload: Offload, path: str, parts: Mapping[str, tuple[str, str]]) -> bool:
-    """Whether a stack of layers' weights, with their gradients and slots, are the hosts'.
+    """Whether the weights of a stack of layers, with their gradients and slots, lie in the memory of the hosts.
 
     `path` is the variable's, `parts` what the layers declare (`DeclaredParts`).
     """
@@ -36,7 +36,7 @@ def of_weight(offload: Offload, path: str, parts: Mapping[str, tuple[str, str]])
 
 
 def of_slot(offload: Offload, weight: VariableSpec, is_master: bool) -> bool:
-    """Whether a slot of a stack of layers is the hosts'; `is_master`: it is the weight in float32."""
+    """Whether a slot of a stack of layers lies in the memory of the hosts; `is_master`: it is the weight in float32."""
     items = items_of(offload)
     return weight.memory == HOST or SLOTS in items or (MASTER in items and is_master)
 

@@ -71,7 +71,7 @@ class _Local:
     axes: Mapping[str, tuple[str, ...]]  # the mesh axes along which it is divided, by letter
 
     def AxesWithout(self, letters: str, among: str = "") -> list[str]:
-        """The mesh axes along which it is divided by other letters than these; `among`: only by these letters."""
+        """The mesh axes that divide dimensions of letters not in `letters`, and in `among` unless that is ''."""
         return [
             a
             for n, axes in self.axes.items()

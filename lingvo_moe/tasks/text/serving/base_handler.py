@@ -60,7 +60,7 @@ class BaseHandler(tornado.web.RequestHandler):
         await self.Send(json.dumps(content, ensure_ascii=False).encode() + b"\n", status)
 
     async def Send(self, content: bytes, status: int = 200) -> None:
-        """Sends a body whose type was set; otherwise as Answer."""
+        """Sends a body, of the type that its header names, and waits until it is sent."""
         self.set_status(status)
         with contextlib.suppress(tornado.iostream.StreamClosedError):
             await self.finish(content)
