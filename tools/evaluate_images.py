@@ -46,8 +46,8 @@ def _run(args: Flags) -> int:
     data_dir, inputs = args.data_dir or "", run.Params().input
     if "data_dir" in inputs:  # digits are in no directory
         data_dir = _cli.data_dir(args, inputs)
-    weights = _cli.checkpoint_step(args), args.use_ema
-    scores = evaluate(args.logdir, data_dir, *weights, args.trust_run)
+    step = _cli.checkpoint_step(args)
+    scores = evaluate(args.logdir, data_dir, step, args.use_ema, args.trust_run)
     write_json(output, asdict(scores))
     which = f"step {scores.step}{', moving average' if scores.ema else ''}"
     print(

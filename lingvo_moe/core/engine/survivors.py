@@ -48,9 +48,9 @@ def regroup(kept: Sequence[int]) -> tuple[str, int, int]:
         client.key_value_set(f"{_KEY}address", address)
     del client
     leave_job()
-    place = address, len(kept), kept.index(me)
-    devices.initialize_distributed(*place, elastic=True)
-    return place
+    processes, number = len(kept), kept.index(me)
+    devices.initialize_distributed(address, processes, number, elastic=True)
+    return address, processes, number
 
 
 def _break_connections(but: int) -> None:

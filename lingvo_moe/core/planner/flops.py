@@ -123,8 +123,8 @@ def _convolution_flops(
     count *= lhs[dims.lhs["b"]] // _groups(instruction, "batch_group_count")
     for spatial, window in enumerate(attributes.window(instruction)):
         label = str(spatial)
-        sizes = lhs[dims.lhs[label]], output[dims.output[label]]
-        count *= attributes.valid_positions(window, *sizes)
+        size, positions = lhs[dims.lhs[label]], output[dims.output[label]]
+        count *= attributes.valid_positions(window, size, positions)
     return 2 * count
 
 

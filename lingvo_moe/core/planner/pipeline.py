@@ -122,8 +122,10 @@ def _blocks(schedule: PipelineSchedule) -> dict[str, Any]:
     """The number of blocks of each stack, and the share of padding in the stages' work."""
     if not schedule.stacks:
         return {}
-    of = schedule.stages, schedule.repeats, schedule.splits
-    stacks = [StageBlocks(num, *of) for _, num in schedule.stacks]
+    stacks = [
+        StageBlocks(num, schedule.stages, schedule.repeats, schedule.splits)
+        for _, num in schedule.stacks
+    ]
     return {"blocks": dict(schedule.stacks), "padding": padding(stacks)}
 
 

@@ -210,12 +210,12 @@ def time(
     # Work does not hide transfers between slices: docs/validation.md.
     between = sum(row["seconds"] for row in collective_rows if row.get("slices", 1) > 1)
     turning = topology.turn_seconds * sum(row.get("turns", 0) for row in work_rows)
-    apart = network_seconds - between, waiting + between + turning
-    step = topology.pace.Seconds(roofline, *apart)
+    inside, apart = network_seconds - between, waiting + between + turning
+    step = topology.pace.Seconds(roofline, inside, apart)
     arithmetic, memory = (
         sum(row[f"{kind}_seconds"] for row in work_rows) for kind in ("compute", "memory")
     )
-    least, most = topology.pace.Bounds(arithmetic, memory, roofline, *apart)
+    least, most = topology.pace.Bounds(arithmetic, memory, roofline, inside, apart)
     peak = step * topology.peaks["bfloat16"]
     speed = list(job.batch.values())[-1] / step
     out: dict[str, Any] = {

@@ -135,8 +135,8 @@ def _looped(terms: _Terms, lhs: tf.Tensor, rhs: tf.Tensor, axis: str, mesh: Mesh
                 # A slice's gradient moves with it; after all iterations both are back on their device.
                 return t + 1, rotate(rhs, axis, mesh), dlhs, rotate(drhs, axis, mesh)
 
-            start = rhs, tf.zeros(lhs.shape, lhs.dtype), tf.zeros(rhs.shape, rhs.dtype)
-            _, _, dlhs, drhs = _loop(turns, turn, *start)
+            dlhs, drhs = tf.zeros(lhs.shape, lhs.dtype), tf.zeros(rhs.shape, rhs.dtype)
+            _, _, dlhs, drhs = _loop(turns, turn, rhs, dlhs, drhs)
             return dlhs, drhs
 
         return result, grad

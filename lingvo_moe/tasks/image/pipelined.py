@@ -68,8 +68,8 @@ class PipelinedLayers:
     ):
         self._network, self._num = network, params.micro_batches
         cells = [self._Cell(part) for part in parts.Parts(layers)]
-        splits = (network.p.weight_split, network.p.activation_split)
-        self._pipeline = GPipe(network.path, _PACKED, cells, *splits)
+        p = network.p
+        self._pipeline = GPipe(network.path, _PACKED, cells, p.weight_split, p.activation_split)
 
     def _Cell(self, layers: Sequence[NamedLayer]) -> Cell:
         named = [(layer.path, layer.layer) for layer in layers]

@@ -69,8 +69,8 @@ def make_shortlist(
     texts = sample_pairs(found, o.temperature, o.max_pairs)
     ids = {side: _tokenised(vocabs[side], texts[side], side, progress) for side in texts}
     pairs = TokenPairs.Join(ids["source"], ids["target"])
-    sizes = vocabs.source.size, vocabs.target.size
-    table = lexical_table(pairs, *sizes, _KEPT_BETWEEN * o.per_piece, progress=progress)
+    keep = _KEPT_BETWEEN * o.per_piece
+    table = lexical_table(pairs, vocabs.source.size, vocabs.target.size, keep, progress=progress)
     counts = np.bincount(pairs.targets, minlength=vocabs.target.size)
     frequent = np.argsort(-counts, kind="stable")[: o.frequent]
     pieces = vocabs.target.Pieces(range(vocabs.target.size))

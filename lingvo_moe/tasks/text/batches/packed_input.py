@@ -216,8 +216,13 @@ class PackedInput(BaseInput):
         p = self.p
         directory = p.vocab_dir or (found.prepared.vocab_dir if found.prepared else "")
         if given is None and not directory:
-            sizes = p.source_vocab_size, p.target_vocab_size
-            options = VocabOptions(*sizes, p.temperature, p.vocab_sentences, flags=self._VocabFlags)
+            options = VocabOptions(
+                source_size=p.source_vocab_size,
+                target_size=p.target_vocab_size,
+                temperature=p.temperature,
+                max_sentences=p.vocab_sentences,
+                flags=self._VocabFlags,
+            )
             return cached_vocabularies(found, options, self._CacheDir(), progress)
         if given is None:
             if found.prepared and not p.vocab_dir:
