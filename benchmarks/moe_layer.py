@@ -11,7 +11,7 @@ table gives medians over the rounds. A group of contenders that fits into memory
 Percentages are relative to the fastest product of the run. PEERS is the environment that
 benchmarks/install_peers.sh makes; without it only our own contenders run. --cost compares numbers of
 experts instead, at smaller M and H, since the weights of 2048 experts would not fit into the memory.
---update writes tables and pictures into docs/speed.md.
+--update writes the table into docs/speed.md, whose picture is that of --plot.
 """
 
 import json
@@ -23,9 +23,11 @@ from typing import Any
 
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
+from benchmarks.moe_layer_worker import flops
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
+from lingvo_moe.core.pages import drawing
 from lingvo_moe.core.pages.tables import Table, markdown, words
 from tools import _cli
 
@@ -58,7 +60,7 @@ PEERS = {
 NAMES = {**OURS, **REFERENCES, **PEERS}
 SAME_FOR_ALL_E = ("dense", "matmul")
 COST = {"model_dim": 128, "hidden_dim": 512}
-COST_EXPERTS = "2,8,32,128,512,2048"
+EXPERTS, COST_EXPERTS = (8, 32, 128), (2, 8, 32, 128, 512, 2048)
 COST_NAMES = (
     "tf_graph.index",
     "tf_graph.dropless",
@@ -66,7 +68,6 @@ COST_NAMES = (
     "torch_batched",
     "tf_graph.matmul",
 )
-_MEMORY = checks.NOT_NEGATIVE
 SIZE: dict[str, Any] = {"groups": 4, "group_size": 1024, "model_dim": 512, "hidden_dim": 2048}
 
 
@@ -92,28 +93,24 @@ def define_flags() -> Flags:
     flags = Flags("python -m benchmarks.moe_layer", __doc__)
     flags.DEFINE_string("peers", "", "the Python of the peers' environment")
     flags.DEFINE_string("peers_lingvo", "", "the Python of Lingvo's environment")
-    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(NAMES)}")
+    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(NAMES)}", NAMES)
     flags.DEFINE_enum("reference", "tf_graph.index", tuple(NAMES), "contender in every group")
     flags.DEFINE_boolean("cost", False, "measure cost against the number of experts")
-    default = f"default: 8,32,128; with --cost {COST_EXPERTS}"
-    flags.DEFINE_parsed("experts", (), f"numbers of experts ({default})", _sizes)
-    flags.DEFINE_parsed("threads", (1,), "numbers of cores for each contender", _sizes)
+    shown = (",".join(map(str, numbers)) for numbers in (EXPERTS, COST_EXPERTS))
+    about = "numbers of experts (default: {}; with --cost {})".format(*shown)
+    flags.DEFINE_numbers("experts", (), about, checks.Integer(2))  # for top-2
+    flags.DEFINE_numbers("threads", (1,), "numbers of cores for each contender", checks.SIZE)
     flags.DEFINE_integer("rounds", 7, "measured steps of each contender", checks.SIZE)
     flags.DEFINE_float(
-        "memory_gb", 0.0, "memory for contenders that run at a time; 0: what is free", _MEMORY
+        "memory_gb",
+        0.0,
+        "memory for contenders that run at a time; 0: what is free",
+        checks.NOT_NEGATIVE,
     )
     flags.DEFINE_path("output", "", "a JSON file for the figures")
     flags.DEFINE_path("plot", "", "a PNG file for a picture of them")
     flags.DEFINE_boolean("update", False, f"write into {PAGE.relative_to(ROOT)}")
     return flags
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """Reads numbers from 1, with commas between them."""
-    found = _cli.names(text)
-    if not all(v.isdigit() and int(v) > 0 for v in found):
-        raise ValueError("must be numbers from 1, comma-separated")
-    return tuple(map(int, found))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags, wanted: Request) -> int:
+    _cli.check_output_files(args, "output", "plot")
     points = []
     for threads in wanted.threads:
         for experts in wanted.experts:
@@ -133,27 +131,21 @@ def _run(args: Flags, wanted: Request) -> int:
     text = "\n".join(table(result, threads) for threads in wanted.threads)
     print(text)
     if args.output:
-        files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
+        files.write_json(args.output, result)
     if args.update:
         block = f"benchmarks.moe_layer {'cost' if args.cost else wanted.threads[0]}"
         update_page(PAGE, block, text + f"\nMeasured on {host()}.")
     if args.plot:
-        plot(result, args.plot)
+        files.write_atomic(args.plot, drawing.png(plot(result)))
     return 0
 
 
 def request(args: Flags) -> Request:
     """Reads the request from the flags. Ends the process where they do not go together."""
-    experts = args.experts or _sizes(COST_EXPERTS if args.cost else "8,32,128")
-    if min(experts) < 2:
-        args.Fail("--experts: top-2 routing needs two or more")
-    if not args.threads:
-        args.Fail("--threads is empty: name numbers of cores")
+    experts = args.experts or (COST_EXPERTS if args.cost else EXPERTS)
     available = [n for n in (COST_NAMES if args.cost else NAMES) if _python(args, n)]
     names = list(args.only) or available
     for name in [*names, args.reference]:
-        if name not in NAMES:
-            args.Fail(f"--only={name}: contenders are {', '.join(NAMES)}")
         if not _python(args, name):
             args.Fail(f"{name} needs --peers{'_lingvo' * name.startswith('lingvo')}")
     if args.update and len(args.threads) > 1:
@@ -188,14 +180,11 @@ def groups(args: Flags, size: dict[str, Any], names: list[str]) -> list[list[str
 
 def describe(contender: Contender, size: dict[str, Any]) -> dict[str, Any]:
     """Returns the figures of one contender at one size."""
-    # Two experts a token, two products each, forward and twice as much backward.
-    tokens = size["groups"] * size["group_size"]
-    flops = 3 * 2 * 2 * 2 * tokens * size["model_dim"] * size["hidden_dim"]
     return {
         "name": contender.name,
         "num_experts": size["num_experts"],
         "threads": size["threads"],
-        "gflops": flops / contender.Median("seconds") / 1e9,
+        "gflops": flops(size) / contender.Median("seconds") / 1e9,
         "seconds": [a["seconds"] for a in contender.answers],
         "cpu_seconds": contender.Median("cpu_seconds"),
         "peak_bytes": contender.Median("peak_bytes"),
@@ -244,15 +233,12 @@ def table(result: dict[str, Any], threads: int) -> str:
     )
 
 
-def plot(result: dict[str, Any], path: str) -> None:
+@drawing.styled
+def plot(result: dict[str, Any]) -> drawing.Figure:
     """Shares of the product against E, a panel for each number of threads."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     threads = sorted({p["threads"] for p in result["points"]})
-    figure, axes = pyplot.subplots(1, len(threads), figsize=(7 * len(threads), 4.5), squeeze=False)
+    size = 7 * len(threads), 4.5
+    figure, axes = drawing.plt.subplots(1, len(threads), figsize=size, squeeze=False)
     for axis, count in zip(axes[0], threads, strict=True):
         share = shares(result, count)
         for name, label in NAMES.items():
@@ -266,9 +252,9 @@ def plot(result: dict[str, Any], path: str) -> None:
         axis.set_xlabel("experts")
         axis.set_ylabel("% of the matrix product")
         axis.set_title(f"{count} thread{'s' * (count > 1)}")
-    axes[0][-1].legend(fontsize=7, bbox_to_anchor=(1.01, 1), loc="upper left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    handles, labels = axes[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
+    return figure
 
 
 def _has_experts(name: str, done: set[str]) -> bool:

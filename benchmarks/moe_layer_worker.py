@@ -74,6 +74,12 @@ def arguments(kind: str, size: dict[str, Any]) -> tuple[Any, Any]:
     return NestedMap(router=NestedMap(wg=wg), experts=NestedMap(wi=wi, wo=wo)), data
 
 
+def flops(size: dict[str, Any]) -> int:
+    """FLOPs of the products of a layer: two experts a token, two products each, forward and twice as much backward."""
+    tokens = size["groups"] * size["group_size"]
+    return 3 * 2 * 2 * 2 * tokens * size["model_dim"] * size["hidden_dim"]
+
+
 def gradients_of(kind: str, size: dict[str, Any]) -> Callable:
     """The function of theta and data that a contender runs: a layer's output, and the gradients of inputs and weights.
 

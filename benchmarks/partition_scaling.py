@@ -25,17 +25,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.compile_time import host
+from benchmarks.contenders import ROOT
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
+from lingvo_moe.core.pages import drawing
 from lingvo_moe.core.pages.tables import Table, markdown, words
 from tools import _cli
 
-ROOT = Path(__file__).resolve().parent.parent
 COUNTS = (2, 8, 32, 128, 512, 2048)
 FORMS = ("spmd", "mpmd", "spmd_tpu")
 # TPU slices of as many devices, for 'spmd_tpu'.
@@ -49,8 +49,8 @@ _ROWS, _COLUMNS = 8, 16
 def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m benchmarks.partition_scaling", __doc__)
-    flags.DEFINE_parsed("partitions", COUNTS, "numbers of partitions, from 2", _counts)
-    flags.DEFINE_list("forms", FORMS, f"some of {', '.join(FORMS)}")
+    flags.DEFINE_numbers("partitions", COUNTS, "numbers of partitions", checks.Integer(2))
+    flags.DEFINE_list("forms", FORMS, f"some of {', '.join(FORMS)}", FORMS)
     flags.DEFINE_integer("rounds", 1, "compile each this many times; the best counts", checks.SIZE)
     flags.DEFINE_integer("limit", 120, "seconds for one compilation at most", checks.SIZE)
     flags.DEFINE_path("output", "", "a JSON file for the figures")
@@ -58,32 +58,20 @@ def define_flags() -> Flags:
     return flags
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    """Reads numbers from 2, with commas between them."""
-    found = _cli.names(text)
-    if not found or not all(n.isdigit() and int(n) > 1 for n in found):
-        raise ValueError("must be numbers from 2, comma-separated")
-    return tuple(sorted({int(n) for n in found}))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    if not args.forms or not set(args.forms) <= set(FORMS):
-        args.Fail(f"--forms={','.join(args.forms)}: some of {', '.join(FORMS)}")
     interrupted = "interrupted; nothing was written"
     return _cli.attempt("partition_scaling", lambda: _run(args), interrupted)
 
 
 def _run(args: Flags) -> int:
-    for flag in ("output", "plot"):
-        if path := getattr(args, flag):
-            _cli.check_output_file(path, f"--{flag}")
-    result = run(list(args.partitions), args.forms, args.rounds, args.limit)
+    _cli.check_output_files(args, "output", "plot")
+    result = run(sorted({*args.partitions}), args.forms, args.rounds, args.limit)
     print("\n" + table(result))
     if args.output:
-        files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
+        files.write_json(args.output, result)
     if args.plot:
-        plot(result, args.plot)
+        files.write_atomic(args.plot, drawing.png(plot(result)))
     return 0
 
 
@@ -246,14 +234,10 @@ def table(result: dict[str, Any]) -> str:
     return f"{table}\nMeasured on {result['host']}."
 
 
-def plot(result: dict[str, Any], path: str) -> None:
+@drawing.styled
+def plot(result: dict[str, Any]) -> drawing.Figure:
     """Compile time and instructions, both axes logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    figure, axes = drawing.plt.subplots(1, 2, figsize=(10, 4))
     for axis, key in zip(axes, ("compile_seconds", "instructions"), strict=True):
         for program in PROGRAMS:
             for form in FORMS:
@@ -267,8 +251,7 @@ def plot(result: dict[str, Any], path: str) -> None:
         axis.set_xlabel("partitions")
         axis.set_ylabel(key.replace("_", " "))
         axis.legend()
-    figure.tight_layout()
-    figure.savefig(path)
+    return figure
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from benchmarks import quality_report
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Process, update_page
 from lingvo_moe.core.config import checks, registry
-from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import BEAM_SIZE
 from lingvo_moe.core.files import files
@@ -38,8 +37,7 @@ PAGE = ROOT / "docs" / "quality.md"
 MODEL = "mt.M4Small"
 RECIPE = "task.dropout=0.0;task.repeat=False"  # less than one epoch: there is nothing to regularise
 _RATE = "task.optimizer.learning_rate"
-_WARMUP, _OUR_RATE = 30, "0.03"
-_RATES = ("rates", "joeynmt_rates")
+_WARMUP, _OUR_RATE = 30, 0.03
 _UPCYCLE_AT = 200  # steps
 # How models with experts begin: what is said of it, and the parameters beside the recipe.
 _BEGINNINGS = {
@@ -72,14 +70,15 @@ def define_flags() -> Flags:
     flags.DEFINE_path("corpus", None, "the directory of tools.build_corpus", required=True)
     flags.DEFINE_path("output", "quality_peers", "directory for everything", portable=True)
     flags.DEFINE_string("peers", "", "the Python of JoeyNMT's environment")
-    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(KINDS)}")
+    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(KINDS)}", KINDS)
     flags.DEFINE_list("languages", (), "the source languages (default: all of the corpus)")
     flags.DEFINE_float("cpu_seconds", 1500.0, "of training, for each", checks.POSITIVE)
-    flags.DEFINE_list("seeds", ("1",), "each contender trains with each of them")
-    flags.DEFINE_list("experts", ("24",), "numbers of experts, a contender each")
-    flags.DEFINE_list("routers", ("hash",), f"likewise: some of {', '.join(ROUTERS)}")
-    flags.DEFINE_list("rates", (_OUR_RATE,), "our highest learning rates, a contender each")
-    flags.DEFINE_list("joeynmt_rates", ("0.001",), "JoeyNMT's, likewise")
+    flags.DEFINE_numbers("seeds", (1,), "each contender trains with each of them", checks.SIZE)
+    flags.DEFINE_numbers("experts", (24,), "numbers of experts, a contender each", checks.SIZE)
+    flags.DEFINE_list("routers", ("hash",), f"likewise: some of {', '.join(ROUTERS)}", ROUTERS)
+    rates = "our highest learning rates, a contender each"
+    flags.DEFINE_numbers("rates", (_OUR_RATE,), rates, checks.POSITIVE)
+    flags.DEFINE_numbers("joeynmt_rates", (0.001,), "JoeyNMT's, likewise", checks.POSITIVE)
     flags.DEFINE_string("model", MODEL, "our experiment")
     flags.DEFINE_string("model_params_override", RECIPE, "its parameters, as for the trainer")
     flags.DEFINE_integer("pairs", 50, "held-out pairs of each language at most", checks.SIZE)
@@ -90,27 +89,10 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    for flag, what, known in (("only", "contender", KINDS), ("routers", "router", ROUTERS)):
-        for name in args.Values()[flag]:
-            if name not in known:
-                args.Fail(f"--{flag}={name}: no such {what}{did_you_mean(name, known)}")
     if JOEYNMT in args.only and not args.peers:
         args.Fail(f"--only={JOEYNMT} needs --peers, JoeyNMT's Python (install_peers.sh --joeynmt)")
-    whole = (int, "an integer")
-    kinds = {"seeds": whole, "experts": whole, **dict.fromkeys(_RATES, (float, "a number"))}
-    for name, (convert, kind) in kinds.items():
-        for value in args.Values()[name]:
-            if not _is(convert, value):
-                args.Fail(f"--{name}={value}: must be {kind} above 0")
     interrupted = "stopped; the same command keeps the contenders that were finished"
     return _cli.attempt("quality_peers", lambda: Comparison(args).Run(), interrupted)
-
-
-def _is(convert: type[int] | type[float], text: str) -> bool:
-    try:
-        return 0 < convert(text) < 2**31
-    except ValueError:
-        return False
 
 
 class Comparison:
@@ -139,9 +121,7 @@ class Comparison:
             results.append(self._result(name, says, setup))
         about = self._about()
         content = {"about": about, "results": results}
-        files.write_atomic(
-            self._out / "results.json", json.dumps(content, indent=2).encode() + b"\n"
-        )
+        files.write_json(self._out / "results.json", content)
         text = quality_report.table(about, results)
         files.write_atomic(self._out / "table.md", text.encode() + b"\n")
         print(text)
@@ -188,12 +168,12 @@ class Comparison:
             for kind in kinds:
                 if kind == JOEYNMT:
                     for rate in a.joeynmt_rates:
-                        says = f"JoeyNMT, learning rate {float(rate):g}"
+                        says = f"JoeyNMT, learning rate {rate:g}"
                         yield f"{kind}_{rate}_seed{seed}", says, shared | self._joeynmt(rate, seed)
                     continue
                 for name, says, override in self._models(kind):
                     for rate in a.rates:
-                        of_rate = f"{says}, learning rate {float(rate):g}"
+                        of_rate = f"{says}, learning rate {rate:g}"
                         setup = shared | self._ours(override, rate, seed)
                         yield f"{name}_{rate}_seed{seed}", of_rate, setup
 
@@ -210,7 +190,7 @@ class Comparison:
                 says = f"here, {count} experts, {chosen}{begins}"
                 yield f"{kind}{count}_{router}", says, ";".join(part for part in own if part)
 
-    def _ours(self, override: str, rate: str, seed: str) -> dict[str, Any]:
+    def _ours(self, override: str, rate: float, seed: int) -> dict[str, Any]:
         schedule = f"{_RATE}=wsd;{_RATE}.value={rate};{_RATE}.warmup_steps={_WARMUP}"
         seeds = f"task.seed={seed}", f"input.seed={seed}"
         return {
@@ -219,16 +199,16 @@ class Comparison:
             "use_ema": bool(self._params.task.ema_decay),
         }
 
-    def _joeynmt(self, rate: str, seed: str) -> dict[str, Any]:
+    def _joeynmt(self, rate: float, seed: int) -> dict[str, Any]:
         task = self._params.task
         return {
             **_JOEYNMT_SETTINGS,
             "sizes": {name: task.Get(name) for name in _SIZES},
-            "learning_rate": float(rate),
+            "learning_rate": rate,
             "temperature": self._params.input.temperature,
             "label_smoothing": task.label_smoothing,
             "dropout": task.dropout,
-            "seed": int(seed),
+            "seed": seed,
         }
 
     def _result(self, name: str, says: str, setup: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +228,7 @@ class Comparison:
             )
         answers = self._train(directory, setup)
         result = {"name": name, "says": says, "setup": setup, **self._scores(name, answers)}
-        files.write_atomic(file, json.dumps(result, indent=2, ensure_ascii=False).encode() + b"\n")
+        files.write_json(file, result)
         return result
 
     def _train(self, directory: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
@@ -267,7 +247,7 @@ class Comparison:
             "held_out": str(data / "held_out.json"),
         }
         file = directory / "setup.json"
-        files.write_atomic(file, json.dumps({**setup, **paths}).encode())
+        files.write_json(file, {**setup, **paths})
         if "learning_rate" in setup:
             command = [self._args.peers, str(ROOT / "benchmarks" / "peers" / "train_joeynmt.py")]
         else:

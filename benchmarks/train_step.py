@@ -35,6 +35,7 @@ PEERS = {
     "hf_nllb_moe": "Hugging Face NLLB-MoE",
     "torch_dense": "PyTorch, no experts",
 }
+NAMES = {**OURS, **PEERS}
 SIZE: dict[str, Any] = {
     "model_dim": 256,
     "hidden_dim": 1024,
@@ -52,7 +53,7 @@ def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m benchmarks.train_step", __doc__)
     flags.DEFINE_string("peers", "", "the Python of the peers' environment")
-    flags.DEFINE_list("only", (), f"contenders: some of {', '.join([*OURS, *PEERS])}")
+    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(NAMES)}", NAMES)
     flags.DEFINE_integer("rounds", 7, "timed steps of each contender", checks.SIZE)
     flags.DEFINE_float(
         "dropout", 0.0, "dropout of embeddings, residuals, hidden layers", checks.NOT_NEGATIVE
@@ -64,11 +65,9 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    known = {**OURS, **(PEERS if args.peers else {})}
-    if not set(args.only) <= set(known):
-        shown = ",".join(args.only)
-        args.Fail(f"--only={shown}: some of {', '.join(known)} (peers need --peers)")
-    kinds = args.only or tuple(known)
+    if not args.peers and (peers := [name for name in args.only if name in PEERS]):
+        args.Fail(f"--only={','.join(peers)} needs --peers")
+    kinds = args.only or tuple(NAMES if args.peers else OURS)
     interrupted = "interrupted; nothing was written"
     return _cli.attempt("train_step", lambda: _run(args, kinds), interrupted)
 
@@ -109,7 +108,7 @@ def table(contenders: list[Contender], size: dict[str, Any], rounds: int) -> str
     tokens = 2 * size["batch"] * size["length"]
     rows = []
     for c in sorted(contenders, key=lambda c: c.Median("seconds")):
-        name = {**OURS, **PEERS}[c.name]
+        name = NAMES[c.name]
         seconds, cpu = c.Median("seconds"), c.Median("cpu_seconds")
         losses = f"{c.answers[0]['loss']:.2f} to {c.answers[-1]['loss']:.2f}"
         speed = f"{tokens / seconds:,.0f}", f"{1000 * seconds:,.0f}", f"{1000 * cpu:,.0f}"

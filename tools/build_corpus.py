@@ -46,8 +46,6 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    if not args.packages:
-        args.Fail("--packages is empty; name at least one, e.g. Babel")
     return _cli.attempt("build_corpus", lambda: _run(args))
 
 

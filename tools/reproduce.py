@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 from lingvo_moe.reproduction import goldens, making, open_models, published, requests
@@ -38,9 +37,8 @@ def define_flags() -> Flags:
     flags.DEFINE_path("docs", str(DOCS), "directory with the page, images/ and plans/")
     flags.DEFINE_boolean("list", False, "list all plans, and whether each is recorded")
     flags.DEFINE_boolean("plans", False, "make the plans again instead of the page")
-    flags.DEFINE_list(
-        "only", (), f"with --plans: only these, by names of plans or of groups: {', '.join(GROUPS)}"
-    )
+    about = f"with --plans: only these, by names of plans or of groups: {', '.join(GROUPS)}"
+    flags.DEFINE_list("only", (), about, {*REQUESTS, *GROUPS})
     flags.DEFINE_boolean("missing", False, "with --plans: only those that are not recorded")
     flags.DEFINE_boolean("update", False, "with --plans: record the new plans")
     _cli.define_cache_flag(flags)
@@ -63,13 +61,8 @@ def _run(args: Flags) -> int:
 
 
 def chosen(only: Sequence[str]) -> list[str]:
-    """The plans that --only names; all, where it names none. Raises ValueError for an unknown name."""
-    names: list[str] = []
-    for name in only or REQUESTS:
-        if name not in REQUESTS and name not in GROUPS:
-            known = [*REQUESTS, *GROUPS]
-            raise ValueError(f"--only={name}: no such plan{did_you_mean(name, known)}")
-        names += GROUPS.get(name, (name,))
+    """The plans that --only names; all, where it names none."""
+    names = (plan for name in only or REQUESTS for plan in GROUPS.get(name, (name,)))
     return list(dict.fromkeys(names))
 
 

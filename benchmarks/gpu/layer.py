@@ -23,6 +23,7 @@ from benchmarks import moe_layer_worker
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
+from lingvo_moe.core.pages.tables import Table, markdown, words
 from tools import _cli
 
 MANIFEST = "manifest.json"
@@ -64,6 +65,7 @@ def run(args: Flags) -> int:
     """Times everything, prints the table, writes the figures; returns the exit status."""
     from lingvo_moe.core.engine import gpu_settings
 
+    _cli.check_output_files(args, "output")
     manifest = read_manifest(Path(args.programs))
     gpu_settings.prepare()
     device = _device()
@@ -72,7 +74,7 @@ def run(args: Flags) -> int:
         points += torch_points(args, manifest)
     result = {"device": device, "size": manifest["size"], "points": points}
     if args.output:
-        files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
+        files.write_json(args.output, result)
     print(table(result))
     return 0
 
@@ -103,7 +105,7 @@ def our_points(
     for entry in manifest["programs"]:
         size = {**manifest["size"], "num_experts": entry["num_experts"]}
         step = _program_step(directory / entry["file"], entry["kind"], size)
-        points.append(point(entry, timed(step, rounds, steps), flops(size)))
+        points.append(point(entry, timed(step, rounds, steps), moe_layer_worker.flops(size)))
         print(f"{entry['file']}: {1e3 * points[-1]['seconds']:.2f} ms", file=sys.stderr, flush=True)
     return points
 
@@ -127,14 +129,9 @@ def torch_points(args: Flags, manifest: dict[str, Any]) -> list[Point]:
                 continue
             seconds = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
             entry = {"kind": kind, "num_experts": number, "format": number_format}
-            points.append(point(entry, seconds, 2 * args.ceiling**3 if alone else flops(size)))
+            num_flops = 2 * args.ceiling**3 if alone else moe_layer_worker.flops(size)
+            points.append(point(entry, seconds, num_flops))
     return points
-
-
-def flops(size: dict[str, Any]) -> int:
-    """FLOPs of the products of a layer: two experts a token, two products each, forward and twice as much backward."""
-    tokens = size["groups"] * size["group_size"]
-    return 3 * 2 * 2 * 2 * tokens * size["model_dim"] * size["hidden_dim"]
 
 
 def point(entry: dict[str, Any], seconds: Sequence[float], num_flops: int) -> Point:
@@ -170,23 +167,20 @@ def table(result: dict[str, Any]) -> str:
         lines.append("Not run on a GPU.")
     for number_format in sorted({p["format"] for p in result["points"]}):
         points = [p for p in result["points"] if p["format"] == number_format]
-        lines += ["", *_format_table(number_format, points, device["data_sheet_flops"])]
+        lines += ["", _format_table(number_format, points, device["data_sheet_flops"])]
     return "\n".join(lines)
 
 
-def _format_table(number_format: str, points: list[Point], data_sheet: float | None) -> list[str]:
+def _format_table(number_format: str, points: list[Point], data_sheet: float | None) -> str:
     products = [p for p in points if p["kind"].endswith("matmul")]
     peak = max(p["flops"] / p["seconds"] for p in products)
     experts = sorted({p["num_experts"] for p in points if _is_routed(p)})
     sheet = ""
     if number_format == "bfloat16" and data_sheet:
         sheet = f"; the data sheet's peak is {data_sheet / 1e12:.0f}"
-    lines = [
-        f"{number_format}: 100% is {peak / 1e12:.3g} TFLOP/s, the fastest large product{sheet}.",
-        "",
-        f"| | {' | '.join(f'ms, E={e}' for e in experts)} | {' | '.join(f'%, E={e}' for e in experts)} |",
-        "|" + " --- |" * (1 + 2 * len(experts)),
-    ]
+    about = f"{number_format}: 100% is {peak / 1e12:.3g} TFLOP/s, the fastest large product{sheet}."
+    heads = [f"{what}, E={e}" for what in ("ms", "%") for e in experts]
+    rows = []
     for kind, label in NAMES.items():
         own = [p for p in points if p["kind"] == kind]
         if not own:
@@ -195,8 +189,8 @@ def _format_table(number_format: str, points: list[Point], data_sheet: float | N
         cells = [by_experts.get(e) for e in experts]
         milliseconds = [f"{1e3 * p['seconds']:.3g}" if p else "-" for p in cells]
         shares = [f"{100 * p['flops'] / p['seconds'] / peak:.3g}" if p else "-" for p in cells]
-        lines.append(f"| {label} | {' | '.join(milliseconds + shares)} |")
-    return lines
+        rows.append([label, *milliseconds, *shares])
+    return f"{about}\n\n{markdown(Table(words('', *heads), rows))}"
 
 
 def _is_routed(found: Point) -> bool:

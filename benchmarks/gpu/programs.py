@@ -6,16 +6,14 @@ On that machine `python -m benchmarks.gpu.layer --programs=PROGRAMS` runs them. 
 same for every platform; a manifest beside them says what each one computes. Nothing is run here.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import moe_layer_worker
 from benchmarks.gpu.layer import FORMATS, MANIFEST, VERSION
-from benchmarks.moe_layer import SIZE
+from benchmarks.moe_layer import EXPERTS, SIZE
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 from tools import _cli
@@ -27,12 +25,9 @@ def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m benchmarks.gpu.programs", __doc__)
     flags.DEFINE_path("output", None, "the directory to write to", required=True)
-    flags.DEFINE_parsed(
-        "kinds", KINDS, "dispatchers, and dense", _some_of(KINDS), "comma-separated"
-    )
-    flags.DEFINE_parsed("formats", FORMATS, "of activations", _some_of(FORMATS), "comma-separated")
-    experts = (8, 32, 128)
-    flags.DEFINE_parsed("experts", experts, "numbers of experts", _numbers, "comma-separated")
+    flags.DEFINE_list("kinds", KINDS, "dispatchers, and dense", KINDS)
+    flags.DEFINE_list("formats", FORMATS, "of activations", FORMATS)
+    flags.DEFINE_numbers("experts", EXPERTS, "numbers of experts", checks.Integer(2))
     for name, value in SIZE.items():
         flags.DEFINE_integer(name, value, "of the layer", checks.SIZE)
     return flags
@@ -43,27 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = {name: getattr(args, name) for name in SIZE}
     wanted = size, args.kinds, args.formats, args.experts
     return _cli.attempt("programs", lambda: write(Path(args.output), *wanted))
-
-
-def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Reads some of the known names, with commas between them."""
-
-    def read(text: str) -> tuple[str, ...]:
-        found = _cli.names(text)
-        for name in found:
-            if name not in known:
-                raise ValueError(f"no {name!r}{did_you_mean(name, known)}")
-        return found
-
-    return read
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Reads numbers of experts, with commas between them; top-2 routing needs two or more."""
-    found = _cli.names(text)
-    if not found or not all(n.isdigit() and int(n) > 1 for n in found):
-        raise ValueError("must be numbers from 2, comma-separated")
-    return tuple(map(int, found))
 
 
 def write(
@@ -82,6 +56,8 @@ def write(
         formats: some of FORMATS.
         experts: numbers of experts.
     """
+    _cli.check_output_directory(directory)
+    (directory / MANIFEST).unlink(missing_ok=True)  # its programs are replaced one after another
     entries = []
     for kind in kinds:
         for number in experts[:1] if kind == "dense" else experts:
@@ -94,7 +70,7 @@ def write(
                 )
                 print(f"wrote {name}", flush=True)
     manifest = {"version": VERSION, "size": size, "programs": entries}
-    files.write_atomic(str(directory / MANIFEST), (json.dumps(manifest, indent=1) + "\n").encode())
+    files.write_json(directory / MANIFEST, manifest)
     return 0
 
 

@@ -5,8 +5,8 @@
 On that machine `python -m benchmarks.gpu.train --programs=PROGRAMS` trains. Nothing is run here.
 """
 
+import io
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def write(args: Flags) -> int:
         "parameters": inspect.count_parameters(task.VariableSpecs().Flatten()),
         "flops": task.StepFlops(inputs.BatchSpec()),
     }
-    files.write_atomic(str(directory / MANIFEST), (json.dumps(manifest, indent=1) + "\n").encode())
+    files.write_json(directory / MANIFEST, manifest)
     return 0
 
 
@@ -100,8 +100,6 @@ def _decay_share(schedule: Any) -> float:
 
 def _write_batches(path: Path, batches: Iterable[Any]) -> None:
     """Writes batches one upon the other, in the smallest integers that hold them."""
-    import io
-
     rows = [dict(batch.FlattenItems()) for batch in batches]
     stacked: dict[str, Any] = {}
     for name, first in rows[0].items():
@@ -111,7 +109,7 @@ def _write_batches(path: Path, batches: Iterable[Any]) -> None:
         stacked[name] = values
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **stacked)
-    files.write_atomic(str(path), buffer.getvalue())
+    files.write_atomic(path, buffer.getvalue())
 
 
 if __name__ == "__main__":

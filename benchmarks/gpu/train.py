@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.layer import read_manifest
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 from lingvo_moe.core.nested_map import NestedMap
@@ -33,30 +34,24 @@ def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m benchmarks.gpu.train", __doc__)
     flags.DEFINE_path("programs", None, "what benchmarks.gpu.runs wrote", required=True)
-    flags.DEFINE_parsed("points", (100,), "steps at which a run ends", _rising, "comma-separated")
-    flags.DEFINE_parsed("seeds", (1,), "a run for each", _rising, "comma-separated")
+    flags.DEFINE_numbers("points", (100,), "steps at which a run ends, rising", checks.SIZE)
+    flags.DEFINE_numbers("seeds", (1,), "a run for each", checks.SIZE)
     flags.DEFINE_path("output", "", "a JSON file for the figures")
     return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
+    if list(args.points) != sorted({*args.points}):
+        args.Fail(f"--points={','.join(map(str, args.points))}: must rise")
     return _cli.attempt("train", lambda: run(args), "interrupted; finished seeds are written")
-
-
-def _rising(text: str) -> tuple[int, ...]:
-    """Reads rising numbers from 1, with commas between them."""
-    found = _cli.names(text)
-    numbers = tuple(int(n) for n in found if n.isdigit())
-    if not found or len(numbers) != len(found) or list(numbers) != sorted({*numbers} - {0}):
-        raise ValueError("must be rising numbers from 1, comma-separated")
-    return numbers
 
 
 def run(args: Flags) -> int:
     """Trains with each seed, prints a line for each point, writes the figures; returns the exit status."""
     from lingvo_moe.core.engine import gpu_settings
 
+    _cli.check_output_files(args, "output")
     gpu_settings.prepare()
     runs = Runs(Path(args.programs))
     result = {**runs.manifest, "device": runs.device, "compile_seconds": runs.compile_seconds}
@@ -65,7 +60,7 @@ def run(args: Flags) -> int:
         curve, seconds = runs.Train(seed, args.points)
         result["runs"].append({"seed": seed, "curve": curve, "step_seconds": seconds})
         if args.output:
-            files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
+            files.write_json(args.output, result)
     return 0
 
 

@@ -55,6 +55,16 @@ def test_programs_from_files_run_without_tensorflow(tmp_path):
     assert closest < 0.05 * np.abs(expected).max()
 
 
+def test_programs_that_are_half_replaced_have_no_manifest(tmp_path, monkeypatch):
+    def fails(kind, size):
+        raise ValueError("cannot be lowered")
+
+    (tmp_path / "manifest.json").write_text("of the programs before")
+    monkeypatch.setattr(programs, "_lower", fails)
+    assert programs.main([f"--output={tmp_path}"]) == 1
+    assert not (tmp_path / "manifest.json").exists()
+
+
 def test_programs_train_without_tensorflow_as_the_trainer_does(tmp_path):
     data, files = tmp_path / "data", tmp_path / "programs"
     (data / "dev").mkdir(parents=True)

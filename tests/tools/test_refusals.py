@@ -42,7 +42,7 @@ serve --saved_model=x --name=a/b | --name=a/b: must have letters, digits, - and 
 serve --saved_model=x --beam_size=2 | --beam_size=2 goes with --logdir, which is not given
 serve --saved_model=x --use_ema | it was fixed when the model was exported
 build_corpus --output=x --langs=de | did you mean '--languages'
-build_corpus --output=x --packages=, | --packages is empty
+build_corpus --output=x --packages=, | --packages=,: must name at least one
 prepare --output=x | nothing to read: give --input or --tfds
 prepare --output=y --input=x --target_lang=../x | --target_lang=../x: must be the code of a language, e.g. en
 prepare --output=y --input=x --workers=100000 | --workers=100000: must be an integer from 1 to 1024
@@ -70,7 +70,8 @@ plan --model=mt.M4Tiny --topology=v3:2x2 --token_budget=inf | must be a positive
 plan --compare=x --variants=|a=1 | --variants=|a=1 goes with --model, which is not given: it is of a new plan
 plan --topolgy=v3:2x2 | did you mean '--topology'
 compare_experts --only=top2_e15 | did you mean
-reproduce --only=M4MoE | --only=M4MoE goes with --plans
+reproduce --only=T96L | --only=T96L: no 'T96L' (did you mean
+reproduce --only=open | --only=open goes with --plans
 goodput | nothing to do: give --logdir, or --predict
 soak --rounds=3 | --output is required
 soak --output=x --num_devices=6 | --num_devices=6: must be a power of two
@@ -79,16 +80,18 @@ goodput --logdir=x --announced=0.3 | --announced=0.3 goes with --predict
 goodput --predict --mtbf=3 | --mtbf=3: must be a positive number with a unit, e.g. 90s
 goodput --predict --mtbf=3h --announced=2 | --announced=2: must be a number
 benchmarks.gpu.programs --output=x --kinds=indx | 'indx' (did you mean 'index'
-benchmarks.gpu.programs --output=x --experts=8,1 | must be numbers from 2
-benchmarks.gpu.train --programs=x --points=20,10 | must be rising numbers from 1
-benchmarks.partition_scaling --partitions=1,2 | --partitions=1,2
+benchmarks.gpu.programs --output=x --experts=8,1 | --experts=8,1: '1' must be an integer of at least 2
+benchmarks.gpu.train --programs=x --points=20,10 | --points=20,10: must rise
+benchmarks.gpu.train --programs=x --points=, | --points=,: '' must be an integer of at least 1
+benchmarks.decode --only=here,hf | --only=hf needs --peers
+benchmarks.partition_scaling --partitions=1,2 | --partitions=1,2: '1' must be an integer of at least 2
 benchmarks.partition_scaling --partitions=x | --partitions=x
 benchmarks.partition_scaling --forms=fast | --forms=fast
-benchmarks.quality_peers --corpus=x --output=y --only=expert | no such contender (did you mean 'experts'?)
-benchmarks.quality_peers --corpus=x --output=y --routers=hashed | no such router (did you mean 'hash'?)
-benchmarks.quality_peers --corpus=x --output=y --experts=0 | --experts=0: must be an integer above 0
+benchmarks.quality_peers --corpus=x --output=y --only=expert | no 'expert' (did you mean 'experts'?)
+benchmarks.quality_peers --corpus=x --output=y --routers=hashed | no 'hashed' (did you mean 'hash'?)
+benchmarks.quality_peers --corpus=x --output=y --experts=0 | --experts=0: '0' must be an integer of at least 1
 benchmarks.quality_peers --corpus=x --output=y --only=joeynmt | --only=joeynmt needs --peers
-benchmarks.quality_peers --corpus=x --output=y --seeds=1,x | --seeds=x: must be an integer above 0
+benchmarks.quality_peers --corpus=x --output=y --seeds=1,x | --seeds=1,x: 'x' must be an integer of at least 1
 benchmarks.quality_peers --corpus=x --output=y --cpu_seconds=0 | cpu_seconds
 """
 # What cannot be done is said with status 1; outputs are checked first, so these rows name inputs that are not there.
@@ -154,10 +157,13 @@ goodput --logdir=run | run/time.jsonl: there is no such file
 goodput --predict --mtbf=3h | --predict needs --save_seconds and --restart_seconds, or --logdir of a run
 goodput --predict --json=/ | --json=/ is a directory
 reproduce --docs=docs | M4MoE2048E36L-v3_32x32-decode.json: not JSON
-reproduce --plans --only=T96L-v6 | --only=T96L-v6: no such plan (did you mean
 benchmarks.gpu.layer --programs=empty | --programs=empty: manifest.json: No such file
 benchmarks.gpu.layer --programs=later | --programs=later: manifest.json is not of version 1
 benchmarks.gpu.train --programs=empty | --programs=empty: manifest.json: No such file
+benchmarks.gpu.layer --programs=empty --output=/nowhere/x | --output=/nowhere/x: there is no directory /nowhere
+benchmarks.gpu.train --programs=empty --output=/nowhere/x | --output=/nowhere/x: there is no directory /nowhere
+benchmarks.moe_layer --output=/nowhere/x | --output=/nowhere/x: there is no directory /nowhere
+benchmarks.moe_layer --plot=/nowhere/x | --plot=/nowhere/x: there is no directory /nowhere
 """
 
 

@@ -24,7 +24,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -147,9 +147,52 @@ class Flags(flags.FlagValues):
 
         self.DEFINE_parsed(name, None, help, read, allowed)
 
-    def DEFINE_list(self, name: str, default: Sequence[str] | None, help: str) -> None:
-        """Defines a flag that takes comma-separated names; its value is a tuple."""
-        self.DEFINE_parsed(name, default, help, names, "comma-separated")
+    def DEFINE_list(
+        self,
+        name: str,
+        default: Sequence[str] | None,
+        help: str,
+        known: Collection[str] = (),
+    ) -> None:
+        """Defines a flag that takes comma-separated names; its value is a tuple, empty only where the default is.
+
+        `known` are the names that it takes; () for any.
+        """
+
+        def read(text: str) -> tuple[str, ...]:
+            found = names(text)
+            if default and not found:
+                raise ValueError("must name at least one")
+            for one in found:
+                if known and one not in known:
+                    raise ValueError(f"no {one!r}{did_you_mean(one, known)}")
+            return found
+
+        self.DEFINE_parsed(name, default, help, read, "comma-separated")
+
+    def DEFINE_numbers(
+        self,
+        name: str,
+        default: Sequence[float],
+        help: str,
+        check: checks.Integer | checks.Number,
+    ) -> None:
+        """Defines a flag that takes comma-separated numbers in the range of `check`; its value is a tuple.
+
+        On the command line it takes at least one.
+        """
+        one = _checked(int if isinstance(check, checks.Integer) else float, check)
+
+        def read(text: str) -> tuple[float, ...]:
+            found = []
+            for part in names(text) or ("",):
+                try:
+                    found.append(one.parse(part))
+                except ValueError as e:
+                    raise ValueError(f"{part!r} {e}") from None
+            return tuple(found)
+
+        self.DEFINE_parsed(name, default, help, read, f"comma-separated; each {check}")
 
     def DEFINE_override(self, help: str = "path=value;path=value, as for the trainer") -> None:
         """Defines `--model_params_override`. Given several times, all of them apply, a later value of a path last."""
