@@ -226,61 +226,53 @@ def define_model_flags(flags: Flags) -> None:
     flags.ExactlyOne("saved_model", "logdir")
 
 
-def define_logdir_flag(flags: Flags) -> None:
-    """Defines --logdir, for a command that needs a run."""
+def define_logdir_flag(flags: Flags, required: bool = True) -> None:
+    """Defines --logdir, for a command that reads a run."""
     help = "the run, as given to the trainer"
-    flags.DEFINE_path("logdir", None, help, required=True, portable=True, address=True)
+    flags.DEFINE_path("logdir", None, help, required, portable=True, address=True)
 
 
-_SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")
+def define_data_flag(flags: Flags) -> None:
+    """Defines --data_dir, which data_dir reads, for a command that reads pairs."""
+    help = "the corpus with the pairs (default: what RUN trained on)"
+    flags.DEFINE_path("data_dir", None, help, address=True)
+
+
+def define_quiet_flag(flags: Flags) -> None:
+    """Defines --quiet, for a command that shows how far it is."""
+    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+
+
+_SEARCH_FLAGS = ("beam_size", "max_source_length", "length_alpha", "max_length")
+_TRANSLATION_FLAGS = ("max_length", "shortlist")
 # The flags that an exported model does not take.
-OF_RUNS = " ".join((*_SEARCH_FLAGS, "shortlist weights checkpoint_step average_last use_ema"))
+OF_RUNS = (*_SEARCH_FLAGS, "shortlist", "weights", "checkpoint_step", "average_last", "use_ema")
 
 
-def define_beam_flags(flags: Flags, default: str) -> None:
-    """Defines --beam_size, --max_source_length and --length_alpha, None where they are not given."""
-    for name, help, check in (
-        (
-            "beam_size",
-            f"hypotheses; 1 is greedy search, the fastest (default: {default})",
-            BEAM_SIZE,
-        ),
-        ("max_source_length", "tokens of a line; longer ones are cut (default: 256)", LENGTH),
-    ):
-        flags.DEFINE_integer(name, None, help, check)
-    flags.DEFINE_float(
-        "length_alpha", None, "length normalisation, 0 for none (default: 0.6)", LENGTH_ALPHA
-    )
+def define_search_flags(flags: Flags, translates: bool = True) -> None:
+    """Defines the flags of a search in a run, which are None where they are not given; after --logdir.
 
-
-def define_search_flags(flags: Flags) -> None:
-    """Defines the flags of a search, after --logdir: those of _SEARCH_FLAGS, --shortlist, --weights, and those of
-    define_run_flags. Those that are not given are None."""
+    These are --weights, _SEARCH_FLAGS, those of define_run_flags and, of a command that translates, _TRANSLATION_FLAGS.
+    """
     with flags.Section("with --logdir (an exported model has these inside)"):
         define_run_flags(flags)
-        define_beam_flags(flags, "4; 1 for a language model")
-        flags.DEFINE_integer(
-            "max_length", None, "tokens of a translation at most (default: 256)", LENGTH
-        )
-        flags.DEFINE_path(
-            "shortlist",
-            None,
-            "a file by tools.shortlist: scores only the tokens that a line's words are likely translated by, which is "
-            "faster (default: all tokens)",
-        )
-        define_weights_flag(flags)
-    flags.OnlyWith(OF_RUNS, "it was fixed when the model was exported", logdir=True)
+        default = "4; 1 for a language model" if translates else "1"
+        help = f"hypotheses; 1 is greedy search, the fastest (default: {default})"
+        flags.DEFINE_integer("beam_size", None, help, BEAM_SIZE)
+        help = "tokens of a line; longer ones are cut (default: 256)"
+        flags.DEFINE_integer("max_source_length", None, help, LENGTH)
+        help = "length normalisation, 0 for none (default: 0.6)"
+        flags.DEFINE_float("length_alpha", None, help, LENGTH_ALPHA)
+        if translates:
+            help = "tokens of a translation at most (default: 256)"
+            flags.DEFINE_integer("max_length", None, help, LENGTH)
+            help = "a file by tools.shortlist: scores only the tokens that a line's words are likely translated by, "
+            flags.DEFINE_path("shortlist", None, f"{help}which is faster (default: all tokens)")
+        help = "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)"
+        flags.DEFINE_enum("weights", None, ("float32", "int8"), help)
+    of_runs = [name for name in OF_RUNS if translates or name not in _TRANSLATION_FLAGS]
+    flags.OnlyWith(" ".join(of_runs), "it was fixed when the model was exported", logdir=True)
     flags.OnlyWith("trust_run", "an exported model names no classes", logdir=True)
-
-
-def define_weights_flag(flags: Flags) -> None:
-    """Defines --weights, None where it is not given."""
-    flags.DEFINE_enum(
-        "weights",
-        None,
-        ("float32", "int8"),
-        "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)",
-    )
 
 
 def define_trust_flag(flags: Flags) -> None:

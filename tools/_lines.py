@@ -34,7 +34,7 @@ def define_flags(flags: Flags, what: str, languages: bool = True) -> None:
     flags.DEFINE_path("input", None, f"a file of {what} (default: standard input)")
     flags.DEFINE_path("output", None, "the file to write (default: standard output)")
     flags.DEFINE_integer("batch_size", 256, "lines read before any is written", checks.SIZE)
-    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+    _cli.define_quiet_flag(flags)
 
 
 def define_field_flag(flags: Flags) -> None:

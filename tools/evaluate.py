@@ -32,26 +32,16 @@ if TYPE_CHECKING:  # they import NumPy
     from lingvo_moe.tasks.text.data.dev_set import DevSet
 
 # Flags on which no translation depends.
-_NO_TRANSLATORS = [
-    "data_dir",
-    "languages",
-    "max_per_language",
-    "output",
-    "resource_bounds",
-    "baselines",
-    "rescore",
-    "batch_size",
-    "trust_run",
-    "quiet",
-]
+_NO_TRANSLATORS = (
+    *("data_dir", "languages", "max_per_language", "output", "resource_bounds", "baselines"),
+    *("rescore", "batch_size", "trust_run", "quiet"),
+)
 
 
 def define_flags() -> Flags:
     flags = Flags("python -m tools.evaluate", __doc__)
     _cli.define_model_flags(flags)
-    flags.DEFINE_path(
-        "data_dir", None, "the corpus with the pairs (default: what RUN trained on)", address=True
-    )
+    _cli.define_data_flag(flags)
     flags.DEFINE_list("languages", (), "e.g. de,sw (default: all that have dev pairs)")
     flags.DEFINE_integer(
         "max_per_language", None, "dev pairs of each language (default: all)", checks.SIZE
@@ -73,9 +63,10 @@ def define_flags() -> Flags:
         "rescore", False, "score the texts that an earlier evaluation left in the output directory"
     )
     flags.DEFINE_integer("batch_size", 256, "lines translated at once", checks.SIZE)
-    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+    _cli.define_quiet_flag(flags)
     _cli.define_search_flags(flags)
-    flags.OnlyWith(f"{_cli.OF_RUNS} batch_size", "nothing is translated", rescore=False)
+    translating = " ".join((*_cli.OF_RUNS, "batch_size"))
+    flags.OnlyWith(translating, "nothing is translated", rescore=False)
     return flags
 
 

@@ -40,15 +40,7 @@ def define_flags() -> Flags:
         flags.DEFINE_integer(name, getattr(defaults, name), help, Sampling.RANGES[name])
     for name, help in _NUMBERS.items():
         flags.DEFINE_float(name, getattr(defaults, name), help, Sampling.RANGES[name])
-    with flags.Section("with --logdir (an exported model has these inside)"):
-        _cli.define_run_flags(flags)
-        _cli.define_beam_flags(flags, "1")
-        _cli.define_weights_flag(flags)
-    of_runs = (
-        "beam_size max_source_length length_alpha weights checkpoint_step average_last use_ema"
-    )
-    flags.OnlyWith(of_runs, "it was fixed when the model was exported", logdir=True)
-    flags.OnlyWith("trust_run", "an exported model names no classes", logdir=True)
+    _cli.define_search_flags(flags, translates=False)
     flags.OnlyWith("top_k top_p seed", "nothing is drawn", temperature=True)
     flags.OnlyWith("temperature", "a beam search draws nothing", beam_size=(None, 1))
     flags.OnlyWith("length_alpha", "greedy search has one text", beam_size=True)

@@ -35,16 +35,14 @@ def read_time(text: str) -> float:
     """Seconds from a number with a unit, e.g. '3.1h'. Raises ValueError."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)(s|min|h|d)", text)
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not seconds:
+    if not checks.POSITIVE.Allows(seconds):
         raise ValueError("must be a positive number with a unit, e.g. 90s, 10min, 3.1h or 2d")
     return seconds
 
 
 def define_flags() -> Flags:
     flags = Flags("python -m tools.goodput", __doc__)
-    flags.DEFINE_path(
-        "logdir", None, "the run, as given to the trainer", portable=True, address=True
-    )
+    _cli.define_logdir_flag(flags, required=False)
     flags.DEFINE_boolean("predict", False, "also predict goodput and the best interval")
     flags.DEFINE_path("json", "", "write all figures to this file as JSON")
     of_run = "(default: as in the run)"

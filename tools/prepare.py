@@ -192,7 +192,8 @@ def _experiment(model: str) -> Params:
 
 
 def _options(args: Flags, experiment: Params | None) -> PrepareOptions:
-    sizes, temperature, sentences = dict(_SIZES), 5.0, 500_000
+    sizes, temperature = dict(_SIZES), VocabOptions.temperature
+    sentences = VocabOptions.max_sentences
     rows, texts = tuple[int, ...](), False
     if experiment is not None:
         sizes = {side: experiment.Get(f"{side}_vocab_size") for side in _SIZES}

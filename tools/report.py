@@ -28,9 +28,7 @@ if TYPE_CHECKING:  # they import NumPy
 def define_flags() -> Flags:
     flags = Flags("python -m tools.report", __doc__)
     _cli.define_logdir_flag(flags)
-    flags.DEFINE_path(
-        "data_dir", None, "the corpus with the pairs (default: what RUN trained on)", address=True
-    )
+    _cli.define_data_flag(flags)
     flags.DEFINE_list(
         "languages",
         (),
@@ -47,7 +45,7 @@ def define_flags() -> Flags:
     flags.DEFINE_path("out", None, "the page to write (default: RUN/report.html)")
     flags.DEFINE_path("png_dir", None, "also write a picture of each layer to this directory")
     flags.DEFINE_integer("batch_size", 16, "packed rows at once", checks.SIZE)
-    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+    _cli.define_quiet_flag(flags)
     flags.Distinct("out", "png_dir")
     measuring = "data_dir languages max_per_language batch_size png_dir"
     checkpoint = "checkpoint_step average_last use_ema"

@@ -103,6 +103,7 @@ def define_flags() -> Flags:
     )
     _lines.define_flags(flags, "pairs to score")
     _lines.define_field_flag(flags)
+    flags.OnlyWith("language", "a column has that of each pair", language_column=False)
     return flags
 
 
@@ -112,8 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    if args.language and args.language_column:
-        raise ValueError("--language and --language_column: give one of them")
     losses = Losses()
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()

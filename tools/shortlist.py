@@ -28,14 +28,12 @@ def define_flags() -> Flags:
     flags = Flags("python -m tools.shortlist", __doc__)
     _cli.define_logdir_flag(flags)
     flags.DEFINE_path("output", None, "the file to write, .npz", required=True)
-    flags.DEFINE_path(
-        "data_dir", None, "the corpus with the pairs (default: what RUN trained on)", address=True
-    )
+    _cli.define_data_flag(flags)
     flags.DEFINE_integer("per_piece", 100, "target pieces of each source piece", checks.SIZE)
     flags.DEFINE_integer("frequent", 200, "frequent target pieces for every line", checks.COUNT)
     flags.DEFINE_integer("max_pairs", 300_000, "pairs to draw, held in memory", checks.SIZE)
     _cli.define_trust_flag(flags)
-    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+    _cli.define_quiet_flag(flags)
     return flags
 
 

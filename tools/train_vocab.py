@@ -31,12 +31,11 @@ def define_flags() -> Flags:
     for side, size in (("source", 64_000), ("target", 32_000)):
         check = checks.Integer(MIN_SIZE)
         flags.DEFINE_integer(f"{side}_size", size, f"ids of the {side} vocabulary", check)
-    flags.DEFINE_float(
-        "temperature", 5.0, "with a larger one small languages count more", checks.POSITIVE
-    )
+    help = "with a larger one small languages count more"
+    flags.DEFINE_float("temperature", VocabOptions.temperature, help, checks.POSITIVE)
     flags.DEFINE_integer(
         "max_sentences",
-        500_000,
+        VocabOptions.max_sentences,
         "sentences in the sample at most, held in memory",
         checks.Integer(MIN_SENTENCES),
     )

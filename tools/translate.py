@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files.store import is_address
 from lingvo_moe.tasks.text.decoding.line_stream import translation_of
 
 from . import _cli, _lines
@@ -45,6 +46,9 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
+    if args.runner and is_address(args.saved_model):
+        why = "workers read models from a disk that all of them see"
+        args.Fail(f"--saved_model={args.saved_model} goes without --runner: {why}")
     return _cli.attempt("translate", lambda: _run(args))
 
 

@@ -24,6 +24,7 @@ translate --saved_model=x --batch_size=0 | --batch_size=0: must be an integer of
 translate --logdir=x --beam_size=0 | --beam_size=0: must be an integer from 1 to
 translate --logdir=x --max_source_length=9999999 | --max_source_length=9999999: must be an integer from 1 to 1000000
 translate --logdir='~/run' | --logdir=~/run: '~' is only replaced by a shell
+translate --saved_model=s3://b/m --input=x --output=y --runner=FnApiRunner | --saved_model=s3://b/m goes without
 translate --saved_model=x --trust_run | --trust_run goes with --logdir
 translate --saved_model=x --shortlist=s | --shortlist=s goes with --logdir
 translate --saved_model=x --weights=int8 | --weights=int8 goes with --logdir
@@ -33,6 +34,7 @@ evaluate --logdir=x --resource_bounds=5,7 | HIGH must be more than MID
 export --logdir=x | --output is required
 export --logdir=x --output=y --top_k=0 | --top_k=0: must be an integer of at least 1
 export --logdir=x --output=y --checkpoint_step=-1 | --checkpoint_step=-1: must be
+score --logdir=x --language=de --language_column=3 | --language=de does not go with --language_column=3
 score --logdir=x --average_last=0 | --average_last=0: must be an integer of at least 1
 serve --saved_model=x --max_connections=1000000000 | must be an integer from 1 to 65536
 serve --saved_model=x --read_timeout=0 | --read_timeout=0: must be a positive number
@@ -78,20 +80,21 @@ soak --output=x --num_devices=6 | --num_devices=6: must be a power of two
 soak --output=x --max_processes=5 | --max_processes=5: must be an integer from 1 to 4
 goodput --logdir=x --announced=0.3 | --announced=0.3 goes with --predict
 goodput --predict --mtbf=3 | --mtbf=3: must be a positive number with a unit, e.g. 90s
+goodput --predict --mtbf=1000000000000000000000000000000000000000s | must be a positive number with a unit
 goodput --predict --mtbf=3h --announced=2 | --announced=2: must be a number
 benchmarks.gpu.programs --output=x --kinds=indx | 'indx' (did you mean 'index'
-benchmarks.gpu.programs --output=x --experts=8,1 | --experts=8,1: '1' must be an integer of at least 2
+benchmarks.gpu.programs --output=x --experts=8,1 | --experts=8,1: must be an integer of at least 2
 benchmarks.gpu.train --programs=x --points=20,10 | --points=20,10: must rise
-benchmarks.gpu.train --programs=x --points=, | --points=,: '' must be an integer of at least 1
+benchmarks.gpu.train --programs=x --points=, | --points=,: must be an integer of at least 1
 benchmarks.decode --only=here,hf | --only=hf needs --peers
-benchmarks.partition_scaling --partitions=1,2 | --partitions=1,2: '1' must be an integer of at least 2
+benchmarks.partition_scaling --partitions=1,2 | --partitions=1,2: must be an integer of at least 2
 benchmarks.partition_scaling --partitions=x | --partitions=x
 benchmarks.partition_scaling --forms=fast | --forms=fast
 benchmarks.quality_peers --corpus=x --output=y --only=expert | no 'expert' (did you mean 'experts'?)
 benchmarks.quality_peers --corpus=x --output=y --routers=hashed | no 'hashed' (did you mean 'hash'?)
-benchmarks.quality_peers --corpus=x --output=y --experts=0 | --experts=0: '0' must be an integer of at least 1
+benchmarks.quality_peers --corpus=x --output=y --experts=0 | --experts=0: must be an integer of at least 1
 benchmarks.quality_peers --corpus=x --output=y --only=joeynmt | --only=joeynmt needs --peers
-benchmarks.quality_peers --corpus=x --output=y --seeds=1,x | --seeds=1,x: 'x' must be an integer of at least 1
+benchmarks.quality_peers --corpus=x --output=y --seeds=1,x | --seeds=1,x: must be an integer of at least 1
 benchmarks.quality_peers --corpus=x --output=y --cpu_seconds=0 | cpu_seconds
 """
 # What cannot be done is said with status 1; outputs are checked first, so these rows name inputs that are not there.
@@ -111,7 +114,6 @@ export --logdir=empty --output=out | no run there
 export --logdir=empty --output=out --top_k=9 | --top_k=9: must be an integer from 1 to 4
 export --logdir=none --output=lines.txt | --output=lines.txt is a file; name a directory
 export --logdir=none --output=lines.txt/deeper/out | lines.txt is not a directory
-score --logdir=run --input=/dev/null --language=de --language_column=3 | --language and --language_column: give one
 serve --port=0 --saved_model=/nowhere | /nowhere: no SavedModel there
 serve --port=99999 --saved_model=x | --port=99999: at most 65535
 serve --port=0 --saved_model=x --host=no.such.host.invalid | --host=no.such.host.invalid:

@@ -184,13 +184,7 @@ class Flags(flags.FlagValues):
         one = _checked(int if isinstance(check, checks.Integer) else float, check)
 
         def read(text: str) -> tuple[float, ...]:
-            found = []
-            for part in names(text) or ("",):
-                try:
-                    found.append(one.parse(part))
-                except ValueError as e:
-                    raise ValueError(f"{part!r} {e}") from None
-            return tuple(found)
+            return tuple(one.parse(part) for part in names(text) or ("",))
 
         self.DEFINE_parsed(name, default, help, read, f"comma-separated; each {check}")
 
