@@ -18,7 +18,7 @@ DENSE = "T96L"
 
 @dataclass(frozen=True)
 class Wanted:
-    """A plan to make: as plans.Request. A topology that is a generation or a card alone, e.g. 'v5p' or
+    """A plan to make: as step_plan.Request. A topology that is a generation or a card alone, e.g. 'v5p' or
     'h100', asks for the smallest machine of that kind that the model fits."""
 
     model: str

@@ -1,6 +1,6 @@
 """Compares experts and routers: small models, trained on the demo's data at equal cost, side by side.
 
-    python -m tools.compare_experts                     # everything: an hour or two on two cores
+    python -m tools.compare_experts                     # everything: hours on two cores
     python -m tools.compare_experts --only=routers --steps=500
 
 Trains every variant of a model for the same number of steps (those of balance for the same CPU seconds) on the same
