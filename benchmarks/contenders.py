@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+from lingvo_moe.core.files import files
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -160,8 +162,6 @@ def update_page(page: Path, name: str, text: str) -> None:
     Raises:
         ValueError: the page lacks them.
     """
-    from lingvo_moe.core.files import files
-
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     head, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, closed, tail = rest.partition(end)

@@ -18,14 +18,15 @@ from benchmarks.gpu.train import BATCHES, HELD_OUT, INIT, SCORE, STEP
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
+from lingvo_moe.training.flags import define_experiment_flag
 from tools import _cli
 
 
 def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m benchmarks.gpu.runs", __doc__)
-    flags.DEFINE_string("model", None, "the experiment", required=True)
-    flags.DEFINE_string("model_params_override", "", "its parameters, as for the trainer")
+    define_experiment_flag(flags, "experiment, e.g. mt.M4Small")
+    flags.DEFINE_override()
     flags.DEFINE_path("data_dir", "", "its data; '' makes up batches, and no held-out ones")
     flags.DEFINE_integer("batches", 100, "batches to train on; all held-out ones", checks.SIZE)
     flags.DEFINE_path("output", None, "the directory to write to", required=True)
