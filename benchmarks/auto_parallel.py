@@ -10,6 +10,7 @@ cores of this machine, one strategy after the other; the figures are medians.
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,10 +143,8 @@ def measure(sizes: tuple[int, int, int, int, str], steps: int) -> dict[str, floa
     times: dict[str, list[float]] = {by: [] for by in (_FOUND, _BY_HAND, _DATA_PARALLEL)}
     for by, taken in times.items():
         compiled, theta, images, labels = _compiled(by, engine, sizes)
-        kinds = [c.kind for c in compiled.Collectives()]
-        print(
-            f"{by}: { ({kind: kinds.count(kind) for kind in sorted(set(kinds))}) }", file=sys.stderr
-        )
+        kinds = Counter(sorted(c.kind for c in compiled.Collectives()))
+        print(f"{by}: {dict(kinds)}", file=sys.stderr)
         for step in range(steps + 1):
             start = time.perf_counter()
             theta, _ = compiled(theta, images, labels)

@@ -68,6 +68,7 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     params = registry.GetParams(args.model, args.model_params_override)
     work = read_workload(params)
     estimates = Space(params, work, machine).estimator
+    cache = _cli.plan_cache(args.cache_dir)
     found: list[_Row] = []
     for layout in layouts(work, machine.num_devices):
         candidate = Candidate(layout, micro_batches=layout.stages)
@@ -75,7 +76,7 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
         say(f"{len(found) + 1}: {candidate}")
         request = step_plan.Request(args.model, args.topology, override)
         try:
-            plan = cached_plan(request, _cli.plan_cache(args.cache_dir), say)
+            plan = cached_plan(request, cache, say)
             seconds = None
             if args.run:
                 one = measured_step(args.model, override, layout.mesh, 2**34, "error")

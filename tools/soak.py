@@ -365,7 +365,8 @@ def compare(output: Path, exact: int, end: int, tolerance: float) -> int:
     missing = [step for step in steps if step not in one or step not in other]
     after = [(s, one[s], other[s]) for s in steps[exact:] if s not in missing]
     again = done_again(rows)
-    differ = [step for step in steps[:exact] if one.get(step) != other.get(step)]
+    common = [step for step in steps[:exact] if step not in missing]
+    differ = [step for step in common if apart(one[step], other[step])]
     far = [step for step, *pair in (*after, *again) if apart(*pair) > tolerance]
     for found, what in (
         (missing, "are missing"),
@@ -375,14 +376,17 @@ def compare(output: Path, exact: int, end: int, tolerance: float) -> int:
         if found:
             say(f"soak: the losses of {len(found)} steps {what}, first that of step {found[0]}")
     most, most_after = (max((apart(*x[1:]) for x in of), default=0.0) for of in (again, after))
-    print(f"losses of {exact - len(differ)} of {exact} steps on the same layout: equal bit for bit")
+    equal = len(common) - len(differ)
+    print(f"losses of {equal} of {exact} steps on the same layout: equal bit for bit")
     print(f"losses of {len(after)} steps on other layouts: at most {most_after:.1e} apart")
     print(f"losses of {len(again)} steps that were done again: at most {most:.1e} apart")
     return int(bool(missing or differ or far))
 
 
 def apart(loss: float, other: float) -> float:
-    """The difference of two losses; relative, where they are above 1."""
+    """The difference of two losses; relative, where they are above 1. 0 where both are no numbers."""
+    if math.isnan(loss) and math.isnan(other):
+        return 0.0
     difference = abs(loss - other) / max(1.0, abs(other))
     return math.inf if math.isnan(difference) else difference
 

@@ -59,6 +59,15 @@ def test_a_loss_that_differs_or_is_missing_is_found(tmp_path, capsys, change, ag
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("exact", [0, 60])
+def test_losses_that_are_no_numbers_in_both_runs_are_equal(tmp_path, exact):
+    for name in ("undisturbed", "disturbed"):
+        (tmp_path / name / "train").mkdir(parents=True)
+        for step, loss in (_LOSSES | {7: None}).items():  # as the trainer writes it
+            append_row(tmp_path / name / "train" / "metrics.jsonl", {"step": step, "loss": loss})
+    assert compare(tmp_path, exact, 60, 1e-5) == 0
+
+
 def test_the_undisturbed_run_changes_its_layout_where_the_disturbed_one_did(tmp_path):
     args = _args("--rounds=12", "--max_processes=2", "--num_devices=2")
     journal = soak.Journal(tmp_path / "rounds.jsonl", {})
