@@ -4,12 +4,12 @@ A contender prints `ready {...}` once it has warmed up; each line on its standar
 step, which it answers by a line of JSON.
 """
 
-import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +31,7 @@ class Process:
         name: for errors.
         command: the program and its arguments.
         threads: how many cores.
-        log: the file for its standard error, for a process that runs long; None to keep it in memory.
+        log: the file for its standard error; None for a temporary one.
     """
 
     def __init__(self, name: str, command: Sequence[str], threads: int, log: Path | None = None):
@@ -44,17 +44,18 @@ class Process:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false" if threads == 1 else "",
         }
-        self.name, self._log = name, log
-        with open(log, "wb") if log else contextlib.nullcontext(subprocess.PIPE) as stderr:
-            self._process = subprocess.Popen(
-                list(command),
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
+        self.name = name
+        # A pipe that nobody reads would stop a process that complains much.
+        self._errors = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            list(command),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
         # One thread is one core: what a runtime does in helper threads counts too.
         os.sched_setaffinity(self._process.pid, sorted(os.sched_getaffinity(0))[-threads:])
 
@@ -76,15 +77,16 @@ class Process:
         for line in self._process.stdout:
             if line.startswith(start):
                 return line
-        errors = self._process.communicate()[1]
-        if self._log:
-            errors = self._log.read_text(errors="replace")
+        self._process.wait()
+        self._errors.seek(0)
+        errors = self._errors.read().decode(errors="replace")
         raise ChildProcessError(f"{self.name} ended: {errors.strip()[-2000:]}")
 
     def Stop(self) -> None:
         """Ends the process."""
         self._process.kill()
         self._process.communicate()
+        self._errors.close()
 
 
 class Contender(Process):

@@ -176,6 +176,14 @@ def test_interrupted_it_keeps_what_was_finished(corpus, tmp_path, capsys, monkey
     assert "joeynmt_0.001_seed1: done before" in capsys.readouterr().err
 
 
+def test_a_process_may_complain_much_before_it_is_ready():
+    code = "import sys; sys.stderr.write('x' * 200_000); print('ready', flush=True); sys.exit('no')"
+    with contenders.Process("loud", [sys.executable, "-c", code], threads=1) as process:
+        assert process.Line("ready") == "ready\n"
+        with pytest.raises(ChildProcessError, match=r"loud ended: x+no$"):
+            process.Line("more")
+
+
 def _raise():
     raise KeyboardInterrupt
 
