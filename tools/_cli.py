@@ -226,10 +226,10 @@ def define_model_flags(flags: Flags) -> None:
     flags.ExactlyOne("saved_model", "logdir")
 
 
-def define_logdir_flag(flags: Flags, required: bool = True) -> None:
-    """Defines --logdir, for a command that reads a run."""
+def define_logdir_flag(flags: Flags) -> None:
+    """Defines --logdir, for a command that needs a run."""
     help = "the run, as given to the trainer"
-    flags.DEFINE_path("logdir", None, help, required, portable=True, address=True)
+    flags.DEFINE_path("logdir", None, help, required=True, portable=True, address=True)
 
 
 def define_data_flag(flags: Flags) -> None:

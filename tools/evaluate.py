@@ -146,7 +146,8 @@ def _output(args: Flags) -> Path | None:
 
 
 def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
-    """The identity of a translator: every flag on which it could depend, its description, and its files' times."""
+    """The identity of a translator: every flag on which it could depend, its description, its files' times, and the
+    digests of its checkpoints."""
     flags = {name: value for name, value in args.Values().items() if name not in _NO_TRANSLATORS}
     files = [Path(value) for value in flags.values() if isinstance(value, str)]
     files = [file for file in files if file.is_file()]
@@ -154,10 +155,15 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
         from lingvo_moe.tasks.text.decoding.saved_functions import MANIFEST
 
         files.append(local(args.saved_model) / MANIFEST)
+        checkpoints = []
     else:
+        from lingvo_moe.core.runs.run_dir import RunDir
+        from lingvo_moe.core.runs.saved_steps import LIST, saved_steps
+
+        saved = saved_steps(RunDir(args.logdir).checkpoint_dir)  # which may be in a bucket
         steps = about.get("averaged_steps") or [about["step"]]
-        files += [Path(args.logdir, "checkpoints", str(step)) for step in steps]
-    return [flags, about, [file.stat().st_mtime_ns for file in files if file.exists()]]
+        checkpoints = [saved.Of(step).Read(LIST).decode() for step in steps]
+    return [flags, about, [file.stat().st_mtime_ns for file in files if file.exists()], checkpoints]
 
 
 def _progress(kept: "KeptTranslations", done: int, lines: int) -> str:

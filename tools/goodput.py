@@ -42,7 +42,8 @@ def read_time(text: str) -> float:
 
 def define_flags() -> Flags:
     flags = Flags("python -m tools.goodput", __doc__)
-    _cli.define_logdir_flag(flags, required=False)
+    help = "the run, as given to the trainer"
+    flags.DEFINE_path("logdir", None, help, portable=True, address=True)
     flags.DEFINE_boolean("predict", False, "also predict goodput and the best interval")
     flags.DEFINE_path("json", "", "write all figures to this file as JSON")
     of_run = "(default: as in the run)"

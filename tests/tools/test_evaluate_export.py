@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import toy_translation as toy
 
+from lingvo_moe.core.files.store import open_store
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.runs.saved_steps import LIST
 from tools import _cli, evaluate, export
 
 pytestmark = pytest.mark.slow
@@ -119,12 +121,15 @@ def test_stopped_it_goes_on_where_it_was(logdir, corpus, tmp_path, capfd, monkey
     assert json.loads((output / "report.json").read_text())["seconds"] > 0
 
 
-@pytest.mark.parametrize("rewritten", ["shortlist", "checkpoint"])
+@pytest.mark.parametrize("rewritten", ["shortlist", "checkpoint", "checkpoint in a bucket"])
 def test_what_another_file_of_that_name_made_is_not_reused(
-    rewritten, logdir, corpus, tmp_path, monkeypatch
+    rewritten, corpus, tmp_path, monkeypatch
 ):
     shortlist = tmp_path / "shortlist.npz"
     shortlist.write_bytes(b"read by nobody here")
+    logdir = "memory://run" if "bucket" in rewritten else str(tmp_path / "run")
+    of_step = open_store(f"{logdir}/checkpoints/3")
+    of_step.Write(LIST, b"read by nobody here")
     flags = [f"--logdir={logdir}", f"--data_dir={corpus}", f"--output={tmp_path / 'scores'}"]
     flags += ["--batch_size=5", f"--shortlist={shortlist}"]
     shouts = _Shouts(monkeypatch)
@@ -134,8 +139,10 @@ def test_what_another_file_of_that_name_made_is_not_reused(
     shouts.stop_at = 1
     assert evaluate.main([*flags, "--quiet"]) == 130  # the same translator: goes on
     assert shouts.Calls() == [5]
-    file = shortlist if rewritten == "shortlist" else Path(logdir) / "checkpoints/3"
-    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    if rewritten == "shortlist":
+        os.utime(shortlist, ns=(0, shortlist.stat().st_mtime_ns + 1))
+    else:
+        of_step.Write(LIST, b"of other files")
     shouts.stop_at = 0
     assert evaluate.main(flags) == 0
     assert sum(shouts.Calls()) == 36
