@@ -194,4 +194,4 @@ def _compiled(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

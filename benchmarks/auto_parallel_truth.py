@@ -198,4 +198,4 @@ def _row(case: Case, found: np.ndarray) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)
