@@ -26,6 +26,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pages.tables import Table, words
 from lingvo_moe.core.runs.goodput import PARTS, Goodput
 from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.runs.saved_steps import LIST
 from lingvo_moe.tasks.image.evaluation import Scores
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from tools.import_graph import ROOT
@@ -351,7 +352,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.Write(model, "input.data_dir=DATA", artifacts)
         for step in ("5", "6"):
             (run.path / "checkpoints" / step).mkdir(parents=True)
-            (run.path / "checkpoints" / step / "x").touch()
+            (run.path / "checkpoints" / step / LIST).touch()
     (place / "strategy.txt").write_text("train.mesh=expert:4\ntask.remat=dots\n")
     (place / "lines.txt").write_text("drei\tthree\tde\n")
     (place / "texts.jsonl").write_text('{"text": "three", "other": "four"}\n' * 3)
