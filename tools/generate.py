@@ -43,12 +43,14 @@ def define_flags() -> Flags:
     _cli.define_search_flags(flags, translates=False)
     flags.OnlyWith("top_k top_p seed", "nothing is drawn", temperature=True)
     flags.OnlyWith("temperature", "a beam search draws nothing", beam_size=(None, 1))
-    flags.OnlyWith("length_alpha", "greedy search has one text", beam_size=True)
     return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
+    if args.length_alpha is not None and (args.beam_size or 1) == 1:
+        given = f"--length_alpha={args.length_alpha}"
+        args.Fail(f"{given} goes with a --beam_size of 2 or more: greedy search has one text")
     return _cli.attempt("generate", lambda: _run(args))
 
 
