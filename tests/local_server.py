@@ -50,7 +50,10 @@ class Capitals:
 
 
 class Echo:
-    """Continues a prompt with its words and the seed of each; closed, `gate` holds a stream after its first step."""
+    """Continues a prompt with its words and the seed of each; closed, `gate` holds a stream after its first step.
+
+    A stream fails at the word 'poison'.
+    """
 
     languages = ()
 
@@ -73,6 +76,8 @@ class Echo:
 
     def Stream(self, prompt, settings):
         for word in prompt.decode().split():
+            if word == "poison":
+                raise RuntimeError("the model broke")
             yield f" {word}", None
             assert self.gate.wait(20)
         yield "", settings.max_tokens > 5

@@ -91,7 +91,7 @@ def answer_all(
                 # Where answers appear on the same screen, they are progress enough.
                 if not args.quiet and not out.isatty():
                     rate = counts.lines / max(counts.seconds, 1e-9)
-                    show(f"{name}: {counts.lines} lines, {rate:.0f} a second")
+                    show(f"{name}: {_lines(counts)}, {rate:.0f} a second")
 
             def warn(message: str) -> None:
                 show.Close()  # a warning has a line of its own
@@ -104,8 +104,12 @@ def answer_all(
         return 1
     if not args.quiet:
         written = f"; written: {args.output}" if args.output else ""
-        say(f"{name}: {counts.lines} lines in {counts.seconds:.1f} s{written}")
+        say(f"{name}: {_lines(counts)} in {counts.seconds:.1f} s{written}")
     return 0
+
+
+def _lines(counts: Counts) -> str:
+    return "1 line" if counts.lines == 1 else f"{counts.lines} lines"
 
 
 def _output(path: str | None) -> AbstractContextManager[BinaryIO]:

@@ -111,7 +111,8 @@ def test_tools_translate(name, model, monkeypatch, tmp_path, capfd):
     assert translate.main(flags) == 0
     err = capfd.readouterr().err
     assert out.read_bytes() == model.Text(name)
-    assert f"translate: {_count(data)} lines in" in err
+    lines = "1 line" if _count(data) == 1 else f"{_count(data)} lines"
+    assert f"translate: {lines} in" in err
     assert ("line 1 is too long: its end is not translated" in err) == (name == "long")
 
 

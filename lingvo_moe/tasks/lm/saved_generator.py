@@ -108,17 +108,19 @@ class Texts:
                 raise ValueError(
                     f"temperature={each.temperature} has no effect in a beam search; choose one of the two"
                 )
-        columns = zip(*(each.Values() for each in settings), strict=True)
-        named = dict(zip(SETTINGS.items(), columns))
-        tensors = [tf.constant(column, spec.dtype) for (_, spec), column in named.items()]
+        rows = [each.Values() for each in settings]
+        tensors = [
+            tf.constant([row[i] for row in rows], spec.dtype, [len(values), *spec.shape])
+            for i, spec in enumerate(SETTINGS.values())
+        ]
         if self.options.beam_size > 1:
             tensors = tensors[:1]
         if self.vocabulary is None:
             return [], [tf.constant(values, tf.string), *tensors]
         ids = self.vocabulary.EncodeBatch([value.decode("utf-8", "replace") for value in values])
-        rows = tf.ragged.constant(ids, tf.int32, ragged_rank=1)
+        ragged = tf.ragged.constant(ids, tf.int32, ragged_rank=1)
         most = self.options.max_source_length
-        given = [rows.to_tensor(), tf.cast(rows.row_lengths(), tf.int32)]
+        given = [ragged.to_tensor(), tf.cast(ragged.row_lengths(), tf.int32)]
         return [one[-most:] for one in ids], [*given, *tensors]
 
 

@@ -65,6 +65,7 @@ def next_logits(run):
 
 @pytest.mark.slow
 def test_a_text_is_the_same_alone_and_token_by_token(generator):
+    assert generator.Generate([], []).texts == []
     kinds = (Sampling(20), Sampling(3), Sampling(20, 0.9, 0, 0.9, 7), Sampling(20, 2.0, 9, 1.0, 8))
     settings = [kinds[i % 4] for i in range(len(PROMPTS))]
     together = generator.Generate(PROMPTS, settings)

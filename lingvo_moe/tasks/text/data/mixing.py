@@ -24,7 +24,7 @@ def temperature_weights(pairs: Mapping[str, int], temperature: float) -> dict[st
 
 
 def quotas(pairs: Mapping[str, int], temperature: float, limit: int) -> dict[str, int]:
-    """Number of pairs to draw of each language, by temperature, so that the sum is at most `limit`.
+    """Number of pairs to draw of each language, by temperature: in all at most `limit`, but one of each at least.
 
     A language gives at most its own pairs; larger languages fill what small ones cannot.
     """

@@ -117,7 +117,7 @@ class _Reader:
         counts.read += 1
         if line.reason:
             counts.Drop(line.reason, "")
-            self._Warn(line)
+            self._Warn(line.number, line.reason)
             return
         lang = line.lang or NO_LANGUAGE
         source, target = tidy_text(line.source), tidy_text(line.target)
@@ -125,6 +125,7 @@ class _Reader:
         reason = self._job.rules.Reason(lang, source, target, one_text)
         if not reason and not tsv.fits(source, target):
             reason = "too_long_line"
+            self._Warn(line.number, reason)
         if reason:
             counts.Drop(reason, _example(source, target))
             return
@@ -145,10 +146,9 @@ class _Reader:
             return split.text_hash(key) in self._dev_keys
         return split.is_held_out(key, self._job.dev_share, _SALT)
 
-    def _Warn(self, line: ReadLine) -> None:
+    def _Warn(self, number: int, reason: str) -> None:
         if len(self._warnings) < tsv.BAD_LINES_TOLD:
-            source = self._job.source
-            self._warnings.append(f"{source.path}:{line.number}: {REASONS[line.reason]}")
+            self._warnings.append(f"{self._job.source.path}:{number}: {REASONS[reason]}")
 
     def _Flush(self) -> None:
         """Appends what has come together; files are not kept open, for there may be hundreds of languages."""

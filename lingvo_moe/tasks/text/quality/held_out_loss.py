@@ -18,8 +18,8 @@ def held_out_loss(
 ) -> NestedMap:
     """Computes the loss of a run's newest checkpoint on held-out pairs, with inference's routing.
 
-    The batches are those that the trainer evaluates on, see MtInput.HeldOut: the same for every run of the same data,
-    vocabularies and shapes.
+    The batches are those that the trainer evaluates on, see PackedInput.HeldOut: the same for every run of the same
+    data, vocabularies and shapes.
 
     Args:
         data_dir: holds the pairs that the run trained on, and dev/<lang>.tsv.gz.

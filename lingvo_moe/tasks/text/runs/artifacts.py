@@ -23,7 +23,7 @@ def vocabs_of(artifacts: RunArtifacts) -> NestedMap:
     """NestedMap(source, target): serialised vocabularies. Raises DataError where one is missing."""
     for name in VOCAB_FILES.values():
         if name not in artifacts.files:
-            raise DataError(f"the run keeps no {name}: it is no run of a translation model")
+            raise DataError(f"the run keeps no {name}: it is no run of a model of texts")
     return NestedMap({side: artifacts.files[name] for side, name in VOCAB_FILES.items()})
 
 

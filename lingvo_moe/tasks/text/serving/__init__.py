@@ -1,4 +1,1 @@
-"""A model exported as a SavedModel, and a translator behind HTTP.
-
-Only export.py and saved_translator.py need TensorFlow; the server does not.
-"""
+"""A translator or a generator of texts behind HTTP; nothing here imports TensorFlow."""

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import http
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -148,11 +149,12 @@ class GenerateHandler(_TranslatingHandler):
         return wanted
 
     async def Reply(self, wanted: bodies.Wanted) -> None:
-        """See _TranslatingHandler; once a stream has begun, an error is its last event."""
+        """See _TranslatingHandler; a stream has an event for each token."""
         if wanted.form != "stream":
             return await super().Reply(wanted)
         seconds = self.service.limits.request_timeout
         (prompt,), (settings,) = wanted.lines, wanted.settings
+        self.set_header("Content-Type", "text/event-stream; charset=UTF-8")
         try:
             async with (
                 asyncio.timeout(seconds),
@@ -160,18 +162,28 @@ class GenerateHandler(_TranslatingHandler):
             ):
                 async for text, finished in steps:
                     end = {} if finished is None else {"finished": finished}
-                    await self._Event({"text": text, **end})
+                    self.write(_event({"text": text, **end}))
+                    await self.flush()
         except TimeoutError:
-            error = RequestError(504, f"not done within {seconds:g} s; ask for fewer tokens", 1)
-            if not self._headers_written:
-                raise error from None
-            await self._Event({"error": error.message})
+            raise RequestError(
+                504, f"not done within {seconds:g} s; ask for fewer tokens", 1
+            ) from None
         await self.finish()
 
-    async def _Event(self, content: dict[str, Any]) -> None:
-        self.set_header("Content-Type", "text/event-stream; charset=UTF-8")
-        self.write(f"data: {json.dumps(content, ensure_ascii=False)}\n\n")
-        await self.flush()
+    def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
+        """Answers an error; once a stream has begun, with its last event."""
+        if not self._headers_written:
+            super().send_error(status_code, **kwargs)
+            return
+        error = kwargs.get("exc_info", (None, None))[1]
+        is_ours = isinstance(error, RequestError)
+        message = error.message if is_ours else http.HTTPStatus(status_code).phrase
+        self.finish(_event({"error": message}))
+
+
+def _event(content: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
 class ModelHandler(BaseHandler):

@@ -1,5 +1,6 @@
 """Held-out pairs that the user gives: which training pairs they exclude, and reports about unusable lines."""
 
+import dataclasses
 import unicodedata
 from pathlib import Path
 
@@ -60,6 +61,13 @@ def test_pairs_that_no_reader_would_take_are_counted(tmp_path):
     made = Path(read_stage(job, lambda n: None))
     assert '"dropped": {"too_long_line": 1}' in (made / "summary.json").read_text()
     assert len((made / "de.tsv").read_bytes().splitlines()) == 1
+    for side in ("x.de", "x.en"):  # the first line alone
+        (tmp_path / side).write_bytes((tmp_path / side).read_bytes().splitlines(True)[0])
+    nothing = dataclasses.replace(job, output=str(tmp_path / "none"))
+    with pytest.raises(
+        DataError, match=r"no line can be used: 1 x a line of more .*x\.de:1: a line of"
+    ):
+        read_stage(nothing, lambda n: None)
 
 
 def test_a_share_of_inputs_with_held_out_pairs_is_refused(tmp_path):

@@ -49,6 +49,16 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_and_frees_its_place(ser
     assert server.Ask("POST", "/generate", {"text": "a"}).status == 200
 
 
+def test_a_stream_of_a_model_that_breaks_ends_with_an_error(server):
+    reply = server.Ask("POST", "/generate", {"text": "a poison", "stream": True})
+    events = reply.body.decode().split("\n\n")[:-1]
+    assert [json.loads(event[6:]) for event in events] == [
+        {"text": " a"},
+        {"error": "Internal Server Error"},
+    ]
+    assert server.Ask("POST", "/generate", {"text": "poison", "stream": True}).status == 500
+
+
 @pytest.mark.parametrize(("asked", "status", "message"), [
     ({}, 400, '"text" is null; give a string or a list of strings'),
     ({"text": ["a"], "stream": True}, 400, '"text" is a list; give a string'),
