@@ -1,7 +1,7 @@
 """ImageClassifier: a network, a head, and the loss. Letters: B batch, Y rows, X columns, I channels, V classes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -211,10 +211,9 @@ class ImageClassifier(BaseTask):
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
         """See BaseTask: the stages of the network, and the head."""
-        shape: Sequence[int] = batch.images.shape
-        network, head = self.network.p, self.head.p
-        flops = network.cls.FlopsByStage(network, shape)
-        flops["head"] = Classifier.FPropMeta(head, (shape[0], head.model_dim)).flops
+        rows, network, head = batch.images.shape[0], self.network.p, self.head.p
+        flops = network.cls.FlopsByStage(network, batch.images.shape)
+        flops["head"] = Classifier.FPropMeta(head, (rows, head.model_dim)).flops
         return flops
 
     def StageFlops(self, batch: NestedMap) -> list[int]:
@@ -223,12 +222,3 @@ class ImageClassifier(BaseTask):
         network = self.network.p
         costs = network.cls.PipelineParts(network).costs  # of one image of pipeline.image_size
         return [batch.images.shape[0] * cost for cost in costs]
-
-    @classmethod
-    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """Forward operations for images [B, Y, X, I]; out_shapes is that of the logits."""
-        network = params.network.Copy().Set(input_channels=params.channels)
-        meta = network.cls.FPropMeta(network, input_shapes[0])
-        head = params.head.Copy().Set(num_classes=params.num_classes)
-        out = Classifier.FPropMeta(head, meta.out_shapes[0])
-        return NestedMap(flops=meta.flops + out.flops, out_shapes=out.out_shapes)

@@ -5,7 +5,7 @@ Letters: B batch, T time, L layers, M model, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -311,7 +311,6 @@ class LmModel(TransformerTask):
             return sums
         return NestedMap(sums, moe=NestedMap(decoder=combined_metrics(sums.moe.decoder)))
 
-    @scoped
     def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
         """See TransformerTask: those of the embedding, or its own."""
         return theta.embedding if self.p.tied_softmax else theta.softmax
@@ -386,11 +385,8 @@ class LmModel(TransformerTask):
     # --- costs
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        return self.Flops(batch.ids.shape)
-
-    def Flops(self, rows: Sequence[int]) -> dict[str, int]:
-        """Forward operations by part of the model, e.g. 'decoder.ffn', for rows of shape [B,T]."""
-        x = (*rows, self.p.model_dim)
+        """See BaseTask: parts such as 'decoder.ffn'."""
+        x = (*batch.ids.shape, self.p.model_dim)
         found = experts.flops_of("decoder", self.decoder.p, x)
         found["softmax"] = softmax.Softmax.FPropMeta(self.softmax.p, x).flops
         if self.p.multi_token_weight:
@@ -402,13 +398,6 @@ class LmModel(TransformerTask):
         return sum(
             x.shape.num_elements() * x.dtype.size for x in flatten(self.decoder.InitCache(1, 1))
         )
-
-    @classmethod
-    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """Forward operations for rows [B,T]; out_shapes is that of the logits."""
-        (rows,) = input_shapes
-        flops = sum(params.cls(params).Flops(rows).values())
-        return NestedMap(flops=flops, out_shapes=((*rows, params.vocab_size),))
 
 
 def _define_attention(p: InstantiableParams) -> None:

@@ -4,8 +4,6 @@ layer.
 Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabulary.
 """
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import scoped, updates_of, within
@@ -324,23 +322,12 @@ class MtModel(MtTask):
     # --- costs
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        return self.Flops(batch.src.ids.shape, batch.tgt.ids.shape)
-
-    def Flops(self, source: Sequence[int], target: Sequence[int]) -> dict[str, int]:
-        """Forward operations by part of the model, e.g. 'encoder.moe', for rows of shapes [B,S] and [B,T]."""
-        m = self.p.model_dim
-        memory, x = (*source, m), (*target, m)
+        """See BaseTask: parts such as 'encoder.moe'."""
+        memory, x = ((*side.ids.shape, self.p.model_dim) for side in (batch.src, batch.tgt))
         found = experts.flops_of("encoder", self.encoder.p, memory)
         found |= experts.flops_of("decoder", self.decoder.p, x, memory)
         found["softmax"] = softmax.Softmax.FPropMeta(self.softmax.p, x).flops
         return found
-
-    @classmethod
-    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """Forward operations for source [B,S] and target [B,T] rows; out_shapes is that of the logits."""
-        (b, s), (_, t) = input_shapes
-        flops = sum(params.cls(params).Flops((b, s), (b, t)).values())
-        return NestedMap(flops=flops, out_shapes=((b, t, params.target_vocab_size),))
 
 
 def _router_of(p: HyperParams, decoder: bool) -> tuple[str, HyperParams]:

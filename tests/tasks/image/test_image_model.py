@@ -36,13 +36,9 @@ def test_resnet_50_has_the_known_size():
     sizes = [(s.trainable, int(np.prod(s.shape))) for s in specs]
     assert sum(n for trainable, n in sizes if trainable) == 25_557_032
     assert sum(n for trainable, n in sizes if not trainable) == 53_120  # moving averages
-    meta = ImageClassifier.FPropMeta(task.p, (2, 224, 224, 3))
-    assert meta.out_shapes == ((2, 1000),)
     by_part = task.FlopsByPart(NestedMap(images=NestedMap(shape=(2, 224, 224, 3))))
-    assert sum(by_part.values()) == meta.flops
-    assert meta.flops / 2 == pytest.approx(
-        8.3e9, rel=0.02
-    )  # 4.1e9 products and as many sums, and the rest
+    # 4.1e9 products and as many sums, and the rest
+    assert sum(by_part.values()) / 2 == pytest.approx(8.3e9, rel=0.02)
 
 
 def test_metrics_leave_padding_out():
