@@ -75,7 +75,7 @@ def test_held_out_texts_come_once_each(inputs, data_dir):
     assert sorted(found) == want
 
 
-def test_texts_longer_than_a_row_are_counted_on_the_target_side_alone(inputs):
+def test_texts_longer_than_a_row_are_counted_on_the_target_side_alone(inputs, monkeypatch):
     params = inputs.p.Copy().Set(target_length=8)
     short = params.Instantiate()
     lines = []
@@ -90,6 +90,11 @@ def test_texts_longer_than_a_row_are_counted_on_the_target_side_alone(inputs):
     assert f"{lost:,} ({lost / len(targets):.1%}) are longer than a row and left out" in lines[-1]
     (warning,) = short.Warnings()
     assert "input.target_length=8" in warning and "source_length" not in warning
+    monkeypatch.setattr("lingvo_moe.tasks.text.batches.packed_input._GIVE_UP_AFTER", 1)
+    with pytest.raises(
+        DataError, match=r"^none of 1 pairs fits into a row of input\.target_length=2; make"
+    ):
+        next(iter(params.Copy().Set(target_length=2).Instantiate()))
 
 
 def test_a_vocabulary_that_is_too_large_names_the_model_s_parameter(inputs):

@@ -4,7 +4,7 @@ A row holds a pair if it has a position for each of its ids and one more, for eo
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,9 +25,9 @@ class Loss:
     # `worst`, `worst_share`: the language that loses the largest share of its pairs, and that share.
     worst: str
     worst_share: float
-    rows: tuple[int, ...]  # the source and target lengths
+    rows: tuple[int, ...]  # the source and target lengths, or that of the target alone
     enough: tuple[int, ...]  # no smaller ones, which hold KEPT of the pairs
-    names: tuple[str, ...] = NAMES  # the parameters of these lengths
+    names: tuple[str, ...]  # the parameters of these lengths
 
     @property
     def matters(self) -> bool:
@@ -53,12 +53,13 @@ class Loss:
 class Lengths:
     """The positions that pairs need in a row."""
 
-    of: Mapping[str, np.ndarray]  # int32 [2, N] by language, for source and target
+    # int32 [2, N] by language, for source and target; or [1, N], for rows that hold the target alone
+    of: Mapping[str, np.ndarray]
     pairs: int  # all pairs. Of more than some 500,000, `of` is a sample
 
     @property
     def all(self) -> np.ndarray:
-        """int32 [2, N], those of all languages."""
+        """int32 [2 or 1, N], those of all languages."""
         return np.concatenate(list(self.of.values()), axis=1)
 
     @property
@@ -66,54 +67,43 @@ class Lengths:
         """Whether shares of pairs are estimates."""
         return self.all.shape[1] < self.pairs
 
+    def LastSides(self, number: int) -> "Lengths":
+        """The lengths of both sides, for 2; for 1 those of the target alone."""
+        return Lengths({lang: needed[-number:] for lang, needed in self.of.items()}, self.pairs)
+
     def Percentiles(self) -> dict[str, list[int]]:
-        """PERCENTILES of both sides; the last is the longest."""
-        found = np.percentile(self.all, PERCENTILES, axis=1, method="inverted_cdf")
-        return {
-            side: found[:, i].astype(int).tolist() for i, side in enumerate(("source", "target"))
-        }
+        """PERCENTILES of each side; the last is the longest."""
+        found = np.percentile(self.all, PERCENTILES, axis=1, method="inverted_cdf").astype(int).T
+        return dict(zip(("source", "target")[-len(found) :], found.tolist()))
 
-    def Loss(self, source_length: int, target_length: int) -> "Loss":
-        """The pairs too long for rows of these lengths."""
-        rows = source_length, target_length
-        shares = {lang: _too_long(needed, rows) for lang, needed in self.of.items()}
+    def Loss(self, rows: tuple[int, ...]) -> "Loss":
+        """The pairs too long for rows of a source and a target length; or of a target length, without a source."""
+        lengths = self.LastSides(len(rows))
+        shares = {lang: _too_long(needed, rows) for lang, needed in lengths.of.items()}
         worst = max(shares, key=lambda lang: shares[lang])
-        share = _too_long(self.all, rows)
-        return Loss(share, worst, shares[worst], rows, self.RowLengths(least=rows))
+        share, enough = _too_long(lengths.all, rows), lengths.RowLengths(least=rows)
+        return Loss(share, worst, shares[worst], rows, enough, NAMES[-len(rows) :])
 
-    def RowLengths(self, least: tuple[int, int] = (1, 1), kept: float = KEPT) -> tuple[int, int]:
-        """The source and target lengths of the shortest rows, in sum, that hold a share of the pairs.
+    def RowLengths(self, least: tuple[int, ...] = (), kept: float = KEPT) -> tuple[int, ...]:
+        """The length of each side of the shortest rows, in sum, that hold a share of the pairs.
 
-        Neither is below its own of `least`; besides these, lengths are round numbers.
+        None is below its own of `least`, 1 without them; besides these, lengths are round numbers.
         """
         needed = self.all
-        source, target = (
+        choices = [
             np.array([low, *_round_numbers(low, int(most))])
-            for low, most in zip(least, needed.max(axis=1))
-        )
-        fits = np.zeros((len(source), len(target)), np.int64)
-        at = (np.searchsorted(lengths, side) for lengths, side in zip((source, target), needed))
+            for low, most in zip(least or (1,) * len(needed), needed.max(axis=1))
+        ]
+        fits = np.zeros([len(lengths) for lengths in choices], np.int64)
+        at = (np.searchsorted(lengths, side) for lengths, side in zip(choices, needed))
         np.add.at(fits, tuple(at), 1)
-        fits = fits.cumsum(0).cumsum(1)
-        total = np.where(
-            fits >= kept * needed.shape[1], source[:, None] + target, np.iinfo(np.int64).max
+        for axis in range(fits.ndim):
+            fits = fits.cumsum(axis)
+        sums = np.where(
+            fits >= kept * needed.shape[1], sum(np.ix_(*choices)), np.iinfo(np.int64).max
         )
-        i, j = np.unravel_index(total.argmin(), total.shape)
-        return int(source[i]), int(target[j])
-
-
-def of_targets(lengths: Lengths) -> Lengths:
-    """The lengths of the same pairs in rows that hold the target side alone."""
-    alone = {lang: needed * np.array([[0], [1]]) for lang, needed in lengths.of.items()}
-    return Lengths(alone, lengths.pairs)
-
-
-def loss_of(lengths: Lengths, rows: tuple[int, ...]) -> Loss:
-    """The pairs too long for rows of a source and a target length; or of a target length, in rows without a source."""
-    if len(rows) == 2:
-        return lengths.Loss(*rows)
-    loss = of_targets(lengths).Loss(1, *rows)
-    return replace(loss, rows=loss.rows[1:], enough=loss.enough[1:], names=NAMES[1:])
+        best = np.unravel_index(sums.argmin(), sums.shape)
+        return tuple(int(lengths[i]) for lengths, i in zip(choices, best))
 
 
 def measure(records: Records, most: int = _MOST_READ) -> Lengths:
@@ -124,7 +114,7 @@ def measure(records: Records, most: int = _MOST_READ) -> Lengths:
     return Lengths({lang: found.T.astype(np.int32) + 1 for lang, found in sampled}, pairs)
 
 
-def _too_long(needed: np.ndarray, rows: tuple[int, int]) -> float:
+def _too_long(needed: np.ndarray, rows: tuple[int, ...]) -> float:
     return float(np.mean((needed > np.array(rows)[:, None]).any(axis=0)))
 
 

@@ -24,7 +24,7 @@ from lingvo_moe.core.input import base_input
 from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch, Progress, quiet
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.text.batches.held_out_batches import LanguagePairs, encoded, held_out_batches
-from lingvo_moe.tasks.text.batches.lengths import Loss, loss_of, measure
+from lingvo_moe.tasks.text.batches.lengths import Loss, measure
 from lingvo_moe.tasks.text.batches.order import PairOrder
 from lingvo_moe.tasks.text.batches.records import Records, cached_records, prepared_records
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
@@ -182,7 +182,7 @@ class PackedInput(BaseInput):
     def _TooLong(self) -> str:
         """The end of a line that counts the pairs longer than a row; '' if there are none."""
         lengths = measure(self.records)
-        self._loss = loss_of(lengths, self._row)
+        self._loss = lengths.Loss(self._row)
         if not self._loss.share:
             return ""
         about = "about " if lengths.is_sample else ""
@@ -400,13 +400,18 @@ class PackedBatches(base_input.BatchIterator):
                 elif left_out < _GIVE_UP_AFTER:
                     continue
                 else:
-                    raise DataError(
-                        f"none of {_GIVE_UP_AFTER} pairs fits into source_length={shape.source_length},"
-                        f" target_length={shape.target_length}; make them larger, or set too_long='truncate'"
-                    )
+                    raise self._NoneFits()
             left_out = 0
             counts["pairs"] += 1
             yield source, target, (language, position)
+
+    def _NoneFits(self) -> DataError:
+        p = self._input.p
+        rows = (f"{p.name}.{name}={p.Get(name)}" for name in self._input.BATCH_SIZES[1:])
+        return DataError(
+            f"none of {_GIVE_UP_AFTER:,} pairs fits into a row of {', '.join(rows)}; make it longer, or set "
+            f"{p.name}.too_long=truncate"
+        )
 
     def _truncated(self, source: int, target: int) -> tuple[int, int]:
         """The lengths of a pair in a row."""

@@ -20,7 +20,7 @@ import numpy as np
 from lingvo_moe.core.files import files
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.directories import PREPARED, check_replaceable
-from lingvo_moe.tasks.text.batches.lengths import loss_of, measure, of_targets
+from lingvo_moe.tasks.text.batches.lengths import measure
 from lingvo_moe.tasks.text.batches.records import Records, records_key, write_contents
 from lingvo_moe.tasks.text.corpus import split
 from lingvo_moe.tasks.text.data import prepared
@@ -365,16 +365,14 @@ class _Preparation:
 
     def _RowLengths(self, records: Records) -> dict[str, Any]:
         """The contents of prepared.json about the lengths of pairs in tokens."""
-        lengths, rows = measure(records), self._options.rows
-        # Those that rows hold, the target being last.
-        sides = slice(-len(rows) if rows else None, None)
-        held = of_targets(lengths) if len(rows) == 1 else lengths
-        enough = held.RowLengths()
+        rows = self._options.rows
+        lengths = measure(records).LastSides(len(rows) or 2)
+        enough = lengths.RowLengths()
         return {
-            "percentiles": dict([*held.Percentiles().items()][sides]),
-            "enough": enough[sides],
-            "kept_by_enough": 1 - held.Loss(*enough).share,
-            "loss": dataclasses.asdict(loss_of(lengths, rows)) if rows else None,
+            "percentiles": lengths.Percentiles(),
+            "enough": enough,
+            "kept_by_enough": 1 - lengths.Loss(enough).share,
+            "loss": dataclasses.asdict(lengths.Loss(rows)) if rows else None,
         }
 
 
