@@ -8,8 +8,8 @@ from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import single_device
-from lingvo_moe.tasks.image.input.errors import ImageDataError
 from lingvo_moe.tasks.image.input.image_input import FolderInput
+from lingvo_moe.tasks.image.input.sources import ImageDataError
 from lingvo_moe.tasks.image.model import ImageClassifier
 
 

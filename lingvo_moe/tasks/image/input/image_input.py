@@ -31,8 +31,13 @@ from lingvo_moe.core.input.base_input import (
 from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
-from lingvo_moe.tasks.image.input.errors import ImageDataError
-from lingvo_moe.tasks.image.input.sources import SUFFIXES, Split, digits_splits, folder_splits
+from lingvo_moe.tasks.image.input.sources import (
+    SUFFIXES,
+    ImageDataError,
+    Split,
+    digits_splits,
+    folder_splits,
+)
 
 CLASSES_FILE = "classes.json"
 _PADDING = -1  # the label of a row without an image

@@ -11,7 +11,6 @@ import numpy as np
 
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.input.permutation import permute
-from lingvo_moe.tasks.image.input.errors import ImageDataError
 
 if TYPE_CHECKING:  # it takes a while to import
     from PIL import Image as PillowImage
@@ -22,6 +21,10 @@ _DIGITS_HELD_OUT = 360  # of 1,797
 _LAYOUT = f"<split>/<class>/<name> with {', '.join(SUFFIXES)}, and the split 'train'"
 _BITS_PER_SAMPLE = 258  # TIFF's tag
 _log = logging.getLogger(__name__)
+
+
+class ImageDataError(ValueError):
+    """Images cannot be used. The message names the file or directory, what is wrong, and what would be right."""
 
 
 class Split(abc.ABC):

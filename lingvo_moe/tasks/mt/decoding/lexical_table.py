@@ -14,12 +14,13 @@ a token of its target.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
+from lingvo_moe.core.input.base_input import Progress, quiet
 from lingvo_moe.tasks.text.vocabulary.special_ids import EOS_ID
 
 Ids = Sequence[int] | np.ndarray
@@ -57,7 +58,7 @@ def lexical_table(
     target_size: int,
     keep: int,
     rounds: int = 5,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = quiet,
 ) -> csr_matrix:
     """Estimates model 1 from pairs.
 

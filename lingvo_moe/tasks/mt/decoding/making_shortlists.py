@@ -2,11 +2,12 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lingvo_moe.core.input.base_input import Progress, quiet
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.lexical_table import TokenPairs, lexical_table
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
@@ -15,7 +16,6 @@ from lingvo_moe.tasks.text.vocabulary.special_ids import EOS_ID
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import sample_pairs
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
-Progress = Callable[[str], None]
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece calls the piece of a byte
 _LONGEST = 256  # tokens of a side that are looked at
 _AT_ONCE = 4096  # lines that are tokenised
@@ -49,7 +49,7 @@ def make_shortlist(
     data_dir: str | os.PathLike,
     languages: Sequence[str] = (),
     options: ShortlistOptions | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = quiet,
 ) -> Shortlist:
     """Makes a shortlist from the training pairs in a directory, by model 1 and counts.
 
@@ -86,7 +86,7 @@ def coverage(
     shortlist: Shortlist,
     vocabs: NestedMap,
     held_out: Iterable[tuple[str, Sequence[tuple[str, str]]]],
-    progress: Progress = lambda text: None,
+    progress: Progress = quiet,
 ) -> Coverage:
     """Counts the tokens of held-out references that are in their line's shortlist.
 

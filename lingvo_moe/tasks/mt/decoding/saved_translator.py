@@ -1,4 +1,4 @@
-"""An exported model, used as a Translator; and how a translating function is called on Python lines."""
+"""Translations of Python lines by a Translator or by an exported one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +18,8 @@ class SavedTranslator(SavedFunctions):
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
     ) -> NestedMap:
-        """Translates; see `translations_of` for arguments and what comes back."""
-
-        def run(text: tf.Tensor, *language: tf.Tensor) -> Any:
-            return self._signature(text=text, **({"language": language[0]} if language else {}))
-
-        return translations_of(run, lines, languages, bool(self.languages))
+        """Translates lines; see `translations_of` for arguments and result."""
+        return translations_of(self._loaded.translate, lines, languages, bool(self.languages))
 
 
 def translations_of(

@@ -17,8 +17,12 @@ from lingvo_moe.core.files.manifest import write_manifest
 from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
 from lingvo_moe.tasks.text.data import tsv
-from lingvo_moe.tasks.text.data.errors import DataError
-from lingvo_moe.tasks.text.data.file_list import FileList, local_data, verify_where_listed
+from lingvo_moe.tasks.text.data.file_list import (
+    FileList,
+    data_files,
+    local_data,
+    verify_where_listed,
+)
 from lingvo_moe.tasks.text.data.prepared import Prepared
 from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.text.decoding.line_stream import one_line
@@ -255,16 +259,14 @@ def count_train_pairs(
 ) -> dict[str, int] | None:
     """The training pairs of each language, 0 for one that has none; None for a directory of dev pairs alone.
 
-    Raises DataError: data of tools.prepare or tools.build_corpus that is damaged.
+    Raises DataError: two files of a language, or data of tools.prepare or tools.build_corpus that is damaged.
     """
     languages, data_dir = list(languages), local_data(data_dir)
-    if prepared := Prepared.Open(data_dir):  # has counted them
-        return {lang: prepared.pairs.get(lang, 0) for lang in languages}
-    listed = FileList.Open(data_dir)
-    try:
-        files = tsv.language_files(data_dir)
-    except DataError:
+    if not FileList.Open(data_dir) and not any(map(tsv.language_of, data_dir.glob("*"))):
         return None
+    files, listed = data_files(data_dir)
+    if prepared := Prepared.Of(files, listed):  # has counted them
+        return {lang: prepared.pairs.get(lang, 0) for lang in languages}
     if listed:
         listed.Verify(files[lang] for lang in languages if lang in files)
     return {

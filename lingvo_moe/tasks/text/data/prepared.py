@@ -7,13 +7,11 @@ of all these files, by which each is verified before it is read.
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST, FileList
 from lingvo_moe.tasks.text.data.shards import shard_language
@@ -31,19 +29,15 @@ class Prepared:
     listed: FileList  # the list of its files
 
     @classmethod
-    def Open(cls, directory: str | os.PathLike) -> "Prepared | None":
-        """The data set in a directory; None for one that tools.prepare did not make.
+    def Of(cls, files: Mapping[str, Path], listed: FileList | None) -> "Prepared | None":
+        """The data set of data_files; None for one that tools.prepare did not make.
 
-        Raises DataError: prepared.json or the list of files is damaged or missing, or TSVs were added, removed or are
-        of another length. What is in the other files is verified when they are read: see `listed`.
+        Raises DataError: prepared.json is of another version, or TSVs are of another length. What is in the other files
+        is verified when they are read: see `listed`.
         """
-        directory = Path(directory)
-        listed = FileList.Open(directory)
         if listed is None or listed.kind is not PREPARED_LIST:
             return None
-        files = tsv.language_files(directory)
-        listed.CheckLanguages(files.values())
-        path, remedy = directory / PREPARED_LIST.summary, PREPARED_LIST.remedy
+        path, remedy = listed.directory / PREPARED_LIST.summary, PREPARED_LIST.remedy
         try:
             summary = json.loads(path.read_text(encoding="utf-8"))
             if summary["format"] != FORMAT:
@@ -54,7 +48,7 @@ class Prepared:
         for lang, size in sizes.items():
             if files[lang].stat().st_size != size:  # the reader verifies the contents
                 raise DataError(f"{files[lang]} has changed since it was prepared; {remedy}")
-        return cls(directory, summary, listed)
+        return cls(listed.directory, summary, listed)
 
     @property
     def vocab_dir(self) -> Path:

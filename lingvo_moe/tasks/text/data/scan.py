@@ -56,15 +56,16 @@ def scan(
     `languages` are those to use; empty means all. With a `field` texts will do: see tsv.
 
     Raises:
-        DataError: see data_files, tsv.read_pairs and Prepared.Open; also an unknown language, or not one good pair.
+        DataError: see data_files, tsv.read_pairs and Prepared.Of; also an unknown language, or not one good pair.
     """
     data_dir = local_data(data_dir)
     files, listed = data_files(data_dir, texts=field is not None)
+    prepared = Prepared.Of(files, listed)
     field = field or "text"
     check_languages(data_dir, languages, files)
     if languages:
         files = {lang: files[lang] for lang in sorted(set(languages))}
-    if prepared := Prepared.Open(data_dir):
+    if prepared:
         chosen = {lang: prepared.digests[lang] for lang in files}
         pairs = {lang: prepared.pairs[lang] for lang in files}
         return Scan(files, pairs, {}, fingerprint(chosen), prepared)

@@ -56,7 +56,6 @@ class SavedFunctions:
             eight_bit.check_supported()
         with quiet_absl(), quiet():  # see tokenizer.py
             self._loaded = tf.saved_model.load(str(path))
-        self._signature = self._loaded.signatures["serving_default"]
 
 
 def use_of(path: str | os.PathLike) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.core.files import files
+from lingvo_moe.core.input.base_input import Progress, quiet
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.directories import PREPARED, check_replaceable
 from lingvo_moe.tasks.text.batches.lengths import measure
@@ -28,7 +29,7 @@ from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST, list_of
 from lingvo_moe.tasks.text.data.made_once import clear_others, settings_key, work_directory
 from lingvo_moe.tasks.text.data.mixing import temperature_weights
-from lingvo_moe.tasks.text.data.scan import Progress, Scan, quiet
+from lingvo_moe.tasks.text.data.scan import Scan
 from lingvo_moe.tasks.text.data.shards import PAIRS_PER_SHARD
 from lingvo_moe.tasks.text.preparing import (
     language_stage as languages,

@@ -14,9 +14,13 @@ from refusals import refuses
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input.base_input import NoHeldOutError
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
-from lingvo_moe.tasks.image.input.errors import ImageDataError
 from lingvo_moe.tasks.image.input.image_input import CLASSES_FILE, DigitsInput, FolderInput
-from lingvo_moe.tasks.image.input.sources import FolderSplit, digits_splits, folder_splits
+from lingvo_moe.tasks.image.input.sources import (
+    FolderSplit,
+    ImageDataError,
+    digits_splits,
+    folder_splits,
+)
 
 COLOURS = {"blue": (0, 0, 250), "green": (0, 250, 0), "red": (250, 0, 0)}
 
