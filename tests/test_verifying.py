@@ -131,6 +131,13 @@ def test_sizes_of_translation_models_are_small_and_divide(model):
     assert set(np.unique(batch.tgt.segment_ids)) == {0, 1, 2}
 
 
+def test_experts_are_as_many_as_the_decoder_s_own_router_chooses():
+    own = "task.decoder_router=top_k;task.decoder_router.k=6"
+    params = verifying.shrunk("mt.M4Demo", xs.Mesh.parse("expert:2"), own)
+    assert params.task.num_experts == 6
+    params.task.Instantiate()
+
+
 @pytest.mark.parametrize("model", ["image.Digits", "image.ResNet50Classes130K"])
 def test_sizes_of_image_models_are_small_and_divide(model):
     mesh = xs.Mesh.parse("data:6")

@@ -135,10 +135,15 @@ def units(task: HyperParams, real_BT: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 def shrink_experts(task: HyperParams, size: Size) -> int:
     """Sets the smallest sizes of experts that a mesh divides, and returns the number of groups; see BaseTask.Shrink."""
-    groups, router = size("G", 1) if task.num_groups else 0, dict(task.moe.router.IterParams())
-    of_experts, chosen = router.get("expert_groups", 1), router.get("groups_per_token", 1)
-    unit = math.lcm(size("E", 1), of_experts)
-    least = max(4, router.get("k", 1) * of_experts // chosen)
+    groups = size("G", 1) if task.num_groups else 0
+    routers = [task.moe.router]
+    if "decoder_router" in task and task.decoder_router is not None:
+        routers.append(task.decoder_router)
+    unit, least = size("E", 1), 4
+    for own in map(dict, (router.IterParams() for router in routers)):
+        of_experts = own.get("expert_groups", 1)
+        unit = math.lcm(unit, of_experts)
+        least = max(least, own.get("k", 1) * of_experts // own.get("groups_per_token", 1))
     task.Set(
         expert_hidden_dim=size("H", 12) if task.expert_hidden_dim else 0,
         num_experts=unit * -(-least // unit) if task.num_experts else 0,

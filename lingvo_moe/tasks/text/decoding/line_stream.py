@@ -130,5 +130,5 @@ def utf8_of(text: str) -> bytes:
 
 
 def one_line(text: str) -> str:
-    """Replaces each character that ends a line (as str.splitlines has them) by a space."""
+    """The lines of a text, as str.splitlines has them, with spaces between them."""
     return " ".join(text.splitlines())
