@@ -157,9 +157,8 @@ def test_memory_is_the_compiler_s_and_arguments_are_the_state_and_the_batch(tiny
 def test_operations_are_a_hand_count_of_the_einsums(tiny):
     """The backward pass has twice those of the forward pass, but for the dispatch mask, which no weight changes."""
     params = _params()
-    data = params.input
-    shapes = [(data.batch_size, n) for n in (data.source_length, data.target_length)]
-    hand = params.task.cls.FPropMeta(params.task, *shapes).flops / 8
+    batch = params.input.Instantiate().BatchSpec()
+    hand = sum(params.task.Instantiate().FlopsByPart(batch).values()) / 8
     assert _flops(tiny, "forward") == pytest.approx(hand, rel=0.02)
     parts = {
         part: [_flops(tiny, phase, part) for phase in ("forward", "recompute", "backward")]
