@@ -17,7 +17,8 @@ from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.model import MtModel
-from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
+from lingvo_moe.tasks.text.batches.held_out_batches import encoded, held_out_batches
+from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.artifacts import task_numbers
@@ -179,9 +180,10 @@ def measure_routing(
         tasks = task_numbers(devset.languages, run.languages)
     for (lang, lines), task_id in zip(devset.items(), tasks, strict=True):
         tally = _Tally()
-        for batch, number in _batches(lines, task_id, vocabs, inputs.shape):
+        for batch in _batches(lines, task_id, vocabs, inputs.shape):
             tally.Add(batch, metrics_of(batch))
-            pairs[lang] = pairs.get(lang, 0) + number
+            segments = batch.tgt.segment_ids.max(axis=1)  # those of a row are its pairs
+            pairs[lang] = pairs.get(lang, 0) + int(segments.sum())
         if lang not in pairs:
             raise DataError(f"the held-out pairs of {lang!r} have no tokens")
         tallies.append(tally)
@@ -207,24 +209,12 @@ def _moe_metrics(
 
 def _batches(
     lines: Sequence[tuple[str, str]], task_id: int, vocabs: NestedMap, shape: Shape
-) -> Iterator[tuple[NestedMap, int]]:
-    """Each pair once, packed; and how many pairs a batch holds."""
-    sides = zip(*lines, strict=True)
-    ids = [vocabs[side].EncodeBatch(texts) for side, texts in zip(("source", "target"), sides)]
-
-    def sized() -> Iterator[Sized]:
-        for source, target in zip(*ids, strict=True):
-            if source and target:
-                source, target = (
-                    source[: shape.source_length - 1],
-                    target[: shape.target_length - 1],
-                )
-                yield len(source), len(target), (source, target, task_id)
-
-    pairs, waiting = sized(), list[Sized]()
-    while any((filled := fill_batch(shape, waiting, pairs))[0]):
-        rows, waiting = filled
-        yield to_batch(rows, shape), sum(map(len, rows))
+) -> Iterator[NestedMap]:
+    """Each pair once, packed."""
+    encode = vocabs.source.Encode, vocabs.target.Encode
+    sized = encoded(encode, shape, truncate=True)
+    for held_out in held_out_batches({"": [(lines, task_id)]}, sized, shape):
+        yield held_out.batch
 
 
 class _Tally:

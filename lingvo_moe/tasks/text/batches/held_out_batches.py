@@ -6,6 +6,7 @@ A batch holds pairs of one resource group, so that the loss of each group costs 
 proportion to their pairs, and within a group so do languages: the first batches represent all.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,36 +22,30 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class _Group:
-    """The pairs of a group, spread evenly by language, and how many of them are in batches."""
+    """The pairs of a group, spread evenly by language, and how many of them were drawn."""
 
     def __init__(self, languages: Sequence[LanguagePairs]):
-        places = [
+        self._languages = languages
+        self._places = sorted(
             ((i + 0.5) / len(pairs), number, i)
             for number, (pairs, _) in enumerate(languages)
             for i in range(len(pairs))
-        ]
-        self._languages, self._places = languages, sorted(places)
-        self.drawn = 0
-        self.waiting: list[Sized] = []
+        )
+        self._drawn = 0
+        self.waiting: list[Sized] = []  # for the next batch
 
     @property
     def share(self) -> float:
         """The share of its pairs that were drawn."""
-        return self.drawn / len(self._places)
+        return self._drawn / len(self._places)
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left for another batch."""
-        return self.drawn == len(self._places) and not self.waiting
-
-    def Draw(self) -> tuple[Any, int | None] | None:
-        """The next pair and its task; None after the last one."""
-        if self.drawn == len(self._places):
-            return None
-        _, number, i = self._places[self.drawn]
-        self.drawn += 1
-        pairs, task = self._languages[number]
-        return pairs[i], task
+    def Draw(self) -> Iterator[tuple[Any, int | None]]:
+        """Yields the pairs that were not drawn yet, with their tasks."""
+        while self._drawn < len(self._places):
+            _, number, i = self._places[self._drawn]
+            self._drawn += 1
+            pairs, task = self._languages[number]
+            yield pairs[i], task
 
 
 def encoded(
@@ -83,19 +78,13 @@ def held_out_batches(
 
     Each group has languages with at least one pair each; `sized` gives what `batch` takes, as `encoded` does.
     """
-
-    def drawn(group: _Group) -> Iterator[Sized]:
-        while (item := group.Draw()) is not None:
-            if (found := sized(*item)) is not None:
-                yield found
-
-    waiting = {name: _Group(languages) for name, languages in groups.items() if languages}
-    while waiting:
-        name = min(waiting, key=lambda name: waiting[name].share)
-        group = waiting[name]
-
-        rows, group.waiting = fill_batch(shape, group.waiting, drawn(group))
+    left = {name: _Group(languages) for name, languages in groups.items() if languages}
+    while left:
+        name = min(left, key=lambda name: left[name].share)
+        group = left[name]
+        drawn = filter(None, itertools.starmap(sized, group.Draw()))
+        rows, group.waiting = fill_batch(shape, group.waiting, drawn)
         if any(rows):
             yield HeldOutBatch(batch(rows, shape), name)
-        if group.done:
-            del waiting[name]
+        if group.share == 1 and not group.waiting:
+            del left[name]
