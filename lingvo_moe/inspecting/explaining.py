@@ -205,7 +205,7 @@ class _Names:
     def _numbered(self, name: str, found: list[ShardedTensor], number: str) -> list[ShardedTensor]:
         if not number or number == "0":
             return found
-        if not number.isdigit() or int(number) >= len(found):
+        if not number.isdecimal() or int(number) >= len(found):
             raise ExplainError(f"get_sharding: {name!r}: {found[0].name} has {len(found)} tensors")
         return [found[int(number)]]
 

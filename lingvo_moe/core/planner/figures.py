@@ -142,9 +142,14 @@ def budget(plan: Plan) -> float | None:
     return get(plan, f"time.budget_{unit(plan)}")
 
 
-def budgets(plans: Sequence[Plan]) -> list[float]:
-    """The different budgets of several plans, in ascending order."""
-    return sorted({found for plan in plans if (found := budget(plan)) is not None})
+def for_budgets(plans: Sequence[Plan]) -> str:
+    """Says for how many tokens or images the days and costs of several plans are; '' where no plan has a budget."""
+    budgets = sorted({(found, unit(plan)) for plan in plans if (found := budget(plan))})
+    if not budgets:
+        return ""
+    costs = "Cost in all, days" if any(get(plan, "time.price") for plan in plans) else "Days"
+    wholes = " or ".join(f"{units.quantity(found)} {counted}" for found, counted in budgets)
+    return f"{costs}, chip-days and device-years are for {wholes}."
 
 
 def headline(plan: Plan) -> list[tuple[str, str, str]]:

@@ -71,13 +71,8 @@ def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> N
         many = max((console.width - 16) // 24, 1)
         for first in range(0, len(plans), many):
             console.print(_down(replace(table, rows=table.rows[first : first + many])))
-    budgets = figures.budgets(plans)
-    if budgets:
-        budget = " or ".join(units.quantity(b) for b in budgets)
-        counted = "Days, chip-days and device-years"
-        if any(figures.get(plan, "time.price") for plan in plans):
-            counted = "Cost in all, days, chip-days and device-years"
-        console.print(f"{counted} are for {budget} tokens.", style="dim")
+    if said := figures.for_budgets(plans):
+        console.print(said, style="dim")
     console.print("Figures in italics are estimated.", style="dim")
     for plan in plans:
         reason = figures.why_no_time(plan)

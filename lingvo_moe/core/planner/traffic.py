@@ -94,8 +94,10 @@ def _results(module: Module, instruction: Instruction, operands: list[Instructio
     arrays = instruction.arrays
     if any(f'"{library}' in instruction.attributes for library in _WITH_WORKSPACE):
         arrays = arrays[:1]  # A workspace follows.
-    # Its result is a tuple that begins with its operands.
-    if instruction.opcode.endswith("-start"):
+    if instruction.opcode == "copy-start":
+        arrays = arrays[:1]  # The operand and a context follow.
+    # The result of most starts is a tuple that begins with their operands.
+    elif instruction.opcode.endswith("-start"):
         taken = tuple(array for operand in operands for array in operand.arrays)
         arrays = arrays[len(taken) :] if arrays[: len(taken)] == taken else arrays
     if instruction.opcode == "dynamic-update-slice":

@@ -58,7 +58,7 @@ class Mesh:
         names, sizes = [], []
         for part in text.split(","):
             name, colon, size = part.strip().partition(":")
-            if not colon or not name.isidentifier() or not size.isdigit():
+            if not colon or not name.isidentifier() or not size.isdecimal():
                 raise ShardingError(
                     f"{what}={text!r}: {part!r} is not of the form axis:size, e.g. 'expert:8' or 'data:2,expert:4'"
                 )

@@ -173,6 +173,8 @@ def test_traffic_counts_what_is_touched():
   %updated = f32[9,256]{1,0} fusion(%stack, %row, %i), kind=kLoop, calls=%update
   %picked = f32[256]{0} fusion(%half, %i), kind=kLoop, calls=%pick
   %near = f32[9,256]{1,0:T(8,128)S(1)} copy(%stack)
+  %fetch = (f32[9,256]{1,0:T(8,128)S(1)}, f32[9,256]{1,0}, u32[]{:S(2)}) copy-start(%stack)
+  %fetched = f32[9,256]{1,0:T(8,128)S(1)} copy-done(%fetch)
   %far = f32[9,256]{1,0} add(%near, %stack)
   %rows = f32[2,256]{1,0} gather(%stack, %i), offset_dims={1}
   %same = f32[2304]{0} bitcast(%stack)
@@ -182,7 +184,8 @@ def test_traffic_counts_what_is_touched():
     row, stack = 1024, 9 * 1024
     assert found["updated"].bytes == row + row + 4  # Reads the row and the index, writes the row.
     assert found["picked"].bytes == row // 2 + row + 4
-    assert found["near"].bytes == stack  # On-chip memory is free.
+    assert found["near"].bytes == found["fetch"].bytes == stack  # On-chip memory is free.
+    assert found["fetched"].bytes == 0
     assert found["far"].bytes == 2 * stack
     assert found["rows"].bytes == 2 * row + 2 * row + 4
     assert found["same"].bytes == found["both"].bytes == found["stack"].bytes == 0

@@ -63,6 +63,25 @@ def test_comparison_has_a_row_for_each_plan():
     assert "does not fit: it misses by 4.00 GiB" in _squeezed(said)
 
 
+@pytest.mark.parametrize("batches, price, said", [
+    ([("tokens", 1e12)], None, "Days, chip-days and device-years are for 1T tokens."),
+    (
+        [("tokens", 1e12), ("images", 1e8), ("images", 0.0)],
+        3.0,
+        "Cost in all, days, chip-days and device-years are for 100M images or 1T tokens.",
+    ),
+    ([("images", 0.0)], None, ""),
+])  # fmt: skip
+def test_a_comparison_says_what_its_days_are_for(batches, price, said):
+    plans = [make_plan() for _ in batches]
+    for plan, (unit, budget) in zip(plans, batches, strict=True):
+        plan["batch"] = {unit: 256}
+        plan["time"] |= {f"budget_{unit}": budget, "price": price, "step_cost": 1, "budget_cost": 2}
+    printed = _printed(print_comparison, plans)
+    assert said in printed and said in Page(html_report([*plans, *plans])).text
+    assert ("are for" in printed) == bool(said)
+
+
 def test_collectives_of_a_cluster_have_the_nodes_that_they_span():
     said = _squeezed(_printed(print_plan, make_plan_of_a_cluster()))
     assert "kind layer part phase nodes a step bytes of one" in said

@@ -48,7 +48,7 @@ def test_mesh_parse_and_its_errors():
     mesh = Mesh.parse("data:2,expert:4")
     assert (mesh.axis_names, mesh.shape, mesh.size) == (("data", "expert"), (2, 4), 8)
     assert str(mesh) == "data:2,expert:4" and mesh.axis_size(("data", "expert")) == 8
-    for bad in ("expert", "expert:x", "a:2,a:4", "expert:0", ":8", ""):
+    for bad in ("expert", "expert:x", "a:2,a:4", "expert:0", "expert:²", ":8", ""):
         with pytest.raises(ShardingError):
             Mesh.parse(bad)
     with pytest.raises(ShardingError, match="did you mean 'expert'"):

@@ -9,19 +9,19 @@ import re
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
 from lingvo_moe.core.planner.machines.topology import CHIPS
 
-# By words of the name that JAX or TensorFlow gives a device, the more special ones first.
-_TPUS = (
-    ("7x", "tpu7x"),
-    ("tpu7x", "tpu7x"),
-    ("v6", "v6e"),
-    ("v6e", "v6e"),
-    ("v5 lite", "v5e"),
-    ("v5e", "v5e"),
-    ("v5p", "v5p"),
-    ("v5", "v5p"),
-    ("v4", "v4"),
-    ("v3", "v3"),
-)
+# The generations of TPUs by the names that JAX gives their devices.
+_TPUS = {
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+# GPUs by words of their names, the more special ones first.
 _GPUS = (
     ("GB200", CARDS["gb200"].peak_flops["bfloat16"]),
     ("B200", CARDS["b200"].peak_flops["bfloat16"]),
@@ -47,10 +47,9 @@ def peak_flops(device_kind: str) -> float | None:
     Args:
         device_kind: as JAX or TensorFlow names it, e.g. 'TPU v4', 'NVIDIA H200'.
     """
+    if device_kind in _TPUS:
+        return CHIPS[_TPUS[device_kind]].peak_flops
     words = _words(device_kind)
-    if "tpu" in words:
-        generation = next((chip for name, chip in _TPUS if _words(name) <= words), None)
-        return CHIPS[generation].peak_flops if generation else None
     return next((peak for name, peak in _GPUS if _words(name) <= words), None)
 
 

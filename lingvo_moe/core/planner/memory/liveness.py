@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.module import Executed, Module, is_backward
 
-_FORWARDED = ("async-update", "bitcast", "get-tuple-element", "tuple", "optimization-barrier")
+_FORWARDED = ("async-update", "bitcast", "get-tuple-element", "tuple", "opt-barrier")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 
 

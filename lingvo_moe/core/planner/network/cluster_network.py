@@ -72,6 +72,5 @@ def describe(cluster: Cluster) -> str:
         f" In an all-to-all {way}."
         f" Each operation adds {SECONDS_PER_OPERATION * 1e6:g} us, each step inside a node {step * 1e6:g} us and each"
         f" step between nodes {SECONDS_PER_NETWORK_STEP * 1e6:g} us, as NCCL assumes."
-        " Links run at their data sheets' rates. Collectives are taken not to overlap with each other or with"
-        " computation."
+        " Links run at their data sheets' rates. Collectives are taken not to overlap with each other."
     )

@@ -75,8 +75,7 @@ def describe(topology: Topology) -> str:
         " A permute goes to a neighbouring chip over one link."
         f" Each chip on the way adds {SECONDS_PER_HOP * 1e6:g} us and each operation"
         f" {SECONDS_PER_OPERATION * 1e6:g} us, which are assumptions, not data-sheet figures."
-        " Replica groups are taken to be boxes of neighbouring chips, and collectives not to overlap"
-        " with each other or with computation."
+        " Replica groups are taken to be boxes of neighbouring chips, and collectives not to overlap with each other."
     )
 
 

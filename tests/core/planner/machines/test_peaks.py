@@ -17,6 +17,8 @@ from lingvo_moe.training.peak import matmul_flops_per_second
     ("TPU v5p", CHIPS["v5p"].peak_flops),
     ("TPU v5", CHIPS["v5p"].peak_flops),
     ("TPU v6 lite", CHIPS["v6e"].peak_flops),
+    ("TPU7x", CHIPS["tpu7x"].peak_flops),
+    ("TPU v4 lite", None),
     ("TPU v9", None),
     ("NVIDIA H200", 989.4e12),
     ("NVIDIA H100 PCIe", 756e12),

@@ -42,7 +42,8 @@ _PEAKS = {
         %a = f32[1024]{0} reverse(%p), dimensions={0}
         %b = f32[32,32]{1,0} bitcast(%a)
         %t = (f32[32,32]{1,0}, f32[1024]{0}) tuple(%b, %p)
-        ROOT %g = f32[32,32]{1,0} get-tuple-element(%t), index=0
+        %o = (f32[32,32]{1,0}, f32[1024]{0}) opt-barrier(%t)
+        ROOT %g = f32[32,32]{1,0} get-tuple-element(%o), index=0
         """,
         4 + 4,
     ),
