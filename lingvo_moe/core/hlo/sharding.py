@@ -19,8 +19,8 @@ import numpy as np
 
 from lingvo_moe.core.hlo.groups import device_ids
 from lingvo_moe.core.hlo.instructions import HloError
-from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh
-from lingvo_moe.core.sharding.letters import axis_of
+from lingvo_moe.core.sharding import DimsMapping, Mesh
+from lingvo_moe.core.sharding.letters import read_tile_devices
 
 REPLICATED = "replicated"
 MANUAL = "manual"
@@ -88,7 +88,7 @@ class TensorSharding:
             return None
         if not self.is_sharded:
             return ()
-        return _mapping(self.tiles, self.devices, mesh.axis_names, mesh.device_array())
+        return read_tile_devices(np.array(self.devices).reshape(*self.tiles, -1), mesh)
 
     def PartShape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of one device's part, rounded up where a dimension does not divide evenly.
@@ -226,47 +226,3 @@ def _tiled(inner: str, found: re.Match[str]) -> TensorSharding:
     rank = len(dims) - len(kinds)
     subgroups = tuple(zip(kinds, dims[rank:], strict=True))
     return TensorSharding("tiled", dims[:rank], devices, subgroups)
-
-
-def _mapping(
-    tiles: tuple[int, ...],
-    devices: tuple[int, ...],
-    names: tuple[str, ...],
-    grid: np.ndarray,
-) -> DimsMapping | None:
-    """The axes of a device grid that each dimension is sharded over; None if no axes fit."""
-    held = len(devices) // math.prod(tiles)
-    part_of = np.empty(len(devices), np.int64)
-    part_of[np.array(devices)] = np.arange(len(devices)) // held
-    places = np.unravel_index(part_of[grid], tiles)
-    out: list[Axis] = []
-    used: set[str] = set()
-    for count, place in zip(tiles, places, strict=True):
-        axes = _axes(count, place, names)
-        if axes is None or used & set(axes):
-            return None
-        used |= set(axes)
-        out.append(axis_of(axes))
-    return tuple(out)
-
-
-def _axes(count: int, place: np.ndarray, names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The axes, major first, whose coordinates together give a dimension's part number."""
-    origin = (0,) * place.ndim
-    steps: dict[int, int] = {}
-    for axis, size in enumerate(place.shape):
-        if size > 1:
-            step = int(place[(*origin[:axis], 1, *origin[axis + 1 :])] - place[origin])
-            if step:
-                steps[axis] = step
-    order = sorted(steps, key=lambda axis: -steps[axis])
-    expected = np.zeros(place.shape, np.int64)
-    for axis in order:
-        shape = [1] * place.ndim
-        shape[axis] = -1
-        expected = expected * place.shape[axis] + np.arange(place.shape[axis]).reshape(shape)
-    if math.prod(place.shape[axis] for axis in order) != count:
-        return None
-    if not np.array_equal(expected, place):
-        return None
-    return tuple(names[axis] for axis in order)

@@ -7,7 +7,6 @@ while they trace a function. Without a mesh an annotation could have no effect, 
 
 import contextlib
 import contextvars
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +20,7 @@ from lingvo_moe.core.sharding.letters import (
     axis_of,
     check_mapping,
     dims_mapping,
+    read_tile_devices,
     tile_devices,
 )
 from lingvo_moe.core.sharding.mesh import (
@@ -239,23 +239,8 @@ def read_mapping(op: tf.Operation, mesh: Mesh) -> DimsMapping | None:
     Args:
         op: an XlaSharding operation, whose tensor is of known rank.
     """
-    rank = op.outputs[0].shape.rank
-    devices = read_tiles(op.get_attr("sharding"), rank, mesh)
-    if devices is None:
-        return None
-    wanted = np.sort(devices, axis=-1)
-    axes = [a for a, n in zip(mesh.axis_names, mesh.shape) if n > 1]
-    for places in itertools.product(range(-1, rank), repeat=len(axes)):
-        for order in itertools.permutations(axes):
-            place = dict(zip(axes, places))
-            split = [tuple(a for a in order if place[a] == d) for d in range(rank)]
-            parts = tuple(mesh.axis_size(each) for each in split)
-            if parts != wanted.shape[:-1]:
-                continue
-            mapping = tuple(map(axis_of, split))
-            if np.array_equal(np.sort(tile_devices(mapping, mesh), axis=-1), wanted):
-                return mapping
-    return None
+    devices = read_tiles(op.get_attr("sharding"), op.outputs[0].shape.rank, mesh)
+    return None if devices is None else read_tile_devices(devices, mesh)
 
 
 def read_tiles(sharding: bytes, rank: int, mesh: Mesh) -> np.ndarray | None:

@@ -6,6 +6,7 @@ sharded along G, EGCM along E and GECM along G: the partitioning of the paper's 
 {'G': ('data', 'expert'), 'E': 'expert'} EGCM is sharded along E over 'expert' and along G over 'data'.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -198,3 +199,27 @@ def tile_devices(mapping: DimsMapping, mesh: Mesh) -> np.ndarray:
     order += [a for a in mesh.axis_names if a not in order]
     devices = mesh.device_array().transpose([mesh.axis_names.index(a) for a in order])
     return devices.reshape([*(mesh.axis_size(axes) for axes in per_dim), -1])
+
+
+def read_tile_devices(devices: np.ndarray, mesh: Mesh) -> DimsMapping | None:
+    """The mapping with these `tile_devices`, the copies of a part in any order; None where no axes have them."""
+    tiles = devices.shape[:-1]
+    if devices.size != mesh.size:
+        return None
+    part = np.empty(mesh.size, np.int64)
+    part[devices.flatten()] = np.arange(mesh.size) // devices.shape[-1]
+    axes = []
+    for place in np.unravel_index(part[mesh.device_array()], tiles) if tiles else ():
+        # By how much one step along each axis changes the number of the part.
+        steps = {
+            name: np.diff(place, axis=i).flat[0]
+            for i, name in enumerate(mesh.axis_names)
+            if mesh.shape[i] > 1
+        }
+        axes.append(sorted(filter(steps.get, steps), key=lambda name: -steps[name]))
+    used = list(itertools.chain.from_iterable(axes))
+    mapping = tuple(map(axis_of, axes))
+    if len(set(used)) < len(used):
+        return None
+    same = np.array_equal(np.sort(tile_devices(mapping, mesh)), np.sort(devices))
+    return mapping if same else None
