@@ -65,7 +65,7 @@ def cross_entropy(op: Any) -> Rule | None:
 
 
 _ELEMENTWISE_NAMES = (
-    "Abs Add AddN AddV2 Acos Asin Atan Atan2 Bitcast BitwiseAnd BitwiseOr BitwiseXor "
+    "Abs Add AddN AddV2 Acos Asin Atan Atan2 BitwiseAnd BitwiseOr BitwiseXor "
     "BroadcastTo Cast Ceil CheckNumerics ClipByValue Complex Conj Cos Cosh Digamma Div "
     "DivNoNan Elu EluGrad EnsureShape Equal Erf Erfc Exp Expm1 Floor FloorDiv FloorMod "
     "Greater GreaterEqual Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift "

@@ -55,6 +55,12 @@ def transpose(op: Any) -> Rule | None:
     return rule(op, [dims], [tuple(dims[int(i)] for i in order)])
 
 
+def bitcast(op: Any) -> Rule | None:
+    """Where elements become wider or narrower, the last dimension, which is whole, goes or comes."""
+    dims, rank = numbered(op.inputs[0]), len(known_shape(op.outputs[0]))
+    return rule(op, [whole(dims, rank)], [(*dims, None)[:rank]])
+
+
 def _same_where_equal(op: Any) -> Rule | None:
     """Dimensions that keep their size keep their letters; those that change are whole."""
     before, after = known_shape(op.inputs[0]), known_shape(op.outputs[0])
@@ -130,6 +136,7 @@ def unpack(op: Any) -> Rule | None:
 RULES: dict[str, RuleOf] = {
     **dict.fromkeys(("ExpandDims", "Reshape", "Squeeze"), reshape),
     "Transpose": transpose,
+    "Bitcast": bitcast,
     **dict.fromkeys(("MirrorPad", "Pad", "PadV2", "Slice", "Tile"), _same_where_equal),
     "StridedSlice": strided_slice,
     "ConcatV2": concat,

@@ -12,6 +12,7 @@ from lingvo_moe.core.pages.tables import Piece, Table, lines, numbers, words
 from lingvo_moe.core.partitioner import known_faults, spmd
 from lingvo_moe.core.partitioner.sharding_figure import figure
 from lingvo_moe.core.sharding import DimsMapping, Mesh
+from lingvo_moe.core.sharding.letters import axes_of
 
 VERSION = 1
 _MOST_ROWS = 40
@@ -333,7 +334,7 @@ def _axes_text(sharding: TensorSharding, mesh: Mesh) -> str:
         return str(sharding)
     if not any(mapping):
         return "replicated"
-    return ",".join("-" if a is None else a if isinstance(a, str) else "+".join(a) for a in mapping)
+    return ",".join("+".join(axes_of(axis)) or "-" for axis in mapping)
 
 
 def _tensor_type(dtype: str, shape: Sequence[int]) -> str:

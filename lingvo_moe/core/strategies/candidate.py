@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.layers.kept import DOTS, FULL
 from lingvo_moe.core.pipeline.schedule import DATA
+from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.state.offload import ACTIVATIONS, EXPERTS, SLOTS
 from lingvo_moe.core.strategies.mesh_layout import MeshLayout, letter_sizes
 from lingvo_moe.core.strategies.workload import Workload
@@ -66,10 +67,7 @@ class Candidate:
 
     def __str__(self) -> str:
         """The candidate in one line, without the settings that are those of the plainest strategy."""
-        letters = ", ".join(
-            f"{n} {axis if isinstance(axis, str) else '+'.join(axis or ())}"
-            for n, axis in self.layout.activations
-        )
+        letters = ", ".join(f"{n} {'+'.join(axes_of(axis))}" for n, axis in self.layout.activations)
         more = [
             "" if self.shard_state == "none" else f"shard_state={self.shard_state}",
             "" if self.remat == FULL else f"remat={_kept_text(self.remat)}",
