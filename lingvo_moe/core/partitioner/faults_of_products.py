@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from lingvo_moe.core.hlo.attributes import dims_list
 from lingvo_moe.core.hlo.instructions import Instruction
 from lingvo_moe.core.hlo.sharding import TensorSharding
+from lingvo_moe.core.partitioner.sharding_rules import kept_dims
 
 
 def parts(sharding: TensorSharding, dims: Sequence[int]) -> tuple[int, ...]:
@@ -62,16 +63,8 @@ class Dot:
 
         Batch dimensions come first, then free ones.
         """
-        rank = len(self.instruction.arrays[0].dims)
-        found = []
-        for side, operand in (("lhs", self.left), ("rhs", self.right)):
-            batch, summed = self.dims(f"{side}_batch_dims"), self.dims(f"{side}_contracting_dims")
-            dims = range(len(operand.arrays[0].dims))
-            free = [d for d in dims if d not in (*batch, *summed)]
-            first = len(batch) if side == "lhs" else rank - len(free)
-            result = (*range(len(batch)), *range(first, first + len(free)))
-            found.append(((*batch, *free), result))
-        return found[0], found[1]
+        left, right = (len(operand.arrays[0].dims) for operand in (self.left, self.right))
+        return kept_dims(self.instruction, "lhs", left), kept_dims(self.instruction, "rhs", right)
 
     @property
     def free(self) -> tuple[_Kept, _Kept]:

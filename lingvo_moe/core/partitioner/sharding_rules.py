@@ -1,14 +1,12 @@
 """Derives the sharding of an operation's result or operand that needs no communication."""
 
-import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from lingvo_moe.core.hlo.attributes import dims_list
 from lingvo_moe.core.hlo.instructions import Instruction
 from lingvo_moe.core.hlo.sharding import TensorSharding
-
-_DOT_DIMS = ("lhs_batch_dims", "lhs_contracting_dims", "rhs_batch_dims", "rhs_contracting_dims")
 
 
 def transposed_back(
@@ -19,10 +17,29 @@ def transposed_back(
     if sharding is None or sharding.kind != "tiled" or len(order) != len(sharding.tiles):
         return None
     back = [int(d) for d in np.argsort(order)]
-    devices = np.array(sharding.devices).reshape(*sharding.tiles, -1)
-    devices = devices.transpose(*back, len(back)).flatten()
     tiles = tuple(sharding.tiles[d] for d in back)
-    return TensorSharding("tiled", tiles, tuple(devices.tolist()), sharding.subgroups)
+    return TensorSharding("tiled", tiles, _devices(sharding, back), sharding.subgroups)
+
+
+def _devices(sharding: TensorSharding, order: Sequence[int]) -> tuple[int, ...]:
+    """The devices of a tiled tensor whose dimensions come in another order."""
+    devices = np.array(sharding.devices).reshape(*sharding.tiles, -1)
+    return tuple(devices.transpose(*order, len(order)).flatten().tolist())
+
+
+def kept_dims(dot: Instruction, side: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions of an operand that a dot does not sum, and those of the result that correspond to them.
+
+    Batch dimensions come first, then those that the other operand lacks.
+
+    Args:
+        side: of the operand, 'lhs' or 'rhs'.
+        rank: of the operand.
+    """
+    batch, summed = dims_list(dot, f"{side}_batch_dims"), dims_list(dot, f"{side}_contracting_dims")
+    free = [d for d in range(rank) if d not in (*batch, *summed)]
+    first = len(batch) if side == "lhs" else len(dot.arrays[0].dims) - len(free)
+    return (*batch, *free), (*range(len(batch)), *range(first, first + len(free)))
 
 
 def product_sharding(
@@ -34,33 +51,20 @@ def product_sharding(
         None if the local products are partial sums (a contracted dimension is sharded), or if both
         operands are sharded along free dimensions.
     """
-    dims = {key: dims_list(dot, key) for key in _DOT_DIMS}
-    rank = len(dot.arrays[0].dims)
-    batch = len(dims["lhs_batch_dims"])
-    for side, own, other in (("lhs", lhs, rhs), ("rhs", rhs, lhs)):
+    for side, own, across, other in (("lhs", lhs, "rhs", rhs), ("rhs", rhs, "lhs", lhs)):
         if own is None or not own.is_sharded or own.manual > 1:
             continue
-        batch_dims, summed = dims[f"{side}_batch_dims"], dims[f"{side}_contracting_dims"]
-        free = [d for d in range(len(own.tiles)) if d not in (*batch_dims, *summed)]
-        first = batch if side == "lhs" else rank - len(free)
-        if math.prod(own.tiles[d] for d in summed) > 1 or _other_is_sharded(dims, side, other):
+        summed = dims_list(dot, f"{side}_contracting_dims")
+        shared = dims_list(dot, f"{across}_batch_dims")
+        beside = other.tiles if other is not None and other.is_sharded else ()
+        if any(own.tiles[d] > 1 for d in summed) or any(
+            count > 1 for d, count in enumerate(beside) if d not in shared
+        ):
             return None
-        order = [*batch_dims, *free, *summed]
-        devices = np.array(own.devices).reshape(*own.tiles, -1)
-        devices = devices.transpose(*order, len(order)).flatten()
-        tiles = [1] * rank
-        tiles[:batch] = [own.tiles[d] for d in batch_dims]
-        tiles[first : first + len(free)] = [own.tiles[d] for d in free]
-        return TensorSharding("tiled", tuple(tiles), tuple(devices.tolist()), own.subgroups)
+        kept, of_result = kept_dims(dot, side, len(own.tiles))
+        tiles = [1] * len(dot.arrays[0].dims)
+        for d, to in zip(kept, of_result, strict=True):
+            tiles[to] = own.tiles[d]
+        devices = _devices(own, (*kept, *summed))
+        return TensorSharding("tiled", tuple(tiles), devices, own.subgroups)
     return None
-
-
-def _other_is_sharded(
-    dims: dict[str, tuple[int, ...]], side: str, other: TensorSharding | None
-) -> bool:
-    """Whether the other operand is sharded along a dimension that is not a batch dimension."""
-    if other is None or not other.is_sharded:
-        return False
-    across = "rhs" if side == "lhs" else "lhs"
-    batch_dims = dims[f"{across}_batch_dims"]
-    return any(n > 1 for d, n in enumerate(other.tiles) if d not in batch_dims)
