@@ -39,11 +39,11 @@ from lingvo_moe.inspecting.verifying import VerifyError
 from lingvo_moe.planning import step_plan
 from lingvo_moe.planning.measuring import measured_step
 from lingvo_moe.planning.result_cache import cached_plan, cached_verification
+from lingvo_moe.planning.step_plan import Say
 from lingvo_moe.training.memory import memory_of
 
 _DTYPES = ("float32", "bfloat16", "float16")  # of activations
 _FEW = 8  # devices on which a winner is run as it is
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from lingvo_moe.core.files.sealed import read_sealed, write_sealed
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.inspecting.verifying import shrunk, verify_model
 from lingvo_moe.planning import step_plan
+from lingvo_moe.planning.step_plan import Say
 
 _CLASS = re.compile(r"\btype/([\w.]+)/")
-Say = Callable[[str], None]
 
 
 def cached_plan(request: step_plan.Request, cache_dir: Path | None, say: Say) -> dict[str, Any]:

@@ -74,8 +74,9 @@ class Computation:
                 table.setdefault(operand, []).append(instruction)
         return table
 
-    @property
+    @functools.cached_property
     def root(self) -> Instruction:
+        """The instruction whose value is the computation's."""
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     def operands(self, instruction: Instruction) -> list[Instruction]:

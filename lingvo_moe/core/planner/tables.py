@@ -143,19 +143,13 @@ def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]
     counts: dict[tuple, int] = defaultdict(int)
     for cost in costs:
         if cost.collective is not None:
-            use = cost.collective
-            place = cost.place
+            use, place = cost.collective, cost.place
             lies = interconnect.spread(use.devices, topology)
-            key = (
-                use.kind,
-                place.layer,
-                place.part,
-                place.phase,
-                use.bytes,
-                use.participants,
-                lies,
-            )
-            counts[key] += cost.times
+            at = place.layer, place.part, place.phase
+            counts[use.kind, *at, use.bytes, use.participants, lies] += cost.times
+    nodes = "slice" if topology.node_devices else "chip"
+    if isinstance(topology, Cluster):
+        nodes = "node"
     table = []
     for (kind, layer, part, phase, num_bytes, participants, lies), count in counts.items():
         one = interconnect.seconds(kind, num_bytes, participants, topology, lies)
@@ -171,16 +165,9 @@ def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]
         }
         if lies is not None:
             sent = interconnect.sent(kind, num_bytes, lies, topology)
-            part = (
-                "node"
-                if isinstance(topology, Cluster)
-                else "slice"
-                if topology.node_devices
-                else "chip"
-            )
             row |= {
-                f"{part}s": lies.nodes,
-                f"in_{part}": lies.inside,
+                f"{nodes}s": lies.nodes,
+                f"in_{nodes}": lies.inside,
                 "sent_inside": round(sent.inside),
                 "sent_between": round(sent.between),
             }

@@ -21,24 +21,17 @@ _TPUS = {
     "TPU v6e": "v6e",
     "TPU7x": "tpu7x",
 }
-# GPUs by words of their names, the more special ones first.
-_GPUS = (
-    ("GB200", CARDS["gb200"].peak_flops["bfloat16"]),
-    ("B200", CARDS["b200"].peak_flops["bfloat16"]),
-    ("H200 NVL", 835.5e12),
-    ("H200", CARDS["h200"].peak_flops["bfloat16"]),
-    ("H100 NVL", 835.5e12),
-    ("H100 PCIe", 756e12),
-    ("H100", CARDS["h100"].peak_flops["bfloat16"]),
-    ("H800", CARDS["h800"].peak_flops["bfloat16"]),
-    ("A100", CARDS["a100"].peak_flops["bfloat16"]),
-    ("L40S", CARDS["l40s"].peak_flops["bfloat16"]),
-    ("L4", CARDS["l4"].peak_flops["bfloat16"]),
-    ("A10", 125e12),
-    ("V100 PCIe", 112e12),
-    ("V100", 125e12),
-    ("T4", 65e12),
-)
+# GPUs by words of their names.
+_GPUS = {
+    **{name: card.peak_flops["bfloat16"] for name, card in CARDS.items()},
+    "H200 NVL": 835.5e12,
+    "H100 NVL": 835.5e12,
+    "H100 PCIe": 756e12,
+    "A10": 125e12,
+    "V100 PCIe": 112e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -50,7 +43,10 @@ def peak_flops(device_kind: str) -> float | None:
     if device_kind in _TPUS:
         return CHIPS[_TPUS[device_kind]].peak_flops
     words = _words(device_kind)
-    return next((peak for name, peak in _GPUS if _words(name) <= words), None)
+    # Of several names the most special one.
+    fitting = (name for name in _GPUS if _words(name) <= words)
+    found = max(fitting, key=lambda name: len(_words(name)), default=None)
+    return None if found is None else _GPUS[found]
 
 
 def _words(name: str) -> set[str]:

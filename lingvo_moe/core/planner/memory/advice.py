@@ -45,9 +45,8 @@ def advise(held: Peak, needed: int, hbm: int) -> list[str]:
     if missing <= 0:
         return [text for _, text in found]
     return [
-        text if item == tokens else f"{text} {_verdict(saving, missing)}"
-        for item in found
-        for saving, text in (item,)
+        text if (saving, text) == tokens else f"{text} {_verdict(saving, missing)}"
+        for saving, text in found
     ]
 
 

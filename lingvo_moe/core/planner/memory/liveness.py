@@ -97,10 +97,8 @@ class _Tracer:
         arguments = {self._ids[p.name][0]: int(p.literal) for p in entry.parameters}
         numbers = {number: value for value, number in arguments.items()}
         results = self._ids[entry.root.name]
-        aliases = self._module.attributes.partition("input_output_alias=")[2].partition(", entry_")[
-            0
-        ]
-        for output, argument in _ALIAS.findall(aliases):
+        _, _, aliases = self._module.attributes.partition("input_output_alias=")
+        for output, argument in _ALIAS.findall(aliases.partition(", entry_")[0]):
             self._join(results[int(output or 0)], numbers[int(argument)])
         for value in results:
             self._read[value] = self._clock
