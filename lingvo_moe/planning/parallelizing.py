@@ -51,7 +51,7 @@ class Search:
     """A search: the model, the machine and the limits."""
 
     model: str  # an experiment
-    # As plans.Request; without sizes where the objective chooses the machine; '' for what is here.
+    # As step_plan.Request; without sizes where the objective chooses the machine; '' for what is here.
     topology: str = ""
     devices: int = 0  # of this process, where `topology` is ''; the best few are measured on them
     override: str = ""  # as --model_params_override
@@ -62,7 +62,7 @@ class Search:
     compiles: int = 6  # at most so many programs are compiled
     # No program is begun that should end after these; the first one always is.
     seconds: float = 600.0
-    known_faults: str = ERROR  # as plans.Request; a strategy that meets one is refused
+    known_faults: str = ERROR  # as step_plan.Request; a strategy that meets one is refused
     verify: bool = True  # whether the winner runs, shrunk, before it is handed out
 
 

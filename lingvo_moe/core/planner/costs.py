@@ -38,9 +38,8 @@ class Cost:
     # The same with sizes rounded up to whole tiles of the matrix unit.
     tiled: Mapping[str, int] = dataclasses.field(default_factory=dict)
     loops: tuple[str, ...] = ()  # the names of the loops in whose bodies it runs, outermost first
-    turns: int = (
-        0  # of one execution of a loop whose length depends on data, as the program states it
-    )
+    # Of one execution of a loop whose length depends on data, as the program states it.
+    turns: int = 0
 
 
 def costs(

@@ -48,7 +48,7 @@ def in_hbm(array: Array) -> int:
     return array.padded_bytes if array.memory_space == 0 else 0
 
 
-def _fraction(elements: int, array: Array) -> float:
+def _fraction(elements: float, array: Array) -> float:
     return min(1.0, elements / max(1, math.prod(array.dims)))
 
 
@@ -56,23 +56,22 @@ def _size(instruction: Instruction) -> int:
     return sum(math.prod(array.dims) for array in instruction.arrays)
 
 
-def _touched(module: Module, user: Instruction, operand: str) -> int:
-    """Counts the elements of `operand` that the instruction `user` reads; 1 << 62 means all of them."""
+def _touched(module: Module, user: Instruction, operand: str) -> float:
+    """Counts the elements of `operand` that the instruction `user` reads; infinite means all of them."""
     places = [i for i, name in enumerate(user.operands) if name == operand]
-    everything = 1 << 62
     if user.opcode == "fusion":
         called = module.computation(user.called[0])
         return sum(_read(module, called, called.parameters[i].name) for i in places)
     if places != [0]:
-        return everything
+        return math.inf
     if user.opcode in ("dynamic-slice", "slice", "gather"):
         return _size(user)
     if user.opcode in ("dynamic-update-slice", "scatter"):
         return 0  # Of a scatter `_results` counts the read and the write of the updated elements.
-    return everything
+    return math.inf
 
 
-def _read(module: Module, inside: Computation, name: str) -> int:
+def _read(module: Module, inside: Computation, name: str) -> float:
     """Counts the elements of an array that the instructions inside a fusion read.
 
     The counts of all users are added, so the sum may exceed the array's size. Views of the array (e.g. a bitcast or a
@@ -81,7 +80,7 @@ def _read(module: Module, inside: Computation, name: str) -> int:
     Args:
         name: the array: a parameter or an instruction of it.
     """
-    total = 0
+    total = 0.0
     for user in inside.users.get(name, ()):
         if user.opcode in _VIEWS and not user.is_root:
             total += _read(module, inside, user.name)

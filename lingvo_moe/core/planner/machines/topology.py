@@ -1,9 +1,8 @@
 """TPU slices by name: their chips, devices and links, with figures from public data sheets.
 
 A name is a generation and the number of chips in each dimension, e.g. 'v3:32x32'; 'v5p:4x4x4*2' are two equal slices,
-joined by the data-centre network. Figures are from
-the Google Cloud documents "TPU v3", "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" (key
-specifications), except the memory that a program may use: that is the limit that the TPU compiler
+joined by the data-centre network. Figures are from the Google Cloud documents "TPU v3", "TPU v4", "TPU v5e", "TPU v5p"
+and "TPU v6e" (key specifications), except the memory that a program may use: that is the limit that the TPU compiler
 (libtpu 0.0.42) prints when it refuses a program, a little below the chip's memory.
 """
 

@@ -17,7 +17,7 @@ def seconds(
     num_bytes: float,
     participants: int,
     machine: Machine,
-    spread: Spread | None = None,
+    lies: Spread | None = None,
 ) -> float:
     """Estimates how long one collective takes.
 
@@ -25,7 +25,7 @@ def seconds(
         kind: one of COLLECTIVES.
         num_bytes: bytes on one device, of its operand or its result, whichever is larger.
         participants: devices in one replica group. All groups work at the same time.
-        spread: how each group lies in a cluster's nodes, or in several slices; None: in as few of them as can be.
+        lies: how each group lies in a cluster's nodes, or in several slices; None: in as few of them as can be.
             Inside a slice each group is a box of neighbouring chips; there it may say how it lies in the chips.
 
     Returns:
@@ -47,8 +47,8 @@ def seconds(
     if isinstance(machine, Ring):
         return _ring_seconds(kind, num_bytes, participants, machine)
     if isinstance(machine, Topology) and not machine.node_devices:
-        return torus.seconds(kind, num_bytes, participants, machine, spread)
-    lies = spread or two_levels.compact(participants, machine.node_devices)
+        return torus.seconds(kind, num_bytes, participants, machine, lies)
+    lies = lies or two_levels.compact(participants, machine.node_devices)
     if isinstance(machine, Topology):
         return slices_network.seconds(kind, num_bytes, lies, machine)
     assert isinstance(machine, Cluster)

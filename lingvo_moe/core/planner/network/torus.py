@@ -46,9 +46,10 @@ def seconds(
     on_chip = lies.inside if lies else min(topology.chip.devices_per_chip, participants)
     group = _group(participants, topology, on_chip)
     bandwidth = topology.chip.link_bandwidth
-    if group.chips == 1 and (kind != "collective-permute" or topology.slice_chips == 1):
-        # All participants are on one chip, so the data goes through its memory and over no link. Not
-        # for a permute: its group is a pair, and most pairs lie on two chips.
+    # A permute's group is a pair, and most pairs lie on two chips where nothing is said.
+    known = lies is not None or kind != "collective-permute" or topology.slice_chips == 1
+    if group.chips == 1 and known:
+        # All participants are on one chip, so the data goes through its memory and over no link.
         return SECONDS_PER_OPERATION + num_bytes / topology.chip.hbm_bandwidth
     link_bytes, hops = _load(kind, num_bytes, group)
     return SECONDS_PER_OPERATION + group.sharing * link_bytes / bandwidth + hops * SECONDS_PER_HOP

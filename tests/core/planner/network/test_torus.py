@@ -93,8 +93,17 @@ def test_a_part_of_a_ring_is_slower_than_a_ring():
     assert part > 1.5 * _all("all-to-all", "v3:8x8")
 
 
-def test_a_permute_goes_over_a_link_where_a_chip_has_two_devices():
+@pytest.mark.parametrize("pairs", [(), ((0, 1), (1, 2)), ((0, 2), (1, 3))])
+def test_a_permute_goes_over_a_link_where_a_chip_has_two_devices(pairs):
     v3 = Topology.parse("v3:4x4")
     both_cores = 2 * 82_000_000 / v3.chip.link_bandwidth
-    found = interconnect.seconds("collective-permute", 82_000_000, 2, v3)
+    lies = interconnect.spread(pairs, v3)
+    found = interconnect.seconds("collective-permute", 82_000_000, 2, v3, lies)
     assert found == pytest.approx(both_cores, rel=0.01)
+
+
+def test_a_permute_between_the_cores_of_each_chip_uses_no_link():
+    v3 = Topology.parse("v3:4x4")
+    lies = interconnect.spread(((0, 1), (1, 0), (2, 3), (3, 2)), v3)
+    found = interconnect.seconds("collective-permute", 82_000_000, 2, v3, lies)
+    assert found == pytest.approx(82_000_000 / v3.hbm_bandwidth, rel=0.05)
