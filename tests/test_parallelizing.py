@@ -201,6 +201,14 @@ def test_an_experiment_of_other_axes_is_not_tried_as_it_is_written(plans):
     assert parallelizing._as_written(params, 8) is None
 
 
+def test_the_written_axes_of_a_letter_may_be_a_list():
+    params = registry.GetParams("lm.Tiny", "train.mesh=data:2,expert:4")
+    params.task.Set(activation_split={"B": ["data", "expert"]}, weight_split={})
+    written = parallelizing._as_written(params, 8)
+    assert written is not None and written in {written}  # candidates are keys
+    assert written.layout.activations == (("B", ("data", "expert")),)
+
+
 def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(

@@ -157,7 +157,7 @@ class _Names:
             sharding=tensor.sharding,
             mesh=self._program.mesh,
             phase=tensor.phase,
-            in_loop=bool(tensor.loop),
+            in_loop=tensor.in_loop,
             annotates=annotates,
             line=self.Line(tensor.op),
         )

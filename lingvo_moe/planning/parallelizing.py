@@ -23,7 +23,7 @@ from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.machines.ring import Ring, here
 from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
-from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.sharding.letters import axes_of, axis_of
 from lingvo_moe.core.state.offload import items_of
 from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
@@ -383,14 +383,15 @@ def _as_written(params: Params, num_devices: int) -> Candidate | None:
     except (PlanError, ShardingError):
         return None
     task = params.task
-    named = [*(task.activation_split or {}).values(), *(task.weight_split or {}).values()]
-    if not {a for axis in named for a in axes_of(axis)} <= set(mesh.axis_names):
-        return None
-    layout = MeshLayout(
-        mesh,
-        tuple((task.activation_split or {}).items()),
-        tuple((task.weight_split or {}).items()),
+    activations, weights = (
+        tuple((letter, axis_of(axes_of(axis))) for letter, axis in (split or {}).items())
+        for split in (task.activation_split, task.weight_split)
     )
+    if not {a for _, axis in (*activations, *weights) for a in axes_of(axis)} <= set(
+        mesh.axis_names
+    ):
+        return None
+    layout = MeshLayout(mesh, activations, weights)
     remat = task.remat if isinstance(task.remat, str) else tuple(task.remat)
     micro_batches = params.train.num_micro_batches
     if task.pipeline.stages > 1:

@@ -64,12 +64,11 @@ class PropagatedTensor:
     # The TensorFlow operation that produces it; 'args[0]' for an argument; '' for tensors of loops and of the program
     # itself.
     op: str
-    instruction: str  # HLO's name of it
     dtype: str  # HLO's element type, e.g. 'f32'
     shape: tuple[int, ...]  # the global shape
     sharding: TensorSharding  # the sharding that propagation chose
     phase: str  # one of parts.PHASES
-    loop: str = ""  # the computation of the loop body that contains it; '' outside loops
+    in_loop: bool = False  # whether it is computed in the body of a loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,11 +195,9 @@ class Propagated:
         instruction = at.instruction
         shardings = self.shardings(instruction)
         phase = parts.phase(instruction.op_name, at.in_backward_loop)
+        in_loop = at.computation.name in self._loops
         for array, sharding in zip(instruction.arrays, shardings):
-            loop = at.computation.name if at.computation.name in self._loops else ""
-            yield PropagatedTensor(
-                operation, instruction.name, array.dtype, array.dims, sharding, phase, loop
-            )
+            yield PropagatedTensor(operation, array.dtype, array.dims, sharding, phase, in_loop)
 
 
 def operation_of(op_name: str) -> str:
