@@ -301,7 +301,7 @@ class Placer:
         )
 
     def _by_insides(self, instruction: Instruction, backward: bool) -> Place | None:
-        """Source location of the largest intermediate result inside a fusion; None for other opcodes."""
+        """Place of the largest intermediate result inside a fusion that has one; None for other opcodes."""
         if instruction.opcode != "fusion":
             return None
         called = self._module.computation(instruction.called[0])
@@ -314,7 +314,7 @@ class Placer:
         return None
 
     def _by_neighbours(self, at: Executed) -> Place | None:
-        """Source location of the nearest producer; failing that, of the nearest consumer."""
+        """Place of the nearest producer that has one; failing that, of the nearest consumer."""
         for look in (self._producers, self._consumers):
             reached = [at]
             for here in reached:  # Breadth first: the list grows while it is read.

@@ -13,7 +13,7 @@ from lingvo_moe.core.planner.machines.base import Machine
 from lingvo_moe.core.planner.machines.pace import AS_RATED, Pace
 from lingvo_moe.core.planner.memory.step_bytes import BESIDE, StateSize
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
-from lingvo_moe.core.sharding.letters import WEIGHTS
+from lingvo_moe.core.sharding.letters import GRADIENTS, NONE, SLOTS, WEIGHTS
 from lingvo_moe.core.state.offload import ACTIVATIONS
 from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.forward import ForwardWork, forward
@@ -174,7 +174,7 @@ class Estimator:
         layout, on = candidate.layout, self._On(candidate.layout)
         total = sum(on.Seconds("all-reduce", size, axes) for axes, size in held.synced.items())
         times = candidate.micro_batches if layout.stages == 1 else 1
-        gathers = {"none": 0, "slots": 1, "gradients": 1, "weights": 2 * times}
+        gathers = {NONE: 0, SLOTS: 1, GRADIENTS: 1, WEIGHTS: 2 * times}
         copies = [a for a in layout.mesh.axis_names if a != STAGE]
         one = on.Seconds("all-gather", held.gathered, copies)
         seconds = total * times + gathers[candidate.shard_state] * one
