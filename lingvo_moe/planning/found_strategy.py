@@ -5,8 +5,7 @@ from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.strategies.paths import PATHS
-from lingvo_moe.core.strategies.strategy_file import AUTO, as_override
+from lingvo_moe.core.strategies.strategy_file import AUTO, PATHS, as_override
 from lingvo_moe.training.checks import (
     UsageError,
     check_data_dir,

@@ -29,11 +29,10 @@ from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
 from lingvo_moe.core.strategies.mesh_layout import MeshLayout
 from lingvo_moe.core.strategies.objectives import CHIP_DAYS, SMALLEST, SPEED
-from lingvo_moe.core.strategies.paths import CHOSEN
 from lingvo_moe.core.strategies.ranking import Ranking, Tried
 from lingvo_moe.core.strategies.search_budget import SearchBudget
 from lingvo_moe.core.strategies.space import Space
-from lingvo_moe.core.strategies.strategy_file import StrategyError, as_override, to_text
+from lingvo_moe.core.strategies.strategy_file import CHOSEN, StrategyError, as_override, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
 from lingvo_moe.inspecting.verifying import VerifyError
 from lingvo_moe.planning import step_plan
