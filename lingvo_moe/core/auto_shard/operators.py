@@ -175,6 +175,10 @@ class Operators:
         used = [self._by_tensor.get(x.ref()) for x in op.inputs]
         if not any(used) or op.type in _STATIC:
             return  # a constant: every device computes it
+        if op.type == "FusedBatchNormV3":
+            op.outputs[5].set_shape(
+                [0]
+            )  # for cuDNN; XLA leaves it empty, and TensorFlow does not say
         for y in op.outputs:
             if not y.shape.is_fully_defined():
                 raise ValueError(

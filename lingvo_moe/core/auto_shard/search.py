@@ -185,7 +185,7 @@ class Search:
             made = {v for v in crossing[i] if v.op >= 0}
             made |= {v for v, _ in operator.root}
             for value in sorted(made, key=lambda v: v.number):
-                if value.shape:
+                if value.shape and value.num_bytes:
                     op = self._traced.operations[value.op]
                     mapping = self._Mapping(value, found)
                     yield Tensor(value.name, value.shape, mapping, value.op, value.index, op.type)

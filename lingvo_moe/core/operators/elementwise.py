@@ -47,6 +47,11 @@ def whole_last(op: Any) -> Rule | None:
     return rule(op, [dims], [dims])
 
 
+def in_top_k(op: Any) -> Rule | None:
+    """Predictions [B, C] and targets [B]: whether each target is among the largest of its row."""
+    return rule(op, [("B", None), ("B",)], [("B",)])
+
+
 def whole_axis(op: Any) -> Rule | None:
     """The dimension that the second operand names is worked on as a whole, e.g. summed up step by step."""
     axis = dimension_of(op.inputs[1], op.inputs[0])
@@ -80,7 +85,8 @@ _REDUCTIONS = ("All", "Any", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum
 RULES: dict[str, RuleOf] = {
     **dict.fromkeys(_ELEMENTWISE_NAMES.split(), elementwise),
     **dict.fromkeys(_REDUCTIONS, reduction),
-    **dict.fromkeys(("TopKV2", "TopK", "InTopKV2"), whole_last),
+    **dict.fromkeys(("TopKV2", "TopK"), whole_last),
+    "InTopKV2": in_top_k,
     **dict.fromkeys(("ArgMax", "ArgMin", "Cumsum", "Cumprod", "CumulativeLogsumexp"), whole_axis),
     # Which normalize the last dimension; it can be sharded: maxima and sums go over the devices.
     **dict.fromkeys(("Softmax", "LogSoftmax"), elementwise),

@@ -56,7 +56,7 @@ def transpose(op: Any) -> Rule | None:
 
 
 def bitcast(op: Any) -> Rule | None:
-    """Where elements become wider or narrower, the last dimension, which is whole, goes or comes."""
+    """The last dimension goes or comes where elements become wider or narrower; then it is whole."""
     dims, rank = numbered(op.inputs[0]), len(known_shape(op.outputs[0]))
     return rule(op, [whole(dims, rank)], [(*dims, None)[:rank]])
 

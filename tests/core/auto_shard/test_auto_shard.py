@@ -141,6 +141,15 @@ def test_inside_another_program_it_becomes_a_part_of_it():
     np.testing.assert_allclose(outer(*args), 2 * sharded(*args), rtol=1e-5)
 
 
+def test_tensorflow_s_own_batch_normalization_can_be_sharded(no_latency):
+    def normalized(x_BYXI: tf.Tensor, scale_I: tf.Tensor, offset_I: tf.Tensor) -> tf.Tensor:
+        return tf.nn.relu(tf.compat.v1.nn.fused_batch_norm(x_BYXI, scale_I, offset_I)[0])
+
+    sharded = xs.auto_shard(normalized, Mesh.parse("data:4"))
+    args = _check(normalized, sharded, [spec(8, 4, 4, 6), spec(6), spec(6)])
+    assert sharded.Strategy(*args).notes == ()
+
+
 def test_the_gradient_of_a_strided_slice_is_right(no_latency):
     """Rows are sharded and the slice is not: as TensorFlow writes this gradient, XLA computes it wrongly."""
 

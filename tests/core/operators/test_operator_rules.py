@@ -82,6 +82,12 @@ def test_half_of_the_operands_give_half_of_the_result(name, fn, shapes, num_lett
             np.testing.assert_allclose(got, _half(whole, out, letter, which), atol=1e-5)
 
 
+def test_a_target_is_among_the_largest_of_its_row():
+    scores, targets = np.zeros((4, 6), np.float32), np.zeros(4, np.int32)
+    _, rule, _ = _traced("InTopKV2", lambda x, y: tf.math.in_top_k(y, x, 2), [scores, targets])
+    assert rule.inputs == (("B", None), ("B",), None) and rule.outputs == (("B",),)
+
+
 def test_a_look_up_sums_over_the_table_s_rows():
     table, ids = np.zeros((8, 4), np.float32), np.zeros((2, 6), np.int32)
     _, rule, _ = _traced("GatherV2", tf.gather, [table, ids])
