@@ -66,7 +66,7 @@ class _Annotating(Recording):
             raise ShardingError(
                 f"{self._name}: {x.name} has shape {list(x.shape)}, but had {list(shape)} when the strategy was found"
             )
-        if not shape:
+        if not shape or self._strategy.mesh.size == 1:
             return x
         key = (x.ref(), mapping)
         # A tape that began to watch the tensor after it was annotated would not see the annotated one.

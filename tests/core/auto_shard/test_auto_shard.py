@@ -141,6 +141,17 @@ def test_inside_another_program_it_becomes_a_part_of_it():
     np.testing.assert_allclose(outer(*args), 2 * sharded(*args), rtol=1e-5)
 
 
+@pytest.mark.parametrize("mesh", ["model:1", "model:2"])
+def test_a_function_may_have_a_tape_of_its_own(mesh, no_latency):
+    def gradients(x_BM: tf.Tensor, w_MH: tf.Tensor) -> list[tf.Tensor]:
+        return _gradients(tf.matmul, [x_BM, w_MH], [x_BM, w_MH])
+
+    args = [tf.constant(value) for value in _values([spec(8, 16), spec(16, 32)])]
+    sharded = xs.auto_shard(gradients, Mesh.parse(mesh))
+    for got, want in zip(sharded(*args), gradients(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
 def test_tensorflow_s_own_batch_normalization_can_be_sharded(no_latency):
     def normalized(x_BYXI: tf.Tensor, scale_I: tf.Tensor, offset_I: tf.Tensor) -> tf.Tensor:
         return tf.nn.relu(tf.compat.v1.nn.fused_batch_norm(x_BYXI, scale_I, offset_I)[0])
