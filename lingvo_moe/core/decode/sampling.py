@@ -12,6 +12,8 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
 
+_COLDEST = 1e-30  # logits divided by less could be infinite
+
 # The letters of the settings, for caches that grow; D is the two words of a seed.
 LETTERS = NestedMap(temperature="B", top_k="B", top_p="B", seed="BD")
 
@@ -27,7 +29,8 @@ def sample(logits_BV: tf.Tensor, settings: NestedMap, step: tf.Tensor) -> tf.Ten
         step: int32 scalar.
     """
     greedy_B = settings.temperature <= 0.0
-    scaled_BV = logits_BV / tf.where(greedy_B, 1.0, settings.temperature)[:, tf.newaxis]
+    temperature_B = tf.where(greedy_B, 1.0, tf.maximum(settings.temperature, _COLDEST))
+    scaled_BV = logits_BV / temperature_B[:, tf.newaxis]
     unlike_B = ((settings.top_k > 0) | (settings.top_p < 1.0)) & ~greedy_B
     kept_BV = tf.cond(
         tf.reduce_any(unlike_B), lambda: _largest(scaled_BV, settings), lambda: scaled_BV
