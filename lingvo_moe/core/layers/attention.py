@@ -307,13 +307,18 @@ class CrossAttention(MultiHeadAttention):
         return NestedMap(q=packing.Heads(q), kv=packing.Heads(k, v), o=packing.Matrix(o))
 
 
+def head_dim(p: HyperParams) -> int:
+    """K. Raises ValueError where the heads are unequal parts of M."""
+    if not p.dim_per_head and p.model_dim % p.num_heads:
+        raise ValueError(
+            f"attention: model_dim {p.model_dim} does not divide into {p.num_heads} heads; set dim_per_head"
+        )
+    return p.dim_per_head or p.model_dim // p.num_heads
+
+
 def _dims(p: HyperParams) -> tuple[int, int, int, int]:
     """(M, N, A, K)."""
-    n, a = p.num_heads, p.num_kv_heads or p.num_heads
-    if not p.dim_per_head and p.model_dim % n:
-        raise ValueError(
-            f"attention: model_dim {p.model_dim} does not divide into {n} heads; set dim_per_head"
-        )
+    k, n, a = head_dim(p), p.num_heads, p.num_kv_heads or p.num_heads
     if n % a:
         small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
         divisors = ", ".join(str(i) for i in sorted({*small, *(n // i for i in small)}))
@@ -321,4 +326,4 @@ def _dims(p: HyperParams) -> tuple[int, int, int, int]:
             f"attention: num_kv_heads={a} does not divide num_heads={n}, and each head of keys and values is for "
             f"as many heads; choose one of {divisors}, or 0 for {n}"
         )
-    return p.model_dim, n, a, p.dim_per_head or p.model_dim // n
+    return p.model_dim, n, a, k

@@ -13,7 +13,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.attention import MultiHeadAttention, head_dim
 from lingvo_moe.core.layers.normalization import normalized
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import shape_of
@@ -166,5 +166,5 @@ class LatentAttention(MultiHeadAttention):
 
 def _dims(p: HyperParams) -> tuple[int, int, int, int]:
     """M, N, K without what takes positions, and the size of a value."""
-    k = p.dim_per_head or p.model_dim // p.num_heads
+    k = head_dim(p)
     return p.model_dim, p.num_heads, k, p.value_dim or k

@@ -145,7 +145,13 @@ class Rotary(Positions):
 
 
 class ScaledRotary(Rotary):
-    """The base of rotary positions for texts that are longer than those of the first training."""
+    """The base of rotary positions for texts that are longer than those of the first training.
+
+    Attributes:
+        TURNS: the parameters that bound how often a pair turns where it is partly slowed, the smaller one first.
+    """
+
+    TURNS: ClassVar[tuple[str, str]]
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -156,10 +162,19 @@ class ScaledRotary(Rotary):
         )
         return p
 
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        low, high = self.TURNS
+        least, most = self.p.Get(low), self.p.Get(high)
+        if most < least:
+            raise ParamError(f"{self.path}.{high}", str(most), f"must be at least {low}={least}")
+
 
 class Llama3Rotary(ScaledRotary):
     """Llama 3.1's (Grattafiori et al. 2024): long wavelengths are `factor` times longer, short ones stay, and those
     between the two bounds are between the two."""
+
+    TURNS = ("low_turns", "high_turns")
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -173,19 +188,10 @@ class Llama3Rotary(ScaledRotary):
         p.Define(
             "high_turns",
             4.0,
-            "Pairs that turn more often stay (high_freq_factor elsewhere); more than low_turns.",
+            "Pairs that turn more often stay (high_freq_factor elsewhere); at least low_turns.",
             checks.POSITIVE,
         )
         return p
-
-    def __init__(self, params: InstantiableParams):
-        super().__init__(params)
-        if self.p.high_turns < self.p.low_turns:
-            raise ParamError(
-                f"{self.path}.high_turns",
-                str(self.p.high_turns),
-                f"must be at least low_turns={self.p.low_turns}",
-            )
 
     def Rates(self, size: int) -> list[float]:
         p = self.p
@@ -208,6 +214,8 @@ class YarnRotary(ScaledRotary):
     With m(s) = 1 + 0.1 s ln(factor), turned queries and keys are multiplied by m(mscale) / m(mscale_all), and the
     products of whole heads, which may have parts that are not turned, by m(mscale_all)^2.
     """
+
+    TURNS = ("slow_turns", "fast_turns")
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -120,8 +120,10 @@ def test_cross_attention_is_refused_what_goes_by_positions():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="model_dim 8 does not divide into 3 heads"):
-        _layer(num_heads=3, dim_per_head=0)
+    for cls in ATTENTIONS.values():
+        p = cls.Params().Set(name="atten", model_dim=8, num_heads=3)
+        with pytest.raises(ValueError, match="model_dim 8 does not divide into 3 heads"):
+            p.Instantiate()
 
 
 def test_sharded():

@@ -150,6 +150,7 @@ def test_steps_over_a_cache_give_the_rows_of_the_whole_pass():
     ("task.moe.router.expert_groups=4", "groups_per_token=1: 2 experts .* from 2 to 4 groups"),
     ("task.moe.experts.biases=True", "shared experts have none; set num_shared_experts=0"),
     ("task.position=llama3;task.position.high_turns=0.5", "high_turns=0.5: must be at least"),
+    ("task.position=yarn;task.position.fast_turns=0.5", "fast_turns=0.5: must be at least"),
 )
 def test_parts_that_do_not_go_together_are_refused(override):
     _experiment(override)
