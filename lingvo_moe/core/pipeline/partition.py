@@ -51,8 +51,8 @@ def histogram_partition(costs: Sequence[int], num_partitions: int) -> Partition:
     empty = [j for j in range(num_partitions) if j not in parts]
     if empty:
         raise PartitionError(
-            f"num_partitions={num_partitions}: the histogram of costs gives part {empty[0]} no layer, since one layer "
-            "costs more than a whole part should; use rule='optimal', or fewer partitions"
+            f"num_partitions={num_partitions}: the histogram of costs gives part {empty[0]} no layer, since no sum of "
+            "the costs up to a layer falls into it; use rule='optimal', or fewer partitions"
         )
     return _partition(costs, [parts.index(j) for j in range(num_partitions)])
 

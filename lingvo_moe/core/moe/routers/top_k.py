@@ -105,7 +105,8 @@ class TopKRouter(LearnedRouter):
         p.Define(
             "expert_groups",
             1,
-            "Experts are in so many groups of consecutive ones, of which a token's are in the best (expert_groups.py).",
+            "Experts are in so many groups of consecutive ones; a token's are in the groups whose two best scores have "
+            "the largest sums.",
             checks.SIZE,
         )
         p.Define("groups_per_token", 1, "In how many groups a token's experts are.", checks.SIZE)
