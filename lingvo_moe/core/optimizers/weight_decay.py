@@ -80,7 +80,7 @@ def decays(specs: NestedMap, p: InstantiableParams) -> dict[str, bool]:
         raise checks.ParamError("decay_exclude", shown(p.decay_exclude), why)
     decayed = {
         part.path: part.path in included
-        or (part.path not in excluded and _decays_by_itself(part, p.decay_min_dims))
+        or (part.path not in excluded and not is_table(part) and own_dims(part) >= p.decay_min_dims)
         for part in parts
     }
     return {spec.path: _agreed(spec, decayed, p) for spec in trained}
@@ -106,11 +106,15 @@ def _agreed(spec: VariableSpec, decayed: dict[str, bool], p: InstantiableParams)
     return not kept
 
 
-def _decays_by_itself(spec: VariableSpec, min_dims: int) -> bool:
+def is_table(spec: VariableSpec) -> bool:
+    """Whether a variable has a row for each id, as embeddings do."""
     own = spec.letters[spec.stack_dims :]
-    if len(own) > 1 and own[0] in _TABLES:
-        return False
-    return len(own.removeprefix("E")) >= min_dims
+    return len(own) > 1 and own[0] in _TABLES
+
+
+def own_dims(spec: VariableSpec) -> int:
+    """The number of dimensions, without those that count layers and a leading one that counts experts."""
+    return len(spec.letters[spec.stack_dims :].removeprefix("E"))
 
 
 def _matched(name: str, patterns: Sequence[str], specs: Sequence[VariableSpec]) -> set[str]:

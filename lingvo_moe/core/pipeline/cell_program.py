@@ -116,7 +116,9 @@ class CellProgram:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             outs, _, extras = self._Run(leaves, args, seed)
-        douts = flatten(self.outputs.Unpack(upstream)) + self._ExtrasGradients(dextras)
+        douts = flatten(self.outputs.Unpack(upstream))
+        if dextras is not None:
+            douts += self.CutExtras(dextras, 0)
         pairs = [
             (y, dy)
             for y, dy in zip(flatten(outs) + extras.Flatten(), douts, strict=True)
@@ -185,14 +187,11 @@ class CellProgram:
         )
         return Boundary(tree, self.inputs.batch_dim, self.inputs.blocks)
 
-    def _ExtrasGradients(self, dextras: tf.Tensor | None) -> list[tf.Tensor]:
-        found: list[tf.Tensor] = []
-        begin = 0
-        if dextras is None:
-            return found
+    def CutExtras(self, rows: tf.Tensor, k: int) -> list[tf.Tensor]:
+        """The cell's extras, or their gradients, from row k of packed ones [.., X]."""
+        begin, found = 0, []
         for spec in self.extras.Flatten():
             end = begin + spec.shape.num_elements()
-            part = tf.reshape(dextras[0, begin:end], spec.shape)
-            found.append(tf.cast(part, spec.dtype))
+            found.append(tf.cast(tf.reshape(rows[k, begin:end], spec.shape), spec.dtype))
             begin = end
         return found

@@ -50,21 +50,20 @@ def fprop_in_sequence(
     thetas: Sequence[NestedMap],
     args: Args,
     seed: tf.Tensor | None,
-) -> tuple[list[Args], NestedMap]:
+) -> tuple[Args, NestedMap]:
     """Applies layers one after another.
 
     Args:
         layers: names and layers. A layer's seed is folded with its name.
 
     Returns:
-        What each layer returns, and all extras: by the layer's name, and `updates` joined.
+        The outputs of the last layer, and all extras: by the layer's name, and `updates` joined.
     """
-    extras, outputs = NestedMap(), []
+    extras = NestedMap()
     for (name, layer), theta in zip(layers, thetas, strict=True):
         args, found = fprop_with_extras(layer, theta, args, layer.FoldSeed(seed, name))
-        outputs.append(args)
         join_extras(extras, name, found)
-    return outputs, extras
+    return args, extras
 
 
 def metas_in_sequence(
@@ -125,6 +124,18 @@ class LayerWithExtras(BaseLayer):
         """See HasExtras."""
         raise NotImplementedError(f"{type(self).__name__}.FPropWithExtras")
 
+    def _InSequence(
+        self,
+        params: Sequence[InstantiableParams],
+        theta: NestedMap,
+        args: Args,
+        seed: tf.Tensor | None,
+    ) -> tuple[Args, NestedMap]:
+        """Applies the children that were made of these Params, one after another: see fprop_in_sequence."""
+        names = [p.name for p in params]
+        layers = [(name, self.children[name]) for name in names]
+        return fprop_in_sequence(layers, [theta[name] for name in names], args, seed)
+
 
 class FeatureExtractionLayer(LayerWithExtras):
     """Layers in sequence, each with a name of its own: a part of a partition (Lingvo)."""
@@ -152,10 +163,7 @@ class FeatureExtractionLayer(LayerWithExtras):
         self, theta: NestedMap, args: Args, seed: tf.Tensor | None
     ) -> tuple[Args, NestedMap]:
         """See HasExtras: the outputs of the last layer."""
-        layers = [(sub.name, self.children[sub.name]) for sub in self.p.sub]
-        thetas = [theta[name] for name, _ in layers]
-        outputs, extras = fprop_in_sequence(layers, thetas, args, seed)
-        return outputs[-1], extras
+        return self._InSequence(self.p.sub, theta, args, seed)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

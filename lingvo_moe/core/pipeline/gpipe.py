@@ -14,7 +14,6 @@ elements of packed activations, P of packed weights, X of packed extras.
 """
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,16 +172,7 @@ class GPipe:
         if EXTRAS in means:
             rows = stages.Sharded(means[EXTRAS], (None, None))
             for k, program in enumerate(programs):
-                specs = program.extras.Flatten()
-                ends = itertools.accumulate(spec.shape.num_elements() for spec in specs)
-                leaves = [
-                    tf.cast(
-                        tf.reshape(rows[k, end - spec.shape.num_elements() : end], spec.shape),
-                        spec.dtype,
-                    )
-                    for spec, end in zip(specs, ends)
-                ]
-                if leaves:
+                if leaves := program.CutExtras(rows, k):
                     extras[f"cell_{k}"] = program.extras.Pack(leaves)
         for name, value in means.items():
             if name != EXTRAS:

@@ -13,7 +13,6 @@ from lingvo_moe.core.pipeline.cell_program import Cell
 from lingvo_moe.core.pipeline.cells import (
     Args,
     LayerWithExtras,
-    fprop_in_sequence,
     fprop_with_extras,
     join_all_extras,
     meta_of_sequence,
@@ -42,18 +41,12 @@ class SeqLayer(LayerWithExtras):
         for layer in [*p.before_tpl, *p.cell_tpl, *p.after_tpl]:
             self.CreateChild(layer.name, layer)
 
-    def _Layers(self, tpl: list[InstantiableParams]) -> list[tuple[str, BaseLayer]]:
-        return [(p.name, self.children[p.name]) for p in tpl]
-
     def FPropWithExtras(
         self, theta: NestedMap, args: Args, seed: tf.Tensor | None
     ) -> tuple[Args, NestedMap]:
         """See cells.HasExtras; the outputs are those of the last layer."""
         p = self.p
-        layers = self._Layers([*p.before_tpl, *p.cell_tpl, *p.after_tpl])
-        thetas = [theta[name] for name, _ in layers]
-        outputs, extras = fprop_in_sequence(layers, thetas, args, seed)
-        return outputs[-1], extras
+        return self._InSequence([*p.before_tpl, *p.cell_tpl, *p.after_tpl], theta, args, seed)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Any) -> NestedMap:
@@ -96,10 +89,8 @@ class PipeliningLayer(SeqLayer):
     @functools.cached_property
     def _pipeline(self) -> GPipe:
         """Made when the layer's path is known."""
-        cells = [
-            Cell(cell.VariableSpecs(), self._Run(name, cell))
-            for name, cell in self._Layers(self.p.cell_tpl)
-        ]
+        layers = [(p.name, self.children[p.name]) for p in self.p.cell_tpl]
+        cells = [Cell(cell.VariableSpecs(), self._Run(name, cell)) for name, cell in layers]
         return GPipe(self.path, _CELLS, cells, self.p.weight_split, self.p.activation_split)
 
     def _Run(self, name: str, cell: BaseLayer) -> Any:
@@ -126,10 +117,7 @@ class PipeliningLayer(SeqLayer):
             ShardingError: as GPipe.Run.
         """
         p = self.p
-        before, after = self._Layers(p.before_tpl), self._Layers(p.after_tpl)
-        thetas = [theta[name] for name, _ in before]
-        outputs, extras = fprop_in_sequence(before, thetas, tuple(args), seed)
-        given = outputs[-1] if outputs else tuple(args)
+        given, extras = self._InSequence(p.before_tpl, theta, tuple(args), seed)
         num = self._NumMicroBatches(given)
         outs, found = self._pipeline.Run(theta[_CELLS], given, num, p.batch_dim, seed)
         by_cell = NestedMap()
@@ -137,10 +125,9 @@ class PipeliningLayer(SeqLayer):
             is_cell = name != "updates"
             by_cell[p.cell_tpl[int(name.removeprefix("cell_"))].name if is_cell else name] = value
         join_all_extras(extras, by_cell)
-        thetas = [theta[name] for name, _ in after]
-        outputs, found = fprop_in_sequence(after, thetas, outs, seed)
+        outs, found = self._InSequence(p.after_tpl, theta, outs, seed)
         join_all_extras(extras, found)
-        return outputs[-1] if outputs else outs, extras
+        return outs, extras
 
     def _NumMicroBatches(self, args: Args) -> int:
         """M, for arguments of the first cell. Raises PipelineError."""

@@ -4,7 +4,6 @@ Letters: Z stages, F elements of a packed vector, M micro-batches, D blocks of r
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import InitOfVariable, VariableSpec
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap, flatten, flatten_items, pack_as
+from lingvo_moe.core.optimizers.weight_decay import is_table, own_dims
 from lingvo_moe.core.sharding import SplitMap, dims_mapping
 from lingvo_moe.core.sharding.branches import stacked_rows
 
 PACKED_LETTERS = "ZF"
-_NUMPY = (np.stack, np.concatenate, np.pad)
-_TABLES = "UV"  # the first letter of embedding tables, which do not decay
 
 
 # --- weights
@@ -82,10 +80,7 @@ def packed_specs(path: str, cells: Sequence[NestedMap], weight_split: SplitMap) 
 def _group(spec: VariableSpec) -> str:
     if not spec.trainable:
         return f"{spec.dtype}_state"
-    own = spec.letters[spec.stack_dims :]
-    if len(own) > 1 and own[0] in _TABLES:
-        return f"{spec.dtype}_tables"
-    return f"{spec.dtype}_{len(own.removeprefix('E'))}d"
+    return f"{spec.dtype}_tables" if is_table(spec) else f"{spec.dtype}_{own_dims(spec)}d"
 
 
 def _length(specs: Sequence[VariableSpec]) -> int:
@@ -94,10 +89,12 @@ def _length(specs: Sequence[VariableSpec]) -> int:
 
 def unpacked_row(spec: VariableSpec, k: int, row: tf.Tensor) -> dict[str, tf.Tensor]:
     """The variables in row k of a packed variable, by their paths."""
-    ends = itertools.accumulate(math.prod(part.shape) for part in spec.packs[k])
-    found = {}
-    for part, end in zip(spec.packs[k], ends):
-        found[part.path] = _reshaped(row[end - math.prod(part.shape) : end], part.shape)
+    reshape = tf.reshape if isinstance(row, tf.Tensor) else np.reshape
+    begin, found = 0, {}
+    for part in spec.packs[k]:
+        end = begin + math.prod(part.shape)
+        found[part.path] = reshape(row[begin:end], part.shape)
+        begin = end
     return found
 
 
@@ -139,26 +136,23 @@ def from_paths(specs: NestedMap, values: Mapping[str, Any]) -> NestedMap:
         KeyError: a variable of `specs` is not among the values.
     """
 
+    # Both have reshape, concat, pad and stack.
+    library: Any = tf if any(isinstance(value, tf.Tensor) for value in values.values()) else np
+
+    def flat(spec: VariableSpec) -> Any:
+        return library.reshape(values[spec.path], [-1])
+
     def build(spec: VariableSpec) -> Any:
         parts = [part for row in spec.packs for part in row] or [spec]
         if missing := [part.path for part in parts if part.path not in values]:
             raise KeyError(f"{missing[0]}: there is no value for this variable")
         if not spec.packs:
             return values[spec.path]
-        stack, concat, pad = (tf.stack, tf.concat, tf.pad) if tensors else _NUMPY
-        zeros = stack([0 * _reshaped(values[parts[0].path], [-1])[0]])[:0]
-        rows = []
-        for row in spec.packs:
-            joined = concat([zeros, *(_reshaped(values[part.path], [-1]) for part in row)], 0)
-            rows.append(pad(joined, [[0, spec.shape[1] - joined.shape[0]]]))
-        return stack(rows)
+        nothing = flat(parts[0])[:0]
+        rows = [library.concat([nothing, *map(flat, row)], 0) for row in spec.packs]
+        return library.stack([library.pad(x, [[0, spec.shape[1] - x.shape[0]]]) for x in rows])
 
-    tensors = any(isinstance(value, tf.Tensor) for value in values.values())
     return specs.Transform(build)
-
-
-def _reshaped(value: Any, shape: Sequence[int]) -> Any:
-    return tf.reshape(value, shape) if isinstance(value, tf.Tensor) else np.reshape(value, shape)
 
 
 # --- activations
@@ -210,11 +204,7 @@ class Boundary:
 
     def Unpack(self, packed: Mapping[str, tf.Tensor]) -> Any:
         """The inverse of Pack. Tensors of dtypes that are not in `packed` become None."""
-
-        def rows(x: tf.Tensor, shape: list[int]) -> tf.Tensor:
-            return tf.reshape(x, shape)
-
-        return self._Unpacked(packed, rows)
+        return self._Unpacked(packed, tf.reshape)
 
     def PackBatch(self, tree: Any, num: int, devices: int) -> dict[str, tf.Tensor]:
         """Vectors [M, D, length] by dtype: all micro-batches of a batch.

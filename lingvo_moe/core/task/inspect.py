@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 
+import tensorflow as tf
 from rich.console import Console
 
 from lingvo_moe.core.base_layer import VariableSpec
@@ -13,8 +14,6 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import HOST, part_shape
 from lingvo_moe.core.task.base_task import BaseTask
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4, "int64": 8}
-
 
 def count_parameters(specs: Iterable[VariableSpec]) -> int:
     """The number of elements of all variables."""
@@ -23,7 +22,7 @@ def count_parameters(specs: Iterable[VariableSpec]) -> int:
 
 def itemsize_of(dtype: str) -> int:
     """The bytes of an element of that number format."""
-    return _BYTES[dtype]
+    return tf.as_dtype(dtype).size
 
 
 def bytes_of(spec: VariableSpec) -> int:

@@ -76,8 +76,7 @@ class PipelinedLayers:
         specs = NestedMap(layers=[layer.layer.VariableSpecs() for layer in layers])
 
         def run(theta: NestedMap, args: Args, seed: tf.Tensor | None) -> tuple[Args, NestedMap]:
-            outputs, extras = fprop_in_sequence(named, theta.layers, args, seed)
-            return outputs[-1], extras
+            return fprop_in_sequence(named, theta.layers, args, seed)
 
         return Cell(specs, run)
 
