@@ -181,10 +181,9 @@ def pack(structure: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
 
 def first_difference(expected: Sequence[str], found: Sequence[str]) -> str:
     """A phrase naming the first path that only one of two structures has."""
-    missing, extra = (
-        [p for p in expected if p not in set(found)],
-        [p for p in found if p not in set(expected)],
-    )
+    known, given = set(expected), set(found)
+    missing = [path for path in expected if path not in given]
+    extra = [path for path in found if path not in known]
     if missing:
         return f"{missing[0]!r} is missing" + (f", {extra[0]!r} is unknown" if extra else "")
     return f"{extra[0]!r} is unknown" if extra else "the order of leaves differs"

@@ -89,8 +89,8 @@ class Settings:
     micro_batches: int  # of a batch
     schedule: str  # one of SCHEDULES
     repeats: int  # V
-    # Whether each device along axis `data` works on micro-batches of its own, as equal stages do (core/
-    # pipelined_step.py). Cells of different shapes (gpipe.py) spread the rows of each micro-batch instead.
+    # Whether each device along axis `data` works on micro-batches of its own, as equal stages do
+    # (task/pipelined_step.py). Cells of different shapes (gpipe.py) spread the rows of each micro-batch instead.
     by_replica: bool
     splits: tuple[int, ...] = ()  # the blocks at which stages end; () for stages as equal as can be
 
