@@ -31,6 +31,7 @@ class LatentAttention(MultiHeadAttention):
     turned numbers must be reordered, first all even ones, then all odd ones.
     """
 
+    TURNED_BY = "turned_dim"
     PackWeights = BaseLayer.PackWeights
 
     @classmethod
@@ -152,16 +153,15 @@ class LatentAttention(MultiHeadAttention):
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """Counts, from the shape of the input: all projections, then q k^T and probs v."""
-        (batch, time, _), p = input_shapes[0], params
-        m, n, k, value = _dims(p)
+        """Counts, from the shapes of query and source: all projections, then q k^T and probs v."""
+        (batch, time, _), (_, length, _) = input_shapes[0], input_shapes[-1]
+        p, (m, n, k, value) = params, _dims(params)
         each = k + p.turned_dim
-        weights = p.query_rank * (m + n * each) if p.query_rank else m * n * each
-        weights += m * (p.rank + p.turned_dim) + p.rank * n * (k + value) + n * value * m
-        products = 2 * batch * n * time * time * (each + value)
-        return NestedMap(
-            flops=2 * batch * time * weights + products, out_shapes=((batch, time, m),)
-        )
+        of_query = p.query_rank * (m + n * each) if p.query_rank else m * n * each
+        of_source = m * (p.rank + p.turned_dim) + p.rank * n * (k + value)
+        projections = time * (of_query + n * value * m) + length * of_source
+        products = n * time * length * (each + value)
+        return NestedMap(flops=2 * batch * (projections + products), out_shapes=((batch, time, m),))
 
 
 def _dims(p: HyperParams) -> tuple[int, int, int, int]:

@@ -119,11 +119,22 @@ def test_cross_attention_is_refused_what_goes_by_positions():
                 p.Instantiate()
 
 
+def test_latent_attention_counts_the_tokens_of_a_memory():
+    p = ATTENTIONS["latent"].Params().Set(model_dim=8, num_heads=2, **OF_MEMORY["latent"])
+    queries, source = 5 * (8 + 2 * 8) + 2 * 5 * 8, 8 * (6 + 4) + 6 * 2 * (4 + 5)
+    products = 2 * 3 * 7 * (8 + 5)
+    flops = p.cls.FPropMeta(p, (2, 3, 8), (2, 7, 8)).flops
+    assert flops == 2 * 2 * (3 * queries + 7 * source + products)
+
+
 def test_errors():
     for cls in ATTENTIONS.values():
         p = cls.Params().Set(name="atten", model_dim=8, num_heads=3)
         with pytest.raises(ValueError, match="model_dim 8 does not divide into 3 heads"):
             p.Instantiate()
+    p = ATTENTIONS["latent"].Params().Set(name="atten", model_dim=8, position=Rotary.Params())
+    with pytest.raises(ValueError, match="a head has 3; set turned_dim to an even"):
+        p.Set(turned_dim=3).Instantiate()
 
 
 def test_sharded():
