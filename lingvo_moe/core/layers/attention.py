@@ -313,7 +313,8 @@ def head_dim(p: HyperParams) -> int:
     """K. Raises ValueError where the heads are unequal parts of M."""
     if not p.dim_per_head and p.model_dim % p.num_heads:
         raise ValueError(
-            f"attention: model_dim {p.model_dim} does not divide into {p.num_heads} heads; set dim_per_head"
+            f"attention: model_dim {p.model_dim} does not divide into {p.num_heads} heads; set task.key_dim, or "
+            "dim_per_head of the layer"
         )
     return p.dim_per_head or p.model_dim // p.num_heads
 

@@ -20,7 +20,8 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.moe.experts import Rows
 from lingvo_moe.core.moe.routers.base import Routing
-from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
+from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, dims_mapping
+from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.sharding.manual import manual_region
 from lingvo_moe.core.tensors import Kept, custom_gradient, shape_of
 
@@ -69,14 +70,20 @@ class Dispatcher(BaseLayer):
         return E * G * C
 
     def GroupAxes(self) -> tuple[Axis, Axis]:
-        """The mesh axes of G and M, for a manual region. Raises ShardingError: S is sharded."""
+        """The mesh axes of G and M, for a manual region; None on one device. Raises ShardingError: S is sharded."""
         group, token, model = dims_mapping("GSM", self.p.activation_split or {})
         if token is not None:
             raise ShardingError(
                 f"{self.path}: activation_split shards S along {token!r}, but {type(self).__name__} "
                 "needs the tokens of a group on one device; shard G, or use dispatcher='einsum'"
             )
-        return group, model
+        mesh = mesh_of(self.path, None)
+        return there(group, mesh), there(model, mesh)
+
+
+def there(axis: Axis, mesh: Mesh) -> Axis:
+    """The axis; None on one device, whose mesh need not have the axes of split maps."""
+    return None if mesh.size == 1 else axis
 
 
 class SlotDispatcher(Dispatcher):

@@ -24,13 +24,14 @@ from lingvo_moe.core.moe.dispatch import (
     Places,
     of_slots,
     sorted_places,
+    there,
     to_slots,
     weigh_slots,
 )
 from lingvo_moe.core.moe.experts import ROWS, Product, Rows
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, ShardingError, dims_mapping
+from lingvo_moe.core.sharding import Axis, DimsMapping, ShardingError, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.sharding.manual import all_reduce, manual_region
@@ -225,8 +226,8 @@ class DroplessDispatcher(Dispatcher):
     def _LayoutOf(self, routing: Routing) -> "_Layout":
         """The sharding of tokens and experts. Raises ShardingError where this dispatcher cannot follow it."""
         mesh = mesh_of(self.path, None)
-        group, model = (_there(axis, mesh) for axis in self.GroupAxes())
-        experts = _there(dims_mapping("E", self.p.activation_split or {})[0], mesh)
+        group, model = self.GroupAxes()
+        experts = there(dims_mapping("E", self.p.activation_split or {})[0], mesh)
         devices = axes_of(group)
         parts = mesh.axis_size(experts or ())
         own = axes_of(experts)
@@ -281,7 +282,7 @@ class _Layout:
         ) -> tf.Tensor:
             taken, mesh = set(axes_of(self.devices)), mesh_of("product", None)
             inner, outer = (
-                None if taken & set(axes_of(a)) else _there(a, mesh) for a in mapping[1:]
+                None if taken & set(axes_of(a)) else there(a, mesh) for a in mapping[1:]
             )
 
             def multiply(x: tf.Tensor, sizes: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
@@ -315,11 +316,6 @@ class _Layout:
         x = mesh_split(x, mesh, mapping)
         x = mesh_split(tf.transpose(x, [0, 2, 1, *range(3, 1 + len(shape))]), mesh, mapping)
         return mesh_split(tf.reshape(x, shape), mesh, (self.devices, None, *tail))
-
-
-def _there(axis: Axis, mesh: Mesh) -> Axis:
-    """The axis; None on one device, whose mesh need not have the axes of split maps."""
-    return None if mesh.size == 1 else axis
 
 
 def _for_devices(

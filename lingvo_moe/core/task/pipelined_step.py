@@ -21,10 +21,10 @@ from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.core.task.micro_batches import divided
 
-Step = Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]]
 
-
-def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
+def pipelined_step(
+    task: BaseTask, batch_specs: NestedMap
+) -> Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]]:
     """Returns the step of a task whose `pipeline` has two stages or more.
 
     Where the mesh has an axis `data`, which shards the rows, each of its D devices works on micro-batches of its own,

@@ -60,5 +60,9 @@ def test_a_row_draws_the_same_alone_and_other_steps_and_seeds_draw_others():
     mixed = NestedMap(_settings(64), temperature=tf.where(tf.range(64) < 9, 0.0, 1.0))
     got = sample(logits, mixed, tf.constant(0)).numpy()
     np.testing.assert_array_equal(got, [*best[:9], *first[9:]])
-    # So cold that logits divided by it would be infinite.
-    np.testing.assert_array_equal(draw(0, temperature=1e-37, top_p=0.9), best)
+
+
+def test_a_temperature_too_cold_for_float32_draws_the_likeliest_token():
+    logits = tf.tile([[-np.inf, 49.0, 50.0]], [64, 1])
+    for cut in ({}, {"top_k": 2}, {"top_p": 0.99}):
+        assert (sample(logits, _settings(64, 1e-37, **cut), tf.constant(0)).numpy() == 2).all()

@@ -99,7 +99,7 @@ def test_a_long_row_needs_a_hundredth_of_the_memory_of_its_probabilities():
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_of_the_fused_kernel(kind, monkeypatch):
     monkeypatch.setattr(calls, "INTERPRETED", True)
-    layer = _layer(kind, block=AUTO)
+    layer = _layer(kind, block=AUTO, **SPLIT)  # along axes that one device has not
     got = single(_run(layer, True, tpu), *_args(layer))
     assert_same(got, single(_run(layer, False), *_args(layer)))
 

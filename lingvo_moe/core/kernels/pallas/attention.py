@@ -57,9 +57,10 @@ def attend(
         q, k, v: in the layout of XLA's kernels, of a static length.
         split: the mesh axes of activations, by letters.
     """
-    rows, _, heads, _ = dims_mapping("BTNK", split)
-    length = q.shape[1]
-    if k.shape[2] % mesh_of("attention", None).axis_size(axes_of(heads)):
+    mesh, length = mesh_of("attention", None), q.shape[1]
+    # One device, whose mesh need not have the axes of split maps, has all rows and heads.
+    rows, _, heads, _ = dims_mapping("BTNK", {} if mesh.size == 1 else split)
+    if k.shape[2] % mesh.axis_size(axes_of(heads)):
         # What the heads of a device look at is no even part of all.
         k, v = (tf.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     each = (rows, heads, None, None)
