@@ -42,8 +42,6 @@ class MultiHeadAttention(BaseLayer):
         **dict.fromkeys(("query", "key", "value"), Kept.PRODUCT),
         "attention": Kept.PRODUCT | Kept.OUTPUT,
     }
-    # What sets how many numbers of a head take positions.
-    TURNED_BY: ClassVar[str] = "task.key_dim, or dim_per_head of the layer,"
     # Whether self-attention needs the positions of tokens even where its `position` is None.
     NEEDS_POSITIONS: ClassVar[bool] = False
     # The parameters that, where they are set, make it go by the positions of tokens.
@@ -81,7 +79,7 @@ class MultiHeadAttention(BaseLayer):
         self._scale = scored**-0.5
         if self.p.position is not None:
             self.CreateChild("position", self.p.position)
-            self.position.CheckHeads(turned, self.TURNED_BY)
+            self.position.CheckHeads(turned)
             self._scale *= self.position.ScoreScale()
 
     def _CreateWeights(self) -> tuple[int, int]:

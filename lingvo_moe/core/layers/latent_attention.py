@@ -31,7 +31,6 @@ class LatentAttention(MultiHeadAttention):
     turned numbers must be reordered, first all even ones, then all odd ones.
     """
 
-    TURNED_BY = "turned_dim"
     PackWeights = BaseLayer.PackWeights
 
     @classmethod

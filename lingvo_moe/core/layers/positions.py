@@ -32,8 +32,8 @@ class Positions(BaseLayer):
         """Adds to embeddings x [B, T, M] the positions of their tokens, int32 [B, T], each counted in its segment."""
         return x
 
-    def CheckHeads(self, size: int, parameter: str) -> None:
-        """Raises ValueError, naming the parameter that sets it, if `size` numbers of a head cannot take them."""
+    def CheckHeads(self, size: int) -> None:
+        """Raises ValueError if `size` numbers of a head cannot take them."""
 
     def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
         """Gives queries or keys, K last, their positions, int32 [B, T], or [1, 1] for all of them.
@@ -117,11 +117,11 @@ class Rotary(Positions):
         )
         return p
 
-    def CheckHeads(self, size: int, parameter: str) -> None:
+    def CheckHeads(self, size: int) -> None:
         if size % 2:
             raise ValueError(
-                f"rotary positions turn the numbers of a head in pairs, and a head has {size}; set {parameter} to "
-                "an even number"
+                f"rotary positions turn the numbers of a head in pairs, and a head has {size}; set task.key_dim, or "
+                "dim_per_head of the layer (of latent attention its turned_dim), to an even number"
             )
 
     def Give(self, heads: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
