@@ -138,6 +138,12 @@ def test_experts_are_as_many_as_the_decoder_s_own_router_chooses():
     params.task.Instantiate()
 
 
+def test_full_sizes_that_a_mesh_does_not_divide_are_those_of_one_device_of_that_mesh():
+    override = "task.activation_split={'B': 'data'};task.weight_split={'M': 'data'}"
+    params = verifying.shrunk("mt.M4Demo", xs.Mesh.parse("data:5,expert:7"), override)
+    assert params.task.model_dim % 5 == 0
+
+
 @pytest.mark.parametrize("model", ["image.Digits", "image.ResNet50Classes130K"])
 def test_sizes_of_image_models_are_small_and_divide(model):
     mesh = xs.Mesh.parse("data:6")

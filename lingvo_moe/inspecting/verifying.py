@@ -28,7 +28,7 @@ from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import OFF
 from lingvo_moe.core.pipeline.params import micro_batches_of
-from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
+from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.step import Step
 from lingvo_moe.training.memory import memory_of
@@ -200,7 +200,7 @@ def _trained_form(params: Params, mesh: Mesh) -> InstantiableParams:
     try:
         return chosen_form(params, mesh, memory_of("pjrt", mesh))[0]
     except ShardingError:
-        alone = single_device()
+        alone = mesh.over_devices(1)
         return chosen_form(params, alone, memory_of("pjrt", alone))[0]
 
 
