@@ -13,7 +13,7 @@ import time
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.files.copies import LocalCopy, local_copy
 from lingvo_moe.core.files.store import Bucket, StoreError, is_address
-from lingvo_moe.core.runs.run_lock import RunLock, RunLockError, in_words, who_i_am
+from lingvo_moe.core.runs.run_lock import RunLock, RunLockError, holder_in, in_words, who_i_am
 
 WRITER = "WRITER"
 RENEWAL = 5.0  # seconds between renewals
@@ -69,7 +69,7 @@ class BucketLock:
             found = now
 
     def _Refusal(self, content: bytes | None) -> RunLockError:
-        by = in_words(json.loads(content or b"{}"))
+        by = in_words(holder_in(content or b""))
         return RunLockError(
             f"{self._place.address}: another writer is at work there{by}; wait, stop it, or name another place"
         )
@@ -78,16 +78,25 @@ class BucketLock:
         last = time.monotonic()
         while not self._closing.wait(RENEWAL):
             try:
-                renewed = self._place.Replace(WRITER, self._Content(), self._generation)
+                self._generation, last = self._Renewed(), time.monotonic()
             except StoreError as e:
                 if time.monotonic() - last < PATIENCE:
                     continue
                 self._lost = f"{self._place.address}: {WRITER} could not be renewed: {e}"
                 return
-            if not renewed:
-                self._lost = str(self._Refusal(self._place.Version(WRITER).value))
+            except RunLockError as e:
+                self._lost = str(e)
                 return
-            self._generation, last = renewed, time.monotonic()
+
+    def _Renewed(self) -> bytes:
+        """Replaces the object, and returns its generation. Raises RunLockError: it is another writer's."""
+        if renewed := self._place.Replace(WRITER, self._Content(), self._generation):
+            return renewed
+        now = self._place.Version(WRITER)
+        # An earlier renewal that counts as failed may have been done all the same.
+        if holder_in(now.value or b"").get("token") != self._token:
+            raise self._Refusal(now.value)
+        return now.generation
 
 
 class BucketRunLock:
@@ -128,7 +137,11 @@ class HeldRun(BucketLock):
     def __init__(self, copy: LocalCopy):
         super().__init__(copy.store)
         self._copy = copy
-        copy.Fetch()  # again: another trainer may have been at work since it was made
+        try:
+            copy.Fetch()  # again: another trainer may have been at work since it was made
+        except BaseException:
+            super().Close()
+            raise
         self._pushing = threading.Thread(target=self._Push, name="run", daemon=True)
         self._pushing.start()
 

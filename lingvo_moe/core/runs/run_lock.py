@@ -292,8 +292,16 @@ def _lies_at(handle: int, path: Path) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """Returns the contents of a lock's file; an empty dict if it is missing, half written or damaged."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return holder_in(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def holder_in(content: bytes) -> dict[str, Any]:
+    """The holder that a lock's contents describe; an empty dict if they are empty, half written or damaged."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -13,7 +13,7 @@ from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, was_dele
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.files.manifest import ManifestError
-from lingvo_moe.core.files.store import open_store
+from lingvo_moe.core.files.store import StoreError, open_store
 from lingvo_moe.core.runs import bucket_lock
 from lingvo_moe.core.runs.run_lock import RunLockError
 from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, saved_steps
@@ -89,6 +89,38 @@ def test_who_was_taken_for_dead_completes_no_step(storage, place):
     second.Close()
     first.Close()
     assert saved_steps(place).Steps() == [2]
+
+
+def test_a_lock_is_renewed_through_failures_until_another_writer_has_it(monkeypatch):
+    place = open_store("memory://x/lock")
+    lock = bucket_lock.BucketLock(place)
+    lock._closing.set()
+    lock._thread.join()
+    lock._closing.clear()
+    replace, version, asked = place.Replace, place.Version, []
+
+    def written_and_failed(*args):
+        replace(*args)
+        raise StoreError("no answer")
+
+    def failed_once(name):
+        asked.append(name)
+        if len(asked) == 1:
+            raise StoreError("no answer")
+        return version(name)
+
+    monkeypatch.setattr(place, "Replace", written_and_failed)
+    with pytest.raises(StoreError):
+        lock._Renewed()
+    monkeypatch.setattr(place, "Replace", replace)
+    lock._generation = lock._Renewed()
+    place.Write(bucket_lock.WRITER, b"another's")
+    monkeypatch.setattr(place, "Version", failed_once)
+    lock._Renew()
+    with pytest.raises(RunLockError, match="another writer is at work there"):
+        lock.Check()
+    lock.Close()
+    assert place.Read(bucket_lock.WRITER) == b"another's"
 
 
 def test_a_step_is_completed_once(place):
