@@ -282,8 +282,11 @@ class NamesOr(Check):
         """The value that a text means; the text itself where it means none."""
         bare = text.strip()
         if bare[:1] in ("[", "("):
-            with contextlib.suppress(ValueError, SyntaxError):
-                return list(ast.literal_eval(bare))
+            with contextlib.suppress(
+                ValueError, SyntaxError, TypeError, MemoryError, RecursionError
+            ):
+                value = ast.literal_eval(bare)
+                return list(value) if isinstance(value, list | tuple) else [value]
             return [part.strip(" '\"") for part in bare.strip("[]()").split(",") if part.strip()]
         return bare.strip("'\"")
 

@@ -26,7 +26,8 @@ def duration(seconds: float | None) -> str:
     if seconds == 0:
         return "0"
     if seconds >= 120:
-        return f"{seconds // 60:,.0f} min {seconds % 60:.0f} s"
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes:,} min {rest} s"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * scale >= 1 or unit == "µs":
             return f"{_three(seconds * scale)} {unit}"

@@ -30,7 +30,8 @@ def parse_collectives(hlo_text: str) -> list[Collective]:
     for kind, instruction in _parse(hlo_text):
         results = instruction.arrays
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-            results = results[1:2]  # (operand, result, ...)
+            count = len(instruction.operands)
+            results = results[count : 2 * count]  # (operands, results, contexts)
         if instruction.opcode != "send":
             found.append(
                 Collective(

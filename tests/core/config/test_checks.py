@@ -62,6 +62,19 @@ def test_maps_from_letters_to_axes(value, hint):
     assert hint in check(value)
 
 
+@pytest.mark.parametrize(("text", "value"), [
+    ("none", "none"),
+    ("'none'", "none"),
+    ("['slots', '*.w']", ["slots", "*.w"]),
+    ("(slots, master)", ["slots", "master"]),
+    ("('slots')", ["slots"]),
+    ("(1)", [1]),
+    ("[{[]}]", ["{[]}"]),
+])  # fmt: skip
+def test_texts_of_names(text, value):
+    assert checks.OFFLOAD.Read(text) == value
+
+
 @pytest.mark.parametrize("default", [True, 3, 0.5, "x", {}, [], (), int], ids=repr)
 def test_the_type_of_a_default_is_a_range(default):
     check = checks.of_type(default)

@@ -25,7 +25,7 @@ def _squeezed(text: str) -> str:
 @pytest.mark.parametrize("unit, cases", [
     (units.size, {0: "0 B", 1536: "1.5 KiB", 11 * _GIB: "11.00 GiB", 2.4e15: "2,235,174.18 GiB"}),
     (units.duration, {1.524: "1.52 s", 0.0861: "86.1 ms", 3e-6: "3.00 µs", 4e-8: "0.040 µs"}),
-    (units.duration, {250: "4 min 10 s", 0: "0"}),
+    (units.duration, {250: "4 min 10 s", 179.7: "3 min 0 s", 0: "0"}),
     (units.work, {8.24e13: "82.4 TFLOP"}),
     (units.quantity, {619.3e9: "619.3B", 1e12: "1T"}),
     (units.in_words, {619_366_506_496: "619.4 billion", 999_960_000: "1.0 billion"}),

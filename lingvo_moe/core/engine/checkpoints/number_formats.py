@@ -5,6 +5,7 @@ it, and both from a float32 weight.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def is_master(name: str) -> bool:
 
 
 def sources(specs: Iterable[TensorSpec], types: Types) -> list[TensorSpec]:
-    """Returns, for each tensor of a state, the checkpoint's tensor that has its value, with the state's sharding.
+    """Returns, for each tensor of a state, the checkpoint's tensor that has its value, to be put where the state's is.
 
     A name that `types`, those of the checkpoint, lack stays as it is.
     """
@@ -43,7 +44,7 @@ def _source(spec: TensorSpec, types: Types) -> TensorSpec:
     shape, dtype = types.get(name, (spec.shape, spec.dtype))
     if shape != spec.shape or {dtype, spec.dtype} - {*_FLOATS}:
         return spec
-    return TensorSpec(spec.shape, dtype, spec.split, name, spec.free_dims)
+    return replace(spec, dtype=dtype, name=name)
 
 
 def converted(values: Sequence[Any], specs: Sequence[TensorSpec], engine: Engine) -> list[Any]:

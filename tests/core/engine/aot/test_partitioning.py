@@ -10,7 +10,7 @@ from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.aot import aot, partitioning
 from lingvo_moe.core.engine.aot.partitioning import partition
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.collectives import count_collectives
+from lingvo_moe.core.engine.collectives import count_collectives, parse_collectives
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
@@ -84,3 +84,12 @@ def test_a_slice_that_is_not_there():
     assert len(aot.devices_of("v3:2x2")) == 8
     with pytest.raises(EngineError, match=r"mesh d:8, of 8 devices, but v3:4x4 has 32"):
         partition(_program(), topology="v3:4x4")
+
+
+def test_an_asynchronous_collective_of_several_tensors_has_all_of_their_results():
+    text = """
+  %g = ((f32[4,2]{1,0}, bf16[8]{0}), (f32[8,2]{1,0}, bf16[16]{0})) all-gather-start(%a, %b), dimensions={0}
+  %p = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%c), source_target_pairs={{0,1}}
+"""
+    found = [(c.shapes, c.num_bytes) for c in parse_collectives(text)]
+    assert found == [((("f32", (8, 2)), ("bf16", (16,))), 96), ((("f32", (4,)),), 16)]

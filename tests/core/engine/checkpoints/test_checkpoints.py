@@ -17,6 +17,7 @@ from processes import start_python
 from lingvo_moe.core.engine.checkpoints import checkpoints
 from lingvo_moe.core.engine.checkpoints.checkpoint_digests import write_part
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.checkpoints.number_formats import sources
 from lingvo_moe.core.engine.checkpoints.run_weights import read_newest
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
@@ -24,6 +25,7 @@ from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.saved_steps import saved_steps
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import HOST
 
 SPECS = NestedMap(
     theta=NestedMap(
@@ -119,6 +121,11 @@ def test_restored_state_is_cut_for_the_new_mesh(saved):
         state, _ = checkpointer.Restore(SPECS, PjrtEngine(Mesh.parse("expert:4")))
     shards = state.theta.layers[0].w.addressable_shards
     assert [s.data.shape for s in shards] == [(2, 6)] * 4
+
+
+def test_what_is_in_the_memory_of_hosts_is_read_there_at_once():
+    spec = TensorSpec((8,), "float32", ("expert",), "slots.m", memory=HOST)
+    assert sources([spec], {"slots.m": ((8,), "float32")}) == [spec]
 
 
 def test_a_part_is_restored_alone(saved):
