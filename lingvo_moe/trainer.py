@@ -118,7 +118,7 @@ def begun_record(args: Flags) -> TimeRecord:
     if not trains or not args.logdir or is_address(args.logdir):  # that is copied once it is locked
         return times
     run_dir = RunDir(args.logdir)
-    if run_dir.time_file.is_file() and not find_held_lock(args.logdir):
+    if run_dir.exists and run_dir.time_file.is_file() and not find_held_lock(args.logdir):
         times.Open(run_dir.time_file)
     return times
 

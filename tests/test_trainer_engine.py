@@ -52,7 +52,9 @@ def test_a_start_that_goes_on_with_a_run_is_recorded_before_anything_is_loaded(t
         return file.read_text().count('"begin"') if file.exists() else 0
 
     assert starts() == 0 and not list(tmp_path.iterdir())  # no run is there
-    file.touch()
+    file.write_text("another program's")
+    assert starts() == 0 and file.read_text() == "another program's"
+    (tmp_path / "experiment.json").touch()
     assert starts() == 1
     assert [starts(*more) for more in others] == [1, 1, 1]
     with RunLock(tmp_path) as lock:

@@ -46,14 +46,14 @@ def largest(
 ) -> tuple[int, Mesh]:
     """The most of so many processes whose devices an experiment divides over, and their mesh. Raises ShardingError."""
     base, task = make_mesh(params, args.mesh), params.task.Instantiate()
-    for count in range(processes, 0, -1):
+    count = processes
+    while True:
         try:
             mesh = base.over_devices(count * devices_each)
             check_divisible(params, task, mesh)
             check_state_is_sharded(override, mesh)
             return count, mesh
-        except ValueError as e:
+        except ValueError:
             if count == 1:
                 raise
-            del e
-    raise AssertionError(processes)
+        count -= 1

@@ -70,7 +70,7 @@ def from_text(text: str, current: Any, find_class: Callable[[str], type]) -> Any
         return tuple(value)
     if current is not None and type(value) is not type(current):
         raise ValueError(f"is of type {type(value).__name__}, expected {type(current).__name__}")
-    return type(current)(value) if isinstance(current, dict) else value
+    return value
 
 
 def no_parameter(path: str, known: Iterable[str], choices: Mapping[str, Any] | None = None) -> str:

@@ -106,14 +106,13 @@ def terminal(table: Table, wide: bool = True, bars: Sequence[Text] = ()) -> Rich
         if any(row[i] for i in shown):
             out.add_row(*(_coloured(row[i]) for i in shown), *bars[number : number + 1])
     if table.foot:
-        out.add_row(*(table.foot[i] for i in shown), style="bold")
+        out.add_row(*(Text(table.foot[i]) for i in shown), style="bold")
     return out
 
 
-def _coloured(cell: str) -> str | Text:
-    """The cell in the colour that a terminal has for a page's, if it has one."""
-    colour = _COLOURS.get(cell.colour) if isinstance(cell, PageCell) else None
-    return Text(cell, style=colour) if colour else cell
+def _coloured(cell: str) -> Text:
+    """The cell in the colour that a terminal has for a page's, if it has one; brackets in it are text, not markup."""
+    return Text(cell, style=_COLOURS.get(getattr(cell, "colour", ""), ""))
 
 
 def show(table: Table, console: Console | None = None, wide: bool = True) -> None:
@@ -125,7 +124,7 @@ def pairs(items: Sequence[tuple[str, str]]) -> RichTable:
     """Names and values for a terminal."""
     out = RichTable(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in items:
-        out.add_row(Text(name, style="dim"), value)
+        out.add_row(Text(name, style="dim"), Text(value))
     return out
 
 
@@ -135,7 +134,7 @@ def lines(table: Table) -> list[str]:
     rows = [[row[i] for i in kept] for row in table.rows]
     console = Console(file=io.StringIO(), width=10_000)
     with console.capture() as shown:
-        console.print(terminal(Table([table.columns[i] for i in kept], rows)), markup=False)
+        console.print(terminal(Table([table.columns[i] for i in kept], rows)))
     return [line.rstrip() for line in shown.get().splitlines()]
 
 

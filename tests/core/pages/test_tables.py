@@ -6,7 +6,16 @@ from html_page import Page
 from rich.console import Console
 
 from lingvo_moe.core.pages import rendering
-from lingvo_moe.core.pages.tables import Column, PageCell, Table, lines, markdown, terminal, words
+from lingvo_moe.core.pages.tables import (
+    Column,
+    PageCell,
+    Table,
+    lines,
+    markdown,
+    pairs,
+    terminal,
+    words,
+)
 
 _TABLE = Table(
     [*words("layer", "empty"), Column("bytes", estimated=True), Column("seconds", wide=True)],
@@ -35,6 +44,17 @@ def test_each_form_has_the_same_cells():
         "| <b>_1 |  | 12 | 3 |",
     ]
     assert _printed(_TABLE.First(1), True)[2] == "1 more"
+
+
+def test_brackets_are_text_in_a_terminal():
+    table = Table(words("parameter", "value"), [["offload", "[slots]"]], ["[/a]", ":smile:"])
+    assert [line.split() for line in _printed(table, True)][1:] == [
+        ["offload", "[slots]"],
+        ["[/a]", ":smile:"],
+    ]
+    out = io.StringIO()
+    Console(file=out, width=60).print(pairs([("offload", "[slots]")]))
+    assert out.getvalue().split() == ["offload", "[slots]"]
 
 
 def test_a_page_escapes_the_text_of_cells():

@@ -461,9 +461,8 @@ class Checkpointer:
                 raise self._another_model(step, f"{spec.name!r} is missing in it")
             shape, dtype = stored.types[spec.name]
             if (shape, dtype) != (spec.shape, spec.dtype):
-                here = f"{spec.dtype}{list(spec.shape)} here"
-                what = f"{spec.name} is {dtype}{list(shape)} in it, {here}"
-                raise self._another_model(step, what)
+                there, here = f"{dtype}{list(shape)}", f"{spec.dtype}{list(spec.shape)}"
+                raise self._another_model(step, f"{spec.name} is {there} in it, {here} here")
 
     def _another_model(self, step: int, what: str) -> CheckpointError:
         return CheckpointError(f"{self._where(step)}: the checkpoint is of another model: {what}")

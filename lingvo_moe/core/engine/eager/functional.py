@@ -270,7 +270,7 @@ class _Bound:
             TensorSpec(_shape(leaf), dtype_name(leaf.dtype), splits[path] or (), name)
             for (path, leaf), name in zip(tensor_items(arguments), names)
         ]
-        name = function.__name__ if hasattr(function, "__name__") else type(function).__name__
+        name = function._name
         self._structure: Any = None
 
         def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:

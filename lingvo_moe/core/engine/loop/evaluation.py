@@ -11,7 +11,7 @@ from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
 
-_MOST_EXPONENT = 700.0  # of e, in double precision
+_MOST_EXPONENT = 88.0  # of e, in float32
 
 
 class Evaluator:

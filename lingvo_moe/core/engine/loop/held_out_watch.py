@@ -139,7 +139,7 @@ def first_batches(inputs: BaseInput, count: int) -> list[HeldOutBatch]:
 def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
     """The first `train.eval_batches` held-out batches to evaluate on while a run trains.
 
-    None where `train.eval_interval_steps` is 0; and, which is said, where there is no held-out data.
+    Empty where `train.eval_interval_steps` is 0; and, which is said, where there is no held-out data.
 
     Raises:
         ParamError: early stopping needs them.

@@ -17,8 +17,6 @@ from typing import NoReturn, TypeVar
 
 import jax
 import numpy as np
-
-# Private: JAX has no public way to the client of its coordination service.
 from jax.experimental import multihost_utils
 
 from lingvo_moe.core.engine.lost import LOST

@@ -65,8 +65,8 @@ class Summaries:
 
         Args:
             metrics: a NestedMap of NumPy arrays: scalars, one number a layer [L], or one number an
-                expert [L,E]. A scalar is written as it is, [L] as `<name>/<layer>`, [L,E] as a
-                histogram, with the busiest expert's number over the mean as a scalar.
+                expert [L,E]. A scalar is written as it is, [L] as `<name>/<layer>`, [L,E], where it is
+                finite, as a histogram, with the busiest expert's number over the mean as a scalar.
             layers: for the beginning of a metric's path, what TensorBoard calls the L layers, as
                 BaseTask.MetricLayers has it; a number where nothing is said.
         """
@@ -160,7 +160,7 @@ def _shown(name: str, value: np.ndarray, layers: Sequence[str]) -> Iterator[Summ
     for layer, part in zip(layers, value, strict=True):
         if part.ndim == 0:
             yield scalar_pb(f"{name}/{layer}", np.float32(part))
-        else:
+        elif np.isfinite(part).all():
             yield histogram_pb(f"{name}/{layer}", part)
             busiest = part.max() / max(part.mean(), 1e-9)
             yield scalar_pb(f"{name}_max_over_mean/{layer}", np.float32(busiest))

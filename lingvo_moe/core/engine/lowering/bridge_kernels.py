@@ -55,8 +55,8 @@ def _without_stand_ins(hlo: bytes) -> bytes:
     return module.SerializeToString()
 
 
-def _replace_all(definition: Any, function: Any) -> bool:
-    """Replaces what can be replaced in the FunctionDef of an AtomicFunction; whether there was any."""
+def _replace_all(definition: Any, function: Any) -> None:
+    """Replaces what can be replaced in the FunctionDef of an AtomicFunction."""
     results: dict[str, str] = {}  # names of results, old -> new
     for node in list(definition.node_def):
         if node.op not in ("Einsum", "Reciprocal", *_ROOTS):
@@ -74,14 +74,13 @@ def _replace_all(definition: Any, function: Any) -> bool:
             if product is not None:
                 results.update(_replace_einsum(definition, node, product))
     if not results:
-        return False
+        return
     for node in definition.node_def:
         for i, name in enumerate(node.input):
             if name in results:
                 node.input[i] = results[name]
     for key, name in list(definition.ret.items()):  # A map that is changed loses its place.
         definition.ret[key] = results.get(name, name)
-    return True
 
 
 def _dtype(node: Any) -> tf.DType:

@@ -7,6 +7,7 @@ are not kept, nor are those of programs that call the trainer, which may have ch
 TensorFlow.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -93,6 +94,8 @@ def code_digest(root: Path, before: float) -> str:
     """
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
+        if not file.exists():  # an editor's link that locks a file
+            continue
         if not before > file.stat().st_ctime:
             return ""
         content = file.read_bytes()
@@ -103,9 +106,8 @@ def code_digest(root: Path, before: float) -> str:
 def packages() -> list[str]:
     """The installed packages, with their versions."""
     found = set[str]()
-    for place in sys.path:
-        if os.path.isdir(place):
-            found |= {
-                name for name in os.listdir(place) if name.endswith((".dist-info", ".egg-info"))
-            }
+    for place in filter(None, sys.path):
+        with contextlib.suppress(OSError):  # an archive, or a directory that cannot be read
+            names = os.listdir(place)
+            found |= {name for name in names if name.endswith((".dist-info", ".egg-info"))}
     return sorted(found)

@@ -1,6 +1,7 @@
 """Summaries, read back by TensorBoard's own reader and from the JSON lines."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -41,6 +42,17 @@ def test_tensorboard_reads_them(tmp_path):
     assert step == 10 and buckets[:, 2].sum() == 4
     assert (buckets[0, 0], buckets[-1, 1]) == (0.0, 0.5)
     assert b"a : 1" in values("params")[0][1].item()
+
+
+def test_numbers_that_are_not_finite_have_no_histogram(tmp_path):
+    metrics = _metrics()
+    metrics.moe.encoder.expert_load[1, 2] = np.nan
+    with Summaries(str(tmp_path)) as summaries, warnings.catch_warnings(action="error"):
+        summaries.Write(10, metrics)
+    events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
+    tags = {tag for tag in events.Tags()["tensors"] if "expert_load/" in tag}
+    assert tags == {"moe/encoder/expert_load/0"}
+    assert read_metrics(str(tmp_path))[0]["moe/encoder/expert_load"][1] == [0.25, 0.25, None, 0.25]
 
 
 def test_layers_have_names(tmp_path):

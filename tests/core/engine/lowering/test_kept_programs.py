@@ -113,6 +113,7 @@ def test_the_digest_of_code_follows_every_file(tmp_path):
         (tmp_path / "a" / name).write_text(content)
         seen.add(kept_programs.code_digest(tmp_path, later))
     file.rename(tmp_path / "b.py")
+    (tmp_path / ".#b.py").symlink_to("user@host.1")  # of an editor
     seen.add(kept_programs.code_digest(tmp_path, later))
     assert len(seen) == 4 and "" not in seen
 
