@@ -45,6 +45,7 @@ _REFUSED = rf"""
 --max_steps=-1 => : must be an integer of at least 0
 --once => --once goes with --mode=eval, not with --mode=sync
 --eval_lines=5 => --eval_lines=5 goes with --mode=eval
+--model=image.ResNet50 --mode=eval --eval_lines=5 => --eval_lines=5: image.ResNet50 translates nothing
 --mode=eval --max_minutes=5 => --max_minutes=5.0 goes with --mode=sync
 --mode=eval --once => holds no run with a checkpoint
 --logdir=az://bucket/run => --logdir=az://bucket/run: no storage is known as az://

@@ -41,6 +41,11 @@ def check_flags(args: Flags, params: Params) -> None:
         what = "evaluate" if args.mode == "eval" else "train"
         raise UsageError(f"--logdir is needed to {what}: the directory of the run")
     check_evaluation(params)
+    if args.eval_lines is not None and not params.task.cls.CHECKPOINT_SCORER:
+        raise UsageError(
+            f"--eval_lines={args.eval_lines}: {args.model} translates nothing, and its held-out loss is that of "
+            f"train.eval_batches={params.train.eval_batches}; set that, or leave the flag out"
+        )
     params.input.cls.CheckSource(params.input)
     check_paths(args, params)
     if args.engine in ONE_DEVICE_ENGINES and args.num_devices > 1:
@@ -452,24 +457,20 @@ def run_difference(was: str, now: Params) -> str:
     saved) are left out. So is a parameter that `was` lacks and that has its default in `now`: it did not exist when the
     run began.
     """
-    places = _may_change(now)
-
-    def lines(text: str) -> set[str]:
-        return {
-            line for line in text.splitlines() if _is_of_run(line) and _path(line) not in places
-        }
-
-    before, after = lines(was), lines(now.ToText())
-    known = {_path(line) for line in before}
-    # Older versions listed, and took, parameters that have no effect.
-    only = [(line, ">") for line in before - after if _has_effect(now, _path(line))]
-    for line in after - before:
-        if _has_effect(now, _path(line)) and (
-            _path(line) in known or not now.IsDefault(_path(line))
-        ):
-            only.append((line, "<"))
-    only.sort(key=lambda marked: (_path(marked[0]), marked[1] == "<"))
-    return "\n".join(f"{mark} {line}" for line, mark in only)
+    there, here = (
+        {line.split(" : ")[0]: line for line in text.splitlines() if _is_of_run(line)}
+        for text in (was, now.ToText())
+    )
+    shown = []
+    for path in sorted({*there, *here} - _may_change(now)):
+        # Older versions listed, and took, parameters that have no effect.
+        if there.get(path) == here.get(path) or not _has_effect(now, path):
+            continue
+        if path in there:
+            shown.append(f"> {there[path]}")
+        if path in here and (path in there or not now.IsDefault(path)):
+            shown.append(f"< {here[path]}")
+    return "\n".join(shown)
 
 
 def _has_effect(params: Params, path: str) -> bool:
@@ -488,7 +489,3 @@ def _may_change(params: Params) -> set[str]:
 
 def _is_of_run(path: str) -> bool:
     return path.startswith(("task.", "input."))
-
-
-def _path(line: str) -> str:
-    return line.split(" : ")[0]

@@ -1,7 +1,7 @@
 """Engines: lower an annotated TensorFlow function to a program, compile it for devices, run it, keep its state.
 
-The only package that imports JAX, which is here as the door to PJRT and XLA's SPMD partitioner; no
-model code is written in it. `program`, `pjrt`, `collectives`, `devices` and `checkpoints` do not
+JAX, which besides only `core/private` and the kernels for TPUs import, is here as the door to PJRT and XLA's SPMD
+partitioner; no model code is written in it. `program`, `pjrt`, `collectives`, `devices` and `checkpoints` do not
 import TensorFlow: a saved program runs without it.
 """
 

@@ -11,11 +11,12 @@ Usage:
 
 import abc
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
@@ -35,12 +36,18 @@ class Compiled(abc.ABC):
     the devices.
     """
 
+    signature: Signature
     # What the first call does besides running the function, as a phrase; '' for nothing.
     first_call: str = ""
 
-    @abc.abstractmethod
     def __call__(self, *args: Any) -> Any:
         """Runs it. Donated arguments must not be used again."""
+        results = self.Run(self.signature.FlattenArgs(*args))
+        return self.signature.PackResults(list(results))
+
+    @abc.abstractmethod
+    def Run(self, leaves: Sequence[Any]) -> Iterable[Any]:
+        """The flat results for the flat arguments."""
 
     def HloText(self) -> str:
         """The compiled module. Raises EngineError if the engine has none."""

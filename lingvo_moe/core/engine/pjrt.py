@@ -4,7 +4,7 @@ XLA's SPMD partitioner partitions the program for the devices: virtual CPU devic
 Importing this module does not import TensorFlow; building from a TensorFlow function does.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -149,7 +149,7 @@ class CompiledProgram(Compiled):
     def __init__(
         self, program: Program, engine: PjrtEngine, options: Mapping[str, Any] | None = None
     ):
-        self.program, self._engine = program, engine
+        self.program, self.signature, self._engine = program, program.signature, engine
         # Virtual devices share the cores: steps in flight would only queue while their collectives
         # wait on each other, and a device that computes for long is no reason to give up the run.
         platform = engine.jax_mesh.devices.flat[0].platform
@@ -157,17 +157,11 @@ class CompiledProgram(Compiled):
         options = {**_default_options(platform), **(options or {})}
         self._compiled = xla.compile_for(program, engine.jax_mesh, options, engine.known_faults)
 
-    def __call__(self, *args: Any) -> Any:
-        leaves = [
-            self._engine.PutLeaf(leaf, spec)
-            for leaf, spec in zip(
-                self.program.signature.FlattenArgs(*args), self.program.signature.args, strict=True
-            )
-        ]
-        out = self._compiled(*leaves)
+    def Run(self, leaves: Sequence[Any]) -> Iterable[Any]:
+        out = self._compiled(*map(self._engine.PutLeaf, leaves, self.signature.args))
         if self._wait:
             jax.block_until_ready(out)
-        return self.program.signature.PackResults(list(out))
+        return out
 
     def HloText(self) -> str:
         return self._compiled.as_text()

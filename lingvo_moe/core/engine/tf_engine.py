@@ -5,6 +5,7 @@ its matrix products are oneDNN's, which are faster than XLA:CPU's (docs/speed.md
 """
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -63,10 +64,8 @@ class CompiledTfFunction(Compiled):
         self._jit_compile = jit_compile
         self.first_call = "XLA compiles it" if jit_compile else "TensorFlow optimises its graph"
 
-    def __call__(self, *args: Any) -> Any:
-        leaves = self.signature.FlattenArgs(*args)
-        out = self.function(*[_to_tensor(x, s) for x, s in zip(leaves, self.signature.args)])
-        return self.signature.PackResults(list(out))
+    def Run(self, leaves: Sequence[Any]) -> Iterable[Any]:
+        return self.function(*map(_to_tensor, leaves, self.signature.args))
 
     def HloText(self) -> str:
         if not self._jit_compile:

@@ -4,6 +4,7 @@ NOT RUN BY US: we had no TPU. Tests cover the device assignment and the errors, 
 and results of a function are unsharded here; XLA shards the tensors inside by the annotations.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,9 +57,8 @@ class CompiledTpuFunction(Compiled):
 
         self._run = run
 
-    def __call__(self, *args: Any) -> Any:
-        leaves = self.signature.FlattenArgs(*args)
-        return self.signature.PackResults(list(self._run(*map(tf.convert_to_tensor, leaves))))
+    def Run(self, leaves: Sequence[Any]) -> Iterable[Any]:
+        return self._run(*map(tf.convert_to_tensor, leaves))
 
 
 def device_assignment(topology: Any, mesh: Mesh) -> Any:

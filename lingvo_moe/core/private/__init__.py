@@ -1,1 +1,1 @@
-"""The only modules that use private parts of TensorFlow and JAX."""
+"""The only modules that use private parts of libraries."""

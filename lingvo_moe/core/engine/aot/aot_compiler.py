@@ -41,12 +41,13 @@ class Compiler(abc.ABC):
         """The options that programs get when they run on such devices; {} where it has its own."""
         return {}
 
-    @abc.abstractmethod
     def Refusal(self, program: str, topology: str, message: str, lowered: Any) -> EngineError:
         """The error for a program that the compiler refused.
 
         `message` is the compiler's, `lowered` the `jax.stages.Lowered` that was refused.
         """
+        why = first_line(message)
+        return EngineError(f"{self.label} refuses program {program!r} for {topology}: {why}")
 
     def Needed(self, memory: Mapping[str, int]) -> int:
         """Bytes that a program needs on a device, from the sizes in `AotResult.memory`."""

@@ -47,11 +47,6 @@ class GpuCompiler(Compiler):
         described = f"{_target(topology).Text()}{sorted(self.Options().items())}"
         return hashlib.sha256(described.encode()).hexdigest()[:8]
 
-    def Refusal(self, program: str, topology: str, message: str, lowered: Any) -> EngineError:
-        return EngineError(
-            f"the GPU compiler refuses program {program!r} for {topology}: {first_line(message)}"
-        )
-
     def Needed(self, memory: Mapping[str, int]) -> int:
         """See the base class. XLA allocates all temporaries at once, so their sum counts and not the live bytes."""
         return memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]

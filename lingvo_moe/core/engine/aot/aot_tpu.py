@@ -54,9 +54,7 @@ class TpuCompiler(Compiler):
     def Refusal(self, program: str, topology: str, message: str, lowered: Any) -> EngineError:
         if "RESOURCE_EXHAUSTED" in message and _LIMITS.search(message):
             return out_of_memory(program, topology, message, _refused_module(lowered))
-        return EngineError(
-            f"the TPU compiler refuses program {program!r} for {topology}: {first_line(message)}"
-        )
+        return super().Refusal(program, topology, message, lowered)
 
 
 def out_of_memory(program: str, topology: str, message: str, hlo_text: str = "") -> OutOfMemory:

@@ -78,7 +78,7 @@ class Checkpointer:
             directory: or an address; made when missing.
             keep: how many of the newest steps stay.
             read_only: whether to leave it untouched.
-            lock: of this process 0, that holds the address or one above; None to lock it here, if it is one.
+            lock: held by process 0 for this address or one above; None: an address is locked here.
 
         Only one writer at a time may use a directory: a new one deletes the incomplete files of a
         killed writer.
@@ -374,7 +374,9 @@ class Checkpointer:
             )
             break
         else:
-            advice = "no older checkpoint is whole: begin again, with --restart"
+            in_bucket = isinstance(self._steps.store, Bucket)  # where --restart moves nothing aside
+            again = "at another address" if in_bucket else "with --restart"
+            advice = f"no older checkpoint is whole: begin again, {again}"
         return CheckpointError(
             f"{self._where(step)}: the checkpoint is damaged; {advice} ({reason})"
         )

@@ -131,6 +131,14 @@ def test_a_step_is_completed_once(place):
         steps.CheckCommit(1, "b")
 
 
+def test_where_no_step_is_whole_another_address_is_advised(place):
+    _save(place, 1)
+    open_store(f"{place}/1").Delete("about/metadata")
+    with Checkpointer(place, read_only=True) as checkpointer:
+        with pytest.raises(CheckpointError, match="begin again, at another address"):
+            checkpointer.ReadExtra()
+
+
 def test_a_step_without_commit_is_not_used_and_said(place, caplog):
     _save(place, 1, 2)
     step = open_store(f"{place}/2")
