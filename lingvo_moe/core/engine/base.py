@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
@@ -36,7 +35,7 @@ class Compiled(abc.ABC):
     the devices.
     """
 
-    signature: Signature
+    signature: Any  # the Signature (lowering/signature.py) of its arguments and results
     # What the first call does besides running the function, as a phrase; '' for nothing.
     first_call: str = ""
 

@@ -164,9 +164,8 @@ def read(
     arrays = [future.result() for future in opening]
     found: dict[str, Any] = {}
     for group in _groups(list(zip(targets, arrays)), lambda item: _bytes(item[1])):
-        begun = [(name, targets[name], _begun(array, targets[name])) for name, array in group]
-        for name, target, parts in begun:
-            found[name] = parts[()].result() if target is None else _onto(target, parts)
+        begun = [(name, _begun(array, targets[name])) for name, array in group]
+        found |= {name: result() for name, result in begun}
     return found
 
 
@@ -174,22 +173,17 @@ def _bytes(array: Any) -> int:
     return math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
 
 
-def _onto(target: jax.ShapeDtypeStruct, parts: Mapping[tuple[int, ...], Any]) -> jax.Array:
-    """A tensor from its parts, by where they begin."""
-    shape = target.shape
-    return jax.make_array_from_callback(
-        shape, target.sharding, lambda index: parts[_begin(index, shape)].result()
-    )
-
-
-def _begun(array: Any, target: jax.ShapeDtypeStruct | None) -> dict[tuple[int, ...], Any]:
-    """The parts of an array that are to be read, by where they begin: each once, also for several devices."""
+def _begun(array: Any, target: jax.ShapeDtypeStruct | None) -> Callable[[], Any]:
+    """Begins to read an array, each part once, also for several devices; returns what waits for it."""
     if target is None:
-        return {(): array.read()}
-    boxes = target.sharding.addressable_devices_indices_map(target.shape).values()
-    return {
-        begin: array[index].read() for begin, index in ((_begin(i, target.shape), i) for i in boxes)
-    }
+        return array.read().result
+    shape, sharding = target.shape, target.sharding
+    boxes = sharding.addressable_devices_indices_map(shape).values()
+    parts = {_begin(index, shape): index for index in boxes}
+    reads = {begin: array[index].read() for begin, index in parts.items()}
+    return lambda: jax.make_array_from_callback(
+        shape, sharding, lambda index: reads[_begin(index, shape)].result()
+    )
 
 
 def _groups(items: Sequence[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:

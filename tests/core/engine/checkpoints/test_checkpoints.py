@@ -11,10 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+import tensorstore as ts
 from damage import full_disk
 from processes import start_python
 
-from lingvo_moe.core.engine.checkpoints import checkpoints
+from lingvo_moe.core.engine.checkpoints import arrays, checkpoints
 from lingvo_moe.core.engine.checkpoints.checkpoint_digests import write_part
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.number_formats import sources
@@ -126,6 +127,22 @@ def test_restored_state_is_cut_for_the_new_mesh(saved):
 def test_what_is_in_the_memory_of_hosts_is_read_there_at_once():
     spec = TensorSpec((8,), "float32", ("expert",), "slots.m", memory=HOST)
     assert sources([spec], {"slots.m": ((8,), "float32")}) == [spec]
+
+
+def test_each_part_is_read_once_for_all_devices_that_have_it():
+    class Array:
+        def __init__(self):
+            self.reads = []
+
+        def __getitem__(self, index):
+            self.reads.append(index)
+            return ts.array(np.arange(8.0))[index]
+
+    for split, parts in (((None,), 1), (("expert",), 8)):
+        array, spec = Array(), TensorSpec((8,), "float32", split)
+        result = arrays._begun(array, checkpoints._sharded(spec, PjrtEngine(MESH)))
+        np.testing.assert_array_equal(result(), np.arange(8.0))
+        assert len(array.reads) == parts
 
 
 def test_a_part_is_restored_alone(saved):
