@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Callable
 from html import escape
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import matplotlib
 
@@ -54,7 +54,7 @@ _STYLE = {
     "xtick.color": SOFT,
     "ytick.color": SOFT,
 }
-
+_SVG: dict[str, Any] = {"format": "svg", "metadata": {"Date": None, "Creator": None}}
 
 _P = ParamSpec("_P")
 
@@ -77,12 +77,7 @@ def picture(draw: Callable[_P, Figure]) -> Callable[_P, bytes]:
 
     @functools.wraps(draw)
     def drawn(*args: _P.args, **kwargs: _P.kwargs) -> bytes:
-        figure, buffer = styled(draw)(*args, **kwargs), io.BytesIO()
-        with plt.rc_context(_STYLE):
-            metadata = {"Date": None, "Creator": None}
-            figure.savefig(buffer, format="svg", metadata=metadata, facecolor=PAPER)
-        plt.close(figure)
-        return buffer.getvalue()
+        return _saved(styled(draw)(*args, **kwargs), **_SVG, facecolor=PAPER)
 
     return drawn
 
@@ -93,11 +88,7 @@ def svg(figure: Figure, alt: str) -> str:
     Args:
         alt: what it shows, for those who do not see it.
     """
-    buffer = io.StringIO()
-    with plt.rc_context(_STYLE):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    text = buffer.getvalue()
+    text = _saved(figure, **_SVG).decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     # Groups are never referred to, and the names that they are given repeat from drawing to drawing.
@@ -113,7 +104,13 @@ def svg(figure: Figure, alt: str) -> str:
 
 def png(figure: Figure) -> bytes:
     """The figure as a picture file, in the colours of a light page; the figure is closed."""
+    return _saved(figure, format="png", dpi=110, facecolor=PAPER)
+
+
+def _saved(figure: Figure, **how: Any) -> bytes:
+    """The file that Matplotlib's savefig writes; the figure is closed."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, facecolor=PAPER)
+    with plt.rc_context(_STYLE):
+        figure.savefig(buffer, **how)
     plt.close(figure)
     return buffer.getvalue()

@@ -142,8 +142,6 @@ class RunLock:
             OSError: no permission, a full disk, or a lock that cannot be tried; it names the file.
         """
         handle = self._lock(self._path)
-        if handle is None:
-            raise self._refusal(self._path)
         self._take(handle)
         for other in self._logdir.iterdir():
             if other != self._path and self._holder.Owns(other.name):
@@ -166,8 +164,6 @@ class RunLock:
             )
         self._path = self._logdir / f"{LOCK_FILE}.{process}"
         handle = self._lock(self._path)
-        if handle is None:
-            raise self._refusal(self._path)
         self._take(handle)
         _write(handle, self._path, who_i_am())
 
@@ -201,13 +197,10 @@ class RunLock:
     def _check_free(self, path: Path) -> None:
         """Raises RunLockError where another process of an earlier job still holds its file."""
         with contextlib.suppress(FileNotFoundError):  # it has just gone
-            handle = self._lock(path, os.O_RDWR)
-            if handle is None:
-                raise self._refusal(path)
-            _release(handle)
+            _release(self._lock(path, os.O_RDWR))
 
-    def _lock(self, path: Path, how: int = os.O_RDWR | os.O_CREAT) -> int | None:
-        """A handle of the file, locked; None where another one holds it."""
+    def _lock(self, path: Path, how: int = os.O_RDWR | os.O_CREAT) -> int:
+        """A handle of the file, locked. Raises RunLockError where another one holds it."""
         until = time.monotonic() + _PATIENCE
         while True:
             try:
@@ -231,7 +224,7 @@ class RunLock:
             except BlockingIOError:
                 _release(handle)
                 if time.monotonic() > until:
-                    return None
+                    raise self._refusal(path) from None
                 time.sleep(0.05)
             except OSError as e:
                 if e.errno in _NO_LOCKS:
