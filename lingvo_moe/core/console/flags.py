@@ -38,7 +38,6 @@ from lingvo_moe.core.files.store import check_place
 
 _HELP = "help"  # the section of the flags that every command has
 _COMMON = ("flagfile", "help", "helpfull")  # what one may look for in every command
-_INTEGER, _NUMBER = checks.Integer(), checks.Number()
 _KINDS = {int: "int", float: "float"}
 
 # Names the checkpoint with the lowest held-out loss, where a flag takes a step.
@@ -85,13 +84,14 @@ class Flags(flags.FlagValues):
         self.__dict__["_prefix"] = prefix or command.rpartition(".")[2]
         self.__dict__["_section"] = _HELP
         self.__dict__["_alone"] = {}
+
+        def show_all() -> None:
+            print(self.Help(full=True))
+
         for name, short, text, show in (
             ("help", "h", "show this help", lambda: print(self.Help())),
             ("helpshort", "?", "the same as --help", lambda: print(self.Help())),
-            (
-                *("helpfull", "", "also show the flags that every command has"),
-                lambda: print(self.Help(full=True)),
-            ),
+            ("helpfull", "", "also show the flags that every command has", show_all),
             ("helpxml", "", "show all flags as XML", self.write_help_in_xml_format),
         ):
             flags.DEFINE_flag(_ShowFlag(name, text, show, short), self, _HELP)
@@ -114,13 +114,13 @@ class Flags(flags.FlagValues):
         self._Define(name, default, help, _checked(str, checks.TEXT), required)
 
     def DEFINE_integer(
-        self, name: str, default: int | None, help: str, check: checks.Check = _INTEGER
+        self, name: str, default: int | None, help: str, check: checks.Check
     ) -> None:
         """Defines a flag that takes an integer in the range of `check`."""
         self._Define(name, default, help, _checked(int, check))
 
     def DEFINE_float(
-        self, name: str, default: float | None, help: str, check: checks.Check = _NUMBER
+        self, name: str, default: float | None, help: str, check: checks.Check
     ) -> None:
         """Defines a flag that takes a number in the range of `check`."""
         self._Define(name, default, help, _checked(float, check))
@@ -431,7 +431,7 @@ class _Parser(flags.ArgumentParser[Any]):
     """Reads a flag's text with a function, which raises ValueError with what would be right."""
 
     # Given by name, or absl would keep every parser for ever.
-    def __init__(self, *, read: Callable[[Any], Any], syntax: str = "", kind: str = "string"):
+    def __init__(self, *, read: Callable[[Any], Any], syntax: str, kind: str = "string"):
         self._read, self._kind = read, kind
         self.syntactic_help = syntax
 

@@ -40,16 +40,20 @@ class Launch:
 
 
 class _Variables:
-    """The variables of one launcher, whose absence is an error."""
+    """The variables of one launcher; Text and Integer are for those whose absence is an error."""
 
     def __init__(self, launcher: str, environ: Mapping[str, str]):
-        self._launcher, self._environ = launcher, environ
+        self.launcher, self._environ = launcher, environ
+
+    def Get(self, name: str) -> str:
+        """The value of a variable, '' where there is none."""
+        return self._environ.get(name, "")
 
     def Text(self, name: str) -> str:
         """Raises EngineError: there is none."""
-        if not (value := self._environ.get(name)):
+        if not (value := self.Get(name)):
             raise EngineError(
-                f"{self._launcher}: has set no variable {name}; set it as in launch/, or give "
+                f"{self.launcher}: has set no variable {name}; set it as in launch/, or give "
                 "--coordinator_address, --num_processes and --process_id and unset the others"
             )
         return value
@@ -57,7 +61,7 @@ class _Variables:
     def Integer(self, name: str) -> int:
         """Raises EngineError: there is none, or it is no integer."""
         if not re.fullmatch("[0-9]{1,9}", value := self.Text(name)):
-            raise EngineError(f"{self._launcher}: {name}={value}: expected an integer")
+            raise EngineError(f"{self.launcher}: {name}={value}: expected an integer")
         return int(value)
 
 
@@ -70,39 +74,39 @@ def find(environ: Mapping[str, str] = os.environ) -> Launch | None:
     # Slurm comes after Open MPI, whose mpirun may start its own helpers by srun; TPUs come before the JobSet that
     # holds them, since a TPU's runtime numbers the processes.
     if "OMPI_COMM_WORLD_SIZE" in environ:
-        return _open_mpi(_Variables("Open MPI", environ), environ)
+        return _open_mpi(_Variables("Open MPI", environ))
     if "PMI_SIZE" in environ and "MPI_LOCALNRANKS" in environ:
         return _hydra(_Variables("MPI", environ))
     if "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
-        return _slurm(_Variables("Slurm", environ), environ)
+        return _slurm(_Variables("Slurm", environ))
     names = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
     if names and not names.startswith(_LIBTPU_KNOWS_NONE):
-        return _tpu(_Variables("TPU", environ), names.split(","), environ)
+        return _tpu(_Variables("TPU", environ), names.split(","))
     if "JOB_COMPLETION_INDEX" in environ and any(name in environ for name in _JOBSET):
         return _jobset(_Variables("JobSet", environ))
     return None
 
 
-def _open_mpi(of: _Variables, environ: Mapping[str, str]) -> Launch:
+def _open_mpi(of: _Variables) -> Launch:
     local = of.Integer("OMPI_COMM_WORLD_LOCAL_RANK"), of.Integer("OMPI_COMM_WORLD_LOCAL_SIZE")
     count, number = of.Integer("OMPI_COMM_WORLD_SIZE"), of.Integer("OMPI_COMM_WORLD_RANK")
-    job = environ.get("PMIX_NAMESPACE", "")
+    job = of.Get("PMIX_NAMESPACE")
     # Both name the host of mpirun: "1894514688.0;tcp://10.0.0.1,10.1.0.1:35817" of version 4, and
     # "prterun-node1-7178@1" of version 5.
-    uri = re.search(r"tcp://([^,:]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    uri = re.search(r"tcp://([^,:]+)", of.Get("OMPI_MCA_orte_hnp_uri"))
     name = re.fullmatch(r"(?:prterun|prte)-(.+)-\d+@\d+", job)
     host = "127.0.0.1" if local[1] == count else (uri or name or ("", ""))[1]
-    return Launch("Open MPI", count, number, f"{host}:{_port(job)}" if host else "", local)
+    return Launch(of.launcher, count, number, f"{host}:{_port(job)}" if host else "", local)
 
 
 def _hydra(of: _Variables) -> Launch:
     """MPICH and Intel MPI."""
     local = of.Integer("MPI_LOCALRANKID"), of.Integer("MPI_LOCALNRANKS")
     count, number = of.Integer("PMI_SIZE"), of.Integer("PMI_RANK")
-    return Launch("MPI", count, number, "", local)
+    return Launch(of.launcher, count, number, "", local)
 
 
-def _slurm(of: _Variables, environ: Mapping[str, str]) -> Launch:
+def _slurm(of: _Variables) -> Launch:
     # Of the step: in an interactive one SLURM_NTASKS is that of the allocation.
     count, number = of.Integer("SLURM_STEP_NUM_TASKS"), of.Integer("SLURM_PROCID")
     nodes = of.Text("SLURM_STEP_NODELIST")  # e.g. "node[007-010,12],other" or "node1"
@@ -112,11 +116,11 @@ def _slurm(of: _Variables, environ: Mapping[str, str]) -> Launch:
     job = f"{of.Text('SLURM_JOB_ID')}.{of.Text('SLURM_STEP_ID')}"
     address = f"{first[1]}{first[2] or ''}:{_port(job)}"
     local = None
-    if not any(name in environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")):
-        tasks = _tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if not (of.Get("SLURM_GPUS_PER_TASK") or of.Get("SLURM_TRES_PER_TASK")):
+        tasks = _tasks_of_nodes(of.Get("SLURM_STEP_TASKS_PER_NODE"))
         node = of.Integer("SLURM_NODEID")
         local = (of.Integer("SLURM_LOCALID"), tasks[node]) if node < len(tasks) else None
-    return Launch("Slurm", count, number, address, local)
+    return Launch(of.launcher, count, number, address, local)
 
 
 def _tasks_of_nodes(text: str) -> list[int]:
@@ -125,15 +129,14 @@ def _tasks_of_nodes(text: str) -> list[int]:
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
-def _tpu(of: _Variables, workers: list[str], environ: Mapping[str, str]) -> Launch:
+def _tpu(of: _Variables, workers: list[str]) -> Launch:
     slices, part = 1, 0
-    coordinator = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "")
-    if coordinator:
+    if coordinator := of.Get("MEGASCALE_COORDINATOR_ADDRESS"):
         slices, part = of.Integer("MEGASCALE_NUM_SLICES"), of.Integer("MEGASCALE_SLICE_ID")
     host = (coordinator or workers[0]).split(":")[0]
     worker = of.Integer("TPU_WORKER_ID") if len(workers) > 1 else 0
     number = part * len(workers) + worker
-    return Launch("TPU", slices * len(workers), number, f"{host}:8482")
+    return Launch(of.launcher, slices * len(workers), number, f"{host}:8482")
 
 
 def _jobset(of: _Variables) -> Launch:
@@ -141,7 +144,7 @@ def _jobset(of: _Variables) -> Launch:
     count = of.Integer("JOB_REPLICAS") * pods
     number = of.Integer("JOB_INDEX") * pods + of.Integer("JOB_COMPLETION_INDEX")
     address = of.Text("JAX_COORDINATOR_ADDRESS")
-    return Launch("JobSet", count, number, address if ":" in address else f"{address}:8476")
+    return Launch(of.launcher, count, number, address if ":" in address else f"{address}:8476")
 
 
 def place(

@@ -10,7 +10,6 @@ from lingvo_moe.core.engine import checking
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
-from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.private.jax import ir
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import HOST
@@ -93,9 +92,7 @@ def place_arguments(lowered: Any, program: Program) -> None:
             main.attributes[name] = ir.ArrayAttr.get(placed)
 
 
-def compile_for(
-    program: Program, jax_mesh: Any, options: dict[str, Any], known_faults: str = ERROR
-) -> Any:
+def compile_for(program: Program, jax_mesh: Any, options: dict[str, Any], known_faults: str) -> Any:
     """A `jax.stages.Compiled` of a program over the devices of `jax_mesh`.
 
     The program was lowered for a mesh of that shape; `known_faults` is one of `known_faults.ACTIONS`.

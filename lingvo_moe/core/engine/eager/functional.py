@@ -16,6 +16,7 @@ import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -267,7 +268,7 @@ class _Bound:
         }
         names = _identifiers([path for path, _ in tensor_items(arguments)])
         specs = [
-            TensorSpec(_shape(leaf), dtype_name(leaf.dtype), splits[path] or (), name)
+            replace(TensorSpec.Of(leaf, name), split=splits[path] or ())
             for (path, leaf), name in zip(tensor_items(arguments), names)
         ]
         name = function._name
@@ -319,10 +320,6 @@ def _tensors(arguments: Mapping[str, Any]) -> list[tf.Tensor]:
 def _annotated(tensors: Sequence[tf.Tensor], splits: Sequence[Any], mesh: Mesh) -> list[tf.Tensor]:
     pairs = zip(tensors, splits, strict=True)
     return [mesh_split(x, mesh, split or (None,) * x.shape.rank) for x, split in pairs]
-
-
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(int(n) for n in leaf.shape)
 
 
 def _kind(path: str, leaf: Any) -> Any:
@@ -398,7 +395,7 @@ def _mapping(what: str, path: str, leaf: Any, entry: Any, mesh: Mesh) -> Any:
             f"{what}: {path} is a tensor of shape {list(leaf.shape)}, so its entry has a mesh axis, "
             f"a tuple of them or None for each dimension; got {entry!r}"
         )
-    spec = TensorSpec(_shape(leaf), dtype_name(leaf.dtype), entry, path)
+    spec = replace(TensorSpec.Of(leaf, path), split=entry)
     if entry == () and spec.shape:
         return ()
     try:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +18,7 @@ import tensorflow as tf
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
-from lingvo_moe.core.engine.lowering.tracing import LoweringError
+from lingvo_moe.core.engine.lowering.tracing import spec_of
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import forwardprop_util, record
@@ -49,13 +50,13 @@ class Operation:
             ShardingError: `fn` reads a variable that is not among its arguments; or as its annotations.
             LoweringError: a result without a static shape.
         """
-        self.name, self.args, self._fn, self._engine = name, list(args), fn, engine
+        self.name, self.args, self._engine = name, list(args), engine
+        self._fn = _with_parameters(fn, [spec.name for spec in args])
         graph = self._Trace()
         self._gradients: dict[tuple[int, ...], tuple[Operation, list[int]]] = {}
         self._captured = [x for x in graph.external_captures if isinstance(x, tf.Tensor)]
-        self.results = [
-            _spec_of(name, f"result[{i}]", y) for i, y in enumerate(graph.structured_outputs)
-        ]
+        outputs = enumerate(graph.structured_outputs)
+        self.results = [spec_of(f"{name}: result[{i}]", y) for i, y in outputs]
         self._splits = choose_splits(self.results)
 
     def __call__(self, *tensors: tf.Tensor, placed: Sequence[Any] = ()) -> list[tf.Tensor]:
@@ -97,12 +98,11 @@ class Operation:
     @functools.cached_property
     def program(self) -> Program:
         """Lowered for the mesh."""
-        named = _with_parameters(self._fn, [spec.name for spec in self.args])
         results: Any = self._splits
         if results is not AUTO:
             pairs = zip(self.results, results, strict=True)
-            results = [TensorSpec(r.shape, r.dtype, split) for r, split in pairs]
-        return lower(named, self.args, self._engine.mesh, results=results, name=self.name)
+            results = [replace(spec, split=split) for spec, split in pairs]
+        return lower(self._fn, self.args, self._engine.mesh, results=results, name=self.name)
 
     @functools.cached_property
     def compiled(self) -> CompiledProgram:
@@ -143,10 +143,8 @@ class Operation:
         splits = [()] * len(self.results) if self._splits is AUTO else self._splits
         taken = {spec.name for spec in self.args}
         names = (n for n in map("cotangent_{}".format, itertools.count()) if n not in taken)
-        results = self.results
         cotangents = [
-            TensorSpec(results[i].shape, results[i].dtype, splits[i], name)
-            for i, name in zip(chosen, names)
+            replace(self.results[i], split=splits[i], name=name) for i, name in zip(chosen, names)
         ]
 
         def as_arguments(found: list[TensorSpec]) -> list[Any]:
@@ -189,9 +187,8 @@ class Operation:
 
     def _Trace(self) -> Any:
         """The function's graph, made under the mesh without compiling anything."""
-        named = _with_parameters(self._fn, [spec.name for spec in self.args])
         with use_mesh(self._engine.mesh):
-            concrete = tf.function(named, autograph=False).get_concrete_function(
+            concrete = tf.function(self._fn, autograph=False).get_concrete_function(
                 *[tf.TensorSpec(s.shape, s.dtype, name=s.name) for s in self.args]
             )
         if concrete.graph.variables:
@@ -206,14 +203,6 @@ class Operation:
 def _is_differentiable(spec: TensorSpec) -> bool:
     dtype = tf.as_dtype(spec.dtype)
     return dtype.is_floating or dtype.is_complex
-
-
-def _spec_of(name: str, path: str, tensor: tf.Tensor) -> TensorSpec:
-    if not tensor.shape.is_fully_defined():
-        raise LoweringError(
-            f"{name}: {path} has shape {tensor.shape}; a program's shapes are static"
-        )
-    return TensorSpec.Of(tensor, path)
 
 
 def _with_parameters(fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ def trace(step: Step, mesh: Mesh, jit_compile: bool = True, fused: bool = False)
         concrete = tf_function.get_concrete_function(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]
         )
-    check_regions(concrete.graph, name, len(args), [path for path, _ in flat_fn.items])
+    check_regions(concrete.graph, name, len(args), [spec.name for spec in flat_fn.results])
     results = _result_specs(replace(step, name=name), flat_fn, names, args)
     signature = Signature(
         name=name,
@@ -84,7 +84,7 @@ class _FlatFunction:
         self._names = [re.sub(r"[^A-Za-z0-9.]", "_", a.name) for a in args]
         self.is_tuple = False
         self.structure: Any = None
-        self.items: list[tuple[str, Any]] = []
+        self.results: list[TensorSpec] = []
 
     def __call__(self, *flat: tf.Tensor) -> tuple[tf.Tensor, ...]:
         # Named, so that an error about an annotation names the argument.
@@ -102,17 +102,15 @@ class _FlatFunction:
             if leaf is None:
                 raise LoweringError(f"{path} is None; a program's results are tensors")
         tensors = [tf.convert_to_tensor(leaf) for _, leaf in items]
-        self.items = [
-            (path, TensorSpec(_static_shape(path, t), t.dtype.name))
-            for (path, _), t in zip(items, tensors)
-        ]
+        self.results = [spec_of(path, t) for (path, _), t in zip(items, tensors)]
         return tuple(tensors)
 
 
-def _static_shape(path: str, tensor: tf.Tensor) -> tuple[int, ...]:
+def spec_of(path: str, tensor: tf.Tensor) -> TensorSpec:
+    """The spec of a result. Raises LoweringError: it has no static shape."""
     if not tensor.shape.is_fully_defined():
         raise LoweringError(f"{path} has shape {tensor.shape}; a program's shapes are static")
-    return tuple(tensor.shape.as_list())
+    return TensorSpec.Of(tensor, path)
 
 
 def _arg_names(fn: Callable[..., Any], count: int) -> list[str]:
@@ -143,8 +141,7 @@ def _result_specs(
     step: Step, flat_fn: _FlatFunction, names: list[str], args: list[TensorSpec]
 ) -> list[TensorSpec]:
     """The specs of the flat results, with the shardings that the step asks for."""
-    name, results = step.name, step.results
-    specs = [TensorSpec.Of(spec, path) for path, spec in flat_fn.items]
+    name, results, specs = step.name, step.results, flat_fn.results
     _check_dtypes(name, specs)
     placed: dict[str, TensorSpec] = {}
     if results is AUTO:
