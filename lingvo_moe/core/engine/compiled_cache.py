@@ -150,9 +150,12 @@ def _check_private(directory: Path) -> None:
 
 
 def _make_room(directory: Path) -> None:
-    """Deletes the entries that were not used for the longest time, until the rest is within the limit."""
+    """Deletes the entries that were not used for the longest time, until the rest is within the limit.
+
+    Files that killed writers left count too.
+    """
     entries = []
-    for file in directory.glob(f"*{_SUFFIX}"):
+    for file in directory.glob(f"*{_SUFFIX}*"):
         with contextlib.suppress(OSError):
             found = file.stat()
             entries.append((found.st_mtime, found.st_size, file))

@@ -115,6 +115,9 @@ def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path, monkeypatch
         cache.put(key, b"x" * 100)
         os.utime(tmp_path / f"{key}.compiled", (i, i))
     assert cache.get("a")  # used just now
+    left = tmp_path / ".d.compiled.0123456789ab"  # by a process that was killed
+    left.write_bytes(b"x" * 100)
+    os.utime(left, (0, 0))
     monkeypatch.setattr(compiled_cache, "_MOST_BYTES", 400)
     compiled_cache._make_room(tmp_path)
     assert sorted(p.name[0] for p in tmp_path.iterdir()) == ["a", "c"]

@@ -114,11 +114,9 @@ class HeldOutWatch:
         if step == self._first:  # nothing was trained since the start
             share = ""
         self._done_at = now
-        is_best = best is not None and best.step == step
-        if is_best:
+        what = f"best {best.loss:.4f} at step {best.step}" if best else "not finite"
+        if is_best := best is not None and best.step == step:
             what = "best so far"
-        else:
-            what = f"best {best.loss:.4f} at step {best.step}" if best else "not finite"
         say(f"step {step}: held-out loss {in_words}, {what} ({now - start:.1f} s{share})")
         return is_best
 

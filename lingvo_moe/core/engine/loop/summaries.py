@@ -166,12 +166,8 @@ def _shown(name: str, value: np.ndarray, layers: Sequence[str]) -> Iterator[Summ
             yield scalar_pb(f"{name}_max_over_mean/{layer}", np.float32(busiest))
 
 
-def _json_value(value: np.ndarray) -> Any:
+def _json_value(value: np.ndarray, digits: int = 17) -> Any:
     """Plain numbers, six digits for arrays; None for numbers that JSON lacks (NaN, infinity)."""
-    if value.ndim == 0:
-        return float(value) if math.isfinite(value) else None
-    return [_json_value(v) if v.ndim else _rounded(v) for v in value]
-
-
-def _rounded(value: np.ndarray) -> float | None:
-    return float(f"{float(value):.6g}") if math.isfinite(value) else None
+    if value.ndim:
+        return [_json_value(part, digits=6) for part in value]
+    return float(f"{float(value):.{digits}g}") if math.isfinite(value) else None

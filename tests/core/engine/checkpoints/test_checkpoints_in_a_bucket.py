@@ -12,6 +12,7 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, Checkpo
 from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, was_deleted
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.files.copies import LocalCopy
 from lingvo_moe.core.files.manifest import ManifestError
 from lingvo_moe.core.files.store import StoreError, open_store
 from lingvo_moe.core.runs import bucket_lock
@@ -121,6 +122,17 @@ def test_a_lock_is_renewed_through_failures_until_another_writer_has_it(monkeypa
         lock.Check()
     lock.Close()
     assert place.Read(bucket_lock.WRITER) == b"another's"
+
+
+def test_a_run_that_cannot_be_copied_is_locked_no_longer(monkeypatch):
+    def full():
+        raise OSError("no space")
+
+    copy = LocalCopy("memory://x/run")
+    monkeypatch.setattr(copy, "Fetch", full)
+    with pytest.raises(OSError, match="no space"):
+        bucket_lock.HeldRun(copy)
+    assert not copy.store.Has(bucket_lock.WRITER)
 
 
 def test_a_step_is_completed_once(place):
