@@ -22,9 +22,10 @@
 | `explain`, `get_sharding` | the shardings and the communication of a program | |
 | `verify` | whether a function over a mesh is what it is on one device | |
 
-The engine is imported by the calls that need it, not by this module.
+The engine is imported when a function that needs it is first asked for, not by this module.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,11 @@ from lingvo_moe.core.sharding.manual import (
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh, use_mesh
 from lingvo_moe.core.sharding.redistribution import plan_redistribution, redistribute
 
-if TYPE_CHECKING:
-    from lingvo_moe.core.partitioner.explanation import Explanation
+if TYPE_CHECKING:  # they import the engine
+    from lingvo_moe.core.auto_shard.function import auto_shard
+    from lingvo_moe.core.engine.eager.functional import shard_function
+    from lingvo_moe.inspecting.explaining import explain, get_sharding
+    from lingvo_moe.inspecting.verifying import verify
 
 __all__ = [
     "Mesh",
@@ -70,6 +74,13 @@ __all__ = [
     "use_mesh",
     "verify",
 ]
+_LATER = {
+    "auto_shard": "lingvo_moe.core.auto_shard.function",
+    "explain": "lingvo_moe.inspecting.explaining",
+    "get_sharding": "lingvo_moe.inspecting.explaining",
+    "shard_function": "lingvo_moe.core.engine.eager.functional",
+    "verify": "lingvo_moe.inspecting.verifying",
+}
 
 
 def shard(
@@ -86,41 +97,16 @@ def shard(
         ShardingError: as these two.
     """
     if callable(tensor_or_function):
+        from lingvo_moe.core.engine.eager.functional import shard_function
+
         return shard_function(tensor_or_function, *args, **kwargs)
     return _shard_tensor(tensor_or_function, *args, **kwargs)
 
 
-def shard_function(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """`core.engine.eager.functional.shard_function`: a function as one SPMD program, called from eager code."""
-    from lingvo_moe.core.engine.eager.functional import shard_function
+if not TYPE_CHECKING:  # which knows these names
 
-    return shard_function(fn, *args, **kwargs)
-
-
-def auto_shard(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """`core.auto_shard.function.auto_shard`: a function as one SPMD program whose sharding is searched for."""
-    from lingvo_moe.core.auto_shard.function import auto_shard
-
-    return auto_shard(fn, *args, **kwargs)
-
-
-def explain(program: Any, *args: Any, **kwargs: Any) -> "Explanation":
-    """`explaining.explain`: shardings and communication of a program, with the source lines behind them."""
-    from lingvo_moe.inspecting.explaining import explain
-
-    return explain(program, *args, **kwargs)
-
-
-def verify(fn: Callable[..., Any], mesh: Mesh, *args: Any, **kwargs: Any) -> None:
-    """`verifying.verify`: raises where an annotated function over a mesh of virtual CPU devices, or a gradient
-    of it, is not what it is on one device."""
-    from lingvo_moe.inspecting.verifying import verify
-
-    verify(fn, mesh, *args, **kwargs)
-
-
-def get_sharding(program: Any, tensor_name: str) -> Any:
-    """`explaining.get_sharding`: the sharding of a tensor after propagation."""
-    from lingvo_moe.inspecting.explaining import get_sharding
-
-    return get_sharding(program, tensor_name)
+    def __getattr__(name: str) -> Any:
+        """A function of another module, which is imported when it is first asked for."""
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_LATER[name]), name)
