@@ -28,11 +28,14 @@ class TfEngine(Engine):
         """`jit_compile`: by XLA. Raises EngineError for a mesh of more than one device."""
         _report_fallback_silently()
         self.mesh = mesh or single_device()
-        self._jit_compile = jit_compile
+        self._jit_compile, self._flag = (
+            jit_compile,
+            f"--engine={'tf' if jit_compile else 'tf_graph'}",
+        )
         if self.mesh.size != 1:
             raise EngineError(
-                f"--engine={'tf' if jit_compile else 'tf_graph'} runs on one device, not on mesh "
-                f"{self.mesh} of {self.mesh.size}; use --engine=pjrt, or --mesh={self.mesh.axis_names[0]}:1"
+                f"{self._flag} runs on one device, not on mesh {self.mesh} of {self.mesh.size}; use --engine=pjrt, or "
+                f"--mesh={self.mesh.axis_names[0]}:1"
             )
 
     def BuildStep(self, step: Step) -> "CompiledTfFunction":
@@ -40,7 +43,7 @@ class TfEngine(Engine):
         traced = trace(step, self.mesh, self._jit_compile)
         if any(spec.memory == HOST for spec in traced.signature.args):
             raise EngineError(
-                "--engine: TensorFlow's own programs have one memory; train.offload takes --engine=pjrt"
+                f"{self._flag}: TensorFlow's own programs have one memory; train.offload takes --engine=pjrt"
             )
         return CompiledTfFunction(traced, self._jit_compile)
 

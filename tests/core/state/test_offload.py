@@ -166,7 +166,7 @@ def test_an_offload_that_frees_nothing_is_refused(offload, others):
 
 def test_where_the_hosts_memory_cannot_be_used_it_is_refused():
     step = train_step(stack_task(offload="slots"), Rows())
-    with pytest.raises(EngineError, match=r"train.offload takes --engine=pjrt"):
+    with pytest.raises(EngineError, match=r"^--engine=tf: .*; train.offload takes --engine=pjrt"):
         make_engine("tf", Mesh.parse("data:1")).BuildStep(step)
     with pytest.raises(MicroBatchError, match=r"train.num_micro_batches=2: the gradients of stack"):
         train_step(stack_task(offload=("*.wi",)), Rows(), 2)
