@@ -96,8 +96,8 @@ def define_flags() -> Flags:
     flags.DEFINE_list("only", (), f"contenders: some of {', '.join(NAMES)}", NAMES)
     flags.DEFINE_enum("reference", "tf_graph.index", tuple(NAMES), "contender in every group")
     flags.DEFINE_boolean("cost", False, "measure cost against the number of experts")
-    shown = (",".join(map(str, numbers)) for numbers in (EXPERTS, COST_EXPERTS))
-    about = "numbers of experts (default: {}; with --cost {})".format(*shown)
+    some, many = (",".join(map(str, numbers)) for numbers in (EXPERTS, COST_EXPERTS))
+    about = f"numbers of experts (default: {some}; with --cost {many})"
     flags.DEFINE_numbers("experts", (), about, checks.Integer(2))  # for top-2
     flags.DEFINE_numbers("threads", (1,), "numbers of cores for each contender", checks.SIZE)
     flags.DEFINE_integer("rounds", 7, "measured steps of each contender", checks.SIZE)

@@ -65,11 +65,9 @@ def main(jobs: int, parts: list[str], more: list[str]) -> int:
         process, status, used = os.wait4(-1, 0)
         part, log = running.pop(process)
         log.seek(0)
-        gigabytes = used.ru_maxrss / 1e6
-        print(
-            f"== {part}\n{log.read().decode(errors='replace')}at most {gigabytes:.1f} GB",
-            flush=True,
-        )
+        gigabytes = used.ru_maxrss * 1024 / 1e9
+        said = log.read().decode(errors="replace")
+        print(f"== {part}\n{said}its largest process held {gigabytes:.1f} GB", flush=True)
         if status:
             failed.append(part)
         elif gigabytes > _MOST_GIGABYTES:

@@ -252,7 +252,7 @@ OF_RUNS = (*_SEARCH_FLAGS, "shortlist", "weights", "checkpoint_step", "average_l
 def define_search_flags(flags: Flags, translates: bool = True) -> None:
     """Defines the flags of a search in a run, which are None where they are not given; after --logdir.
 
-    These are --weights, _SEARCH_FLAGS, those of define_run_flags and, of a command that translates, _TRANSLATION_FLAGS.
+    These are OF_RUNS and the others of define_run_flags; only a command that translates has _TRANSLATION_FLAGS.
     """
     with flags.Section("with --logdir (an exported model has these inside)"):
         define_run_flags(flags)
@@ -266,8 +266,11 @@ def define_search_flags(flags: Flags, translates: bool = True) -> None:
         if translates:
             help = "tokens of a translation at most (default: 256)"
             flags.DEFINE_integer("max_length", None, help, LENGTH)
-            help = "a file by tools.shortlist: scores only the tokens that a line's words are likely translated by, "
-            flags.DEFINE_path("shortlist", None, f"{help}which is faster (default: all tokens)")
+            help = (
+                "a file by tools.shortlist: scores only the tokens that a line's words are likely translated by, "
+                "which is faster (default: all tokens)"
+            )
+            flags.DEFINE_path("shortlist", None, help)
         help = "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)"
         flags.DEFINE_enum("weights", None, ("float32", "int8"), help)
     of_runs = [name for name in OF_RUNS if translates or name not in _TRANSLATION_FLAGS]

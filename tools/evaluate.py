@@ -12,6 +12,7 @@ bilingual models: BILINGUAL/<lang>/ is the run of one, scored by this command on
 After Ctrl-C or another interruption the same command resumes.
 """
 
+import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -33,8 +34,16 @@ if TYPE_CHECKING:  # they import NumPy
 
 # Flags on which no translation depends.
 _NO_TRANSLATORS = (
-    *("data_dir", "languages", "max_per_language", "output", "resource_bounds", "baselines"),
-    *("rescore", "batch_size", "trust_run", "quiet"),
+    "data_dir",
+    "languages",
+    "max_per_language",
+    "output",
+    "resource_bounds",
+    "baselines",
+    "rescore",
+    "batch_size",
+    "trust_run",
+    "quiet",
 )
 
 
@@ -162,7 +171,10 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
 
         saved = saved_steps(RunDir(args.logdir).checkpoint_dir)  # which may be in a bucket
         steps = about.get("averaged_steps") or [about["step"]]
-        checkpoints = [saved.Of(step).Read(LIST).decode() for step in steps]
+        checkpoints = []
+        for step in steps:
+            with contextlib.suppress(OSError):  # the trainer may have deleted it since it was read
+                checkpoints.append(saved.Of(step).Read(LIST).decode())
     return [flags, about, [file.stat().st_mtime_ns for file in files if file.exists()], checkpoints]
 
 

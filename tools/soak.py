@@ -354,7 +354,7 @@ def print_prediction(rounds: Sequence[dict[str, Any]], segments: Sequence[Segmen
 
 
 def compare(output: Path, exact: int, end: int, tolerance: float) -> int:
-    """Prints how far losses are apart; 1 where that is too far.
+    """Prints how far losses are apart; 1 where that is too far, or where none is a number.
 
     They are those of both runs, which are equal up to step `exact`, and those of steps that were done again, from the
     same checkpoint: of these the first ones, since rounding makes layouts drift apart.
@@ -376,11 +376,13 @@ def compare(output: Path, exact: int, end: int, tolerance: float) -> int:
         if found:
             say(f"soak: the losses of {len(found)} steps {what}, first that of step {found[0]}")
     most, most_after = (max((apart(*x[1:]) for x in of), default=0.0) for of in (again, after))
-    equal = len(common) - len(differ)
+    equal = sum(one[step] == other[step] for step in common)
     print(f"losses of {equal} of {exact} steps on the same layout: equal bit for bit")
+    if skipped := len(common) - len(differ) - equal:
+        print(f"losses of {skipped} steps on the same layout are no numbers in both runs")
     print(f"losses of {len(after)} steps on other layouts: at most {most_after:.1e} apart")
     print(f"losses of {len(again)} steps that were done again: at most {most:.1e} apart")
-    return int(bool(missing or differ or far))
+    return int(bool(missing or differ or far) or all(map(math.isnan, one.values())))
 
 
 def apart(loss: float, other: float) -> float:

@@ -140,7 +140,8 @@ def shrink_experts(task: HyperParams, size: Size) -> int:
     if "decoder_router" in task and task.decoder_router is not None:
         routers.append(task.decoder_router)
     unit, least = size("E", 1), 4
-    for own in map(dict, (router.IterParams() for router in routers)):
+    for router in routers:
+        own = dict(router.IterParams())
         of_experts = own.get("expert_groups", 1)
         unit = math.lcm(unit, of_experts)
         least = max(least, own.get("k", 1) * of_experts // own.get("groups_per_token", 1))

@@ -17,8 +17,8 @@ from lingvo_moe.core.files.manifest import write_manifest
 from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
 from lingvo_moe.tasks.text.data import tsv
+from lingvo_moe.tasks.text.data.errors import NoDataError
 from lingvo_moe.tasks.text.data.file_list import (
-    FileList,
     data_files,
     local_data,
     verify_where_listed,
@@ -262,9 +262,10 @@ def count_train_pairs(
     Raises DataError: two files of a language, or data of tools.prepare or tools.build_corpus that is damaged.
     """
     languages, data_dir = list(languages), local_data(data_dir)
-    if not FileList.Open(data_dir) and not any(map(tsv.language_of, data_dir.glob("*"))):
+    try:
+        files, listed = data_files(data_dir)
+    except NoDataError:
         return None
-    files, listed = data_files(data_dir)
     if prepared := Prepared.Of(files, listed):  # has counted them
         return {lang: prepared.pairs.get(lang, 0) for lang in languages}
     if listed:

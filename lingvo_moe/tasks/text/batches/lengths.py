@@ -68,7 +68,7 @@ class Lengths:
         return self.all.shape[1] < self.pairs
 
     def LastSides(self, number: int) -> "Lengths":
-        """The lengths of both sides, for 2; for 1 those of the target alone."""
+        """The lengths of the last sides: of both for 2, of the target alone for 1."""
         return Lengths({lang: needed[-number:] for lang, needed in self.of.items()}, self.pairs)
 
     def Percentiles(self) -> dict[str, list[int]]:
@@ -87,7 +87,7 @@ class Lengths:
     def RowLengths(self, least: tuple[int, ...] = (), kept: float = KEPT) -> tuple[int, ...]:
         """The length of each side of the shortest rows, in sum, that hold a share of the pairs.
 
-        None is below its own of `least`, 1 without them; besides these, lengths are round numbers.
+        No length is below its own of `least`, 1 by default; others are round numbers.
         """
         needed = self.all
         choices = [

@@ -7,5 +7,9 @@ class DataError(ValueError):
     """Data cannot be used. The message names the path (and line), what is wrong and what would be right."""
 
 
+class NoDataError(DataError):
+    """A directory has no file of data."""
+
+
 class NoDevSetError(DataError, NoHeldOutError):
     """Data without held-out pairs. The message says where to put them."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.data.errors import DataError, NoDataError
 from lingvo_moe.tasks.text.data.opening import MAX_LINE_BYTES, read_lines
 
 BAD_LINES_TOLD = 3
@@ -51,7 +51,9 @@ def text_name(path: str | os.PathLike) -> str | None:
 def language_files(data_dir: str | os.PathLike, texts: bool = False) -> dict[str, Path]:
     """`{lang: file}` of a directory, by language; of one without such files, if `texts` will do, those by name.
 
-    Raises DataError: no such directory, no file of that layout, or two files of one language.
+    Raises:
+        NoDataError: no file of that layout.
+        DataError: no such directory, or two files of one language.
     """
     data_dir, layout = Path(data_dir), _LAYOUT + _TEXTS_LAYOUT * texts
     if not data_dir.is_dir():
@@ -70,7 +72,7 @@ def language_files(data_dir: str | os.PathLike, texts: bool = False) -> dict[str
             )
         files[lang] = path
     if not files:
-        raise DataError(f"no data in {str(data_dir)!r}: {layout}")
+        raise NoDataError(f"no data in {str(data_dir)!r}: {layout}")
     return files
 
 

@@ -178,6 +178,7 @@ class GenerateHandler(_TranslatingHandler):
         error = kwargs.get("exc_info", (None, None))[1]
         is_ours = isinstance(error, RequestError)
         message = error.message if is_ours else http.HTTPStatus(status_code).phrase
+        self.set_status(status_code)  # for the log and the metrics; the client has its own
         self.finish(_event({"error": message}))
 
 

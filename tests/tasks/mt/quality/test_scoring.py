@@ -8,6 +8,7 @@ import sacrebleu
 
 from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.scoring import evaluate
+from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST
 from lingvo_moe.tasks.text.data.prepared import FORMAT
 from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
@@ -93,8 +94,12 @@ def test_count_train_pairs(tmp_path):
     )
     PREPARED_LIST.Write(tmp_path)
     assert scoring.count_train_pairs(tmp_path, ["de", "fr"]) == {"de": 7, "fr": 0}
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "de.tsv").mkdir(parents=True)
     assert scoring.count_train_pairs(tmp_path / "empty", ["de"]) is None
+    for name in ("fr.tsv", "fr.tsv.gz"):
+        (tmp_path / "empty" / name).touch()
+    with pytest.raises(DataError, match=r"both fr\.tsv and fr\.tsv\.gz"):
+        scoring.count_train_pairs(tmp_path / "empty", ["fr"])
 
 
 def test_texts_are_scored_again_and_comet_has_them_all(tmp_path):

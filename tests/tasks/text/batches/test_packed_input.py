@@ -249,9 +249,8 @@ def test_rows_too_short_for_anything(params, ready, tmp_path, monkeypatch):
         (tmp_path / f"{side}.model").write_bytes(vocabulary.model_bytes)
     places = {"data_dir": str(tmp_path), "vocab_dir": str(tmp_path)}
     tiny = params.Copy().Set(source_length=2, target_length=2, **places).Instantiate()
-    with pytest.raises(
-        DataError, match=r"fits into a row of input.source_length=2, input.target_length=2;"
-    ):
+    lengths = r"input\.source_length=2, input\.target_length=2"
+    with pytest.raises(DataError, match=f"none of 500 pairs fits into a row of {lengths};"):
         next(iter(tiny))
 
 

@@ -201,7 +201,9 @@ def test_a_run_of_another_task_is_no_translation_model(tmp_path):
 
 def test_a_run_of_another_task_is_no_run_of_translation(run):
     _change(run, files=[], input={})
-    with pytest.raises(RunDirError, match=r"keeps no vocab/source\.model: it is no run of a tran"):
+    with pytest.raises(
+        RunDirError, match=r"keeps no vocab/source\.model: it is no run of a model of texts"
+    ):
         _ = run.vocabs
     _change(run, input={"languages": "de"})
     with pytest.raises(RunDirError, match="languages must be a list of strings"):

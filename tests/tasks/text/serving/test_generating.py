@@ -56,6 +56,8 @@ def test_a_stream_of_a_model_that_breaks_ends_with_an_error(server):
         {"text": " a"},
         {"error": "Internal Server Error"},
     ]
+    broken = 'requests_total{route="/generate",status="500"} 1'
+    assert broken in server.Ask("GET", "/metrics").body.decode()
     assert server.Ask("POST", "/generate", {"text": "poison", "stream": True}).status == 500
 
 
