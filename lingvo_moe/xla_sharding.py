@@ -103,6 +103,10 @@ def shard(
     return _shard_tensor(tensor_or_function, *args, **kwargs)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
+
 if not TYPE_CHECKING:  # which knows these names
 
     def __getattr__(name: str) -> Any:

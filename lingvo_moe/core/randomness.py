@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+_draws: set[str] = set()  # the names of the functions that draw
+
 
 def make_seed(global_seed: int | tf.Tensor, step: int | tf.Tensor) -> tf.Tensor:
     """The seed of one training step, int32 [2], from the experiment's seed and the step
@@ -58,6 +60,7 @@ def bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
         ValueError: a shape that is not static, or with more than 2^32 elements beyond the first
             dimension that a seed covers.
     """
+    seed = tf.convert_to_tensor(seed, tf.int32)
     shape = [int(n) if n is not None else None for n in shape]
     if None in shape:
         raise ValueError(f"random numbers need a static shape, got {shape}")
@@ -73,12 +76,19 @@ def bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     ]
 
 
+def is_draw(op: tf.Operation) -> bool:
+    """Whether an operation of a graph is a draw of `bits`: from a seed [2], or from seeds [n, 2] for n rows."""
+    return op.type == "PartitionedCall" and op.get_attr("f").name in _draws
+
+
 @functools.lru_cache(maxsize=1024)
 def _traced_bits(seed_shape: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """The TensorFlow function of a seed for `_bits` of a shape; of no graph, so that all of them can call it."""
     with tf.init_scope(), tf.device(None):
         function = tf.function(lambda seed: _bits(seed, shape), autograph=False)
-        return function.get_concrete_function(tf.TensorSpec(seed_shape, tf.int32))
+        traced = function.get_concrete_function(tf.TensorSpec(seed_shape, tf.int32))
+    _draws.add(tf.compat.as_str(traced.name))
+    return traced
 
 
 def _bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:

@@ -46,8 +46,7 @@ def largest(
 ) -> tuple[int, Mesh]:
     """The most of so many processes whose devices an experiment divides over, and their mesh. Raises ShardingError."""
     base, task = make_mesh(params, args.mesh), params.task.Instantiate()
-    count = processes
-    while True:
+    for count in range(processes, 0, -1):
         try:
             mesh = base.over_devices(count * devices_each)
             check_divisible(params, task, mesh)
@@ -56,4 +55,4 @@ def largest(
         except ValueError:
             if count == 1:
                 raise
-        count -= 1
+    raise ValueError(f"processes={processes}: must be at least 1")

@@ -15,6 +15,7 @@ MESH = xs.Mesh.parse("data:2,model:4")
 def test_every_name_is_there_and_says_what_it_is():
     for name in xs.__all__:
         assert getattr(xs, name).__doc__, name
+    assert {*xs.__all__} <= {*dir(xs)}
 
 
 def test_annotations_redistribution_and_loops_in_one_program():

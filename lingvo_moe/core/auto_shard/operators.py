@@ -176,9 +176,8 @@ class Operators:
         if not any(used) or op.type in _STATIC:
             return  # a constant: every device computes it
         if op.type == "FusedBatchNormV3":
-            op.outputs[5].set_shape(
-                [0]
-            )  # for cuDNN; XLA leaves it empty, and TensorFlow does not say
+            # For cuDNN; XLA leaves it empty, and TensorFlow does not say.
+            op.outputs[5].set_shape([0])
         for y in op.outputs:
             if not y.shape.is_fully_defined():
                 if not any(z.consumers() for z in op.outputs):

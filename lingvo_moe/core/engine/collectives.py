@@ -31,7 +31,8 @@ def parse_collectives(hlo_text: str) -> list[Collective]:
         results = instruction.arrays
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
             count = len(instruction.operands)
-            results = results[count : 2 * count]  # (operands, results, contexts)
+            # (operands, results, contexts); a permute in place has its result and places among its operands.
+            results = results[count : 2 * count] or results[1:2]
         if instruction.opcode != "send":
             found.append(
                 Collective(

@@ -28,10 +28,8 @@ class TfEngine(Engine):
         """`jit_compile`: by XLA. Raises EngineError for a mesh of more than one device."""
         _report_fallback_silently()
         self.mesh = mesh or single_device()
-        self._jit_compile, self._flag = (
-            jit_compile,
-            f"--engine={'tf' if jit_compile else 'tf_graph'}",
-        )
+        self._jit_compile = jit_compile
+        self._flag = "--engine=tf" if jit_compile else "--engine=tf_graph"
         if self.mesh.size != 1:
             raise EngineError(
                 f"{self._flag} runs on one device, not on mesh {self.mesh} of {self.mesh.size}; use --engine=pjrt, or "

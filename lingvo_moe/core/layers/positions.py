@@ -3,6 +3,7 @@
 Letters: B batch, T time, M model, K key dimension.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -147,10 +148,11 @@ class ScaledRotary(Rotary):
     """The base of rotary positions for texts that are longer than those of the first training.
 
     Attributes:
-        TURNS: the parameters that bound how often a pair turns where it is partly slowed, the smaller one first.
+        TURNS: the parameters that bound how often a pair turns where it is partly slowed, the smaller one first; () for
+            none.
     """
 
-    TURNS: ClassVar[tuple[str, str]]
+    TURNS: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -163,10 +165,12 @@ class ScaledRotary(Rotary):
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        low, high = self.TURNS
-        least, most = self.p.Get(low), self.p.Get(high)
-        if most < least:
-            raise ParamError(f"{self.path}.{high}", str(most), f"must be at least {low}={least}")
+        for low, high in itertools.pairwise(self.TURNS):
+            least, most = self.p.Get(low), self.p.Get(high)
+            if most < least:
+                raise ParamError(
+                    f"{self.path}.{high}", str(most), f"must be at least {low}={least}"
+                )
 
 
 class Llama3Rotary(ScaledRotary):

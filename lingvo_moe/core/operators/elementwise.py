@@ -13,6 +13,7 @@ from lingvo_moe.core.operators.rule import (
     whole,
     without,
 )
+from lingvo_moe.core.randomness import is_draw
 
 
 def elementwise(op: Any) -> Rule | None:
@@ -20,6 +21,15 @@ def elementwise(op: Any) -> Rule | None:
     dims = numbered(op.outputs[0])
     values = op.inputs[:1] if op.type == "BroadcastTo" else op.inputs
     return rule(op, [dims[len(dims) - len(known_shape(x)) :] for x in values], [dims])
+
+
+def draw(op: Any) -> Rule | None:
+    """Random bits, which depend on their position alone: each device draws its own. None for other functions."""
+    if not is_draw(op):
+        return None
+    dims = numbered(op.outputs[0])
+    stacked = len(known_shape(op.inputs[0])) - 1
+    return rule(op, [(*dims[:stacked], None)], [dims])
 
 
 def bias_add(op: Any) -> Rule | None:
@@ -94,4 +104,5 @@ RULES: dict[str, RuleOf] = {
         ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"), cross_entropy
     ),
     "BiasAdd": bias_add,
+    "PartitionedCall": draw,
 }

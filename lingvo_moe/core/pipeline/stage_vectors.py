@@ -135,7 +135,6 @@ def from_paths(specs: NestedMap, values: Mapping[str, Any]) -> NestedMap:
     Raises:
         KeyError: a variable of `specs` is not among the values.
     """
-
     # Both have reshape, concat, pad and stack.
     library: Any = tf if any(isinstance(value, tf.Tensor) for value in values.values()) else np
 

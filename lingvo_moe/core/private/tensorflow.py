@@ -114,10 +114,10 @@ def function_of(op: tf.Operation, attribute: str) -> Any:
     return functions_of(op, attribute)[0]
 
 
-def inner_graphs(graph: tf.Graph) -> list[tf.Graph]:
-    """The graphs of the functions that are defined in a graph."""
-    graphs = (getattr(function, "graph", None) for function in graph._functions.values())
-    return [each for each in graphs if each is not None]
+def inner_graphs(graph: tf.Graph) -> dict[str, tf.Graph]:
+    """The graphs of the functions that are defined in a graph, by the functions' names."""
+    found = {name: getattr(each, "graph", None) for name, each in graph._functions.items()}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def forward_operation(op: tf.Operation) -> tf.Operation | None:

@@ -204,7 +204,7 @@ def tile_devices(mapping: DimsMapping, mesh: Mesh) -> np.ndarray:
 def read_tile_devices(devices: np.ndarray, mesh: Mesh) -> DimsMapping | None:
     """The mapping with these `tile_devices`, the copies of a part in any order; None where no axes have them."""
     tiles = devices.shape[:-1]
-    if devices.size != mesh.size:
+    if not np.array_equal(np.sort(devices, axis=None), np.arange(mesh.size)):
         return None
     part = np.empty(mesh.size, np.int64)
     part[devices.flatten()] = np.arange(mesh.size) // devices.shape[-1]

@@ -11,6 +11,7 @@ import tensorflow as tf
 from auto_shard_functions import spec
 
 from lingvo_moe import xla_sharding as xs
+from lingvo_moe.core import randomness
 from lingvo_moe.core.nested_map import flatten, map_structure
 from lingvo_moe.core.planner.machines.ring import ring
 from lingvo_moe.core.planner.network import mesh_machine
@@ -159,6 +160,18 @@ def test_tensorflow_s_own_batch_normalization_can_be_sharded(no_latency):
     sharded = xs.auto_shard(normalized, Mesh.parse("data:4"))
     args = _check(normalized, sharded, [spec(8, 4, 4, 6), spec(6), spec(6)])
     assert sharded.Strategy(*args).notes == ()
+
+
+def test_each_device_draws_its_part_of_a_dropout(no_latency):
+    def dropped(x_BM: tf.Tensor, w_MH: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        y_BH = tf.nn.relu(x_BM @ w_MH)
+        return tf.where(randomness.kept(seed, y_BH.shape, 0.1), y_BH, 0.0)
+
+    sharded = xs.auto_shard(dropped, Mesh.parse("data:4"))
+    args = [*map(tf.constant, _values([spec(64, 16), spec(16, 8)])), randomness.make_seed(1, 2)]
+    np.testing.assert_allclose(sharded(*args), dropped(*args), rtol=1e-5, atol=1e-6)
+    strategy = sharded.Strategy(*args)
+    assert strategy.notes == () and any(strategy.arguments[0].mapping)
 
 
 def test_the_gradient_of_a_strided_slice_is_right(no_latency):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from lingvo_moe.core.private import tensorflow as private
+from lingvo_moe.core.randomness import is_draw
 
 _PACKAGE = os.fspath(Path(__file__).absolute().parents[3])
 # This package's plumbing, which annotates, traces and wraps on behalf of the user's code.
@@ -89,7 +90,7 @@ class Sources:
     def Line(self, name: str) -> SourceLine | None:
         """The user's source line of operation `name`, or, for a gradient, of its forward operation.
 
-        An operation of a function that is called has the line of the call.
+        An operation of a call that has a name of its own, as draws of random bits have, has the line of the call.
         """
         caller = name
         while caller and caller not in self._entries:
@@ -136,8 +137,9 @@ def record(graph: tf.Graph) -> Sources:
             line = _user_line((op if original is None else original).traceback)
             forward = "" if original is None else original.name
             entries[op.name] = _Entry(line, op.type, reads, forward)
-        for inner in private.inner_graphs(graph):
-            if id(inner) not in seen:
+        draws = {op.get_attr("f").name for op in operations if is_draw(op)}  # known by the calls
+        for name, inner in private.inner_graphs(graph).items():
+            if id(inner) not in seen and name not in draws:
                 seen.add(id(inner))
                 waiting.append(inner)
     return Sources(entries)

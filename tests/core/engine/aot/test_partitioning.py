@@ -86,10 +86,12 @@ def test_a_slice_that_is_not_there():
         partition(_program(), topology="v3:4x4")
 
 
-def test_an_asynchronous_collective_of_several_tensors_has_all_of_their_results():
+def test_an_asynchronous_collective_has_the_results_of_all_of_its_tensors():
     text = """
   %g = ((f32[4,2]{1,0}, bf16[8]{0}), (f32[8,2]{1,0}, bf16[16]{0})) all-gather-start(%a, %b), dimensions={0}
   %p = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%c), source_target_pairs={{0,1}}
+  %i = (f32[4]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%c, %o, %x, %y), source_target_pairs={{0,1}}
 """
     found = [(c.shapes, c.num_bytes) for c in parse_collectives(text)]
-    assert found == [((("f32", (8, 2)), ("bf16", (16,))), 96), ((("f32", (4,)),), 16)]
+    permuted, in_place = ((("f32", (4,)),), 16), ((("f32", (8,)),), 32)
+    assert found == [((("f32", (8, 2)), ("bf16", (16,))), 96), permuted, in_place]
