@@ -160,18 +160,17 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
     flags = {name: value for name, value in args.Values().items() if name not in _NO_TRANSLATORS}
     files = [Path(value) for value in flags.values() if isinstance(value, str)]
     files = [file for file in files if file.is_file()]
+    checkpoints: list[str] = []
     if args.saved_model:
         from lingvo_moe.tasks.text.decoding.saved_functions import MANIFEST
 
         files.append(local(args.saved_model) / MANIFEST)
-        checkpoints = []
     else:
         from lingvo_moe.core.runs.run_dir import RunDir
         from lingvo_moe.core.runs.saved_steps import LIST, saved_steps
 
         saved = saved_steps(RunDir(args.logdir).checkpoint_dir)  # which may be in a bucket
         steps = about.get("averaged_steps") or [about["step"]]
-        checkpoints = []
         for step in steps:
             with contextlib.suppress(OSError):  # the trainer may have deleted it since it was read
                 checkpoints.append(saved.Of(step).Read(LIST).decode())
