@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
-from benchmarks.moe_layer_worker import flops
+from benchmarks.moe_layer_worker import EXPERTS, SIZE, flops
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
@@ -60,7 +60,7 @@ PEERS = {
 NAMES = {**OURS, **REFERENCES, **PEERS}
 SAME_FOR_ALL_E = ("dense", "matmul")
 COST = {"model_dim": 128, "hidden_dim": 512}
-EXPERTS, COST_EXPERTS = (8, 32, 128), (2, 8, 32, 128, 512, 2048)
+COST_EXPERTS = (2, 8, 32, 128, 512, 2048)
 COST_NAMES = (
     "tf_graph.index",
     "tf_graph.dropless",
@@ -68,7 +68,6 @@ COST_NAMES = (
     "torch_batched",
     "tf_graph.matmul",
 )
-SIZE: dict[str, Any] = {"groups": 4, "group_size": 1024, "model_dim": 512, "hidden_dim": 2048}
 
 
 @dataclass(frozen=True)

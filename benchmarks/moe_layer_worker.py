@@ -13,6 +13,10 @@ from typing import Any
 
 from benchmarks.peers.stepping import arrays, keep_memory, serve
 
+# The layer that is measured, and its numbers of experts.
+SIZE: dict[str, Any] = {"groups": 4, "group_size": 1024, "model_dim": 512, "hidden_dim": 2048}
+EXPERTS = (8, 32, 128)
+
 
 def main() -> None:
     name, size = sys.argv[1], json.loads(sys.argv[2])

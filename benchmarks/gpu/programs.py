@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import moe_layer_worker
 from benchmarks.gpu.layer import FORMATS, MANIFEST, VERSION
-from benchmarks.moe_layer import EXPERTS, SIZE
+from benchmarks.moe_layer_worker import EXPERTS, SIZE
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files

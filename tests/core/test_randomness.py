@@ -51,6 +51,18 @@ def test_stacked_seeds_give_what_each_gives_alone():
         np.testing.assert_array_equal(together[i], randomness.bits(alone, [4, 5]))
 
 
+def test_draws_of_one_shape_are_built_once_for_all_graphs():
+    def graphs(count):
+        for _ in range(count):
+            function = tf.function(lambda seed: randomness.bits(seed, [7, 11, 2]), autograph=False)
+            yield function.get_concrete_function(tf.TensorSpec([2], tf.int32)).graph
+
+    before = randomness._traced_bits.cache_info().misses
+    drawn = [op for graph in graphs(3) for op in graph.get_operations() if randomness.is_draw(op)]
+    assert len(drawn) == 3 and len({op.get_attr("f").name for op in drawn}) == 1
+    assert randomness._traced_bits.cache_info().misses == before + 1
+
+
 def test_a_draw_is_one_operation_of_a_graph_with_the_same_bits():
     @tf.function
     def drawn(seed):

@@ -176,7 +176,7 @@ class Operators:
         if not any(used) or op.type in _STATIC:
             return  # a constant: every device computes it
         if op.type == "FusedBatchNormV3":
-            # For cuDNN; XLA leaves it empty, and TensorFlow does not say.
+            # The workspace of cuDNN: XLA leaves it empty, and TensorFlow states no shape.
             op.outputs[5].set_shape([0])
         for y in op.outputs:
             if not y.shape.is_fully_defined():

@@ -286,7 +286,7 @@ class Flags(flags.FlagValues):
         self._Refuse([*names.split(), *needed], why)
 
     def _Refuse(self, names: Sequence[str], why: Callable[[Mapping[str, Any]], str]) -> None:
-        """Refuses values of these flags, by name, for which `why` gives a reason; '' is none."""
+        """Refuses these flags where `why`, which gets their values by name, returns a reason; '' is none."""
 
         def check(values: Mapping[str, Any]) -> bool:
             if said := why(values):

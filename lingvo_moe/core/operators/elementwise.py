@@ -24,7 +24,7 @@ def elementwise(op: Any) -> Rule | None:
 
 
 def draw(op: Any) -> Rule | None:
-    """Random bits, which depend on their position alone: each device draws its own. None for other functions."""
+    """Random bits depend on the seed and on their position, so each device draws its part; None for other functions."""
     if not is_draw(op):
         return None
     dims = numbered(op.outputs[0])

@@ -147,9 +147,9 @@ def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]
             lies = interconnect.spread(use.devices, topology)
             at = place.layer, place.part, place.phase
             counts[use.kind, *at, use.bytes, use.participants, lies] += cost.times
-    nodes = "slice" if topology.node_devices else "chip"
+    unit = "slice" if topology.node_devices else "chip"
     if isinstance(topology, Cluster):
-        nodes = "node"
+        unit = "node"
     table = []
     for (kind, layer, part, phase, num_bytes, participants, lies), count in counts.items():
         one = interconnect.seconds(kind, num_bytes, participants, topology, lies)
@@ -166,8 +166,8 @@ def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]
         if lies is not None:
             sent = interconnect.sent(kind, num_bytes, lies, topology)
             row |= {
-                f"{nodes}s": lies.nodes,
-                f"in_{nodes}": lies.inside,
+                f"{unit}s": lies.nodes,
+                f"in_{unit}": lies.inside,
                 "sent_inside": round(sent.inside),
                 "sent_between": round(sent.between),
             }
@@ -233,8 +233,8 @@ def timed_again(plan: dict[str, Any], topology: Machine) -> dict[str, Any]:
     """A recorded plan with the seconds that today's models of the network and of a step give for its facts."""
     rows = []
     for row in plan["collectives"]:
-        nodes = next((n for n in ("node", "slice", "chip") if f"{n}s" in row), "")
-        lies = interconnect.Spread(row[f"{nodes}s"], row[f"in_{nodes}"]) if nodes else None
+        unit = next((name for name in ("node", "slice", "chip") if f"{name}s" in row), "")
+        lies = interconnect.Spread(row[f"{unit}s"], row[f"in_{unit}"]) if unit else None
         one = interconnect.seconds(row["kind"], row["bytes"], row["participants"], topology, lies)
         rows.append(row | {"seconds": row["count"] * one})
     rows.sort(key=lambda row: -row["seconds"])
