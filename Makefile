@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format fuzz build-files damage wheel ends demo experiments plans reproduction lock clean dist
+.PHONY: help install test lint format replay fuzz build-files damage wheel ends demo experiments plans reproduction lock clean dist
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -34,6 +34,9 @@ ENDS := tests/test_toy_task.py tests/core/engine/checkpoints/test_checkpoints.py
   tests/tasks/text/preparing/test_scripts.py tests/tasks/text/data/test_opening.py tests/tasks/mt/quality/test_scoring.py \
   tests/tasks/text/serving/test_server.py tests/tools/test_report_tool.py \
   tests/tasks/text/decoding/test_export.py::test_saved_model_in_bare_tensorflow
+# For make replay: the commit to compare with, and some experiments alone.
+BASE ?= HEAD
+ONLY ?=
 GPU ?=
 SEED ?= $(shell echo $$RANDOM$$RANDOM)
 ARGS ?=
@@ -104,6 +107,9 @@ damage: install ## EXAMPLES random damages to RUN and EXPORT, which are restored
 format: install ## Rewrite the sources as ruff formats them.
 	@$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+replay: install ## Compare the programs of all experiments with those of the commit BASE; minutes. ONLY=mt.M4Tiny,...
+	@$(PY) -m tests.replay --base="$(BASE)" --only="$(ONLY)"
 
 build-files: install ## Rewrite the BUILD files after files or imports have changed.
 	@$(PY) -m tools.build_files
