@@ -7,11 +7,12 @@ is of data, which do not change: in the user's cache, for all processes.
 import atexit
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
 from lingvo_moe.core.files.files import only_one, replaced_directory
@@ -19,8 +20,10 @@ from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.files.paths import user_cache_dir
 from lingvo_moe.core.files.store import Bucket, LocalStore, StoreError, is_address
 
+WRITER = "WRITER"  # the object that says who writes at an address, see core/runs/bucket_lock.py
 # The parts of a run that are not copied: checkpoints are read and written in place, events only written.
-_IN_PLACE, _EVENTS = "checkpoints/", ".tfevents."
+_IN_PLACE, _EVENTS = ("checkpoints/", WRITER), ".tfevents."
+_log = logging.getLogger(__name__)
 
 
 class LocalCopy:
@@ -29,6 +32,7 @@ class LocalCopy:
     Attributes:
         path: the directory. Its name ends with the address, for messages.
         store: the place in the bucket.
+        holds: renews this process's lock of the place, or raises where another process has it; None: it has no lock.
 
     Raises PathError: as Bucket. OSError: a file cannot be read, or not be written here.
     """
@@ -39,26 +43,55 @@ class LocalCopy:
         atexit.register(shutil.rmtree, self._temporary, ignore_errors=True)
         self.path = Path(self._temporary, *filter(None, self.store.address.split("/")))
         self.path.mkdir(parents=True)
-        self._written = dict[Path, tuple[int, int]]()  # the state of each file as the bucket has it
+        self.holds: Callable[[], None] | None = None
+        # The state of each file as the bucket has it, and its generation there.
+        self._written = dict[Path, tuple[tuple[int, int], bytes]]()
         self._lock = threading.Lock()
         self.Fetch()
 
     def Fetch(self) -> None:
         """Replaces the files here by those of the bucket."""
-        for name in self.store.List():
+        names = self.store.List()
+        for name in names:
             if name.startswith(_IN_PLACE) or _EVENTS in name:
                 continue
-            LocalStore(self.path).Write(_checked(self.store, name), self.store.Read(name))
-            self._written[self.path / name] = _state(self.path / name)
+            found, path = self.store.Version(name), self.path / _checked(self.store, name)
+            if found.value is not None:
+                LocalStore(self.path).Write(name, found.value)
+                self._written[path] = _state(path), found.generation
+        for path in self._written.keys() - {self.path / name for name in names}:
+            path.unlink(missing_ok=True)
+            del self._written[path]
 
     def Push(self) -> None:
-        """Writes what has changed here to the bucket, oldest first: a list of files comes after the files."""
+        """Writes what has changed here to the bucket, oldest first: a list of files comes after the files.
+
+        What another process has written there in the meantime stays. But where this one holds the lock, that was a
+        writer that was taken for dead, and is replaced.
+
+        Raises StoreError, and as `holds`.
+        """
         with self._lock:
-            found = [p for p in self.path.rglob("[!.]*") if p.is_file()]
-            changed = [(p, s) for p in found if (s := _state(p)) != self._written.get(p)]
-            for path, state in sorted(changed, key=lambda item: item[1]):
-                self.store.Write(path.relative_to(self.path).as_posix(), path.read_bytes())
-                self._written[path] = state
+            found = [(p, _state(p)) for p in self.path.rglob("[!.]*") if p.is_file()]
+            for path, state in sorted(found, key=lambda item: item[1]):
+                name = path.relative_to(self.path).as_posix()
+                before, generation = self._written.get(path, (None, b""))
+                if state != before or (self.holds and not self.store.IsStill(name, generation)):
+                    self._written[path] = state, self._Write(name, path.read_bytes(), generation)
+
+    def _Write(self, name: str, data: bytes, generation: bytes) -> bytes:
+        """Replaces a file of that generation, b'' where none is known; returns the one that is there then."""
+        while True:
+            if not generation:
+                value, generation = self.store.Version(name)
+                if value is not None and not self.holds:
+                    _log.warning("%s/%s: was written by another process; that stays", self.store.address, name)
+                    return generation
+            # Only now: who takes the place over from here on writes another generation, or replaces this one.
+            if self.holds:
+                self.holds()
+            if generation := self.store.Replace(name, data, generation):
+                return generation
 
 
 _copies = dict[str, LocalCopy]()

@@ -185,13 +185,17 @@ class Bucket(Store):
             )
         if match is None:
             raise PathError(f"{address}: names no bucket; write {scheme}://BUCKET/PATH")
+        if {".", ".."} & {*address.split("/")}:  # of a copy they would lead elsewhere
+            raise PathError(f"{address}: holds . or .. as a name; write the address without them")
         self._scheme, self._bucket, self._path = match[1], match[2], match[3].strip("/")
 
     def Below(self, name: str) -> "Bucket":
         return Bucket(f"{self.address}/{name}")
 
     def List(self) -> list[str]:
-        return sorted(key.decode("utf-8", "surrogateescape") for key in self._Do("", "list"))
+        # What ends with a slash is no file: consoles and mounts leave such objects for their folders.
+        keys = (key for key in self._Do("", "list") if not key.endswith(b"/"))
+        return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 
     def Has(self, name: str) -> bool:
         import tensorstore as ts
@@ -209,19 +213,16 @@ class Bucket(Store):
     def Write(self, name: str, data: bytes) -> None:
         self._Do(name, "write", name, data)
 
-    def Create(self, name: str, data: bytes) -> bool:
-        """Writes a file if there is none; says whether. Of several writers, one gets True. Raises StoreError.
-
-        `data` must differ between writers.
-        """
-        there = self.Version(name)
-        return there.value is None and bool(self.Replace(name, data, there.generation))
-
     def Version(self, name: str) -> Version:
         """A file as it is now. Raises StoreError."""
         found = self._Do(name, "read", name)
         value = None if found.state == "missing" else bytes(found.value)
         return Version(value, found.stamp.generation)
+
+    def IsStill(self, name: str, generation: bytes) -> bool:
+        """Whether a file is still of that generation. Raises StoreError."""
+        found = self._Do(name, "read", name, if_not_equal=generation)
+        return bool(found.state == "unspecified" or found.stamp.generation == generation)
 
     def Replace(self, name: str, data: bytes, generation: bytes) -> bytes:
         """Writes a file if it is still of that generation; returns its new one, b'' where it was not.

@@ -2,6 +2,11 @@
 
 The object WRITER says who writes there, and its holder renews it. Whoever comes later watches it: one that is not
 renewed for a while was left by a process that was killed, and is taken over, by one of those who wait for it.
+
+A holder that was only suspended goes on later, between any two requests, or its last request comes late. So it renews
+the lock, on the condition that it is still its own, before each file and each step that it writes; and that one last
+request can harm nothing: files of a run have generations (core/files/copies.py), steps are written below names of
+their writers (saved_steps.py), and the lock itself is never deleted, since a bucket deletes on no condition.
 """
 
 import contextlib
@@ -11,11 +16,10 @@ import threading
 import time
 
 from lingvo_moe.core.console.command import say
-from lingvo_moe.core.files.copies import LocalCopy, local_copy
+from lingvo_moe.core.files.copies import WRITER, LocalCopy, local_copy
 from lingvo_moe.core.files.store import Bucket, StoreError, is_address
 from lingvo_moe.core.runs.run_lock import RunLock, RunLockError, holder_in, in_words, who_i_am
 
-WRITER = "WRITER"
 RENEWAL = 5.0  # seconds between renewals
 PATIENCE = 30.0  # seconds without a renewal after which a holder counts as dead
 PUSHING = 60.0  # seconds between two looks for changed files of a run
@@ -31,40 +35,54 @@ class BucketLock:
         self._place, self._token, self._number = place, secrets.token_hex(16), 0
         self._me = {"token": self._token, **who_i_am()}
         self._generation = self._Take()
-        self._lost, self._closing = "", threading.Event()
-        self._thread = threading.Thread(target=self._Renew, name="bucket lock", daemon=True)
+        self._lost, self._closing, self._renewing = "", threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._KeepRenewing, name="bucket lock", daemon=True)
         self._thread.start()
 
     def Check(self) -> None:
-        """Raises RunLockError where another writer has taken the place over, as when this process stood still."""
-        if self._lost:
-            raise RunLockError(self._lost)
+        """What comes before a step is complete: Renew."""
+        self.Renew()
+
+    def Renew(self) -> None:
+        """Makes sure that it is still held.
+
+        Raises RunLockError: another writer has taken the place over, as when this process stood still. StoreError.
+        """
+        with self._renewing:
+            if self._lost:
+                raise RunLockError(self._lost)
+            try:
+                self._generation = self._Renewed()
+            except RunLockError as e:
+                self._lost = str(e)
+                raise
 
     def Close(self) -> None:
-        """Ends it; the object goes, where it is still this writer's and the bucket works."""
+        """Ends it; the object says so, where it is still this writer's and the bucket works."""
         self._closing.set()
         self._thread.join()
         if not self._lost:
             with contextlib.suppress(StoreError):
-                self._place.Delete(WRITER)
+                self._place.Replace(WRITER, self._Content(ended=True), self._generation)
 
-    def _Content(self) -> bytes:
+    def _Content(self, ended: bool = False) -> bytes:
         self._number += 1
-        return json.dumps({**self._me, "number": self._number}).encode()
+        return json.dumps({**self._me, "number": self._number, "ended": ended}).encode()
 
     def _Take(self) -> bytes:
         """Returns the generation of the object that this writer wrote."""
         found = self._place.Version(WRITER)
         until = time.monotonic() + PATIENCE
         while True:
-            # An absent object, or one that stayed the same for so long, is replaced, unless somebody else was quicker.
-            if found.value is None or time.monotonic() > until:
+            # An absent object, and one that has ended or stayed the same for so long, is replaced, unless somebody else
+            # was quicker.
+            if found.value is None or _has_ended(found.value) or time.monotonic() > until:
                 if taken := self._place.Replace(WRITER, self._Content(), found.generation):
                     return taken
                 raise self._Refusal(self._place.Version(WRITER).value)
             time.sleep(min(1.0, PATIENCE / 10))
             now = self._place.Version(WRITER)
-            if now.generation != found.generation and now.value:
+            if now.generation != found.generation and now.value and not _has_ended(now.value):
                 raise self._Refusal(now.value)
             found = now
 
@@ -74,18 +92,18 @@ class BucketLock:
             f"{self._place.address}: another writer is at work there{by}; wait, stop it, or name another place"
         )
 
-    def _Renew(self) -> None:
+    def _KeepRenewing(self) -> None:
         last = time.monotonic()
         while not self._closing.wait(RENEWAL):
             try:
-                self._generation, last = self._Renewed(), time.monotonic()
+                self.Renew()
+                last = time.monotonic()
             except StoreError as e:
                 if time.monotonic() - last < PATIENCE:
                     continue
                 self._lost = f"{self._place.address}: {WRITER} could not be renewed: {e}"
                 return
-            except RunLockError as e:
-                self._lost = str(e)
+            except RunLockError:
                 return
 
     def _Renewed(self) -> bytes:
@@ -97,6 +115,10 @@ class BucketLock:
         if holder_in(now.value or b"").get("token") != self._token:
             raise self._Refusal(now.value)
         return now.generation
+
+
+def _has_ended(content: bytes) -> bool:
+    return bool(holder_in(content).get("ended"))
 
 
 class BucketRunLock:
@@ -126,7 +148,7 @@ class BucketRunLock:
         local_copy(self._address).Fetch()
 
     def Close(self) -> None:
-        """Writes what has changed, and releases the address. Raises StoreError."""
+        """Writes what has changed, and releases the address. Raises RunLockError, StoreError."""
         if self.held:
             self.held.Close()
 
@@ -142,24 +164,27 @@ class HeldRun(BucketLock):
         except BaseException:
             super().Close()
             raise
+        copy.holds, self._ending = self.Renew, threading.Event()
         self._pushing = threading.Thread(target=self._Push, name="run", daemon=True)
         self._pushing.start()
 
     def Check(self) -> None:
-        """Checks the lock, then writes the files that have changed: a complete step has its lines of metrics."""
-        super().Check()
+        """Writes the files that have changed, then checks the lock: a complete step has its lines of metrics."""
         self._copy.Push()
+        self.Renew()
 
     def Close(self) -> None:
+        """Writes what has changed, and ends it. Raises as Check."""
+        self._ending.set()
+        self._pushing.join()
         try:
-            if not self._lost:
-                self._copy.Push()
+            self._copy.Push()
         finally:
+            self._copy.holds = None
             super().Close()
-            self._pushing.join()
 
     def _Push(self) -> None:
-        while not self._closing.wait(PUSHING):
+        while not self._ending.wait(PUSHING):
             try:
                 self.Check()
             except StoreError as e:

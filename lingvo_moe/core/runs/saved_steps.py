@@ -1,23 +1,29 @@
 """The checkpoints of a run, one place a step: which are complete, and how one becomes complete at once.
 
-In a directory, a step is written under another name, and renamed. A bucket can rename nothing: a step is complete when
-its object COMMIT is there, which is written last, and only if there is none, so that of two writers one is refused. It
-holds the digest of the list of the step's files. A step that is deleted first loses its name, or COMMIT.
+In a directory, a step is written under another name, and renamed. A bucket can rename nothing: each writer writes the
+files of a step below a name of its own, and then the object COMMIT of the step, which names that writer and has the
+digest of the list of the files. COMMIT is only written where there is none, so that of two writers one is refused; one
+that leads to no file counts as none. It is by a writer that was taken for dead, whose files were deleted, and that
+went on. A step that is deleted first loses its name, or COMMIT.
 """
 
 import abc
 import contextlib
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from lingvo_moe.core.files.manifest import ManifestError
 from lingvo_moe.core.files.store import Bucket, LocalStore, Store, open_store
 
 COMMIT = "COMMIT"
 LIST = "files.xxh128"  # the list of a step's files with their digests
+_COMMIT = re.compile(rb"([0-9a-f]{64})(?: ([0-9a-f]{32}) [0-9a-f]{8})?")
 _STEP = re.compile(r"[0-9]+")
 # Names in a directory of steps that are being written or deleted; also of older versions, which Orbax wrote.
 _PART = re.compile(r"[0-9]+\.(part|deleted|orbax-checkpoint-tmp.*)")
@@ -30,9 +36,17 @@ def saved_steps(place: str | os.PathLike) -> "SavedSteps":
 
 
 class SavedSteps(abc.ABC):
-    """The steps below one place. Methods raise OSError where it fails."""
+    """The steps below one place. Methods raise OSError where it fails.
+
+    Attributes:
+        store: the place.
+        writer: 32 random hex digits, below which files are written in a bucket; the same in all processes of a job.
+    """
 
     store: Store
+
+    def __init__(self, store: Store):
+        self.store, self.writer = store, secrets.token_hex(16)
 
     @abc.abstractmethod
     def Steps(self) -> list[int]:
@@ -46,9 +60,13 @@ class SavedSteps(abc.ABC):
     def Has(self, step: int) -> bool:
         """Whether a step is complete."""
 
-    def Of(self, step: int) -> Store:
-        """The files of a complete step."""
+    def Place(self, step: int) -> Store:
+        """All that belongs to a step."""
         return self.store.Below(str(step))
+
+    def Of(self, step: int) -> Store:
+        """The files of a complete step. Raises ManifestError: what leads to them is damaged."""
+        return self.Place(step)
 
     @abc.abstractmethod
     def Part(self, step: int) -> Store:
@@ -70,15 +88,20 @@ class SavedSteps(abc.ABC):
         """Deletes a step."""
 
     @abc.abstractmethod
-    def Clear(self) -> list[int]:
-        """Deletes what killed writers left; only if nobody writes there. Returns the steps that lacked COMMIT alone."""
+    def Leftovers(self) -> list[str]:
+        """The names below which killed writers, if nobody writes there, left what is no part of a complete step."""
+
+    @abc.abstractmethod
+    def Clear(self, leftovers: Collection[str]) -> None:
+        """Deletes leftovers."""
 
 
 class StepsOnDisk(SavedSteps):
     """The steps in a directory, which need not be there."""
 
     def __init__(self, path: Path):
-        self.store, self._path = LocalStore(path), path
+        super().__init__(LocalStore(path))
+        self._path = path
 
     def Steps(self) -> list[int]:
         return sorted(int(path.name) for path in self._Names() if _STEP.fullmatch(path.name))
@@ -110,58 +133,111 @@ class StepsOnDisk(SavedSteps):
         os.rename(self._path / str(step), gone)
         shutil.rmtree(gone)
 
-    def Clear(self) -> list[int]:
-        for path in self._Names():
-            if _PART.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-        return []
+    def Leftovers(self) -> list[str]:
+        return [path.name for path in self._Names() if _PART.fullmatch(path.name)]
+
+    def Clear(self, leftovers: Collection[str]) -> None:
+        for name in leftovers:
+            shutil.rmtree(self._path / name, ignore_errors=True)
 
     def _Names(self) -> Iterator[Path]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # --restart just moved it
             yield from sorted(self._path.iterdir())
 
 
+class Commit(NamedTuple):
+    """What an object COMMIT holds; of older versions the digest alone."""
+
+    digest: str  # of the list of the step's files; '' where the object is damaged
+    writer: str  # below whose name they are; '': in the step itself
+
+    @classmethod
+    def Of(cls, step: int, content: bytes) -> "Commit":
+        """Reads the object of a step."""
+        match = _COMMIT.fullmatch(content)
+        found = cls(match[1].decode(), (match[2] or b"").decode()) if match else cls("", "")
+        return found if not found.writer or found.ToBytes(step) == content else cls("", "")
+
+    def ToBytes(self, step: int) -> bytes:
+        """The object of a step, with a checksum."""
+        body = f"{self.digest} {self.writer}"
+        return f"{body} {zlib.crc32(f'{step} {body}'.encode()):08x}".encode()
+
+    def Leads(self, names: Collection[str]) -> bool:
+        """Whether the files are among these names in the step; so it counts where they were or it is damaged, too."""
+        return not self.writer or any(name.startswith(f"{self.writer}/") for name in names)
+
+
 class StepsInBucket(SavedSteps):
     """The steps at an address."""
 
     def __init__(self, store: Bucket):
-        self.store = self._bucket = store
+        super().__init__(store)
+        self._bucket = store
 
     def Steps(self) -> list[int]:
-        return sorted(step for step, names in self._Found().items() if COMMIT in names)
+        return sorted(s for s, names in self._Found().items() if self._Commit(s, names))
 
     def Uncommitted(self) -> list[int]:
         found = self._Found().items()
-        return sorted(step for step, names in found if LIST in names and COMMIT not in names)
+        listed = ((s, names) for s, names in found if any(Path(n).name == LIST for n in names))
+        return sorted(s for s, names in listed if not self._Commit(s, names))
 
     def Has(self, step: int) -> bool:
-        return self.Of(step).Has(COMMIT)
+        return self._Commit(step, self.Place(step).List()) is not None
+
+    def Of(self, step: int) -> Store:
+        commit = self._Read(step)
+        if commit and not commit.digest:
+            raise ManifestError(f"{self.Place(step).address}: {COMMIT} was changed or damaged")
+        return self.Place(step).Below(commit.writer) if commit and commit.writer else self.Place(step)
 
     def Part(self, step: int) -> Store:
-        return self.Of(step)
+        return self.Place(step).Below(self.writer)
 
     def Complete(self, step: int, digest: str) -> bool:
-        # Different for each writer, for it is the digest of files with random names.
-        return self._bucket.Below(str(step)).Create(COMMIT, digest.encode())
+        name, content = f"{step}/{COMMIT}", Commit(digest, self.writer).ToBytes(step)
+        while True:
+            there = self._bucket.Version(name)
+            if there.value is not None:
+                if Commit.Of(step, there.value).Leads(self.Place(step).List()):
+                    return False
+            if self._bucket.Replace(name, content, there.generation):
+                return True
 
     def CheckCommit(self, step: int, digest: str) -> None:
-        try:
-            found = self.Of(step).Read(COMMIT)
-        except FileNotFoundError:
-            found = b""
-        if found != digest.encode():
+        commit = self._Read(step)
+        if commit is None or commit.digest != digest:
             raise ManifestError(f"{COMMIT} was changed or damaged, or is of another list of files")
 
     def Delete(self, step: int) -> None:
-        self.Of(step).Delete(COMMIT)
-        self.Of(step).DeleteAll()
+        self.Place(step).Delete(COMMIT)
+        self.Place(step).DeleteAll()
 
-    def Clear(self) -> list[int]:
-        ready = self.Uncommitted()
+    def Leftovers(self) -> list[str]:
+        left = list[str]()
         for step, names in self._Found().items():
-            if COMMIT not in names:
-                self.Of(step).DeleteAll()
-        return ready
+            commit = self._Commit(step, names)
+            if commit is None or commit.writer:
+                parts = {name.partition("/")[0] for name in names}
+                # COMMIT that leads nowhere stays: whoever comes next may have replaced it when this writer deletes.
+                left += (f"{step}/{p}" for p in parts - {COMMIT, commit.writer if commit else ""})
+        return left
+
+    def Clear(self, leftovers: Collection[str]) -> None:
+        for name in leftovers:
+            self.store.Delete(name)
+            self.store.Below(name).DeleteAll()
+
+    def _Commit(self, step: int, names: Collection[str]) -> Commit | None:
+        """What completes a step in which there are these files; None where nothing does."""
+        commit = self._Read(step) if COMMIT in names else None
+        return commit if commit and commit.Leads(names) else None
+
+    def _Read(self, step: int) -> Commit | None:
+        """What the object COMMIT of a step says; None where there is none."""
+        content = self._bucket.Version(f"{step}/{COMMIT}").value
+        return None if content is None else Commit.Of(step, content)
 
     def _Found(self) -> dict[int, set[str]]:
         """The names of the files of each step of which there is something."""

@@ -41,21 +41,32 @@ def write_part(step: Store, process: int, pieces: list[arrays.Piece]) -> None:
     write_manifest(step.Below(arrays.part_of(process)), _PART, files, XXH128)
 
 
-def join_parts(step: Store, processes: int, about: Mapping[str, Any]) -> str:
+def join_parts(
+    step: Store, processes: int, about: Mapping[str, Any], renew: Callable[[], None]
+) -> str:
     """Waits for the parts of all processes, joins them, and lists all files of the step with its JSON.
 
-    Returns the digest of the list. Raises Exception: as write_part.
+    `renew` is called while it waits: the parts may have been deleted by another writer.
+
+    Returns the digest of the list. Raises Exception: as write_part, and as `renew`.
     """
     known: dict[str, str] = {}
     for process in range(processes):
         name = arrays.part_of(process)
         part = step.Below(name)
-        await_true(partial(part.Has, _PART))
+        await_true(partial(_has_part, part, renew))
         known |= {f"{name}/{path}": d for path, d in read_manifest(part, _PART).items()}
     arrays.join(step, processes)
     step.Write(ABOUT, json.dumps(about).encode())
     write_manifest(step, LIST, digest=XXH128, known=known)
     return _digest(step)
+
+
+def _has_part(part: Store, renew: Callable[[], None]) -> bool:
+    if there := part.Has(_PART):
+        return there
+    renew()
+    return False
 
 
 def await_true(condition: Callable[[], bool]) -> None:

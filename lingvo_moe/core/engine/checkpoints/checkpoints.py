@@ -108,7 +108,7 @@ class Checkpointer:
         else:
             uncommitted = self._begin()
         for step in uncommitted:
-            _log.warning("%s", _UNCOMMITTED.format(self._steps.Of(step).address))
+            _log.warning("%s", _UNCOMMITTED.format(self._steps.Place(step).address))
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -118,16 +118,18 @@ class Checkpointer:
 
     def _begin(self) -> list[int]:
         """Makes the directory, without what killed writers left, before any process writes."""
-        left = []
+        uncommitted = []
         if jax.process_index() == 0:
             if isinstance(self._steps.store, Bucket):
                 self._lock = self._lock or BucketLock(self._steps.store)
             else:
                 os.makedirs(self.directory, exist_ok=True)
-            left = self._steps.Clear()
-        devices.from_first_process("x")  # the others wait
+            uncommitted, leftovers = self._steps.Uncommitted(), self._steps.Leftovers()
+            self._renew_lock()  # by now, what was listed is older than whoever takes the lock over
+            self._steps.Clear(leftovers)
+        self._steps.writer = devices.from_first_process(self._steps.writer)  # the others wait
         self._saved = set(self._steps.Steps())
-        return left
+        return uncommitted
 
     def Steps(self) -> list[int]:
         """The steps that are complete, oldest first."""
@@ -175,18 +177,25 @@ class Checkpointer:
     ) -> None:
         """Writes what this process has of a step; process 0 completes it, and deletes those that make place."""
         steps, process = self._steps, jax.process_index()
+        self._renew_lock()
         write_part(steps.Part(step), process, pieces)
         pieces.clear()  # frees memory
         if process:
             await_true(lambda: steps.Has(step))
             return
-        digest = join_parts(steps.Part(step), jax.process_count(), about)
+        digest = join_parts(steps.Part(step), jax.process_count(), about, self._renew_lock)
         if self._lock:
             self._lock.Check()
         if not steps.Complete(step, digest):
             raise RuntimeError(f"step {step} was saved by another writer at the same time")
         for old in stays.Leaving(steps.Steps()):
+            self._renew_lock()
             steps.Delete(old)
+
+    def _renew_lock(self) -> None:
+        """Raises RunLockError where another writer has taken this one for dead; StoreError."""
+        if self._lock:
+            self._lock.Renew()
 
     def Restore(
         self,
@@ -368,7 +377,7 @@ class Checkpointer:
                 verify_step(self._steps, older)
             except (ManifestError, OSError):
                 continue
-            place = self._steps.Of(step).address
+            place = self._steps.Place(step).address
             advice = (
                 f"delete {place} to go on from step {older}, whose files are as they were written"
             )
