@@ -1,6 +1,9 @@
 """A whole run in a bucket (moto's): trained, killed, gone on with, read; data and exported models there."""
 
+import contextlib
 import json
+import os
+import random
 import shutil
 import signal
 import subprocess
@@ -12,6 +15,7 @@ from object_storage import bucket
 from processes import start_python
 from trainer_testing import flags, losses, status, write_corpus
 
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.files import copies
 from lingvo_moe.core.files.copies import kept_copy, local, local_copy, upload
 from lingvo_moe.core.files.manifest import ManifestError, write_manifest
@@ -23,6 +27,8 @@ from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.text.data.scan import scan
 from tools import goodput
 
+_SUSPENSIONS = int(os.environ.get("SUSPENSIONS", "1"))
+_SEED = int(os.environ.get("SUSPENSIONS_SEED", "0"))
 pytestmark = pytest.mark.slow
 
 
@@ -67,7 +73,7 @@ def test_a_run_goes_on_in_a_bucket_as_on_disk(storage, tmp_path, monkeypatch, ca
     assert RunDir(address).steps == RunDir(tmp_path / "run").steps
     names = {name.split("/")[0] for name in open_store(address).List()}
     on_disk = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == on_disk - {".trainer.lock"}
+    assert names == on_disk - {".trainer.lock"} | {"WRITER"}
     assert sum(".tfevents." in name for name in open_store(address).List()) == 2
     assert goodput.main([f"--logdir={address}"]) == 0
     assert "6 steps" in capsys.readouterr().out
@@ -81,7 +87,7 @@ def test_a_second_trainer_is_refused(storage, tmp_path, capsys):
         lock.Acquire()
         assert status(*_flags(address, 2)) == 2
     assert f"error: {address}: another writer is at work there" in capsys.readouterr().err
-    assert open_store(address).List() == []
+    assert open_store(address).List() == ["WRITER"]
 
 
 def test_killed_it_has_the_lines_of_all_steps_before_its_checkpoint(storage, tmp_path):
@@ -94,6 +100,56 @@ def test_killed_it_has_the_lines_of_all_steps_before_its_checkpoint(storage, tmp
     local_copy(address).Fetch()
     last = RunDir(address).steps[-1]
     assert last >= 6 and set(range(1, last + 1)) <= set(_losses(address))
+
+
+_HASTY = """
+import sys
+from lingvo_moe import trainer
+from lingvo_moe.core.runs import bucket_lock
+bucket_lock.RENEWAL, bucket_lock.PATIENCE, bucket_lock.PUSHING = 0.2, 2.0, 0.5
+sys.exit(trainer.main(sys.argv[1:]))
+"""
+
+
+def test_suspended_trainers_end_and_their_successors_go_on(storage, tmp_path):
+    """Each is suspended at a random time, for several times as long as a writer is waited for."""
+    address, log, rng = f"s3://bucket/{tmp_path.name}/run", tmp_path / "log", random.Random(_SEED)
+
+    def start(stack):
+        command = ("-c", _HASTY, *_flags(address, 10**6))
+        out = stack.enter_context(open(log, "ab"))
+        child = start_python(*command, stdout=subprocess.DEVNULL, stderr=out)
+        stack.callback(child.wait)
+        stack.callback(child.kill)
+        return child
+
+    def train(child, more):
+        until = max(RunDir(address).steps, default=0) + more
+        while child.poll() is None and max(RunDir(address).steps, default=0) < until:
+            time.sleep(0.05)
+        assert child.poll() is None, log.read_text()
+
+    with contextlib.ExitStack() as stack:
+        trainers = [start(stack)]
+        train(trainers[0], 4)
+        for _ in range(_SUSPENSIONS):
+            time.sleep(rng.uniform(0, 2))
+            trainers[-1].send_signal(signal.SIGSTOP)
+            trainers.append(start(stack))
+            train(trainers[-1], 4)
+            trainers[-2].send_signal(signal.SIGCONT)
+            assert trainers[-2].wait(120) == 2, log.read_text()
+            train(trainers[-1], 2)
+        trainers[-1].send_signal(signal.SIGTERM)
+        assert trainers[-1].wait(120) == 128 + signal.SIGTERM
+    assert log.read_text().count("another writer is at work there") == _SUSPENSIONS
+    local_copy(address).Fetch()
+    done = RunDir(address)
+    assert status(*_flags(tmp_path / "run", done.steps[-1])) == 0
+    assert _losses(address) == losses(tmp_path / "run")
+    with Checkpointer(done.checkpoint_dir, read_only=True) as reader:
+        for step in done.steps:
+            reader.RestoreToNumpy(step=step)
 
 
 def test_data_are_read_from_a_bucket(storage, tmp_path, capsys):
@@ -141,7 +197,7 @@ def test_an_upload_is_whole_once_its_list_is_there(storage, tmp_path):
         check_replaceable(address, EXPORTED)
 
 
-def test_a_copy_takes_no_name_that_leads_out_of_it_and_writes_back_what_changed(monkeypatch):
+def test_a_copy_takes_no_name_that_leads_out_of_it_and_writes_back_what_changed(caplog):
     store = open_store("memory://x/place")
     store.Write("a/b", b"1")
     store.Write("checkpoints/1/COMMIT", b"")
@@ -156,6 +212,13 @@ def test_a_copy_takes_no_name_that_leads_out_of_it_and_writes_back_what_changed(
     store.Write("a/b", b"by another")
     copies.push_all()
     assert store.Read("a/c") == b"2" and store.Read("a/b") == b"by another"
+    (copy.path / "a" / "b").write_text("late")
+    copies.push_all()
+    assert store.Read("a/b") == b"by another" and "place/a/b: was written by another" in caplog.text
+    store.Delete("a/c")
+    copy.Fetch()
+    assert [p.name for p in copy.path.rglob("*")] == ["a", "b"]
+    assert (copy.path / "a" / "b").read_text() == "by another"
     store.Write("../x", b"")
     with pytest.raises(StoreError, match=r"an object '../x', which no file can be called"):
         copy.Fetch()

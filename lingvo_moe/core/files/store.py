@@ -193,8 +193,8 @@ class Bucket(Store):
         return Bucket(f"{self.address}/{name}")
 
     def List(self) -> list[str]:
-        # What ends with a slash is no file: consoles and mounts leave such objects for their folders.
-        keys = (key for key in self._Do("", "list") if not key.endswith(b"/"))
+        # What ends with a slash is no file: consoles and mounts leave such objects for folders, also for this one.
+        keys = (key for key in self._Do("", "list") if not (b"/" + key).endswith(b"/"))
         return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 
     def Has(self, name: str) -> bool:

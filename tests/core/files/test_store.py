@@ -50,18 +50,23 @@ def test_files_are_written_read_listed_and_deleted(store):
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
 def test_of_many_writers_one_creates_a_file(scheme, storage, tmp_path):
     store = Bucket(f"{scheme}://bucket/{tmp_path.name}/place")
-    won = []
-    writers = [
-        threading.Thread(target=lambda i=i: won.append((i, store.Create("one", b"%d" % i))))
-        for i in range(8)
-    ]
+    absent, won = store.Version("one").generation, []
+
+    def create(i):
+        won.append((i, store.Replace("one", b"%d" % i, absent)))
+
+    writers = [threading.Thread(target=create, args=[i]) for i in range(8)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
     (winner,) = [i for i, created in won if created]
     assert store.Read("one") == b"%d" % winner and store.List() == ["one"]
-    assert not store.Create("one", b"late")
+    assert not store.Replace("one", b"late", absent)
+    there = store.Version("one").generation
+    assert store.IsStill("one", there) and store.IsStill("two", absent)
+    assert not store.IsStill("one", absent) and not store.IsStill("two", there)
+    assert store.Replace("one", b"again", there) and not store.IsStill("one", there)
 
 
 _READ = """
@@ -102,6 +107,16 @@ def test_a_list_of_files_finds_what_differs(store):
         verify_manifest(store, "list")
 
 
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_objects_that_stand_for_folders_are_no_files(scheme, storage, tmp_path):
+    store = Bucket(f"{scheme}://bucket/{tmp_path.name}")
+    for name in ("a/", "a/b", "a/c/", "d/"):
+        store.Write(name, b"")
+    assert store.List() == ["a/b"] and store.Below("a").List() == ["b"]
+    store.DeleteAll()
+    assert not store._Do("", "list")
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_fails_once_or_twice_is_repeated(storage, tmp_path, fault):
     store = Bucket(f"s3://bucket/{tmp_path.name}")
@@ -116,8 +131,9 @@ def test_what_fails_once_or_twice_is_repeated(storage, tmp_path, fault):
     for i in range(8):
         store.Write(f"b{i}", b"")
     assert twice(store.List) == ["a", *(f"b{i}" for i in range(8))]
-    assert twice(lambda: store.Create("one", b"by me"))
-    assert not twice(lambda: store.Create("one", b"by me too"))
+    absent = store.Version("one").generation
+    assert twice(lambda: store.Replace("one", b"by me", absent))
+    assert not twice(lambda: store.Replace("one", b"by me too", absent))
     twice(lambda: store.Delete("a"))
     assert not store.Has("a") and not storage.faults
 
@@ -126,6 +142,8 @@ def test_what_fails_once_or_twice_is_repeated(storage, tmp_path, fault):
     PathError,
     ("s3://no-such-bucket/x", StoreError, r"^s3://no-such-bucket/x/: there is no such bucket"),
     ("s3:///x", "^s3:///x: names no bucket; write s3://BUCKET/PATH"),
+    ("s3://bucket/run/../x", r"^s3://bucket/run/../x: holds . or .. as a name; write the address"),
+    ("memory://../x", r"^memory://../x: holds . or .. as a name"),
     ("az://b/x", "^az://b/x: no storage is known as az://; name a local path, s3:"),
 )
 def test_an_address_that_leads_nowhere(address, storage):

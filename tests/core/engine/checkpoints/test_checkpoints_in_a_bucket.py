@@ -1,5 +1,6 @@
 """Checkpoints in S3 (moto's): complete or absent, exact, whatever the storage answers and whoever else writes."""
 
+import hashlib
 import logging
 import os
 import random
@@ -82,7 +83,7 @@ def test_who_was_taken_for_dead_completes_no_step(storage, place):
     first._lock._thread.join()
     second = Checkpointer(place)
     first._lock._closing.clear()
-    first._lock._Renew()  # and wakes
+    first._lock._KeepRenewing()  # and wakes
     first.Save(1, _values(1))
     with pytest.raises(CheckpointError, match=r"another writer is at work there"):
         first.Wait()
@@ -117,7 +118,7 @@ def test_a_lock_is_renewed_through_failures_until_another_writer_has_it(monkeypa
     lock._generation = lock._Renewed()
     place.Write(bucket_lock.WRITER, b"another's")
     monkeypatch.setattr(place, "Version", failed_once)
-    lock._Renew()
+    lock._KeepRenewing()
     with pytest.raises(RunLockError, match="another writer is at work there"):
         lock.Check()
     lock.Close()
@@ -132,20 +133,55 @@ def test_a_run_that_cannot_be_copied_is_locked_no_longer(monkeypatch):
     monkeypatch.setattr(copy, "Fetch", full)
     with pytest.raises(OSError, match="no space"):
         bucket_lock.HeldRun(copy)
-    assert not copy.store.Has(bucket_lock.WRITER)
+    bucket_lock.BucketLock(copy.store).Close()
 
 
 def test_a_step_is_completed_once(place):
     steps = saved_steps(place)
     steps.Part(1).Write(LIST, b"")
-    assert [steps.Complete(1, digest) for digest in ("a", "b")] == [True, False]
+    assert [steps.Complete(1, digest * 64) for digest in "ab"] == [True, False]
     with pytest.raises(ManifestError, match="COMMIT was changed"):
-        steps.CheckCommit(1, "b")
+        steps.CheckCommit(1, "b" * 64)
+
+
+def test_a_commit_that_leads_to_no_file_is_that_of_nobody(place):
+    late, steps = saved_steps(place), saved_steps(place)
+    late.Part(1).Write(LIST, b"")
+    steps.Clear(steps.Leftovers())
+    assert late.Complete(1, "a" * 64) and not steps.Steps() and not steps.Has(1)
+    assert not steps.Leftovers()
+    steps.Part(1).Write(LIST, b"")
+    assert steps.Complete(1, "b" * 64) and steps.Steps() == [1] and steps.Has(1)
+    assert steps.Of(1).List() == [LIST]
+    late.Part(1).Write("x", b"")
+    assert steps.Leftovers() == [f"1/{late.writer}"]
+    steps.Delete(1)
+    assert not steps.store.List()
+
+
+def test_a_step_of_an_older_version_is_read_and_deleted(place):
+    """Its files are beside COMMIT, which has the digest of their list alone."""
+    _save(place, 1, 2)
+    for step in (1, 2):
+        files, there = saved_steps(place).Of(step), open_store(f"{place}/{step}")
+        for name in files.List():
+            there.Write(name, files.Read(name))
+        files.DeleteAll()
+        there.Write(COMMIT, hashlib.sha256(there.Read(LIST)).hexdigest().encode())
+    with Checkpointer(place, keep=2) as checkpointer:
+        assert checkpointer.Steps() == [1, 2]
+        _assert_equal(checkpointer.RestoreToNumpy()[0], _values(2))
+        checkpointer.Save(3, _values(3))
+        checkpointer.Wait()
+        assert checkpointer.Steps() == [2, 3] and not open_store(f"{place}/1").List()
+    open_store(f"{place}/2").Delete(COMMIT)
+    with Checkpointer(place) as checkpointer:
+        assert checkpointer.Steps() == [3] and not open_store(f"{place}/2").List()
 
 
 def test_where_no_step_is_whole_another_address_is_advised(place):
     _save(place, 1)
-    open_store(f"{place}/1").Delete("about/metadata")
+    saved_steps(place).Of(1).Delete("about/metadata")
     with Checkpointer(place, read_only=True) as checkpointer:
         with pytest.raises(CheckpointError, match="begin again, at another address"):
             checkpointer.ReadExtra()
@@ -158,7 +194,8 @@ def test_a_step_without_commit_is_not_used_and_said(place, caplog):
     with caplog.at_level(logging.WARNING), Checkpointer(place, read_only=True) as checkpointer:
         assert checkpointer.Steps() == [1]
         assert f"{place}/2 has no object COMMIT" in caplog.text
-    step.Delete(LIST)  # as after a kill
+    (listed,) = (name for name in step.List() if name.endswith(LIST))
+    step.Delete(listed)  # as after a kill
     caplog.clear()
     with Checkpointer(place) as checkpointer:
         assert checkpointer.Steps() == [1] and not step.List() and not caplog.text
