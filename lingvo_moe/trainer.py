@@ -12,6 +12,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import run as run_command, say
 from lingvo_moe.core.console.flags import Flags, join_overrides
+from lingvo_moe.core.console.mistakes import report
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
@@ -52,24 +53,24 @@ if TYPE_CHECKING:  # they import TensorFlow and JAX
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one job; returns the exit status.
 
-    0: done; 1: too many steps in a row were skipped; 2: a mistake in flags or data; 128 + n: stopped by signal n.
+    0: done; 1: too many steps in a row were skipped; 2: a mistake in flags, data or the user's code; 128 + n: stopped
+    by signal n.
 
     If this process is one of several and fails, it does not return: it exits, and so do the others.
     """
     args = parse_flags(argv)
     try:
         return run(args)
-    except (ValueError, OSError) as e:
-        say(f"error: {e}")
-        status = 2
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from the last checkpoint")
         status = 130
-    except Exception:
-        if args.num_processes == 1:
-            raise
-        traceback.print_exc()
-        status = 1
+    except Exception as e:
+        status = 2
+        if not report("error", e):
+            if args.num_processes == 1:
+                raise
+            traceback.print_exc()
+            status = 1
     if args.num_processes > 1:
         from lingvo_moe.core.engine.loop import job
 

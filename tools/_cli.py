@@ -17,6 +17,7 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.collection import paused_collection
 from lingvo_moe.core.console.command import as_typed, run as run, say
 from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags, join_overrides, names as names
+from lingvo_moe.core.console.mistakes import report
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.console.waiting import Waiting
@@ -71,12 +72,12 @@ def made(*files: str | os.PathLike, next: str = "") -> None:
 
 
 def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
-    """Runs the work of a command; mistakes and Ctrl-C end it with one line instead of a traceback.
+    """Runs the work of a command; mistakes and Ctrl-C end it as mistakes.py reports them instead of with a traceback.
 
     `interrupted` is the line after Ctrl-C; '' for none.
 
     Returns:
-        The status of `work`, 1 after a ValueError, an OSError or a process that failed, or 130 after Ctrl-C.
+        The status of `work`, 1 after a mistake or a process that failed, or 130 after Ctrl-C.
     """
     try:
         status = work()
@@ -85,13 +86,14 @@ def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
     except subprocess.CalledProcessError as e:
         say(f"{name}: training ended with status {e.returncode}; see above")
         return 1
-    except (ValueError, OSError) as e:
-        say(f"{name}: {e}")
-        return 1
     except KeyboardInterrupt:
         if interrupted:
             say(f"{name}: {interrupted}")
         return 130
+    except Exception as e:
+        if not report(name, e):
+            raise
+        return 1
 
 
 def train(model: str, data_dir: Path, logdir: Path, overrides: Sequence[str], *more: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.mistakes import is_refusal, places
 from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.planner.machines.prices import check_prices, kind_of, priced, read_prices
 from lingvo_moe.core.planner.machines.slices import machines
@@ -214,7 +215,7 @@ def planned(
             try:
                 plan = progress.Watch(partial(make, args, *case, cache, progress))
             except ValueError as e:
-                if len(args.topology) == 1:
+                if len(args.topology) == 1 or (places(e) and not is_refusal(e)):
                     raise
                 failed[case] = e
                 continue

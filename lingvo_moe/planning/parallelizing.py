@@ -15,6 +15,7 @@ from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.console.flags import join_overrides
+from lingvo_moe.core.console.mistakes import one_line
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.planner.errors import PlanError
@@ -273,7 +274,7 @@ class _Finder:
             with self._budget.Working():
                 tried.plan = self._Plan(candidate, joined(self._search.override, overrides))
         except ValueError as e:  # a known fault, or what the step's own checks refuse
-            tried.refused = str(e)
+            tried.refused = one_line(e)
         if tried.plan is not None and tried.plan["memory"]["fits"]:
             needed = tried.plan["memory"]["needed"]
             if needed > self._memory:
@@ -303,7 +304,7 @@ class _Finder:
             tried.refused = f"computes something else than one device: {e}"
             return ""
         except ValueError as e:
-            tried.refused = f"cannot be run over mesh {mesh}: {e}"
+            tried.refused = f"cannot be run over mesh {mesh}: {one_line(e)}"
             return ""
         return str(mesh)
 

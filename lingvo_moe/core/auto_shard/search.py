@@ -13,6 +13,7 @@ from lingvo_moe.core.auto_shard.exchanges import Exchange
 from lingvo_moe.core.auto_shard.operators import ANNOTATION, Argument, Operators, Value, is_even
 from lingvo_moe.core.auto_shard.recording import Recording
 from lingvo_moe.core.auto_shard.strategy import Annotation, Strategy, Tensor, mapping_of
+from lingvo_moe.core.console.mistakes import noting_places
 from lingvo_moe.core.console.units import size
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.planner.network.mesh_machine import MeshMachine
@@ -48,7 +49,7 @@ class Recorded:
             self.arguments = list(tensors)
             return self.results
 
-        with use_mesh(mesh):
+        with use_mesh(mesh), noting_places():
             # Kept, as the operations live no longer than their graph.
             self._function = tf.function(flat, autograph=False).get_concrete_function(
                 *[tf.TensorSpec(s.shape, s.dtype) for s in specs]

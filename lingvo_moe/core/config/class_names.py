@@ -6,7 +6,9 @@ written, a run's, only the classes of this package.
 
 import importlib
 import re
+import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 TRUST_RUN_HELP = (
     "import classes outside lingvo_moe that a run by somebody else names; they are their code"
@@ -60,13 +62,26 @@ def any_class(text: str) -> type:
     Raises ValueError: no such class, or text of another form.
     """
     module, name = _parts(text)
+    wrong = f"{text!r} names no class; expected 'type/module/Class'"
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ValueError, TypeError, ImportError, AttributeError) as e:
-        raise ValueError(f"{text!r} names no class; expected 'type/module/Class' ({e})") from None
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as e:
+        raise ValueError(f"{wrong} ({failed_import(module, e)})") from e
+    if found is None:
+        raise ValueError(f"{wrong} ({module} has no {name})")
     if not isinstance(found, type):
         raise ValueError(f"{text!r} is no class")
     return found
+
+
+def failed_import(module: str, error: Exception) -> str:
+    """Says why a module cannot be imported, with the last line outside this package, if there is one."""
+    ours = (str(Path(__file__).parents[2]), "<frozen importlib", importlib.__file__)
+    lines = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
+    ]
+    at = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
+    return f"importing {module} failed: {type(error).__name__}: {error}{at}"
 
 
 def own_class(text: str) -> type:

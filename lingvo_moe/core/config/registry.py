@@ -11,12 +11,11 @@ import importlib
 import pkgutil
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.checks import did_you_mean, nearest
-from lingvo_moe.core.config.class_names import NOT_OWN, any_class, own_class
+from lingvo_moe.core.config.class_names import NOT_OWN, any_class, failed_import, own_class
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params
 from lingvo_moe.core.config.param_text import leaves
 
@@ -241,10 +240,13 @@ def GetParams(
         set_from_text(p, path, value, "--model_params_override", find_class)
     if not skip_derived:
         _check_effects(own, p, override)
+    others = (p.task.cls, p.input.cls) != (own.task.cls, own.input.cls)
     try:
         p.task.cls.ConfigureInput(p.task, p.input)
         p.task.shard_state, p.task.offload = p.train.shard_state, p.train.offload
-    except AttributeError as e:  # with another class in place of the task, or of the input
+    except AttributeError as e:
+        if not others or not (e.name == "ConfigureInput" or str(e).startswith("no parameter")):
+            raise  # a mistake in the task's own method
         raise RegistryError(
             f"--model_params_override: the task does not work with the input; remove task.cls or input.cls from it: {e}"
         ) from None
@@ -332,10 +334,7 @@ def _of_module(name: str) -> type[Experiment]:
         missing = e.name if isinstance(e, ModuleNotFoundError) else None
         if missing and f"{path}.".startswith(f"{missing}."):
             raise RegistryError(f"--model={name!r}: {_missing(missing)}") from None
-        at = traceback.extract_tb(e.__traceback__)[-1]
-        raise RegistryError(
-            f"--model={name!r}: importing {path} failed: {type(e).__name__}: {e} ({at.filename}:{at.lineno})"
-        ) from e
+        raise RegistryError(f"--model={name!r}: {failed_import(path, e)}") from e
     found = getattr(module, cls, None)
     if isinstance(found, type) and issubclass(found, Experiment):
         return found

@@ -15,7 +15,7 @@ and many of them have a flag of the same name. So each command defines its flags
 
 What users of absl know works: `--top_k=4` and `--top_k 4`, `--quiet` and `--noquiet`, `--flagfile=FILE`, `--undefok`,
 `--help`, `--helpfull`, `--helpxml`, and validators. A mistake ends the process with one line and status 2; `--help`
-ends it with status 0.
+ends it with status 0. Each command also has `--traceback`; see mistakes.py.
 """
 
 import contextlib
@@ -33,11 +33,12 @@ from absl import flags
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.checks import did_you_mean, either, nearest
 from lingvo_moe.core.console.command import as_typed, say
+from lingvo_moe.core.console.mistakes import show_tracebacks
 from lingvo_moe.core.files.paths import PathError, check_local, check_portable
 from lingvo_moe.core.files.store import check_place
 
 _HELP = "help"  # the section of the flags that every command has
-_COMMON = ("flagfile", "help", "helpfull")  # what one may look for in every command
+_COMMON = ("flagfile", "help", "helpfull", "traceback")  # what one may look for in every command
 _KINDS = {int: "int", float: "float"}
 
 # Names the checkpoint with the lowest held-out loss, where a flag takes a step.
@@ -79,11 +80,8 @@ class Flags(flags.FlagValues):
             prefix: the first word of error messages; by default the last part of the module's name.
         """
         super().__init__()
-        self.__dict__["_command"] = command
-        self.__dict__["_about"] = (about or "").strip("\n")
-        self.__dict__["_prefix"] = prefix or command.rpartition(".")[2]
-        self.__dict__["_section"] = _HELP
-        self.__dict__["_alone"] = {}
+        self.__dict__.update(_command=command, _about=(about or "").strip("\n"), _alone={})
+        self.__dict__.update(_prefix=prefix or command.rpartition(".")[2], _section=_HELP)
 
         def show_all() -> None:
             print(self.Help(full=True))
@@ -95,6 +93,7 @@ class Flags(flags.FlagValues):
             ("helpxml", "", "show all flags as XML", self.write_help_in_xml_format),
         ):
             flags.DEFINE_flag(_ShowFlag(name, text, show, short), self, _HELP)
+        self.DEFINE_boolean("traceback", False, "show the whole traceback of an error")
         self.__dict__["_section"] = "flags"
 
     @contextlib.contextmanager
@@ -336,7 +335,7 @@ class Flags(flags.FlagValues):
             show()
             raise SystemExit(0)
         try:
-            rest = self([self._command, *given])[1:]
+            _, *rest = self([self._command, *given])
         except flags.UnrecognizedFlagError as e:
             flag = str(e.flagvalue).partition("=")[0]
             self.Fail(f"no flag {flag}{self._Instead(flag)}")
@@ -346,6 +345,7 @@ class Flags(flags.FlagValues):
             self.Fail(f"--flagfile names a file that is no text: {e}")
         except ValueError as e:  # absl's, for --noname=value
             self.Fail(str(e))
+        show_tracebacks(self["traceback"].value)
         if rest:
             self.Fail(f"unexpected argument {rest[0]!r}: values are given as --flag=value")
         return self
@@ -375,10 +375,10 @@ class Flags(flags.FlagValues):
         """Returns what --help prints or, where `full`, --helpfull, with commands as typed."""
         if full:
             return as_typed(f"{self._about}\n{self.get_help()}")
-        sections = [name for name in self.flags_by_module_dict() if name != _HELP]
-        text = "\n".join(self.module_help(section) for section in sections)
-        text = f"{self._about}\n{text}\n\n--helpfull also shows --flagfile and what else every command takes."
-        return as_typed(text)
+        sections = self.flags_by_module_dict()
+        text = "\n".join(self.module_help(name) for name in sections if name != _HELP)
+        more = "--helpfull also shows --flagfile, --traceback and what else every command takes."
+        return as_typed(f"{self._about}\n{text}\n\n{more}")
 
     def _Define(
         self, name: str, default: Any, help: str, parser: "_Parser", required: bool = False

@@ -13,6 +13,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
+from lingvo_moe.core.engine.lowering.sources import failed_operation
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
 from lingvo_moe.core.engine.lowering.tracing import Traced, trace
 from lingvo_moe.core.kernels import tensorflow
@@ -61,12 +62,17 @@ class CompiledTfFunction(Compiled):
     """A traced function; XLA compiles it at the first call, where it does."""
 
     def __init__(self, traced: Traced, jit_compile: bool):
-        self.function, self.signature = traced.function, traced.signature
+        self.function, self.signature, self._graph = traced.function, traced.signature, traced.graph
         self._jit_compile = jit_compile
         self.first_call = "XLA compiles it" if jit_compile else "TensorFlow optimises its graph"
 
     def Run(self, leaves: Sequence[Any]) -> Iterable[Any]:
-        return self.function(*map(_to_tensor, leaves, self.signature.args))
+        try:
+            return self.function(*map(_to_tensor, leaves, self.signature.args))
+        except tf.errors.OpError as e:
+            if why := failed_operation(e.message, self._graph):
+                raise EngineError(why) from e
+            raise
 
     def HloText(self) -> str:
         if not self._jit_compile:

@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core.console.mistakes import noting_places
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
@@ -187,7 +188,7 @@ class Operation:
 
     def _Trace(self) -> Any:
         """The function's graph, made under the mesh without compiling anything."""
-        with use_mesh(self._engine.mesh):
+        with use_mesh(self._engine.mesh), noting_places():
             concrete = tf.function(self._fn, autograph=False).get_concrete_function(
                 *[tf.TensorSpec(s.shape, s.dtype, name=s.name) for s in self.args]
             )

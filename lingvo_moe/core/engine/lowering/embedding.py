@@ -15,6 +15,8 @@ from jax.interpreters import mlir
 from lingvo_moe.core.engine.lowering import regions
 from lingvo_moe.core.engine.lowering.bridge_kernels import bridge_hlo
 from lingvo_moe.core.engine.lowering.interior_padding import without_interior_padding
+from lingvo_moe.core.engine.lowering.sources import failed_operation
+from lingvo_moe.core.engine.lowering.tracing import LoweringError
 from lingvo_moe.core.private.jax import func, hlo_to_stablehlo, ir
 from lingvo_moe.core.state.host_memory import PLACEMENT
 
@@ -48,7 +50,12 @@ def _lower(
 ) -> Sequence[Any]:
     concrete = tf_function.get_concrete_function(*specs)
     captured = [mlir.ir_constant(np.asarray(x)) for x in concrete.captured_inputs]
-    hlo = bridge_hlo(concrete, specs)
+    try:
+        hlo = bridge_hlo(concrete, specs)
+    except ValueError as e:
+        if why := failed_operation(str(e), concrete.graph):
+            raise LoweringError(why) from e
+        raise
     module = ir.Module.parse(hlo_to_stablehlo(hlo))
     # Strings stand in `hlo` as they are, so that no operation need be visited where there is nothing to find.
     if PLACEMENT.encode() in hlo:

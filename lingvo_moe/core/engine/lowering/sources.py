@@ -7,58 +7,27 @@ of a gradient is that of its forward operation.
 
 import contextlib
 import functools
-import linecache
-import os
-from dataclasses import dataclass
-from pathlib import Path
+import re
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from lingvo_moe.core.console.source_lines import SourceLine, is_model_code
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.randomness import is_draw
 
-_PACKAGE = os.fspath(Path(__file__).absolute().parents[3])
-# This package's plumbing, which annotates, traces and wraps on behalf of the user's code.
-_PLUMBING = tuple(
-    os.path.join(_PACKAGE, *names)
-    for names in (
-        ("core", "auto_shard", ""),
-        ("core", "sharding", ""),
-        ("core", "engine", ""),
-        ("core", "private", ""),
-        ("core", "base_layer.py"),
-        ("inspecting", "explaining.py"),
-        ("xla_sharding.py",),
-    )
-)
-_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _TAPE = "gradient_tape"
 # Operations that return their input and leave nothing in the compiled program.
 _SAME_VALUE = frozenset(
     ["Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape", "Snapshot"]
 )
 _ANNOTATION = "XlaSharding"
+# TensorFlow's messages. Where an operation was made stands between its name and why it failed.
+_RUNNING = re.compile(r"Detected at node (\S+) defined at .*\n(?:(?:  File .*|<.*>|)\n)*(.+)")
+_NODE = re.compile(r"\{\{node ([^}\s]+)\}\}()")
+_NO_KERNEL = re.compile(r"No registered '(\w+)' OpKernel")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _READING = _SAME_VALUE | {_ANNOTATION}
-
-
-@dataclass(frozen=True)
-class SourceLine:
-    """A line of a Python file."""
-
-    file: str  # as Python names it
-    line: int  # its number, from 1
-    function: str = ""  # in which function
-
-    @property
-    def text(self) -> str:
-        """The text of the line, without indentation; '' if the file cannot be read."""
-        return linecache.getline(self.file, self.line).strip()
-
-    def __str__(self) -> str:
-        return f"{_shortest(self.file)}:{self.line}"
 
 
 class _Entry(NamedTuple):
@@ -145,6 +114,24 @@ def record(graph: tf.Graph) -> Sources:
     return Sources(entries)
 
 
+def failed_operation(message: str, graph: tf.Graph) -> str:
+    """Says with the user's line which operation failed, by TensorFlow's message about a function that it compiles or
+    runs; '' where the message names none.
+    """
+    failed = _RUNNING.search(message) or _NODE.search(message)
+    if failed is None:
+        return ""
+    node, why = failed.groups()
+    line = record(graph).Line(node)
+    at = f"{line} in {line.function}: {line.text}: " if line else ""
+    if (kind := _NO_KERNEL.search(message)) is None:
+        return f"{at}{why or message} (operation {node!r})"
+    return (
+        f"{at}XLA has no operation {kind[1]} ({node!r}); leave out what prints, calls Python or makes text, or run it "
+        "with --engine=tf_graph, on one CPU device"
+    )
+
+
 def remembering_forward() -> contextlib.AbstractContextManager[None]:
     """Inside the block, operations that a GradientTape adds to a graph record their forward operation.
 
@@ -215,21 +202,6 @@ def _annotations_of_gradients(operations: list[Any]) -> dict[str, Any]:
 def _user_line(traceback: Any) -> SourceLine | None:
     for place in range(len(traceback or ()) - 1, -1, -1):
         frame = traceback[place]
-        if _is_user(frame.filename):
+        if is_model_code(frame.filename):
             return SourceLine(frame.filename, frame.lineno, frame.name)
     return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_user(filename: str) -> bool:
-    if filename.startswith("<frozen") or any(part in filename for part in _LIBRARIES):
-        return False
-    return not os.path.abspath(filename).startswith((*_PLUMBING, _STANDARD_LIBRARY))
-
-
-@functools.lru_cache(maxsize=4096)
-def _shortest(filename: str) -> str:
-    """The path relative to the working directory or to this package's root, whichever is shorter."""
-    roots = (os.getcwd(), os.path.dirname(_PACKAGE))
-    inside = [os.path.relpath(filename, r) for r in roots if filename.startswith(r + os.sep)]
-    return min([filename, *inside], key=len)

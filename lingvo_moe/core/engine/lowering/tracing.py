@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.console.collection import paused_collection
+from lingvo_moe.core.console.mistakes import noting_places
 from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.sources import remembering_forward
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
@@ -54,7 +55,7 @@ def trace(step: Step, mesh: Mesh, jit_compile: bool = True, fused: bool = False)
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
     tf_function = tf.function(flat_fn, jit_compile=jit_compile, autograph=False)
     chosen = kernels.using(tpu if fused else xla if jit_compile else tensorflow)
-    with paused_collection(), remembering_forward(), chosen:
+    with paused_collection(), remembering_forward(), chosen, noting_places():
         concrete = tf_function.get_concrete_function(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]
         )
