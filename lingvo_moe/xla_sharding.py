@@ -15,7 +15,7 @@
 | `replicate`, `split`, `shard`, `mesh_split` | the sharding of a tensor | 3.2, A.3 |
 | `redistribute` | from one sharding to another, by the cheapest collectives | |
 | `auto_to_manual`, `manual_to_auto`, `manual_region` | code on one device's part of each tensor | 3.2 |
-| `device_index`, `all_reduce`, `rotate` | inside such code: a device's position, sums, a neighbour's tensor | |
+| `device_index`, `all_reduce`, `rotate` | inside such code: a device's position, sums, the next device's tensor | |
 | `looped_einsum` | two large operands, neither of them gathered | 3.3.2, figure 4c |
 | `shard(fn, ...)`, `shard_function` | a function called from eager code as one program | |
 | `auto_shard(fn, mesh, ...)` | the same, whose sharding is searched for | |

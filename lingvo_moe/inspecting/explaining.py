@@ -39,7 +39,7 @@ class ExplainError(ValueError):
 def explain(
     program: Program | Callable[..., Any],
     arg_specs: Sequence[Any] | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     *,
     topology: str = "",
 ) -> Explanation:
@@ -102,22 +102,22 @@ def get_sharding(program: Program | Explanation, tensor_name: str) -> list[Shard
     return explanation.Sharding(tensor_name)
 
 
-def _lowered(fn: Callable[..., Any], arg_specs: Sequence[Any] | None, mesh: Mesh | None) -> Program:
+def _lowered(
+    fn: Callable[..., Any], arg_specs: Sequence[Any] | None, mesh: Mesh | str | None
+) -> Program:
     mesh = mesh or current_mesh()
     if arg_specs is None or mesh is None:
         missing = "arg_specs" if arg_specs is None else "a mesh"
         raise ExplainError(
             f"explain: {getattr(fn, '__name__', fn)} is a function, and it takes {missing} to lower it"
         )
-    if not isinstance(arg_specs, (list, tuple)) or not isinstance(mesh, Mesh):
-        found = mesh if isinstance(arg_specs, (list, tuple)) else arg_specs
+    if not isinstance(arg_specs, (list, tuple)):
         raise ExplainError(
-            "explain: arg_specs is a list with a tree of specs for each argument, and mesh a "
-            f"sharding.Mesh, e.g. Mesh.parse('data:8'); got {found!r}"
+            f"explain: arg_specs is a list with a tree of specs for each argument; got {arg_specs!r}"
         )
     from lingvo_moe.core.engine.lowering.lowering import lower  # the door to TensorFlow
 
-    return lower(fn, arg_specs, mesh, results=AUTO)
+    return lower(fn, arg_specs, Mesh.parse(mesh, "explain: mesh"), results=AUTO)
 
 
 class _Names:

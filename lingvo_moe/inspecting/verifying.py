@@ -65,7 +65,7 @@ class Difference:
         return f"{self.name}{list(self.shape)}{letters} is off by {self.error:.2g} of its largest magnitude"
 
 
-def verify(fn: Any, mesh: Mesh, *args: Any, tolerance: float = TOLERANCE) -> None:
+def verify(fn: Any, mesh: Mesh | str, *args: Any, tolerance: float = TOLERANCE) -> None:
     """Compares an annotated function over a mesh with the same function on one device.
 
     Values are compared, and the gradients of a weighted sum of all floating-point results by all floating-point
@@ -82,6 +82,7 @@ def verify(fn: Any, mesh: Mesh, *args: Any, tolerance: float = TOLERANCE) -> Non
         VerifyError: names the first result or gradient that differs, or that has no finite value on one device.
         ShardingError, LoweringError, EngineError: as `lowering.lower` and `PjrtEngine`.
     """
+    mesh = Mesh.parse(mesh, "verify: mesh")
     rng = np.random.RandomState(0)
     values = [pack(skeleton(a), [_value(rng, x) for _, x in flatten_items(a)]) for a in args]
     counts = [len(flatten_items(value)) for value in values]

@@ -10,6 +10,7 @@ import tensorflow as tf
 from refusals import refuses
 from spmd_case import floats, ints
 
+from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.eager.functional import ShardedFunction, shard_function
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
@@ -314,3 +315,40 @@ def test_jacobians_from_eager_code_only_and_no_forward_mode():
 def test_a_tensor_is_not_a_function():
     with pytest.raises(ShardingError, match="is no function"):
         shard_function(tf.ones([2]))
+
+
+@pytest.mark.parametrize("use", [
+    lambda x: xs.mesh_split(x, "model:4,data:2", ("data", None)),
+    lambda x: xs.redistribute(x, ("data", None), ("model:4,data:2", ("data", None)), "data:2,model:4"),
+    lambda x: xs.manual_region(tf.nn.relu, [("data", None)], ("data", None), "model:4,data:2")(x),
+    lambda x: xs.looped_einsum("ab,bc->ac", x, tf.ones([4, 4]), "data", mesh="data:2,model:4"),
+])  # fmt: skip
+def test_a_mesh_is_taken_as_text(use):
+    x = tf.reshape(tf.range(32.0), [8, 4])
+    want = tf.reduce_sum(x, 1)
+    got = xs.shard_function(lambda x: tf.reduce_sum(use(x), 1), mesh="data:2,model:4")(x)
+    assert np.all(np.isin(got, [want, 4 * want]))
+
+
+def test_functions_of_the_annotation_api_take_a_mesh_as_text():
+    def fn(x):
+        return xs.mesh_split(x, "data:2", ("data", None))
+
+    specs = [TensorSpec((8, 4), "float32")]
+    assert str(xs.explain(fn, specs, "data:2").mesh) == "data:2"
+    assert xs.verify(fn, "data:2", tf.ones([8, 4])) is None
+    assert xs.auto_shard(fn, "data:2").MeshInForce() == Mesh.parse("data:2")
+    with xs.use_mesh("data:2") as mesh:
+        assert mesh == Mesh.parse("data:2")
+    assert xs.plan_redistribution([8, 4], 4, ("d:2", ("d", None)), ("d:2", (None, None)))
+    for wrong, message in (("data", "'data' is not of the form"), (8, "is a int; give a sharding")):
+        with pytest.raises(ShardingError, match=message):
+            xs.shard_function(fn, mesh=wrong)
+
+
+def test_a_message_names_a_tensor_as_before_it_was_annotated():
+    def fn(x):
+        return xs.mesh_split(xs.mesh_split(x, "data:2", ("data", None)), "data:2", ("data",))
+
+    with pytest.raises(ShardingError, match=r"^mesh_split\(x:0, data:2, \('data',\)\)"):
+        xs.shard_function(fn, mesh="data:2")(tf.ones([8, 4]))

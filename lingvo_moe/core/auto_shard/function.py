@@ -34,7 +34,7 @@ from lingvo_moe.core.sharding import Mesh, ShardingError
 
 def auto_shard(
     fn: Callable[..., Any] | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     *,
     in_shardings: Any = None,
     out_shardings: Any = None,

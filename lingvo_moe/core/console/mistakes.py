@@ -94,12 +94,13 @@ def places(error: Exception) -> list[str]:
 
 @contextlib.contextmanager
 def noting_places() -> Iterator[None]:
-    """Adds its `places` to an error inside the block, as notes, which end its traceback."""
+    """Adds the `places` of an error inside the block to it, as notes, which end its traceback; refusals stay."""
     try:
         yield
     except Exception as e:
-        for line in places(e) if not hasattr(e, "__notes__") else ():
-            e.add_note(line)
+        if not is_refusal(e) and not hasattr(e, "__notes__"):
+            for line in places(e):
+                e.add_note(line)
         raise
 
 

@@ -40,7 +40,9 @@ class PjrtEngine(Engine):
         jax_mesh: the devices in the mesh's shape; logical device i is `devices[i]`.
     """
 
-    def __init__(self, mesh: Mesh, devices: Sequence[Any] | None = None, known_faults: str = ERROR):
+    def __init__(
+        self, mesh: Mesh | str, devices: Sequence[Any] | None = None, known_faults: str = ERROR
+    ):
         """Makes the engine; compiles nothing.
 
         Args:
@@ -53,6 +55,7 @@ class PjrtEngine(Engine):
                 none of it; no such action.
         """
         check_action(known_faults)
+        mesh = Mesh.parse(mesh, "PjrtEngine: mesh")
         self.mesh, self.known_faults = mesh, known_faults
         gpu_settings.prepare()
         available = list(devices) if devices is not None else jax.devices()

@@ -25,10 +25,10 @@ from lingvo_moe.core.task.step import Step
 class TfEngine(Engine):
     """Runs functions as `tf.function`s; tensors are eager ones."""
 
-    def __init__(self, mesh: Mesh | None = None, jit_compile: bool = True):
+    def __init__(self, mesh: Mesh | str | None = None, jit_compile: bool = True):
         """`jit_compile`: by XLA. Raises EngineError for a mesh of more than one device."""
         _report_fallback_silently()
-        self.mesh = mesh or single_device()
+        self.mesh = Mesh.parse(mesh, "TfEngine: mesh") if mesh else single_device()
         self._jit_compile = jit_compile
         self._flag = "--engine=tf" if jit_compile else "--engine=tf_graph"
         if self.mesh.size != 1:

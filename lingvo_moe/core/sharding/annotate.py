@@ -31,6 +31,7 @@ from lingvo_moe.core.sharding.mesh import (
     holding,
     traced_slices,
 )
+from lingvo_moe.core.tensors import origin
 
 
 def replicate(tensor: tf.Tensor) -> tf.Tensor:
@@ -119,14 +120,15 @@ def shard(tensor: tf.Tensor, device_assignment: np.ndarray | Sequence) -> tf.Ten
     return tile(tensor, devices, mesh)
 
 
-def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor:
+def mesh_split(tensor: tf.Tensor, mesh: Mesh | str, mapping: DimsMapping) -> tf.Tensor:
     """Shards each dimension along the mesh axes that `mapping` names.
 
     The tensor is replicated along axes that the mapping does not name (partial tiling).
 
     Args:
         tensor: of rank R.
-        mesh: a mesh over the devices of the mesh in force; it may arrange them differently.
+        mesh: a mesh over the devices of the mesh in force, or its text, e.g. 'data:2,model:4'; it may arrange them
+            differently.
         mapping: R entries: an axis name, a tuple of them (major first), or None for a dimension
             that is not sharded.
 
@@ -136,9 +138,7 @@ def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor
     """
     mesh_in_force("mesh_split", tensor)
     what = f"mesh_split({name_of(tensor)}, {mesh}, {mapping})"
-    if mesh is None:
-        raise ShardingError(f"{what}: the mesh is None; give a sharding.Mesh")
-    mesh = mesh_of(what, mesh)
+    mesh = mesh_of(what, Mesh.parse(mesh, f"{what}: the mesh"))
     mapping = within_slice(mapping)
     check_mapping(what, static_shape(tensor, what), mapping, mesh)
     if mesh.size == 1:
@@ -200,14 +200,14 @@ def mesh_in_force(what: str, tensor: tf.Tensor) -> Mesh:
     return mesh_of(f"{what}({name_of(tensor)})", None)
 
 
-def mesh_of(what: str, mesh: Mesh | None) -> Mesh:
+def mesh_of(what: str, mesh: Mesh | str | None) -> Mesh:
     """The mesh for an operation: the given one, or else the one in force.
 
     Args:
-        mesh: None for the one in force.
+        mesh: also as text; None for the one in force.
 
     Raises:
-        ShardingError: no mesh is in force, it has another number of devices, or `mesh` is no Mesh.
+        ShardingError: no mesh is in force, it has another number of devices, or `mesh` is none.
     """
     ambient = current_mesh()
     if ambient is None:
@@ -217,8 +217,7 @@ def mesh_of(what: str, mesh: Mesh | None) -> Mesh:
         )
     if mesh is None:
         return ambient
-    if not isinstance(mesh, Mesh):
-        raise ShardingError(f"{what}: the mesh is a {type(mesh).__name__}; give a sharding.Mesh")
+    mesh = Mesh.parse(mesh, f"{what}: the mesh")
     if mesh.size != ambient.size:
         raise ShardingError(
             f"{what}: {mesh.size} devices, but the mesh in force, {ambient}, has {ambient.size}"
@@ -314,7 +313,9 @@ def static_shape(tensor: tf.Tensor, what: str) -> list[int | None]:
 
 
 def name_of(tensor: tf.Tensor) -> str:
-    """The tensor's name for messages, or its shape if it has no name."""
+    """The tensor's name for messages, before it was annotated, or its shape if it has no name."""
     # An eager tensor has no name, not even where a graph uses it.
     name = getattr(tensor, "name", None) if isinstance(tensor, tf.Tensor) else None
-    return name or f"tensor of shape {list(getattr(tensor, 'shape', ()))}"
+    if name is None:
+        return f"tensor of shape {list(getattr(tensor, 'shape', ()))}"
+    return str(origin(tensor, ("XlaSharding",)).name)

@@ -22,7 +22,7 @@ def looped_einsum(
     rhs: tf.Tensor,
     axis: str,
     letters: str = "",
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
 ) -> tf.Tensor:
     """`tf.einsum(equation, lhs, rhs)` with both operands sharded over `axis`, without gathering either.
 

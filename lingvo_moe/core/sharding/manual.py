@@ -43,7 +43,7 @@ def manual_region(
     fn: Callable[..., Any],
     in_mappings: Sequence[DimsMapping],
     out_mappings: Any,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     axis: str | None = None,
 ) -> Callable[..., Any]:
     """Turns a function of local tensors into a function of full ones: opens a region, calls it, closes it.
@@ -137,7 +137,7 @@ def _of_each_slice(
 
 
 def auto_to_manual(
-    tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh | None = None, axis: str | None = None
+    tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh | str | None = None, axis: str | None = None
 ) -> tf.Tensor:
     """The paper's auto_to_manual_spmd_partition: opens a region, from a full tensor to each device's part.
 
@@ -173,7 +173,7 @@ def manual_to_auto(
     tensor: tf.Tensor,
     mapping: DimsMapping,
     full_shape: Sequence[int] | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     axis: str | None = None,
 ) -> tf.Tensor:
     """The paper's manual_to_auto_spmd_partition: closes a region, from local tensors to the full one.
@@ -219,7 +219,7 @@ def manual_to_auto(
     )
 
 
-def device_index(axis: str, mesh: Mesh | None = None) -> tf.Tensor:
+def device_index(axis: str, mesh: Mesh | str | None = None) -> tf.Tensor:
     """Inside a region over all axes: the device's position along a mesh axis, a local int32 scalar.
 
     Raises:
@@ -231,7 +231,7 @@ def device_index(axis: str, mesh: Mesh | None = None) -> tf.Tensor:
     return tf.reshape(auto_to_manual(tf.range(size), (axis,), mesh), [])
 
 
-def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | None = None) -> tf.Tensor:
+def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | str | None = None) -> tf.Tensor:
     """Inside a region over all axes: the sum of the local tensors along a mesh axis (or several).
 
     Every device along the axis gets the sum. The implementation leaves the region, with each device's
@@ -256,11 +256,16 @@ def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | None = None) -> tf.Te
     return tf.reshape(local, tensor.shape)
 
 
-def rotate(tensor: tf.Tensor, axis: str, mesh: Mesh | None = None, by: int = 1) -> tf.Tensor:
+def rotate(tensor: tf.Tensor, axis: str, mesh: Mesh | str | None = None, by: int = 1) -> tf.Tensor:
     """Inside a region over all axes: the local tensor of the device `by` positions further along an axis.
 
-    The last devices get the tensors of the first. It is one collective-permute: the implementation leaves
-    the region and enters it again with the devices in another order.
+    Of n devices along the axis, the one at position i gets the tensor of position (i + by) % n, and so sends its own to
+    (i - by) % n: with by=1 the device at 0 has that of 1, and after t calls that of t % n. It is one
+    collective-permute: the implementation leaves the region and enters it again with the devices in another order.
+
+    Args:
+        tensor: local, of one shape on all devices.
+        by: 1 for the next device, -1 for the one before.
 
     Raises:
         ShardingError: no mesh is in force, or it has no such axis.

@@ -46,15 +46,21 @@ class Mesh:
             )
 
     @classmethod
-    def parse(cls, text: str, what: str = "--mesh") -> "Mesh":
-        """Parses `axis:size[,axis:size...]`, e.g. 'expert:8' or 'data:2,expert:4'.
+    def parse(cls, text: "Mesh | str", what: str = "--mesh") -> "Mesh":
+        """Parses `axis:size[,axis:size...]`, e.g. 'expert:8' or 'data:2,expert:4'. A Mesh is returned as it is.
 
         Args:
             what: the flag or parameter that it comes from, for messages.
 
         Raises:
-            ShardingError: any other text.
+            ShardingError: any other text, or another object.
         """
+        if isinstance(text, Mesh):
+            return text
+        if not isinstance(text, str):
+            raise ShardingError(
+                f"{what} is a {type(text).__name__}; give a sharding.Mesh or its text, e.g. 'data:2,expert:4'"
+            )
         names, sizes = [], []
         for part in text.split(","):
             name, colon, size = part.strip().partition(":")
@@ -130,9 +136,9 @@ def holding(variable: contextvars.ContextVar[_T], value: _T) -> Iterator[_T]:
         variable.reset(token)
 
 
-def use_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Mesh | None]:
+def use_mesh(mesh: Mesh | str) -> contextlib.AbstractContextManager[Mesh | None]:
     """Sets the mesh that annotations use while a function is traced. Engines call it; users seldom do."""
-    return holding(_current, mesh)
+    return holding(_current, Mesh.parse(mesh, "use_mesh"))
 
 
 def current_mesh() -> Mesh | None:

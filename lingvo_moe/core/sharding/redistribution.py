@@ -23,12 +23,14 @@ from lingvo_moe.core.tensors import origin
 
 __all__ = ["Layout", "Move", "plan_redistribution", "redistribute", "total_bytes"]
 
+_Layout = tuple[Mesh, DimsMapping]
+
 
 def redistribute(
     tensor: tf.Tensor,
     source: DimsMapping | Layout,
     target: DimsMapping | Layout,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
 ) -> tf.Tensor:
     """Changes the sharding of a tensor from `source` to `target`; values do not change.
 
@@ -70,7 +72,7 @@ def redistribute(
         return _redistribute(tensor, layouts[0], layouts[1], ambient)
 
 
-def _redistribute(tensor: tf.Tensor, source: Layout, target: Layout, ambient: Mesh) -> tf.Tensor:
+def _redistribute(tensor: tf.Tensor, source: _Layout, target: _Layout, ambient: Mesh) -> tf.Tensor:
     plan = plan_redistribution(tensor.shape.as_list(), tensor.dtype.size, source, target)
     scope = tf.get_current_name_scope()
 
@@ -89,13 +91,13 @@ def _redistribute(tensor: tf.Tensor, source: Layout, target: Layout, ambient: Me
     return run(tensor)
 
 
-def _layout(value: DimsMapping | Layout, mesh: Mesh) -> Layout:
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Mesh):
-        return value
+def _layout(value: DimsMapping | Layout, mesh: Mesh) -> _Layout:
+    if isinstance(value, tuple) and len(value) == 2 and ":" in str(value[0]):
+        return Mesh.parse(value[0]), value[1]
     return mesh, value
 
 
-def _check_source(what: str, tensor: tf.Tensor, source: Layout) -> None:
+def _check_source(what: str, tensor: tf.Tensor, source: _Layout) -> None:
     """Raises ShardingError if the tensor has another annotation than `source`."""
     if tf.executing_eagerly() or not hasattr(tensor, "op"):
         return

@@ -25,8 +25,8 @@ _MOST_ORDERS = 256
 
 SLICE, ALL_TO_ALL, ALL_GATHER, PERMUTE = "slice", "all-to-all", "all-gather", "collective-permute"
 
-# A sharding: a mesh, and the mesh axes of each dimension.
-Layout = tuple[Mesh, DimsMapping]
+# A sharding: a mesh, also as text, and the mesh axes of each dimension.
+Layout = tuple[Mesh | str, DimsMapping]
 # The same with a tuple of axes for each dimension.
 _Ends = tuple[Mesh, tuple[tuple[str, ...], ...]]
 # For each dimension the atoms (prime factors of axes) that shard it, major first.
@@ -95,12 +95,14 @@ def plan_redistribution(
     shape = tuple(int(n) for n in shape)
     layouts = []
     for name, (mesh, mapping) in (("source", source), ("target", target)):
+        mesh = Mesh.parse(mesh, f"redistribution's {name} mesh")
         check_mapping(f"redistribution's {name} {mapping}", shape, mapping, mesh)
         layouts.append((mesh, tuple(axes_of(a) for a in mapping)))
-    if source[0].size != target[0].size:
+    (before, _), (after, _) = layouts
+    if before.size != after.size:
         raise ShardingError(
-            f"redistribution from mesh {source[0]} to mesh {target[0]}: they have {source[0].size} "
-            f"and {target[0].size} devices, and only the same devices can exchange parts"
+            f"redistribution from mesh {before} to mesh {after}: they have {before.size} and {after.size} devices, and "
+            "only the same devices can exchange parts"
         )
     return _plan(shape, int(itemsize), *layouts)
 

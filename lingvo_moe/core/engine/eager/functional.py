@@ -39,7 +39,7 @@ def shard_function(
     fn: Callable[..., Any] | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     *,
     max_programs: int = 64,
     known_faults: str = ERROR,
@@ -59,7 +59,7 @@ def shard_function(
             a tree a tree of entries.
         out_shardings: the same for the result, before it is fetched. None: replicated. AUTO: the
             partitioner chooses.
-        mesh: by default the one in force when the function is called.
+        mesh: also as text, e.g. 'data:2,model:4'; by default the one in force when the function is called.
         max_programs: how many signatures are kept; those not used for longest are dropped.
         known_faults: what to do with a program that XLA's partitioner is known to compute wrongly:
             'error', 'warn' or 'off'.
@@ -87,12 +87,13 @@ class ShardedFunction:
         fn: Callable[..., Any],
         in_shardings: Any,
         out_shardings: Any,
-        mesh: Mesh | None,
+        mesh: Mesh | str | None,
         max_programs: int,
         known_faults: str = ERROR,
     ):
         functools.update_wrapper(self, fn, updated=())
-        self._fn, self._mesh, self._max_programs = fn, mesh, max_programs
+        self._fn, self._max_programs = fn, max_programs
+        self._mesh = None if mesh is None else Mesh.parse(mesh, f"{self.MAKER}: mesh")
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         self._known_faults = known_faults
         self._name = getattr(fn, "__name__", type(fn).__name__)

@@ -24,14 +24,14 @@ __all__ = ["AUTO", "LoweringError", "lower", "lower_step"]
 def lower(
     fn: Callable[..., Any],
     arg_specs: Sequence[Any],
-    mesh: Mesh,
+    mesh: Mesh | str,
     *,
     results: Any = None,
     donate: Sequence[int] = (),
     name: str = "",
 ) -> Program:
     """Lowers a step with these fields, as lower_step does."""
-    return lower_step(Step(name, fn, arg_specs, donate, results), mesh)
+    return lower_step(Step(name, fn, arg_specs, donate, results), Mesh.parse(mesh, "lower: mesh"))
 
 
 def lower_step(step: Step, mesh: Mesh, fused: bool = False) -> Program:
