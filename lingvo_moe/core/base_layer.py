@@ -72,6 +72,9 @@ class WeightParams:
     # False for state that no gradient changes. Unchanged unless a layer returns a new value in `updates`: see
     # BaseTask.FProp.
     trainable: bool = True
+    # True for a bias or a scale, however many dimensions it has: a bias of queries is 'NK'. Optimizers treat it as a
+    # vector, which has no weight decay by default, and whose statistics are kept in full.
+    is_vector: bool = False
 
 
 class InitOfVariable(WeightInit, abc.ABC):
@@ -101,6 +104,7 @@ class VariableSpec:
     # The specs of the variables that this one packs; () for other variables. Row k of such a variable, whose shape is
     # [K, P], holds the elements of those of packs[k] one after another, then zeros.
     packs: "tuple[tuple[VariableSpec, ...], ...]" = ()
+    is_vector: bool = False  # whether it is a bias or a scale; see WeightParams
 
     def Stacked(self, num: int, axis: Axis = None, parts: int = 1) -> "VariableSpec":
         """The spec of `num` such variables in one, along a new leading dimension L, which a mesh axis may shard.
@@ -388,6 +392,7 @@ class BaseLayer:
                 init=w.init,
                 split=dims_mapping(w.letters, self.p.weight_split, name),
                 trainable=w.trainable,
+                is_vector=w.is_vector,
             )
             specs[name] = spec.OverCopies() if shards(self.p.shard_state, WEIGHTS) else spec
         return specs

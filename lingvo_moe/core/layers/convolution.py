@@ -51,7 +51,7 @@ class Conv2D(BaseLayer):
         self.CreateVariable("w", WeightParams(shape, "YXIO", he))
         if p.bias:
             zero = WeightInit.Constant(0.0)
-            self.CreateVariable("b", WeightParams((p.output_channels,), "O", zero))
+            self.CreateVariable("b", WeightParams((p.output_channels,), "O", zero, is_vector=True))
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Convolves x [B, Y, X, I]; returns [B, Y', X', O] in the activations' type."""

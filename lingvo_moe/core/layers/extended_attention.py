@@ -86,16 +86,20 @@ class ExtendedAttention(MultiHeadAttention):
         shapes = {name: (w.shape[1:], w.letters[1:]) for name, w in self._weights.items()}
         if p.biases:
             for name in "qkv":
-                self.CreateVariable(f"{name}_bias", WeightParams(*shapes[name], zero))
-            self.CreateVariable("o_bias", WeightParams((p.model_dim,), "M", zero))
+                self.CreateVariable(
+                    f"{name}_bias", WeightParams(*shapes[name], zero, is_vector=True)
+                )
+            self.CreateVariable("o_bias", WeightParams((p.model_dim,), "M", zero, is_vector=True))
         if p.qk_norm in ("head", "projection"):
             for name in "qk":
                 shape, letters = shapes[name]
                 if p.qk_norm == "head":
                     shape, letters = shape[-1:], letters[-1:]
-                self.CreateVariable(f"{name}_norm", WeightParams(shape, letters, one))
+                self.CreateVariable(
+                    f"{name}_norm", WeightParams(shape, letters, one, is_vector=True)
+                )
         if p.sinks:
-            self.CreateVariable("sinks", WeightParams((p.num_heads,), "N", zero))
+            self.CreateVariable("sinks", WeightParams((p.num_heads,), "N", zero, is_vector=True))
         return sizes
 
     def _Heads(

@@ -62,11 +62,11 @@ class LatentAttention(MultiHeadAttention):
         each = k + p.turned_dim
         if p.query_rank:
             self.CreateVariable("q_down", WeightParams((m, p.query_rank), "MR", fan_in(m)))
-            self.CreateVariable("q_norm", WeightParams((p.query_rank,), "R", one))
+            self.CreateVariable("q_norm", WeightParams((p.query_rank,), "R", one, is_vector=True))
         source, letter = (p.query_rank, "R") if p.query_rank else (m, "M")
         self.CreateVariable("q", WeightParams((source, n, each), f"{letter}NK", fan_in(source)))
         self.CreateVariable("down", WeightParams((m, p.rank + p.turned_dim), "MR", fan_in(m)))
-        self.CreateVariable("norm", WeightParams((p.rank,), "R", one))
+        self.CreateVariable("norm", WeightParams((p.rank,), "R", one, is_vector=True))
         self.CreateVariable("k", WeightParams((p.rank, n, k), "RNK", fan_in(p.rank)))
         self.CreateVariable("v", WeightParams((p.rank, n, value), "RNK", fan_in(p.rank)))
         self.CreateVariable("o", WeightParams((n, value, m), "NKM", fan_in(n * value)))

@@ -33,9 +33,13 @@ class LayerNorm(BaseLayer):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         shape = (self.p.model_dim,)
-        self.CreateVariable("scale", WeightParams(shape, "M", WeightInit.Constant(1.0)))
+        self.CreateVariable(
+            "scale", WeightParams(shape, "M", WeightInit.Constant(1.0), is_vector=True)
+        )
         if self.BIASED:
-            self.CreateVariable("bias", WeightParams(shape, "M", WeightInit.Constant(0.0)))
+            self.CreateVariable(
+                "bias", WeightParams(shape, "M", WeightInit.Constant(0.0), is_vector=True)
+            )
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Normalizes x [..., M]; the result has the activations' type."""

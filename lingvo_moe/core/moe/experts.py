@@ -152,8 +152,10 @@ class Experts(BaseExperts):
         if p.biases:
             zero = WeightInit.Constant(0.0)
             for name in self.activation.weights:
-                self.CreateVariable(f"{name}_bias", WeightParams((E, H), "EH", zero))
-            self.CreateVariable("wo_bias", WeightParams((E, M), "EM", zero))
+                self.CreateVariable(
+                    f"{name}_bias", WeightParams((E, H), "EH", zero, is_vector=True)
+                )
+            self.CreateVariable("wo_bias", WeightParams((E, M), "EM", zero, is_vector=True))
 
     def FProp(
         self, theta: NestedMap, x_EGCM: tf.Tensor, seed: tf.Tensor | None = None

@@ -24,7 +24,7 @@ class Adafactor(BaseOptimizer):
       all steps at first (no bias correction is needed: b is 0 at t = 1) and over about 100 later.
     * second moment v of g^2 + epsilon1, as the outer product of its row and column means over the
       two largest dimensions (never those that count layers or experts), divided by the mean of both;
-      in full where one of them is small.
+      in full where one of them is small, and of a bias or a scale.
     * u = g / sqrt(v), divided by max(1, rms(u) / clip_threshold).
     * the weight loses rate * max(epsilon2, rms(weight)) * u, or rate * u without
       `multiply_by_parameter_scale`.
@@ -76,7 +76,11 @@ class Adafactor(BaseOptimizer):
         """The two factored dimensions, in order; None where the second moment is kept in full."""
         own = [d for d in range(spec.stack_dims, len(spec.shape)) if spec.letters[d] != "E"]
         largest = sorted(own, key=lambda d: (-spec.shape[d], -d))[:2]
-        if len(largest) < 2 or min(spec.shape[d] for d in largest) < self.p.min_dim_size_to_factor:
+        if (
+            spec.is_vector
+            or len(largest) < 2
+            or min(spec.shape[d] for d in largest) < self.p.min_dim_size_to_factor
+        ):
             return None
         return min(largest), max(largest)
 

@@ -61,7 +61,8 @@ def decays(specs: NestedMap, p: InstantiableParams) -> dict[str, bool]:
     """Says of each trainable variable, by `VariableSpec.path`, whether it decays.
 
     A variable decays if it has at least `decay_min_dims` dimensions and is no embedding table. Dimensions that count
-    the layers of a `repeat`, and a leading one that counts experts, do not count. `decay_include` adds variables,
+    the layers of a `repeat`, and a leading one that counts experts, do not count; a bias or a scale
+    (`VariableSpec.is_vector`) has one dimension, even where it is 'NK'. `decay_include` adds variables,
     `decay_exclude` removes some: patterns such as '*.wi' of whole paths, in which * stands for any characters.
 
     Raises:
@@ -113,8 +114,8 @@ def is_table(spec: VariableSpec) -> bool:
 
 
 def own_dims(spec: VariableSpec) -> int:
-    """The number of dimensions, without those that count layers and a leading one that counts experts."""
-    return len(spec.letters[spec.stack_dims :].removeprefix("E"))
+    """The number of dimensions, without those that count layers and a leading one that counts experts; 1 of a vector."""
+    return 1 if spec.is_vector else len(spec.letters[spec.stack_dims :].removeprefix("E"))
 
 
 def _matched(name: str, patterns: Sequence[str], specs: Sequence[VariableSpec]) -> set[str]:

@@ -6,7 +6,8 @@ import tensorflow as tf
 from refusals import refuses
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, WeightParams
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import ParamError
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import tensorflow, xla
@@ -20,10 +21,10 @@ from lingvo_moe.core.randomness import make_seed
 RATE = Constant.Params().Set(value=0.25)
 
 
-def _spec(path, letters, dtype="float32", trainable=True):
+def _spec(path, letters, dtype="float32", **fields):
     shape = tuple(range(8, 8 + len(letters)))
     init, split = WeightInit.Gaussian(), (None,) * len(letters)
-    return VariableSpec(path, shape, dtype, letters, init, split, trainable=trainable)
+    return VariableSpec(path, shape, dtype, letters, init, split, **fields)
 
 
 SPECS = NestedMap(
@@ -52,6 +53,65 @@ def _decaying(**params):
 def test_matrices_decay_and_vectors_and_embeddings_do_not():
     assert _decaying() == MATRICES
     assert _decaying(weight_decay=0.0) == set()
+
+
+# The last names of all variables of the registered experiments and of the choices below.
+DECAYED = set("q k v o w wi wi_gate wo wg wnoise down q_down of_hidden of_token".split())
+NOT_DECAYED = set(
+    "b bias scale norm q_norm k_norm sinks logit_bias q_bias k_bias v_bias o_bias wi_bias wi_gate_bias wo_bias "
+    "table task_emb".split()
+)
+ROUTER = "task.moe.router"
+CHOICES = (
+    ("mt.M4Tiny", f"{ROUTER}=noisy_top_k;{ROUTER}.level=task;{ROUTER}.num_tasks=3"),
+    (
+        "lm.Tiny",
+        "task.attention=extended;task.attention.biases=True;task.attention.qk_norm=projection;"
+        "task.attention.sinks=True;task.multi_token_weight=0.1",
+    ),
+)
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+def test_each_variable_of_each_experiment_decays_by_a_list_of_names(repeat):
+    names = set()
+    models = [(name, "") for name in registry.AllNames()] if repeat else []
+    for model, override in (*models, *((name, f"{o};task.repeat={repeat}") for name, o in CHOICES)):
+        specs = registry.GetParams(model, override).task.Instantiate().VariableSpecs()
+        parts = [p for s in specs.Flatten() for p in ([x for row in s.packs for x in row] or [s])]
+        for path, does in decays(NestedMap(parts=parts), AdamW.Params()).items():
+            names.add(last := path.rpartition(".")[2])
+            assert (last in DECAYED, last in NOT_DECAYED) == (does, not does), (model, path)
+    if repeat:
+        assert names == DECAYED | NOT_DECAYED
+
+
+class _Scaled(BaseLayer):
+    """A layer of a user, whose scale and bias have a number for each head and each of its numbers."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        one = WeightInit.Constant(1.0)
+        self.CreateVariable("w", WeightParams((8, 2, 4), "MNK", WeightInit.FanIn(8)))
+        self.CreateVariable("gain", WeightParams((2, 4), "NK", one, is_vector=True))
+        self.CreateVariable("mixing", WeightParams((2, 4), "NK", one))
+
+
+def test_a_layer_of_a_user_says_what_is_a_scale():
+    specs = _Scaled.Params().Set(name="own").Instantiate().VariableSpecs()
+    for tree in (specs, specs.Transform(lambda spec: spec.Stacked(3))):
+        assert decays(tree, AdamW.Params()) == {
+            "own.w": True,
+            "own.gain": False,
+            "own.mixing": True,
+        }
+        assert decays(tree, AdamW.Params().Set(decay_min_dims=1))["own.gain"]
+        slots = Adafactor.Params().Set(min_dim_size_to_factor=2).Instantiate().SlotSpecs(tree)
+        assert [sorted(slots[name]) for name in ("w", "gain", "mixing")] == [
+            ["col", "row"],
+            ["full"],
+            ["col", "row"],
+        ]
 
 
 def test_by_dimension():

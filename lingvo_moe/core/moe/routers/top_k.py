@@ -124,7 +124,9 @@ class TopKRouter(LearnedRouter):
         self._Check()
         if p.logit_bias:
             zero = WeightInit.Constant(0.0)
-            self.CreateVariable("logit_bias", WeightParams((p.num_experts,), "E", zero))
+            self.CreateVariable(
+                "logit_bias", WeightParams((p.num_experts,), "E", zero, is_vector=True)
+            )
         if p.balance_bias:
             self.CreateVariable(
                 "balance_bias",
