@@ -94,9 +94,18 @@ def _unchecked(program: Program, why: str) -> EngineError:
 
 
 def act_on(faults: list[WrongNumbers], program_name: str, action: str) -> None:
-    """Raises ShardingError for faults where `action` is 'error', prints them where it is 'warn'."""
+    """Raises ShardingError for faults where `action` is 'error', prints them where it is 'warn'.
+
+    Those that depend on the values of arguments are printed in either case.
+    """
+    conditional = [found for found in faults if found.fault.is_conditional]
     try:
-        known_faults.refuse(faults, program_name)
+        known_faults.refuse(conditional, program_name, "may")
+    except ShardingError as e:
+        if action != OFF:
+            say(f"warning: {e}")
+    try:
+        known_faults.refuse([found for found in faults if found not in conditional], program_name)
     except ShardingError as e:
         if action == ERROR:
             raise ShardingError(

@@ -190,9 +190,11 @@ class Explanation:
     def Check(self) -> None:
         """Refuses a program that would compute wrong numbers.
 
-        Raises ShardingError: `wrong` is not empty; the message names each operation with its line and remedy.
+        Raises ShardingError: `wrong` has operations whose faults do not depend on the values of arguments; the message
+        names each with its line and remedy.
         """
-        known_faults.refuse(self.wrong, self.name)
+        certain = [found for found in self.wrong if not found.fault.is_conditional]
+        known_faults.refuse(certain, self.name)
 
     def ToJson(self) -> dict[str, Any]:
         """Returns a plain dict: `version`, `program`, `mesh`, `annotated`, `exchanges`, `compiled`, `wrong`.

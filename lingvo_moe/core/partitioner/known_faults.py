@@ -6,7 +6,8 @@
 The faults are those of the partitioner in jaxlib 0.10.2 that the conformance suite (tests/spmd) found.
 They are detected in the module after sharding propagation and before partitioning, where every instruction
 has its sharding. The conditions were found by comparing with one device. They are narrow: every reported
-operation is wrong, but for scatters whose wrong elements may come to no harm; and a program without reports may
+operation is wrong, but for scatters whose wrong elements may come to no harm, and for SLICE and REPLACED, which are
+wrong only where a number that the program is given is out of range; and a program without reports may
 still be wrong. These cases are not detected:
 
 - SCATTER: updates that are sharded differently from the target along the window's dimensions;
@@ -15,12 +16,13 @@ still be wrong. These cases are not detected:
 - ONE_INDEX: targets that other operations, or shardings into fewer parts, divide from the unsharded tensor;
 - PADDED_WINDOWS: windows of a part that do not cover exactly two parts of the image;
 - SUMS: sharded results, some of which are wrong;
+- SLICE and REPLACED: starts that are computed in a loop or a branch, or that depend on other than integer arguments;
 - ADDING_UP and EXCHANGED: other orders of devices, some of which are wrong, depending on sizes.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.hlo.groups import num_devices
@@ -31,6 +33,7 @@ from lingvo_moe.core.partitioner import (
     faults_of_gathers as gathers,
     faults_of_products as products,
     faults_of_scatters as scatters,
+    faults_of_slices as slices,
     faults_of_sums as sums,
     faults_of_windows as windows,
 )
@@ -58,6 +61,10 @@ BATCH = "product with a resharded batch"
 EXCHANGED = "product scattered in another order of devices"
 SUMS = "sum over differently sharded dimensions"
 ADDING_UP = "sum over devices in another order"
+SLICE = "sharded slice from a start that may be out of range"
+REPLACED = "replaced element of a sharded dimension whose place may be out of range"
+# Wrong for some values only: a warning, and no error.
+_CONDITIONAL = (SLICE, REPLACED)
 
 # What goes wrong, and the remedy.
 _TEXTS = {
@@ -126,6 +133,16 @@ _TEXTS = {
         "columns are added",
         "use a mesh whose devices are in ascending order",
     ),
+    SLICE: (
+        "the start along dimension {dim}, along which the slice is sharded, is a number that the program is given: from "
+        "one above {last}, devices read other elements than the last ones that fit, which one device reads",
+        "clip the start: tf.clip_by_value(start, 0, {last})",
+    ),
+    REPLACED: (
+        "one element along dimension {dim}, which is sharded, is replaced at a place that the program is given: outside "
+        "of 0 to {last} nothing is replaced, and on one device the first or the last element",
+        "clip the place: tf.clip_by_value(place, 0, {last})",
+    ),
 }
 # Opcodes that an all-reduce may have.
 _REDUCED = ("add", "multiply", "maximum", "minimum", "and", "or")
@@ -142,6 +159,7 @@ class Fault:
     instruction: str  # the name of the HLO instruction
     message: str  # what goes wrong
     remedy: str  # what to do instead
+    is_conditional: bool = False  # whether it depends on the values of arguments
 
     def __str__(self) -> str:
         return f"{self.op or self.instruction}: {self.message}. Instead: {self.remedy}."
@@ -172,8 +190,11 @@ def known_faults(module: Module) -> list[Fault]:
     ]
 
 
-def refuse(faults: Iterable[object], program_name: str) -> None:
+def refuse(faults: Iterable[object], program_name: str, would: str = "would") -> None:
     """Refuses a program for which XLA would compute wrong numbers.
+
+    Args:
+        would: the verb of the message: 'would', or 'may'.
 
     Raises ShardingError: there is a fault; the message names each operation, what goes wrong and the remedy.
     """
@@ -184,7 +205,7 @@ def refuse(faults: Iterable[object], program_name: str) -> None:
     if len(found) > _MOST_NAMED:
         lines.append(f"- and {len(found) - _MOST_NAMED} more")
     raise ShardingError(
-        f"program {program_name!r}: XLA's partitioner would compute wrong numbers for "
+        f"program {program_name!r}: XLA's partitioner {would} compute wrong numbers for "
         f"{len(found)} operation{'s' * (len(found) > 1)}:\n" + "\n".join(lines)
     )
 
@@ -224,7 +245,8 @@ class _At:
         for kind, more in _CHECKS[self.instruction.opcode](self):
             message, remedy = _TEXTS[kind]
             op = operation_of(self.instruction.op_name)
-            yield Fault(kind, op, self.instruction.name, message.format(**more), remedy)
+            message, remedy = message.format(**more), remedy.format(**more)
+            yield Fault(kind, op, self.instruction.name, message, remedy, kind in _CONDITIONAL)
 
 
 _Found = Iterator[tuple[str, dict[str, object]]]
@@ -297,6 +319,27 @@ def _in_scatter(at: _At) -> _Found:
     yield SCATTER, found
 
 
+def _in_slice(at: _At) -> _Found:
+    dim = slices.sliced_dim(at.instruction, at.operands[0], at.shardings[-1])
+    yield from _at_runtime(at, SLICE, dim, at.operands[1:], at.instruction)
+
+
+def _in_update_slice(at: _At) -> _Found:
+    dim = slices.replaced_dim(at.instruction, at.operands[1], at.shardings[-1])
+    yield from _at_runtime(at, REPLACED, dim, at.operands[2:], at.operands[1])
+
+
+def _at_runtime(
+    at: _At, kind: str, dim: int | None, starts: Sequence[Instruction], part: Instruction
+) -> _Found:
+    """A fault along a dimension whose start the program is given; `part` has the size of what is read or written."""
+    if dim is None or at.inside is not at.module.entry:
+        return
+    if slices.comes_from_outside(starts[dim], at.inside):
+        last = at.operands[0].arrays[0].dims[dim] - part.arrays[0].dims[dim]
+        yield kind, {"dim": dim, "last": last}
+
+
 _CHECKS: Mapping[str, Callable[[_At], _Found]] = {
     "dot": _in_dot,
     "convolution": _in_convolution,
@@ -304,4 +347,6 @@ _CHECKS: Mapping[str, Callable[[_At], _Found]] = {
     "pad": _in_pad,
     "gather": _in_gather,
     "scatter": _in_scatter,
+    "dynamic-slice": _in_slice,
+    "dynamic-update-slice": _in_update_slice,
 }
