@@ -35,7 +35,6 @@ from lingvo_moe.training.checks import (
     check_divisible,
     check_flags,
     check_same_input,
-    check_state_is_sharded,
     full_override,
     has_begun,
     override_without_unused,
@@ -43,7 +42,7 @@ from lingvo_moe.training.checks import (
     strategy_override,
 )
 from lingvo_moe.training.flags import parse_flags
-from lingvo_moe.training.meshes import make_mesh
+from lingvo_moe.training.meshes import check_state_is_sharded, make_mesh
 
 if TYPE_CHECKING:  # they import TensorFlow and JAX
     from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
@@ -250,7 +249,7 @@ def train_model(of: Job) -> int:
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)
-    check_state_is_sharded(of.override, mesh)
+    check_state_is_sharded(of.override, task, mesh)
     task.CheckInput(params.task, params.input)
     on_cpu = devices.runs_on_cpu(of.engine)
     if on_cpu and not args.num_devices and (unused := gpu_settings.unused_gpus()):

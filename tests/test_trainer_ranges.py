@@ -4,8 +4,9 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh, single_device
-from lingvo_moe.training.checks import UsageError, check_divisible, check_state_is_sharded
+from lingvo_moe.training.checks import UsageError, check_divisible
 from lingvo_moe.training.memory import Share, check_memory
+from lingvo_moe.training.meshes import check_state_is_sharded
 
 GiB = 2**30
 _IMAGES = "image.ResNet50Classes130K"
@@ -49,12 +50,19 @@ def test_a_mesh_divides_what_it_shards(model, mesh, override, expected):
     assert expected in str(error.value)
 
 
-def test_one_device_has_no_state_to_shard():
-    override = "train.shard_state=weights;train.max_steps=5"
-    with pytest.raises(UsageError, match=r"^train\.shard_state=weights: has no effect on one dev"):
-        check_state_is_sharded(override, Mesh.parse("data:1"))
-    check_state_is_sharded(override, Mesh.parse("data:2"))
-    check_state_is_sharded("train.shard_state=none", Mesh.parse("data:1"))
+@pytest.mark.parametrize("level", ["slots", "gradients", "weights"])
+def test_state_that_is_not_sharded_is_refused(level):
+    override = f"train.shard_state={level};train.max_steps=5"
+    task = registry.GetParams("mt.M4Tiny", override).task.Instantiate()
+    for mesh, where in (
+        ("expert:1", "one device"),
+        ("data:7,expert:1", "mesh data:7,expert:1, along whose"),
+    ):
+        message = rf"^train\.shard_state={level}: has no effect on {where}"
+        with pytest.raises(UsageError, match=message):
+            check_state_is_sharded(override, task, Mesh.parse(mesh))
+    check_state_is_sharded(override, task, Mesh.parse("data:2,expert:1"))
+    check_state_is_sharded("train.shard_state=none", task, Mesh.parse("data:1"))
 
 
 # --- memory

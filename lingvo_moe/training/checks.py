@@ -19,7 +19,7 @@ from lingvo_moe.core.runs.bucket_lock import TrainerLock
 from lingvo_moe.core.runs.directories import check_addable, check_logdir, check_writable
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
-from lingvo_moe.core.sharding.letters import NONE, axes_of
+from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.strategies.strategy_file import read_overrides
 
 if TYPE_CHECKING:  # they import TensorFlow
@@ -222,17 +222,6 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
             else:
                 _check_parts(f"variable {path}: {letter}={size}", size, axis, mesh)
     _check_axes_are_used(params, task, [layer for _, layer in layers], mesh)
-
-
-def check_state_is_sharded(override: str, mesh: Mesh) -> None:
-    """Raises UsageError if an override, on one device, asks for state that is sharded over devices."""
-    path = "train.shard_state"
-    level = dict(registry.split_override(override)).get(path, NONE)
-    if mesh.size == 1 and level != NONE:
-        raise UsageError(
-            f"{path}={level}: has no effect on one device (mesh {mesh}), which holds all of the state; leave it out or "
-            "train on several (--engine=pjrt, --num_devices)"
-        )
 
 
 def check_budget(train: Params, num_processes: int) -> None:

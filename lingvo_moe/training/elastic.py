@@ -6,8 +6,8 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.training.checks import check_divisible, check_state_is_sharded
-from lingvo_moe.training.meshes import make_mesh
+from lingvo_moe.training.checks import check_divisible
+from lingvo_moe.training.meshes import check_state_is_sharded, make_mesh
 
 
 def after_loss(args: Flags, params: Params, override: str, lost: Sequence[int]) -> Flags:
@@ -50,7 +50,7 @@ def largest(
         try:
             mesh = base.over_devices(count * devices_each)
             check_divisible(params, task, mesh)
-            check_state_is_sharded(override, mesh)
+            check_state_is_sharded(override, task, mesh)
             return count, mesh
         except ValueError:
             if count == 1:

@@ -114,7 +114,7 @@ def is_table(spec: VariableSpec) -> bool:
 
 
 def own_dims(spec: VariableSpec) -> int:
-    """The number of dimensions, without those that count layers and a leading one that counts experts; 1 of a vector."""
+    """The dimensions but for those that count layers and a leading one that counts experts; a vector has one."""
     return 1 if spec.is_vector else len(spec.letters[spec.stack_dims :].removeprefix("E"))
 
 

@@ -134,13 +134,13 @@ _TEXTS = {
         "use a mesh whose devices are in ascending order",
     ),
     SLICE: (
-        "the start along dimension {dim}, along which the slice is sharded, is a number that the program is given: from "
-        "one above {last}, devices read other elements than the last ones that fit, which one device reads",
+        "the start along dimension {dim}, along which the slice is sharded, is a number that the program is given: "
+        "from one above {last}, devices read other elements than the last ones that fit, which one device reads",
         "clip the start: tf.clip_by_value(start, 0, {last})",
     ),
     REPLACED: (
-        "one element along dimension {dim}, which is sharded, is replaced at a place that the program is given: outside "
-        "of 0 to {last} nothing is replaced, and on one device the first or the last element",
+        "one element along dimension {dim}, which is sharded, is replaced at a place that the program is given: "
+        "outside of 0 to {last} nothing is replaced, and on one device the first or the last element",
         "clip the place: tf.clip_by_value(place, 0, {last})",
     ),
 }

@@ -16,7 +16,7 @@ Offload = str | Sequence[str]
 
 
 class OffloadError(ValueError):
-    """A train.offload that would free no memory, or that goes with no such model."""
+    """A train.offload, or train.shard_state=slots, that would free no memory, or that goes with no such model."""
 
 
 def items_of(offload: Offload) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def check_offload(
     averaged: bool,
     pipelined: bool,
 ) -> None:
-    """Checks that each item of train.offload frees memory.
+    """Checks that each item of train.offload frees memory, and that train.shard_state=slots does.
 
     `averaged`: whether the state has a moving average of the weights; `pipelined`: whether pipelined_step.py trains
     it.
@@ -63,7 +63,13 @@ def check_offload(
         OffloadError: an item that frees none, which says what it would have moved; or an item that does not go with
             this model.
     """
-    theta, there = list(theta), [spec for spec in slots if spec.memory == HOST]
+    theta, slots = list(theta), list(slots)
+    if task.p.shard_state == SLOTS and not slots and not averaged:
+        raise OffloadError(
+            f"train.shard_state={SLOTS}: the optimizer has no slots and there is no moving average (task.ema_decay), "
+            "so that this would free no memory; leave it out, or set it to gradients or weights"
+        )
+    there = [spec for spec in slots if spec.memory == HOST]
     for item in items_of(offload):
         of_layers = item in (ACTIVATIONS, EXPERTS) or "*" in item
         if of_layers and pipelined:

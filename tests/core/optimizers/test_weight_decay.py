@@ -56,10 +56,13 @@ def test_matrices_decay_and_vectors_and_embeddings_do_not():
 
 
 # The last names of all variables of the registered experiments and of the choices below.
-DECAYED = set("q k v o w wi wi_gate wo wg wnoise down q_down of_hidden of_token".split())
-NOT_DECAYED = set(
-    "b bias scale norm q_norm k_norm sinks logit_bias q_bias k_bias v_bias o_bias wi_bias wi_gate_bias wo_bias "
-    "table task_emb".split()
+DECAYED, NOT_DECAYED = (
+    set(names.split())
+    for names in (
+        "q k v o w wi wi_gate wo wg wnoise down q_down of_hidden of_token",
+        "b bias scale norm q_norm k_norm sinks logit_bias q_bias k_bias v_bias o_bias wi_bias wi_gate_bias wo_bias "
+        "table task_emb",
+    )
 )
 ROUTER = "task.moe.router"
 CHOICES = (

@@ -8,6 +8,7 @@ from gpu_compiler import needs_gpu_compiler
 from refusals import refuses
 from toy_stack import MESH, ROWS, H, L, M, Rows, batch_of, begun, compiled_step, stack_task, trained
 
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import OFFLOAD
 from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.base import EngineError
@@ -162,6 +163,14 @@ def test_a_program_without_anything_on_a_host_has_no_such_part():
 )
 def test_an_offload_that_frees_nothing_is_refused(offload, others):
     stack_task(offload=offload, **others).StateSpecs()
+
+
+def test_slots_that_an_optimizer_lacks_are_not_sharded():
+    override = "train.shard_state=slots;task.optimizer=sgd;task.optimizer.momentum=0"
+    with pytest.raises(OffloadError, match=r"^train.shard_state=slots: the optimizer has no slots"):
+        registry.GetParams("mt.M4Tiny", override).task.Instantiate().StateSpecs()
+    for more in (";task.optimizer.momentum=0.9", ";task.ema_decay=0.9", ";task.dtype=bfloat16"):
+        registry.GetParams("mt.M4Tiny", override + more).task.Instantiate().StateSpecs()
 
 
 def test_where_the_hosts_memory_cannot_be_used_it_is_refused():
