@@ -246,6 +246,8 @@ def train_model(of: Job) -> int:
     there_are = 1 if of.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
     engine = make_engine(of.engine, mesh, args.known_faults)
+    if args.dump_programs and args.process_id == 0:
+        engine.DumpPrograms(args.dump_programs)
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)
@@ -297,6 +299,7 @@ def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
     from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.engine.loop.train_loop import TrainLoop
     from lingvo_moe.core.engine.loop.trained import Trained
+    from lingvo_moe.training.memory import peak_line
     from lingvo_moe.training.peak import job_peak
 
     run_dir, params, times = run.run_dir, run.params, run.times
@@ -339,6 +342,8 @@ def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
             )
         )
         times.Switch(OTHER)
+        if first_process and loop.compiled:
+            say(peak_line(run.engine, engine.mesh, loop.compiled, task))
     times.End(result.last_step, result.status)
     if first_process and not result.status:
         say(f"written: {run.args.logdir}, up to step {result.last_step}")

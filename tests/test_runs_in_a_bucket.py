@@ -48,7 +48,7 @@ def another_machine(monkeypatch, tmp_path):
 
 
 def _flags(logdir, steps, *more):
-    override = "train.summary_interval_steps=1;train.save_interval_steps=2"
+    override = "train.summary_interval_steps=1;train.save_interval_steps=2;train.profile_steps=1-2"
     given = [
         "--model=toy_task.Line",
         f"--logdir={logdir}",
@@ -75,6 +75,7 @@ def test_a_run_goes_on_in_a_bucket_as_on_disk(storage, tmp_path, monkeypatch, ca
     on_disk = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == on_disk - {".trainer.lock"} | {"WRITER"}
     assert sum(".tfevents." in name for name in open_store(address).List()) == 2
+    assert sum("/plugins/profile/steps_1-2/" in n for n in open_store(address).List()) == 2
     assert goodput.main([f"--logdir={address}"]) == 0
     assert "6 steps" in capsys.readouterr().out
     assert status(*_flags(address, 6, "--restart")) == 2

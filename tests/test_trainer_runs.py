@@ -174,6 +174,8 @@ def test_two_processes_of_four_devices_stop_together(tmp_path):
         assert "exit 143" in out, err
         saved |= set(re.findall(r"stopped and saved at step (\d+); the same command goes on", err))
     assert len(saved) == 1
+    shows_steps = [bool(re.search(r"^step \d+/", err, re.M)) for _, err in outputs]
+    assert shows_steps == [True, False]
     last = int(saved.pop())
     assert list(losses(run)) == list(range(1, last + 1))
     assert trainer.main(_line(run, last + 2)) == 0

@@ -68,9 +68,10 @@ def _declare_effects(flags: Flags) -> None:
         "logdir init_from engine known_faults verify coordinator_address num_processes process_id",
         mode=("sync", "eval"),
     )
+    flags.OnlyWith("dump_programs", mode="sync")
     flags.OnlyWith("num_devices mesh", mode=("sync", "eval", "inspect_model"))
     flags.OnlyWith("max_steps data_dir", mode=("sync", "eval", "inspect_params"))
-    flags.OnlyWith("known_faults num_processes", engine=(None, "pjrt"))
+    flags.OnlyWith("known_faults num_processes dump_programs", engine=(None, "pjrt"))
 
 
 def define_experiment_flag(flags: Flags, help: str, required: bool = True) -> None:
@@ -156,6 +157,11 @@ def _define_machine_flags(flags: Flags) -> None:
     flags.DEFINE_string("strategy", "", f"{_STRATEGY_HELP}. {_AUTO_HELP}")
     flags.DEFINE_enum(
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
+    )
+    flags.DEFINE_string(
+        "dump_programs",
+        "",
+        "a directory for the texts of each program that is compiled: StableHLO with shardings, and XLA's compiled HLO",
     )
     flags.DEFINE_boolean(
         "verify",

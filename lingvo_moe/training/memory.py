@@ -1,5 +1,6 @@
-"""The memory of a job's devices; refuses a run that cannot fit into it, from a lower bound of what the run needs."""
+"""The memory of a job's devices: what a run has used, and whether one can fit, from a lower bound of what it needs."""
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import devices
+from lingvo_moe.core.engine.base import Compiled
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.engine.pjrt import CompiledProgram
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.planner.memory.state import held, least_activations
@@ -58,6 +61,20 @@ def machine_bytes() -> int:
         if text.isdigit():
             total = min(total, int(text))
     return total + psutil.swap_memory().total
+
+
+def peak_line(engine: str, mesh: Mesh, step: Compiled, task: BaseTask) -> str:
+    """The most memory that this process has used, beside what its training step and its state were said to need."""
+    peak, whose = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "this process"
+    if not devices.runs_on_cpu(engine) and (used := devices.accelerator_peak(engine)):
+        peak, whose = used, "a device"
+    where = f"each of {mesh.size} devices" if mesh.size > 1 else "the device"
+    said = f"the state takes {units.size(held(task, mesh).total, 1)} on {where}"
+    if isinstance(step, CompiledProgram):
+        found = step.Memory()
+        need = found["arguments"] + found["outputs"] - found["aliased"] + found["temporaries"]
+        said += f", the step {units.size(need, 1)} as compiled"
+    return f"memory: at most {units.size(peak, 1)} of {whose}; {said}"
 
 
 @dataclass(frozen=True)

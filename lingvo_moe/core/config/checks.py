@@ -8,6 +8,7 @@ same checks on the flags of the command lines.
 import ast
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -218,6 +219,24 @@ class SizeOr(Check):
 
     def __str__(self) -> str:
         return either((*self.words, str(SIZE)))
+
+
+@dataclass(frozen=True)
+class Steps(Check):
+    """The first and the last of some steps of training, '10-15', or one of them, '10'; '' for none."""
+
+    def Allows(self, value: Any) -> bool:
+        return value == "" or (isinstance(value, str) and bool(steps_of(value)))
+
+    def __str__(self) -> str:
+        return "the first and the last step, e.g. 10-15, from 1 on; or '' for none"
+
+
+def steps_of(value: str) -> range:
+    """The steps that a value of Steps means; none for '' and for what is no such value."""
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", value, re.ASCII)
+    first, last = (int(n) for n in (found[1], found[2] or found[1])) if found else (1, 0)
+    return range(first, last + 1) if first else range(0)
 
 
 @dataclass(frozen=True)

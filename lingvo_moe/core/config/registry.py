@@ -125,6 +125,13 @@ def _DefineIntervals(p: Params) -> None:
         "summary_interval_steps", 10, "Steps between summaries and progress lines.", checks.SIZE
     )
     p.Define(
+        "profile_steps",
+        "",
+        "The first and the last step of which a trace is written into the run, for TensorBoard's profile page and "
+        "Perfetto, e.g. 10-15; '': none.",
+        checks.Steps(),
+    )
+    p.Define(
         "stall_seconds",
         50.0,
         "A process of several that is behind the others for so long, in reading or writing, is named and the job ends. "

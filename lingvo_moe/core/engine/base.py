@@ -62,6 +62,18 @@ class Engine(abc.ABC):
     # Called with a phrase when BuildStep does something else that may take long.
     doing: Callable[[str], None] = staticmethod(lambda doing: None)
 
+    def DumpPrograms(self, directory: str) -> None:
+        """Has the texts of each program that is compiled from now on written into a directory.
+
+        Raises:
+            EngineError: the engine has no such texts.
+            PathError: the directory is not on this machine.
+        """
+        raise EngineError(
+            f"--dump_programs={directory}: only --engine=pjrt compiles programs as a whole; give it (it is "
+            "the default on several devices and with --mesh)"
+        )
+
     @contextlib.contextmanager
     def Showing(self, show: Callable[[str], None]) -> Iterator[None]:
         """Inside the block, `show` is called with what BuildStep does."""

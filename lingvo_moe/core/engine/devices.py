@@ -190,6 +190,16 @@ def accelerator_bytes(engine: str) -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
+def accelerator_peak(engine: str) -> int | None:
+    """The most bytes that programs have used on one accelerator of this process; None if they are not known."""
+    if engine != "pjrt":
+        return None
+    found = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
+    ]
+    return max((peak for peak in found if peak), default=None)
+
+
 def process_count() -> int:
     """The number of processes of the job."""
     return jax.process_count()

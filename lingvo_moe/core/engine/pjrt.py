@@ -4,6 +4,7 @@ XLA's SPMD partitioner partitions the program for the devices: virtual CPU devic
 Importing this module does not import TensorFlow; building from a TensorFlow function does.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from lingvo_moe.core.engine.devices import has_fused_kernels
 from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
+from lingvo_moe.core.files.paths import check_local
+from lingvo_moe.core.files.store import LocalStore
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh
@@ -57,6 +60,8 @@ class PjrtEngine(Engine):
         check_action(known_faults)
         mesh = Mesh.parse(mesh, "PjrtEngine: mesh")
         self.mesh, self.known_faults = mesh, known_faults
+        self._texts: LocalStore | None = None  # see DumpPrograms
+        self._dumped = 0
         gpu_settings.prepare()
         available = list(devices) if devices is not None else jax.devices()
         if mesh.size > len(available):
@@ -107,7 +112,17 @@ class PjrtEngine(Engine):
                 f"program {program.name!r} was lowered for mesh {program.mesh}, not for {self.mesh}; "
                 f"make the engine with that mesh, or lower it again"
             )
-        return CompiledProgram(program, self, options)
+        compiled = CompiledProgram(program, self, options)
+        if self._texts:
+            self._dumped += 1
+            start = f"{self._dumped:02d}_{re.sub(r'[^A-Za-z0-9_.-]', '_', program.name)}"
+            self._texts.Write(f"{start}.stablehlo.mlir", program.Text().encode())
+            self._texts.Write(f"{start}.hlo.txt", compiled.HloText().encode())
+        return compiled
+
+    def DumpPrograms(self, directory: str) -> None:
+        check_local(directory, "--dump_programs")
+        self._texts = LocalStore(directory)
 
     def Sharding(self, spec: TensorSpec) -> Any:
         """The `jax.sharding.NamedSharding` of a spec; None where its split is None."""

@@ -1,6 +1,7 @@
 """Shows the progress of training: a live bar at a terminal, occasional lines elsewhere."""
 
 import contextlib
+import io
 import sys
 import time
 from typing import NamedTuple, TextIO
@@ -12,6 +13,13 @@ from lingvo_moe.core.console.units import clock, rate
 from lingvo_moe.core.console.waiting import Waiting
 
 _WAIT_TO_SHOW = 0.01  # of the time; less does not matter
+
+
+class Nowhere(io.StringIO):
+    """A stream whose text nobody reads."""
+
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 class StepWork(NamedTuple):

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,16 @@ class Summaries:
     Only one process of a job may write; the others make it with `enabled=False`. What cannot be written, as on a full
     disk, is an OSError that names the file or the directory.
 
+    Attributes:
+        place: the directory; None where this process writes nothing.
+
     Usage:
         with Summaries(directory) as summaries:
             summaries.Write(step, metrics)
     """
 
     def __init__(self, directory: str, enabled: bool = True):
+        self.place = Path(directory) if enabled else None
         self._enabled, self._directory = enabled, directory
         if not enabled:
             return

@@ -22,7 +22,8 @@ from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
 from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.loop.pace import PACE
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
-from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, StepWork
+from lingvo_moe.core.engine.loop.profiling import StepProfile
+from lingvo_moe.core.engine.loop.progress import Nowhere, Speed, StepProgress, StepWork
 from lingvo_moe.core.engine.loop.skipped_steps import SkippedSteps
 from lingvo_moe.core.engine.loop.steps import batch_specs, initial_state, train_step
 from lingvo_moe.core.engine.loop.summaries import Summaries
@@ -44,6 +45,9 @@ class TrainLoop:
         peak: floating-point operations that the engine's devices do in a second at most; None: not known.
         watch: evaluates on held-out data; None: never.
         time_limit: stops the loop on time; None: never.
+
+    Attributes:
+        compiled: the training step; None before it is compiled.
     """
 
     def __init__(
@@ -60,11 +64,13 @@ class TrainLoop:
         self._checkpointer, self._summaries = trained.checkpointer, summaries
         self._times = trained.times
         self._initial, self._watch = initial, watch
+        self._profile = StepProfile(self._train.profile_steps, summaries.place, self._engine)
         most = self._train.max_skipped_steps
         self._skipped = SkippedSteps(self._engine, self._checkpointer, most)
         self._time_limit = time_limit or TimeLimit()
         self._budget = Budget(self._train, until=part_of_run(task.p, self._train))
         self._last_step: int | None = None  # as the state has it
+        self.compiled: Compiled | None = None
         # Units of steps that the budget does not know of, arrays of the engine's.
         self._uncounted: list[Any] = []
         self._shown = 0.0  # units of the steps that progress has shown
@@ -113,12 +119,18 @@ class TrainLoop:
             doing = "running the first step"
             if step_fn.first_call:
                 doing += f", for which {step_fn.first_call}"
-            progress = StepProgress(first, self._budget.end, self._task.UNIT, self._work, doing)
+            self._profile.Begin(self._budget.end)
+            # Of a job's processes the one that writes the summaries shows the steps.
+            stream = Nowhere() if self._summaries.place is None else None
+            progress = StepProgress(
+                first, self._budget.end, self._task.UNIT, self._work, doing, stream
+            )
             try:
                 with self._times.In(STEP):
                     return self._steps(step_fn, state, first, batches, progress, stop)
             finally:
                 progress.Close()
+                self._profile.Close()
                 with self._times.In(SAVE):
                     self._checkpointer.Wait()
                 PACE.End()
@@ -140,6 +152,7 @@ class TrainLoop:
             step_fn = self._engine.BuildStep(train_step(self._task, self._inputs, num))
         if on_compiled is not None:
             on_compiled(step_fn)
+        self.compiled = step_fn
         return step_fn
 
     def _restore(self, step: int, batches: BatchIterator) -> NestedMap:
@@ -236,9 +249,13 @@ class TrainLoop:
         stopped = to_save = False
         while not self._why_done(step) and not (stopped := self._stops(stop, step, batches)):
             self._set_last_step(state)
-            state, device_metrics = step_fn(state, next(batches))
+            with self._profile.Step(step + 1):
+                state, device_metrics = step_fn(state, next(batches))
             step += 1
             self._uncounted.append(device_metrics[self._task.UNIT])
+            if self._profile.EndsAt(step):
+                self._engine.Get(self._uncounted[-1:])
+                progress.Exclude(self._profile.Close())
             skipped.Add(device_metrics.skipped)
             if step % train.summary_interval_steps == 0 or step in (first + 1, budget.end):
                 metrics = self._show(step, device_metrics, progress, batches.waited)

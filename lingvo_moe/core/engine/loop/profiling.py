@@ -1,0 +1,124 @@
+"""A trace of some training steps: `train.profile_steps`, for TensorBoard's profile page and for Perfetto."""
+
+import contextlib
+import gzip
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import tensorflow as tf
+
+from lingvo_moe.core.config.checks import steps_of
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.quiet import quiet
+from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+
+
+class StepProfile:
+    """Records steps of a run, once: a run that is resumed before them does not record them again.
+
+    Step n is the one after which progress says n. The trace of steps 10 to 15 is in `plugins/profile/steps_10-15` below
+    the directory of the summaries, with an XSpace (`.xplane.pb`) and a Chrome trace (`.trace.json.gz`). One that was
+    ended by a signal has the name of the steps that it holds.
+
+    Args:
+        steps: the value of `train.profile_steps`.
+        directory: of the run's summaries; None on a process that writes none, where nothing is recorded.
+        engine: runs the steps: JAX's profiler records `pjrt`, and TensorFlow's the others.
+    """
+
+    def __init__(self, steps: str, directory: Path | None, engine: Engine):
+        self._text, self._steps = steps, steps_of(steps)
+        self._directory = directory and directory / "plugins" / "profile"
+        self._by_jax = isinstance(engine, PjrtEngine)
+        self._recorded: list[int] = []
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def Begin(self, end: int) -> None:
+        """Says so where a run that ends at a step does none of those asked for."""
+        if self._directory is not None and self._steps and self._steps.start > end:
+            say(
+                f"train.profile_steps={self._text}: the run ends at step {end}, so it has no trace"
+            )
+
+    def EndsAt(self, step: int) -> bool:
+        """Whether a step is the last one that is recorded; its results should be there before Close is called."""
+        return step == self._steps.stop - 1
+
+    @contextlib.contextmanager
+    def Step(self, step: int) -> Iterator[None]:
+        """Records the step that is done in the block, if it is one of those asked for."""
+        if self._directory is None or step not in self._steps or self._IsThere():
+            yield
+            return
+        if self._temporary is None:
+            self._Start()
+        self._recorded.append(step)
+        name = jax.profiler.StepTraceAnnotation if self._by_jax else tf.profiler.experimental.Trace
+        with name("train", step_num=step):
+            yield
+
+    def Close(self) -> float:
+        """Writes the trace, if one has begun; returns the seconds that this took."""
+        start, self._temporary, temporary = time.monotonic(), None, self._temporary
+        if temporary is None or self._directory is None:
+            return 0.0
+        with temporary as made:
+            with quiet():
+                (jax.profiler.stop_trace if self._by_jax else tf.profiler.experimental.stop)()
+            (found,) = Path(made).glob("plugins/profile/*")
+            for spaces in found.glob("*.xplane.pb"):
+                chrome = spaces.with_name(spaces.name.replace(".xplane.pb", ".trace.json.gz"))
+                if not chrome.exists():  # TensorFlow writes none
+                    chrome.write_bytes(gzip.compress(json.dumps(_chrome_trace(spaces)).encode()))
+            place = self._Place(self._recorded)
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(found, place)
+        say(f"the trace of steps {self._recorded[0]} to {self._recorded[-1]} is in {place}")
+        return time.monotonic() - start
+
+    def _Start(self) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="lingvo_moe_profile_")
+        with quiet():
+            if self._by_jax:
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = 0  # it would fill the trace with calls of Python
+                jax.profiler.start_trace(self._temporary.name, profiler_options=options)
+            else:
+                tf.profiler.experimental.start(self._temporary.name)
+
+    def _IsThere(self) -> bool:
+        """Whether the run has the trace of all the steps, of an earlier start."""
+        return self._temporary is None and self._Place(self._steps).is_dir()
+
+    def _Place(self, steps: Sequence[int]) -> Path:
+        assert self._directory is not None
+        return self._directory / f"steps_{steps[0]}-{steps[-1]}"
+
+
+def _chrome_trace(spaces: Path) -> dict[str, Any]:
+    """The events of an XSpace as Chrome and Perfetto read them; times are microseconds."""
+    events: list[dict[str, Any]] = []
+    for pid, plane in enumerate(jax.profiler.ProfileData.from_file(str(spaces)).planes):
+        events.append(_named("process_name", plane.name, pid=pid))
+        for tid, line in enumerate(plane.lines):
+            events.append(_named("thread_name", line.name, pid=pid, tid=tid))
+            events += [
+                {
+                    **{"ph": "X", "pid": pid, "tid": tid, "name": event.name},
+                    **{"ts": event.start_ns / 1e3, "dur": event.duration_ns / 1e3},
+                    "args": {key: str(value) for key, value in event.stats},
+                }
+                for event in line.events
+            ]
+    return {"displayTimeUnit": "ns", "traceEvents": events}
+
+
+def _named(what: str, name: str, **where: int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "args": {"name": name}, **where}
