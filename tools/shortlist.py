@@ -49,16 +49,14 @@ def _run(args: Flags) -> int:
 
         run = RunDir(args.logdir, trust_run=args.trust_run)
         inputs = run.Params().input
-    from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.tasks.mt.decoding.making_shortlists import (
         ShortlistOptions,
         coverage,
         make_shortlist,
     )
     from lingvo_moe.tasks.text.data.errors import DataError
-    from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
-    vocabs = NestedMap({side: Vocabulary(model) for side, model in run.vocabs.items()})
+    vocabs = run.OpenVocabularies()
     data_dir = _cli.data_dir(args, inputs)
     options = ShortlistOptions(args.per_piece, args.frequent, args.max_pairs, inputs.temperature)
     with LineProgress() as show:

@@ -24,7 +24,7 @@ from lingvo_moe.tasks.lm.prompt_search import PromptSearch
 from lingvo_moe.tasks.lm.saved_generator import SETTINGS, TOKENIZER, Texts
 from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
-from lingvo_moe.tasks.text.decoding.tokenizer import tokenizer
+from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
@@ -72,6 +72,7 @@ class Generator(Exportable, Texts):
         theta: NestedMap of arrays or tensors.
         vocab: a serialised vocabulary, see open_vocabulary.
         options: see GenerateOptions.
+        tidied: the version of tidy_text that prompts go through first; 0: none.
 
     Raises:
         ValueError: a vocabulary with more pieces than the model has embeddings for, or weights of 8 bits where they are
@@ -79,11 +80,16 @@ class Generator(Exportable, Texts):
     """
 
     def __init__(
-        self, model: LmModel, theta: NestedMap, vocab: bytes, options: GenerateOptions | None = None
+        self,
+        model: LmModel,
+        theta: NestedMap,
+        vocab: bytes,
+        options: GenerateOptions | None = None,
+        tidied: int = 0,
     ):
         tf.Module.__init__(self, name="generator")
         self.options = o = options or GenerateOptions()
-        found = open_vocabulary(vocab)
+        self._tidied, found = tidied, open_vocabulary(vocab, tidied=tidied)
         self._marks = (found.bos_id, found.eos_id, found.pad_id)
         size = found.size
         if isinstance(found, JsonVocabulary):
@@ -171,7 +177,9 @@ class Generator(Exportable, Texts):
             tokens = tf.RaggedTensor.from_tensor(prompt, *lengths)
         else:
             # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
-            text = tf.strings.unicode_transcode(prompt, "UTF-8", "UTF-8")
+            text = tidy_strings(
+                tf.strings.unicode_transcode(prompt, "UTF-8", "UTF-8"), self._tidied
+            )
             tokens = self._tokenizer.tokenize(text)
         most = self.options.max_source_length
         truncated = tokens.row_lengths() > most
@@ -229,7 +237,8 @@ def load_generator(
     model = run.Task(LmModel)
     theta, about = load_theta(run, model, chosen)
     about["weights"] = options.weights if options else "float32"
-    return Generator(model, theta, run.vocabs.target, options), about
+    about["tidied"] = run.tidied
+    return Generator(model, theta, run.vocabs.target, options, run.tidied), about
 
 
 def _function(fn: Callable, specs: list[tf.TensorSpec]) -> Any:

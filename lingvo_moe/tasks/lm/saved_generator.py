@@ -9,6 +9,7 @@ import tensorflow as tf
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.files.copies import local
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.text.data.file_list import check_tidied
 from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
 from lingvo_moe.tasks.text.decoding.saved_functions import SavedFunctions
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
@@ -132,5 +133,6 @@ class SavedGenerator(SavedFunctions, Texts):
         self.generate = self._loaded.generate
         if (file := local(path) / TOKENIZER).is_file():
             self.vocabulary = JsonVocabulary(file.read_bytes(), file)
+            self.vocabulary.tidied = check_tidied(self.about.get("tidied", 0), path)
         if self.options.beam_size == 1:
             self.begin, self.more = self._loaded.begin, self._loaded.more

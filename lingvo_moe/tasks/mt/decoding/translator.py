@@ -32,7 +32,7 @@ from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
-from lingvo_moe.tasks.text.decoding.tokenizer import tokenizer
+from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -115,7 +115,8 @@ class Translator(Exportable):
     Args:
         model: e.g. an MtModel.
         theta: NestedMap of arrays or tensors.
-        vocabs: NestedMap(source, target) of serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
+        vocabs: NestedMap(source, target) of serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK;
+            and `tidied`, the version of tidy_text that lines go through first, without which they do not.
         languages: source languages in the order of their task ids, for a model that routes by language; else empty.
         shortlist: the tokens that each line is scored for; None: all.
 
@@ -139,6 +140,7 @@ class Translator(Exportable):
         self.options = o = options or TranslateOptions()
         self._languages = tuple(languages)
         self.traces = 0  # of searches; grows no more once `translate` was traced
+        self._tidied = vocabs.get("tidied", 0)
         self._source, self._target = tokenizer(vocabs.source), tokenizer(vocabs.target)
         sizes = {"source": int(self._source.vocab_size()), "target": int(self._target.vocab_size())}
         for side, size in sizes.items():
@@ -212,7 +214,8 @@ class Translator(Exportable):
         """
         o = self.options
         # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
-        text = tf.strings.strip(tf.strings.unicode_transcode(text, "UTF-8", "UTF-8"))
+        text = tidy_strings(tf.strings.unicode_transcode(text, "UTF-8", "UTF-8"), self._tidied)
+        text = tf.strings.strip(text)
         # The time of tokenising grows with the square of a line that has no spaces.
         longest = o.max_source_length * _LONGEST_PIECE
         is_cut = tf.strings.length(text) > longest
@@ -351,7 +354,7 @@ def load_translator(
         ValueError: as Translator.
     """
     run = RunDir(logdir, trust_run=trust_run)
-    model, vocabs = run.Task(MtModel), run.vocabs
+    model, vocabs = run.Task(MtModel), NestedMap(run.vocabs, tidied=run.tidied)
     some = Shortlist.Load(shortlist) if shortlist else None
     theta, about = load_theta(run, model, chosen)
     about["weights"] = options.weights if options else "float32"

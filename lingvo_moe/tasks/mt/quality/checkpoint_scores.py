@@ -13,7 +13,7 @@ from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, with_margin
 from lingvo_moe.tasks.text.data.dev_set import DevSet
-from lingvo_moe.tasks.text.runs.artifacts import languages_of, vocabs_of
+from lingvo_moe.tasks.text.runs.artifacts import languages_of, tidied_of, vocabs_of
 
 _SCORES = ("bleu", "chrf")
 
@@ -29,7 +29,7 @@ class CheckpointScorer(BaseCheckpointScorer):
     ):
         assert isinstance(task, MtModel) and isinstance(inputs, MtInput)
         self._model, self._train_pairs = task, inputs.languages
-        self._vocabs = vocabs_of(artifacts)
+        self._vocabs = NestedMap(vocabs_of(artifacts), tidied=tidied_of(artifacts))
         by_language = task.RoutesByTask(task.p)
         self._languages = (languages_of(artifacts) or ()) if by_language else ()
         data_dir = inputs.p.data_dir

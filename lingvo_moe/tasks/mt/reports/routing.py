@@ -24,7 +24,6 @@ from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.artifacts import task_numbers
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
-from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
 _STACKS = {"encoder": "src", "decoder": "tgt"}  # and the side of a batch whose tokens it routes
 _COUNTS = ("tokens", "chosen", "unrouted", "first")
@@ -168,7 +167,7 @@ def measure_routing(
             f"--logdir={logdir}: {run.experiment['model']} has no MoE layer (task.num_experts=0), so "
             "nothing is routed"
         )
-    vocabs = run.vocabs.Transform(Vocabulary)
+    vocabs = run.OpenVocabularies()
     inputs = params.input.Copy().Set(batch_size=rows, pack=True).Instantiate()
     theta, about = load_theta(run, task, chosen)
     batch_specs = inputs.BatchSpec().Transform(lambda spec: TensorSpec(spec.shape, spec.dtype))

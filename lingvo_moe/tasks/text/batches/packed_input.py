@@ -37,6 +37,7 @@ from lingvo_moe.tasks.text.runs.artifacts import (
     languages_of,
     task_numbers,
     text_artifacts,
+    tidied_of,
     vocabs_of,
 )
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
@@ -165,6 +166,9 @@ class PackedInput(BaseInput):
         )
         found = scan(p.data_dir, p.languages, progress, self._Field())
         self._vocabs = self._find_vocabularies(found, progress, vocabs)
+        self._tidied = tidied_of(artifacts) if artifacts else found.tidied
+        for vocabulary in self._vocabs.values():
+            vocabulary.tidied = self._tidied
         self._records = prepared_records(found, self._vocabs) or cached_records(
             found, self._vocabs, self._CacheDir(), progress
         )
@@ -202,7 +206,7 @@ class PackedInput(BaseInput):
     def Artifacts(self) -> RunArtifacts:
         """See BaseInput: the vocabularies, and the languages by task id."""
         vocabs = self.vocabs.Transform(lambda vocabulary: vocabulary.model_bytes)
-        return text_artifacts(vocabs, list(self.languages))
+        return text_artifacts(vocabs, list(self.languages), tidied=self._tidied)
 
     def _CacheDir(self) -> Path:
         try:

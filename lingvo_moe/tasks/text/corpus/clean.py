@@ -3,7 +3,8 @@
 import functools
 import html
 import re
-import unicodedata
+
+from lingvo_moe.tasks.text.data.tidying import tidy_text
 
 MIN_CHARS, MAX_CHARS = 2, 300
 # A translation this many times longer than the other side is a mistake of the catalog, not a translation.
@@ -14,13 +15,9 @@ _TAG = re.compile(r"</?[a-zA-Z][^<>]*>|<!--.*?-->", re.S)
 _NUMBERED_TAG = re.compile(r"\[\d+:([^\[\]]*)\]")  # "[1:text]", a link or emphasis in some catalogs
 _MNEMONIC_IN_PARENTHESES = re.compile(r"\s*\([&_][A-Za-z0-9]\)")  # "(&F)" after CJK menu entries
 _MNEMONIC = re.compile(r"&(?!#|[a-zA-Z]+;)(?=\w)")
-# Direction marks, byte order marks and soft hyphens; joiners stay, since Indic and Persian text needs them.
-_INVISIBLE = re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
-_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")
 _LETTER = re.compile(r"[^\W\d_]")
 _TWO_LETTERS = re.compile(r"[^\W\d_].*?[^\W\d_]")
 _BEYOND_LATIN = re.compile(r"[^\W\d_\u0000-\u024f]")
-_NOT_WORD = re.compile(r"[\W\d_]+")
 _PLACEHOLDER = re.compile(r"%\(\w+\)\w|%\d*\$?[sdrif]|\$\{?\w+\}?|\{[^{}]*\}")
 
 
@@ -36,20 +33,6 @@ def clean_text(text: str) -> str:
         text = _NUMBERED_TAG.sub(r"\1", text)
         text = html.unescape(text)
     return tidy_text(text)
-
-
-def tidy_text(text: str) -> str:
-    """Removes control characters and invisible marks from a text; collapses spaces; NFC."""
-    if text.isascii() and text.isprintable():
-        return " ".join(text.split())
-    text = _INVISIBLE.sub("", text)
-    text = _CONTROL.sub(" ", text)
-    return unicodedata.normalize("NFC", " ".join(text.split()))
-
-
-def sentence_key(text: str) -> str:
-    """A sentence without case, digits and punctuation: the key that keeps held-out sentences out of training."""
-    return " ".join(_NOT_WORD.sub(" ", text.casefold()).split())
 
 
 @functools.cache

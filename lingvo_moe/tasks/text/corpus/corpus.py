@@ -21,6 +21,7 @@ from lingvo_moe.core.runs.directories import CORPUS, check_replaceable
 from lingvo_moe.tasks.text.corpus import clean, gettext_catalogs, split
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.file_list import CORPUS_LIST, FileList
+from lingvo_moe.tasks.text.data.tidying import TIDIED, sentence_key
 
 _DEV_SHARE = 0.08
 MAX_SOURCES_PER_ENGLISH = 2
@@ -191,7 +192,7 @@ def _split(
             continue
         sources.add(source)
         englishes[english] = englishes.get(english, 0) + 1
-        key = clean.sentence_key(pair.english)
+        key = sentence_key(pair.english)
         if split.is_held_out(key, _DEV_SHARE):
             # One dev pair per sentence: "in 2 days" beside "in 5 days" would measure the same twice.
             dev.setdefault(key, pair)
@@ -223,6 +224,7 @@ def _write_summary(temp: Path, options: CorpusOptions, counts: dict[str, tuple[i
         "packages": versions,
         "languages": languages,
         "asked_for": asked_for,
+        "tidied": TIDIED,
         "list": CORPUS_LIST.name,
     }
     text = json.dumps(summary, indent=1, sort_keys=True) + "\n"

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.files import manifest
@@ -20,6 +21,7 @@ from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.core.files.store import is_address
 from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.data.tidying import TIDIED
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +73,13 @@ class FileList:
             return found
         return None
 
+    @property
+    def tidied(self) -> int:
+        """The version of tidy_text that the texts went through. Raises DataError: a later one."""
+        path = self.directory / self.kind.summary
+        version = json.loads(path.read_bytes()).get("tidied", 1)
+        return check_tidied(version, path)
+
     def Verify(self, paths: Iterable[str | os.PathLike]) -> None:
         """Reads files, given as paths in the directory or with it in front, and compares them with the list.
 
@@ -97,6 +106,16 @@ class FileList:
         path = Path(path)
         below = path.relative_to(self.directory) if path.is_relative_to(self.directory) else path
         return below.as_posix()
+
+
+def check_tidied(version: Any, where: str | os.PathLike) -> int:
+    """A version of tidy_text that a file names; 0: none. Raises DataError: there is no such version here."""
+    if version not in range(TIDIED + 1):
+        raise DataError(
+            f"{where}: its texts were tidied by version {version!r}; {TIDIED} is the latest here: it is damaged, or of"
+            " a later version of lingvo_moe"
+        )
+    return int(version)
 
 
 def local_data(data_dir: str | os.PathLike) -> Path:

@@ -31,6 +31,7 @@ class Scan:
     # The data set of tools.prepare that the files are of, if they are.
     prepared: Prepared | None = None
     field: str = "text"  # of files of JSON
+    tidied: int = 0  # the version of tidy_text that the texts went through; 0: none
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -60,7 +61,7 @@ def scan(
     """
     data_dir = local_data(data_dir)
     files, listed = data_files(data_dir, texts=field is not None)
-    prepared = Prepared.Of(files, listed)
+    prepared, tidied = Prepared.Of(files, listed), listed.tidied if listed else 0
     field = field or "text"
     check_languages(data_dir, languages, files)
     if languages:
@@ -68,7 +69,7 @@ def scan(
     if prepared:
         chosen = {lang: prepared.digests[lang] for lang in files}
         pairs = {lang: prepared.pairs[lang] for lang in files}
-        return Scan(files, pairs, {}, fingerprint(chosen), prepared)
+        return Scan(files, pairs, {}, fingerprint(chosen), prepared, tidied=tidied)
     digests: dict[str, str] = {}
     total, pairs = Counter[str](), {}
     for i, (lang, path) in enumerate(files.items()):
@@ -93,4 +94,4 @@ def scan(
             right = f"texts, those of JSON objects with a string in the field {field!r}"
         raise DataError(f"no pairs in {str(data_dir)!r}: {why}; lines must be {right}")
     used = {lang: files[lang] for lang in pairs}
-    return Scan(used, pairs, skipped, fingerprint(digests), field=field)
+    return Scan(used, pairs, skipped, fingerprint(digests), None, field, tidied)

@@ -3,9 +3,11 @@
 import hashlib
 from typing import Any
 
+import tensorflow as tf
 import tensorflow_text as tf_text
 
 from lingvo_moe.core.console.quiet import quiet
+from lingvo_moe.tasks.text.data.tidying import CONTROL, INVISIBLE, SPACES
 
 
 def tokenizer(vocab: bytes) -> Any:
@@ -17,3 +19,13 @@ def tokenizer(vocab: bytes) -> Any:
     # It logs that a vocabulary does not normalise text, at no level that could be turned off.
     with quiet():
         return tf_text.SentencepieceTokenizer(model=vocab, name=name)
+
+
+def tidy_strings(text: tf.Tensor, version: int) -> tf.Tensor:
+    """tidy_text of strings of valid UTF-8, of any shape, in a graph."""
+    if not version:
+        return text
+    text = tf.strings.regex_replace(text, INVISIBLE[version], "")
+    text = tf.strings.regex_replace(text, CONTROL, " ")
+    text = tf.strings.strip(tf.strings.regex_replace(text, SPACES, " "))
+    return tf_text.normalize_utf8(text, "NFC")

@@ -14,9 +14,9 @@ import numpy as np
 
 from lingvo_moe.core.files import files
 from lingvo_moe.tasks.text.corpus import split
-from lingvo_moe.tasks.text.corpus.clean import sentence_key
 from lingvo_moe.tasks.text.data.made_once import make_once
 from lingvo_moe.tasks.text.data.prepared import content_digest
+from lingvo_moe.tasks.text.data.tidying import KEYS, sentence_key
 from lingvo_moe.tasks.text.preparing.dedup import hashes_in, keep_first, marked
 from lingvo_moe.tasks.text.preparing.formats import read_source
 from lingvo_moe.tasks.text.preparing.read_stage import held_out_pair
@@ -42,6 +42,7 @@ class LanguageJob:
     output: str  # the directory to make
     # A directory of files with the places of the pairs to keep, uint64; None to look for duplicates.
     firsts: str | None = None
+    keys: int = KEYS  # the version of sentence_key
 
     def Hashes(self) -> list[Path]:
         """The files of the hashes of its pairs, in order."""
@@ -126,7 +127,7 @@ def _drawn(job: LanguageJob) -> list[bytes]:
     for line in _lines(job, "held_out"):
         target = line.decode("utf-8").rstrip("\n").partition("\t")[2]
         # One pair a sentence: "in 2 days" beside "in 5 days" would measure the same twice.
-        best.setdefault(split.text_hash(f"drawn {sentence_key(target)}"), line)
+        best.setdefault(split.text_hash(f"drawn {sentence_key(target, job.keys)}"), line)
         if len(best) > 2 * job.max_dev + 1000:
             best = dict(cut())
     return [line for _, line in cut()]

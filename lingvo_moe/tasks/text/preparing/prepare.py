@@ -31,6 +31,7 @@ from lingvo_moe.tasks.text.data.made_once import clear_others, settings_key, wor
 from lingvo_moe.tasks.text.data.mixing import temperature_weights
 from lingvo_moe.tasks.text.data.scan import Scan
 from lingvo_moe.tasks.text.data.shards import PAIRS_PER_SHARD
+from lingvo_moe.tasks.text.data.tidying import KEYS, TIDIED
 from lingvo_moe.tasks.text.preparing import (
     language_stage as languages,
     read_stage as reading,
@@ -38,13 +39,14 @@ from lingvo_moe.tasks.text.preparing import (
 )
 from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 from lingvo_moe.tasks.text.preparing.filters import Rules
+from lingvo_moe.tasks.text.preparing.scripts import LATIN, scripts_of
 from lingvo_moe.tasks.text.preparing.sources import Fields, Found, Source, find_sources
 from lingvo_moe.tasks.text.preparing.table import all_languages
 from lingvo_moe.tasks.text.preparing.workers import run_jobs
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions, load_vocabularies
 from lingvo_moe.tasks.text.vocabulary.vocabulary import VocabularyTooLarge
 
-_VERSION = 3  # change it when the same settings would give other data
+_VERSION = 4  # change it when the same settings would give other data
 _BLOCK = PAIRS_PER_SHARD  # the pairs of a language that a job tokenises, about
 _SMALL = 2_000_000  # bytes that one process reads before others would have started
 _log = logging.getLogger(__name__)
@@ -101,7 +103,7 @@ def prepare(
     for note in found.notes:
         _log.warning("%s", note)
     with work_directory(output, "preparing") as work:
-        summary = _Preparation(found, work, options, progress).Run(output)
+        summary = _Preparation(found, work, options, _keys(output, options), progress).Run(output)
         files.clear_leftovers(output)  # of a run that was killed while it put all in place
     return summary
 
@@ -109,19 +111,21 @@ def prepare(
 class _Preparation:
     """The stages, in order."""
 
-    def __init__(self, found: Found, work: Path, options: PrepareOptions, progress: Progress):
+    def __init__(
+        self, found: Found, work: Path, options: PrepareOptions, keys: int, progress: Progress
+    ):
         size = sum(path.stat().st_size for source in found.train for path in source.files)
         self._workers = 1 if size < _SMALL else options.workers
         share = options.dev_share
         if share is None:
             share = split.LEAST_SHARE if options.tfds else split.share_for(size)
         self._found, self._work, self._options, self._progress = found, work, options, progress
-        self._dev_share = share
+        self._dev_share, self._keys = share, keys
         read = [
             *(_described(source) for source in found.train + found.dev),
             dataclasses.asdict(options.fields),
             dataclasses.asdict(options.rules),
-            (share, options.max_dev),
+            (share, options.max_dev, keys),
         ]
         # Whole shards: a job makes those of a block, and small ones are not worth a job each.
         self._block = options.pairs_per_shard * max(1, _BLOCK // options.pairs_per_shard)
@@ -135,7 +139,7 @@ class _Preparation:
         clear_others(work, *keys)
         self._tables: dict[str, reading.LanguageCounts] = {}
         self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
-        self._given = reading.GivenHeldOut()
+        self._given = reading.GivenHeldOut(self._keys)
 
     def Run(self, output: Path) -> dict[str, Any]:
         self._Read()
@@ -159,6 +163,7 @@ class _Preparation:
                 self._dev_share,
                 dev_keys,
                 str(place / f"{i:05d}"),
+                self._keys,
             )
             for i, source in enumerate(self._found.train)
         ]
@@ -205,6 +210,7 @@ class _Preparation:
                 self._options.max_dev,
                 self._block,
                 str(place / lang),
+                keys=self._keys,
             )
             for lang in sorted(langs)
         ]
@@ -321,6 +327,8 @@ class _Preparation:
             about[lang] |= {"dropped": dict(+dropped), "examples": counts.examples}
         return {
             "format": prepared.FORMAT,
+            "tidied": TIDIED,
+            "keys": self._keys,
             "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "inputs": [source.path for source in self._found.train],
             "target_language": options.fields.target_lang,
@@ -375,6 +383,21 @@ class _Preparation:
             "kept_by_enough": 1 - lengths.Loss(enough).share,
             "loss": dataclasses.asdict(lengths.Loss(rows)) if rows else None,
         }
+
+
+def _keys(output: Path, options: PrepareOptions) -> int:
+    """The version of sentence_key to split by: that of the data that are replaced, so that these keep their split."""
+    try:
+        keys = json.loads((output / PREPARED_LIST.summary).read_bytes()).get("keys", 1)
+    except (OSError, ValueError, AttributeError):
+        return KEYS
+    if keys == 1 and LATIN not in (scripts_of(options.fields.target_lang) or (LATIN,)):
+        _log.warning(
+            "%s was made by an earlier version, whose split is kept: words that differ in vowel signs alone, as in"
+            " Hindi, are one to it; delete it first to split them as today",
+            output,
+        )
+    return 1 if keys == 1 else KEYS
 
 
 def _summary(directory: str) -> dict[str, Any]:

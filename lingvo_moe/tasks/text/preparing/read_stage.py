@@ -15,10 +15,10 @@ import numpy as np
 
 from lingvo_moe.core.files import files
 from lingvo_moe.tasks.text.corpus import split
-from lingvo_moe.tasks.text.corpus.clean import sentence_key, tidy_text
 from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.made_once import make_once
+from lingvo_moe.tasks.text.data.tidying import KEYS, sentence_key, tidy_text
 from lingvo_moe.tasks.text.preparing.filters import REASONS, Rules
 from lingvo_moe.tasks.text.preparing.formats import read_source
 from lingvo_moe.tasks.text.preparing.lines import ReadLine
@@ -44,6 +44,7 @@ class ReadJob:
     # A file of the hashes of held-out sentences' keys, uint64; None to hold out by `dev_share`.
     dev_keys: str | None
     output: str  # the directory to make
+    keys: int = KEYS  # the version of sentence_key
 
 
 @dataclasses.dataclass
@@ -141,7 +142,7 @@ class _Reader:
                 self._characters[side].update(text)
 
     def _HeldOut(self, target: str) -> bool:
-        key = sentence_key(target)
+        key = sentence_key(target, self._job.keys)
         if self._dev_keys is not None:
             return split.text_hash(key) in self._dev_keys
         return split.is_held_out(key, self._job.dev_share, _SALT)
@@ -169,6 +170,7 @@ LINE_REASONS = ("no_tab", "bad_json", "no_field", "no_language", "invalid_utf8",
 class GivenHeldOut:
     """The held-out pairs that the user gave."""
 
+    keys: int = KEYS  # the version of sentence_key
     # Of the sentences' keys, as ReadJob.dev_keys holds them.
     hashes: set[int] = dataclasses.field(default_factory=set)
     # Those that hold pairs of a language; lines of JSON may name another one than their file.
@@ -184,7 +186,7 @@ class GivenHeldOut:
             if not reason:
                 languages.add(line.lang or NO_LANGUAGE)
                 # As training pairs are tidied: a sentence must have one key, however it is spelt.
-                self.hashes.add(split.text_hash(sentence_key(tidy_text(target))))
+                self.hashes.add(split.text_hash(sentence_key(tidy_text(target), self.keys)))
                 continue
             dropped[reason] += 1
             warning = f"{source.path}:{line.number}: {REASONS[reason]}"

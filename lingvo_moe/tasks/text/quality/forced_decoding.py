@@ -26,7 +26,6 @@ from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
 from lingvo_moe.tasks.text.runs.artifacts import task_numbers
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
-from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
 from lingvo_moe.tasks.transformer_task import TransformerTask
 
 _SMALLEST_BUCKET = 8
@@ -98,7 +97,7 @@ class Scorer:
         self.scores_texts = not self._task.HAS_SOURCE
         self._by_language = self._task.RoutesByTask(self._task.p)
         self._languages = run.languages
-        self._vocabs = run.vocabs.Transform(open_vocabulary)
+        self._vocabs = run.OpenVocabularies()
         theta, self.about = load_theta(run, self._task, chosen)
         self._theta = theta.Transform(tf.constant)
         self._program = tf.function(self._log_probs, autograph=False)

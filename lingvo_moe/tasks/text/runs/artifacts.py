@@ -1,22 +1,36 @@
 """Artifacts of the input of a task over texts: two vocabularies, and the languages by task id."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.data.file_list import check_tidied
 
 VOCAB_FILES = {"source": "vocab/source.model", "target": "vocab/target.model"}
 
 
-def text_artifacts(vocabs: Mapping[str, bytes], languages: Sequence[str] = ()) -> RunArtifacts:
+def text_artifacts(
+    vocabs: Mapping[str, bytes], languages: Sequence[str] = (), *, tidied: int = 0
+) -> RunArtifacts:
     """The artifacts of a run.
 
     `vocabs` are serialised vocabularies by side; a language's place in `languages` is its task id.
+    `tidied` is the version of tidy_text that the texts went through.
     """
     files = {name: vocabs[side] for side, name in VOCAB_FILES.items()}
-    return RunArtifacts(files, {"languages": list(languages)})
+    about: dict[str, Any] = {"languages": list(languages)} | ({"tidied": tidied} if tidied else {})
+    return RunArtifacts(files, about)
+
+
+def tidied_of(artifacts: RunArtifacts) -> int:
+    """The version of tidy_text that the run's texts went through; 0: none, or a run that does not say.
+
+    Raises DataError: there is no such version here.
+    """
+    return check_tidied(artifacts.about.get("tidied", 0), "the run's experiment.json")
 
 
 def vocabs_of(artifacts: RunArtifacts) -> NestedMap:

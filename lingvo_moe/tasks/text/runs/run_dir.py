@@ -6,7 +6,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs import run_dir
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.tasks.text.data.errors import DataError
-from lingvo_moe.tasks.text.runs.artifacts import VOCAB_FILES, languages_of, vocabs_of
+from lingvo_moe.tasks.text.runs.artifacts import VOCAB_FILES, languages_of, tidied_of, vocabs_of
 from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
 
 if TYPE_CHECKING:  # it imports TensorFlow
@@ -31,6 +31,18 @@ class RunDir(run_dir.RunDir):
         for side, model in found.items():
             open_vocabulary(model, self.path / VOCAB_FILES[side])
         return found
+
+    @property
+    def tidied(self) -> int:
+        """See tidied_of. Raises RunDirError: no run, or a version that is not known."""
+        try:
+            return tidied_of(self.artifacts)
+        except DataError as e:
+            raise RunDirError(f"{self.path}: {e}") from None
+
+    def OpenVocabularies(self) -> NestedMap:
+        """NestedMap(source, target), which tidy texts as the run's were tidied. Raises as vocabs and tidied."""
+        return self.vocabs.Transform(lambda model: open_vocabulary(model, tidied=self.tidied))
 
     @property
     def languages(self) -> list[str] | None:

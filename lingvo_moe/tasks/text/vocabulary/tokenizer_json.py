@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.data.tidying import tidy_text
 
 NAME, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -18,6 +19,8 @@ class JsonVocabulary:
     Where a tokenizer has no mark for the begin of a text, that of its end stands there too; a missing pad_id is that of
     the end, which padding's place tells apart, and a missing unk_id is -1. A text that spells a mark is text.
     """
+
+    tidied = 0
 
     def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None):
         """`model_bytes` are as Load makes them. Raises DataError: they are not, or the library is not installed."""
@@ -75,11 +78,12 @@ class JsonVocabulary:
 
     def Encode(self, text: str) -> list[int]:
         """The ids of a text, without marks."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.EncodeBatch([text])[0]
 
     def EncodeBatch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode for many texts, faster."""
-        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        tidy = [tidy_text(text, self.tidied) for text in texts]
+        found = self._tokenizer.encode_batch(tidy, add_special_tokens=False)
         return [one.ids for one in found]
 
     def Pieces(self, ids: Sequence[int]) -> list[str]:

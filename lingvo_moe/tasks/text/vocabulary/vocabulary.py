@@ -11,6 +11,7 @@ from pathlib import Path
 import sentencepiece
 
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.data.tidying import tidy_text
 from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
 
@@ -44,8 +45,10 @@ class Vocabulary:
         pad_id, bos_id, eos_id, unk_id: the ids that are no text.
         model_bytes: the serialized model, for a SavedModel's tokenizer.
         path: where the model lies, or None.
+        tidied: the version of tidy_text that texts go through first, as those that it was trained on; 0: none.
     """
 
+    tidied = 0
     pad_id, bos_id, eos_id, unk_id = PAD_ID, BOS_ID, EOS_ID, UNK_ID
 
     def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None):
@@ -77,11 +80,12 @@ class Vocabulary:
 
     def Encode(self, text: str) -> list[int]:
         """The ids of a text, without bos or eos."""
-        return self._processor.EncodeAsIds(text)
+        return self._processor.EncodeAsIds(tidy_text(text, self.tidied))
 
     def EncodeBatch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode for many texts, faster; one thread."""
-        return self._processor.Encode(list(texts), out_type=int, num_threads=1)
+        tidy = [tidy_text(text, self.tidied) for text in texts]
+        return self._processor.Encode(tidy, out_type=int, num_threads=1)
 
     def Pieces(self, ids: Sequence[int]) -> list[str]:
         """The piece of text that each id stands for."""
@@ -99,11 +103,12 @@ class Vocabulary:
 
 
 def open_vocabulary(
-    model_bytes: bytes, path: str | os.PathLike | None = None
+    model_bytes: bytes, path: str | os.PathLike | None = None, tidied: int = 0
 ) -> Vocabulary | JsonVocabulary:
     """The vocabulary of a run, whose bytes are a SentencePiece model's or a JsonVocabulary's. Raises as these."""
-    kind = JsonVocabulary if model_bytes.startswith(b"{") else Vocabulary
-    return kind(model_bytes, path)
+    found = (JsonVocabulary if model_bytes.startswith(b"{") else Vocabulary)(model_bytes, path)
+    found.tidied = tidied
+    return found
 
 
 def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes:

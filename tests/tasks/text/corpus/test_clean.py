@@ -1,6 +1,7 @@
 import pytest
 
-from lingvo_moe.tasks.text.corpus.clean import clean_text, sentence_key, usable
+from lingvo_moe.tasks.text.corpus.clean import clean_text, usable
+from lingvo_moe.tasks.text.data.tidying import sentence_key
 
 
 @pytest.mark.parametrize("raw, clean", [

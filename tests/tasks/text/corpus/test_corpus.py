@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from lingvo_moe.tasks.text.corpus import cldr, corpus
-from lingvo_moe.tasks.text.corpus.clean import sentence_key
 from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.data.tidying import sentence_key
 
 LANGS = ("de", "sw", "zh")
 OPTIONS = corpus.CorpusOptions(langs=LANGS, packages=("Babel", "Django"))
