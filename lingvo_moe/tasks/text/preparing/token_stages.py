@@ -27,7 +27,6 @@ from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
 from lingvo_moe.tasks.text.vocabulary.vocabulary import VocabularyTooLarge
 
 SUMMARY = "summary.json"
-_LONGEST_BYTES = 4192  # of a sentence; SentencePiece passes over longer ones
 _TOGETHER = 500  # characters of a made sentence, with spaces less than that
 
 
@@ -66,7 +65,7 @@ def _missing(characters: str, sentences: list[str], normalization: str) -> list[
         characters = unicodedata.normalize("NFKC", characters)
     left = set(characters)
     for sentence in sentences:
-        if not sentence.isascii() and len(sentence.encode()) <= _LONGEST_BYTES:
+        if not sentence.isascii():
             left.difference_update(sentence)
     return sorted(c for c in left if not c.isspace())
 

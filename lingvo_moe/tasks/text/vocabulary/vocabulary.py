@@ -5,7 +5,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import sentencepiece
@@ -19,6 +19,8 @@ _SPECIAL = 4 + 256  # the ids above and one piece per byte
 MIN_SIZE = 280
 # Fixed: SentencePiece's sums depend on how many threads share the work, and the same data must give the same model.
 _THREADS = 2
+_LONGEST_BYTES = 4192  # of a sentence: SentencePiece passes over longer ones
+_IGNORED = str.maketrans("\0\u2585", "  ")  # and over all that have one of these
 
 
 class VocabularyTooLarge(DataError):
@@ -114,8 +116,8 @@ def open_vocabulary(
 def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes:
     """Trains a unigram model and returns its bytes; a pure function of its arguments.
 
-    Every character of the sentences becomes a piece, unless they would fill more than half of the vocabulary:
-    then the rarest are left to the byte pieces, which can spell anything.
+    Sentences may be of any length. Every character of them becomes a piece, unless they would fill more than half of
+    the vocabulary: then the rarest are left to the byte pieces, which can spell anything.
 
     Args:
         size: the number of ids, exactly.
@@ -130,10 +132,24 @@ def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalizati
         raise DataError(
             f"{name}={size} is too small: 260 ids are special or bytes; use at least {MIN_SIZE}"
         )
-    out = io.BytesIO()
     if normalization == "nfkc":
         sentences = [unicodedata.normalize("NFKC", sentence) for sentence in sentences]
+    parts = [part for sentence in sentences for part in _parts(sentence)]
+    model, most = _train(parts, size, name, normalization), size
+    while isinstance(
+        model, int
+    ):  # a smaller vocabulary has fewer characters, which make fewer pieces
+        most = model
+        model = _train(parts, most, name, normalization) if most >= MIN_SIZE else b""
+    if most < size:
+        raise VocabularyTooLarge(name, size, most, len(sentences))
+    return model
+
+
+def _train(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes | int:
+    """The bytes of a model; or, where `size` is too large, how many ids its characters are enough for."""
     sentences = _without_rare_characters(sentences, (size - _SPECIAL) // 2)
+    out = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=iter(sentences),
@@ -157,9 +173,23 @@ def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalizati
         )
     except RuntimeError as e:
         if match := re.search(r"Please set it to a value <= (\d+)", str(e)):
-            raise VocabularyTooLarge(name, size, int(match[1]), len(sentences)) from e
+            return int(match[1])
         raise DataError(f"cannot train a vocabulary of {name}={size}: {e}") from e
     return out.getvalue()
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A text in parts that SentencePiece reads, cut at blanks, and between characters where there are none."""
+    data, at = text.translate(_IGNORED).encode(), 0
+    while len(data) - at > _LONGEST_BYTES:
+        end = at + _LONGEST_BYTES
+        blank = data.rfind(b" ", at + 1, end + 1)
+        end = blank if blank > 0 else end
+        while data[end] & 0xC0 == 0x80:  # within a character
+            end -= 1
+        yield data[at:end].decode()
+        at = end
+    yield data[at:].decode()
 
 
 def _without_rare_characters(sentences: Iterable[str], most: int) -> list[str]:

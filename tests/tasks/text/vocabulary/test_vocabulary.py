@@ -1,6 +1,10 @@
+import itertools
+import random
 import re
 
+import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from made_up_languages import WORDS
 
 from lingvo_moe.tasks.text.data.errors import DataError
@@ -13,6 +17,7 @@ from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
 from lingvo_moe.tasks.text.vocabulary.vocabulary import (
     Vocabulary,
     VocabularyTooLarge,
+    _parts,
     train_vocabulary,
 )
 
@@ -78,6 +83,44 @@ def test_sizes_that_cannot_be():
     assert message.endswith("; the smallest vocabulary has 280: give more data")
     with pytest.raises(DataError, match="source_vocab_size=10 is too small"):
         train_vocabulary(TEXTS, 10, "source_vocab_size", "nfkc")
+
+
+def test_most_is_what_fits_where_characters_are_many():
+    rng = random.Random(0)
+    texts = [
+        "".join(chr(0x4E00 + min(int(rng.expovariate(0.01)), 3000)) for _ in range(20))
+        for _ in range(60)
+    ]
+    with pytest.raises(VocabularyTooLarge) as error:
+        train_vocabulary(texts, 4000, "size", "identity")
+    most = error.value.most
+    assert Vocabulary(train_vocabulary(texts, most, "size", "identity")).size == most
+    with pytest.raises(VocabularyTooLarge, match=f"size={most + 1} .* at most {most} for"):
+        train_vocabulary(texts, most + 1, "size", "identity")
+
+
+@pytest.mark.parametrize("blank", [" ", ""])
+def test_letters_of_long_texts_become_pieces(blank):
+    rng = random.Random(0)
+    words = ["".join(rng.choices("абвгдежзиклмнопрст", k=5)) for _ in range(200)]
+    long = [blank.join(rng.choices(words, k=700)) for _ in range(4)]
+    assert min(len(text.encode()) for text in long) > 6000
+    others = ["знак ▅ щ", "нуль \0 ю"]  # SentencePiece passes over these, too
+    found = Vocabulary(train_vocabulary([*TEXTS[:4], *long, *others], 400, "size", "identity"))
+    assert not [c for c in "".join(words) + "щю" if len(found.Encode(c)) > 2]
+    if blank:
+        assert np.mean([len(found.Encode(word)) for word in words]) < 5
+
+
+@given(st.lists(st.text("aжक𝔘 \t", max_size=9000), max_size=3))
+@settings(deadline=None, max_examples=30)
+def test_a_text_in_parts_is_whole(texts):
+    for text in texts:
+        parts = list(_parts(text))
+        assert "".join(parts) == text
+        assert all(len(part.encode()) <= 4192 for part in parts)
+        for part, rest in itertools.pairwise(parts):
+            assert rest[0] == " " or " " not in part[1:]
 
 
 def test_broken_models(tmp_path):
