@@ -35,8 +35,8 @@ def make_seed(global_seed: int | tf.Tensor, step: int | tf.Tensor) -> tf.Tensor:
 def fold_in(seed: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
     """A new seed, int32 [2], from a seed and a name, a number or a scalar integer tensor.
 
-    A vector of n integers gives n seeds, [n, 2]. Names, of which a model folds hundreds, take three
-    operations: they only make seeds differ; drawing from a seed mixes its bits.
+    A vector of n integers gives n seeds, [n, 2]. A seed is no random number: the words of neighbouring seeds depend on
+    each other, and drawing from them mixes their bits. Names, of which a model folds hundreds, take three operations.
     """
     if isinstance(data, str):
         name = data.encode()
@@ -110,6 +110,12 @@ def _bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     # Keyed before and between two bijections that mix well: rows (`high`) get keys of their own.
     row = _mix(_xor(keys[0], high * _word(0x9E3779B1)))
     return _mix(_xor(_mix(low + row), _mix(keys[1] + high)))
+
+
+def word_of_each(seeds: tf.Tensor) -> tf.Tensor:
+    """A uniform uint32 of each of n seeds [n, 2], [n]: `bits(seeds, [n])`, also where n is not static."""
+    k0, k1 = _keys(seeds)
+    return _mix(_xor(_mix(_mix(k0)), _mix(k1)))
 
 
 def uniform(seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32) -> tf.Tensor:

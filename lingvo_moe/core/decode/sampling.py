@@ -36,7 +36,7 @@ def sample(logits_BV: tf.Tensor, settings: NestedMap, step: tf.Tensor) -> tf.Ten
         tf.reduce_any(unlike_B), lambda: _largest(scaled_BV, settings), lambda: scaled_BV
     )
     upto_BV = tf.cumsum(tf.nn.softmax(kept_BV), axis=1)
-    word_B = tf.bitcast(randomness.fold_in(settings.seed, step)[:, 0], tf.uint32)
+    word_B = randomness.word_of_each(randomness.fold_in(settings.seed, step))
     drawn_B = randomness.fractions(word_B) * upto_BV[:, -1]
     found_B = tf.math.count_nonzero(upto_BV <= drawn_B[:, tf.newaxis], 1, dtype=tf.int32)
     # Of a product that is rounded up to the sum of all, no token has a larger sum.
