@@ -52,7 +52,7 @@ class Capitals:
 class Echo:
     """Continues a prompt with its words and the seed of each; closed, `gate` holds a stream after its first step.
 
-    A stream fails at the word 'poison'.
+    A stream fails at the word 'poison', and the model at 'panic', by what is no Exception.
     """
 
     languages = ()
@@ -63,6 +63,8 @@ class Echo:
         self.gate.set()
 
     def Translate(self, lines, settings=None):
+        if b"panic" in lines:
+            raise BaseException("panicked at main.rs")
         settings = settings or [SimpleNamespace(seed=0, number=0)] * len(lines)
         each = zip(lines, settings)
         texts = [f"{line.decode()} {s.seed}.{s.number}" for line, s in each]
@@ -78,6 +80,8 @@ class Echo:
         for word in prompt.decode().split():
             if word == "poison":
                 raise RuntimeError("the model broke")
+            if word == "panic":
+                raise BaseException("panicked at main.rs")
             yield f" {word}", None
             assert self.gate.wait(20)
         yield "", settings.max_tokens > 5

@@ -20,9 +20,9 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
@@ -133,7 +133,7 @@ def _run(args: Flags) -> int:
     async def serve() -> int:
         service = Service(
             translator,
-            {name: about[name] for name in ("model", "step") if name in about},
+            shown(about),
             limits,
             args.max_batch_lines,
             args.max_batch_wait_ms / 1000,
@@ -143,6 +143,12 @@ def _run(args: Flags) -> int:
         return await server.serve(service, sockets, args.name, stop)
 
     return asyncio.run(serve())
+
+
+def shown(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a model's description that `/health` shows."""
+    names = {"model": "model", "step": "step", "trained_languages": "languages"}
+    return {new: about[name] for name, new in names.items() if name in about}
 
 
 def _start_log(quiet: bool) -> None:

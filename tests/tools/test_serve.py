@@ -4,10 +4,13 @@ import asyncio
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from lingvo_moe.tasks.text.serving.limits import Limits
 from lingvo_moe.tasks.text.serving.server import stop_on_signals
+from lingvo_moe.tasks.text.serving.service import Service
 from tools import serve
 
 
@@ -31,6 +34,13 @@ def test_a_damaged_model_is_not_served(saved_model, opened, capsys):
     finally:
         file.write_bytes(whole)
     assert "fingerprint.pb was changed or damaged" in capsys.readouterr().err
+
+
+def test_health_names_the_languages_of_the_data():
+    about = {"model": "mt.M4Demo", "step": 3, "trained_languages": ["de", "fi"], "weights": "int8"}
+    translator = SimpleNamespace(Translate=None, languages=(), options=SimpleNamespace(rows=1))
+    service = Service(translator, serve.shown(about), Limits())
+    assert service.about == {"model": "mt.M4Demo", "step": 3, "languages": ["de", "fi"]}
 
 
 def test_without_tornado_it_says_how_to_get_it(monkeypatch, capsys):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet(refusal: type[Exception] | None = None) -> Iterator[None]:
     """Silences standard error inside the block, also for native code.
 
-    If the block fails, the suppressed output is printed.
+    If the block fails, the suppressed output is printed, unless its error is a `refusal`, which says it all.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as said, contextlib.ExitStack() as stack:
@@ -20,9 +20,10 @@ def quiet() -> Iterator[None]:
         os.dup2(said.fileno(), 2)
         try:
             yield
-        except BaseException:
+        except BaseException as e:
             said.seek(0)
-            os.write(stderr, said.read())
+            if refusal is None or not isinstance(e, refusal):
+                os.write(stderr, said.read())
             raise
         finally:
             os.dup2(stderr, 2)

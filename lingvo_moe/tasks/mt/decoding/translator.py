@@ -345,7 +345,7 @@ def load_translator(
         shortlist: a file of tools.shortlist; None to score all tokens.
 
     Returns:
-        The translator, and what it is: what load_theta says, weights, and shortlist.
+        The translator, and what it is: what load_theta says, weights, shortlist, and the source languages of its data.
 
     Raises:
         RunDirError: no run there, or a damaged one, or one that names a class outside lingvo_moe.
@@ -360,5 +360,6 @@ def load_translator(
     about["weights"] = options.weights if options else "float32"
     if some:
         about["shortlist"] = some.About()
-    languages = run.languages or () if model.RoutesByTask(model.p) else ()
+    about["trained_languages"] = run.languages or []
+    languages = about["trained_languages"] if model.RoutesByTask(model.p) else ()
     return Translator(model, theta, vocabs, options, languages, some), about

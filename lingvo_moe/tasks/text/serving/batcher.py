@@ -115,8 +115,21 @@ class Batcher:
                 await self._serve(batch)
 
     async def Call(self, work: Callable[[], Any]) -> Any:
-        """Runs `work()` in the translator's thread after the work that runs there now, and returns its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Runs `work()` in the translator's thread after the work that runs there now, and returns its result.
+
+        Raises Exception: what it raises; a RuntimeError for what is none, such as a panic of a library in Rust, which
+            would end the server.
+        """
+
+        def guarded() -> Any:
+            try:
+                return work()
+            except Exception:
+                raise
+            except BaseException as e:
+                raise RuntimeError(f"{type(e).__name__}: {e}") from e
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, guarded)
 
     async def _quiet(self) -> None:
         """Waits for a first line, and then a little for others."""

@@ -107,13 +107,14 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
     lines = [_line(line, f"text[{i}]") for i, line in enumerate(texts)]
     given = {"max_tokens": min(Sampling.max_tokens, most)}
     given |= {name: content[name] for name in names if name in content}
-    try:
-        settings = [Sampling(**given, number=i) for i in range(len(lines))]
-    except ParamError as e:
-        raise RequestError(400, str(e)) from None
-    asked = max((each.max_tokens for each in settings), default=0)
-    if asked > most:
-        raise RequestError(400, f"max_tokens={asked}: this model gives at most {most}")
+    for name, value in given.items():
+        if why := Sampling.RANGES[name](value):
+            raise RequestError(400, str(ParamError(name, json.dumps(value), why)))
+    settings = [Sampling(**given, number=i) for i in range(len(lines))]
+    if given["max_tokens"] > most:
+        raise RequestError(
+            400, f"max_tokens={given['max_tokens']}: this model gives at most {most}"
+        )
     _check_sizes(lines, limits)
     return Wanted(lines, None, "stream" if stream else "prompts", settings)
 

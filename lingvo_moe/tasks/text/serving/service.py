@@ -37,6 +37,7 @@ class Service:
 
     Args:
         translator: called in one thread only.
+        about: the model, as `/health` shows it; with its languages, unless they are those that the translator takes.
         max_batch_lines: translated at once; None for the rows of the translator's programs.
         max_batch_wait: seconds that the first line of a quiet time waits for others.
 
@@ -56,7 +57,7 @@ class Service:
         max_batch_wait: float = 0.005,
     ):
         self.translator, self.limits = translator, limits
-        self.about = {**about, "languages": list(translator.languages)}
+        self.about = {"languages": list(translator.languages), **about}
         self.state = WARMING_UP
         self.connections = 0
         self.header_timers: dict[object, asyncio.TimerHandle] = {}

@@ -1,16 +1,21 @@
 """The tokenizer.json of a checkpoint as a vocabulary, by the library `tokenizers`; ids are those of the checkpoint."""
 
+import contextlib
+import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.tidying import tidy_text
 
 NAME, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a piece of one byte, of tokenizers with byte fallback
 
 
 class JsonVocabulary:
@@ -33,15 +38,17 @@ class JsonVocabulary:
                 f"{where}: is read by the library tokenizers, which is not installed: {how}"
             ) from e
         self.model_bytes, self.path = model_bytes, Path(path) if path else None
-        try:
+        with quiet(DataError), _library(f"{where}: no tokenizer, or damaged"):
             about = json.loads(model_bytes)
             self._tokenizer = Tokenizer.from_str(json.dumps(about[NAME]))
             marks = dict(about[CONFIG])
-        except Exception as e:  # the library's own errors are plain ones
-            raise DataError(f"{where}: no tokenizer, or damaged: {e}") from e
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._tokenizer.encode_special_tokens = True
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            self._tokenizer.encode_special_tokens = True
+            self.size: int = 1 + max(self._tokenizer.get_vocab().values())
+            added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {i for i, token in added.items() if token.special}
+        self._has_bytes = '"ByteFallback"' in json.dumps(about[NAME].get("decoder"))
         found = {name: self._Id(marks[name], name, where) for name in _MARKS if marks.get(name)}
         if "eos_token" not in found:
             raise DataError(
@@ -51,7 +58,6 @@ class JsonVocabulary:
         self.bos_id: int = found.get("bos_token", self.eos_id)
         self.pad_id: int = found.get("pad_token", self.eos_id)
         self.unk_id: int = found.get("unk_token", -1)
-        self.size: int = 1 + max(self._tokenizer.get_vocab().values())
 
     @classmethod
     def Load(cls, directory: str | os.PathLike) -> "JsonVocabulary":
@@ -61,7 +67,10 @@ class JsonVocabulary:
             path = Path(directory) / name
             try:
                 content[name] = json.loads(path.read_bytes())
-            except (OSError, ValueError) as e:
+                json.dumps(
+                    content[name], ensure_ascii=False
+                ).encode()  # no half of a surrogate pair
+            except (OSError, ValueError, RecursionError) as e:
                 raise DataError(
                     f"{path}: {getattr(e, 'strerror', None) or e}; expected a file of a checkpoint"
                 ) from e
@@ -83,8 +92,9 @@ class JsonVocabulary:
     def EncodeBatch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode for many texts, faster."""
         tidy = [tidy_text(text, self.tidied) for text in texts]
-        found = self._tokenizer.encode_batch(tidy, add_special_tokens=False)
-        return [one.ids for one in found]
+        with _library(f"{self.path or NAME}: the tokenizer fails at a text"):
+            found = self._tokenizer.encode_batch(tidy, add_special_tokens=False)
+            return [one.ids for one in found]
 
     def Pieces(self, ids: Sequence[int]) -> list[str]:
         """The piece that each id stands for, as tokenizer.json spells it: bytes often as other letters."""
@@ -97,4 +107,37 @@ class JsonVocabulary:
             if i == self.eos_id and kept:
                 break
             kept.append(int(i))
-        return self._tokenizer.decode(kept)
+        with _library(f"{self.path or NAME}: the tokenizer fails at tokens"):
+            if not self._has_bytes:
+                return self._tokenizer.decode(kept)
+            pieces = [self._tokenizer.id_to_token(i) for i in kept if i not in self._special]
+            return self._tokenizer.decoder.decode(_without_broken_bytes(filter(None, pieces)))
+
+
+def _without_broken_bytes(pieces: Iterable[str]) -> list[str]:
+    """The pieces, with U+FFFD for each part of a run of bytes that is no character, as Python decodes UTF-8.
+
+    The library takes a run with such a part for so many U+FFFD, also its characters.
+    """
+    out: list[str] = []
+    for is_byte, run in itertools.groupby(pieces, lambda piece: bool(_BYTE.fullmatch(piece))):
+        if not is_byte:
+            out += run
+            continue
+        text = bytes(int(piece[3:5], 16) for piece in run).decode("utf-8", "replace")
+        for letter in text:
+            spelled = [f"<0x{byte:02X}>" for byte in letter.encode()]
+            out += [letter] if letter == "\ufffd" else spelled
+    return out
+
+
+@contextlib.contextmanager
+def _library(failed: str) -> Iterator[None]:
+    """Raises DataError, with what has failed, for any error of the library: plain ones, and panics, which are no
+    Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:
+        raise DataError(f"{failed}: {' '.join(str(e).split())[:300]}") from e

@@ -66,6 +66,7 @@ def logdir(tmp_path_factory, vocab):
 def translator(logdir):
     found, about = load_translator(logdir, OPTIONS)
     assert (about["model"], about["step"]) == ("mt.M4Tiny", 7)
+    assert about["trained_languages"] == (RunDir(logdir).languages or [])
     return found
 
 

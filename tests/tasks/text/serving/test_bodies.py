@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lingvo_moe.tasks.text.serving.batcher import Translation
-from lingvo_moe.tasks.text.serving.bodies import answer, parse_predict, parse_translate
+from lingvo_moe.tasks.text.serving.bodies import (
+    answer,
+    parse_generate,
+    parse_predict,
+    parse_translate,
+)
 from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.limits import Limits
 
@@ -139,21 +144,44 @@ def test_what_is_refused_in_tensorflow_serving_s_form(content, message):
     assert message in caught.value.message
 
 
+_NO_NUMBER = (None, True, [], {}, "3", "", [1])
+_WRONG = {
+    "text": (None, True, 3, {}, 1.5, [None], [["a"]]),
+    "stream": (None, 0, "true", []),
+    "max_tokens": (*_NO_NUMBER, 0, -1, 1.5, 51, 2**31, 10**400, float("nan"), float("inf")),
+    "temperature": (*_NO_NUMBER, -0.1, 10**400, 1e39, 1e-39, float("nan"), float("-inf")),
+    "top_k": (*_NO_NUMBER, -1, 0.5, 2**31, 2**64, float("nan")),
+    "top_p": (*_NO_NUMBER, 0, 1.1, -1, 10**400, float("nan")),
+    "seed": (*_NO_NUMBER, 0.5, 2**31, -(2**31) - 1, float("inf")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in _WRONG.items() for value in values]
+)
+def test_a_wrong_field_of_a_prompt_is_named(name, value):
+    body = json.dumps({"text": "a", name: value}).encode()
+    with pytest.raises(RequestError) as caught:
+        parse_generate(body, LIMITS, 50)
+    assert caught.value.status_code == 400
+    assert name in caught.value.message and "\n" not in caught.value.message
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.floats() | st.text(max_size=3),
         lambda x: (
             st.lists(x, max_size=3)
             | st.dictionaries(
-                st.sampled_from(["text", "language", "instances", "inputs", "b64"]), x
+                st.sampled_from(["text", "language", "instances", "inputs", "b64", *_WRONG]), x
             )
         ),
     )
 )
 def test_any_json_is_taken_or_refused(content):
     body = json.dumps(content).encode()
-    for parse in (parse_translate, parse_predict):
-        for known in ((), ("de",)):
+    for parse in (parse_translate, parse_predict, parse_generate):
+        for known in (50,) if parse is parse_generate else ((), ("de",)):
             with contextlib.suppress(RequestError):
                 wanted = parse(body, LIMITS, known)
                 assert all(isinstance(line, bytes) for line in wanted.lines)

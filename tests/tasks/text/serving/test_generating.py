@@ -61,13 +61,21 @@ def test_a_stream_of_a_model_that_breaks_ends_with_an_error(server):
     assert server.Ask("POST", "/generate", {"text": "poison", "stream": True}).status == 500
 
 
+def test_a_panic_of_a_library_ends_no_server(server):
+    """Libraries in Rust raise what is no Exception."""
+    for stream in (False, True):
+        assert server.Ask("POST", "/generate", {"text": "panic", "stream": stream}).status == 500
+        assert server.Ask("POST", "/generate", {"text": "a b"}).status == 200
+
+
 @pytest.mark.parametrize(("asked", "status", "message"), [
     ({}, 400, '"text" is null; give a string or a list of strings'),
     ({"text": ["a"], "stream": True}, 400, '"text" is a list; give a string'),
     ({"text": "a", "stream": 1}, 400, '"stream" is a number; give true or false'),
     ({"text": "a", "max_tokens": 51}, 400, "max_tokens=51: this model gives at most 50"),
     ({"text": "a", "temperature": -1}, 400, "temperature=-1: must be a number"),
-    ({"text": "a", "top_p": "x"}, 400, "top_p=x: must be a number"),
+    ({"text": "a", "top_p": "x"}, 400, 'top_p="x": must be a number'),
+    ({"text": "a", "seed": None}, 400, "seed=null: must be an integer"),
     ({"text": "a", "top_kk": 1}, 400, 'no field "top_kk" (did you mean'),
     ({"text": ["a"] * 4}, 413, "4 lines; at most 3 in a request"),
     ({"text": "a" * 41}, 413, "line 1 has 41 characters; at most 40"),

@@ -1,6 +1,7 @@
 """A checkpoint's tokenizer.json as the vocabulary of a language model: trained with, scored, continued, exported."""
 
 import importlib.util
+import itertools
 import json
 import sys
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy_text
+from hypothesis import example, given, strategies as st
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.decode.ranges import Sampling
@@ -16,7 +18,12 @@ from lingvo_moe.tasks.lm.saved_generator import SavedGenerator, Texts
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.decoding.export import export
 from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
-from lingvo_moe.tasks.text.vocabulary.tokenizer_json import CONFIG, NAME, JsonVocabulary
+from lingvo_moe.tasks.text.vocabulary.tokenizer_json import (
+    CONFIG,
+    NAME,
+    JsonVocabulary,
+    _without_broken_bytes,
+)
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("tokenizers") is None,
@@ -132,11 +139,54 @@ def test_texts_of_a_run_and_of_its_export(directory, tmp_path):
     assert len(score.pieces) == len(score.token_log_probs) == 8
 
 
-@needs_library
-def test_a_stream_sends_characters_whole(directory):
-    """The four bytes of an emoji are four tokens: none is sent before the last."""
-    vocabulary = JsonVocabulary.Load(directory)
-    ids = vocabulary.Encode("é🙂!")
+def _spelled(letters, data):
+    return [*letters, *(f"<0x{byte:02X}>" for byte in data)]
+
+
+@given(st.lists(st.tuples(st.text("a▁日", max_size=2), st.binary(max_size=9)), max_size=4))
+@example(
+    [("a", "日é🙂日".encode()[:-1]), ("▁", "\ufffd▁".encode()), ("", b"\xe6\x97a\xf0\x9f\xff")]
+)
+def test_bytes_of_a_run_are_read_as_python_reads_them(parts):
+    runs = [_spelled(letters, data) for letters, data in parts]
+    pieces = _without_broken_bytes(itertools.chain(*runs))
+    got, want = b"", ""
+    for piece in pieces:
+        got += bytes([int(piece[3:5], 16)]) if len(piece) == 6 else piece.encode()
+    for is_byte, run in itertools.groupby(itertools.chain(*runs), lambda piece: len(piece) == 6):
+        data = bytes(int(piece[3:5], 16) for piece in run) if is_byte else "".join(run).encode()
+        want += data.decode("utf-8", "replace")
+    assert got.decode() == want
+
+
+def save_byte_fallback(directory):
+    """A tokenizer as that of Llama 2: pieces of letters, and one for each byte."""
+    pieces = ["<unk>", "<s>", "</s>", *_spelled("", range(256)), *"▁the", "he"]
+    blank = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    content = {
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [blank, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": "<unk>",
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": {piece: i for i, piece in enumerate(pieces)},
+            "merges": [["h", "e"]],
+        },
+    }
+    (directory / NAME).write_text(json.dumps(content))
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (directory / CONFIG).write_text(json.dumps(marks))
+    return directory
+
+
+def _stream(vocabulary, ids):
+    """The parts of a stream of ids that come one by one after a prompt, and the whole answer."""
 
     class Steps(Texts):
         def __init__(self):
@@ -146,4 +196,97 @@ def test_a_stream_sends_characters_whole(directory):
 
     steps = Steps()
     parts = [text for text, _ in steps.Stream("the ", Sampling(9))]
+    return parts, steps._Text(vocabulary.Encode("the "), ids)
+
+
+@needs_library
+@pytest.mark.parametrize("save", [save_tokenizer, save_byte_fallback])
+def test_a_character_that_is_not_whole_spoils_no_other(save, tmp_path):
+    vocabulary = JsonVocabulary.Load(save(tmp_path))
+    text = "the 日本é🙂▁語"
+    blank = "▁" if save is save_tokenizer else " "  # which the letter stands for
+    assert vocabulary.Decode(vocabulary.Encode(text)) == text.replace("▁", blank)
+    ids = vocabulary.Encode("日本é🙂")
+    for number in range(1, len(ids) + 1):
+        parts, answer = _stream(vocabulary, ids[:number])
+        assert "".join(parts) == answer
+        assert answer == "日本é🙂".encode()[:number].decode("utf-8", "replace")
+    broken = [i for n, i in enumerate(ids) if n not in (1, 9)]
+    data = bytes(byte for n, byte in enumerate("日本é🙂".encode()) if n not in (1, 9))
+    parts, answer = _stream(vocabulary, broken)
+    assert "".join(parts) == answer == data.decode("utf-8", "replace")
+
+
+def _edited(content, *path_and_value):
+    *path, last, value = path_and_value
+    place = content
+    for name in path:
+        place = place[name]
+    place[last] = value
+    return content
+
+
+_HOSTILE = {
+    "a panic of the library": ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}),
+    "another": ("model", "continuing_subword_prefix", "xxx"),
+    "half of a surrogate pair": ("model", "unk_token", "\ud800"),
+    "no token": ("model", "vocab", {}),
+    "no model": ("model", None),
+    "an id beyond 32 bits": ("model", "vocab", {"</s>": 2**32}),
+    "a merge of nothing": ("model", "merges", [["x", "y"]]),
+    "a broken pattern": ("normalizer", {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
+}  # fmt: skip
+
+
+@needs_library
+@pytest.mark.parametrize("edit", _HOSTILE.values(), ids=_HOSTILE)
+def test_a_hostile_file_is_refused_in_one_line(edit, tmp_path, capfd):
+    save_byte_fallback(tmp_path)
+    content = _edited(json.loads((tmp_path / NAME).read_text()), *edit)
+    (tmp_path / NAME).write_text(json.dumps(content))
+    with pytest.raises(DataError) as caught:
+        JsonVocabulary.Load(tmp_path)
+    assert str(tmp_path / NAME) in str(caught.value) and "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""  # where the library writes of a panic
+
+
+@needs_library
+def test_a_file_nested_too_deeply_or_no_file_is_refused(tmp_path):
+    save_byte_fallback(tmp_path)
+    for data in (b"[" * 100_000, b"\xff\xfe", b"", b"9" * 10_000, b"NaN", b"[]", b'"x"'):
+        (tmp_path / NAME).write_bytes(data)
+        with pytest.raises(DataError, match="tokenizer.json"):
+            JsonVocabulary.Load(tmp_path)
+    save_byte_fallback(tmp_path)
+    for marks in (
+        [],
+        3,
+        None,
+        {"eos_token": 3},
+        {"eos_token": ["</s>"]},
+        {"eos_token": {"content": None}},
+    ):
+        (tmp_path / CONFIG).write_text(json.dumps(marks))
+        with pytest.raises(DataError, match="eos_token"):
+            JsonVocabulary.Load(tmp_path)
+
+
+@needs_library
+def test_a_tokenizer_that_panics_at_a_text_is_named(tmp_path):
+    vocabulary = JsonVocabulary.Load(save_byte_fallback(tmp_path))
+
+    class Panics:
+        def encode_batch(self, *args, **kwargs):
+            raise BaseException("index out of\nbounds")
+
+    vocabulary._tokenizer = Panics()
+    with pytest.raises(DataError, match="tokenizer.json: .* fails at a text: index out of bounds"):
+        vocabulary.Encode("the")
+
+
+@needs_library
+def test_a_stream_sends_characters_whole(directory):
+    """The four bytes of an emoji are four tokens: none is sent before the last."""
+    vocabulary = JsonVocabulary.Load(directory)
+    parts, _ = _stream(vocabulary, vocabulary.Encode("é🙂!"))
     assert parts == ["", "é", "", "", "", "🙂", "!"]
