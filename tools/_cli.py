@@ -371,7 +371,9 @@ def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[st
     if args.saved_model:
         from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 
-        return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}
+        translator = SavedTranslator(args.saved_model)
+        known = {k: v for k, v in translator.about.items() if k == "target_language"}
+        return translator, {"saved_model": str(args.saved_model), **known}
     translator, about = load_from_run(args, search_options(args))
     return translator, {"logdir": str(args.logdir), **about}
 

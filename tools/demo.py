@@ -220,7 +220,7 @@ class Demo:
 
         columns = words("languages") + numbers("BLEU", "untrained", "chrF", "untrained")
         show(Table(columns, _group_rows(trained, untrained)))
-        print(f"{footnote()}\n")
+        print(footnote(), *trained.signatures.values(), "", sep="\n")
         show(Table(words("", "translation", "reference"), _samples(trained, 8)))
         self._say(
             f"loss {report['first_loss']:.2f} -> {report['last_loss']:.2f} in {report['steps']} "

@@ -24,6 +24,7 @@ from lingvo_moe.core.console import units
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.files.copies import local
+from lingvo_moe.tasks.mt.quality.intervals import TOKENIZERS
 
 from . import _cli
 
@@ -39,6 +40,7 @@ _NO_TRANSLATORS = (
     "max_per_language",
     "output",
     "resource_bounds",
+    "bleu_tokenizer",
     "baselines",
     "rescore",
     "batch_size",
@@ -66,6 +68,12 @@ def define_flags() -> Flags:
         "the least training pairs of a high-resource and of a mid-resource language (default: thirds of the languages)",
         _bounds,
         "HIGH,MID",
+    )
+    flags.DEFINE_enum(
+        "bleu_tokenizer",
+        None,
+        TOKENIZERS,
+        "sacreBLEU's tokenizer of BLEU; flores200 is spBLEU (default: that of the target language)",
     )
     flags.DEFINE_path("baselines", None, "directory of bilingual runs or reports, by language")
     flags.DEFINE_boolean(
@@ -107,6 +115,7 @@ def _run(args: Flags) -> int:
     from lingvo_moe.tasks.mt.quality.baselines import add_baselines, read_baselines
     from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations
     from lingvo_moe.tasks.text.data.dev_set import DevSet
+    from lingvo_moe.tasks.text.data.prepared import target_language
 
     data_dir = args.data_dir or _data_of_run(args)
     devset = DevSet(data_dir, args.max_per_language, args.languages)
@@ -123,9 +132,13 @@ def _run(args: Flags) -> int:
             kept,
             devset.items(),
             pairs,
-            args.batch_size,
+            scoring.EvalOptions(
+                args.batch_size,
+                args.resource_bounds,
+                about.get("target_language") or target_language(data_dir),
+                args.bleu_tokenizer,
+            ),
             None if args.quiet else lambda n, all_: show(_progress(kept, n, all_)),
-            args.resource_bounds,
         )
     report.seconds = kept.seconds
     report.info = {"model": about, "data_dir": str(data_dir)}

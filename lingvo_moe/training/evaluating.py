@@ -77,6 +77,8 @@ def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, params
                     say(f"step {new[0]}: {why}")
                     continue
                 summaries.Write(step, found.metrics)
+                for name, text in found.notes.items():
+                    summaries.Text(name, text)
                 say(f"step {step}: {found.text}")
                 scored.add(step)
                 if not once:
@@ -163,4 +165,4 @@ class _Scorer:
         scores = self._scorer(theta)
         for path, value in scores.metrics.FlattenItems():
             metrics.Set(path, value)
-        return step, CheckpointScores(metrics, f"{text}, {scores.text}")
+        return step, CheckpointScores(metrics, f"{text}, {scores.text}", scores.notes)

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import toy_translation as toy
 from lingvo_moe.core.files.store import open_store
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.saved_steps import LIST
+from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST
+from lingvo_moe.tasks.text.data.prepared import target_language
 from tools import _cli, evaluate, export
 
 pytestmark = pytest.mark.slow
@@ -80,9 +83,9 @@ class _Shouts:
 
     stop_at = 0
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, **about):
         self._calls = []
-        monkeypatch.setattr(_cli, "open_translator", lambda args: (self, {"step": 3}))
+        monkeypatch.setattr(_cli, "open_translator", lambda args: (self, {"step": 3, **about}))
 
     def Calls(self):
         """The lines of each call since this was last asked."""
@@ -146,3 +149,21 @@ def test_what_another_file_of_that_name_made_is_not_reused(
     shouts.stop_at = 0
     assert evaluate.main(flags) == 0
     assert sum(shouts.Calls()) == 36
+
+
+def test_bleu_is_of_the_target_language(logdir, corpus, tmp_path, capfd, monkeypatch):
+    """The run's, or the data's, stands in the signature; --bleu_tokenizer chooses another."""
+    flags = [f"--logdir={logdir}", f"--data_dir={corpus}", f"--output={tmp_path / 'scores'}"]
+    _Shouts(monkeypatch, target_language="zh")
+    for more, tokenizer in (([], "zh"), (["--bleu_tokenizer=intl"], "intl")):
+        assert evaluate.main([*flags, *more]) == 0
+        report = json.loads((tmp_path / "scores/report.json").read_text())
+        assert f"|tok:{tokenizer}|" in report["signatures"]["bleu"]
+        assert report["signatures"]["bleu"] in capfd.readouterr().out
+    data = tmp_path / "data"
+    shutil.copytree(Path(corpus) / "dev", data / "dev")
+    (data / PREPARED_LIST.summary).write_text(
+        '{"format": 2, "languages": {}, "target_language": "th"}'
+    )
+    PREPARED_LIST.Write(data)
+    assert target_language(data) == "th" and target_language(corpus) == ""

@@ -40,7 +40,7 @@ eval_dir=DATA cache_dir=CACHE data_dir=OTHER corpus=DATA docs=DOCS shortlist=lin
 baselines=DATA logdir=IMAGES saved_model=OTHER program=lines.txt init_from=RUN compare=plan.json
 strategy=strategy.txt model=mt.M4Demo mesh=expert:4 topology=v3:2x2 price=v3:2
 model_params_override=task.hidden_dim=64 variants=|task.hidden_dim=64 what=decode language=de
-languages=aa top_p=0.5 target_lang=de resource_bounds=9,2 checkpoint_step=5 init_from_step=best
+languages=aa bleu_tokenizer=char top_p=0.5 target_lang=de resource_bounds=9,2 checkpoint_step=5 init_from_step=best
 engine=tf_graph tensor=loss known_faults=warn objective=smallest activations=bfloat16 weights=int8
 host=0.0.0.0 field=other server_names=mt.example.org name=other columns=target,source json_fields=a,b
 tfds=opus/medical packages=Babel demo.model=mt.M4Tiny compare_experts.only=dense
@@ -110,8 +110,8 @@ def _trainer_process(command: Sequence[str], **_: Any) -> Any:
     return anything(poll=lambda: 0)
 
 
-def _evaluated(kept: Any, items: Any, pairs: Any, rows: int, progress: Any, bounds: Any) -> Any:
-    print(pairs, rows, progress is None, bounds)
+def _evaluated(kept: Any, items: Any, pairs: Any, options: Any, progress: Any) -> Any:
+    print(pairs, options, progress is None)
     for lang, rows in items:
         print(lang, rows)
         kept([source for source, _ in rows], [lang] * len(rows))

@@ -18,6 +18,7 @@ from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.preparing import read_stage
 from lingvo_moe.tasks.text.preparing.workers import run_jobs
+from lingvo_moe.tasks.text.runs.artifacts import target_language_of
 from tools import prepare
 
 _SYLLABLES = [c + v for c in "bdfgklmnprstvw" for v in "aeiou"]
@@ -105,6 +106,7 @@ def test_the_trainer_takes_it_as_it_lies(data, tmp_path):
     )
     inputs = params.Instantiate().Prepare()
     assert not (tmp_path / "no cache is needed").exists()
+    assert target_language_of(inputs.Artifacts()) == "en"
     about = _summary(data)["languages"]
     assert inputs.languages == {lang: numbers["kept"] for lang, numbers in sorted(about.items())}
     assert len(inputs.records.shards["de"]) > 10

@@ -1,7 +1,8 @@
 """Scores of a checkpoint in the way of its task."""
 
 import abc
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core.files.artifacts import RunArtifacts
@@ -18,6 +19,9 @@ class CheckpointScores:
 
     metrics: NestedMap  # numbers by name, for TensorBoard and JSON
     text: str  # the main ones, for a line
+    notes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what to state beside them, for TensorBoard
 
 
 class BaseCheckpointScorer(abc.ABC):

@@ -33,6 +33,7 @@ from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
+from lingvo_moe.tasks.text.runs.artifacts import target_language_of
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -345,7 +346,8 @@ def load_translator(
         shortlist: a file of tools.shortlist; None to score all tokens.
 
     Returns:
-        The translator, and what it is: what load_theta says, weights, shortlist, and the source languages of its data.
+        The translator, and what it is: what load_theta says, weights, shortlist, the source languages of its data, and
+        target_language.
 
     Raises:
         RunDirError: no run there, or a damaged one, or one that names a class outside lingvo_moe.
@@ -361,5 +363,7 @@ def load_translator(
     if some:
         about["shortlist"] = some.About()
     about["trained_languages"] = run.languages or []
+    if language := target_language_of(run.artifacts):
+        about["target_language"] = language
     languages = about["trained_languages"] if model.RoutesByTask(model.p) else ()
     return Translator(model, theta, vocabs, options, languages, some), about

@@ -13,7 +13,7 @@ from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, with_margin
 from lingvo_moe.tasks.text.data.dev_set import DevSet
-from lingvo_moe.tasks.text.runs.artifacts import languages_of, tidied_of, vocabs_of
+from lingvo_moe.tasks.text.runs.artifacts import languages_of, target_language_of, tidied_of, vocabs_of
 
 _SCORES = ("bleu", "chrf")
 
@@ -32,6 +32,8 @@ class CheckpointScorer(BaseCheckpointScorer):
         self._vocabs = NestedMap(vocabs_of(artifacts), tidied=tidied_of(artifacts))
         by_language = task.RoutesByTask(task.p)
         self._languages = (languages_of(artifacts) or ()) if by_language else ()
+        language = target_language_of(artifacts) or inputs.target_language
+        self._options = scoring.EvalOptions(language=language)
         data_dir = inputs.p.data_dir
         known = [lang for lang in DevSet(data_dir).languages if lang in self._train_pairs]
         self._dev = DevSet(data_dir, lines or ENOUGH_LINES, known)
@@ -50,12 +52,14 @@ class CheckpointScorer(BaseCheckpointScorer):
             lambda lines, langs: [row[0] for row in translate(lines, langs).translations],
             self._dev.items(),
             {lang: self._train_pairs[lang] for lang in self._dev.languages},
+            self._options,
         )
         groups = {group: report.Average(group) for group in report.groups}
         mean = report.Average()
         metrics = _numbers(mean)
         metrics.groups = NestedMap({group: _numbers(one) for group, one in groups.items()})
-        return CheckpointScores(metrics, _text(mean, groups))
+        bleu = report.signatures["bleu"]
+        return CheckpointScores(metrics, f"{_text(mean, groups)}; {bleu}", {"bleu/signature": bleu})
 
 
 def _numbers(mean: dict[str, Any]) -> NestedMap:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # commands that only read ENOUGH_LINES start without sacreBLEU and NumPy
     from sacrebleu.metrics.base import Metric
 
+# Those of BLEU that sacreBLEU has, and that are of a language or of all: see make_bleu.
+TOKENIZERS = ("13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "flores101", "flores200")
 # A score of fewer lines is marked wherever it is shown, and the mean of the language's group is to be read instead.
 # Below some 50 short lines the interval of BLEU is wider than most differences between languages.
 ENOUGH_LINES = 50

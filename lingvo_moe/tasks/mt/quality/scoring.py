@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics import CHRF
 
 from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.core.files.manifest import write_manifest
 from lingvo_moe.tasks.mt.quality import intervals
+from lingvo_moe.tasks.mt.quality.bleu import make_bleu
 from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
 from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.errors import NoDataError
@@ -30,9 +31,29 @@ from lingvo_moe.tasks.text.decoding.line_stream import one_line
 # (lines that are done, all lines).
 Progress = Callable[[int, int], None]
 
-METRICS = {"bleu": BLEU, "chrf": CHRF}  # sacreBLEU's
+METRICS = ("bleu", "chrf")
 LIST = "report.sha256"
 _SUFFIXES = ("src", "ref", "hyp")
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The way to evaluate.
+
+    Attributes:
+        batch_lines: lines translated at once.
+        bounds: of the resource groups; see `resource_groups`.
+        language: the code of the target language, '' where it is not known; BLEU's tokenizer follows it.
+        tokenizer: of BLEU; None for that of the language.
+    """
+
+    batch_lines: int = 1024
+    bounds: tuple[int, int] | None = None
+    language: str = ""
+    tokenizer: str | None = None
+
+
+_DEFAULTS = EvalOptions()
 
 
 @dataclass
@@ -198,9 +219,8 @@ def evaluate(
     translate: TranslateLines,
     devset: Iterable[tuple[str, Sequence[tuple[str, str]]]],
     train_pairs: Mapping[str, int] | None = None,
-    batch_lines: int = 1024,
+    options: EvalOptions = _DEFAULTS,
     progress: Progress | None = None,
-    bounds: tuple[int, int] | None = None,
 ) -> EvalReport:
     """Translates held-out pairs and scores them.
 
@@ -208,21 +228,23 @@ def evaluate(
         translate: lines and their languages -> translations.
         devset: `(language, [(source, reference), ...])`, e.g. `DevSet(data_dir).items()`.
         train_pairs: training pairs of each language, from which the resource groups follow; None for no groups.
-        bounds: of the resource groups; see `resource_groups`.
 
     Raises:
-        ValueError: an empty dev set, or `translate` returned another number of lines than it got.
+        ValueError: an empty dev set, `translate` returned another number of lines than it got, or BLEU's tokenizer
+            is not installed.
     """
     data = {lang: list(pairs) for lang, pairs in devset}
     if not data:
         raise ValueError("nothing to evaluate: the dev set has no language")
+    references = [reference for pairs in data.values() for _, reference in pairs]
+    metrics = {"bleu": make_bleu(options.tokenizer, options.language, references), "chrf": CHRF()}
     start = time.monotonic()
     # All languages together, so that the batches of a small dev set are full.
     sources = [source for pairs in data.values() for source, _ in pairs]
     langs = [lang for lang, pairs in data.items() for _ in pairs]
     translated: list[str] = []
     while len(translated) < len(sources):
-        now = slice(len(translated), len(translated) + batch_lines)
+        now = slice(len(translated), len(translated) + options.batch_lines)
         batch = sources[now]
         translations = translate(batch, langs[now])
         if len(translations) != len(batch):
@@ -231,7 +253,6 @@ def evaluate(
         if progress:
             progress(len(translated), len(sources))
     seconds = time.monotonic() - start
-    metrics = {kind: make() for kind, make in METRICS.items()}
     rest = iter(translated)
     languages = {}
     for lang, pairs in data.items():
@@ -248,7 +269,7 @@ def evaluate(
     languages = dict(sorted(languages.items()))
     if train_pairs is not None:
         counts = {k: r.train_pairs for k, r in languages.items()}
-        for lang, group in resource_groups(counts, bounds).items():
+        for lang, group in resource_groups(counts, options.bounds).items():
             languages[lang].group = group
     signatures = {kind: str(metric.get_signature()) for kind, metric in metrics.items()}
     return EvalReport(languages, signatures, seconds)

@@ -30,6 +30,7 @@ from lingvo_moe.tasks.text.batches.records import Records, cached_records, prepa
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError, NoDevSetError
+from lingvo_moe.tasks.text.data.prepared import target_language
 from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.text.data.scan import Scan, scan
 from lingvo_moe.tasks.text.data.tsv import reasons
@@ -61,6 +62,7 @@ class PackedInput(BaseInput):
     Attributes, after Prepare():
         vocabs: NestedMap(source, target) of Vocabulary.
         languages: `{lang: pairs}`.
+        target_language: its code, of prepared data; '' where it is not known.
         dropped: lines and pairs of the data that are not trained on, by reason; pairs longer than a row are not in it.
     """
 
@@ -128,6 +130,7 @@ class PackedInput(BaseInput):
         self._task_of: list[int] | None = None
         self._loss: Loss | None = None
         self.dropped: dict[str, int] = {}
+        self.target_language = ""
 
     @classmethod
     def CheckSource(cls, params: HyperParams) -> None:
@@ -169,6 +172,7 @@ class PackedInput(BaseInput):
         self._tidied = tidied_of(artifacts) if artifacts else found.tidied
         for vocabulary in self._vocabs.values():
             vocabulary.tidied = self._tidied
+        self.target_language = target_language(p.data_dir)
         self._records = prepared_records(found, self._vocabs) or cached_records(
             found, self._vocabs, self._CacheDir(), progress
         )
@@ -206,7 +210,7 @@ class PackedInput(BaseInput):
     def Artifacts(self) -> RunArtifacts:
         """See BaseInput: the vocabularies, and the languages by task id."""
         vocabs = self.vocabs.Transform(lambda vocabulary: vocabulary.model_bytes)
-        return text_artifacts(vocabs, list(self.languages), tidied=self._tidied)
+        return text_artifacts(vocabs, list(self.languages), self.target_language, self._tidied)
 
     def _CacheDir(self) -> Path:
         try:

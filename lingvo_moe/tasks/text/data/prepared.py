@@ -7,13 +7,14 @@ of all these files, by which each is verified before it is read.
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lingvo_moe.tasks.text.data.errors import DataError
-from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST, FileList
+from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST, FileList, local_data
 from lingvo_moe.tasks.text.data.shards import shard_language
 
 FORMAT = 2
@@ -73,6 +74,18 @@ class Prepared:
         """Hex digests of the training files' bytes, by language."""
         languages = sorted(self.summary["languages"].items())
         return {lang: about["digest"] for lang, about in languages}
+
+
+def target_language(data_dir: str | os.PathLike) -> str:
+    """The code of the language that a prepared data set is translated into; '' for other data.
+
+    Raises DataError: its summary is damaged.
+    """
+    listed = FileList.Open(local_data(data_dir))
+    if listed is None or listed.kind is not PREPARED_LIST:
+        return ""
+    summary = json.loads((listed.directory / PREPARED_LIST.summary).read_text(encoding="utf-8"))
+    return str(summary.get("target_language") or "")
 
 
 def content_digest(path: Path) -> str:

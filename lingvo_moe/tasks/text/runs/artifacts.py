@@ -13,16 +13,20 @@ VOCAB_FILES = {"source": "vocab/source.model", "target": "vocab/target.model"}
 
 
 def text_artifacts(
-    vocabs: Mapping[str, bytes], languages: Sequence[str] = (), *, tidied: int = 0
+    vocabs: Mapping[str, bytes],
+    languages: Sequence[str] = (),
+    target_language: str = "",
+    tidied: int = 0,
 ) -> RunArtifacts:
     """The artifacts of a run.
 
-    `vocabs` are serialised vocabularies by side; a language's place in `languages` is its task id.
-    `tidied` is the version of tidy_text that the texts went through.
+    `vocabs` are serialised vocabularies by side; a language's place in `languages` is its task id. `target_language`
+    is '' where it is not known; `tidied` is the version of tidy_text that the texts went through.
     """
     files = {name: vocabs[side] for side, name in VOCAB_FILES.items()}
-    about: dict[str, Any] = {"languages": list(languages)} | ({"tidied": tidied} if tidied else {})
-    return RunArtifacts(files, about)
+    about: dict[str, Any] = {"languages": list(languages)}
+    about |= {"target_language": target_language} if target_language else {}
+    return RunArtifacts(files, about | ({"tidied": tidied} if tidied else {}))
 
 
 def tidied_of(artifacts: RunArtifacts) -> int:
@@ -31,6 +35,11 @@ def tidied_of(artifacts: RunArtifacts) -> int:
     Raises DataError: there is no such version here.
     """
     return check_tidied(artifacts.about.get("tidied", 0), "the run's experiment.json")
+
+
+def target_language_of(artifacts: RunArtifacts) -> str:
+    """The code of the target language; '' for a run that does not say."""
+    return str(artifacts.about.get("target_language") or "")
 
 
 def vocabs_of(artifacts: RunArtifacts) -> NestedMap:

@@ -42,7 +42,8 @@ def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, mon
     line = next(s for s in capfd.readouterr().err.splitlines() if s.startswith("step 7: "))
     score = r"\d+\.\d(?: ± \d+\.\d)? \(high \d+\.\d, mid \d+\.\d, low \d+\.\d\)"
     wanted = (
-        rf"step 7: held-out loss \d+\.\d{{4}} ± \d\.\d{{4}}, BLEU {score}, chrF {score} of 20 lines"
+        rf"step 7: held-out loss \d+\.\d{{4}} ± \d\.\d{{4}}, BLEU {score}, chrF {score} of 20 lines; "
+        r"nrefs:1\|case:mixed\|eff:no\|tok:13a\|.*"
     )
     assert re.fullmatch(wanted, line), line
 

@@ -59,7 +59,8 @@ def test_languages_with_few_lines_follow_those_of_their_group():
     pairs = {lang: [("open", "open the file")] * few for lang in ("a", "b", "c", "d")}
     pairs["b"] = pairs["b"] + pairs["b"][:1]
     counts = {"a": 40, "b": 30, "c": 20, "d": 10}
-    report = scoring.evaluate(lambda lines, _: lines, pairs.items(), counts, bounds=(25, 15))
+    options = scoring.EvalOptions(bounds=(25, 15))
+    report = scoring.evaluate(lambda lines, _: lines, pairs.items(), counts, options)
     assert report.InOrder() == ["b", "a", "c", "d"]
     found = report.ToDict()
     assert [one["few_lines"] for one in found["languages"].values()] == [True, False, True, True]

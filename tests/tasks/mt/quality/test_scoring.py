@@ -7,7 +7,7 @@ import pytest
 import sacrebleu
 
 from lingvo_moe.tasks.mt.quality import scoring
-from lingvo_moe.tasks.mt.quality.scoring import evaluate
+from lingvo_moe.tasks.mt.quality.scoring import EvalOptions, evaluate
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST
 from lingvo_moe.tasks.text.data.prepared import FORMAT
@@ -38,7 +38,7 @@ def test_equals_sacrebleu():
         assert languages == [line.split()[0] for line in lines]
         return [reference[s].replace("file", "document") for s in lines]
 
-    report = evaluate(translate, data.items(), batch_lines=40)
+    report = evaluate(translate, data.items(), None, EvalOptions(batch_lines=40))
     assert batches == [40, 40, 10]
     for name, pairs in data.items():
         references = [r for _, r in pairs]
@@ -77,7 +77,9 @@ def test_groups_are_thirds_by_training_pairs():
 def test_progress_and_what_goes_wrong():
     data = devset(1, 5)
     notes = []
-    evaluate(lambda lines, _: lines, data.items(), None, 2, lambda *note: notes.append(note))
+    evaluate(
+        lambda lines, _: lines, data.items(), None, EvalOptions(2), lambda *note: notes.append(note)
+    )
     assert notes == [(2, 5), (4, 5), (5, 5)]
     with pytest.raises(ValueError, match="no language"):
         evaluate(lambda lines, _: lines, [])
