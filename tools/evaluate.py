@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console import units
+from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.files.copies import local
@@ -216,7 +217,8 @@ def _rescored(output: Path | None, devset: "DevSet") -> "tuple[TranslateLines, d
 
     if output is None:
         raise ValueError("--rescore: name the directory of an earlier evaluation as --output")
-    rest = iter(read_translations(Path(output) / "texts", devset.items()))
+    translations, replaced = read_translations(Path(output) / "texts", devset.items())
+    rest = iter(translations)
     before = Path(output) / "report.json"
     about = {}  # report.Write alone does not know what the model was
     if before.is_file():
@@ -225,6 +227,15 @@ def _rescored(output: Path | None, devset: "DevSet") -> "tuple[TranslateLines, d
             about = json.loads(before.read_text("utf-8")).get("model", {})
         except (ValueError, AttributeError) as e:
             raise ValueError(f"{before}: no report of tools.evaluate, or damaged ({e})") from None
+    if replaced:
+        files = ", ".join(f"{lang}.hyp" for lang in replaced)
+        say(
+            f"evaluate: {files} in {output}/texts: not as written there; scored as another system's"
+        )
+        about = {
+            "texts": f"other translations of {', '.join(replaced)}",
+            "target_language": about.get("target_language"),
+        }
     return lambda lines, langs: list(itertools.islice(rest, len(lines))), about
 
 

@@ -151,6 +151,21 @@ def test_what_another_file_of_that_name_made_is_not_reused(
     assert sum(shouts.Calls()) == 36
 
 
+def test_another_systems_translations_are_scored(logdir, corpus, tmp_path, capfd, monkeypatch):
+    _Shouts(monkeypatch, target_language="en")
+    flags = [f"--logdir={logdir}", f"--data_dir={corpus}", f"--output={tmp_path}"]
+    assert evaluate.main(flags) == 0
+    shutil.copy(tmp_path / "texts/fi.ref", tmp_path / "texts/fi.hyp")
+    for _ in range(2):  # the second time, the list is of the other system's
+        assert evaluate.main([*flags, "--rescore"]) == 0
+        found = json.loads((tmp_path / "report.json").read_text())
+        assert found["languages"]["fi"]["bleu"] == pytest.approx(100)
+        assert found["languages"]["de"]["bleu"] < 50
+        assert found["model"] == {"texts": "other translations of fi", "target_language": "en"}
+    told = f"evaluate: fi.hyp in {tmp_path}/texts: not as written there"
+    assert capfd.readouterr().err.count(told) == 1
+
+
 def test_bleu_is_of_the_target_language(logdir, corpus, tmp_path, capfd, monkeypatch):
     """The run's, or the data's, stands in the signature; --bleu_tokenizer chooses another."""
     flags = [f"--logdir={logdir}", f"--data_dir={corpus}", f"--output={tmp_path / 'scores'}"]

@@ -18,7 +18,7 @@ from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.bleu import make_bleu
 from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
 from lingvo_moe.tasks.text.data import tsv
-from lingvo_moe.tasks.text.data.errors import NoDataError
+from lingvo_moe.tasks.text.data.errors import DataError, NoDataError
 from lingvo_moe.tasks.text.data.file_list import (
     data_files,
     local_data,
@@ -26,7 +26,7 @@ from lingvo_moe.tasks.text.data.file_list import (
 )
 from lingvo_moe.tasks.text.data.prepared import Prepared
 from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
-from lingvo_moe.tasks.text.decoding.line_stream import one_line
+from lingvo_moe.tasks.text.decoding.line_stream import one_line, read_lines
 
 # (lines that are done, all lines).
 Progress = Callable[[int, int], None]
@@ -299,32 +299,47 @@ def count_train_pairs(
 
 def read_translations(
     directory: str | os.PathLike, devset: Iterable[tuple[str, Sequence[tuple[str, str]]]]
-) -> list[str]:
-    """The translations of all pairs of a dev set, in order, as `Write` left them in `texts`, so as to score them again.
+) -> tuple[list[str], list[str]]:
+    """Reads the translations in `texts`, so as to score them again: those of `Write`, or another system's.
 
-    Raises ValueError: a file is missing or damaged, or its lines are not those of these pairs.
+    Returns:
+        The translations of all pairs of a dev set, in order; and the languages whose file is not what `Write` left.
+
+    Raises ValueError: a file is missing, sources are damaged, or the lines are not those of these pairs.
     """
     directory, devset = Path(directory), list(devset)
-    wanted = [directory / f"{lang}.{suffix}" for lang, _ in devset for suffix in ("src", "hyp")]
-    for file in wanted:
-        if not file.is_file():
-            raise ValueError(f"{file}: missing; translate first, without --rescore")
-    verify_scores(directory.parent, (f"{directory.name}/{file.name}" for file in wanted))
-    out = []
+    for lang, _ in devset:
+        for file in (directory / f"{lang}.src", directory / f"{lang}.hyp"):
+            if not file.is_file():
+                raise ValueError(f"{file}: missing; translate first, without --rescore")
+    verify_scores(directory.parent, (f"{directory.name}/{lang}.src" for lang, _ in devset))
+    out, replaced = [], []
     for lang, pairs in devset:
-        texts = {
-            suffix: (directory / f"{lang}.{suffix}").read_bytes().decode("utf-8").split("\n")[:-1]
-            for suffix in ("src", "hyp")
-        }
-        if texts["src"] != [one_line(source) for source, _ in pairs] or (
-            len(texts["hyp"]) != len(pairs)
-        ):
+        sources, hypotheses = (_read_texts(directory / f"{lang}.{side}") for side in ("src", "hyp"))
+        if sources != [one_line(source) for source, _ in pairs]:
             raise ValueError(
                 f"{directory}/{lang}.src does not have the {len(pairs)} requested sources: translate again, "
                 "without --rescore, or give the same --data_dir and --max_per_language as then"
             )
-        out += texts["hyp"]
-    return out
+        if len(hypotheses) != len(pairs):
+            raise ValueError(
+                f"{directory}/{lang}.hyp has {len(hypotheses)} lines for the {len(pairs)} of {lang}.src"
+            )
+        try:
+            verify_scores(directory.parent, [f"{directory.name}/{lang}.hyp"], warn=False)
+        except DataError:
+            replaced.append(lang)
+        out += hypotheses
+    return out, replaced
+
+
+def _read_texts(file: Path) -> list[str]:
+    """The lines of a file, with or without a newline at its end. Raises ValueError: one is not UTF-8."""
+    with open(file, "rb") as source:
+        try:
+            return [line.text.decode("utf-8") for line in read_lines(source)]
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{file}: it is not UTF-8 ({e})") from None
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -192,7 +192,11 @@ def _cut_short(run: RunDir, train: Params, metrics: Sequence[dict]) -> list[tupl
 
 def _scored(scores: dict[str, Any]) -> str:
     model = scores.get("model") or {}
-    what = f"step {model['step']}" if "step" in model else model.get("saved_model", "a model")
+    what = (
+        f"step {model['step']}"
+        if "step" in model
+        else model.get("saved_model") or model.get("texts") or "a model"
+    )
     if model.get("averaged_steps"):
         what = f"the mean of steps {', '.join(map(str, model['averaged_steps']))}"
     if model.get("ema"):

@@ -109,11 +109,19 @@ def test_texts_are_scored_again_and_comet_has_them_all(tmp_path):
     report = evaluate(lambda lines, _: [line.upper() for line in lines], data.items())
     report.Write(tmp_path)
     again = scoring.read_translations(tmp_path / "texts", data.items())
-    assert again == ["EINS ZWEI", " DREI", "YKSI"]
+    assert again == (["EINS ZWEI", " DREI", "YKSI"], [])
     with pytest.raises(ValueError, match="does not have the 1 requested sources"):
         scoring.read_translations(tmp_path / "texts", {"de": [("drei", "three")]}.items())
     with pytest.raises(ValueError, match=r"sw.src: missing; translate first"):
         scoring.read_translations(tmp_path / "texts", {"sw": []}.items())
+    # Another system's, with the ends of lines of another one.
+    (tmp_path / "texts/de.hyp").write_bytes("\ufeffone two\r\nthree".encode())
+    again = scoring.read_translations(tmp_path / "texts", data.items())
+    assert again == (["one two", "three", "YKSI"], ["de"])
+    for wrong, message in ((b"one\n", "has 1 lines for the 2"), (b"\xff\n\n", "is not UTF-8")):
+        (tmp_path / "texts/de.hyp").write_bytes(wrong)
+        with pytest.raises(ValueError, match=rf"de\.hyp:? .*{message}"):
+            scoring.read_translations(tmp_path / "texts", data.items())
     found = {p.name: p.read_text().splitlines() for p in (tmp_path / "comet").iterdir()}
     assert found == {
         "src.txt": ["eins zwei", " drei", "yksi"],

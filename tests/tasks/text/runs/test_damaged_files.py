@@ -192,7 +192,10 @@ def _scores(tmp: Path) -> Kept:
     def read() -> Any:
         again = report()
         add_baselines(again, read_baselines(tmp / "scores", pairs.items()))
-        translations = scoring.read_translations(tmp / "scores" / "de" / "texts", pairs.items())
+        texts = tmp / "scores" / "de" / "texts"
+        translations, others = scoring.read_translations(texts, pairs.items())
+        if others:  # which tools.evaluate says: they may be another system's
+            raise ValueError(", ".join(f"{lang}.hyp" for lang in others))
         return again.ToDict()["languages"], translations
 
     return Kept(tmp / "scores", read)
