@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
 from lingvo_moe.core.config import checks
+from lingvo_moe.core.console import units
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
@@ -80,18 +81,25 @@ def opened(args: Flags) -> Iterator[tuple[BinaryIO, AbstractContextManager[Binar
 
 
 def answer_all(
-    name: str, args: Flags, answer: Answer, source: BinaryIO, sink: AbstractContextManager[BinaryIO]
+    name: str,
+    args: Flags,
+    answer: Answer,
+    source: BinaryIO,
+    sink: AbstractContextManager[BinaryIO],
+    reused: Callable[[], int] = int,
 ) -> int:
-    """Answers every line of `source` for the command `name`, with progress; returns the exit status."""
+    """Answers every line of `source` for the command `name`, with progress; returns the exit status.
 
+    `reused` counts the lines so far whose answers were there before.
+    """
+    total = 0 if args.quiet or not args.input else _count_lines(args.input)
     try:
         with sink as out, LineProgress(interval=_SECONDS_BETWEEN_NOTES) as show:
 
             def progress(counts: Counts) -> None:
                 # Where answers appear on the same screen, they are progress enough.
                 if not args.quiet and not out.isatty():
-                    rate = counts.lines / max(counts.seconds, 1e-9)
-                    show(f"{name}: {_lines(counts)}, {rate:.0f} a second")
+                    show(f"{name}: {_progress(counts, total, reused())}")
 
             def warn(message: str) -> None:
                 show.Close()  # a warning has a line of its own
@@ -108,6 +116,28 @@ def answer_all(
     return 0
 
 
+def _progress(counts: Counts, total: int, reused: int) -> str:
+    """'512 of 1,000 lines, 25 a second, 20s left'. `total` is 0 where it is not known."""
+    rate = (counts.lines - reused) / max(counts.seconds, 1e-9)
+    text = f"{counts.lines:,} of {total:,} lines" if counts.lines < total else _lines(counts)
+    text += f", {reused:,} of them from before" if reused else ""
+    if not rate:
+        return text
+    left = (total - counts.lines) / rate
+    return f"{text}, {rate:.0f} a second" + (f", {units.clock(left)} left" if left > 0 else "")
+
+
+def _count_lines(path: str) -> int:
+    """The lines of a file; 0 for a pipe or a device, which can be read only once."""
+    if not os.path.isfile(path):
+        return 0
+    count, last = 0, b"\n"
+    with open(path, "rb") as file:
+        while some := file.read(1 << 20):
+            count, last = count + some.count(b"\n"), some[-1:]
+    return count + (last != b"\n")
+
+
 def _lines(counts: Counts) -> str:
     return "1 line" if counts.lines == 1 else f"{counts.lines} lines"
 
@@ -116,6 +146,9 @@ def _output(path: str | None) -> AbstractContextManager[BinaryIO]:
     """Standard output; a file that appears when all went well; or, as it is, a pipe or a device."""
     if not path:
         return contextlib.nullcontext(sys.stdout.buffer)
-    if os.path.exists(path) and not os.path.isfile(path):
-        return open(path, "wb")
-    return atomic_file(path)
+    return atomic_file(path) if is_file(path) else open(path, "wb")
+
+
+def is_file(path: str | None) -> bool:
+    """Whether an output is a file, or becomes one, and no pipe or device."""
+    return bool(path) and (not os.path.exists(path) or os.path.isfile(path))

@@ -12,7 +12,6 @@ bilingual models: BILINGUAL/<lang>/ is the run of one, scored by this command on
 After Ctrl-C or another interruption the same command resumes.
 """
 
-import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -33,21 +32,6 @@ if TYPE_CHECKING:  # they import NumPy
     from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations, TranslateLines
     from lingvo_moe.tasks.mt.quality.scoring import EvalReport
     from lingvo_moe.tasks.text.data.dev_set import DevSet
-
-# Flags on which no translation depends.
-_NO_TRANSLATORS = (
-    "data_dir",
-    "languages",
-    "max_per_language",
-    "output",
-    "resource_bounds",
-    "bleu_tokenizer",
-    "baselines",
-    "rescore",
-    "batch_size",
-    "trust_run",
-    "quiet",
-)
 
 
 def define_flags() -> Flags:
@@ -114,7 +98,7 @@ def _run(args: Flags) -> int:
         _cli.check_output_directory(output)
     from lingvo_moe.tasks.mt.quality import scoring
     from lingvo_moe.tasks.mt.quality.baselines import add_baselines, read_baselines
-    from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations
+    from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations, identity_of
     from lingvo_moe.tasks.text.data.dev_set import DevSet
     from lingvo_moe.tasks.text.data.prepared import target_language
 
@@ -127,7 +111,8 @@ def _run(args: Flags) -> int:
     translate, about = _rescored(output, devset) if args.rescore else _translating(args)
     kept = KeptTranslations(translate)
     if output and not args.rescore:
-        kept = KeptTranslations(translate, output / ".partial", _identity(args, about))
+        identity = identity_of(args.Values(), about)
+        kept = KeptTranslations(translate, output / ".partial", identity)
     with LineProgress() as show:
         report = scoring.evaluate(
             kept,
@@ -166,29 +151,6 @@ def _output(args: Flags) -> Path | None:
     if args.output:
         return Path(args.output)
     return local(args.logdir) / "eval" if args.logdir else None
-
-
-def _identity(args: Flags, about: dict[str, Any]) -> list[object]:
-    """The identity of a translator: every flag on which it could depend, its description, its files' times, and the
-    digests of its checkpoints."""
-    flags = {name: value for name, value in args.Values().items() if name not in _NO_TRANSLATORS}
-    files = [Path(value) for value in flags.values() if isinstance(value, str)]
-    files = [file for file in files if file.is_file()]
-    checkpoints: list[str] = []
-    if args.saved_model:
-        from lingvo_moe.tasks.text.decoding.saved_functions import MANIFEST
-
-        files.append(local(args.saved_model) / MANIFEST)
-    else:
-        from lingvo_moe.core.runs.run_dir import RunDir
-        from lingvo_moe.core.runs.saved_steps import LIST, saved_steps
-
-        saved = saved_steps(RunDir(args.logdir).checkpoint_dir)  # which may be in a bucket
-        steps = about.get("averaged_steps") or [about["step"]]
-        for step in steps:
-            with contextlib.suppress(OSError):  # the trainer may have deleted it since it was read
-                checkpoints.append(saved.Of(step).Read(LIST).decode())
-    return [flags, about, [file.stat().st_mtime_ns for file in files if file.exists()], checkpoints]
 
 
 def _progress(kept: "KeptTranslations", done: int, lines: int) -> str:

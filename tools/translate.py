@@ -7,7 +7,7 @@
 
 Only a newline ends a line. Blank lines stay blank; bytes that are not UTF-8 are read as unknown
 characters; a line that is too long is truncated, with a warning. An output file appears when it is complete; a pipe or
-a device is written line by line. With --runner, the same command resumes after Ctrl-C or another interruption.
+a device is written line by line. After Ctrl-C or another interruption, the same command with --output resumes.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files.store import is_address
-from lingvo_moe.tasks.text.decoding.line_stream import translation_of
+from lingvo_moe.tasks.text.decoding.line_stream import Answer, translation_of
 
 from . import _cli, _lines
 
@@ -49,14 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.runner and is_address(args.saved_model):
         why = "workers read models from a disk that all of them see"
         args.Fail(f"--saved_model={args.saved_model} goes without --runner: {why}")
-    return _cli.attempt("translate", lambda: _run(args))
+    kept = "stopped; the same command resumes from there" if _lines.is_file(args.output) else ""
+    return _cli.attempt("translate", lambda: _run(args), kept)
 
 
 def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         runner = _cli.beam_runner(args)
         _cli.load_tensorflow()
-        translator, _ = _cli.open_translator(args)
+        translator, about = _cli.open_translator(args)
         if args.language and not translator.languages:
             raise ValueError(
                 f"--language={args.language} has no effect: this model does not route by language; leave it out"
@@ -66,7 +67,28 @@ def _run(args: Flags) -> int:
         if not args.input and not args.output and sys.stdin.isatty():
             return _converse(translator, args.language)
         answer = translation_of(lambda lines: translator.Translate(lines, args.language))
+        if _lines.is_file(args.output):
+            return _keeping(args, about, answer, source, sink)
         return _lines.answer_all("translate", args, answer, source, sink)
+
+
+def _keeping(
+    args: Flags,
+    about: dict[str, Any],
+    answer: Answer,
+    source: BinaryIO,
+    sink: AbstractContextManager[BinaryIO],
+) -> int:
+    """Keeps what is done beside the output until that is complete, so that the same command resumes."""
+    from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations, identity_of
+    from lingvo_moe.tasks.text.data.made_once import work_directory
+
+    with work_directory(Path(args.output).absolute(), "translating") as work:
+        identity = identity_of(args.Values(), about)
+        kept = KeptTranslations(lambda lines, _: answer(lines), work, identity)
+        return _lines.answer_all(
+            "translate", args, lambda lines: kept(lines, []), source, sink, lambda: kept.reused
+        )
 
 
 def _with_beam(

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import pty
+import re
 import subprocess
 from types import SimpleNamespace
 
+import pytest
 from processes import start_python
 
 from lingvo_moe.core.nested_map import NestedMap
@@ -62,29 +64,55 @@ def test_interactive_at_a_terminal():
     os.close(ours)
 
 
-def test_output_is_whole_or_not_there(tmp_path, monkeypatch, capfd):
-    class Fails:
-        calls = 0
+class _Stops:
+    """Replaces the translator: capitals, and `error` in call number `stop_at`, counted from when it was set."""
 
-        def Translate(self, lines, languages=None):
-            Fails.calls += 1
-            if Fails.calls == 2:
-                raise OSError("disk full")
-            return NestedMap(translations=[["x"]] * len(lines), truncated=[False] * len(lines))
+    def __init__(self, monkeypatch, directory):
+        (directory / "assets.extra").mkdir(parents=True, exist_ok=True)
+        (directory / "assets.extra/manifest.sha256").touch()
+        monkeypatch.setattr(translate._cli, "open_translator", lambda args: (self, {}))
+        self.languages, self.calls, self.stop_at, self.error = (), [], 0, OSError("disk full")
 
-    monkeypatch.setattr(translate._cli, "open_translator", lambda args: (Fails(), {}))
-    (tmp_path / "in").write_bytes(b"red\n" * 4)
+    def Translate(self, lines, languages=None):
+        self.calls.append(len(lines))
+        if len(self.calls) == self.stop_at:
+            raise self.error
+        texts = [[line.decode().upper()] for line in lines]
+        return NestedMap(translations=texts, truncated=[b"long" in line for line in lines])
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_what_was_done_before_it_stopped_is_not_done_again(tmp_path, monkeypatch, capfd, error):
+    """And the output is whole or not there."""
+    stops = _Stops(monkeypatch, tmp_path / "model")
+    text = "".join(f"red {i}\n" for i in range(9)) + "long, and without a newline"
+    (tmp_path / "in").write_text(text)
     (tmp_path / "out").write_bytes(b"older\n")
-    argv = [
-        "--saved_model=x",
-        f"--input={tmp_path}/in",
-        f"--output={tmp_path}/out",
-        "--batch_size=2",
-    ]
-    assert translate.main(argv) == 1
-    assert "disk full" in capfd.readouterr().err
+    flags = [f"--saved_model={tmp_path}/model", f"--input={tmp_path}/in", "--batch_size=2"]
+    flags.append(f"--output={tmp_path}/out")
+
+    def run(stop_at=0):
+        stops.calls, stops.stop_at, stops.error = [], stop_at, error
+        return translate.main(flags), sum(stops.calls)
+
+    assert run(3) == (130 if isinstance(error, KeyboardInterrupt) else 1, 6)
+    told = "translate: stopped; the same command resumes from there"
+    said = capfd.readouterr().err
+    assert (told if isinstance(error, KeyboardInterrupt) else "disk full") in said
+    assert re.search(r"translate: 2 of 10 lines, \d+ a second, \d+s left\n", said)
     assert (tmp_path / "out").read_bytes() == b"older\n"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+    assert run(2)[1] == 4
+    # A changed line is translated again with its batch, and another model has nothing of this one.
+    (tmp_path / "in").write_text(text.replace("red 0", "blue"))
+    assert run(0)[1] == 2 + 4
+    said = capfd.readouterr().err
+    assert re.search(r"translate: 10 lines, 4 of them from before, \d+ a second\n", said)
+    assert "line 10 is too long: its end is not translated" in said
+    assert (tmp_path / "out").read_text() == text.replace("red 0", "blue").upper()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "model", "out"]
+    assert run(3)[1] == 6
+    os.utime(tmp_path / "model/assets.extra/manifest.sha256", ns=(0, 7))
+    assert run()[1] == 10
 
 
 def test_a_language_needs_a_model_that_routes_by_it(tmp_path, monkeypatch, capfd):
