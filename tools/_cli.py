@@ -16,7 +16,14 @@ from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.collection import paused_collection
 from lingvo_moe.core.console.command import as_typed, run as run, say
-from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags, join_overrides, names as names
+from lingvo_moe.core.console.flags import (
+    BEST,
+    BEST_HELP,
+    NEWEST,
+    Flags,
+    join_overrides,
+    names as names,
+)
 from lingvo_moe.core.console.mistakes import report
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
@@ -287,8 +294,9 @@ def define_trust_flag(flags: Flags) -> None:
 
 def define_step_flag(flags: Flags) -> None:
     """Defines --checkpoint_step, None where it is not given."""
-    help = f"the checkpoint of this step (default: the newest); {BEST_HELP}"
-    flags.DEFINE_step("checkpoint_step", help)
+    default = f"'{BEST}'; '{NEWEST}' where none was evaluated, or several are averaged"
+    help = f"the checkpoint of this step, or '{NEWEST}'; {BEST_HELP} (default: {default})"
+    flags.DEFINE_step("checkpoint_step", help, (BEST, NEWEST))
 
 
 def define_ema_flag(flags: Flags) -> None:
@@ -330,14 +338,22 @@ def chosen(args: Flags) -> "Chosen":
 
 
 def checkpoint_step(args: Flags) -> int | None:
-    """Returns the step that --checkpoint_step names in --logdir, None for the newest.
+    """Returns the step that --checkpoint_step names in --logdir; None for the newest.
+
+    Without the flag it is the best one, which is said, where the run knows it and not several are averaged.
 
     Raises:
         RunDirError: the best one of a run that was not evaluated while it trained.
     """
-    if args.checkpoint_step != BEST:
-        return args.checkpoint_step
-    return RunDir(args.logdir).BestStep("--checkpoint_step")
+    run, step = RunDir(args.logdir), args.checkpoint_step
+    if step == BEST:
+        return run.BestStep("--checkpoint_step")
+    if step is None and not args.Values().get("average_last"):
+        best, newest = run.best_step, max(run.steps, default=None)
+        if best != newest and best is not None:
+            say(f"step {best}, the best one; --checkpoint_step={NEWEST} takes the last, {newest}")
+            return best
+    return None if step == NEWEST else step
 
 
 def data_dir(args: Flags, inputs: Params) -> str:

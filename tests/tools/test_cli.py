@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+import toy_translation as toy
 from processes import run_python
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.runs.evaluations import Evaluation, Evaluations
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from tools import _cli, verify
 
 ROOT = Path(__file__).parents[2]
@@ -124,3 +127,27 @@ def test_a_model_flag_alone_lists_the_experiments(capsys):
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
     (tiny,) = (line for line in lines if line.startswith("mt.M4Tiny "))
     assert tiny.endswith("Seconds, not minutes: for tests and for trying things out.")
+
+
+def test_the_best_checkpoint_is_the_default_and_it_is_said(tmp_path, capfd):
+    run = RunDir(tmp_path / "run")
+    vocab = toy.train_vocab(toy.sentences(200))
+    for step in (3, 5, 7):
+        toy.save_run(run.path, vocab, step, more=toy.SMALL)
+
+    def chosen(*more):
+        flags = Flags("x", "About.")
+        _cli.define_logdir_flag(flags)
+        _cli.define_run_flags(flags)
+        return _cli.chosen(flags.Parse([f"--logdir={run.path}", *more])).step
+
+    assert chosen() is None and capfd.readouterr().err == ""  # none was evaluated
+    run.WriteEvaluations(Evaluations("x", (Evaluation(3, 2.0), Evaluation(5, 1.0))))
+    assert chosen() == 5
+    told = "step 5, the best one; --checkpoint_step=newest takes the last, 7\n"
+    assert capfd.readouterr().err == told
+    for flag in ("--checkpoint_step=newest", "--average_last=2"):
+        assert chosen(flag) is None
+    assert chosen("--checkpoint_step=3") == 3 and chosen("--checkpoint_step=best") == 5
+    run.WriteEvaluations(Evaluations("x", (Evaluation(3, 2.0), Evaluation(7, 1.0))))
+    assert chosen() is None and capfd.readouterr().err == ""  # it is the newest

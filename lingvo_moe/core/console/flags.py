@@ -42,7 +42,7 @@ _COMMON = ("flagfile", "help", "helpfull", "traceback")  # what one may look for
 _KINDS = {int: "int", float: "float"}
 
 # Names the checkpoint with the lowest held-out loss, where a flag takes a step.
-BEST = "best"
+BEST, NEWEST = "best", "newest"
 BEST_HELP = f"'{BEST}': the one with the lowest held-out loss while it trained"
 
 
@@ -135,14 +135,14 @@ class Flags(flags.FlagValues):
         parser = _checked(str, checks.one_of(enum_values), may_be_empty=default == "")
         self._Define(name, default, help, parser)
 
-    def DEFINE_step(self, name: str, help: str) -> None:
-        """Defines a flag that takes the step of a checkpoint, an integer, or BEST; None where it is not given."""
-        allowed = f"{checks.COUNT}, or {BEST!r}"
+    def DEFINE_step(self, name: str, help: str, words: Sequence[str] = (BEST,)) -> None:
+        """Defines a flag that takes the step of a checkpoint, an integer, or a word; None where it is not given."""
+        allowed = f"{checks.COUNT}, or {' or '.join(map(repr, words))}"
 
         def read(given: str) -> int | str:
-            if given != BEST and not re.fullmatch("[0-9]{1,18}", given):
+            if given not in words and not re.fullmatch("[0-9]{1,18}", given):
                 raise ValueError(f"must be {allowed}")
-            return BEST if given == BEST else int(given)
+            return given if given in words else int(given)
 
         self.DEFINE_parsed(name, None, help, read, allowed)
 

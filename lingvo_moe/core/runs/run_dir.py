@@ -239,14 +239,19 @@ class RunDir:
         Raises:
             RunDirError: no checkpoint that is there was evaluated.
         """
-        evaluations = self.evaluations
-        best = evaluations.BestOf(self.steps) if evaluations else None
-        if best is None:
+        if (best := self.best_step) is None:
             raise RunDirError(
                 f"{flag}=best: no checkpoint of {self.path} has a held-out loss: train with "
                 "train.eval_interval_steps=100, or name a step"
             )
-        return best.step
+        return best
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the checkpoint with the lowest held-out loss; None if none that is there was evaluated."""
+        evaluations = self.evaluations
+        best = evaluations.BestOf(self.steps) if evaluations else None
+        return best.step if best else None
 
     @property
     def experiment(self) -> Experiment:
