@@ -28,7 +28,7 @@ from lingvo_moe.core.console.mistakes import report
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.console.waiting import Waiting
-from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
+from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA, Sampling
 from lingvo_moe.core.files.copies import local, push_all
 from lingvo_moe.core.files.paths import check_local
 from lingvo_moe.core.files.store import is_address
@@ -324,6 +324,9 @@ def search_options(args: Flags, top_k: int = 1) -> "TranslateOptions":
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 
     given = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
+    if args.Values().get("temperature"):
+        drawn = {k: getattr(args, k) for k in ("temperature", "top_k", "seed")}
+        given["sampling"] = Sampling(**drawn)
     try:
         return TranslateOptions(**given, top_k=top_k, weights=args.weights or "float32")
     except checks.ParamError as e:
@@ -390,7 +393,8 @@ def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[st
         translator = SavedTranslator(args.saved_model)
         known = {k: v for k, v in translator.about.items() if k == "target_language"}
         return translator, {"saved_model": str(args.saved_model), **known}
-    translator, about = load_from_run(args, search_options(args))
+    options = search_options(args, args.Values().get("nbest") or 1)
+    translator, about = load_from_run(args, options)
     return translator, {"logdir": str(args.logdir), **about}
 
 

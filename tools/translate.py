@@ -3,6 +3,7 @@
     python -m tools.translate --saved_model=DIR <lines.txt >translations.txt
     python -m tools.translate --logdir=RUN --input=lines.txt --output=translations.txt
     python -m tools.translate --saved_model=DIR            (at a terminal: line by line)
+    python -m tools.translate --logdir=RUN --nbest=4 <lines.txt   (NUMBER<TAB>SCORE<TAB>TRANSLATION)
     python -m tools.translate --saved_model=DIR --input=lines.txt --output=translations.txt --runner=FlinkRunner
 
 Only a newline ends a line. Blank lines stay blank; bytes that are not UTF-8 are read as unknown
@@ -18,16 +19,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.decode.ranges import BEAM_SIZE, Sampling
 from lingvo_moe.core.files.store import is_address
-from lingvo_moe.tasks.text.decoding.line_stream import Answer, translation_of
+from lingvo_moe.tasks.text.decoding.line_stream import Answer, Line, translation_of
+from lingvo_moe.tasks.text.decoding.noise import Noise, read_noise
 
 from . import _cli, _lines
 
-if TYPE_CHECKING:  # they import TensorFlow
-    from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
-    from lingvo_moe.tasks.mt.decoding.translator import Translator
+if TYPE_CHECKING:
+    from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 
 _BATCHES = 64  # that a job of a runner translates
@@ -37,11 +40,34 @@ def define_flags() -> Flags:
     flags = Flags("python -m tools.translate", __doc__)
     _cli.define_model_flags(flags)
     _lines.define_flags(flags, "lines to translate")
+    flags.DEFINE_integer(
+        "nbest",
+        None,
+        "translations of a line, each in a line NUMBER<TAB>SCORE<TAB>TRANSLATION (default: the best, alone)",
+        BEAM_SIZE,
+    )
     _cli.define_search_flags(flags)
+    _define_drawing_flags(flags)
     _cli.define_runner_flags(flags)
     because = "workers read exported models and files"
     flags.OnlyWith("runner", because, saved_model=True, input=True, output=True)
+    flags.OnlyWith("nbest noise", "workers write translations as they are", runner=False)
     return flags
+
+
+def _define_drawing_flags(flags: Flags) -> None:
+    with flags.Section("for back-translation (docs/back_translation.md)"):
+        ranges = Sampling.RANGES
+        help = "draw translations, by logits divided by this (default: search for the best)"
+        flags.DEFINE_float("temperature", None, help, checks.POSITIVE)
+        help = "draw one of this many most likely tokens; 0: of all"
+        flags.DEFINE_integer("top_k", 0, help, ranges["top_k"])
+        flags.DEFINE_integer("seed", 0, "of what is drawn, beside the line", ranges["seed"])
+        help = "shares of words of a translation to leave out and to replace by <blank>, and how far others move"
+        flags.DEFINE_parsed("noise", None, help, read_noise, "DROP,BLANK,SHUFFLE")
+    flags.OnlyWith("temperature", "an exported model searches", logdir=True)
+    flags.OnlyWith("top_k", "nothing is drawn", temperature=True)
+    flags.OnlyWith("beam_size", "each translation is drawn by itself", temperature=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = "workers read models from a disk that all of them see"
         args.Fail(f"--saved_model={args.saved_model} goes without --runner: {why}")
     kept = "stopped; the same command resumes from there" if _lines.is_file(args.output) else ""
+    if args.seed and not (args.temperature or args.noise):
+        args.Fail(f"--seed={args.seed} goes with --temperature or --noise: nothing is drawn")
+    beam_size = args.beam_size or 4
+    if args.logdir and not args.temperature and (args.nbest or 1) > beam_size:
+        args.Fail(f"--nbest={args.nbest} goes with a --beam_size of as many, not of {beam_size}")
     return _cli.attempt("translate", lambda: _run(args), kept)
 
 
@@ -62,11 +93,23 @@ def _run(args: Flags) -> int:
             raise ValueError(
                 f"--language={args.language} has no effect: this model does not route by language; leave it out"
             )
+        if args.saved_model and args.nbest and args.nbest > (most := translator.options.top_k):
+            raise ValueError(
+                f"--nbest={args.nbest}: {args.saved_model} gives {most} of a line: tools.export --top_k={args.nbest}"
+            )
         if runner:
             return _with_beam(args, runner, source, sink)
+
+        def translate(lines: list[bytes]) -> "NestedMap":
+            out = translator.Translate(lines, args.language)
+            if args.nbest:  # of an exported model there may be more
+                out.translations = [row[: args.nbest] for row in out.translations]
+            return out
+
+        noise = Noise(*args.noise, args.seed) if args.noise else str
+        answer = translation_of(translate, bool(args.nbest), noise)
         if not args.input and not args.output and sys.stdin.isatty():
-            return _converse(translator, args.language)
-        answer = translation_of(lambda lines: translator.Translate(lines, args.language))
+            return _converse(answer)
         if _lines.is_file(args.output):
             return _keeping(args, about, answer, source, sink)
         return _lines.answer_all("translate", args, answer, source, sink)
@@ -120,8 +163,8 @@ def _with_beam(
         return _lines.answer_all("translate", args, blocks.answers_in(made), source, sink)
 
 
-def _converse(translator: "Translator | SavedTranslator", language: str | None) -> int:
-    """Translates typed lines until the end of input."""
+def _converse(answer: Answer) -> int:
+    """Answers typed lines until the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # gives input() a history and line editing
 
@@ -135,10 +178,10 @@ def _converse(translator: "Translator | SavedTranslator", language: str | None) 
         except EOFError:
             print()
             return 0
-        out = translator.Translate([line.encode("utf-8", "surrogateescape")], language)
-        print(out.translations[0][0], flush=True)
-        if out.truncated[0]:
-            _warn("the line is too long: its end is not translated")
+        ((text, warning),) = answer([Line(line.encode("utf-8", "surrogateescape"))])
+        print(*([text] if isinstance(text, str) else text), sep="\n", flush=True)
+        if warning:
+            _warn(f"the line {warning}")
 
 
 def _warn(message: str) -> None:

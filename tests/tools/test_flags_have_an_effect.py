@@ -46,7 +46,7 @@ host=0.0.0.0 field=other server_names=mt.example.org name=other columns=target,s
 tfds=opus/medical packages=Babel demo.model=mt.M4Tiny compare_experts.only=dense
 reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_params memory=4
 language_column=3 num_devices=4 soak.num_devices=2 max_waiting_lines=99999 max_lines=7 average_last=2
-source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2
+source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2 noise=0,1,0
 steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25 runner=SparkRunner runner_option=parallelism=2
 """
 _SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
@@ -89,7 +89,8 @@ def _texts(prompts: Sequence[Any], settings: Any) -> NestedMap:
 
 
 _CLI = {"tools._cli:load_tensorflow": None}
-_TRANSLATOR = anything(Translate=_lines, about={}, languages=("aa", "bb"))
+_OPTIONS = SimpleNamespace(top_k=9)
+_TRANSLATOR = anything(Translate=_lines, about={}, languages=("aa", "bb"), options=_OPTIONS)
 _GENERATOR = anything(Generate=_texts, about={})
 _ABOUT = {"model": "mt.M4Tiny", "step": 6, "weights": "float32"}
 _EXPORTED = {
@@ -162,7 +163,8 @@ _TRAINED = ["--model=mt.M4Tiny", "--data_dir=DATA", "--logdir=NEW"]
 
 
 COMMANDS = [
-    Command("translate", {**_EXPORTED, **NO_BEAM}, [[_MODEL], [_RUN], [_MODEL, *A_CORPUS]]),
+    Command("translate", {**_EXPORTED, **NO_BEAM}, [
+        [_MODEL], [_RUN], [_RUN, "--temperature=0.5"], [_MODEL, *A_CORPUS]]),
     Command(
         "generate",
         {

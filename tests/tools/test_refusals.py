@@ -32,6 +32,11 @@ evaluate --saved_model=x --max_per_language=0 | --max_per_language=0
 generate --logdir=x --length_alpha=0.5 | goes with a --beam_size of 2 or more
 generate --logdir=x --length_alpha=0.5 --beam_size=1 | greedy search has one text
 evaluate --logdir=x --length_alpha=nan | --length_alpha=nan: must be a number in
+translate --logdir=x --nbest=5 | --nbest=5 goes with a --beam_size of as many, not of 4
+translate --logdir=x --temperature=1 --beam_size=2 | --beam_size=2 does not go with --temperature
+translate --saved_model=x --temperature=1 | --temperature=1.0 goes with --logdir
+translate --logdir=x --seed=3 | --seed=3 goes with --temperature or --noise
+translate --logdir=x --noise=0.1,0.1 | must be DROP,BLANK,SHUFFLE, e.g. 0.1,0.1,3
 evaluate --logdir=x --resource_bounds=5,7 | HIGH must be more than MID
 export --logdir=x | --output is required
 export --logdir=x --output=y --top_k=0 | --top_k=0: must be an integer of at least 1

@@ -8,6 +8,7 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
+import toy_translation as toy
 from processes import start_python
 
 from lingvo_moe.core.nested_map import NestedMap
@@ -148,3 +149,15 @@ def test_who_reads_our_output_may_stop():
             process.stdin.close()
         assert process.wait(30) == 1
         assert process.stderr.read() == b""
+
+
+def test_several_drawn_translations_with_noise_of_a_run(tmp_path, capfd):
+    toy.save_run(tmp_path / "run", toy.train_vocab(toy.sentences(200)), more=toy.SMALL)
+    (tmp_path / "in").write_bytes(b"red\n\nopen file")
+    flags = [f"--logdir={tmp_path}/run", f"--input={tmp_path}/in", "--quiet", "--max_length=9"]
+    assert translate.main([*flags, "--nbest=3", "--temperature=1", "--noise=0,1,0"]) == 0
+    lines = [line.split("\t") for line in capfd.readouterr().out.split("\n")]
+    assert [line[0] for line in lines] == list("1112333")
+    assert lines[3] == ["2", "0.0000", ""]
+    for _, score, text in lines[:3] + lines[4:]:
+        assert float(score) < 0 and set(text.split()) <= {"<blank>"}

@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions, StepFn
+from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.core.decode.sampling import LETTERS as SETTINGS
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -22,6 +24,7 @@ from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
     tokens_of_places,
 )
 from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
+from lingvo_moe.tasks.text.decoding.sampled_search import SampledSearch, settings_of
 from lingvo_moe.tasks.text.vocabulary.special_ids import UNK_ID
 
 
@@ -32,6 +35,7 @@ class FastDecoder:
         max_length: the most tokens of a translation, EOS included.
         vocab_size: translations contain only the first vocab_size of the model's V tokens, never PAD, BOS and UNK.
         shortlist: the tokens that a row is scored for, by its source; None: all.
+        sampling: draws the translations, with what `src.seeds` adds to the seed; None: searches for them.
     """
 
     def __init__(
@@ -41,18 +45,20 @@ class FastDecoder:
         max_length: int,
         vocab_size: int,
         shortlist: ShortlistColumns | None = None,
+        sampling: Sampling | None = None,
     ):
-        self._model, self._shortlist = model, shortlist
+        self._model, self._shortlist, self._sampling = model, shortlist, sampling
         self._beam_size, self._vocab_size = options.beam_size, vocab_size
         allowed_V = np.arange(vocab_size) != UNK_ID if shortlist is None else ALLOWED
-        self._search = GrowingBeamSearch(max_length, options, allowed_V)
+        search = SampledSearch if sampling else GrowingBeamSearch
+        self._search = search(max_length, options, allowed_V)
 
     def Search(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """Encodes the sources and runs the complete search, inside of a tf.function; B and S may be unknown.
 
         Args:
             src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each; and `task_ids`, if the
-                model routes by them.
+                model routes by them; and `seeds` [B], if translations are drawn.
             max_lengths_B: int32, the maximum length of each row's translations, EOS included; 0 skips the row.
 
         Returns:
@@ -65,6 +71,8 @@ class FastDecoder:
         model, weights = self._model.model, self._model.Tensors()
         cache = model.InitCache(weights, model.Encode(weights, src), self._beam_size, BLOCK)
         letters = model.CacheLetters()
+        if self._sampling:
+            cache.sampling, letters.sampling = settings_of(self._sampling, src.seeds), SETTINGS
         if self._shortlist is None:
             return self._search.Run(self._StepFn(weights), cache, max_lengths_B, letters)
         cache.shortlist, union_U = self._shortlist.Lists(src.ids)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
-from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.decode.ranges import LENGTH, Sampling
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
@@ -61,6 +61,8 @@ class TranslateOptions:
             TensorFlow's own kernels run it, which is much faster on a CPU. None: where there is an
             accelerator.
         weights: "float32", or "int8" for the weights of matrix products (with TensorFlow's kernels only).
+        sampling: draws top_k translations of a line, by temperature, top_k, top_p and seed of these settings and the
+            line alone, in place of the search (with TensorFlow's kernels only); None: searches.
     """
 
     beam_size: int = 4
@@ -71,6 +73,7 @@ class TranslateOptions:
     rows: int | None = None
     xla: bool | None = None
     weights: str = "float32"
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         self.Search()
@@ -89,9 +92,15 @@ class TranslateOptions:
                 " accelerator, has no fast products of 8 bits: leave it out, or hide the accelerator"
             )
 
+        if self.sampling and self.xla:
+            raise ValueError(
+                "sampling is for TensorFlow's own kernels, and XLA runs where there is an accelerator: hide it"
+            )
+
     def Search(self) -> SearchOptions:
         """The options of the beam search."""
-        return SearchOptions(self.beam_size, self.top_k, self.length_alpha, BOS_ID, EOS_ID, PAD_ID)
+        beam_size = self.top_k if self.sampling else self.beam_size
+        return SearchOptions(beam_size, self.top_k, self.length_alpha, BOS_ID, EOS_ID, PAD_ID)
 
     def Buckets(self) -> list[int]:
         """Source lengths that are compiled: powers of two, and the longest."""
@@ -159,7 +168,9 @@ class Translator(Exportable):
                     " accelerator, a program has one number of tokens: leave it out, or hide the accelerator"
                 )
             shortlist.Check(vocabs, sizes)
-            self._shortlist = ShortlistColumns(shortlist, self._target_size, 2 * o.beam_size + 3)
+            self._shortlist = ShortlistColumns(
+                shortlist, self._target_size, 2 * o.Search().beam_size + 3
+            )
         self._weights = SavedWeights(theta) if o.xla else FastModel(model, theta, o.weights)
         self._model = lambda: model
         names = ("text", "language") if languages else ("text",)
@@ -232,6 +243,8 @@ class Translator(Exportable):
         source = NestedMap(tokens=tokens, lengths=lengths)
         if tasks is not None:
             source.tasks = tasks
+        if o.sampling:
+            source.seeds = tf.cast(tf.strings.to_hash_bucket_fast(text, 1 << 30), tf.int32)
         found = tf.fill([n, o.top_k], ""), tf.zeros([n, o.top_k])
         if not o.xla:
             lines = tf.argsort(lengths, direction="DESCENDING", stable=True)
@@ -269,8 +282,8 @@ class Translator(Exportable):
                 shape, missing = [rows, length], [[0, rows - found]]
                 at, n_at = (tf.ensure_shape(tf.pad(x, missing), [rows]) for x in (at, n_at))
             ids = tf.gather(source.tokens, at).to_tensor(PAD_ID, shape=shape)
-            tasks_at = [tf.gather(source.tasks, at)] if "tasks" in source else []
-            text, best = self._texts(*search(ids, n_at, *tasks_at))
+            of_lines = [tf.gather(source[x], at) for x in ("tasks", "seeds") if x in source]
+            text, best = self._texts(*search(ids, n_at, *of_lines))
             texts, scores = (
                 tf.tensor_scatter_nd_update(x, now[:, tf.newaxis], y[:found])
                 for x, y in ((texts, text), (scores, best))
@@ -294,7 +307,7 @@ class Translator(Exportable):
         return tf.reshape(text, [-1, self.options.top_k]), scores_RK
 
     def _search(self, length: int | None = None) -> Any:
-        """int32 ids [R,S], lengths [R] (and tasks [R]) to ids [R,K,T], lengths [R,K], scores [R,K].
+        """int32 ids [R,S], lengths [R] (and tasks, seeds [R]) to ids [R,K,T], lengths [R,K], scores [R,K].
 
         Args:
             length: S of the program that XLA compiles; None: any number and length of rows, not compiled.
@@ -304,6 +317,7 @@ class Translator(Exportable):
 
         @tf.function(jit_compile=length is not None, autograph=False)
         def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *tasks_R: tf.Tensor) -> tuple:
+            *tasks_R, seeds_R = tasks_R if o.sampling else (*tasks_R, None)
             self.traces += 1
             with use_mesh(single_device()):
                 rows, size = (dim(ids_RS, axis) for axis in (0, 1))
@@ -316,6 +330,8 @@ class Translator(Exportable):
                 )
                 for task_R in tasks_R:
                     src.task_ids = tf.where(real_RS, task_R[:, tf.newaxis], 0)
+                if o.sampling:
+                    src.seeds = seeds_R
                 max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
                 found = find(src, max_lengths)
             return found.ids_BKT, found.lengths_BK, found.scores_BK
@@ -326,7 +342,8 @@ class Translator(Exportable):
         """The search of a source, see `Decoder` and `FastDecoder`, for translations of up to `longest` tokens."""
         search, size, weights = self.options.Search(), self._target_size, self._weights
         if isinstance(weights, FastModel):
-            return FastDecoder(weights, search, longest, size, self._shortlist).Search
+            sampling = self.options.sampling
+            return FastDecoder(weights, search, longest, size, self._shortlist, sampling).Search
         decoder = Decoder(self._model(), search, longest, size)
         return lambda src, max_lengths: decoder.Search(weights.Tensors(), src, max_lengths)
 

@@ -187,11 +187,7 @@ class GrowingBeamSearch(FlatBeamSearch):
             only_RV = tf.where(allowed, logits_RV, -np.inf)
             best_Rn, tokens_Rn = largest(only_RV, 2 * J)
             best_R = tf.reduce_max(logits_RV, 1)
-        # log-sum-exp: the largest logit and its probability, which is never too small to be one.
-        largest_R = tf.reduce_max(tf.nn.softmax(logits_RV), 1)
-        log_R1 = batch_independent(tf.math.log, largest_R[:, tf.newaxis])
-        partition_R1 = best_R[:, tf.newaxis] - log_R1
-
+        partition_R1 = log_sum_exp(logits_RV, best_R)
         eos_R1 = logits_RV[:, self.o.eos_id : self.o.eos_id + 1] - partition_R1
         n = best_Rn.shape[1]
         log_probs_BJn = tf.reshape(best_Rn - partition_R1, [B, J, n])
@@ -223,6 +219,13 @@ class GrowingBeamSearch(FlatBeamSearch):
         if self.allowed_V is not None:
             allowed_V &= np.asarray(self.allowed_V)
         return allowed_V | (token_V == self.o.eos_id)
+
+
+def log_sum_exp(logits_RV: tf.Tensor, best_R: tf.Tensor) -> tf.Tensor:
+    """What makes log-probabilities of logits, [R,1], bit-identical in every batch; `best_R` are the largest logits."""
+    # The probability of the largest logit is never too small to be one.
+    largest_R = tf.reduce_max(tf.nn.softmax(logits_RV), 1)
+    return best_R[:, tf.newaxis] - batch_independent(tf.math.log, largest_R[:, tf.newaxis])
 
 
 def largest(x_RV: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor]:

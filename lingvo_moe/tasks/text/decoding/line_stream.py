@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 # Far more than any model translates. Of a longer line only the start is kept.
 MAX_LINE_BYTES = 1 << 20
 WARNINGS = 10
+_LEAST = -1e8  # the score of what is no translation is lower
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ def read_lines(source: BinaryIO) -> Iterator[Line]:
         yield Line(text.removesuffix(b"\n").removesuffix(b"\r"), has_newline, is_cut)
 
 
-# From lines to (answer, warning for the user) of each; '' is no warning.
-Answer = Callable[[list[Line]], Sequence[tuple[str, str]]]
+# From lines to (answer, warning for the user) of each; '' is no warning. Of a list of answers, each gets a line, which
+# begins with the number of the line that is answered, from 1, and a tab.
+Answer = Callable[[list[Line]], Sequence[tuple[str | list[str], str]]]
 
 
 def answer_stream(
@@ -83,7 +85,10 @@ def answer_stream(
                 counts.warned += 1
                 if counts.warned <= WARNINGS:
                     warn(f"line {number} {warning}")
-        texts = [one_line(text).encode("utf-8", "replace") for text, _ in answers]
+        texts = [
+            _written(text, number).encode("utf-8", "replace")
+            for number, (text, _) in enumerate(answers, counts.lines + 1)
+        ]
         sink.write(b"".join(t + b"\n" * line.has_newline for t, line in zip(texts, batch)))
         sink.flush()
         counts.lines += len(batch)
@@ -94,7 +99,17 @@ def answer_stream(
     return counts
 
 
-def translation_of(translate: Callable[[list[bytes]], Any]) -> Answer:
+def _written(text: str | list[str], number: int) -> str:
+    if isinstance(text, str):
+        return one_line(text)
+    return "\n".join(f"{number}\t{one_line(one)}" for one in text)
+
+
+def translation_of(
+    translate: Callable[[list[bytes]], Any],
+    scores: bool = False,
+    change: Callable[[str], str] = str,
+) -> Answer:
     """Makes the `Answer` of a translator for `answer_stream`: the best translation of each line.
 
     The warning of a line says that its end is not translated, if the line was longer than MAX_LINE_BYTES or than the
@@ -102,6 +117,8 @@ def translation_of(translate: Callable[[list[bytes]], Any]) -> Answer:
 
     Args:
         translate: lines -> NestedMap(translations, scores, truncated), as a Translator's `Translate`.
+        scores: whether to give all translations, each after its score and a tab.
+        change: what becomes of a translation.
 
     Returns:
         A function that raises RuntimeError if `translate` returns another number of translations than lines.
@@ -112,9 +129,16 @@ def translation_of(translate: Callable[[list[bytes]], Any]) -> Answer:
         if len(out.translations) != len(lines):
             raise RuntimeError(f"{len(out.translations)} translations of {len(lines)} lines")
         warning = "is too long: its end is not translated"
+        texts: list[Any] = [change(row[0]) for row in out.translations]
+        if scores:
+            texts = [
+                # There may be fewer than asked for; of a blank line, with score 0, there is one.
+                [f"{s:.4f}\t{change(t)}" for i, (t, s) in enumerate(of) if not i or _LEAST < s < 0]
+                for of in map(zip, out.translations, out.scores.tolist())
+            ]
         return [
-            (row[0], warning if line.is_cut or cut else "")
-            for line, row, cut in zip(lines, out.translations, out.truncated)
+            (text, warning if line.is_cut or cut else "")
+            for line, text, cut in zip(lines, texts, out.truncated)
         ]
 
     return answer

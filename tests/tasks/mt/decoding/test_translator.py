@@ -8,6 +8,7 @@ import sentencepiece
 import toy_translation as toy
 from numpy.testing import assert_array_equal
 
+from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 
@@ -142,3 +143,19 @@ def test_byte_pieces_become_characters(vocab):
         ids = processor.encode(text)
         assert tokenizer.tokenize(text).numpy().tolist() == ids
         assert tokenizer.detokenize(ids).numpy().decode() == processor.decode(ids)
+
+
+def test_drawn_translations_depend_on_line_and_seed_alone(vocab, lines):
+    def drawn(seed):
+        options = replace(TENSORFLOW, top_k=2, sampling=Sampling(temperature=1.0, seed=seed))
+        return make(vocab, options)
+
+    one = drawn(3)
+    alone, together = (in_batches(one, lines, size) for size in (1, 41))
+    assert alone.translations == together.translations
+    np.testing.assert_allclose(alone.scores, together.scores, rtol=1e-5)
+    other = drawn(4).Translate(lines)
+    assert sum(a != b for a, b in zip(other.translations, together.translations)) > 30
+    assert together.translations[30:32] == [["", ""]] * 2 and not together.scores[30:32].any()
+    with pytest.raises(ValueError, match="sampling is for TensorFlow's own kernels"):
+        replace(OPTIONS, sampling=Sampling(temperature=1.0))
