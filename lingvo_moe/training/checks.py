@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.config.stored_params import (
+    difference,
+    has_effect,
+    stored_values,
+)
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
@@ -392,13 +397,14 @@ def check_same_run(run_dir: RunDir, params: Params, remedy: str) -> None:
 
 def _part_of_run(override: str, params: Params) -> str:
     """The part of a run's override that the run cannot change, as run_difference has it."""
-    places = _may_change(params)
-    return _part_of(override, lambda path: _is_of_run(path) and path not in places)
+    may_change = {f"task.{name}" for name in params.task.cls.MAY_CHANGE}
+    may_change |= {f"input.{name}" for name in params.input.cls.MAY_CHANGE}
+    return _part_of(override, lambda path: not path.startswith("train.") and path not in may_change)
 
 
 def override_without_unused(override: str, params: Params) -> str:
     """The part of an override that has an effect on these parameters."""
-    return _part_of(override, lambda path: _has_effect(params, path))
+    return _part_of(override, lambda path: has_effect(params, path))
 
 
 def _part_of(override: str, belongs: Callable[[str], bool]) -> str:
@@ -446,35 +452,10 @@ def run_difference(was: str, now: Params) -> str:
     saved) are left out. So is a parameter that `was` lacks and that has its default in `now`: it did not exist when the
     run began.
     """
-    there, here = (
-        {line.split(" : ")[0]: line for line in text.splitlines() if _is_of_run(line)}
-        for text in (was, now.ToText())
+    there, here = stored_values(was), stored_values(now.ToText())
+    return "\n".join(
+        f"{sign} {path} : {values[path]}"
+        for path in difference(there, now)
+        for sign, values in ((">", there), ("<", here))
+        if path in values
     )
-    shown = []
-    for path in sorted({*there, *here} - _may_change(now)):
-        # Older versions listed, and took, parameters that have no effect.
-        if there.get(path) == here.get(path) or not _has_effect(now, path):
-            continue
-        if path in there:
-            shown.append(f"> {there[path]}")
-        if path in here and (path in there or not now.IsDefault(path)):
-            shown.append(f"< {here[path]}")
-    return "\n".join(shown)
-
-
-def _has_effect(params: Params, path: str) -> bool:
-    """Whether a parameter does something, as the others are; True for one that is not there."""
-    try:
-        return not (params.WhyDerived(path) or params.WhyUnused(path))
-    except AttributeError:
-        return True
-
-
-def _may_change(params: Params) -> set[str]:
-    """The paths of `task.` and `input.` parameters that a run may change."""
-    places = {f"input.{name}" for name in params.input.cls.MAY_CHANGE}
-    return places | {f"task.{name}" for name in params.task.cls.MAY_CHANGE}
-
-
-def _is_of_run(path: str) -> bool:
-    return path.startswith(("task.", "input."))

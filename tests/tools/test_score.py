@@ -9,8 +9,11 @@ import pytest
 import toy_text
 import toy_translation as toy
 
+from lingvo_moe.core.runs.run_description import RunDirError
+from lingvo_moe.params.mt.demo import M4Tiny
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES
 from lingvo_moe.tasks.text.quality.forced_decoding import ScoreOptions, Scorer
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from tools import score
 
 
@@ -32,6 +35,31 @@ def run(monkeypatch, scorer, tmp_path, capfd):
         return (tmp_path / "out").read_text(), capfd.readouterr().err
 
     return call
+
+
+def test_an_experiment_that_is_edited_leaves_the_numbers_of_its_runs(
+    tmp_path, monkeypatch, capfd, scorer
+):
+    """What reads a run makes its model of the run's own parameters, and says once that they differ."""
+    pair = ["red house"], ["green tree"]
+    (was,) = scorer.Score(*pair)
+    toy.save_run(tmp_path, toy.train_vocab(toy.sentences(200)), more=toy.SMALL)
+    make = M4Tiny.Task
+    monkeypatch.setattr(M4Tiny, "Task", lambda self: make(self).Set(activation="gelu"))
+    options = ScoreOptions(max_source_length=8, max_length=8, rows=4)
+    (score,) = Scorer(tmp_path, options).Score(*pair)
+    assert score.log_prob == was.log_prob
+    said = f"{tmp_path}: mt.M4Tiny has changed since it was trained, as which it is read: "
+    line = "task.activation='relu' (today 'gelu')\n"
+    assert capfd.readouterr().err.count(said + line) == 1
+    file = tmp_path / "params.txt"
+    file.write_text(
+        file.read_text().replace("task.activation : 'relu'", "task.activation : 'tanh2'")
+    )
+    RunDir(tmp_path).ListFiles()
+    message = r"params\.txt: mt\.M4Tiny cannot .* task\.activation='tanh2' then, 'gelu' now: .*lingvo_moe 0\."
+    with pytest.raises(RunDirError, match=message):
+        Scorer(tmp_path, options)
 
 
 def test_the_columns(run, scorer):

@@ -196,6 +196,10 @@ class Params:
         """The check that values of a parameter pass; its string describes them."""
         return self._param(path).check
 
+    def Default(self, path: str) -> Any:
+        """The value that Define gave, a copy."""
+        return _copy_value(self._param(path).default)
+
     def IsDefault(self, path: str) -> bool:
         """Whether the value there is the one that Define gave."""
         param = self._param(path)

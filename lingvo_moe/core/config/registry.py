@@ -247,17 +247,22 @@ def GetParams(
         set_from_text(p, path, value, "--model_params_override", find_class)
     if not skip_derived:
         _check_effects(own, p, override)
-    others = (p.task.cls, p.input.cls) != (own.task.cls, own.input.cls)
     try:
-        p.task.cls.ConfigureInput(p.task, p.input)
-        p.task.shard_state, p.task.offload = p.train.shard_state, p.train.offload
+        configure(p)
     except AttributeError as e:
+        others = (p.task.cls, p.input.cls) != (own.task.cls, own.input.cls)
         if not others or not (e.name == "ConfigureInput" or str(e).startswith("no parameter")):
             raise  # a mistake in the task's own method
         raise RegistryError(
             f"--model_params_override: the task does not work with the input; remove task.cls or input.cls from it: {e}"
         ) from None
     return p
+
+
+def configure(p: Params) -> None:
+    """Sets the parameters of an experiment, as GetParams returns them, that follow from others."""
+    p.task.cls.ConfigureInput(p.task, p.input)
+    p.task.shard_state, p.task.offload = p.train.shard_state, p.train.offload
 
 
 def _check_effects(own: Params, p: Params, override: str) -> None:

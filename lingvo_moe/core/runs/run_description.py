@@ -28,6 +28,7 @@ class Experiment(TypedDict):
     Keys:
         model: the experiment's name.
         params_override: its overrides.
+        version: of the package that trained it; runs of before 0.1.0 do not say.
         files: paths of the files that its input keeps in the run's directory.
         input: what else its input keeps.
         began_from: the run whose weights it began with.
@@ -35,6 +36,7 @@ class Experiment(TypedDict):
 
     model: str
     params_override: str
+    version: NotRequired[str]
     files: list[str]
     input: dict[str, Any]
     began_from: NotRequired[BeganFrom]
@@ -63,7 +65,7 @@ def read_experiment(file: Path, content: bytes) -> Experiment:
     found = _read_json(file, content)
     if isinstance(found, dict) and "vocab" in found:
         found = _modernised(file, found)
-    return _checked(file, found, _EXPERIMENT, ("began_from",))
+    return _checked(file, found, _EXPERIMENT, ("began_from", "version"))
 
 
 def _modernised(file: Path, found: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +166,7 @@ _BEGAN_FROM = (
 _EXPERIMENT: _Shape = {
     "model": _TEXT,
     "params_override": _TEXT,
+    "version": _TEXT,
     "files": (lambda v: _is_list(v, _is_text), "a list of strings"),
     "input": (lambda v: isinstance(v, dict), "an object"),
     "began_from": _BEGAN_FROM,

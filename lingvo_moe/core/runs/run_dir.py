@@ -19,15 +19,24 @@ experiment do. Of these the tools use one, `input.data_dir`: those that read pai
 names no other --data_dir.
 """
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from lingvo_moe import __version__
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.config.class_names import with_modules_as_now
+from lingvo_moe.core.config.class_names import any_class, own_class, with_modules_as_now
 from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.config.stored_params import (
+    StoredParamsError,
+    difference,
+    restore,
+    stored_values,
+)
+from lingvo_moe.core.console.command import say
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.files.copies import copy_at, local
 from lingvo_moe.core.files.files import write_atomic
@@ -171,6 +180,7 @@ class RunDir:
         description = {
             "model": model,
             "params_override": override,
+            "version": __version__,
             "files": list(artifacts.files),
             "input": dict(artifacts.about),
         } | ({"began_from": dict(began_from)} if began_from else {})
@@ -312,24 +322,58 @@ class RunDir:
         return self.experiment.get("began_from") if self.exists else None
 
     def Params(self) -> Params:
-        """The Params of the run: `task`, `input`, `train`.
+        """The Params that the run was trained with: `task`, `input`, `train`; see core/config/stored_params.py.
 
-        Raises RunDirError: no run; or the experiment, or a parameter of it, is not there any more; or it names a class
-        outside lingvo_moe, is not by this user, and is not trusted.
+        A line says, once, where its experiment has other values today.
+
+        Raises RunDirError: no run; or its experiment is not there any more; or a parameter, its class or its value; or
+        it names a class outside lingvo_moe, is not by this user, and is not trusted.
         """
-        found, contents = self._Read()
-        mark = self.Inside(MARK)
+        described, contents = self._Read()
+        mark, model = self.Inside(MARK), described["model"]
         own = mark.is_file() and is_own(mark.read_bytes(), contents[_FILE])
+        trusted, text, lost = self._trust_run or own, self.params_text, ""
         try:
-            return registry.GetParams(
-                found["model"], found["params_override"], self._trust_run or own, skip_derived=True
-            )
+            try:  # classes that the user's overrides name are trusted as those of the experiment
+                today = registry.GetParams(model, described["params_override"], trusted, True)
+            except registry.RegistryError as e:
+                today, lost = registry.GetParams(model, trusted=trusted), f"; {e}" if own else ""
         except registry.RegistryError as e:
             raise RunDirError(f"{self.path / _FILE}: {e}") from None
+        params = today.Copy()
+        try:
+            # The mark is of the experiment and its overrides, not of this text.
+            restore(params, text, any_class if self._trust_run else own_class)
+            registry.configure(params)
+        except (StoredParamsError, registry.RegistryError) as e:
+            version = described.get("version", "an older version")
+            raise RunDirError(
+                f"{self.path / _PARAMS}: {model} cannot be what this run was trained as: {e}{lost}; it was "
+                f"trained with lingvo_moe {version}, this is {__version__}: use the code of then, or train it again"
+            ) from None
+        _say_changed(f"{self.path}", model, text, today)
+        return params
 
     def Task(self) -> "BaseTask":
         """The task of the run, instantiated. Raises as Params."""
         return self.Params().task.Instantiate()
+
+
+@functools.cache  # a command reads a run several times
+def _say_once(line: str) -> None:
+    say(line)
+
+
+def _say_changed(run: str, model: str, text: str, today: Params) -> None:
+    """Says which parameters of a run its experiment would have other values of today."""
+    then, now = stored_values(text), stored_values(today.ToText())
+    items = [f"{p}={then.get(p)} (today {now.get(p)})" for p in difference(then, today)]
+    if items:
+        more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+        shown = ", ".join(items[:3])
+        _say_once(
+            f"{run}: {model} has changed since it was trained, as which it is read: {shown}{more}"
+        )
 
 
 def _check_artifact(run: Path, name: str) -> None:

@@ -189,7 +189,7 @@ def test_a_run_of_an_older_version_is_read(run, vocabs):
     old = {key: new[key] for key in ("model", "params_override", "began_from")}
     names = {"source": "vocab/source.model", "target": "vocab/target.model"}
     _describe(run, json.dumps(old | {"languages": ["de", "sw"], "vocab": names}))
-    assert run.experiment == new
+    assert run.experiment == {key: new[key] for key in new if key != "version"}
     assert dict(run.vocabs) == vocabs and run.languages == ["de", "sw"]
 
 
@@ -252,9 +252,6 @@ def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
 @pytest.mark.parametrize("values, message", [
     ({"model": "os.path"}, "'os.path' is not of lingvo_moe, so it is not imported"),
     ({"model": "mt.M4Tinny"}, "no such experiment"),
-    ({"params_override": "task.cls=type/lingvo_moe.core.moe.routers.top2/Top2Router"},
-     "the task does not work with the input; .*ConfigureInput"),
-    ({"params_override": f"task.seed={'-' * 200_000}1"}, "does not read as int"),
 ])  # fmt: skip
 def test_an_experiment_that_is_not_there_is_an_error_of_the_file(run, values, message):
     _change(run, **values)
