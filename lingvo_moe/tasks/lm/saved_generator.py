@@ -136,3 +136,6 @@ class SavedGenerator(SavedFunctions, Texts):
             self.vocabulary.tidied = check_tidied(self.about.get("tidied", 0), path)
         if self.options.beam_size == 1:
             self.begin, self.more = self._loaded.begin, self._loaded.more
+
+    def Inputs(self) -> list[str]:
+        return [*SETTINGS][: 1 if self.options.beam_size > 1 else None]

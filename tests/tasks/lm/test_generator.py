@@ -1,11 +1,14 @@
 """Texts of a generator: the same alone, among others and token by token; a beam's are those of a plain search."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
 import toy_text
 from numpy_beam_search import beam_search
 
+from lingvo_moe import __version__
 from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.kernels import tensorflow
@@ -14,6 +17,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.lm import saved_generator
 from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
 from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
@@ -123,7 +127,7 @@ def test_packed_weights_give_the_logits_of_the_weights_as_they_are(tmp_path, mor
 
 
 @pytest.mark.slow
-def test_an_export_of_8_bits_gives_the_same_texts(run, tmp_path):
+def test_an_export_of_8_bits_gives_the_same_texts(run, tmp_path, monkeypatch):
     options = GenerateOptions(max_source_length=6, max_length=8, weights="int8")
     made, about = load_generator(run, options)
     export(made, tmp_path / "model", about)
@@ -134,6 +138,13 @@ def test_an_export_of_8_bits_gives_the_same_texts(run, tmp_path):
         g.Generate(PROMPTS[:2], settings) for g in (made, SavedGenerator(tmp_path / "model"))
     )
     assert got.texts == want.texts and all(want.tokens)
+    with monkeypatch.context() as patch:
+        patch.setitem(saved_generator.SETTINGS, "heat", tf.TensorSpec([], tf.float32))
+        message = (
+            rf"takes no heat: it was exported by lingvo_moe {re.escape(__version__)}, and this is"
+        )
+        with pytest.raises(ValueError, match=message):
+            SavedGenerator(tmp_path / "model")
     with pytest.raises(ValueError, match="int4: must be one of float32, int8"):
         GenerateOptions(weights="int4")
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from lingvo_moe import __version__
 from lingvo_moe.core.files.copies import upload
 from lingvo_moe.core.files.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.files.manifest import write_manifest
@@ -76,6 +77,7 @@ def export(
         file.parent.mkdir()
         content = {
             **(about or {}),
+            "version": __version__,
             "languages": exported.languages,
             "options": {**vars(exported.options), "xla": exported.options.xla},
         }

@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -12,6 +12,7 @@ from typing import ClassVar
 import tensorflow as tf
 import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
 
+from lingvo_moe import __version__
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.files.copies import local
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
@@ -28,7 +29,7 @@ class SavedFunctions:
 
     Attributes:
         NAME: what it does, by which it is used.
-        about: what the exporter said of it: model, params_override, step, languages.
+        about: what the exporter said of it: model, params_override, step, version (of the package), languages.
         options: how it does it, e.g. with the attributes of TranslateOptions.
         languages: source languages by task id, of a model that routes by them; none of others.
 
@@ -36,7 +37,7 @@ class SavedFunctions:
         ManifestError: a file was changed, is missing or was added since it was exported.
         PathError: a path from which TensorFlow cannot load a model.
         ValueError: there is no SavedModel, or one that is not by tools.export, or weights of 8 bits where they cannot
-            be; or one that does something else.
+            be; or one that does something else, or takes other inputs than this version gives.
     """
 
     NAME: ClassVar[str]
@@ -50,12 +51,23 @@ class SavedFunctions:
                 f"--saved_model={path}: this model does not {self.NAME}, it is for tools.{does}"
             )
         self.about = json.loads((path / ABOUT[does]).read_text("utf-8"))
-        self.options = SimpleNamespace(**self.about.pop("options"))
+        self.options = SimpleNamespace(**self.about.pop("options", {}))
         self.languages = tuple(self.about.get("languages", ()))
         if self.about.get("weights") == "int8":
             eight_bit.check_supported()
         with quiet_absl(), quiet():  # see tokenizer.py
             self._loaded = tf.saved_model.load(str(path))
+        taken = self._loaded.signatures["serving_default"].structured_input_signature[1]
+        if lacking := sorted(set(self.Inputs() if vars(self.options) else ["options"]) - {*taken}):
+            version = self.about.get("version", "an older version")
+            raise ValueError(
+                f"--saved_model={path}: takes no {', '.join(lacking)}: it was exported by lingvo_moe {version}, and "
+                f"this is {__version__}; export it again (tools.export)"
+            )
+
+    def Inputs(self) -> Iterable[str]:
+        """The names of the inputs that the function is given."""
+        return ["text"]
 
 
 def use_of(path: str | os.PathLike) -> str:
