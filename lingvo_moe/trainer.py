@@ -1,15 +1,15 @@
 """Trains an experiment, scores its checkpoints, or shows what it is: flags -> registry -> engine."""
 
 import contextlib
+import functools
 import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import run as run_command, say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.console.mistakes import report
@@ -18,7 +18,7 @@ from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
 from lingvo_moe.core.engine.loop.interrupt import TimeLimit
 from lingvo_moe.core.files.store import is_address
-from lingvo_moe.core.input.base_input import BaseInput
+from lingvo_moe.core.input.base_input import OtherDataError
 from lingvo_moe.core.runs.bucket_lock import BucketRunLock, TrainerLock, lock_of
 from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir
@@ -26,26 +26,29 @@ from lingvo_moe.core.runs.run_lock import find_held_lock
 from lingvo_moe.core.runs.time_record import OTHER, PREPARATION, TimeRecord
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.planning.found_strategy import with_found_strategy
+from lingvo_moe.training.beginning import Job, Run, initial_weights, prepare, undo_refused
 from lingvo_moe.training.checks import (
     UsageError,
-    check_began_from,
     check_budget,
     check_data_dir,
-    check_data_exists,
     check_divisible,
     check_flags,
-    check_same_input,
     full_override,
-    has_begun,
-    override_without_unused,
-    prepare_run_dir,
     strategy_override,
 )
 from lingvo_moe.training.flags import parse_flags
 from lingvo_moe.training.meshes import check_state_is_sharded, make_mesh
+from lingvo_moe.training.same_run import (
+    check_not_to_grow,
+    dense_logdir,
+    evaluated_params,
+    has_begun,
+    override_without_unused,
+    with_its_weights,
+    with_overrides_of_run,
+)
 
 if TYPE_CHECKING:  # they import TensorFlow and JAX
-    from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
     from lingvo_moe.core.task.base_task import BaseTask
 
 
@@ -82,9 +85,12 @@ def run(args: Flags) -> int:
     limit, times = TimeLimit(args.max_minutes), begun_record(args)
     load_tensorflow(args.engine)
     args = with_found_strategy(args)
-    override = full_override(args)
+    override = with_overrides_of_run(args, full_override(args))
     check_data_dir(args)
-    params = registry.GetParams(args.model, override)
+    if args.mode == "eval" and args.logdir:
+        params = evaluated_params(args, override)
+    else:
+        params = registry.GetParams(args.model, override)
     if args.mode == "inspect_params":
         print(params.ToText(with_help=True), end="")
         return 0
@@ -106,7 +112,7 @@ def run(args: Flags) -> int:
 
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
         devices.find_devices()
-        return evaluate_run(args, params)
+        return evaluate_run(args, override)
     engine = args.engine or fastest_engine(args)
     return train(Job(args, params, override, engine, limit, times))
 
@@ -148,18 +154,6 @@ def fastest_engine(args: Flags) -> str:
     return "tf_graph" if alone else "pjrt"
 
 
-@dataclass(frozen=True)
-class Job:
-    """The training that the flags ask for."""
-
-    args: Flags  # the flags
-    params: Params  # the experiment's parameters: `task`, `input` and `train`
-    override: str  # the overrides applied to them, as text
-    engine: str  # the name of the engine: --engine, or the fastest
-    time_limit: TimeLimit  # --max_minutes, from the start of the command
-    times: TimeRecord  # where the time goes, from the start of the command
-
-
 def train(of: Job) -> int:
     """Runs mode `sync`: trains to the last step or until stopped. Resumes the run in --logdir, if there is one.
 
@@ -197,20 +191,12 @@ def train(of: Job) -> int:
     return status
 
 
-@dataclass(frozen=True)
-class Run(Job):
-    """The training of one process of a job, and its directory."""
-
-    # `task`, `inputs`: instantiated from `params`.
-    task: "BaseTask"
-    inputs: BaseInput
-    run_dir: RunDir  # the directory --logdir
-
-
 def train_in_job(of: Job) -> int:
     """Trains, after the processes of the job have connected to each other."""
     until, args = of.params.train.upcycle_at, of.args
     grown = args.init_from or (has_begun(RunDir(args.logdir)) and not args.restart)
+    if not until and not grown:
+        check_not_to_grow(args, of.params)
     if until and not grown:
         small = smaller_job(of)
         status = train_model(small)
@@ -228,7 +214,7 @@ def smaller_job(of: Job) -> Job:
     params.task.Set(**differ)
     override = override_without_unused(of.override, params)
     override = join_overrides(override, *(f"task.{name}={value}" for name, value in differ.items()))
-    args = of.args.With(logdir=of.args.logdir.rstrip("/") + "-dense")
+    args = of.args.With(logdir=dense_logdir(of.args.logdir))
     params = registry.GetParams(args.model, override)
     return replace(of, args=args, params=params, override=override)
 
@@ -291,7 +277,27 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
 
 
 def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
-    """Trains; locks the run directory with `lock`, which the caller releases."""
+    """Trains; locks the run directory with `lock`, which the caller releases.
+
+    What is refused before its first checkpoint leaves nothing of a new run behind.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> None:
+            if prepare(run, lock):
+                stack.push(functools.partial(undo_refused, run.run_dir))
+
+        run.times.Switch(PREPARATION)
+        try:
+            share_run(lock, begin, lambda: run.inputs.Prepare(artifacts=run.run_dir.artifacts))
+            return train_prepared(run, engine, lock)
+        except OtherDataError as e:
+            remedy = with_its_weights(run.args.logdir, run.args.model, run.override)
+            raise UsageError(f"{e}; {remedy}") from None
+
+
+def train_prepared(run: Run, engine: Engine, lock: TrainerLock) -> int:
+    """Trains in the directory of the run, which is described and locked."""
     from lingvo_moe.core.engine.checkpoints import init_from
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.engine.loop import job
@@ -304,12 +310,6 @@ def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
 
     run_dir, params, times = run.run_dir, run.params, run.times
     first_process = run.args.process_id == 0
-    times.Switch(PREPARATION)
-    share_run(
-        lock,
-        begin=lambda: prepare(run, lock),
-        follow=lambda: run.inputs.Prepare(artifacts=run_dir.artifacts),
-    )
     if first_process:
         times.Open(run_dir.time_file)
     initial = job.together(lambda: initial_weights(run))
@@ -325,9 +325,6 @@ def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
         contextlib.ExitStack() as stack,
         job.announcing(),
     ):
-        summaries.Text("params", params.ToText())
-        if run_dir.began_from:
-            summaries.Text("began_from", init_from.describe(run_dir.began_from))
         trained, watch = Trained(task, run.inputs, engine, params.train, saved, times), None
         if held_out:
             watch = HeldOutWatch(trained, held_out, run_dir, writes=first_process)
@@ -336,11 +333,15 @@ def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
             saved.rotation.best = evaluations.best.step  # of a run that is evaluated no more
         peak = job_peak(run.engine, engine.mesh.size)
         loop = TrainLoop(trained, summaries, initial, peak, watch, run.time_limit)
-        result = loop.Run(
-            on_compiled=lambda step: (
-                report_program(step, run_dir, started) if first_process else None
-            )
-        )
+
+        def compiled(step: Compiled) -> None:
+            summaries.Text("params", params.ToText())
+            if run_dir.began_from:
+                summaries.Text("began_from", init_from.describe(run_dir.began_from))
+            if first_process:
+                report_program(step, run_dir, started)
+
+        result = loop.Run(on_compiled=compiled)
         times.Switch(OTHER)
         if first_process and loop.compiled:
             say(peak_line(run.engine, engine.mesh, loop.compiled, task))
@@ -404,69 +405,6 @@ def share_run(lock: TrainerLock, begin: Callable[[], None], follow: Callable[[],
         follow()
 
     job.together(join_and_follow, on=range(1, processes))
-
-
-def prepare(run: Run, lock: TrainerLock) -> None:
-    """Prepares the run directory, which is locked, and the data. Called on the job's first process."""
-    from lingvo_moe.core.console.waiting import LineProgress
-    from lingvo_moe.core.engine.checkpoints import init_from
-
-    args, run_dir, inputs = run.args, run.run_dir, run.inputs
-    check_data_exists(args, run.params)
-    goes_on = has_begun(run_dir) and not args.restart
-    if args.init_from and not goes_on:  # before a run is moved aside
-        step = init_from.find_step(args.init_from, args.init_from_step)
-        init_from.check_model(args.init_from, run.params.task, args.trust_run)
-        last = run.params.train.max_steps
-        if args.init_from_state and step >= last:
-            raise UsageError(
-                f"--init_from_state: the run would go on from step {step} of {args.init_from}, but ends at "
-                f"train.max_steps={last}; give --max_steps more than {step}"
-            )
-    prepare_run_dir(run_dir, args.model, run.override, lock, restart=args.restart)
-    if goes_on:
-        check_began_from(args, run_dir)
-    with LineProgress() as progress:
-        inputs.Prepare(progress, run_dir.artifacts if goes_on else None)
-    if not goes_on:
-        inputs.CheckNewRun()
-    for warning in [*inputs.Warnings(), *run.task.Warnings(run.params.train.max_steps)]:
-        say(f"warning: {warning}")
-    run.task.CheckData(inputs)
-    if goes_on:
-        return
-    about = None
-    artifacts = inputs.Artifacts()
-    if args.init_from:
-        if args.init_from_state:
-            check_same_input(RunDir(args.init_from, "--init_from"), run.params)
-        about = init_from.begin_from(
-            args.init_from,
-            step,
-            run.params.task,
-            artifacts,
-            trust_run=args.trust_run,
-            keep_state=args.init_from_state,
-        ).about
-        say(init_from.describe(about))
-    run_dir.Write(args.model, run.override, artifacts, about)
-
-
-def initial_weights(run: Run) -> "InitialWeights | None":
-    """Returns the weights from --init_from for a run that has no checkpoint yet; else None. Called on every process."""
-    from lingvo_moe.core.engine.checkpoints import init_from
-
-    about = run.run_dir.began_from
-    if has_begun(run.run_dir) or not about:
-        return None
-    return init_from.begin_from(
-        about["logdir"],
-        about["step"],
-        run.params.task,
-        run.inputs.Artifacts(),
-        trust_run=run.args.trust_run,
-        keep_state=about.get("state", False),
-    ).weights
 
 
 def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:

@@ -12,8 +12,8 @@ from lingvo_moe.core.task.inspect import bytes_per_device
 from lingvo_moe.inspecting import verifying
 from lingvo_moe.planning import step_plan
 from lingvo_moe.training import memory as trainer_memory, recomputing
-from lingvo_moe.training.checks import run_difference
 from lingvo_moe.training.recomputing import Memory, chosen_form
+from lingvo_moe.training.same_run import run_difference
 
 MESH = Mesh.parse("expert:8")
 LARGE = Memory(2**40, "this machine's")

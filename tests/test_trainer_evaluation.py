@@ -300,14 +300,48 @@ def test_a_run_that_takes_the_place_of_another_is_read_afresh(
     assert _scores(old) == [8, 10] and _scores(run) == [8, 10, 12]
     assert f"the run that was in {run} is there no more" in capfd.readouterr().err
 
-    def restart_with_another_seed():
-        assert _train(run, 4, "--restart", override="task.seed=5") == 0
+    def restart_with_another_rate():
+        override = "task.optimizer.learning_rate.constant_steps=6"
+        assert _train(run, 4, "--restart", override=override) == 0
 
     shutil.rmtree(run / "checkpoints" / "12")  # so that it waits
-    assert _evaluate_while(run, monkeypatch, restart_with_another_seed) == 2
+    assert _evaluate_while(run, monkeypatch, restart_with_another_rate) == 2
     err = capfd.readouterr().err
-    assert "with other parameters; give the flags of the trainer" in err and "task.seed : 5" in err
+    assert (
+        "with other parameters; give the flags of the trainer" in err
+        and "constant_steps : 6" in err
+    )
     assert not _scores(run)
+
+
+def test_a_run_is_scored_and_goes_on_with_its_own_parameters(tmp_path, monkeypatch, capfd):
+    """They need not be repeated, and count although the experiment has other ones by now."""
+    run, flags = tmp_path / "run", ["--model=toy_held_out.Line", "--engine=tf_graph"]
+    flags.append(f"--logdir={run}")
+    override = "task.seed=5;train.save_interval_steps=3"
+    assert _train(run, 4, override=override) == 0
+    capfd.readouterr()
+    with monkeypatch.context() as patch:
+        make = toy_held_out.Line.Task
+        patch.setattr(toy_held_out.Line, "Task", lambda self: make(self).Set(ema_decay=0.5))
+        assert trainer.main([*flags, "--mode=eval"]) == 0
+        err = capfd.readouterr().err
+        assert trainer.main([*flags, "--max_steps=6"]) == 2  # to train is another thing
+        assert "> task.ema_decay : 0.0\n< task.ema_decay : 0.5" in capfd.readouterr().err
+    said = f"--model_params_override='{_OVERRIDE};{override};train.max_steps=4': from the run in {run}\n"
+    assert err.count(said) == 1 and "task.ema_decay=0.0 (today 0.5)" in err
+    (scored,) = read_metrics(str(RunDir(run).scores_dir))[-1:]
+    (trained,) = read_metrics(str(RunDir(run).held_out_dir))[-1:]
+    assert scored == pytest.approx(trained, rel=1e-5)
+    assert trainer.main([*flags, "--max_steps=6"]) == 0
+    said = f"--model_params_override='{_OVERRIDE};task.seed=5': from the run in {run}\n"
+    assert said in capfd.readouterr().err and RunDir(run).steps[-1] == 6
+    for mode in ([], ["--mode=eval", "--once"]):
+        assert trainer.main([*flags, "--model_params_override=task.seed=6", *mode]) == 2
+        assert "> task.seed : 5\n< task.seed : 6" in capfd.readouterr().err
+    (run / "experiment.hmac").unlink()  # as of somebody else's run, whose overrides might name code
+    assert trainer.main([*flags, "--max_steps=7"]) == 2
+    assert "> task.seed : 5" in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_goes_while_it_is_opened(reference, tmp_path, monkeypatch, capfd):

@@ -14,6 +14,7 @@ from lingvo_moe.core.runs.directories import check_logdir
 from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.training import same_run
 from lingvo_moe.training.checks import UsageError
 
 
@@ -151,7 +152,7 @@ def _prepare(run_dir, model, override, restart):
     """Calls prepare_run_dir with the directory's lock held, like the trainer."""
     with RunLock(run_dir.path) as lock:
         lock.Acquire()
-        trainer.prepare_run_dir(run_dir, model, override, lock, restart)
+        same_run.prepare_run_dir(run_dir, model, override, lock, restart)
 
 
 def _files(path):

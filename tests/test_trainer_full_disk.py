@@ -87,6 +87,6 @@ def test_summaries(data_dir, tmp_path, capfd, monkeypatch):
     written = (run / "train/metrics.jsonl").read_bytes()
     assert written.endswith(b"}\n") and 0 < written.count(b"\n") < _STEPS
     monkeypatch.setattr("lingvo_moe.trainer.has_begun", lambda _: True)  # by its checkpoint
-    monkeypatch.setattr("lingvo_moe.training.checks.has_begun", lambda _: True)
+    monkeypatch.setattr("lingvo_moe.training.same_run.has_begun", lambda _: True)
     assert trainer.main(_flags(data_dir, run)) == 0
     assert [row["step"] for row in read_metrics(str(run / "train"))] == [*range(1, _STEPS + 1)]

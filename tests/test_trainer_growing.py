@@ -3,6 +3,8 @@
 On a toy task.
 """
 
+import shutil
+
 import numpy as np
 import pytest
 import toy_growing  # noqa: F401 (registers the experiment)
@@ -10,6 +12,7 @@ from trainer_testing import losses, state
 
 from lingvo_moe import trainer
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+from lingvo_moe.core.engine.loop.interrupt import TimeLimit
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.runs.run_dir import RunDir
 
@@ -93,6 +96,57 @@ def test_a_model_grows_out_of_a_smaller_one_in_one_command(tmp_path, capsys):
     assert _train(branch, 12, override, flags=flags) == 0
     before = losses(run)
     assert losses(branch) == {step: before[step] for step in (11, 12)}
+
+
+@pytest.mark.parametrize("state", [[], ["--init_from_state"]])
+def test_killed_before_its_first_checkpoint_a_run_begins_from_its_source_all_the_same(
+    run, tmp_path, capsys, monkeypatch, state
+):
+    new, end = tmp_path / "new", 12 if state else 0
+    with monkeypatch.context() as patch:
+
+        def kill(*_):
+            raise KeyboardInterrupt
+
+        patch.setattr(Checkpointer, "Save", kill)
+        flags = [f"--init_from={run}", "--init_from_step=8", *state]
+        assert _train(new, end, flags=flags) == 130
+    assert RunDir(new).began_from["step"] == 8 and not RunDir(new).steps
+    for lost, status in ((["manifest.sha256", "experiment.hmac"], 2), (["manifest.sha256"], 0)):
+        other = shutil.copytree(new, tmp_path / f"without{len(lost)}")
+        for name in lost:  # as by a kill while it is described
+            (other / name).unlink()
+        assert _train(other, end) == status
+        err = capsys.readouterr().err
+        source = " ".join([f"--init_from={run} --init_from_step=8", *state])
+        if status:
+            assert f"error: --logdir: the run in {other}, " in err and source in err
+            continue
+        assert f"{source}: from the run in {other}, which was ended before its first" in err
+        first = min(RunDir(other).steps)
+        assert first == (8 if state else 0)
+        np.testing.assert_array_equal(_saved(other, first)[0].theta.w, _saved(run, 8)[0].theta.w)
+    assert _train(new, 0, flags=["--restart"]) == 0
+    assert RunDir(new).began_from is None
+
+
+def test_a_model_that_was_to_grow_does_not_begin_without_its_smaller_one(
+    tmp_path, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(TimeLimit, "over", property(lambda self: True))
+        assert _train(run, 10, "train.upcycle_at=4", flags=["--max_minutes=1"]) == 0
+    assert not run.exists() and not capsys.readouterr().err.count("error")
+    assert _train(run, 10) == 2
+    err = capsys.readouterr().err
+    assert (
+        f"the run there was to grow out of that in {run}-dense; give --model_params_override="
+        in err
+    )
+    assert "train.upcycle_at=4 to go on" in err and not run.exists()
+    assert _train(run, 10, "train.upcycle_at=4") == 0
+    assert RunDir(run).began_from["grown"] and max(losses(run)) == 10
 
 
 @pytest.mark.parametrize("overrides, flags, message", [

@@ -4,6 +4,7 @@ Each program is compiled once: eight devices in this process, the disk cache for
 """
 
 import json
+import shlex
 import os
 import random
 import re
@@ -247,7 +248,13 @@ def test_other_data_under_a_run_is_an_error(reference, data_dir, tmp_path, capfd
     with open(other / "aa.tsv", "a", encoding="utf-8") as file:
         file.write("one more\tone more\n")
     assert trainer.main(flags(other, run, STEPS)) == 2
-    assert "the saved position of the input is of other data" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "the saved position of the input is of other data" in err
+    # The command that it proposes begins another run with the weights of this one.
+    proposed = err.partition("another run with its weights: python -m lingvo_moe.trainer ")[2]
+    assert trainer.main(shlex.split(proposed)) == 0
+    assert f"began from {run} at step 6" in capfd.readouterr().err
+    assert max(losses(tmp_path / "run-2")) == STEPS
 
 
 # --- begun from another run

@@ -12,8 +12,8 @@ from lingvo_moe.training.checks import (
     check_data_exists,
     check_flags,
     full_override,
-    has_begun,
 )
+from lingvo_moe.training.same_run import has_begun
 
 
 def with_found_strategy(args: Flags) -> Flags:

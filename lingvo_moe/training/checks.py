@@ -1,28 +1,19 @@
 """Checks flags, paths and the run directory of a job, so that mistakes are found before anything slow starts."""
 
 import os
-import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.config.stored_params import (
-    difference,
-    has_effect,
-    stored_values,
-)
-from lingvo_moe.core.console.command import say
-from lingvo_moe.core.console.flags import BEST, Flags, join_overrides
+from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.files.paths import absolute, check_local
 from lingvo_moe.core.files.store import check_place, is_address
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE, ScheduleError
-from lingvo_moe.core.runs.bucket_lock import TrainerLock
 from lingvo_moe.core.runs.directories import check_addable, check_logdir, check_writable
-from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.strategies.strategy_file import read_overrides
@@ -328,134 +319,3 @@ def _check_parts(what: str, size: int, axis: Axis, mesh: Mesh, hint: str = "") -
             f"{what} does not divide over the {parts} devices of axis {axis!r} of mesh {mesh}; "
             f"use a mesh with a divisor of {size} there (--mesh){hint}"
         )
-
-
-def has_begun(run_dir: RunDir) -> bool:
-    """Whether the run has a checkpoint. Without one, the directory may be reused for another experiment."""
-    return bool(run_dir.steps)
-
-
-def prepare_run_dir(
-    run_dir: RunDir, model: str, override: str, lock: TrainerLock, restart: bool
-) -> None:
-    """Checks that --logdir is unused or holds the run that the flags describe.
-
-    With `restart`, renames a run that is there, so that the directory is free.
-
-    Args:
-        lock: holds the directory; locks the new one after a rename.
-
-    Raises:
-        UsageError: the directory holds another experiment, or a run without a checkpoint or description.
-        RunDirError: the run is damaged, links lead out of it, or experiment.json is another program's.
-        RunLockError: another trainer took the new directory.
-    """
-    from lingvo_moe.core.engine.loop.summaries import read_metrics
-
-    if restart and (run_dir.exists or has_begun(run_dir)):
-        path = run_dir.path.resolve()
-        number = 1
-        while (aside := path.with_name(f"{path.name}.before_restart_{number}")).exists():
-            number += 1
-        path.rename(aside)
-        lock.Acquire()
-        say(f"--restart: the run that was in {path} is now in {aside}")
-    for name in ("train", "checkpoints", "eval"):  # into which it writes
-        run_dir.Inside(name)
-    if not has_begun(run_dir):
-        if read_metrics(str(run_dir.summaries_dir)):
-            raise UsageError(
-                f"--logdir={run_dir.path} holds a run that has trained, but no checkpoint of it; "
-                "--restart begins at step 0"
-            )
-        run_dir.CheckReplaceable()
-        return
-    if not run_dir.exists:
-        raise UsageError(
-            f"--logdir={run_dir.path} holds checkpoints, but does not say of what (experiment.json is missing); "
-            "give another --logdir, or --restart to start over"
-        )
-    remedy = "give another --logdir, or --restart to start over"
-    check_same_run(run_dir, registry.GetParams(model, override), remedy)
-
-
-def check_same_run(run_dir: RunDir, params: Params, remedy: str) -> None:
-    """Raises UsageError unless the run has these `task.` and `input.` parameters; see run_difference."""
-    # The text, not the experiment evaluated again: its definition may have changed since.
-    difference = run_difference(run_dir.params_text, params)
-    if not difference:
-        return
-    began = run_dir.experiment
-    flags = f"--model={began['model']}"
-    if override := _part_of_run(began["params_override"], params):
-        flags += f" --model_params_override={shlex.quote(override)}"
-    raise UsageError(
-        f"--logdir={run_dir.path} holds a run of {began['model']} with other parameters; {remedy}. The run began with "
-        f"{flags}. '>' is the run there, '<' is what would run now:\n{difference}"
-    )
-
-
-def _part_of_run(override: str, params: Params) -> str:
-    """The part of a run's override that the run cannot change, as run_difference has it."""
-    may_change = {f"task.{name}" for name in params.task.cls.MAY_CHANGE}
-    may_change |= {f"input.{name}" for name in params.input.cls.MAY_CHANGE}
-    return _part_of(override, lambda path: not path.startswith("train.") and path not in may_change)
-
-
-def override_without_unused(override: str, params: Params) -> str:
-    """The part of an override that has an effect on these parameters."""
-    return _part_of(override, lambda path: has_effect(params, path))
-
-
-def _part_of(override: str, belongs: Callable[[str], bool]) -> str:
-    """The part of an override whose paths belong there."""
-    parts = registry.split_override(override)
-    kept = [f"{path}={value}" for path, value in parts if belongs(path)]
-    return join_overrides(*(part.replace(";", r"\;") for part in kept))
-
-
-def check_same_input(run_dir: RunDir, params: Params) -> None:
-    """Raises UsageError unless the run has the same `input.` parameters, so that its place in the data is one here."""
-    difference = [
-        line
-        for line in run_difference(run_dir.params_text, params).splitlines()
-        if line[2:].startswith("input.")
-    ]
-    if difference:
-        raise UsageError(
-            f"--init_from_state: {run_dir.path} has other data, so this run cannot go on at its place in them; leave "
-            "the flag out. '>' is the run there, '<' is what would run now:\n"
-            + "\n".join(difference)
-        )
-
-
-def check_began_from(args: Flags, run_dir: RunDir) -> None:
-    """Raises UsageError if --init_from differs from the run that --logdir's run was initialised from."""
-    about = run_dir.began_from
-    if not args.init_from or (
-        about
-        and os.path.realpath(args.init_from) == os.path.realpath(about["logdir"])
-        and args.init_from_step in (None, BEST, about["step"])
-    ):
-        return
-    how = f"from {about['logdir']} at step {about['step']}" if about else "from nothing"
-    raise UsageError(
-        f"--init_from={args.init_from}: the run in {args.logdir} began {how}, and has trained since; leave the flag "
-        "out to go on with it, give another --logdir, or --restart to start over"
-    )
-
-
-def run_difference(was: str, now: Params) -> str:
-    """Returns a diff of the `task.` and `input.` parameters of two experiments, one per line; '' if there is none.
-
-    '>' marks lines of `was`, '<' lines of `now`. Parameters that a run may change (e.g. its length, or how often it is
-    saved) are left out. So is a parameter that `was` lacks and that has its default in `now`: it did not exist when the
-    run began.
-    """
-    there, here = stored_values(was), stored_values(now.ToText())
-    return "\n".join(
-        f"{sign} {path} : {values[path]}"
-        for path in difference(there, now)
-        for sign, values in ((">", there), ("<", here))
-        if path in values
-    )

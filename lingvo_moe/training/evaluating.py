@@ -17,12 +17,19 @@ from lingvo_moe.core.runs.run_lock import EVALUATOR, RunLock
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer, CheckpointScores
-from lingvo_moe.training.checks import UsageError, check_data_exists, check_same_run, has_begun
+from lingvo_moe.training.checks import UsageError, check_data_exists
+from lingvo_moe.training.same_run import (
+    check_same_run,
+    evaluated_params,
+    has_begun,
+    is_run_of,
+    overrides_of_run,
+)
 
 POLL_SECONDS = 5.0  # between two looks at the directory of checkpoints
 
 
-def evaluate_run(args: Flags, params: Params) -> int:
+def evaluate_run(args: Flags, override: str) -> int:
     """Scores every checkpoint of --logdir but that of step 0, and those that follow, each once, oldest first.
 
     Ends after the last step, where training stopped early, and with --once after the newest checkpoint. Where the
@@ -40,7 +47,9 @@ def evaluate_run(args: Flags, params: Params) -> int:
         with RunLock(args.logdir, holder=EVALUATOR) as lock:
             try:
                 lock.Acquire()
-                if _score_run(run_dir, run, args, params):
+                if is_run_of(run_dir, args.model):
+                    overrides_of_run(run_dir, override)
+                if _score_run(run_dir, run, args, evaluated_params(args, override)):
                     return 0
             except (OSError, ValueError):
                 if run_dir.identity == run:  # else it was moved while it was read

@@ -137,7 +137,7 @@ _TRAINER = {
     "lingvo_moe.core.engine.devices:find_devices": None,
     "lingvo_moe.trainer:TimeLimit": anything(),
     "lingvo_moe.trainer:lock_of": anything(),
-    "lingvo_moe.trainer:prepare_run_dir": None,
+    "lingvo_moe.training.beginning:prepare_run_dir": None,
     "lingvo_moe.trainer:train_locked": Through(_begun),
     "lingvo_moe.training.memory:check_memory": None,
     "lingvo_moe.inspecting.verifying:verify_model": ["loss"],

@@ -13,6 +13,7 @@ from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.training import same_run
 from tools import evaluate, export, report, score, serve, shortlist, translate
 
 CODE = """
@@ -124,7 +125,7 @@ def test_a_run_of_the_user_s_own_class_goes_on_without_trust(run, marker, monkey
     marker.unlink()
     del sys.modules["mischief"]
     with RunLock(run) as lock:
-        trainer.prepare_run_dir(described, "mt.M4Tiny", override, lock, restart=False)
+        same_run.prepare_run_dir(described, "mt.M4Tiny", override, lock, restart=False)
     assert marker.exists()  # by what was typed
 
 

@@ -47,6 +47,10 @@ class NoHeldOutError(ValueError):
     """There are no held-out examples. The message says where they could be."""
 
 
+class OtherDataError(ValueError):
+    """The data are not those that a run began with, so that it cannot go on at its place in them."""
+
+
 @dataclass(frozen=True)
 class HeldOutBatch:
     """A batch of held-out examples."""

@@ -22,6 +22,7 @@ names no other --data_dir.
 import functools
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,23 @@ class RunDir:
         self.ListFiles()
         self._Publish()
 
+    def Undo(self) -> None:
+        """Removes all of a run that has not begun; files of others stay.
+
+        Raises OSError; of a run in a bucket, StoreError.
+        """
+        file, copy = self.path / _FILE, copy_at(self.path)
+        files = read_experiment(file, file.read_bytes())["files"]
+        for name in {*_TAKEN, *(PurePosixPath(name).parts[0] for name in files)}:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+            if copy:
+                copy.store.Below(name).DeleteAll()
+                copy.store.Delete(name)
+
     def CheckReplaceable(self) -> None:
         """Raises RunDirError where Write would replace a file of another program that has a description's name."""
         file = self.path / _FILE
@@ -319,7 +337,16 @@ class RunDir:
     @property
     def began_from(self) -> BeganFrom | None:
         """The run whose weights it began with, see Write; None for one that began from nothing, or no run."""
+        file = self.path / _FILE
+        if self.exists and not (self.path / MANIFEST).is_file():  # killed while it was described
+            return read_experiment(file, file.read_bytes()).get("began_from")
         return self.experiment.get("began_from") if self.exists else None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this user made the run: by its mark. Raises RunDirError as Inside."""
+        mark = self.Inside(MARK)
+        return mark.is_file() and is_own(mark.read_bytes(), (self.path / _FILE).read_bytes())
 
     def Params(self) -> Params:
         """The Params that the run was trained with: `task`, `input`, `train`; see core/config/stored_params.py.
@@ -329,10 +356,8 @@ class RunDir:
         Raises RunDirError: no run; or its experiment is not there any more; or a parameter, its class or its value; or
         it names a class outside lingvo_moe, is not by this user, and is not trusted.
         """
-        described, contents = self._Read()
-        mark, model = self.Inside(MARK), described["model"]
-        own = mark.is_file() and is_own(mark.read_bytes(), contents[_FILE])
-        trusted, text, lost = self._trust_run or own, self.params_text, ""
+        described, text, own = self.experiment, self.params_text, self.is_own
+        model, trusted, lost = described["model"], self._trust_run or own, ""
         try:
             try:  # classes that the user's overrides name are trusted as those of the experiment
                 today = registry.GetParams(model, described["params_override"], trusted, True)
@@ -345,7 +370,7 @@ class RunDir:
             # The mark is of the experiment and its overrides, not of this text.
             restore(params, text, any_class if self._trust_run else own_class)
             registry.configure(params)
-        except (StoredParamsError, registry.RegistryError) as e:
+        except StoredParamsError as e:
             version = described.get("version", "an older version")
             raise RunDirError(
                 f"{self.path / _PARAMS}: {model} cannot be what this run was trained as: {e}{lost}; it was "

@@ -4,6 +4,7 @@ Letters: L layer, E expert.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -47,8 +48,11 @@ class Summaries:
         os.makedirs(directory, exist_ok=True)
         self._path = os.path.join(directory, METRICS_FILE)
         end_last_line(self._path)
-        with self._events():
-            self._writer = tf.summary.create_file_writer(directory)
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        """Of the event files; made when it is first needed, so that a start that is refused leaves none."""
+        return tf.summary.create_file_writer(self._directory)
 
     def __enter__(self) -> "Summaries":
         return self
@@ -96,7 +100,7 @@ class Summaries:
 
     def Close(self) -> None:
         """Writes buffered summaries to disk."""
-        if self._enabled:
+        if "_writer" in vars(self):
             with self._events():
                 self._writer.close()
 

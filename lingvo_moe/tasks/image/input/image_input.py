@@ -34,6 +34,7 @@ from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box
 from lingvo_moe.tasks.image.input.sources import (
     SUFFIXES,
     ImageDataError,
+    OtherImagesError,
     Split,
     digits_splits,
     folder_splits,
@@ -228,9 +229,9 @@ class ImageIterator(base_input.BatchIterator):
         if set(state) != set(self.GetState()):
             raise ImageDataError(f"not a saved position of images: it holds {sorted(state)}")
         if state["identity"] != self._identity:
-            raise ImageDataError(
+            raise OtherImagesError(
                 f"the saved position is of other images: expected {self._identity}, saved {state['identity']}; "
-                "go on with the data and the input parameters that the run began with, or begin a new run"
+                "go on with the data and the input parameters that the run began with"
             )
         self._position = int(state["position"])
 

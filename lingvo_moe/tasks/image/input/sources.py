@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lingvo_moe.core.config.checks import did_you_mean
+from lingvo_moe.core.input.base_input import OtherDataError
 from lingvo_moe.core.input.permutation import permute
 
 if TYPE_CHECKING:  # it takes a while to import
@@ -25,6 +26,10 @@ _log = logging.getLogger(__name__)
 
 class ImageDataError(ValueError):
     """Images cannot be used. The message names the file or directory, what is wrong, and what would be right."""
+
+
+class OtherImagesError(ImageDataError, OtherDataError):
+    """The images are not those that a run began with."""
 
 
 class Split(abc.ABC):

@@ -29,7 +29,7 @@ from lingvo_moe.tasks.text.batches.order import PairOrder
 from lingvo_moe.tasks.text.batches.records import Records, cached_records, prepared_records
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
 from lingvo_moe.tasks.text.data.dev_set import DevSet
-from lingvo_moe.tasks.text.data.errors import DataError, NoDevSetError
+from lingvo_moe.tasks.text.data.errors import DataError, NoDevSetError, OtherTextsError
 from lingvo_moe.tasks.text.data.prepared import target_language
 from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.text.data.scan import Scan, scan
@@ -177,6 +177,11 @@ class PackedInput(BaseInput):
             found, self._vocabs, self._CacheDir(), progress
         )
         if self.shape.task_ids:
+            if tasks and (more := [name for name in self._records.languages if name not in tasks]):
+                raise OtherTextsError(
+                    f"{p.data_dir} has languages that the run did not begin with, and whose experts it lacks: "
+                    f"{', '.join(more)}; leave them out (input.languages)"
+                )
             self._task_of = task_numbers(list(self._records.languages), tasks)
         dropped = Counter(found.skipped) + Counter(self._records.dropped)
         self.dropped = dict(dropped)
@@ -378,10 +383,10 @@ class PackedBatches(base_input.BatchIterator):
         if set(state) != set(self.GetState()):
             raise DataError(f"not a saved position of the input: it holds {sorted(state)}")
         if state["identity"] != self._identity():
-            raise DataError(
+            raise OtherTextsError(
                 "the saved position of the input is of other data: expected"
                 f" {self._identity()}, saved {state['identity']}; go on with the data and the input"
-                " parameters that the run began with, or begin a new run"
+                " parameters that the run began with"
             )
         self._order.SetState(state["order"])
         self._waiting = [self._waits(*place) for place in state["waiting"]]

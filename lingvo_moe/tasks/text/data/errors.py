@@ -1,6 +1,6 @@
 """The exception for data that is missing, broken or too small."""
 
-from lingvo_moe.core.input.base_input import NoHeldOutError
+from lingvo_moe.core.input.base_input import NoHeldOutError, OtherDataError
 
 
 class DataError(ValueError):
@@ -13,3 +13,7 @@ class NoDataError(DataError):
 
 class NoDevSetError(DataError, NoHeldOutError):
     """Data without held-out pairs. The message says where to put them."""
+
+
+class OtherTextsError(DataError, OtherDataError):
+    """The texts are not those that a run began with."""

@@ -19,7 +19,7 @@ from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
-from lingvo_moe.training.checks import check_same_run, prepare_run_dir
+from lingvo_moe.training.same_run import check_same_run, prepare_run_dir
 
 DESCRIPTION = ["experiment.json", "params.txt", "vocab/source.model", "vocab/target.model"]
 PROGRAM = {

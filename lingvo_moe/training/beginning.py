@@ -1,0 +1,125 @@
+"""The training that the flags ask for, and how it begins: its directory, its data and its first weights."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.input.base_input import BaseInput
+from lingvo_moe.core.runs.bucket_lock import TrainerLock
+from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.runs.time_record import TimeRecord
+from lingvo_moe.training.checks import UsageError, check_data_exists
+from lingvo_moe.training.same_run import (
+    check_began_from,
+    check_same_input,
+    has_begun,
+    prepare_run_dir,
+    with_source,
+)
+
+if TYPE_CHECKING:  # they import TensorFlow and JAX
+    from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
+    from lingvo_moe.core.task.base_task import BaseTask
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training that the flags ask for."""
+
+    args: Flags  # the flags
+    params: Params  # the experiment's parameters: `task`, `input` and `train`
+    override: str  # the overrides applied to them, as text
+    engine: str  # the name of the engine: --engine, or the fastest
+    time_limit: TimeLimit  # --max_minutes, from the start of the command
+    times: TimeRecord  # where the time goes, from the start of the command
+
+
+@dataclass(frozen=True)
+class Run(Job):
+    """The training of one process of a job, and its directory."""
+
+    # `task`, `inputs`: instantiated from `params`.
+    task: "BaseTask"
+    inputs: BaseInput
+    run_dir: RunDir  # the directory --logdir
+
+
+def prepare(run: Run, lock: TrainerLock) -> bool:
+    """Prepares the run directory, which is locked, and the data. Called on the job's first process.
+
+    Returns whether it described a run where there was none.
+    """
+    from lingvo_moe.core.console.waiting import LineProgress
+    from lingvo_moe.core.engine.checkpoints import init_from
+
+    args, run_dir, inputs = run.args, run.run_dir, run.inputs
+    check_data_exists(args, run.params)
+    goes_on = has_begun(run_dir) and not args.restart
+    args = with_source(args, run_dir)
+    if args.init_from and not goes_on:  # before a run is moved aside
+        step = init_from.find_step(args.init_from, args.init_from_step)
+        init_from.check_model(args.init_from, run.params.task, args.trust_run)
+        last = run.params.train.max_steps
+        if args.init_from_state and step >= last:
+            raise UsageError(
+                f"--init_from_state: the run would go on from step {step} of {args.init_from}, but ends at "
+                f"train.max_steps={last}; give --max_steps more than {step}"
+            )
+    prepare_run_dir(run_dir, args.model, run.override, lock, restart=args.restart)
+    if goes_on:
+        check_began_from(args, run_dir)
+    with LineProgress() as progress:
+        inputs.Prepare(progress, run_dir.artifacts if goes_on else None)
+    if not goes_on:
+        inputs.CheckNewRun()
+    for warning in [*inputs.Warnings(), *run.task.Warnings(run.params.train.max_steps)]:
+        say(f"warning: {warning}")
+    run.task.CheckData(inputs)
+    if goes_on:
+        return False
+    about = None
+    artifacts = inputs.Artifacts()
+    if args.init_from:
+        if args.init_from_state:
+            check_same_input(RunDir(args.init_from, "--init_from"), run.params)
+        about = init_from.begin_from(
+            args.init_from,
+            step,
+            run.params.task,
+            artifacts,
+            trust_run=args.trust_run,
+            keep_state=args.init_from_state,
+        ).about
+        say(init_from.describe(about))
+    is_new = not run_dir.exists
+    run_dir.Write(args.model, run.override, artifacts, about)
+    return is_new
+
+
+def undo_refused(run_dir: RunDir, error: type[BaseException] | None, *_: object) -> None:
+    """Removes a run that an error ended before anything of it was trained or saved. An exit of a context."""
+    from lingvo_moe.core.engine.loop.summaries import read_metrics
+
+    refused = error is not None and issubclass(error, Exception)
+    if refused and not has_begun(run_dir) and not read_metrics(str(run_dir.summaries_dir)):
+        run_dir.Undo()
+
+
+def initial_weights(run: Run) -> "InitialWeights | None":
+    """Returns the weights from --init_from for a run that has no checkpoint yet; else None. Called on every process."""
+    from lingvo_moe.core.engine.checkpoints import init_from
+
+    about = run.run_dir.began_from
+    if has_begun(run.run_dir) or not about:
+        return None
+    return init_from.begin_from(
+        about["logdir"],
+        about["step"],
+        run.params.task,
+        run.inputs.Artifacts(),
+        trust_run=run.args.trust_run,
+        keep_state=about.get("state", False),
+    ).weights

@@ -1,0 +1,266 @@
+"""The run in --logdir beside what the flags ask for: the same one, another one, or none yet."""
+
+import contextlib
+import os
+import shlex
+from collections.abc import Callable, Collection
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.config.stored_params import difference, has_effect, stored_values
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import BEST, Flags, join_overrides
+from lingvo_moe.core.runs.bucket_lock import TrainerLock
+from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.training.checks import UsageError
+
+
+def has_begun(run_dir: RunDir) -> bool:
+    """Whether the run has a checkpoint. Without one, the directory may be reused for another experiment."""
+    return bool(run_dir.steps)
+
+
+def prepare_run_dir(
+    run_dir: RunDir, model: str, override: str, lock: TrainerLock, restart: bool
+) -> None:
+    """Checks that --logdir is unused or holds the run that the flags describe.
+
+    With `restart`, renames a run that is there, so that the directory is free.
+
+    Args:
+        lock: holds the directory; locks the new one after a rename.
+
+    Raises:
+        UsageError: the directory holds another experiment, or a run without a checkpoint or description.
+        RunDirError: the run is damaged, links lead out of it, or experiment.json is another program's.
+        RunLockError: another trainer took the new directory.
+    """
+    from lingvo_moe.core.engine.loop.summaries import read_metrics
+
+    if restart and (run_dir.exists or has_begun(run_dir)):
+        path = run_dir.path.resolve()
+        number = 1
+        while (aside := path.with_name(f"{path.name}.before_restart_{number}")).exists():
+            number += 1
+        path.rename(aside)
+        lock.Acquire()
+        say(f"--restart: the run that was in {path} is now in {aside}")
+    for name in ("train", "checkpoints", "eval"):  # into which it writes
+        run_dir.Inside(name)
+    if not has_begun(run_dir):
+        if read_metrics(str(run_dir.summaries_dir)):
+            raise UsageError(
+                f"--logdir={run_dir.path} holds a run that has trained, but no checkpoint of it; "
+                "--restart begins at step 0"
+            )
+        run_dir.CheckReplaceable()
+        return
+    if not run_dir.exists:
+        raise UsageError(
+            f"--logdir={run_dir.path} holds checkpoints, but does not say of what (experiment.json is missing); "
+            "give another --logdir, or --restart to start over"
+        )
+    params = registry.GetParams(model, override)
+    remedy = "give another --logdir, or --restart to start over"
+    if all(_is_of_data(path) for path in difference(stored_values(run_dir.params_text), params)):
+        remedy += f"; {with_its_weights(run_dir.path, model, override)}"
+    check_same_run(run_dir, params, remedy)
+
+
+def with_its_weights(logdir: str | os.PathLike, model: str, override: str) -> str:
+    """The end of an error about data: the command that begins another run with the weights of the one in --logdir."""
+    data = registry.GetParams(model, override).input
+    flags = {
+        "model": model,
+        "data_dir": data.data_dir if "data_dir" in data else "",
+        "logdir": f"{logdir}-2",
+        "init_from": str(logdir),
+        "model_params_override": _part_of(override, lambda path: path != "input.data_dir"),
+    }
+    shown = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items() if value)
+    return f"or begin another run with its weights: python -m lingvo_moe.trainer {shown}"
+
+
+def _is_of_data(path: str) -> bool:
+    """Whether runs may differ in a parameter and yet begin with each other's weights; see --init_from."""
+    return path.startswith("input.") or path.endswith(("_vocab_size", ".num_tasks"))
+
+
+def is_run_of(run_dir: RunDir, model: str) -> bool:
+    """Whether the run in --logdir is this user's, and of this experiment."""
+    if not (run_dir.exists and run_dir.is_own):
+        return False
+    began = run_dir.experiment["model"]
+    with contextlib.suppress(registry.RegistryError):
+        return began == model or registry.GetExperiment(began) is registry.GetExperiment(model)
+    return False
+
+
+def overrides_of_run(run_dir: RunDir, override: str, left_out: Collection[str] = ()) -> str:
+    """The overrides that a run began with, but for those of these parameters, and of others that `override` sets.
+
+    A line says what they are.
+    """
+    given = [path for path, _ in registry.split_override(override)]
+    given += left_out
+    found = _part_of(
+        run_dir.experiment["params_override"],
+        lambda path: not any(f"{path}.".startswith(f"{other}.") for other in given),
+    )
+    if found:
+        say(f"--model_params_override={shlex.quote(found)}: from the run in {run_dir.path}")
+    return found
+
+
+def with_overrides_of_run(args: Flags, override: str) -> str:
+    """The override for a run that goes on: after those that it began with, where the flags leave them out.
+
+    Parameters of `train`, and those of `task` that a run may change, are as the flags say.
+    """
+    if args.mode != "sync" or not args.logdir or args.restart:
+        return override
+    run_dir = RunDir(args.logdir)
+    if not has_begun(run_dir) or not is_run_of(run_dir, args.model):
+        return override
+    task = registry.GetExperiment(args.model)().Task()
+    left_out = ["train", *(f"task.{name}" for name in task.cls.MAY_CHANGE)]
+    return join_overrides(overrides_of_run(run_dir, override, left_out), override)
+
+
+def evaluated_params(args: Flags, override: str) -> Params:
+    """The parameters to evaluate with: those that the run in --logdir was trained with, and the flags' override on top.
+
+    Those of the flags alone, where there is no run yet, or one that is by somebody else or of another experiment.
+    """
+    run_dir = RunDir(args.logdir)
+    if not has_begun(run_dir) or not is_run_of(run_dir, args.model):
+        return registry.GetParams(args.model, override)
+    params = run_dir.Params()
+    for path, value in registry.split_override(override):
+        registry.set_from_text(params, path, value, "--model_params_override")
+    registry.configure(params)
+    return params
+
+
+def with_source(args: Flags, run_dir: RunDir) -> Flags:
+    """The flags, with --init_from as the run in --logdir has it that was ended before its first checkpoint.
+
+    Raises UsageError: the run is by somebody else.
+    """
+    if args.init_from or args.restart or has_begun(run_dir):
+        return args
+    run_dir.CheckReplaceable()
+    if not (about := run_dir.began_from):
+        return args
+    values = {"init_from": about["logdir"], "init_from_step": about["step"]}
+    flags = f"--init_from={about['logdir']} --init_from_step={about['step']}"
+    if about.get("state"):
+        values, flags = {**values, "init_from_state": True}, f"{flags} --init_from_state"
+    why = f"the run in {run_dir.path}, which was ended before its first checkpoint"
+    if not run_dir.is_own:
+        raise UsageError(
+            f"--logdir: {why}, was to begin with {flags}, but has no mark as one of yours; give these flags, or "
+            "--restart to begin without"
+        )
+    say(f"{flags}: from {why}; --restart begins without")
+    return args.With(**values)
+
+
+def check_not_to_grow(args: Flags, params: Params) -> None:
+    """Raises UsageError for a new run beside the smaller model that a run in --logdir was to grow out of."""
+    if args.restart or RunDir(args.logdir).exists or not params.task.cls.GrowsFrom(params.task):
+        return
+    dense = RunDir(dense_logdir(args.logdir))
+    at = stored_values(dense.params_text).get("train.upcycle_at", "0") if dense.exists else "0"
+    if at != "0":
+        raise UsageError(
+            f"--logdir={args.logdir}: the run there was to grow out of that in {dense.path}; give "
+            f"--model_params_override=train.upcycle_at={at} to go on, --restart to begin without, or another --logdir"
+        )
+
+
+def dense_logdir(logdir: str) -> str:
+    """The directory of the smaller model that the one in --logdir grows out of; see train.upcycle_at."""
+    return f"{logdir.rstrip('/')}-dense"
+
+
+def check_same_run(run_dir: RunDir, params: Params, remedy: str) -> None:
+    """Raises UsageError unless the run has these `task.` and `input.` parameters; see run_difference."""
+    # The text, not the experiment evaluated again: its definition may have changed since.
+    difference = run_difference(run_dir.params_text, params)
+    if not difference:
+        return
+    began = run_dir.experiment
+    flags = f"--model={began['model']}"
+    if override := _part_of_run(began["params_override"], params):
+        flags += f" --model_params_override={shlex.quote(override)}"
+    raise UsageError(
+        f"--logdir={run_dir.path} holds a run of {began['model']} with other parameters; {remedy}. The run began with "
+        f"{flags}. '>' is the run there, '<' is what would run now:\n{difference}"
+    )
+
+
+def _part_of_run(override: str, params: Params) -> str:
+    """The part of a run's override that the run cannot change, as run_difference has it."""
+    may_change = {f"task.{name}" for name in params.task.cls.MAY_CHANGE}
+    may_change |= {f"input.{name}" for name in params.input.cls.MAY_CHANGE}
+    return _part_of(override, lambda path: not path.startswith("train.") and path not in may_change)
+
+
+def override_without_unused(override: str, params: Params) -> str:
+    """The part of an override that has an effect on these parameters."""
+    return _part_of(override, lambda path: has_effect(params, path))
+
+
+def _part_of(override: str, belongs: Callable[[str], bool]) -> str:
+    """The part of an override whose paths belong there."""
+    parts = registry.split_override(override)
+    kept = [f"{path}={value}" for path, value in parts if belongs(path)]
+    return join_overrides(*(part.replace(";", r"\;") for part in kept))
+
+
+def check_same_input(run_dir: RunDir, params: Params) -> None:
+    """Raises UsageError unless the run has the same `input.` parameters, so that its place in the data is one here."""
+    difference = [
+        line
+        for line in run_difference(run_dir.params_text, params).splitlines()
+        if line[2:].startswith("input.")
+    ]
+    if difference:
+        raise UsageError(
+            f"--init_from_state: {run_dir.path} has other data, so this run cannot go on at its place in them; leave "
+            "the flag out. '>' is the run there, '<' is what would run now:\n"
+            + "\n".join(difference)
+        )
+
+
+def check_began_from(args: Flags, run_dir: RunDir) -> None:
+    """Raises UsageError if --init_from differs from the run that --logdir's run was initialised from."""
+    about = run_dir.began_from
+    if not args.init_from or (
+        about
+        and os.path.realpath(args.init_from) == os.path.realpath(about["logdir"])
+        and args.init_from_step in (None, BEST, about["step"])
+    ):
+        return
+    how = f"from {about['logdir']} at step {about['step']}" if about else "from nothing"
+    raise UsageError(
+        f"--init_from={args.init_from}: the run in {args.logdir} began {how}, and has trained since; leave the flag "
+        "out to go on with it, give another --logdir, or --restart to start over"
+    )
+
+
+def run_difference(was: str, now: Params) -> str:
+    """Returns a diff of the `task.` and `input.` parameters of two experiments, one per line; '' if there is none.
+
+    '>' marks lines of `was`, '<' lines of `now`. Parameters that a run may change (e.g. its length, or how often it is
+    saved) are left out. So is a parameter that `was` lacks and that has its default in `now`: it did not exist when the
+    run began.
+    """
+    there, here = stored_values(was), stored_values(now.ToText())
+    return "\n".join(
+        f"{sign} {path} : {values[path]}"
+        for path in difference(there, now)
+        for sign, values in ((">", there), ("<", here))
+        if path in values
+    )
