@@ -87,7 +87,7 @@ def run(args: Flags) -> int:
     args = with_found_strategy(args)
     override = with_overrides_of_run(args, full_override(args))
     check_data_dir(args)
-    if args.mode == "eval" and args.logdir:
+    if args.mode == "eval" and args.logdir and not is_address(args.logdir):
         params = evaluated_params(args, override)
     else:
         params = registry.GetParams(args.model, override)
@@ -284,8 +284,9 @@ def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
-            if prepare(run, lock):
-                stack.push(functools.partial(undo_refused, run.run_dir))
+            before = prepare(run, lock)
+            if before is not None:
+                stack.push(functools.partial(undo_refused, run.run_dir, before))
 
         run.times.Switch(PREPARATION)
         try:

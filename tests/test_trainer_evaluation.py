@@ -198,6 +198,32 @@ def test_a_run_of_no_steps_saves_its_initial_weights_and_compiles_no_step(tmp_pa
     assert max(RunDir(run).steps) == 2
 
 
+def test_what_cannot_be_compiled_leaves_nothing_behind(reference, tmp_path, monkeypatch, capfd):
+    """Of a new run; a run that is there, and files of others, stay as they are, TensorBoard's too."""
+
+    def mistaken(self, theta, batch, seed=None):
+        raise ValueError("a mistake in FProp")
+
+    old, new, shared = (
+        shutil.copytree(reference, tmp_path / "old"),
+        tmp_path / "a/new",
+        tmp_path / "b",
+    )
+    shared.mkdir()
+    (shared / "notes.txt").write_text("to do")
+    (shared / "train").write_text("as well")  # which is in the way of a run
+    before = _owned(old)
+    monkeypatch.setattr(toy_held_out.toy_task.LinearModel, "FProp", mistaken)
+    for run in (old, new, shared):
+        assert _train(run, 20) in (1, 2)
+        assert "a mistake in FProp" in capfd.readouterr().err or run is shared
+    assert not new.parent.exists()
+    assert {p.name for p in shared.iterdir()} == {"notes.txt", "train"}
+    assert {p: b for p, b in _owned(old).items() if p.name != "time.jsonl"} == {
+        p: b for p, b in before.items() if p.name != "time.jsonl"
+    }
+
+
 def test_max_minutes(tmp_path, monkeypatch, capfd):
     run, looks = tmp_path / "run", []
 

@@ -4,10 +4,10 @@ Each program is compiled once: eight devices in this process, the disk cache for
 """
 
 import json
-import shlex
 import os
 import random
 import re
+import shlex
 import signal
 from pathlib import Path
 

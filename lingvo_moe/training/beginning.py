@@ -1,5 +1,6 @@
 """The training that the flags ask for, and how it begins: its directory, its data and its first weights."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,10 +48,10 @@ class Run(Job):
     run_dir: RunDir  # the directory --logdir
 
 
-def prepare(run: Run, lock: TrainerLock) -> bool:
+def prepare(run: Run, lock: TrainerLock) -> set[str] | None:
     """Prepares the run directory, which is locked, and the data. Called on the job's first process.
 
-    Returns whether it described a run where there was none.
+    Returns the names that were in the directory before it described a run there; None where there was a run.
     """
     from lingvo_moe.core.console.waiting import LineProgress
     from lingvo_moe.core.engine.checkpoints import init_from
@@ -79,7 +80,7 @@ def prepare(run: Run, lock: TrainerLock) -> bool:
         say(f"warning: {warning}")
     run.task.CheckData(inputs)
     if goes_on:
-        return False
+        return None
     about = None
     artifacts = inputs.Artifacts()
     if args.init_from:
@@ -94,18 +95,23 @@ def prepare(run: Run, lock: TrainerLock) -> bool:
             keep_state=args.init_from_state,
         ).about
         say(init_from.describe(about))
-    is_new = not run_dir.exists
+    before = None if run_dir.exists else {path.name for path in run_dir.path.glob("*")}
     run_dir.Write(args.model, run.override, artifacts, about)
-    return is_new
+    return before
 
 
-def undo_refused(run_dir: RunDir, error: type[BaseException] | None, *_: object) -> None:
-    """Removes a run that an error ended before anything of it was trained or saved. An exit of a context."""
+def undo_refused(
+    run_dir: RunDir, before: Collection[str], error: type[BaseException] | None, *_: object
+) -> None:
+    """Removes a run that an error ended before anything of it was trained or saved. An exit of a context.
+
+    `before` is the result of prepare.
+    """
     from lingvo_moe.core.engine.loop.summaries import read_metrics
 
     refused = error is not None and issubclass(error, Exception)
     if refused and not has_begun(run_dir) and not read_metrics(str(run_dir.summaries_dir)):
-        run_dir.Undo()
+        run_dir.Undo(before)
 
 
 def initial_weights(run: Run) -> "InitialWeights | None":

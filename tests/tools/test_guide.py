@@ -1,10 +1,11 @@
-"""docs/guide.md as a newcomer follows it: every command, in order, in one directory.
+"""docs/guide.md and docs/fine_tuning.md as a newcomer follows them: every command, in order, in one directory.
 
-Three things differ from the page: the experiment is a smaller one, as the page itself suggests for a first try; the
+Three things differ from the pages: the experiment is a smaller one, as the page itself suggests for a first try; the
 longer run has few steps; the server takes a free port.
 """
 
 import contextlib
+import gzip
 import importlib
 import json
 import re
@@ -12,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,11 @@ _INSTEAD = {"mt.M4Demo": "toy_translation.Smallest", "--max_steps=5000": "--max_
 _BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def _commands() -> list[str]:
-    """The lines of the page's shell blocks, but for the package's, which `make wheel` tries."""
-    text = (_ROOT / "docs/guide.md").read_text("utf-8").partition("\n## As a package\n")[0]
+def _commands(name: str, instead: Mapping[str, str]) -> list[str]:
+    """The lines of a page's shell blocks, but for the package's, which `make wheel` tries."""
+    text = (_ROOT / "docs" / name).read_text("utf-8").partition("\n## As a package\n")[0]
     lines = "".join(_BLOCK.findall(text)).replace("\\\n", " ").splitlines()
-    for page, here in _INSTEAD.items():
+    for page, here in instead.items():
         assert page in " ".join(lines)
         lines = [line.replace(page, here) for line in lines]
     return lines
@@ -80,7 +81,7 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd):
     said: dict[str, str] = {}
     with contextlib.ExitStack() as server:
         url = ""
-        for command in _commands():
+        for command in _commands("guide.md", _INSTEAD):
             words = shlex.split(command, comments=True)
             if words[:2] != ["python", "-m"]:
                 if words[0] == "curl":
@@ -115,3 +116,39 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd):
     train = ["--model=toy_translation.Smallest", "--data_dir=DATA2", "--logdir=RUN"]
     assert importlib.import_module("lingvo_moe.trainer").main([*train, "--max_steps=30"]) == 2
     assert "the saved position of the input is of other data" in capfd.readouterr().err
+
+
+def test_the_commands_of_the_page_on_fine_tuning(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(engines, "make_engine", engines.make_engine)
+    monkeypatch.setattr(trainer, "fastest_engine", lambda args: "tf_graph")
+    trainer_testing.keep_compiled()
+    sizes = {"DATA/de": 500, "mine": 60, "test": 5}
+    trainer_testing.write_corpus(tmp_path, sizes, words_of_a_pair=(3, 7))
+    for name in ("DATA/de.tsv", "DATA/dev/de.tsv"):
+        Path(name).parent.mkdir(exist_ok=True)
+        source = Path(name) if Path(name).exists() else Path("test.tsv")
+        Path(f"{name}.gz").write_bytes(gzip.compress(source.read_bytes()))
+    Path("DATA/de.tsv").unlink()
+    model = "toy_translation.Smallest"
+    first = [f"--model={model}", "--data_dir=DATA", "--logdir=RUN", "--max_steps=2"]
+    assert trainer.main(first) == 0
+    smaller = {
+        "mt.M4Demo": model,
+        "--max_steps=500": "--max_steps=2",
+        "--max_steps=1000": "--max_steps=3",
+        "learning_rate.value=0.01": "learning_rate.multiplier=0.5",
+    }
+    for command in _commands("fine_tuning.md", smaller):
+        words = shlex.split(command)
+        if words[0] != "python":
+            subprocess.run(words, check=True)
+            continue
+        module = importlib.import_module(words[2])
+        assert module.main(words[3:]) == 0, (command, capfd.readouterr())
+    said = capfd.readouterr().err
+    assert Path("MIXED/checkpoints/3").is_dir() and "all of 500 source pieces" not in said
+    assert json.loads(Path("AFTER/report.json").read_text())["languages"].keys() == {"de", "mine"}
+    taken = "--model_params_override='input.weights={'\"'\"'de"
+    assert said.count(f"{taken}") == 2 and "held-out loss" in said

@@ -23,7 +23,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -192,14 +192,14 @@ class RunDir:
         self.ListFiles()
         self._Publish()
 
-    def Undo(self) -> None:
-        """Removes all of a run that has not begun; files of others stay.
+    def Undo(self, before: Collection[str]) -> None:
+        """Removes a run that has not begun, but for the names that were in its directory `before` it was described.
 
         Raises OSError; of a run in a bucket, StoreError.
         """
         file, copy = self.path / _FILE, copy_at(self.path)
         files = read_experiment(file, file.read_bytes())["files"]
-        for name in {*_TAKEN, *(PurePosixPath(name).parts[0] for name in files)}:
+        for name in {*_TAKEN, *(PurePosixPath(name).parts[0] for name in files)} - {*before}:
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

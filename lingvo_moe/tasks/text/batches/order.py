@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lingvo_moe.core.input.permutation import Key, permute, permute_each
-from lingvo_moe.tasks.text.data.mixing import draw_languages, temperature_weights
+from lingvo_moe.tasks.text.data.mixing import draw_languages, given_weights, temperature_weights
 
 _BLOCK = 4096
 # Shards of a language that are drawn from at once; up to so many, every epoch shuffles all its pairs.
@@ -31,6 +31,7 @@ class PairOrder:
         seed: int,
         shards: Mapping[str, Sequence[int]] | None = None,
         about: Callable[[int, np.ndarray], np.ndarray] | None = None,
+        weights: Mapping[str, float] | None = None,
     ):
         """Starts at the beginning.
 
@@ -39,13 +40,16 @@ class PairOrder:
             shards: the number of pairs in each shard, by language; None for one shard a language.
             about: gives numbers about pairs, int [N, K], from the index of their language and their positions [N];
                 looked up for many pairs at once.
+            weights: by which languages are drawn, by name, in place of the temperature; none: by temperature.
         """
         self._names = list(sizes)
         shards = shards or {name: [size] for name, size in sizes.items()}
         self._shards = [np.array(shards[name], np.int64) for name in self._names]
         self._sizes = [sizes[name] for name in self._names]
-        weights = temperature_weights(sizes, temperature)
-        self._weights = np.array([weights[name] for name in self._names])
+        shares = (
+            given_weights(sizes, weights) if weights else temperature_weights(sizes, temperature)
+        )
+        self._weights = np.array([shares[name] for name in self._names])
         self._seed, self._about = seed, about
         self._block = 0
         self._place = 0

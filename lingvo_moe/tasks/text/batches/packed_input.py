@@ -109,6 +109,11 @@ class PackedInput(BaseInput):
         )
         p.Define("target_length", 64, "T of the target; a pair needs its ids and eos.", LENGTH)
         p.Define("temperature", 5.0, "Languages are drawn by n^(1/temperature).", checks.POSITIVE)
+        p.Define(
+            "weights",
+            {},
+            "The weights by which languages, or corpora, are drawn, e.g. {'de': 1, 'mine': 3}; empty: by temperature.",
+        )
         p.Define("seed", 1234, "The seed of the order of pairs.", checks.SEED)
         p.Define("pack", True, "Several pairs in a row; False: one.")
         p.Define(
@@ -346,7 +351,7 @@ class PackedBatches(base_input.BatchIterator):
         self._records = input_generator.records
         p = input_generator.p
         sizes, shards = self._Sizes()
-        self._order = PairOrder(sizes, p.temperature, p.seed, shards, self._lengths)
+        self._order = PairOrder(sizes, p.temperature, p.seed, shards, self._lengths, p.weights)
         self._waiting: list[Sized] = []  # with their places in the records: language, position
         self.counts = {"batches": 0, "pairs": 0, "too_long": 0}
 
@@ -394,7 +399,8 @@ class PackedBatches(base_input.BatchIterator):
 
     def _identity(self) -> dict[str, Any]:
         p = self._input.p
-        return {"records": self._records.key, "seed": p.seed, "temperature": p.temperature}
+        about = {"records": self._records.key, "seed": p.seed, "temperature": p.temperature}
+        return about | ({"weights": p.weights} if p.weights else {})
 
     def _lengths(self, language: int, positions: np.ndarray) -> np.ndarray:
         """The numbers of ids of pairs, before they are truncated: [N, 2] for positions [N]."""

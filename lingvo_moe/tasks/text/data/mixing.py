@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from lingvo_moe.core.config import checks
 from lingvo_moe.tasks.text.data.errors import DataError
 
 
@@ -21,6 +22,22 @@ def temperature_weights(pairs: Mapping[str, int], temperature: float) -> dict[st
     powers = {lang: (n / largest) ** (1.0 / temperature) for lang, n in pairs.items()}
     total = sum(powers.values())
     return {lang: power / total for lang, power in powers.items()}
+
+
+def given_weights(pairs: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, float]:
+    """Sampling probabilities by language in proportion to weights.
+
+    Raises DataError: the weights are not positive numbers, or not one for each language.
+    """
+    if weights.keys() != pairs.keys():
+        raise DataError(
+            f"input.weights={dict(weights)}: give a weight to each of {', '.join(pairs)}"
+        )
+    for language, weight in weights.items():
+        if wrong := checks.POSITIVE(weight):
+            raise DataError(f"input.weights: {language!r}: {weight!r} {wrong}")
+    total = sum(weights.values())
+    return {language: weights[language] / total for language in pairs}
 
 
 def quotas(pairs: Mapping[str, int], temperature: float, limit: int) -> dict[str, int]:

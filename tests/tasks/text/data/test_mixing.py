@@ -84,6 +84,22 @@ def test_every_epoch_holds_every_pair_once_in_another_order():
         assert epochs[0] != epochs[1]
 
 
+def test_corpora_are_drawn_by_their_weights():
+    """Whatever their sizes: the shares are within four standard errors of those of the weights."""
+    sizes, weights = {"old": 5000, "mine": 40, "more": 7}, {"mine": 3, "old": 1, "more": 0.5}
+    order = PairOrder(sizes, 5.0, 1, weights=weights)
+    drawn = np.bincount([next(order)[0] for _ in range(20_000)]) / 20_000
+    shares = np.array([weights[name] for name in sizes]) / 4.5
+    assert np.all(np.abs(drawn - shares) < 4 * np.sqrt(shares * (1 - shares) / 20_000))
+    for wrong, message in (
+        ({"old": 1, "mine": 3}, r"input\.weights=.*give a weight to each of old, mine, more"),
+        ({**weights, "mine": 0}, "'mine': 0 must be a positive number"),
+        ({**weights, "mine": "3"}, "'mine': '3' must be a positive number"),
+    ):
+        with pytest.raises(DataError, match=message):
+            PairOrder(sizes, 5.0, 1, weights=wrong)
+
+
 @pytest.mark.parametrize("place", [0, 4095, 4096, 4097])
 def test_the_order_resumes(place):
     sizes = {"a": 500, "b": 7}
