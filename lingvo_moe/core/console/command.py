@@ -6,11 +6,14 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 _runs: list[Callable[[], int]] = []  # the command of this process
+_escaping: list[TextIO] = []  # its standard error
 _SIGPIPE_STATUS = 141  # 128 + 13, as shells give for a process that SIGPIPE ended
 _IN_CHECKOUT = not (Path(__file__).parents[2] / "tools").is_dir()
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_COLOUR = re.compile(r"(\x1b\[[\d;]*m)")  # which tables have
 _TOOL = re.compile(r"(?:python -m )?(?<![\w./])tools\.([a-z_]+)")
 _AS_INSTALLED = {
     "python -m lingvo_moe.trainer": "lingvo-moe train",
@@ -37,7 +40,17 @@ def is_command() -> bool:
 
 def say(line: str) -> None:
     """Prints a line to standard error at once: progress, a warning or an error. Its commands are as typed."""
-    print(as_typed(line), file=sys.stderr, flush=True)
+    print(printable(as_typed(line)), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text without control characters but tabs and newlines, e.g. of others' files: a terminal would obey them."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def terminal(stream: TextIO) -> TextIO:
+    """Where to write control characters of our own, for a stream that may be the standard error of a command."""
+    return sys.__stderr__ if stream in _escaping and sys.__stderr__ else stream
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -55,7 +68,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     _runs.append(main)
     if sys.stdout is not None:
         out = sys.stdout
-        raw = _StandardOutput(out.fileno(), "wb", closefd=False)
+        raw = _StandardOutput(out.fileno(), escapes=out.isatty())
         at_once = getattr(out, "write_through", False)  # python -u
         sys.stdout = io.TextIOWrapper(
             raw if at_once else io.BufferedWriter(raw),
@@ -64,6 +77,12 @@ def run(main: Callable[[], int]) -> NoReturn:
             line_buffering=out.isatty(),
             write_through=at_once,
         )
+    if sys.stderr is not None:
+        messages = io.BufferedWriter(_Printed(sys.stderr.fileno(), escapes=True))
+        sys.stderr = io.TextIOWrapper(
+            messages, sys.stderr.encoding, sys.stderr.errors, line_buffering=True
+        )
+        _escaping.append(sys.stderr)
     app.run(lambda _: _run_and_flush(main), flags_parser=_leave_flags_to_command)
     raise AssertionError("app.run returned")
 
@@ -92,7 +111,26 @@ def _leave_flags_to_command(argv: list[str]) -> list[str]:
     return argv
 
 
-class _StandardOutput(io.FileIO):
+class _Printed(io.FileIO):
+    """An open file to write, whose text is made printable, but for colours, if it `escapes`."""
+
+    def __init__(self, number: int, escapes: bool):
+        super().__init__(number, "wb", closefd=False)
+        self._escapes = escapes
+
+    def write(self, data: Any) -> int:
+        text = bytes(data).decode("utf-8", "surrogateescape")
+        if not self._escapes or not _CONTROL.search(text):
+            return super().write(data)
+        parts = enumerate(_COLOUR.split(text))
+        shown = "".join(part if i % 2 else printable(part) for i, part in parts)
+        left = shown.encode("utf-8", "surrogateescape")
+        while left:
+            left = left[super().write(left) :]
+        return len(data)
+
+
+class _StandardOutput(_Printed):
     """A file that ends the program when nobody reads it any more; no `except OSError` takes that for another error."""
 
     _gone = False

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Self, TextIO
 
+from lingvo_moe.core.console.command import printable, terminal
+
 _TICK = 1.0  # seconds between two looks at the clock while something is waited for
 
 
@@ -39,7 +41,8 @@ class LineProgress:
         now = self._clock()
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1
-            self._write(f"\r\x1b[2K{line[:width]}")
+            terminal(self._stream).write(f"\r\x1b[2K{printable(line)[:width]}")
+            terminal(self._stream).flush()
         elif self._shown_at is not None and now - self._shown_at < self._interval:
             self._held = line
             return

@@ -1,6 +1,8 @@
 """A command ends quietly if the reader of its output goes away, whatever it writes with and catches."""
 
+import contextlib
 import os
+import pty
 import subprocess
 import sys
 
@@ -82,3 +84,52 @@ def test_a_tool_of_ours():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert (process.wait(timeout=60), process.stderr.read()) == (141, b"")
+
+
+_HOSTILE = "a\x1b]0;title\x07b\x1b[2J\x9b\x7f\r\x1b[1mbold\x1b[0m\tc\n"
+_SHOWN = "a\\x1b]0;title\\x07b\\x1b[2J\\x9b\\x7f\\x0d\x1b[1mbold\x1b[0m\tc"
+
+
+def _at_terminal(body: str) -> str:
+    """What a command shows at a terminal, standard output and error together."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", _MAIN.format(body=body)]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # at the end
+            while got := os.read(ours, 4096):
+                shown += got
+    os.close(ours)
+    return shown.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("body", [
+    "print({!r}, end='')",
+    "sys.stdout.buffer.write({!r}.encode())",
+    "sys.stderr.write({!r})",
+    "import logging; logging.getLogger('x').warning({!r}.strip())",
+])  # fmt: skip
+def test_control_characters_of_others_do_not_reach_the_terminal(body):
+    assert _at_terminal(body.format(_HOSTILE)) == f"{_SHOWN}\ncleaned up\n"
+
+
+def test_messages_are_escaped_everywhere_and_data_in_files_are_as_they_are():
+    body = f"print({_HOSTILE!r}, end=''); raise ValueError({_HOSTILE!r})"
+    assert _ends(body, reads=True) == (
+        1,
+        _HOSTILE.encode(),
+        f"caught {_SHOWN}\n\ncleaned up\n".encode(),
+    )
+    from_say = f"from lingvo_moe.core.console.command import say; say({_HOSTILE!r})"
+    said = _SHOWN.replace("\x1b", "\\x1b").encode()
+    assert _ends(from_say, reads=True) == (3, b"", said + b"\n\ncleaned up\n")
+
+
+def test_a_line_of_progress_moves_the_cursor_itself():
+    body = (
+        "from lingvo_moe.core.console.waiting import LineProgress; "
+        f"show = LineProgress(); show({_HOSTILE.strip()!r}); show.Close()"
+    )
+    said = _SHOWN.replace("\x1b", "\\x1b")
+    assert _at_terminal(body) == f"\r\x1b[2K{said}\ncleaned up\n"

@@ -9,6 +9,7 @@ from typing import NamedTuple, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lingvo_moe.core.console.command import terminal
 from lingvo_moe.core.console.units import clock, rate
 from lingvo_moe.core.console.waiting import Waiting
 
@@ -68,7 +69,7 @@ class StepProgress:
                 BarColumn(),
                 TextColumn("{task.description}"),
                 TimeElapsedColumn(),
-                console=Console(file=self._stream),
+                console=Console(file=terminal(self._stream)),
             )
             self._bar.start()
             self._task = self._bar.add_task(doing, total=last, completed=first)
