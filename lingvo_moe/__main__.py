@@ -18,8 +18,8 @@ from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.command import say
 
 _TOOLS = "lingvo_moe.tools"
-# They write files of the repository, or read its sources.
-_OF_THE_REPOSITORY = ("build_files", "import_graph", "reproduce")
+# They write files of the repository, read its sources, or run its files by their paths.
+_OF_THE_REPOSITORY = ("build_files", "import_graph", "lingvo_moe", "reproduce")
 
 
 def commands() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import importlib
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,15 @@ def test_a_message_names_what_the_user_has(text, installed, monkeypatch, capsys)
     command.say(text)
     assert capsys.readouterr().err == f"{installed}\n"
     assert Flags("python -m tools.plan", text).Help().startswith(installed)
+
+
+@pytest.mark.parametrize("stand_in, command, said", [
+    ("lingvo_moe.lingvo_moe", "trainer", "error: no flag --modell (did you mean '--model' or"),
+    ("lingvo_moe.tools.lingvo_moe", "goodput", "goodput: no flag --modell"),
+    ("lingvo_moe.tools.lingvo_moe", "train_vocab", "train_vocab: no flag --modell"),
+])  # fmt: skip
+def test_a_file_of_a_command_runs_by_its_path(stand_in, command, said, tmp_path):
+    """From any directory, and also where Python finds no lingvo_moe."""
+    path = Path(find_spec(stand_in).origin).with_name(f"{command}.py")
+    done = run_python(str(path), "--modell=x", env={"PYTHONPATH": None}, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith(said), done.stderr

@@ -62,7 +62,7 @@ def define_flags() -> Flags:
     flags.DEFINE_boolean(
         "validate",
         False,
-        "show estimates beside published steps, from recorded plans (docs/validation.md)",
+        "show estimates beside published steps, from the recorded plans of a checkout (docs/validation.md)",
     )
     flags.DEFINE_path(
         "output",
@@ -92,6 +92,11 @@ def define_flags() -> Flags:
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
     if args.validate:
+        if not PLANS.is_dir():
+            args.Fail(
+                "--validate reads the recorded plans docs/plans of the repository, which an installed package does not "
+                "have; run it in a checkout"
+            )
         return _cli.attempt("plan", lambda: validate(args.output))
     if args.output and not args.model:
         args.Fail(f"--output={args.output} goes with --model or --validate")

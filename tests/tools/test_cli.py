@@ -13,7 +13,7 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.runs.evaluations import Evaluation, Evaluations
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
-from tools import _cli, verify
+from tools import _cli, plan, verify
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,6 +105,7 @@ _MAKE_NO_FILES = (
     "build_files",
     "import_graph",
     "generate",
+    "lingvo_moe",
     "score",
     "serve",
     "translate",
@@ -151,3 +152,13 @@ def test_the_best_checkpoint_is_the_default_and_it_is_said(tmp_path, capfd):
     assert chosen("--checkpoint_step=3") == 3 and chosen("--checkpoint_step=best") == 5
     run.WriteEvaluations(Evaluations("x", (Evaluation(3, 2.0), Evaluation(7, 1.0))))
     assert chosen() is None and capfd.readouterr().err == ""  # it is the newest
+
+
+def test_an_installed_package_says_that_it_has_no_recorded_plans(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(plan, "PLANS", tmp_path / "docs/plans")
+    with pytest.raises(SystemExit):
+        plan.main(["--validate"])
+    assert capsys.readouterr().err == (
+        "plan: --validate reads the recorded plans docs/plans of the repository, which an installed package does not "
+        "have; run it in a checkout\n"
+    )

@@ -345,7 +345,7 @@ class Flags(flags.FlagValues):
             self.Fail(f"--flagfile names a file that is no text: {e}")
         except ValueError as e:  # absl's, for --noname=value
             self.Fail(str(e))
-        show_tracebacks(self["traceback"].value)
+        show_tracebacks(bool(self["traceback"].value))
         if rest:
             self.Fail(f"unexpected argument {rest[0]!r}: values are given as --flag=value")
         return self

@@ -6,6 +6,8 @@ planned steps. The gradient is the redistribution back, planned separately: a st
 (a slice) is an all-gather the other way.
 """
 
+from typing import cast
+
 import numpy as np
 import tensorflow as tf
 
@@ -92,9 +94,10 @@ def _redistribute(tensor: tf.Tensor, source: _Layout, target: _Layout, ambient: 
 
 
 def _layout(value: DimsMapping | Layout, mesh: Mesh) -> _Layout:
-    if isinstance(value, tuple) and len(value) == 2 and ":" in str(value[0]):
-        return Mesh.parse(value[0]), value[1]
-    return mesh, value
+    if isinstance(value, tuple) and len(value) == 2 and ":" in str(value[0]):  # a mesh, and no axis
+        first, mapping = cast(Layout, value)
+        return Mesh.parse(first), mapping
+    return mesh, cast(DimsMapping, value)
 
 
 def _check_source(what: str, tensor: tf.Tensor, source: _Layout) -> None:
