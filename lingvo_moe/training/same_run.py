@@ -101,15 +101,14 @@ def overrides_of_run(run_dir: RunDir, override: str, left_out: Collection[str] =
 
     A line says what they are.
     """
-    given = [path for path, _ in registry.split_override(override)]
-    given += left_out
-    found = _part_of(
+    others = [*left_out, *(path for path, _ in registry.split_override(override))]
+    taken = _part_of(
         run_dir.experiment["params_override"],
-        lambda path: not any(f"{path}.".startswith(f"{other}.") for other in given),
+        lambda path: not any(f"{path}.".startswith(f"{other}.") for other in others),
     )
-    if found:
-        say(f"--model_params_override={shlex.quote(found)}: from the run in {run_dir.path}")
-    return found
+    if taken:
+        say(f"--model_params_override={shlex.quote(taken)}: from the run in {run_dir.path}")
+    return taken
 
 
 def with_overrides_of_run(args: Flags, override: str) -> str:

@@ -34,8 +34,8 @@ def restore(params: Params, text: str, find_class: Callable[[str], type]) -> Non
 
     Raises StoredParamsError: a parameter, or its class, is gone, or its value is no longer accepted.
     """
-    then, now = stored_values(text), dict(leaves(params, ""))
-    named = {to_text(value): value for value in now.values() if isinstance(value, type)}
+    then, today = stored_values(text), dict(leaves(params, ""))
+    named = {to_text(value): value for value in today.values() if isinstance(value, type)}
 
     def find(name: str) -> type:
         return named[name] if name in named else find_class(name)
@@ -54,7 +54,7 @@ def restore(params: Params, text: str, find_class: Callable[[str], type]) -> Non
             _reset(params, path, then)
     wrong = sorted(difference(then, params), key=lambda path: (*classes_first(path), path))
     items = [
-        f"{path}={then.get(path, _NONE)} then, {to_text(now[path]) if path in now else _NONE} now"
+        f"{path}={then.get(path, _NONE)} then, {to_text(today[path]) if path in today else _NONE} now"
         + (f": {why[path]}" if path in why else "")
         for path in wrong[:_SHOWN]
     ]
@@ -63,22 +63,27 @@ def restore(params: Params, text: str, find_class: Callable[[str], type]) -> Non
         raise StoredParamsError("; ".join(items) + more)
 
 
-def difference(then: Mapping[str, str], now: Params) -> list[str]:
+def difference(then: Mapping[str, str], params: Params) -> list[str]:
     """The paths of `task.` and `input.` parameters that differ, sorted, but for those that a run may change.
 
-    A parameter that `then` lacks and that has its default now is none of them: it did not exist then. Nor is one that
-    has no effect: older versions listed, and took, such parameters.
+    A parameter that `then` lacks and that has its default in `params` is none of them: it did not exist then. Nor is
+    one that has no effect: older versions listed, and took, such parameters.
     """
-    values = stored_values(now.ToText())
-    free = {f"task.{name}" for name in now.task.cls.MAY_CHANGE}
-    free |= {f"input.{name}" for name in now.input.cls.MAY_CHANGE}
+    values = stored_values(params.ToText())
+    free = {
+        f"{part}.{name}"
+        for part in ("task", "input")
+        for name in getattr(
+            params.Get(part).cls, "MAY_CHANGE", ()
+        )  # a text may name any class here
+    }
     return [
         path
         for path in sorted({*then, *values} - free)
         if path.startswith(("task.", "input."))
         and then.get(path) != values.get(path)
-        and (path in then or not now.IsDefault(path))
-        and has_effect(now, path)
+        and (path in then or not params.IsDefault(path))
+        and has_effect(params, path)
     ]
 
 

@@ -356,13 +356,16 @@ class RunDir:
         Raises RunDirError: no run; or its experiment is not there any more; or a parameter, its class or its value; or
         it names a class outside lingvo_moe, is not by this user, and is not trusted.
         """
-        described, text, own = self.experiment, self.params_text, self.is_own
-        model, trusted, lost = described["model"], self._trust_run or own, ""
+        described, text = self.experiment, self.params_text
+        model, trusted, unset = described["model"], self._trust_run or self.is_own, ""
         try:
             try:  # classes that the user's overrides name are trusted as those of the experiment
                 today = registry.GetParams(model, described["params_override"], trusted, True)
             except registry.RegistryError as e:
-                today, lost = registry.GetParams(model, trusted=trusted), f"; {e}" if own else ""
+                today, unset = (
+                    registry.GetParams(model, trusted=trusted),
+                    f"; {e}" if trusted else "",
+                )
         except registry.RegistryError as e:
             raise RunDirError(f"{self.path / _FILE}: {e}") from None
         params = today.Copy()
@@ -373,7 +376,7 @@ class RunDir:
         except StoredParamsError as e:
             version = described.get("version", "an older version")
             raise RunDirError(
-                f"{self.path / _PARAMS}: {model} cannot be what this run was trained as: {e}{lost}; it was "
+                f"{self.path / _PARAMS}: {model} cannot be what this run was trained as: {e}{unset}; it was "
                 f"trained with lingvo_moe {version}, this is {__version__}: use the code of then, or train it again"
             ) from None
         _say_changed(f"{self.path}", model, text, today)
@@ -391,8 +394,8 @@ def _say_once(line: str) -> None:
 
 def _say_changed(run: str, model: str, text: str, today: Params) -> None:
     """Says which parameters of a run its experiment would have other values of today."""
-    then, now = stored_values(text), stored_values(today.ToText())
-    items = [f"{p}={then.get(p)} (today {now.get(p)})" for p in difference(then, today)]
+    then, values = stored_values(text), stored_values(today.ToText())
+    items = [f"{p}={then.get(p)} (today {values.get(p)})" for p in difference(then, today)]
     if items:
         more = f" and {len(items) - 3} more" if len(items) > 3 else ""
         shown = ", ".join(items[:3])

@@ -260,6 +260,17 @@ def test_an_experiment_that_is_not_there_is_an_error_of_the_file(run, values, me
         run.Params()
 
 
+def test_a_class_that_is_no_task_is_an_error_of_the_file(run):
+    """Also where somebody put it there: the list of files can be written by anybody."""
+    file = run.path / "params.txt"
+    cls = "task.cls : type/lingvo_moe.core.moe.routers.top2/Top2Router"
+    text = re.sub(r"(?m)^task\.cls : .*$", cls, file.read_text())
+    file.write_text(text)
+    run.ListFiles()
+    with pytest.raises(RunDirError, match=r"params\.txt: mt\.M4Tiny cannot be what this run was"):
+        run.Params()
+
+
 def test_another_program_s_file_of_the_same_name_is_not_replaced(tmp_path):
     content = b'{"lr": 0.1}'
     (tmp_path / "experiment.json").write_bytes(content)
