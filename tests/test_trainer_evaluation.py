@@ -199,7 +199,7 @@ def test_a_run_of_no_steps_saves_its_initial_weights_and_compiles_no_step(tmp_pa
 
 
 def test_what_cannot_be_compiled_leaves_nothing_behind(reference, tmp_path, monkeypatch, capfd):
-    """Of a new run; a run that is there, and files of others, stay as they are, TensorBoard's too."""
+    """A run that is there, and files of others, stay as they are, TensorBoard's too."""
 
     def mistaken(self, theta, batch, seed=None):
         raise ValueError("a mistake in FProp")

@@ -40,7 +40,7 @@ def run(monkeypatch, scorer, tmp_path, capfd):
 def test_an_experiment_that_is_edited_leaves_the_numbers_of_its_runs(
     tmp_path, monkeypatch, capfd, scorer
 ):
-    """What reads a run makes its model of the run's own parameters, and says once that they differ."""
+    """Readers of a run make its model of the run's own parameters, and say once that they differ."""
     pair = ["red house"], ["green tree"]
     (was,) = scorer.Score(*pair)
     toy.save_run(tmp_path, toy.train_vocab(toy.sentences(200)), more=toy.SMALL)

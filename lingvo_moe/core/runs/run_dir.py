@@ -27,7 +27,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from lingvo_moe import __version__
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.class_names import any_class, own_class, with_modules_as_now
 from lingvo_moe.core.config.hyperparams import Params
@@ -56,6 +55,7 @@ from lingvo_moe.core.runs.run_description import (
 )
 from lingvo_moe.core.runs.saved_steps import saved_steps
 from lingvo_moe.core.runs.time_record import FILE as _TIME
+from lingvo_moe.core.version import VERSION
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.core.task.base_task import BaseTask
@@ -181,7 +181,7 @@ class RunDir:
         description = {
             "model": model,
             "params_override": override,
-            "version": __version__,
+            "version": VERSION,
             "files": list(artifacts.files),
             "input": dict(artifacts.about),
         } | ({"began_from": dict(began_from)} if began_from else {})
@@ -377,7 +377,7 @@ class RunDir:
             version = described.get("version", "an older version")
             raise RunDirError(
                 f"{self.path / _PARAMS}: {model} cannot be what this run was trained as: {e}{unset}; it was "
-                f"trained with lingvo_moe {version}, this is {__version__}: use the code of then, or train it again"
+                f"trained with lingvo_moe {version}, this is {VERSION}: use the code of then, or train it again"
             ) from None
         _say_changed(f"{self.path}", model, text, today)
         return params

@@ -85,7 +85,7 @@ _LINES = _NOW.ToText().splitlines()
 
 @hypothesis.given(st.lists(st.tuples(st.sampled_from(_LINES), st.text("[(0'\"a.:/-") | st.text())))
 def test_any_text_is_taken_whole_or_refused(lines):
-    """What is not refused stands in the Params, value by value."""
+    """Each value that is not refused stands in the Params."""
     text = "\n".join(f"{line.split(' : ')[0]} : {value}" for line, value in lines)
     try:
         params = _restored(_NOW, text)

@@ -8,7 +8,6 @@ import tensorflow as tf
 import toy_text
 from numpy_beam_search import beam_search
 
-from lingvo_moe import __version__
 from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.kernels import tensorflow
@@ -17,6 +16,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.version import VERSION
 from lingvo_moe.tasks.lm import saved_generator
 from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
 from lingvo_moe.tasks.lm.model import LmModel
@@ -140,9 +140,7 @@ def test_an_export_of_8_bits_gives_the_same_texts(run, tmp_path, monkeypatch):
     assert got.texts == want.texts and all(want.tokens)
     with monkeypatch.context() as patch:
         patch.setitem(saved_generator.SETTINGS, "heat", tf.TensorSpec([], tf.float32))
-        message = (
-            rf"takes no heat: it was exported by lingvo_moe {re.escape(__version__)}, and this is"
-        )
+        message = rf"takes no heat: it was exported by lingvo_moe {re.escape(VERSION)}, and this is"
         with pytest.raises(ValueError, match=message):
             SavedGenerator(tmp_path / "model")
     with pytest.raises(ValueError, match="int4: must be one of float32, int8"):

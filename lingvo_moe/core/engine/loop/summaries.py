@@ -51,7 +51,7 @@ class Summaries:
 
     @functools.cached_property
     def _writer(self) -> Any:
-        """Of the event files; made when it is first needed, so that a start that is refused leaves none."""
+        """The writer of event files; made when it is first needed, so that a start that is refused leaves none."""
         return tf.summary.create_file_writer(self._directory)
 
     def __enter__(self) -> "Summaries":

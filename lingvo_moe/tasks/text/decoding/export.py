@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe import __version__
 from lingvo_moe.core.files.copies import upload
 from lingvo_moe.core.files.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.files.manifest import write_manifest
 from lingvo_moe.core.files.store import check_place, is_address
 from lingvo_moe.core.runs.directories import EXPORTED, check_replaceable
+from lingvo_moe.core.version import VERSION
 from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT, MANIFEST, quiet_absl
 
 
@@ -77,7 +77,7 @@ def export(
         file.parent.mkdir()
         content = {
             **(about or {}),
-            "version": __version__,
+            "version": VERSION,
             "languages": exported.languages,
             "options": {**vars(exported.options), "xla": exported.options.xla},
         }

@@ -12,12 +12,12 @@ from typing import ClassVar
 import tensorflow as tf
 import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
 
-from lingvo_moe import __version__
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.files.copies import local
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.files.store import check_place
 from lingvo_moe.core.kernels import eight_bit
+from lingvo_moe.core.version import VERSION
 
 # TensorFlow Serving hands what lies in assets.extra through and does not look at it.
 ABOUT = {"generate": "assets.extra/generator.json", "translate": "assets.extra/translator.json"}
@@ -62,7 +62,7 @@ class SavedFunctions:
             version = self.about.get("version", "an older version")
             raise ValueError(
                 f"--saved_model={path}: takes no {', '.join(lacking)}: it was exported by lingvo_moe {version}, and "
-                f"this is {__version__}; export it again (tools.export)"
+                f"this is {VERSION}; export it again (tools.export)"
             )
 
     def Inputs(self) -> Iterable[str]:
