@@ -111,7 +111,10 @@ def _define_filter_flags(flags: Flags) -> None:
         checks.Number(1),
     )
     flags.DEFINE_boolean(
-        "any_script", False, "keep texts in other scripts than the usual ones of their language"
+        "any_script",
+        False,
+        "keep texts in other scripts than the usual ones of their language, and files whose source and target seem to"
+        " be in each other's place",
     )
 
 

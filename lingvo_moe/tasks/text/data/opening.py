@@ -7,10 +7,11 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import zstandard
 
+from lingvo_moe.tasks.text.data.encodings import START, Utf8Lines, check_start
 from lingvo_moe.tasks.text.data.errors import DataError
 
 COMPRESSIONS = (".gz", ".zst")
@@ -18,16 +19,16 @@ MAX_LINE_BYTES = 20_000
 _BLOCK = 8192  # of compressed bytes: what they become is held in memory
 
 
-def open_binary(path: str | os.PathLike) -> BinaryIO:
+def open_binary(path: str | os.PathLike) -> io.BufferedReader:
     """A file for reading, decompressed on the way as its name says: .gz, .zst or neither.
 
     What is wrong with the compressed bytes is raised while reading: OSError, EOFError or zlib.error.
     """
     suffix = Path(path).suffix
     if suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path))
+        return cast(io.BufferedReader, gzip.open(path))
     if suffix == ".zst":
-        return cast(BinaryIO, io.BufferedReader(_ZstandardFile(path), 1 << 17))
+        return io.BufferedReader(_ZstandardFile(path), 1 << 17)
     return open(path, "rb")
 
 
@@ -41,11 +42,12 @@ def read_lines(
         `(number, None, reason)` for what cannot be used: 'too_long' or 'invalid_utf8'.
 
     Raises:
-        DataError: the file cannot be read, or its compressed data is damaged (naming the line).
+        DataError: the file cannot be read, its compressed data is damaged (naming the line), or it is no UTF-8.
     """
-    number = 0
+    number, lines = 0, Utf8Lines(path)
     try:
         with open_binary(path) as file:
+            check_start(path, file.peek(START)[:START])
             while line := file.readline(most + 1):
                 number += 1
                 if number == 1:
@@ -55,12 +57,11 @@ def read_lines(
                         line = file.readline(most + 1)
                     yield number, None, "too_long"
                     continue
-                try:
-                    text = line.decode("utf-8")
-                except UnicodeDecodeError:
+                if (text := lines.Decode(line)) is None:
                     yield number, None, "invalid_utf8"
                     continue
                 yield number, text.rstrip("\r\n"), ""
+        lines.Check()
     except (OSError, EOFError, zlib.error) as e:
         where = f"{path}:{number + 1}" if number else str(path)
         raise DataError(f"{where}: cannot be read, damaged or cut short: {e}") from e

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lingvo_moe.core.input.base_input import Progress, quiet
@@ -15,6 +15,7 @@ from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.file_list import check_languages, data_files, local_data
 from lingvo_moe.tasks.text.data.prepared import Prepared, content_digest, fingerprint
+from lingvo_moe.tasks.text.data.sides import Side, Words, swapped
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ def scan(
     """
     data_dir = local_data(data_dir)
     files, listed = data_files(data_dir, texts=field is not None)
+    if hidden := tsv.hidden_files(data_dir):
+        _log.warning("%s", hidden)
     prepared, tidied = Prepared.Of(files, listed), listed.tidied if listed else 0
     field = field or "text"
     check_languages(data_dir, languages, files)
@@ -71,6 +74,7 @@ def scan(
         pairs = {lang: prepared.pairs[lang] for lang in files}
         return Scan(files, pairs, {}, fingerprint(chosen), prepared, tidied=tidied)
     digests: dict[str, str] = {}
+    words: dict[str, list[Side]] = {}
     total, pairs = Counter[str](), {}
     for i, (lang, path) in enumerate(files.items()):
         progress(f"reading {lang} ({i + 1} of {len(files)} languages)")
@@ -78,13 +82,16 @@ def scan(
             listed.Verify([path])
         counts = Counter[str]()
         # The only pass that reports bad lines; later ones skip them silently.
-        for _ in tsv.read_pairs(path, counts, _log.warning, field):
-            pass
+        of_file = Words()
+        for pair in tsv.read_pairs(path, counts, _log.warning, field):
+            of_file.Add(*pair)
+        words[lang] = of_file.Shares()
         total += counts
         if counts["good"]:
             pairs[lang] = counts["good"]
         of_json = f" {field}" * (".jsonl" in path.suffixes)
         digests[lang] = content_digest(path) + of_json
+    _warn_of_sides(files, words)
     skipped = tsv.skipped_of(total)
     if not pairs:
         lines = sum(skipped.values())
@@ -95,3 +102,13 @@ def scan(
         raise DataError(f"no pairs in {str(data_dir)!r}: {why}; lines must be {right}")
     used = {lang: files[lang] for lang in pairs}
     return Scan(used, pairs, skipped, fingerprint(digests), None, field, tidied)
+
+
+def _warn_of_sides(files: Mapping[str, Path], words: Mapping[str, Sequence[Side]]) -> None:
+    langs = [lang for lang in words if not lang.lower().startswith("en")]
+    for i in swapped([words[lang] for lang in langs], "en"):
+        _log.warning(
+            "%s: source and target seem to be in each other's place: the source is English; lines must be"
+            " source<TAB>english",
+            files[langs[i]],
+        )

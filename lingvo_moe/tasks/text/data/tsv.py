@@ -21,6 +21,7 @@ from lingvo_moe.tasks.text.data.opening import MAX_LINE_BYTES, read_lines
 BAD_LINES_TOLD = 3
 LANGUAGE = r"[A-Za-z]{2,3}(?:[_-][A-Za-z0-9]+)*"
 _FILE = re.compile(rf"({LANGUAGE})\.tsv(?:\.gz|\.zst)?\Z")
+_DATA = re.compile(r"\.(tsv|txt|jsonl|ndjson)(\.gz|\.zst)?\Z")
 _LAYOUT = "expected files such as de.tsv.gz with lines of source<TAB>english"
 _TEXTS = re.compile(r"(.+?)\.(txt|jsonl)(?:\.gz|\.zst)?\Z")
 _TEXTS_LAYOUT = ", or of texts alone: NAME.txt, NAME.jsonl, plain, .gz or .zst"
@@ -60,7 +61,7 @@ def language_files(data_dir: str | os.PathLike, texts: bool = False) -> dict[str
         what = "is not a directory" if data_dir.exists() else "does not exist"
         raise DataError(f"data directory {str(data_dir)!r} {what}; {layout}")
     files: dict[str, Path] = {}
-    paths = [path for path in sorted(data_dir.iterdir()) if path.is_file()]
+    paths = [p for p in sorted(data_dir.iterdir()) if p.is_file() and not p.name.startswith(".")]
     name_of = text_name if texts and not any(map(language_of, paths)) else language_of
     for path in paths:
         lang = name_of(path)
@@ -74,6 +75,13 @@ def language_files(data_dir: str | os.PathLike, texts: bool = False) -> dict[str
     if not files:
         raise NoDataError(f"no data in {str(data_dir)!r}: {layout}")
     return files
+
+
+def hidden_files(directory: Path) -> str:
+    """A warning of the hidden files that would be data by their endings, as `._de.tsv`; '' if there are none."""
+    names = (p.name for p in sorted(directory.glob(".*")) if p.is_file())
+    names = [name for name in names if _DATA.search(name)]
+    return f"{directory}: hidden files are not read: {', '.join(names)}" if names else ""
 
 
 def read_pairs(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from lingvo_moe.tasks.text.data.encodings import check_start
+
 # Far more than any model translates. Of a longer line only the start is kept.
 MAX_LINE_BYTES = 1 << 20
 WARNINGS = 10
@@ -32,7 +34,10 @@ class Counts:
 
 
 def read_lines(source: BinaryIO) -> Iterator[Line]:
-    """Yields the lines of a stream. Only b'\\n' ends a line; a byte order mark at the very start is left out."""
+    """Yields the lines of a stream. Only b'\\n' ends a line; a byte order mark at the very start is left out.
+
+    Raises DataError: it is UTF-16 or UTF-32.
+    """
     is_first = True
     while text := source.readline(MAX_LINE_BYTES):
         is_cut = False
@@ -43,6 +48,7 @@ def read_lines(source: BinaryIO) -> Iterator[Line]:
                 break
             is_cut |= rest not in (b"\n", b"\r\n")
         if is_first:
+            check_start("the input", text)
             text = text.removeprefix(codecs.BOM_UTF8)
             is_first = False
         has_newline = rest.endswith(b"\n")

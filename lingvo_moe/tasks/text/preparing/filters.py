@@ -10,6 +10,7 @@ _SHORT = 20
 
 # By the order in which they are looked for; those of lines, those of pairs, and what is decided about good pairs.
 REASONS = {
+    "header": "a first line that names the columns",
     "no_tab": "a TSV line with too few columns",
     "bad_json": "a line that is no JSON object",
     "no_field": "a JSON object without source or target",

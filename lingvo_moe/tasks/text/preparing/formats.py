@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.opening import read_lines
@@ -33,7 +33,10 @@ def _read_lines(source: Source, fields: Fields) -> Iterator[ReadLine]:
         if text is None:
             yield bad(number, source.lang, reason)
         else:
-            yield from parse(number, text, source.lang)
+            try:
+                yield from parse(number, text, source.lang)
+            except DataError as e:
+                raise DataError(f"{source.path}:{number}: {e}") from None
 
 
 def _of_columns(fields: Fields) -> _Parse:
@@ -42,12 +45,31 @@ def _of_columns(fields: Fields) -> _Parse:
 
     def parse(number: int, text: str, lang: str | None) -> Iterable[ReadLine]:
         columns = text.split("\t", last + 1)
+        if number == 1 and _is_header(text.split("\t"), lang, fields):
+            return (bad(number, lang, "header"),)
         if len(columns) <= last:
             return (bad(number, lang, "no_tab"),)
         lang = lang or columns[at["lang"]].strip()
         return (pair(number, lang, columns[at["source"]], columns[at["target"]]),)
 
     return parse
+
+
+def _is_header(columns: Sequence[str], lang: str | None, fields: Fields) -> bool:
+    """Whether the first line names the columns. Raises DataError: others than those that are read."""
+    names = dict.fromkeys((*fields.target, fields.target_lang.lower()), "target")
+    names |= dict.fromkeys(fields.lang, "lang") | dict.fromkeys(fields.source, "source")
+    names |= {lang.lower(): "source"} if lang else {}
+    said = [names.get(column.strip().lower(), "_") for column in columns]
+    if not {"source", "target"} <= {*said}:
+        return False
+    read = [(name, other) for name, other in zip(fields.columns, said) if name != "_"]
+    if any(name != other for name, other in read):
+        raise DataError(
+            f"the first line names the columns {', '.join(columns)}, but they are read as {','.join(fields.columns)}:"
+            f" say --columns={','.join(said)}"
+        )
+    return True
 
 
 def _of_text(fields: Fields) -> _Parse:

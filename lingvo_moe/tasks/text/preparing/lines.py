@@ -17,7 +17,7 @@ class ReadLine(NamedTuple):
     # `source`, `target`: the texts; empty with a reason.
     source: str
     target: str
-    # 'no_tab', 'invalid_utf8', 'too_long_line', 'bad_json', 'no_field' or 'no_language'; '' for a pair.
+    # 'header', 'no_tab', 'invalid_utf8', 'too_long_line', 'bad_json', 'no_field' or 'no_language'; '' for a pair.
     reason: str = ""
 
 

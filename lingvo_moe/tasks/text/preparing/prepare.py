@@ -31,6 +31,7 @@ from lingvo_moe.tasks.text.data.made_once import clear_others, settings_key, wor
 from lingvo_moe.tasks.text.data.mixing import temperature_weights
 from lingvo_moe.tasks.text.data.scan import Scan
 from lingvo_moe.tasks.text.data.shards import PAIRS_PER_SHARD
+from lingvo_moe.tasks.text.data.sides import Side, swapped
 from lingvo_moe.tasks.text.data.tidying import KEYS, TIDIED
 from lingvo_moe.tasks.text.preparing import (
     language_stage as languages,
@@ -168,14 +169,25 @@ class _Preparation:
             for i, source in enumerate(self._found.train)
         ]
         self._parts = self._Stage(reading.read_stage, jobs, "reading, {} of {} sources", "lines")
-        for part in self._parts:
-            summary = json.loads((Path(part) / reading.SUMMARY).read_text())
+        summaries = [json.loads((Path(part) / reading.SUMMARY).read_text()) for part in self._parts]
+        self._CheckSides([summary["words"] for summary in summaries])
+        for summary in summaries:
             for warning in summary["warnings"]:
                 _log.warning("%s", warning)
             for side, characters in summary["characters"].items():
                 self._characters[side].update(characters)
             for lang, counts in summary["languages"].items():
                 _add(self._tables.setdefault(lang, reading.LanguageCounts()), counts)
+
+    def _CheckSides(self, words: Sequence[Sequence[Side]]) -> None:
+        """Raises DataError where a source has its sides in each other's place, unless --any_script is given."""
+        found = swapped(words, self._options.fields.target_lang)
+        if found and self._options.rules.check_script:
+            paths = ", ".join(self._found.train[i].path for i in found)
+            raise DataError(
+                f"{paths}: source and target seem to be in each other's place, by their frequent words: swap them"
+                " (--columns=target,source swaps them in all TSVs); --any_script reads them as they are"
+            )
 
     def _Place(self, stage: str, key: str) -> Path:
         """The directory of a stage's results for the settings of a key."""

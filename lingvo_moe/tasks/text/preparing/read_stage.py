@@ -18,6 +18,7 @@ from lingvo_moe.tasks.text.corpus import split
 from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.made_once import make_once
+from lingvo_moe.tasks.text.data.sides import Words
 from lingvo_moe.tasks.text.data.tidying import KEYS, sentence_key, tidy_text
 from lingvo_moe.tasks.text.preparing.filters import REASONS, Rules
 from lingvo_moe.tasks.text.preparing.formats import read_source
@@ -84,7 +85,7 @@ class _Reader:
         self._texts = defaultdict[str, list[str]](list)  # file name -> lines to write
         self._hashes = defaultdict[str, list[int]](list)
         self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
-        self._warnings: list[str] = []
+        self._words, self._warnings = Words(), list[str]()
         self._dev_keys: frozenset[int] | None = None
         if job.dev_keys:
             self._dev_keys = frozenset(np.fromfile(job.dev_keys, np.uint64).tolist())
@@ -110,6 +111,7 @@ class _Reader:
             "languages": {lang: vars(c) for lang, c in self._languages.items()},
             "characters": {side: "".join(sorted(c)) for side, c in self._characters.items()},
             "warnings": self._warnings,
+            "words": self._words.Shares(),
         }
         files.write_atomic(self._directory / SUMMARY, json.dumps(summary).encode())
 
@@ -122,6 +124,7 @@ class _Reader:
             return
         lang = line.lang or NO_LANGUAGE
         source, target = tidy_text(line.source), tidy_text(line.target)
+        self._words.Add(source, target)
         one_text = self._job.source.form == "txt"
         reason = self._job.rules.Reason(lang, source, target, one_text)
         if not reason and not tsv.fits(source, target):
@@ -163,7 +166,7 @@ class _Reader:
         self._hashes.clear()
 
 
-LINE_REASONS = ("no_tab", "bad_json", "no_field", "no_language", "invalid_utf8", "too_long_line")
+LINE_REASONS = tuple(REASONS)[: 1 + list(REASONS).index("too_long_line")]
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.file_list import LIST_KINDS, PREPARED_LIST, FileList
 from lingvo_moe.tasks.text.data.opening import COMPRESSIONS
-from lingvo_moe.tasks.text.data.tsv import LANGUAGE
+from lingvo_moe.tasks.text.data.tsv import LANGUAGE, hidden_files
 
 TFDS_FOLDER = "TranslateFolder:"
 _COLUMNS = ("lang", "source", "target", "_")
@@ -138,6 +138,7 @@ def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Found:
 
 def _of_directory(directory: Path, fields: Fields, notes: list[str]) -> list[Source]:
     entries = sorted(p for p in directory.iterdir() if not _IGNORED.match(p.name))
+    notes += filter(None, [hidden_files(directory)])
     own = ("dev", "vocab", "records") if (directory / PREPARED_LIST.summary).is_file() else ("dev",)
     for path in entries:
         if path.is_dir() and path.name not in own:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.quiet import quiet
+from lingvo_moe.tasks.text.data.encodings import START, check_start
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.preparing.lines import ReadLine, pairs_of_item
 from lingvo_moe.tasks.text.preparing.sources import TFDS_FOLDER, Fields, Source
@@ -25,6 +26,9 @@ def read_builder(name: str, fields: Fields) -> Iterator[ReadLine]:
         DataError: TFDS is not installed, there is no such builder, it has no such split or no translations, or its
             data is not there and cannot be got.
     """
+    for path in Source("tfds", name, None).files:
+        with open(path, "rb") as file:
+            check_start(path, file.read(START))
     builder = _builder(name)
     languages = _languages(builder)
     if fields.target_lang not in languages:
