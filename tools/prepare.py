@@ -200,6 +200,11 @@ def _options(args: Flags, experiment: Params | None) -> PrepareOptions:
     rows, texts = tuple[int, ...](), False
     if experiment is not None:
         sizes = {side: experiment.Get(f"{side}_vocab_size") for side in _SIZES}
+        if not {*_SIZES} <= {*experiment.cls.VOCAB_SETTINGS} and args.source_vocab_size:
+            raise ValueError(
+                f"--source_vocab_size={args.source_vocab_size}: has no effect with --model={args.model}, which has one"
+                " vocabulary, of --target_vocab_size"
+            )
         temperature, sentences = experiment.temperature, experiment.vocab_sentences
         rows = tuple(experiment.Get(name) for name in _ROWS if name in experiment)
         texts = len(rows) == 1
@@ -273,7 +278,7 @@ def _trainer_command(
     override = [
         experiment.cls.VOCAB_SETTINGS[side].format(most=size)
         for side, size in summary["vocabularies"].items()
-        if size != experiment.Get(f"{side}_vocab_size")
+        if side in experiment.cls.VOCAB_SETTINGS and size != experiment.Get(f"{side}_vocab_size")
     ]
     if args.temperature and args.temperature != experiment.temperature:
         override.append(f"input.temperature={args.temperature:g}")

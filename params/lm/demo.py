@@ -32,7 +32,6 @@ class Tiny(registry.Experiment):
 
     def Input(self) -> InstantiableParams:
         return LmInput.Params().Set(
-            source_vocab_size=400,
             target_vocab_size=self.Task().vocab_size,
             target_length=24,
             batch_size=8,
@@ -77,9 +76,7 @@ class MoEDemo(OpenModel):
 
     def Input(self) -> InstantiableParams:
         p = super().Input()
-        return p.Set(
-            source_vocab_size=4000, target_length=128, batch_size=16, vocab_sentences=60_000
-        )
+        return p.Set(target_length=128, batch_size=16, vocab_sentences=60_000)
 
     def Train(self) -> Params:
         return super().Train().Set(max_steps=1000, save_interval_steps=250)

@@ -25,6 +25,8 @@ def test_a_language_model_takes_texts_without_a_translation(tmp_path, capsys):
     about = json.loads((tmp_path / "data/prepared.json").read_text())["languages"]["ru"]
     assert about["dropped"] == {"empty": 1, "wrong_script": 1, "duplicate": 1}
     assert about["kept"] + about["dev"] == 900
+    models = [(tmp_path / f"data/vocab/{side}.model").read_bytes() for side in ("source", "target")]
+    assert models[0] == models[1]
     said = capsys.readouterr().out
     assert "\nrows of input.target_length=" in said and "source_length" not in said
     command = said.split("next: python -m lingvo_moe.trainer ")[1].splitlines()[0]
@@ -35,6 +37,9 @@ def test_a_language_model_takes_texts_without_a_translation(tmp_path, capsys):
     inputs = params.input.Instantiate()
     inputs.Prepare()
     assert next(iter(inputs)).ids.shape == (8, params.input.target_length)
+    assert prepare.main([*given, "--source_vocab_size=330"]) == 1
+    why = "--source_vocab_size=330: has no effect with --model=lm.Tiny, which has one vocabulary"
+    assert why in capsys.readouterr().err
     # Translation cannot use them.
     assert prepare.main([*given[:1], f"--output={tmp_path}/other", "--model=mt.M4Tiny"]) == 1
     assert "<lang>.txt, texts alone, with --model of a language model" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def text_batch(rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
 class LmInput(PackedInput):
     """The input of a language model: texts, or the target sides of pairs, so that one data directory serves both tasks.
 
-    The vocabularies are those of the data, that of the source is not used; or a checkpoint's tokenizer.json.
+    The vocabulary is that of the data's targets, or a checkpoint's tokenizer.json.
     """
 
     TOO_LONG: ClassVar[tuple[str, ...]] = ("split", *PackedInput.TOO_LONG)
@@ -55,7 +55,6 @@ class LmInput(PackedInput):
         "<lang>.tsv.gz files, or of texts in NAME.txt, NAME.jsonl, plain, .gz or .zst"
     )
     VOCAB_SETTINGS: ClassVar[Mapping[str, str]] = {
-        "source": "input.source_vocab_size={most}",
         "target": "input.target_vocab_size={most};task.vocab_size={most}",
     }
     ToBatch = staticmethod(text_batch)
@@ -63,6 +62,7 @@ class LmInput(PackedInput):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
+        p.OnlyWith("source_vocab_size", lambda p: f"cls={p.cls.__name__}")
         p.Define("text_field", "text", "The field with the text, in files of JSON.", checks.TEXT)
         return p
 

@@ -51,6 +51,16 @@ def test_rows_are_the_target_sides_packed(inputs, data_dir):
     assert set(texts) <= english
 
 
+def test_pairs_need_no_vocabulary_of_their_sources(inputs, data_dir):
+    assert inputs.vocabs.source is inputs.vocabs.target
+    made = [path.name for path in (data_dir.parent / "cache").glob("*.model")]
+    assert [name.partition("-")[0] for name in made] == ["target"]
+    assert inputs.records.Read(0, 0)[0].size == 0  # nor records of them
+    message = r"input\.source_vocab_size=300: has no effect with input\.cls=LmInput"
+    with pytest.raises(registry.RegistryError, match=message):
+        registry.GetParams("lm.Tiny", "input.source_vocab_size=300")
+
+
 def test_rows_of_two_processes_are_those_of_one(inputs):
     whole, parts = iter(inputs), [iter(inputs), iter(inputs)]
     parts[0].rows, parts[1].rows = range(3), range(3, 8)

@@ -242,10 +242,11 @@ class PackedInput(BaseInput):
                 flags=self._VocabFlags,
             )
             return cached_vocabularies(found, options, self._CacheDir(), progress)
+        sides = found.sides if p.vocab_dir else _SIDES
         if given is None:
             if found.prepared and not p.vocab_dir:
                 found.prepared.VerifyVocabularies()
-            vocabs = self._Load(directory, found.sides)
+            vocabs = self._Load(directory, sides)
         else:
             vocabs = NestedMap({side: open_vocabulary(given[side]) for side in _SIDES})
             if given["source"] == given["target"]:
@@ -321,7 +322,9 @@ class PackedInput(BaseInput):
     def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
         one = vocabs.source is vocabs.target
         wanted = {
-            side: self.p.Get(f"{side}_vocab_size") for side in _SIDES if side == "target" or not one
+            side: self.p.Get(f"{side}_vocab_size")
+            for side in self.VOCAB_SETTINGS
+            if side == "target" or not one
         }
         wrong = {side: vocabs[side] for side, size in wanted.items() if vocabs[side].size != size}
         if not wrong:

@@ -33,18 +33,19 @@ class Scan:
     prepared: Prepared | None = None
     field: str = "text"  # of files of JSON
     tidied: int = 0  # the version of tidy_text that the texts went through; 0: none
+    texts: bool = False  # whether targets alone are used, or texts without a source
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The sides that a vocabulary is trained for: texts alone have no source, and share one."""
-        texts = any(map(tsv.text_name, self.files.values()))
-        return ("target",) if texts else ("target", "source")
+        """The sides that a vocabulary is trained for."""
+        return ("target",) if self.texts else ("target", "source")
 
     def Pairs(self, lang: str) -> Iterator[tuple[str, str]]:
-        """The `(source, english)` pairs of a language, read again. Raises DataError: see tsv.read_pairs."""
+        """The `(source, english)` pairs of a language, read again; `("", text)` of texts. Raises DataError."""
         if self.prepared:  # no pass has looked at it
             self.prepared.listed.Verify([self.files[lang]])
-        yield from tsv.read_pairs(self.files[lang], field=self.field)
+        for source, target in tsv.read_pairs(self.files[lang], field=self.field):
+            yield "" if self.texts else source, target
 
 
 def scan(
@@ -61,7 +62,8 @@ def scan(
         DataError: see data_files, tsv.read_pairs and Prepared.Of; also an unknown language, or not one good pair.
     """
     data_dir = local_data(data_dir)
-    files, listed = data_files(data_dir, texts=field is not None)
+    texts = field is not None
+    files, listed = data_files(data_dir, texts=texts)
     if hidden := tsv.hidden_files(data_dir):
         _log.warning("%s", hidden)
     prepared, tidied = Prepared.Of(files, listed), listed.tidied if listed else 0
@@ -72,7 +74,7 @@ def scan(
     if prepared:
         chosen = {lang: prepared.digests[lang] for lang in files}
         pairs = {lang: prepared.pairs[lang] for lang in files}
-        return Scan(files, pairs, {}, fingerprint(chosen), prepared, tidied=tidied)
+        return Scan(files, pairs, {}, fingerprint(chosen), prepared, field, tidied, texts)
     digests: dict[str, str] = {}
     words: dict[str, list[Side]] = {}
     total, pairs = Counter[str](), {}
@@ -101,7 +103,7 @@ def scan(
             right = f"texts, those of JSON objects with a string in the field {field!r}"
         raise DataError(f"no pairs in {str(data_dir)!r}: {why}; lines must be {right}")
     used = {lang: files[lang] for lang in pairs}
-    return Scan(used, pairs, skipped, fingerprint(digests), None, field, tidied)
+    return Scan(used, pairs, skipped, fingerprint(digests), None, field, tidied, texts)
 
 
 def _warn_of_sides(files: Mapping[str, Path], words: Mapping[str, Sequence[Side]]) -> None:

@@ -26,7 +26,7 @@ from lingvo_moe.tasks.text.batches.records import Records, records_key, write_co
 from lingvo_moe.tasks.text.corpus import split
 from lingvo_moe.tasks.text.data import prepared
 from lingvo_moe.tasks.text.data.errors import DataError
-from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST, list_of
+from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST, list_of, write_listed
 from lingvo_moe.tasks.text.data.made_once import clear_others, settings_key, work_directory
 from lingvo_moe.tasks.text.data.mixing import temperature_weights
 from lingvo_moe.tasks.text.data.scan import Scan
@@ -256,7 +256,7 @@ class _Preparation:
                 "".join(sorted(self._characters[side])),
                 str(place / f"{side}.model"),
             )
-            for side in ("target", "source")
+            for side in (("target",) if self._options.fields.texts else ("target", "source"))
         ]
         made = self._Stage(
             tokens.vocabulary_stage, jobs, "training vocabularies, {} of {}", here=True
@@ -264,6 +264,8 @@ class _Preparation:
         failed = {job.side: e for job, e in zip(jobs, made) if isinstance(e, VocabularyTooLarge)}
         if failed:
             raise self._options.vocab.TooLarge(failed)
+        if self._options.fields.texts:  # a language model has one
+            write_listed(place / "source.model", (place / "target.model").read_bytes())
         self._vocabs: NestedMap = load_vocabularies(place)
 
     def _Records(self, directories: Mapping[str, str]) -> dict[str, list[str]]:
