@@ -33,7 +33,7 @@ from lingvo_moe.core.decode.ranges import BEAM_SIZE
 from lingvo_moe.core.files import files
 from tools import _cli
 
-PAGE = ROOT / "docs" / "quality.md"
+PAGE = ROOT / "docs" / "joeynmt.md"
 MODEL = "mt.M4Small"
 RECIPE = "task.dropout=0.0;task.repeat=False"  # less than one epoch: there is nothing to regularise
 _RATE = "task.optimizer.learning_rate"

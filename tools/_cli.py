@@ -270,7 +270,7 @@ def define_search_flags(flags: Flags, translates: bool = True) -> None:
         flags.DEFINE_integer("beam_size", None, help, BEAM_SIZE)
         help = "tokens of a line; longer ones are cut (default: 256)"
         flags.DEFINE_integer("max_source_length", None, help, LENGTH)
-        help = "length normalisation, 0 for none (default: 0.6)"
+        help = "length normalisation, 0 for none (default: the run's task.length_alpha; 0.6 where it has none)"
         flags.DEFINE_float("length_alpha", None, help, LENGTH_ALPHA)
         if translates:
             help = "tokens of a translation at most (default: 256)"

@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # they import NumPy or TensorFlow
 _DEVICES = 2
 # An untrained model translates nothing, and its beams end late: a few lines of each language show it.
 _UNTRAINED_LINES = 4
-# After so little training short translations are too likely: with 0.6 the mean chrF of 12 languages was 1.7 lower.
-_LENGTH_ALPHA = 1.5
 
 
 def define_flags() -> Flags:
@@ -131,9 +129,7 @@ class Demo:
         from lingvo_moe.tasks.text.decoding import export
         from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
-        options = translator.TranslateOptions(
-            max_source_length=64, max_length=48, rows=32, length_alpha=_LENGTH_ALPHA
-        )
+        options = translator.TranslateOptions(max_source_length=64, max_length=48, rows=32)
         devset = DevSet(self._corpus, self._args.max_per_language)
         pairs = scoring.count_train_pairs(self._corpus, devset.languages)
         model, about = translator.load_translator(

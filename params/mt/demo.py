@@ -26,6 +26,8 @@ class M4Demo(registry.Experiment):
     """The family's shape at a size that two CPU cores train in minutes: 4 layers, 8 experts."""
 
     STEPS = 3000
+    # After so little training short translations are too likely: with 0.6 the mean chrF of 12 languages was 1.7 lower.
+    LENGTH_ALPHA = 1.5
 
     def LearningRate(self) -> InstantiableParams:
         """The schedule, of a short run with a known end: Adafactor's rate is relative to a weight's size."""
@@ -47,6 +49,7 @@ class M4Demo(registry.Experiment):
             repeat="auto",
             # The demo sees less than one epoch: there is nothing to regularise.
             dropout=0.0,
+            length_alpha=self.LENGTH_ALPHA,
             optimizer=Adafactor.Params().Set(learning_rate=self.LearningRate()),
         )
         # The paper's balance loss is 1/640 of this at 8 experts: too weak for a router's first steps.
@@ -82,6 +85,7 @@ class M4Small(M4Demo):
     """
 
     STEPS = 20_000
+    LENGTH_ALPHA = 0.6
 
     def LearningRate(self) -> InstantiableParams:
         return InverseSqrt.Params().Set(value=0.06, warmup_steps=100, decay_start=300)
@@ -114,6 +118,7 @@ class M4Tiny(M4Demo):
     """Seconds, not minutes: for tests and for trying things out."""
 
     STEPS = 20
+    LENGTH_ALPHA = 0.6
 
     def LearningRate(self) -> InstantiableParams:
         return SqrtDecay.Params().Set(multiplier=1.0, constant_steps=1000)

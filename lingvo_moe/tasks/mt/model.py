@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import scoped, updates_of, within
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
+from lingvo_moe.core.decode.ranges import LENGTH_ALPHA
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import masks, softmax
@@ -41,6 +42,12 @@ class MtModel(MtTask):
             choices=ROUTERS,
         )
         p.OnlyWith("decoder_router", experts.without_experts)
+        p.Define(
+            "length_alpha",
+            0.6,
+            "The exponent by which translations' scores are normalised by length; 0 for none.",
+            LENGTH_ALPHA,
+        )
         for name in ("model_dim", "num_experts"):
             p.Derive(f"decoder_router.{name}", name)
         return p

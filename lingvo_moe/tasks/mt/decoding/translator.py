@@ -10,7 +10,7 @@ or 32 (docs/speed.md).
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -38,6 +38,7 @@ from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID
 
+_LENGTH_ALPHA = 0.6  # for a model that says nothing
 _SMALLEST_BUCKET = 8
 _SOURCE_STEP = 16  # tokens: what the rows of a batch are padded to a multiple of, not under XLA
 _MOST_TOKENS = 2048  # of the sources of a batch, not under XLA
@@ -53,7 +54,7 @@ class TranslateOptions:
     Attributes:
         beam_size: hypotheses of the beam; 1 is greedy search.
         top_k: K, translations returned for a line, at most beam_size. With 1 the search stops soonest.
-        length_alpha: exponent of the length normalisation.
+        length_alpha: exponent of the length normalisation; None: the model's, which a Translator fills in.
         max_source_length: tokens of a line, EOS included; the rest is cut off and reported.
         max_length: tokens of a translation, EOS included. A line of n tokens gets at most 2 n + 10.
         rows: R, the most lines translated at once, more take turns; None: 8 under XLA, else 32.
@@ -67,7 +68,7 @@ class TranslateOptions:
 
     beam_size: int = 4
     top_k: int = 1
-    length_alpha: float = 0.6
+    length_alpha: float | None = None
     max_source_length: int = 256
     max_length: int = 256
     rows: int | None = None
@@ -100,7 +101,8 @@ class TranslateOptions:
     def Search(self) -> SearchOptions:
         """The options of the beam search."""
         beam_size = self.top_k if self.sampling else self.beam_size
-        return SearchOptions(beam_size, self.top_k, self.length_alpha, BOS_ID, EOS_ID, PAD_ID)
+        alpha = _LENGTH_ALPHA if self.length_alpha is None else self.length_alpha
+        return SearchOptions(beam_size, self.top_k, alpha, BOS_ID, EOS_ID, PAD_ID)
 
     def Buckets(self) -> list[int]:
         """Source lengths that are compiled: powers of two, and the longest."""
@@ -147,7 +149,11 @@ class Translator(Exportable):
         shortlist: Shortlist | None = None,
     ):
         super().__init__(name="translator")
-        self.options = o = options or TranslateOptions()
+        o = options or TranslateOptions()
+        if o.length_alpha is None:
+            own = model.p.length_alpha if "length_alpha" in model.p else _LENGTH_ALPHA
+            o = replace(o, length_alpha=own)
+        self.options = o
         self._languages = tuple(languages)
         self.traces = 0  # of searches; grows no more once `translate` was traced
         self._tidied = vocabs.get("tidied", 0)

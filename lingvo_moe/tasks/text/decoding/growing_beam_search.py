@@ -222,7 +222,7 @@ class GrowingBeamSearch(FlatBeamSearch):
 
 
 def log_sum_exp(logits_RV: tf.Tensor, best_R: tf.Tensor) -> tf.Tensor:
-    """What makes log-probabilities of logits, [R,1], bit-identical in every batch; `best_R` are the largest logits."""
+    """The log-sum-exp of logits, [R,1], bit-identical in every batch; `best_R` are the largest logits."""
     # The probability of the largest logit is never too small to be one.
     largest_R = tf.reduce_max(tf.nn.softmax(logits_RV), 1)
     return best_R[:, tf.newaxis] - batch_independent(tf.math.log, largest_R[:, tf.newaxis])

@@ -8,9 +8,10 @@ import sentencepiece
 import toy_translation as toy
 from numpy.testing import assert_array_equal
 
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator, load_translator
 
 # Under XLA two buckets, 8 and 16; compiling one is a second.
 OPTIONS = TranslateOptions(
@@ -159,3 +160,14 @@ def test_drawn_translations_depend_on_line_and_seed_alone(vocab, lines):
     assert together.translations[30:32] == [["", ""]] * 2 and not together.scores[30:32].any()
     with pytest.raises(ValueError, match="sampling is for TensorFlow's own kernels"):
         replace(OPTIONS, sampling=Sampling(temperature=1.0))
+
+
+def test_scores_are_normalised_as_the_run_says(tmp_path, vocab):
+    """For every command, since an option that is not given stays None."""
+    assert make(vocab, TENSORFLOW).options.length_alpha == 0.6
+    toy.save_run(tmp_path, vocab, more=f"{toy.SMALL};task.length_alpha=1.25")
+    for given, alpha in ((None, 1.25), (0.0, 0.0)):
+        translator, _ = load_translator(tmp_path, replace(TENSORFLOW, length_alpha=given))
+        assert translator.options.length_alpha == alpha
+        assert translator.options.Search().length_alpha == alpha
+    assert registry.GetParams("mt.M4Demo").task.length_alpha == 1.5
