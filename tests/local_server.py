@@ -73,7 +73,7 @@ class Echo:
             translations=[[text] for text in texts],
             scores=np.zeros([count, 1]),
             truncated=[False] * count,
-            finished=[b"end" in line for line in lines],
+            about=[{"finished": b"end" in line} for line in lines],
         )
 
     def Stream(self, prompt, settings):
@@ -84,7 +84,7 @@ class Echo:
                 raise BaseException("panicked at main.rs")
             yield f" {word}", None
             assert self.gate.wait(20)
-        yield "", settings.max_tokens > 5
+        yield "", SimpleNamespace(About=lambda: {"finished": settings.max_tokens > 5})
 
 
 @dataclass

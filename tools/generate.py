@@ -5,19 +5,26 @@
 
 A prompt is a line, or in a JSON object (--field). Its continuation is the most likely next token, again and again; or
 with --temperature one that is drawn; or with --beam_size the most likely text that a beam search finds. It ends where
-the model ends the text, or after --max_tokens. A text depends on its prompt, the number of its line and --seed, not on
-other lines. With --json a line is an object: prompt, text, tokens, finished (whether the model ended the text).
+the model ends the text, before a --stop, or after --max_tokens. A text depends on its prompt, the number of its line
+and --seed, not on other lines. With --json a line is an object: prompt, text, tokens and prompt_tokens (how many they
+are), finish_reason ("stop" where the model or a --stop ended the text, or "length"), finished (whether it was "stop"),
+and with --logprobs each token; with --n, samples is a list of such objects without the prompt.
 """
 
 import itertools
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.decoding.line_stream import Line
 
 from . import _cli, _lines
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from lingvo_moe.tasks.lm.saved_generator import Continuation
 
 _INTEGERS = {
     "max_tokens": "new tokens at most",
@@ -27,6 +34,8 @@ _INTEGERS = {
 _NUMBERS = {
     "temperature": "draw tokens, by logits divided by this; 0: take the most likely one",
     "top_p": "draw one of the fewest tokens that have this probability together",
+    "min_p": "draw only tokens with at least this share of the likeliest one's probability; 0: all",
+    "repetition_penalty": "divide the logits of tokens that the prompt or the text has; 1: nothing",
 }
 
 
@@ -40,9 +49,16 @@ def define_flags() -> Flags:
         flags.DEFINE_integer(name, getattr(defaults, name), help, Sampling.RANGES[name])
     for name, help in _NUMBERS.items():
         flags.DEFINE_float(name, getattr(defaults, name), help, Sampling.RANGES[name])
+    flags.DEFINE_multi_string("stop", "a text that ends the continuation, which is without it")
+    flags.DEFINE_boolean("logprobs", False, "with --json: each token and its log-probability")
+    flags.DEFINE_integer(
+        "n", 1, "with --json and --temperature: samples of each prompt", checks.SIZE
+    )
     _cli.define_search_flags(flags, translates=False)
-    flags.OnlyWith("top_k top_p seed", "nothing is drawn", temperature=True)
-    flags.OnlyWith("temperature", "a beam search draws nothing", beam_size=(None, 1))
+    flags.OnlyWith("top_k top_p min_p seed n", "nothing is drawn", temperature=True)
+    flags.OnlyWith("logprobs n", "a line has one text", json=True)
+    not_of_a_beam = "temperature repetition_penalty stop logprobs"
+    flags.OnlyWith(not_of_a_beam, "a beam search has none of these", beam_size=(None, 1))
     return flags
 
 
@@ -51,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.length_alpha is not None and (args.beam_size or 1) == 1:
         given = f"--length_alpha={args.length_alpha}"
         args.Fail(f"{given} goes with a --beam_size of 2 or more: greedy search has one text")
+    if why := Sampling.RANGES["stop"](args.stop):
+        args.Fail(f"--stop={args.stop}: {why}")
     return _cli.attempt("generate", lambda: _run(args))
 
 
@@ -59,17 +77,19 @@ def _run(args: Flags) -> int:
         _cli.load_tensorflow()
         generator, _ = _cli.open_generator(args, args.max_tokens)
         numbers, texts_of = itertools.count(), _lines.text_reader(args)
-        settings = {name: getattr(args, name) for name in (*_INTEGERS, *_NUMBERS)}
+        settings = {name: getattr(args, name) for name in (*_INTEGERS, *_NUMBERS, "logprobs")}
+        settings["stop"] = tuple(args.stop)
 
         def answer(lines: list[Line]) -> list[tuple[str, str]]:
             prompts = texts_of(lines)
-            each = [Sampling(**settings, number=next(numbers)) for _ in lines]
-            out = generator.Generate(prompts, each)
-            texts = out.texts
+            repeated = [prompt for prompt in prompts for _ in range(args.n)]
+            each = [Sampling(**settings, number=next(numbers)) for _ in repeated]
+            found = generator.Generate(repeated, each)
+            samples = [found[i : i + args.n] for i in range(0, len(found), args.n)]
+            texts = [some[0].text for some in samples]
             if args.json:
-                columns = zip(prompts, out.texts, out.tokens, out.finished, strict=True)
-                texts = [_as_json(*column) for column in columns]
-            cut = (line.is_cut or truncated for line, truncated in zip(lines, out.truncated))
+                texts = [_as_json(*one) for one in zip(prompts, samples, strict=True)]
+            cut = (line.is_cut or some[0].truncated for line, some in zip(lines, samples))
             return [(text, _TOO_LONG if was else "") for text, was in zip(texts, cut)]
 
         return _lines.answer_all("generate", args, answer, source, sink)
@@ -78,9 +98,10 @@ def _run(args: Flags) -> int:
 _TOO_LONG = "is too long: its beginning is not read"
 
 
-def _as_json(prompt: bytes, text: str, tokens: int, finished: bool) -> str:
-    shown: dict[str, object] = {"prompt": prompt.decode("utf-8", "replace"), "text": text}
-    shown |= {"tokens": int(tokens), "finished": bool(finished)}
+def _as_json(prompt: bytes, samples: Sequence["Continuation"]) -> str:
+    each = [{"text": one.text, **one.About()} for one in samples]
+    found: dict[str, object] = each[0] if len(each) == 1 else {"samples": each}
+    shown = {"prompt": prompt.decode("utf-8", "replace"), **found}
     return json.dumps(shown, ensure_ascii=False)
 
 

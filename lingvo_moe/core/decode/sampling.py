@@ -44,6 +44,20 @@ def sample(logits_BV: tf.Tensor, settings: NestedMap, step: tf.Tensor) -> tf.Ten
     return tf.where(greedy_B | none_B, tf.argmax(logits_BV, 1, output_type=tf.int32), found_B)
 
 
+def penalized(logits_BV: tf.Tensor, seen_BV: tf.Tensor, penalty_B: tf.Tensor) -> tf.Tensor:
+    """Logits by the repetition penalty of Sampling: of the tokens that are `seen`, bool."""
+    penalty_B1 = penalty_B[:, tf.newaxis]
+    less_BV = tf.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+    return tf.where(seen_BV, less_BV, logits_BV)
+
+
+def above(logits_BV: tf.Tensor, min_p_B: tf.Tensor, temperature_B: tf.Tensor) -> tf.Tensor:
+    """Logits, -inf for tokens with less than a share `min_p` of the likeliest one's probability at this temperature."""
+    below_B = tf.where(min_p_B > 0, temperature_B * tf.math.log(min_p_B), float("-inf"))
+    least_B = tf.reduce_max(logits_BV, 1) + below_B
+    return tf.where(logits_BV >= least_B[:, tf.newaxis], logits_BV, float("-inf"))
+
+
 def _largest(logits_BV: tf.Tensor, settings: NestedMap) -> tf.Tensor:
     """The logits, -inf for those that top_k and top_p leave out."""
     all_V = dim(logits_BV, 1)

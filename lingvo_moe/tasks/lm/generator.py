@@ -101,6 +101,8 @@ class Generator(Exportable, Texts):
             prompt = [ids, number]
         else:
             self._tokenizer = tokenizer(vocab)
+            ids = [tf.TensorSpec([None], tf.int32, "ids")]
+            self.pieces = _function(self._tokenizer.id_to_string, ids)
             prompt = [tf.TensorSpec([None], tf.string, "text")]
         self._takes = len(prompt)
         if size > model.p.vocab_size:
@@ -115,9 +117,13 @@ class Generator(Exportable, Texts):
         samples = o.beam_size == 1
         names = list(SETTINGS) if samples else ["max_tokens"]
         specs = [tf.TensorSpec([None, *SETTINGS[n].shape], SETTINGS[n].dtype, n) for n in names]
-        self.generate = _function(self._Generate, [*prompt, *specs])
-        if samples:  # a beam has no token before its end
-            self.begin = _function(self._Begin, [*prompt, *specs])
+        self._arguments = lambda: [*prompt, *specs]
+        self.generate = _function(self._Generate, self._arguments())
+
+    def Prepare(self) -> None:
+        """Makes the functions `begin` and `more`, whose trace takes time, of a stream; a beam has none."""
+        if self.options.beam_size == 1 and self.begin is None:
+            self.begin = _function(self._Begin, self._arguments())
             self.begin.get_concrete_function()  # which says what `more` takes
             ids = tf.TensorSpec([None, None], tf.int32)
             self.more = _function(self._More, [ids, *self._specs()])
@@ -135,15 +141,17 @@ class Generator(Exportable, Texts):
                 prompt, in the order of SETTINGS; only max_tokens with a beam.
 
         Returns:
-            texts: string [N], the continuations; with a tokenizer.json `ids` instead, int32 [N,max_length];
-            tokens: int32 [N], of how many tokens; finished: bool [N], whether the model ended the text, not
-            max_tokens; truncated: bool [N], whether the prompt was too long.
+            texts: string [N], the continuations, unless there is a tokenizer.json; ids: int32 [N,T], their tokens;
+            tokens: int32 [N], how many; finished: bool [N], whether the model ended the text, not max_tokens;
+            truncated: bool [N], whether the prompt was too long; prompt_tokens: int32 [N], of how many tokens it was
+            read; without a beam log_probs: float32 [N,T], of each token.
         """
         ids, truncated = self._Ids(*given[: self._takes])
         settings = given[self._takes :]
         lengths = tf.cast(ids.row_lengths(), tf.int32)
         order = tf.argsort(lengths, direction="DESCENDING", stable=True)
         n = tf.shape(lengths)[0]
+        longest = tf.reduce_max(tf.concat([self._Settings(settings)[0], [0]], 0))
 
         def one(start: tf.Tensor, *found: tf.Tensor) -> tuple:
             now = order[start : start + self.options.rows]
@@ -152,24 +160,32 @@ class Generator(Exportable, Texts):
             ids_RP = tf.gather(ids, now).to_tensor()
             most, own = self._Settings([tf.gather(x, now) for x in settings])
             new = self._search().Search(self._weights.Tensors(), ids_RP, most, own)
-            values = (self._Found(ids_RP, new), new.lengths_B, new.finished_B)
+            values = self._Found(ids_RP, new, longest)
             at = now[:, tf.newaxis]
-            each = zip(found, values, strict=True)
+            each = zip(found, values.values(), strict=True)
             return start + tf.shape(now)[0], *(
                 tf.tensor_scatter_nd_update(x, at, y) for x, y in each
             )
 
-        texts = (
-            tf.zeros([n, self.options.max_length], tf.int32)
-            if self.vocabulary
-            else tf.fill([n], "")
-        )
-        nothing = texts, tf.zeros([n], tf.int32), tf.zeros([n], tf.bool)
+        nothing = {
+            name: tf.fill([n, longest][:rank], tf.constant(empty))
+            for name, (rank, empty) in self._columns.items()
+        }
         _, *found = tf.while_loop(
-            lambda start, *_: start < n, one, (tf.constant(0), *nothing), parallel_iterations=1
+            lambda start, *_: start < n,
+            one,
+            (tf.constant(0), *nothing.values()),
+            parallel_iterations=1,
         )
-        names = ("ids" if self.vocabulary else "texts", "tokens", "finished")
-        return {**dict(zip(names, found, strict=True)), "truncated": truncated}
+        each = dict(zip(nothing, found, strict=True))
+        return {**each, "truncated": truncated, "prompt_tokens": lengths - 1}
+
+    @property
+    def _columns(self) -> dict[str, tuple[int, Any]]:
+        """The names of what is found of each prompt, with the rank of the tensor and its empty value."""
+        texts = {} if self.vocabulary else {"texts": (1, "")}
+        log_probs = {"log_probs": (2, 0.0)} if self.options.beam_size == 1 else {}
+        return {**texts, "ids": (2, 0), "tokens": (1, 0), "finished": (1, False), **log_probs}
 
     def _Ids(self, prompt: tf.Tensor, *lengths: tf.Tensor) -> tuple[tf.RaggedTensor, tf.Tensor]:
         """BOS and the tokens of each prompt, and whether its first ones were left out."""
@@ -192,12 +208,22 @@ class Generator(Exportable, Texts):
         rest = dict(zip(list(SETTINGS)[1:], values[1:]))
         return most, NestedMap(rest) if rest else None
 
-    def _Found(self, ids_RP: tf.Tensor, new: NestedMap) -> tf.Tensor:
-        """The text of the new tokens: what the text of all has more than the prompt's; with a tokenizer.json, ids."""
-        if self.vocabulary:
-            left = self.options.max_length - tf.shape(new.ids_BT)[1]
-            ids = tf.pad(new.ids_BT, [[0, 0], [0, tf.maximum(left, 0)]])
-            return ids[:, : self.options.max_length]
+    def _Found(self, ids_RP: tf.Tensor, new: NestedMap, longest: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The `_columns` of the new tokens, of T = longest."""
+
+        def wide(x: tf.Tensor) -> tf.Tensor:
+            missing = tf.maximum(longest - tf.shape(x)[1], 0)
+            return tf.pad(x, [[0, 0], [0, missing]])[:, :longest]
+
+        found = {"ids": wide(new.ids_BT), "tokens": new.lengths_B, "finished": new.finished_B}
+        if not self.vocabulary:
+            found["texts"] = self._TextOf(ids_RP, new)
+        if "log_probs_BT" in new:
+            found["log_probs"] = wide(new.log_probs_BT)
+        return {name: found[name] for name in self._columns}
+
+    def _TextOf(self, ids_RP: tf.Tensor, new: NestedMap) -> tf.Tensor:
+        """The text of the new tokens: what the text of all has more than the prompt's."""
         tokens = tf.RaggedTensor.from_tensor(new.ids_BT, new.lengths_B)
         prompt = tf.RaggedTensor.from_tensor(ids_RP[:, 1:])
         before = self._tokenizer.detokenize(prompt)
@@ -206,24 +232,22 @@ class Generator(Exportable, Texts):
         return tf.strings.substr(whole, start, tf.strings.length(whole) - start)
 
     def _Begin(self, *given: tf.Tensor) -> list[tf.Tensor]:
-        """The arguments of `more` to continue one prompt; arguments as `_Generate`."""
-        ids, _ = self._Ids(*given[: self._takes])
+        """The arguments of `more` to continue one prompt, and whether it was too long; arguments as `_Generate`."""
+        ids, truncated = self._Ids(*given[: self._takes])
         ids_RP = ids.to_tensor()
         most, own = self._Settings(given[self._takes :])
         search = self._search().Begin(self._weights.Tensors(), ids_RP, most, own)
         specs = self._search().Specs(search)
         self._structure, self._specs = lambda: search, lambda: specs
-        return [ids_RP, *search.Flatten()]
+        return [ids_RP, *search.Flatten()], truncated[0]
 
     def _More(self, ids_RP: tf.Tensor, *state: tf.Tensor) -> tuple:
-        """One more token. Returns what it takes itself, the text or ids so far, and whether it is all, and finished."""
+        """One more token. Returns what it takes itself, what `_Generate` returns so far, and whether that is all."""
         search = self._structure().Pack(list(state))
         search, new, over = self._search().More(self._weights.Tensors(), search)
         new = new.Transform(lambda x: x[:1])
-        found = self._Found(ids_RP, new)[0]
-        if self.vocabulary:
-            found = found[: new.lengths_B[0]]
-        return [ids_RP, *search.Flatten()], found, over, new.finished_B[0]
+        found = self._Found(ids_RP, new, new.lengths_B[0])
+        return [ids_RP, *search.Flatten()], found, over
 
 
 def load_generator(

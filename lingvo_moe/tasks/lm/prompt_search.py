@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.decode import sampling
-from lingvo_moe.core.decode.flat_beam_search import SearchOptions, StepFn
+from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions, StepFn
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap, map_structure
@@ -37,6 +37,29 @@ class LanguageModel(Protocol):
     ) -> tuple[tf.Tensor, Any]: ...
 
 
+class _Drawing(GrowingBeamSearch):
+    """The search for drawn tokens, which keeps the log-probability of each: the newest's is `log_prob_B` of caches."""
+
+    STATE_LETTERS = NestedMap(FlatBeamSearch.STATE_LETTERS, log_probs_BS="BS")
+
+    def Start(self, max_lengths_B: tf.Tensor, steps: int | None = None) -> NestedMap:
+        state = super().Start(max_lengths_B, steps)
+        return NestedMap(state, log_probs_BS=tf.zeros_like(state.ids_BS, tf.float32))
+
+    def Step(self, step_fn: StepFn, state: NestedMap, cache: Any) -> tuple[NestedMap, Any]:
+        now_S = tf.range(dim(state.ids_BS, 1)) == state.time
+        state, cache = super().Step(step_fn, state, cache)
+        newest_BS = tf.where(now_S, cache.log_prob_B[:, tf.newaxis], state.log_probs_BS)
+        return NestedMap(state, log_probs_BS=newest_BS), cache
+
+    def Results(self, state: NestedMap) -> NestedMap:
+        return NestedMap(super().Results(state), log_probs_BKT=state.log_probs_BS[:, tf.newaxis])
+
+    def _NothingFound(self, max_lengths_B: tf.Tensor) -> NestedMap:
+        found = super()._NothingFound(max_lengths_B)
+        return NestedMap(found, log_probs_BKT=tf.zeros_like(found.ids_BKT, tf.float32))
+
+
 class PromptSearch:
     """A model and the search for continuations, in TensorFlow's own kernels; methods run inside of a tf.function.
 
@@ -52,7 +75,8 @@ class PromptSearch:
     ):
         self._model, self._o, self._allowed_V = model, options, allowed_V
         # At the limit the search ends a text with EOS, which is not one of the new tokens.
-        self._search = GrowingBeamSearch(most + 1, options, allowed_V)
+        kind = _Drawing if options.beam_size == 1 else GrowingBeamSearch
+        self._search = kind(most + 1, options, allowed_V)
 
     def Search(
         self, theta: NestedMap, ids_BP: tf.Tensor, most_B: tf.Tensor, settings: NestedMap | None
@@ -62,11 +86,12 @@ class PromptSearch:
         Args:
             ids_BP: int32, BOS and the prompts.
             most_B: int32, the largest number of new tokens of each row.
-            settings: see `sampling.sample`; None: the most likely texts.
+            settings: see `sampling.sample`, with min_p and repetition_penalty, float32 [B]; None, with a beam: the most
+                likely texts.
 
         Returns:
             NestedMap of ids_BT, int32, PAD after the last; lengths_B, int32, without EOS; finished_B, bool: whether the
-            model ended the text, not the limit.
+            model ended the text, not the limit; and of what is drawn log_probs_BT, float32.
         """
         with use_mesh(single_device()), kernels.using(tensorflow):
             most_B, cache, letters = self._Start(theta, ids_BP, most_B, settings)
@@ -114,6 +139,7 @@ class PromptSearch:
             new = NestedMap(
                 ids_BKT=state.ids_BS[:, tf.newaxis, 1 : 1 + state.time],
                 lengths_BK=tf.where(over, state.ended_lengths_BJ, state.time + 1),
+                log_probs_BKT=state.log_probs_BS[:, tf.newaxis, : state.time],
             )
             return (
                 NestedMap(state=state, cache=cache),
@@ -123,7 +149,9 @@ class PromptSearch:
 
     def _Result(self, found: NestedMap, most_B: tf.Tensor) -> NestedMap:
         lengths_B = found.lengths_BK[:, 0] - 1
+        drawn = "log_probs_BKT" in found
         return NestedMap(
+            {"log_probs_BT": found.log_probs_BKT[:, 0]} if drawn else {},
             ids_BT=found.ids_BKT[:, 0],
             lengths_B=tf.maximum(lengths_B, 0),
             finished_B=lengths_B < most_B,
@@ -155,10 +183,18 @@ class PromptSearch:
         )
         if settings is not None:
             found.settings = settings.Transform(filled)
+            rows_BP = tf.zeros_like(ids_BP) + tf.range(dim(ids_BP, 0))[:, tf.newaxis]
+            at = tf.reshape(tf.stack([rows_BP, ids_BP], -1), [-1, 2])
+            nothing_BV = tf.zeros([dim(ids_BP, 0), self._allowed_V.size], tf.bool)
+            found.seen_BV = tf.tensor_scatter_nd_update(
+                nothing_BV, at, tf.fill(tf.shape(at)[:1], True)
+            )
+            found.log_prob_B = tf.zeros([dim(ids_BP, 0)])
         return most_B, found, letters
 
     def _Letters(self, samples: bool) -> NestedMap:
-        own = {"settings": sampling.LETTERS} if samples else {}
+        settings = NestedMap(sampling.LETTERS, min_p="B", repetition_penalty="B")
+        own = {"settings": settings, "seen_BV": "BV", "log_prob_B": "B"} if samples else {}
         return NestedMap(model=self._model.CacheLetters(), last="B", before="B", **own)
 
     def _Prefilled(self, theta: NestedMap, ids_BP: tf.Tensor, cache: Any) -> Any:
@@ -182,20 +218,36 @@ class PromptSearch:
             seen = tf.tile(first_S[tf.newaxis, tf.newaxis], [dim(mask, 0), J, 1])
             mask = tf.concat([seen, mask], 2)
             logits, model = self._model.ExtendStep(theta, ids, cache.model, before + time, mask)
-            logits, cache = logits[..., :size], NestedMap(cache, model=model)
+            cache = NestedMap(cache, model=model)
             if "settings" in cache:
-                logits = self._Drawn(logits, cache.settings, time)
-            return logits, cache
+                seen_BV = cache.seen_BV | (tf.range(size) == ids)
+                logits, log_prob_B = self._Drawn(logits[:, 0], seen_BV, cache.settings, time)
+                cache = NestedMap(cache, seen_BV=seen_BV, log_prob_B=log_prob_B)
+            return logits[..., :size], cache
 
         return step
 
-    def _Drawn(self, logits: tf.Tensor, settings: NestedMap, time: tf.Tensor) -> tf.Tensor:
-        """Logits [B,1,V] that are certain of the tokens drawn."""
-        o, token_V = self._o, np.arange(self._allowed_V.size)
+    def _Drawn(
+        self, all_BV: tf.Tensor, seen_BV: tf.Tensor, settings: NestedMap, time: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Logits [B,1,V] that are certain of the tokens drawn; the log-probabilities of these by all logits, [B]."""
+        o, size = self._o, self._allowed_V.size
+        token_V, penalty_B = np.arange(size), settings.repetition_penalty
         may_V = self._allowed_V & (token_V != o.pad_id) & (token_V != o.bos_id)
-        logits = tf.where(may_V | (token_V == o.eos_id), logits[:, 0], float("-inf"))
-        drawn_B = sampling.sample(logits, settings, time)
-        return tf.where(token_V == drawn_B[:, tf.newaxis], 0.0, _NOT_DRAWN)[:, tf.newaxis]
+        logits_BV = tf.where(may_V | (token_V == o.eos_id), all_BV[:, :size], float("-inf"))
+        logits_BV = tf.cond(
+            tf.reduce_any((penalty_B != 1.0) | (settings.min_p > 0)),
+            lambda: sampling.above(
+                sampling.penalized(logits_BV, seen_BV, penalty_B),
+                settings.min_p,
+                settings.temperature,
+            ),
+            lambda: logits_BV,
+        )
+        drawn_B = sampling.sample(logits_BV, settings, time)
+        log_prob_B = tf.gather(all_BV, drawn_B, batch_dims=1) - tf.reduce_logsumexp(all_BV, 1)
+        certain_BV = tf.where(token_V == drawn_B[:, tf.newaxis], 0.0, _NOT_DRAWN)
+        return certain_BV[:, tf.newaxis], log_prob_B
 
 
 def _steps(most_B: tf.Tensor) -> tf.Tensor:

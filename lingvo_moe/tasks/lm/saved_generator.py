@@ -1,7 +1,10 @@
 """Continuations of prompts by a Generator or by an exported one, called with Python values; the latter needs no JAX."""
 
+import dataclasses
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -22,8 +25,37 @@ SETTINGS = {
     "temperature": tf.TensorSpec([], tf.float32),
     "top_k": tf.TensorSpec([], tf.int32),
     "top_p": tf.TensorSpec([], tf.float32),
+    "min_p": tf.TensorSpec([], tf.float32),
+    "repetition_penalty": tf.TensorSpec([], tf.float32),
     "seed": tf.TensorSpec([2], tf.int32),
 }
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A text that continues a prompt.
+
+    Attributes:
+        text: without the prompt, and without what stopped it.
+        tokens: of how many tokens, those of what stopped it too.
+        prompt_tokens: of how many tokens the prompt was read.
+        finish_reason: 'stop' where the model ended the text, or one of `stop` did; 'length' after max_tokens.
+        truncated: whether the beginning of the prompt was left out.
+        logprobs: each token's piece and log-probability; None where they are not asked for.
+    """
+
+    text: str
+    tokens: int
+    prompt_tokens: int
+    finish_reason: str
+    truncated: bool
+    logprobs: list[tuple[str, float | None]] | None
+
+    def About(self) -> dict[str, Any]:
+        """All but the text and `truncated`, as JSON has it; logprobs where they are asked for."""
+        about = {"tokens": self.tokens, "finished": self.finish_reason == "stop"}
+        about |= {"finish_reason": self.finish_reason, "prompt_tokens": self.prompt_tokens}
+        return about if self.logprobs is None else {**about, "logprobs": self.logprobs}
 
 
 class Texts:
@@ -32,48 +64,59 @@ class Texts:
     NAME = "generate"
     options: Any
     generate: Any
-    begin: Any
-    more: Any
+    begin: Any = None
+    more: Any = None
+    pieces: Any = None  # from ids, where functions are of strings
     vocabulary: JsonVocabulary | None = None  # None: the functions are of strings
 
-    def Generate(self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]) -> NestedMap:
-        """Continues N prompts, each with its own settings.
+    def Prepare(self) -> None:
+        """Makes `begin` and `more`, where they are not there yet."""
 
-        Returns:
-            NestedMap(texts: list of str, tokens: int32 [N], finished: bool [N], truncated: bool [N]); see
-            Generator._Generate.
+    def Generate(
+        self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]
+    ) -> list[Continuation]:
+        """Continues N prompts, each with its own settings; those with stop strings one after the other.
 
-        Raises ValueError: samples are asked for of a beam search, or more tokens than options.max_length.
+        Raises ValueError: a setting that a beam search does not have, or more tokens than options.max_length.
         """
-        ids, arguments = self._Arguments(prompts, settings)
-        out = {name: value.numpy() for name, value in self.generate(*arguments).items()}
-        if self.vocabulary is None:
-            texts = [text.decode("utf-8", "replace") for text in out["texts"]]
-        else:
-            each = zip(ids, out.pop("ids"), out["tokens"], strict=True)
-            texts = [self._Text(prompt, new[:tokens]) for prompt, new, tokens in each]
-        return NestedMap(out, texts=texts)
+        self._Check(settings)
+        whole = [i for i, each in enumerate(settings) if not each.stop]
+        rows = self._Together([prompts[i] for i in whole], [settings[i] for i in whole])
+        found = dict(zip(whole, rows, strict=True))
+        for i in range(len(settings)):
+            if i not in found:
+                *_, (_, found[i]) = self.Stream(prompts[i], settings[i])
+        return [found[i] for i in range(len(settings))]
 
-    def Stream(self, prompt: str | bytes, settings: Sampling) -> Iterator[tuple[str, bool | None]]:
-        """Continues a prompt, and yields what text each step adds; and whether the model ended it, at the end, else
-        None.
+    def Stream(
+        self, prompt: str | bytes, settings: Sampling
+    ) -> Iterator[tuple[str, Continuation | None]]:
+        """Continues a prompt, and yields what text each step adds; and at the end the whole, else None.
+
+        Text that may be the beginning of a stop string comes when it is known to be none.
 
         Raises ValueError: as Generate, or options have a beam.
         """
+        self._Check([settings])
         if self.options.beam_size > 1:
             raise ValueError("a beam search has no text before its end: it cannot be streamed")
+        self.Prepare()
         ids, arguments = self._Arguments([prompt], [settings])
-        state, sent, over = self.begin(*arguments), "", False
-        while not over:
-            state, found, over, finished = self.more(*state)
-            if self.vocabulary is None:
-                whole = found.numpy().decode("utf-8", "replace")
-            else:
-                whole = self._Text(ids[0], found.numpy())
+        (state, truncated), sent, ends = self.begin(*arguments), 0, False
+        prompt_tokens = int(state[0].shape[1]) - 1
+        while not ends:
+            state, found, over = self.more(*state)
+            columns = {name: value.numpy() for name, value in found.items()}
+            columns |= {"truncated": [bool(truncated)], "prompt_tokens": [prompt_tokens]}
+            row = self._Row(ids[0] if ids else [], columns, 0, settings)
+            at = min((i for i in map(row.text.find, settings.stop) if i >= 0), default=-1)
+            ends = at >= 0 or bool(over)
+            if at >= 0:
+                row = dataclasses.replace(row, text=row.text[:at], finish_reason="stop")
             # The first bytes of a character that is not whole yet read as U+FFFD.
-            ready = whole if over else whole.rstrip("\ufffd")
-            yield ready[len(sent) :], bool(finished) if over else None
-            sent = ready if len(ready) > len(sent) else sent
+            ready = row.text if ends else _before_a_stop(row.text.rstrip("\ufffd"), settings.stop)
+            yield ready[sent:], row if ends else None
+            sent = max(sent, len(ready))
 
     def Translate(
         self, lines: Sequence[bytes], settings: Sequence[Sampling] | None = None
@@ -83,10 +126,46 @@ class Texts:
             settings = [Sampling(1)] * len(lines)
             if self.options.beam_size == 1:
                 list(self.Stream(lines[0], settings[0]))
-        out = self.Generate(lines, settings)
-        out.translations = [[text] for text in out.texts]
-        out.scores = [[0.0] for _ in out.texts]  # there are none
-        return out
+        rows = self.Generate(lines, settings)
+        return NestedMap(
+            translations=[[row.text] for row in rows],
+            scores=[[0.0] for _ in rows],  # there are none
+            truncated=[row.truncated for row in rows],
+            about=[row.About() for row in rows],
+        )
+
+    def _Together(
+        self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]
+    ) -> list[Continuation]:
+        """Generate, without stop strings."""
+        ids, arguments = self._Arguments(prompts, settings)
+        if not prompts:
+            return []
+        out = {name: value.numpy() for name, value in self.generate(*arguments).items()}
+        return [self._Row(ids[i] if ids else [], out, i, each) for i, each in enumerate(settings)]
+
+    def _Row(
+        self, prompt: Sequence[int], columns: Mapping[str, Any], i: int, settings: Sampling
+    ) -> Continuation:
+        """The continuation of the ids of a prompt, from row i of what `generate` returns."""
+        tokens, logprobs = int(columns["tokens"][i]), None
+        new = columns["ids"][i][:tokens].tolist()
+        if self.vocabulary is None:
+            text = columns["texts"][i].decode("utf-8", "replace")
+        else:
+            text = self._Text(prompt, new)
+        if settings.logprobs:
+            if self.vocabulary is None:
+                pieces = [
+                    piece.decode() for piece in self.pieces(tf.constant(new, tf.int32)).numpy()
+                ]
+            else:
+                pieces = self.vocabulary.Pieces(new)
+            each = zip(pieces, columns["log_probs"][i][:tokens].tolist())
+            logprobs = [(p, round(x, 6) if math.isfinite(x) else None) for p, x in each]
+        reason = "stop" if columns["finished"][i] else "length"
+        prompt_tokens, truncated = int(columns["prompt_tokens"][i]), bool(columns["truncated"][i])
+        return Continuation(text, tokens, prompt_tokens, reason, truncated, logprobs)
 
     def _Text(self, prompt: Sequence[int], new: Sequence[int]) -> str:
         """The text of new tokens: what the text of all has more than the prompt's."""
@@ -94,21 +173,23 @@ class Texts:
         before = self.vocabulary.Decode(prompt)
         return self.vocabulary.Decode([*prompt, *new])[len(before) :]
 
-    def _Arguments(
-        self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]
-    ) -> tuple[list[list[int]], list]:
-        """The ids that are read of each prompt, of a vocabulary; and what functions take."""
-        values = [utf8_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    def _Check(self, settings: Sequence[Sampling]) -> None:
+        """Raises ValueError as Generate."""
         most = self.options.max_length
         for each in settings:
             if each.max_tokens > most:
                 raise ValueError(
                     f"max_tokens={each.max_tokens} is more than the {most} that this generator was made for"
                 )
-            if self.options.beam_size > 1 and each.temperature:
-                raise ValueError(
-                    f"temperature={each.temperature} has no effect in a beam search; choose one of the two"
-                )
+            if self.options.beam_size > 1 and (names := each.NotOfABeam()):
+                value = getattr(each, names[0])
+                raise ValueError(f"{names[0]}={value} has no effect in a beam search; leave it out")
+
+    def _Arguments(
+        self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]
+    ) -> tuple[list[list[int]], list]:
+        """The ids that are read of each prompt, of a vocabulary; and what functions take."""
+        values = [utf8_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         rows = [each.Values() for each in settings]
         tensors = [
             tf.constant([row[i] for row in rows], spec.dtype, [len(values), *spec.shape])
@@ -136,6 +217,16 @@ class SavedGenerator(SavedFunctions, Texts):
             self.vocabulary.tidied = check_tidied(self.about.get("tidied", 0), path)
         if self.options.beam_size == 1:
             self.begin, self.more = self._loaded.begin, self._loaded.more
+        if self.vocabulary is None:
+            self.pieces = self._loaded.pieces
 
     def Inputs(self) -> list[str]:
         return [*SETTINGS][: 1 if self.options.beam_size > 1 else None]
+
+
+def _before_a_stop(text: str, stops: Sequence[str]) -> str:
+    """The text without the longest end that is the beginning of a stop string."""
+    for start in range(max(0, len(text) + 1 - max(map(len, stops), default=0)), len(text)):
+        if any(stop.startswith(text[start:]) for stop in stops):
+            return text[:start]
+    return text

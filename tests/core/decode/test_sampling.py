@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.decode.sampling import sample
+from lingvo_moe.core.decode.sampling import above, sample
 from lingvo_moe.core.nested_map import NestedMap
 
 V = 12
@@ -60,6 +60,14 @@ def test_a_row_draws_the_same_alone_and_other_steps_and_seeds_draw_others():
     mixed = NestedMap(_settings(64), temperature=tf.where(tf.range(64) < 9, 0.0, 1.0))
     got = sample(logits, mixed, tf.constant(0)).numpy()
     np.testing.assert_array_equal(got, [*best[:9], *first[9:]])
+
+
+def test_min_p_leaves_the_tokens_with_that_share_of_the_largest_probability():
+    logits = np.float32([[0.0, -1.0, -2.0, -3.0]] * 4)
+    min_p, temperature = np.float32([0.0, 0.3, 0.3, 1.0]), np.float32([1.0, 1.0, 2.0, 0.0])
+    left = np.isfinite(above(tf.constant(logits), min_p, temperature).numpy())
+    want = [[True] * 4, [True, True, False, False], [True, True, True, False], [True] + [False] * 3]
+    np.testing.assert_array_equal(left, want)
 
 
 def test_a_temperature_too_cold_for_float32_draws_the_likeliest_token():

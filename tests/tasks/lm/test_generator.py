@@ -1,5 +1,6 @@
 """Texts of a generator: the same alone, among others and token by token; a beam's are those of a plain search."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -24,7 +25,7 @@ from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
 from lingvo_moe.tasks.text.decoding.export import export
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
-from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, UNK_ID
+from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
 PROMPTS = ["red house", "", "open the green tree", "close stone", "edit \ud800 file"]
@@ -62,28 +63,30 @@ def next_logits(run):
             carry, _, _ = model.Forward().Run(theta, Context(batch))
             y = model.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
             logits = model.softmax.FProp(model._SoftmaxTable(theta), y)
-        return logits[0, -1, : vocab.size].numpy()
+        return logits[0, -1].numpy()
 
     return vocab, compute
 
 
 @pytest.mark.slow
 def test_a_text_is_the_same_alone_and_token_by_token(generator):
-    assert generator.Generate([], []).texts == []
+    assert generator.Generate([], []) == []
     kinds = (Sampling(20), Sampling(3), Sampling(20, 0.9, 0, 0.9, 7), Sampling(20, 2.0, 9, 1.0, 8))
     settings = [kinds[i % 4] for i in range(len(PROMPTS))]
     together = generator.Generate(PROMPTS, settings)
-    assert together.tokens[1] <= 3 and len(set(together.texts)) == len(PROMPTS)
+    assert together[1].tokens <= 3 and len({one.text for one in together}) == len(PROMPTS)
     encode = Vocabulary(toy_text.VOCAB).Encode
-    long = [len(encode(prompt.replace("\ud800", "\ufffd"))) > 6 for prompt in PROMPTS]
-    assert together.truncated.tolist() == long and any(long) and not all(long)
-    for i, (prompt, each) in enumerate(zip(PROMPTS, settings)):
-        alone = generator.Generate([prompt], [each])
-        assert alone.texts == together.texts[i : i + 1]
-        assert alone.finished[0] == together.finished[i] == (alone.tokens[0] < each.max_tokens)
+    lengths = [len(encode(prompt.replace("\ud800", "\ufffd"))) for prompt in PROMPTS]
+    assert [one.prompt_tokens for one in together] == [min(n, 6) for n in lengths]
+    assert [one.truncated for one in together] == [n > 6 for n in lengths]
+    assert min(lengths) <= 6 < max(lengths)
+    for prompt, each, one in zip(PROMPTS, settings, together):
+        assert generator.Generate([prompt], [each]) == [one]
+        ends = "stop" if one.tokens < each.max_tokens else "length"
+        assert one.finish_reason == ends
         parts = list(generator.Stream(prompt, each))
-        assert "".join(text for text, _ in parts) == together.texts[i]
-        assert [end for _, end in parts] == [None] * (len(parts) - 1) + [together.finished[i]]
+        assert "".join(text for text, _ in parts) == one.text
+        assert [end for _, end in parts] == [None] * (len(parts) - 1) + [one]
 
 
 def test_greedy_and_beam_search_are_those_over_the_whole_pass(run, generator, next_logits):
@@ -93,20 +96,77 @@ def test_greedy_and_beam_search_are_those_over_the_whole_pass(run, generator, ne
     start = [BOS_ID, *vocab.Encode(PROMPTS[0])]
     for size, made in ((1, generator), (3, beam)):
         (best,) = beam_search(
-            lambda tokens: compute([*start, *tokens]),
+            lambda tokens: compute([*start, *tokens])[: vocab.size],
             max_length=6,
             beam_size=size,
             top_k=1,
             length_alpha=0.6,
             allowed=allowed,
         )
-        out = made.Generate(PROMPTS[:1], [Sampling(5)])
-        assert vocab.Decode(start) + out.texts[0] == vocab.Decode([*start, *best.tokens])
-        assert out.tokens[0] == len(best.tokens) - 1
+        (out,) = made.Generate(PROMPTS[:1], [Sampling(5)])
+        assert vocab.Decode(start) + out.text == vocab.Decode([*start, *best.tokens])
+        assert out.tokens == len(best.tokens) - 1
     with pytest.raises(ValueError, match=r"temperature=1.0 has no effect in a beam search"):
         beam.Generate([""], [Sampling(6, 1.0)])
+    for setting in (
+        {"min_p": 0.1},
+        {"repetition_penalty": 2.0},
+        {"stop": ("a",)},
+        {"logprobs": True},
+    ):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(setting))}=.* has no effect in a beam search"
+        ):
+            beam.Generate([""], [Sampling(6, **setting)])
     with pytest.raises(ValueError, match="cannot be streamed"):
         next(beam.Stream("", Sampling(6)))
+
+
+def test_a_repetition_penalty_and_log_probabilities_are_those_of_the_whole_pass(
+    generator, next_logits
+):
+    """Keskar et al. 2019: of tokens that were there, positive logits are divided, and negative ones multiplied."""
+    vocab, compute = next_logits
+    ids, penalty, logprobs = [BOS_ID, *vocab.Encode(PROMPTS[0])], 1.7, []
+    allowed = [i for i in range(vocab.size) if i not in (BOS_ID, UNK_ID, PAD_ID)]
+    while len(logprobs) < 8:
+        logits = compute(ids).astype(np.float64)
+        less = [x / penalty if x > 0 else x * penalty for x in logits]
+        chosen = max(allowed, key=lambda i: less[i] if i in ids else logits[i])
+        if chosen == EOS_ID:
+            break
+        logprobs.append(logits[chosen] - np.log(np.exp(logits - logits.max()).sum()) - logits.max())
+        ids.append(chosen)
+    settings = [Sampling(8, repetition_penalty=penalty, logprobs=True), Sampling(8)]
+    one, plain = generator.Generate(PROMPTS[:1] * 2, settings)
+    new = ids[-len(logprobs) :]
+    assert [piece for piece, _ in one.logprobs] == vocab.Pieces(new)
+    np.testing.assert_allclose([value for _, value in one.logprobs], logprobs, atol=1e-4)
+    assert plain.text != one.text and plain.logprobs is None
+    assert generator.Generate(PROMPTS[:1], [Sampling(8, 1.0, min_p=1.0)])[0].text == plain.text
+
+
+def test_a_stop_ends_an_answer_and_a_stream_at_the_same_place(generator):
+    plain = Sampling(20, 1.0, seed=2)
+    (whole,) = generator.Generate(PROMPTS[:1], [plain])
+    text = whole.text
+    for stops in (
+        (text[5:8],),
+        (text[9:10], text[4:7]),
+        (text[:2],),
+        ("\0no",),
+        (text[6:9] + "\0", text[7]),
+    ):
+        settings = dataclasses.replace(plain, stop=stops, logprobs=True)
+        at = min([i for i in map(text.find, stops) if i >= 0], default=len(text))
+        (one,) = generator.Generate(PROMPTS[:1], [settings])
+        assert one.text == text[:at]
+        assert one.finish_reason == ("stop" if at < len(text) else whole.finish_reason)
+        assert len(one.logprobs) == one.tokens and (one.tokens < whole.tokens) == (
+            at < len(text) - 6
+        )
+        parts = list(generator.Stream(PROMPTS[0], settings))
+        assert "".join(part for part, _ in parts) == one.text and parts[-1][1] == one
 
 
 @pytest.mark.parametrize("more", ["", "task.tied_softmax=False;task.num_experts=4"])
@@ -137,7 +197,10 @@ def test_an_export_of_8_bits_gives_the_same_texts(run, tmp_path, monkeypatch):
     want, got = (
         g.Generate(PROMPTS[:2], settings) for g in (made, SavedGenerator(tmp_path / "model"))
     )
-    assert got.texts == want.texts and all(want.tokens)
+    assert got == want and all(one.tokens for one in want)
+    logged = [Sampling(8, 0.9, stop=("e",), logprobs=True, seed=3)] * 2
+    found = SavedGenerator(tmp_path / "model").Generate(PROMPTS[:2], logged)
+    assert found == made.Generate(PROMPTS[:2], logged) and found[0].logprobs
     with monkeypatch.context() as patch:
         patch.setitem(saved_generator.SETTINGS, "heat", tf.TensorSpec([], tf.float32))
         message = rf"takes no heat: it was exported by lingvo_moe {re.escape(VERSION)}, and this is"
@@ -158,14 +221,17 @@ def test_an_export_with_experts_and_latent_attention_gives_the_same_greedy_token
     want, got = (
         g.Generate(PROMPTS[:2], settings) for g in (made, SavedGenerator(tmp_path / "model"))
     )
-    assert got.texts == want.texts and len(set(got.texts)) == 2
-    np.testing.assert_array_equal(got.tokens, want.tokens)
+    assert got == want and got[0].text != got[1].text
 
 
 def test_wrong_settings_are_refused(generator):
     with pytest.raises(ValueError, match="max_tokens=25 is more than the 24 that this generator"):
         generator.Generate([""], [Sampling(25)])
-    for bad in ("max_tokens=0", "temperature=-1", "top_k=-1", "top_p=0", "top_p=1.1"):
+    integers = ("max_tokens=0", "max_tokens=1000001", "top_k=-1")
+    for bad in (*integers, "temperature=-1", "top_p=0", "top_p=1.1", "min_p=2"):
         name, _, value = bad.partition("=")
         with pytest.raises(ValueError, match=f"{name}={value}[.0]*: must be"):
-            Sampling(**{name: float(value) if name in ("top_p", "temperature") else int(value)})
+            Sampling(**{name: int(value) if bad in integers else float(value)})
+    for stop in ("end", ["a", ""], ["a"] * 17, [3]):
+        with pytest.raises(ValueError, match="must be up to 16 strings, none of them empty"):
+            Sampling(stop=stop)

@@ -29,6 +29,9 @@ class Exportable(tf.Module):
         """Source languages in the order of their task ids; empty for a model that does not route by language."""
         return ()
 
+    def Prepare(self) -> None:
+        """Makes further functions, before it is written."""
+
     def Assets(self) -> Mapping[str, bytes]:
         """Further files, by path in the export."""
         return {}
@@ -60,6 +63,7 @@ def export(
             export(exported, made, about)
             upload(made, os.fspath(output), MANIFEST)
         return
+    exported.Prepare()
     output = Path(output)
     with replaced_directory(output.absolute()) as directory, quiet_absl():
         signature = getattr(exported, exported.NAME).get_concrete_function()

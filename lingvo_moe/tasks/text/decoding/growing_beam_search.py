@@ -164,9 +164,10 @@ class GrowingBeamSearch(FlatBeamSearch):
         """`found` with the rows' results so far."""
         now = self.Results(state)
         longest, steps = tf.shape(found.ids_BKT)[2], tf.shape(now.ids_BKT)[2]
-        ids = now.ids_BKT[:, :, :longest]
         room = [[0, 0], [0, 0], [0, tf.maximum(longest - steps, 0)]]
-        now.ids_BKT = tf.pad(ids, room, constant_values=self.o.pad_id)
+        for name in [name for name in found if name.endswith("_BKT")]:
+            padding = self.o.pad_id if name == "ids_BKT" else 0
+            now[name] = tf.pad(now[name][:, :, :longest], room, constant_values=padding)
         at = rows_B[:, tf.newaxis]
         noted = NestedMap(
             {name: tf.tensor_scatter_nd_update(x, at, now[name]) for name, x in found.items()}

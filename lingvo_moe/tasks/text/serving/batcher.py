@@ -27,7 +27,7 @@ class Translation:
     texts: list[str]  # K translations
     scores: list[float]  # their scores
     truncated: bool  # whether the line was too long and a part was left out
-    finished: bool = True  # of a language model: whether it ended the text itself
+    about: dict[str, Any] | None = None  # of a language model: what the answer says beside the text
 
 
 @dataclass(eq=False)
@@ -214,10 +214,11 @@ class Batcher:
 
 
 def _translations(out: Any) -> Iterable[Translation]:
-    finished = out.get("finished", itertools.repeat(True))
-    for texts, scores, cut, end in zip(out.translations, out.scores, out.truncated, finished):
+    about = out.get("about", itertools.repeat(None))
+    for texts, scores, cut, more in zip(out.translations, out.scores, out.truncated, about):
         each = [float(s) for s in scores]
-        yield Translation([one_line(t) for t in texts], each, bool(cut), bool(end))
+        lines = [one_line(t) for t in texts] if more is None else texts
+        yield Translation(lines, each, bool(cut), more)
 
 
 def _length_class(line: bytes) -> int:

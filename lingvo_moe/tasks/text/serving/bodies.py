@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.checks import ParamError, did_you_mean
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
@@ -88,7 +89,8 @@ def parse_predict(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted:
 
 
 def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
-    """Reads `{"text": "a prompt" or ["a prompt", ...]}` with fields of Sampling and "stream": true, for one prompt.
+    """Reads `{"text": "a prompt" or ["a prompt", ...]}` with fields of Sampling, "n": samples of each, and "stream":
+    true, for one text. "stop" may be one string.
 
     `most` is the largest max_tokens.
 
@@ -96,8 +98,10 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
         RequestError: as parse_translate.
     """
     names = [name for name in Sampling.RANGES if name != "number"]
-    content = _object(body, ("text", "stream", *names))
-    text, stream = content.get("text"), content.get("stream", False)
+    content = _object(body, ("text", "stream", "n", *names))
+    text, stream, n = content.get("text"), content.get("stream", False), content.get("n", 1)
+    if isinstance(content.get("stop"), str):
+        content["stop"] = [content["stop"]]
     if not isinstance(stream, bool):
         raise RequestError(400, f'"stream" is {_kind(stream)}; give true or false')
     if not isinstance(text, str) and (stream or not isinstance(text, list)):
@@ -107,9 +111,18 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
     lines = [_line(line, f"text[{i}]") for i, line in enumerate(texts)]
     given = {"max_tokens": min(Sampling.max_tokens, most)}
     given |= {name: content[name] for name in names if name in content}
-    for name, value in given.items():
-        if why := Sampling.RANGES[name](value):
+    for name, value in [*given.items(), ("n", n)]:
+        check = checks.Integer(1, limits.max_lines) if name == "n" else Sampling.RANGES[name]
+        if why := check(value):
             raise RequestError(400, str(ParamError(name, json.dumps(value), why)))
+    if stream and (n > 1 or given.get("logprobs")):
+        raise RequestError(
+            400, '"stream" is of one text, without logprobs: leave n and logprobs out'
+        )
+    if n > 1 and not given.get("temperature"):
+        raise RequestError(400, f'"n" is {n}, but nothing is drawn: give a "temperature"')
+    given["stop"] = tuple(given.get("stop", ()))
+    lines = [line for line in lines for _ in range(n)]
     settings = [Sampling(**given, number=i) for i in range(len(lines))]
     if given["max_tokens"] > most:
         raise RequestError(
@@ -123,8 +136,9 @@ def answer(wanted: Wanted, found: list[Translation]) -> dict[str, Any]:
     """The body for the translations of `wanted.lines`: the best of each, or all K in TensorFlow Serving's forms."""
     truncated = [t.truncated for t in found]
     if wanted.form == "prompts":
-        finished = [t.finished for t in found]
-        return {"texts": [t.texts[0] for t in found], "finished": finished, "truncated": truncated}
+        texts = {"texts": [t.texts[0] for t in found], "truncated": truncated}
+        about = [t.about or {} for t in found]
+        return texts | {name: [each[name] for each in about] for name in (about or [{}])[0]}
     if wanted.form == "text":
         return {
             "translations": [t.texts[0] for t in found],

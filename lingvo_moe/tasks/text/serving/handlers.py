@@ -140,11 +140,11 @@ class GenerateHandler(_TranslatingHandler):
         service.CheckReady()
         options = service.translator.options
         wanted = bodies.parse_generate(body, service.limits, options.max_length)
-        if options.beam_size > 1 and (
-            wanted.form == "stream" or any(each.temperature for each in wanted.settings)
-        ):
+        more = ["stream"] * (wanted.form == "stream")
+        more += wanted.settings[0].NotOfABeam() if wanted.settings else []
+        if options.beam_size > 1 and more:
             raise RequestError(
-                400, "this model searches with a beam: leave out stream and temperature"
+                400, f"this model searches with a beam: leave out {' and '.join(more)}"
             )
         return wanted
 
@@ -160,9 +160,8 @@ class GenerateHandler(_TranslatingHandler):
                 asyncio.timeout(seconds),
                 contextlib.aclosing(self.service.Stream(prompt, settings)) as steps,
             ):
-                async for text, finished in steps:
-                    end = {} if finished is None else {"finished": finished}
-                    self.write(_event({"text": text, **end}))
+                async for text, end in steps:
+                    self.write(_event({"text": text, **(end.About() if end else {})}))
                     await self.flush()
         except TimeoutError:
             raise RequestError(

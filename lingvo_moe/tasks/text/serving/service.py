@@ -28,7 +28,7 @@ class ServedTranslator(Protocol):
 class ServedGenerator(ServedTranslator, Protocol):
     """The interface of a Generator, in a run or exported: settings are in the place of languages."""
 
-    def Stream(self, prompt: bytes, settings: Sampling) -> Iterator[tuple[str, bool | None]]:
+    def Stream(self, prompt: bytes, settings: Sampling) -> Iterator[tuple[str, Any]]:
         """See Texts.Stream."""
 
 
@@ -120,7 +120,7 @@ class Service:
 
     async def Stream(
         self, prompt: bytes, settings: Sampling
-    ) -> AsyncGenerator[tuple[str, bool | None], None]:
+    ) -> AsyncGenerator[tuple[str, Any], None]:
         """The text of each step that continues a prompt, as Texts.Stream; between two steps others have their turn.
 
         Raises RequestError: 503 while there are too many lines.
