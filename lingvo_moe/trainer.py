@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import shlex
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -31,13 +32,11 @@ from lingvo_moe.training.checks import (
     UsageError,
     check_budget,
     check_data_dir,
-    check_divisible,
     check_flags,
     full_override,
-    strategy_override,
 )
 from lingvo_moe.training.flags import parse_flags
-from lingvo_moe.training.meshes import check_state_is_sharded, make_mesh
+from lingvo_moe.training.meshes import check_divisible, check_state_is_sharded, make_mesh
 from lingvo_moe.training.same_run import (
     check_not_to_grow,
     dense_logdir,
@@ -224,26 +223,33 @@ def train_model(of: Job) -> int:
     from lingvo_moe.core.engine import devices, gpu_settings
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.engines import make_engine
+    from lingvo_moe.planning.layouts import fastest_here, proposing
     from lingvo_moe.training.memory import Share, check_memory
 
-    args, params = of.args, of.params
+    args = of.args
     devices.find_devices()
     enable_compilation_cache()  # before anything is compiled
     there_are = 1 if of.engine in ONE_DEVICE_ENGINES else devices.device_count()
-    mesh = make_mesh(params, args.mesh, there_are)
-    engine = make_engine(of.engine, mesh, args.known_faults)
-    if args.dump_programs and args.process_id == 0:
-        engine.DumpPrograms(args.dump_programs)
-    task = params.task.Instantiate()
-    inputs = params.input.Instantiate()
-    check_divisible(params, task, mesh)
+    with proposing(args, there_are):
+        if args.layout:
+            override = fastest_here(args, of.override, there_are)
+            params = registry.GetParams(args.model, override)
+            of = replace(of, override=override, params=params)
+        params = of.params
+        mesh = make_mesh(params, args.mesh, there_are)
+        engine = make_engine(of.engine, mesh, args.known_faults)
+        if args.dump_programs and args.process_id == 0:
+            engine.DumpPrograms(args.dump_programs)
+        task = params.task.Instantiate()
+        inputs = params.input.Instantiate()
+        check_divisible(params, task, mesh)
     check_state_is_sharded(of.override, task, mesh)
     task.CheckInput(params.task, params.input)
     on_cpu = devices.runs_on_cpu(of.engine)
     if on_cpu and not args.num_devices and (unused := gpu_settings.unused_gpus()):
         say(unused)
     if args.verify:
-        verify_step(args, mesh, on_cpu)
+        verify_step(of, mesh, on_cpu)
     check_memory(params, task, inputs, mesh, Share(args.num_processes, on_cpu))
 
     run = Run(**vars(of), task=task, inputs=inputs, run_dir=RunDir(args.logdir))
@@ -252,7 +258,7 @@ def train_model(of: Job) -> int:
         return train_locked(run, engine, lock)
 
 
-def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
+def verify_step(of: Job, mesh: Mesh, on_cpu: bool) -> None:
     """Compares a small copy of the training step over the mesh with one device; see verifying.py.
 
     Raises:
@@ -267,12 +273,11 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
             f"--verify: mesh {mesh} has one device, so there is nothing to compare; leave the flag out, or give "
             f"--num_devices or --mesh"
         )
-    if not on_cpu or args.num_processes > 1:
-        raise UsageError(
-            f"--verify: needs one process on a CPU; run python -m tools.verify --model={args.model} "
-            f"--mesh={mesh} first"
-        )
-    found = verify_model(args.model, mesh, strategy_override(args))
+    if not on_cpu or of.args.num_processes > 1:
+        given = ["python", "-m", "tools.verify", f"--model={of.args.model}", f"--mesh={mesh}"]
+        command = shlex.join([*given, f"--model_params_override={of.override}"])
+        raise UsageError(f"--verify: needs one process on a CPU; run {command} first")
+    found = verify_model(of.args.model, mesh, of.override)
     say(f"verified over mesh {mesh}: {found}")
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh, single_device
-from lingvo_moe.training.checks import UsageError, check_divisible
+from lingvo_moe.training.checks import UsageError
 from lingvo_moe.training.memory import Share, check_memory
-from lingvo_moe.training.meshes import check_state_is_sharded
+from lingvo_moe.training.meshes import check_divisible, check_state_is_sharded
 
 GiB = 2**30
 _IMAGES = "image.ResNet50Classes130K"
@@ -30,8 +30,12 @@ _ON_EXPERTS = "task.activation_split={'E': 'expert'}"
     ("mt.M4Tiny", "expert:1", "train.num_micro_batches=3", "choose 1, 2, 4 or 8"),
     ("mt.M4Tiny", "expert:8", f"task.num_experts=0;{_ON_EXPERTS}", "'expert'"),
     ("lm.Tiny", "stage:2,data:4", "", "along 'stage', so its 2 devices would compute the same"),
-    ("lm.Tiny", "data:2,model:4", "", "use --mesh=data:2, or name 'model' in task.activation_"),
-    ("lm.Tiny", "data:2,model:4", "train.shard_state=slots", ""),
+    ("lm.Tiny", "data:2,model:4", "",
+     """the same; set --model_params_override='task.activation_split={"B": ["model", "data"]}'"""),
+    ("lm.Tiny", "data:2,model:4", "train.shard_state=slots",
+     "would compute the same (train.shard_state=slots shards storage alone)"),
+    ("lm.Tiny", "data:2,model:4", "task.activation_split={'B': ['model', 'data']}", ""),
+    ("lm.Mixtral8x7B", "data:8,expert:8,model:1", "", "along 'data', so its 8 devices would compute"),
     ("lm.Tiny", "data:2,model:4", "task.weight_split={'H': 'model'}", ""),
     ("lm.Tiny", "data:1", _TWO_STAGES, "give --mesh=stage:2,data:1 and, on a CPU, --num_devices=2"),
     ("lm.Tiny", "stage:2,data:1", _TWO_STAGES, ""),

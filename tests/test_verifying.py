@@ -14,7 +14,8 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.inspecting import verifying
 from lingvo_moe.inspecting.verifying import VerifyError
 from lingvo_moe.training import flags as trainer_flags
-from lingvo_moe.training.checks import UsageError, check_divisible
+from lingvo_moe.training.checks import UsageError
+from lingvo_moe.training.meshes import check_divisible
 from tools import verify
 
 MESH = xs.Mesh.parse("a:4,b:2")

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # they import NumPy or TensorFlow
     from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 
 _T = TypeVar("_T")
+DEVICES = 8  # of a mesh that no flag sizes
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
@@ -196,7 +197,7 @@ def mesh_of(args: Flags, params: Params) -> "Mesh":
     """The mesh that the flags of define_mesh_flags choose for an experiment."""
     from lingvo_moe.training.meshes import make_mesh
 
-    return make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
+    return make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or DEVICES)
 
 
 def define_runner_flags(flags: Flags) -> None:

@@ -97,8 +97,9 @@ def _lower(args: Flags, say: Callable[[str], None]) -> "Program":
     from lingvo_moe.core.engine.lowering.lowering import lower_step
     from lingvo_moe.core.planner.machines.machine import parse_machine
     from lingvo_moe.planning.step_plan import topology_memory
-    from lingvo_moe.training.checks import check_divisible, strategy_override
+    from lingvo_moe.training.checks import strategy_override
     from lingvo_moe.training.memory import memory_of
+    from lingvo_moe.training.meshes import check_divisible
     from lingvo_moe.training.recomputing import chosen_form
 
     params = registry.GetParams(args.model, strategy_override(args))

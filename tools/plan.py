@@ -17,6 +17,7 @@ not fit, 130 after Ctrl-C.
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def define_flags() -> Flags:
     _cli.define_known_faults_flag(flags)
     _cli.define_cache_flag(flags)
     flags.Distinct("output", "html")
-    of_new = "variants what mesh model_params_override strategy token_budget known_faults"
+    of_new = "variants what mesh layout model_params_override strategy token_budget known_faults"
     flags.OnlyWith(f"{of_new} cache_dir", "it is of a new plan", model=True)
     flags.OnlyWith("model topology compare html price", "it takes recorded plans", validate=False)
     return flags
@@ -238,19 +239,32 @@ def make(
 ) -> dict[str, Any]:
     """The plan of one machine and one variant."""
     from lingvo_moe.planning import step_plan
+    from lingvo_moe.planning.layouts import proposing
 
+    named = args.With(topology=(topology,), variants="", output="", html="", compare="", price=())
+    override = strategy_override(args, variant.strip())
     request = step_plan.Request(
         model=args.model,
         topology=topology,
-        override=strategy_override(args, variant.strip()),
+        override=override,
         what=args.what,
         mesh=args.mesh,
+        layout=args.layout,
         token_budget=args.token_budget,
         known_faults=args.known_faults,
     )
     if ":" in topology:
-        return step_plan.make_plan(request, cache, say)
-    return step_plan.smallest_slice(request, cache, say)
+        with proposing(
+            named.With(model_params_override=override), parse_machine(topology).num_devices
+        ):
+            return step_plan.make_plan(request, cache, say)
+    try:
+        return step_plan.smallest_slice(request, cache, say)
+    except step_plan.FitsNone as e:
+        other = replace(request, mesh="", layout="fsdp")
+        if args.layout or not any(step_plan.slices_to_try(other)):
+            raise
+        raise ValueError(f"{e}. This divides: {named.Command(mesh='', layout='fsdp')}") from None
 
 
 if __name__ == "__main__":

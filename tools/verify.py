@@ -12,7 +12,7 @@ counted. The exit status is 0, 1 where something differs or in a
 mistake, 2 for a mistake in flags, 130 after Ctrl-C.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core.console.flags import Flags
@@ -45,26 +45,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Verifies the model and prints what was compared; returns the exit status."""
     with _cli.Progress() as progress:
-        mesh, found = progress.Watch(lambda: verified(args, progress))
-    print(f"{args.model} over mesh {mesh}: {found}")
+        found = progress.Watch(lambda: list(verified(args, progress)))
+    for mesh, each in found:
+        print(f"{args.model} over mesh {mesh}: {each}")
     return 0
 
 
-def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, Verified]":
-    """The mesh, and what was compared on it."""
+def verified(args: Flags, say: Callable[[str], None]) -> "Iterator[tuple[Mesh, Verified]]":
+    """The mesh, or that of each layout, and what was compared on it."""
     _cli.load_tensorflow()
     from lingvo_moe.core.config import registry
     from lingvo_moe.inspecting import verifying
+    from lingvo_moe.planning.layouts import layouts, proposing
+    from lingvo_moe.training.meshes import check_divisible
 
-    params = registry.GetParams(args.model, strategy_override(args))
-    mesh = _cli.mesh_of(args, params)
-    if not 1 < mesh.size <= _MOST_DEVICES:
-        raise ValueError(
-            f"mesh {mesh} has {mesh.size} devices; give --mesh of 2 to {_MOST_DEVICES}"
+    overrides = [strategy_override(args)]
+    if args.layout:
+        overrides = list(
+            layouts(
+                args.layout, args.model, overrides[0], args.num_devices or _cli.DEVICES
+            ).values()
         )
-    _cli.request_devices(mesh.size)
-    say(f"running a small train step of {args.model} over mesh {mesh} and on one device")
-    return mesh, verifying.verify_model(args.model, mesh, strategy_override(args))
+    for override in overrides:
+        mesh = _cli.mesh_of(args, registry.GetParams(args.model, override))
+        if not 1 < mesh.size <= _MOST_DEVICES:
+            raise ValueError(
+                f"mesh {mesh} has {mesh.size} devices; give --mesh of 2 to {_MOST_DEVICES}"
+            )
+        _cli.request_devices(mesh.size)
+        with proposing(args.With(num_devices=mesh.size), mesh.size):
+            small = verifying.shrunk(args.model, mesh, override)
+            check_divisible(small, small.task.Instantiate(), mesh)
+        say(f"running a small train step of {args.model} over mesh {mesh} and on one device")
+        yield mesh, verifying.verify_model(args.model, mesh, override)
 
 
 if __name__ == "__main__":

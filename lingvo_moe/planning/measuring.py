@@ -11,8 +11,8 @@ from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.training.checks import check_divisible
 from lingvo_moe.training.memory import memory_of
+from lingvo_moe.training.meshes import check_divisible
 from lingvo_moe.training.recomputing import chosen_form
 
 _STEPS = 5

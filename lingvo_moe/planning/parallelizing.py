@@ -33,7 +33,7 @@ from lingvo_moe.core.strategies.objectives import CHIP_DAYS, SMALLEST, SPEED
 from lingvo_moe.core.strategies.ranking import Ranking, Tried
 from lingvo_moe.core.strategies.search_budget import SearchBudget
 from lingvo_moe.core.strategies.space import Space
-from lingvo_moe.core.strategies.strategy_file import CHOSEN, StrategyError, as_override, to_text
+from lingvo_moe.core.strategies.strategy_file import StrategyError, as_override, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
 from lingvo_moe.inspecting.verifying import VerifyError
 from lingvo_moe.planning import step_plan
@@ -181,7 +181,7 @@ def find(
 def check_override(override: str) -> None:
     """Raises StrategyError for a parameter that the search chooses: a run would apply it after the strategy."""
     for path, _ in registry.split_override(override):
-        if path in CHOSEN:
+        if path in registry.CHOSEN:
             raise StrategyError(
                 f"--model_params_override: {path} is what the search chooses; leave it out"
             )

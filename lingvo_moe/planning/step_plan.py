@@ -38,10 +38,11 @@ from lingvo_moe.core.planner.memory import breakdown, host_link, remedies, state
 from lingvo_moe.core.planner.network import interconnect, mesh_order
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.state.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
+from lingvo_moe.core.strategies.strategy_file import StrategyError
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.step import Step
-from lingvo_moe.training.checks import check_divisible
-from lingvo_moe.training.meshes import make_mesh
+from lingvo_moe.planning.layouts import layouts
+from lingvo_moe.training.meshes import check_divisible, make_mesh
 from lingvo_moe.training.recomputing import Memory, chosen_form
 
 WHATS = ("train", "decode")
@@ -60,6 +61,7 @@ class Request:
     override: str = ""  # as --model_params_override
     what: str = "train"  # one of WHATS
     mesh: str = ""  # 'axis:size,...'; '': the experiment's own, sized to the topology
+    layout: str = ""  # by name, instead of `mesh`: one of strategy_file.LAYOUTS
     token_budget: float = 1e12  # target tokens that a whole training run sees
     # What to do with a step that XLA's partitioner is known to compute wrongly: one of `known_faults.ACTIONS`.
     known_faults: str = ERROR
@@ -77,6 +79,8 @@ def make_plan(
     checks.check_one_of("--what", request.what, WHATS, PlanError)
     check_action(request.known_faults, "--known_faults")
     topology = parse_machine(request.topology)
+    if request.layout:
+        return _laid_out(request, topology.num_devices, cache_dir, say)
     params = registry.GetParams(request.model, request.override)
     form = params.task
     task = form.Instantiate()
@@ -105,6 +109,7 @@ def make_plan(
         "mesh": str(mesh),
         "topology": topology.Describe() | {"model": interconnect.describe(topology)},
         "batch": job.batch,
+        "model_flops": job.model_flops,
         "parameters": tables.parameters(task.StateSpecs() if train else task.VariableSpecs(), mesh),
         **_state(request, task, mesh),
         "compiler": aot.compiler_versions(topology.name) | {"jax": version("jax")},
@@ -127,6 +132,31 @@ def make_plan(
     out |= _analyse(compiled, program, topology, job, schedule, layers)
     tables.check(out)
     return out
+
+
+def _laid_out(
+    request: Request, num_devices: int, cache_dir: Path | None, say: Say
+) -> dict[str, Any]:
+    """The plan of a layout; for AUTO the one that fits and has the fastest step, or else misses by the least."""
+    found = layouts(request.layout, request.model, request.override, num_devices)
+    plans, why = list[dict[str, Any]](), ValueError()
+    for name, override in found.items():
+        say(f"--layout={name}")
+        try:
+            plan = make_plan(replace(request, layout="", override=override), cache_dir, say)
+        except ValueError as e:  # e.g. a known fault of the partitioner
+            say(f"--layout={name}: {e}")
+            why = e
+            continue
+        plans.append(plan | {"layout": name, "override": request.override})
+
+    def order(plan: Mapping[str, Any]) -> tuple[bool, float]:
+        fits = plan["memory"]["fits"]
+        return not fits, plan["time"]["step_seconds"] if fits else plan["memory"]["misses_by"]
+
+    if not plans:
+        raise why
+    return min(plans, key=order)
 
 
 _last_lowered: dict[tuple[str | bool, ...], tuple[Program, float]] = {}
@@ -262,12 +292,15 @@ def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step
     if request.what == "train":
         step = train_step(task, inputs, params.train.num_micro_batches)
         budget = request.token_budget if task.UNIT == "tokens" else 0.0
+        flops = task.StepFlops(inputs.BatchSpec())
     else:
-        step, budget = task.DecodeStep(inputs), 0.0
+        step, budget, flops = task.DecodeStep(inputs), 0.0, 0
         # It takes in nothing, and puts out one unit for each row.
         *taken, made = counts
         counts = dict.fromkeys(taken, 0) | {made: inputs.p.batch_size}
-    job = tables.Job(request.model, request.override, request.what, counts, task.UNIT, budget)
+    job = tables.Job(
+        request.model, request.override, request.what, counts, task.UNIT, budget, flops
+    )
     return step, job
 
 
@@ -338,16 +371,23 @@ def slices_to_try(request: Request) -> Iterator[str]:
     """
     params = registry.GetParams(request.model, request.override)
     task = params.task.Instantiate()
-    train = request.what == "train"
     if request.mesh:
         Mesh.parse(request.mesh)  # a mistake is no reason to pass over every slice
+
+    def needed(count: int) -> Iterator[int]:
+        found = {}
+        if request.layout:
+            found = layouts(request.layout, request.model, request.override, count)
+        laid_out = [registry.GetParams(request.model, override) for override in found.values()]
+        pairs = [(each, each.task.Instantiate()) for each in laid_out] or [(params, task)]
+        for each, its_task in pairs:
+            mesh = planned_mesh(each, count, request.mesh)
+            check_divisible(each, its_task, mesh)
+            held = state.held(its_task, mesh)
+            yield held.total if request.what == "train" else held.weights
+
     for name in machines(request.topology):
         topology = parse_machine(name)
-        try:
-            mesh = planned_mesh(params, topology.num_devices, request.mesh)
-            check_divisible(params, task, mesh)
-        except (HloError, PlanError, ShardingError):
-            continue
-        held = state.held(task, mesh)
-        if (held.total if train else held.weights) <= topology.hbm_bytes:
-            yield name
+        with contextlib.suppress(HloError, PlanError, ShardingError, StrategyError):
+            if min(needed(topology.num_devices)) <= topology.hbm_bytes:
+                yield name

@@ -110,6 +110,19 @@ def grows_from(task: HyperParams) -> dict[str, Any]:
     return {"num_experts": 0} if task.num_experts and task.hidden_dim in widths else {}
 
 
+def exchanges_rows(task: HyperParams) -> bool:
+    """Whether the dispatcher moves rows between devices itself: not within stages, and by products without letters."""
+    dispatcher = moe_layer.dispatcher_params(task.moe.dispatcher).cls
+    return bool(task.num_experts) and dispatcher.GIVES_ROWS
+
+
+def with_letters(task: InstantiableParams) -> None:
+    """Gives a task whose dispatcher exchanges rows one whose products have letters, with as many slots as rows."""
+    if exchanges_rows(task):
+        slots = task.moe.router.cls.Choices(task.moe.router)
+        task.moe.Set(dispatcher="index", capacity_factor=float(slots), min_capacity=1)
+
+
 def micro_batch_sizes(task: HyperParams) -> tuple[str, ...]:
     """See BaseTask.MicroBatchSizes: the groups of MoE layers stay as they are."""
     return ("num_groups",) if task.num_experts and task.num_groups else ()

@@ -167,7 +167,13 @@ class TransformerTask(BaseTask):
         """See BaseTask."""
         plain = task.Copy().Set(repeat="auto", remat=kept.FULL, shard_state="none", offload="none")
         plain.pipeline = pipeline.pipeline_params()
+        experts.with_letters(plain)
         return plain.Set(dropout=0.0, attention_dropout=0.0)
+
+    @classmethod
+    def HasStages(cls, task: HyperParams) -> bool:
+        """See BaseTask."""
+        return not experts.exchanges_rows(task)
 
     @classmethod
     def Recomputing(cls, task: InstantiableParams) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.training.checks import check_divisible
-from lingvo_moe.training.meshes import check_state_is_sharded, make_mesh
+from lingvo_moe.training.meshes import check_divisible, check_state_is_sharded, make_mesh
 
 
 def after_loss(args: Flags, params: Params, override: str, lost: Sequence[int]) -> Flags:

@@ -10,7 +10,7 @@ from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine import launchers
 from lingvo_moe.core.engine.base import ENGINES, EngineError
 from lingvo_moe.core.partitioner import known_faults
-from lingvo_moe.core.strategies.strategy_file import AUTO
+from lingvo_moe.core.strategies.strategy_file import AUTO, LAYOUTS
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
 
@@ -23,6 +23,7 @@ command resumes. DATA is a directory that tools.prepare wrote, docs/experiments.
 docs/guide.md explains every step from data to a server.
 """
 _STRATEGY_HELP = "a file that tools.parallelize wrote; --model_params_override may change it"
+_LAYOUT_HELP = "instead of --mesh and of the splits, a layout by name over all devices; auto: the fastest of the others"
 _AUTO_HELP = (
     "auto: search one for the devices here, by measuring; a run that is resumed keeps its own"
 )
@@ -68,6 +69,7 @@ def _declare_effects(flags: Flags) -> None:
         "logdir init_from engine known_faults verify coordinator_address num_processes process_id",
         mode=("sync", "eval"),
     )
+    flags.OnlyWith("layout", mode=("sync", "eval"), elastic=False)
     flags.OnlyWith("dump_programs", mode="sync")
     flags.OnlyWith("num_devices mesh", mode=("sync", "eval", "inspect_model"))
     flags.OnlyWith("max_steps data_dir", mode=("sync", "eval", "inspect_params"))
@@ -105,6 +107,13 @@ def define_strategy_flag(flags: Flags) -> None:
         return given
 
     flags.DEFINE_parsed("strategy", "", _STRATEGY_HELP, read)
+    define_layout_flag(flags)
+
+
+def define_layout_flag(flags: Flags) -> None:
+    """Defines --layout, which chooses what --mesh and --strategy would."""
+    flags.DEFINE_enum("layout", "", LAYOUTS, _LAYOUT_HELP)
+    flags.OnlyWith("layout", "a layout sets the mesh and the splits", mesh=False, strategy=False)
 
 
 def _define_run_flags(flags: Flags) -> None:
@@ -155,6 +164,7 @@ def _define_machine_flags(flags: Flags) -> None:
     )
     flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
     flags.DEFINE_string("strategy", "", f"{_STRATEGY_HELP}. {_AUTO_HELP}")
+    define_layout_flag(flags)
     flags.DEFINE_enum(
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
@@ -75,7 +75,7 @@ def with_its_weights(logdir: str | os.PathLike, model: str, override: str) -> st
         "data_dir": data.data_dir if "data_dir" in data else "",
         "logdir": f"{logdir}-2",
         "init_from": str(logdir),
-        "model_params_override": _part_of(override, lambda path: path != "input.data_dir"),
+        "model_params_override": registry.part_of(override, lambda path: path != "input.data_dir"),
     }
     shown = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items() if value)
     return f"or begin another run with its weights: python -m lingvo_moe.trainer {shown}"
@@ -102,7 +102,7 @@ def overrides_of_run(run_dir: RunDir, override: str, left_out: Collection[str] =
     A line says what they are.
     """
     others = [*left_out, *(path for path, _ in registry.split_override(override))]
-    taken = _part_of(
+    taken = registry.part_of(
         run_dir.experiment["params_override"],
         lambda path: not any(f"{path}.".startswith(f"{other}.") for other in others),
     )
@@ -203,19 +203,14 @@ def _part_of_run(override: str, params: Params) -> str:
     """The part of a run's override that the run cannot change, as run_difference has it."""
     may_change = {f"task.{name}" for name in params.task.cls.MAY_CHANGE}
     may_change |= {f"input.{name}" for name in params.input.cls.MAY_CHANGE}
-    return _part_of(override, lambda path: not path.startswith("train.") and path not in may_change)
+    return registry.part_of(
+        override, lambda path: not path.startswith("train.") and path not in may_change
+    )
 
 
 def override_without_unused(override: str, params: Params) -> str:
     """The part of an override that has an effect on these parameters."""
-    return _part_of(override, lambda path: has_effect(params, path))
-
-
-def _part_of(override: str, belongs: Callable[[str], bool]) -> str:
-    """The part of an override whose paths belong there."""
-    parts = registry.split_override(override)
-    kept = [f"{path}={value}" for path, value in parts if belongs(path)]
-    return join_overrides(*(part.replace(";", r"\;") for part in kept))
+    return registry.part_of(override, lambda path: has_effect(params, path))
 
 
 def check_same_input(run_dir: RunDir, params: Params) -> None:

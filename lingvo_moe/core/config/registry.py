@@ -22,6 +22,23 @@ from lingvo_moe.core.config.param_text import leaves
 _ROOT = "lingvo_moe.params"
 _registry: dict[str, type["Experiment"]] = {}
 
+# The parameters that a search always sets: how a model lies on devices.
+CHOSEN = (
+    "train.mesh",
+    "train.shard_state",
+    "train.offload",
+    "train.num_micro_batches",
+    "task.activation_split",
+    "task.weight_split",
+    "task.repeat",
+    "task.remat",
+    "task.pipeline.stages",
+    "task.pipeline.micro_batches",
+    "task.pipeline.schedule",
+    "task.pipeline.repeats",
+    "task.pipeline.splits",
+)
+
 
 class RegistryError(ValueError):
     """An experiment or an override that does not exist."""
@@ -326,6 +343,19 @@ def split_override(text: str) -> Iterator[tuple[str, str]]:
         if not equals or not path.strip():
             raise RegistryError(f"--model_params_override: {part!r} is not of the form path=value")
         yield path.strip(), value.strip()
+
+
+def part_of(override: str, belongs: Callable[[str], bool]) -> str:
+    """The part of an override whose paths belong there."""
+    parts = (f"{path}={value}" for path, value in split_override(override) if belongs(path))
+    # A backslash at the end would escape the semicolon that follows.
+    spaced = (f"{part} " if part.endswith("\\") else part for part in parts)
+    return ";".join(part.replace(";", r"\;") for part in spaced).strip(" ")
+
+
+def without_strategy(override: str) -> str:
+    """The part of an override that does not say how a model lies on devices."""
+    return part_of(override, lambda path: path not in CHOSEN)
 
 
 def _hint(name: str) -> str:

@@ -23,6 +23,7 @@ import copy
 import itertools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -356,6 +357,12 @@ class Flags(flags.FlagValues):
         for name, value in values.items():
             new[name].value = value
         return new
+
+    def Command(self, **values: Any) -> str:
+        """The line for a shell that gives these flags, some of which have other values; defaults are left out."""
+        new = self.With(**values)
+        shown = [new._Shown(name) for name in new.Names() if new[name].value != new[name].default]
+        return " ".join([self._command, *map(shlex.quote, shown)])
 
     def Fail(self, message: str) -> NoReturn:
         """Ends the process with status 2 and this line: flags that do not go together."""

@@ -163,7 +163,10 @@ class TransformerLayer(BaseLayer):
 
     @classmethod
     def FlopsByPart(cls, params: HyperParams, *input_shapes: Sequence[int]) -> dict[str, int]:
-        """Forward operations of self_atten, cross_atten (if any) and ffn; arguments as for FPropMeta."""
+        """Forward operations of self_atten, cross_atten (if any), ffn and, with experts, dispatch (MoELayer.FPropMeta).
+
+        Arguments as for FPropMeta.
+        """
         x = tuple(input_shapes[0])
         parts: dict[str, tuple[HyperParams, tuple[tuple[int, ...], ...]]] = {
             "self_atten": (params.self_atten_tpl, (x, x))
@@ -171,16 +174,21 @@ class TransformerLayer(BaseLayer):
         if params.cross_atten_tpl is not None:
             parts["cross_atten"] = (params.cross_atten_tpl, (x, tuple(input_shapes[1])))
         parts["ffn"] = (params.ffn_tpl, (x,))
-        return {
-            name: tpl.cls.FPropMeta(_with_dim(params, tpl), *shapes).flops
+        metas = {
+            name: tpl.cls.FPropMeta(_with_dim(params, tpl), *shapes)
             for name, (tpl, shapes) in parts.items()
         }
+        found = {name: meta.flops for name, meta in metas.items()}
+        if dispatch := metas["ffn"].get("dispatch"):
+            found |= {"ffn": found["ffn"] - dispatch, "dispatch": dispatch}
+        return found
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """Adds up the parts, from the shapes of x and, with cross-attention, of memory."""
-        flops = sum(cls.FlopsByPart(params, *input_shapes).values())
-        return NestedMap(flops=flops, out_shapes=(tuple(input_shapes[0]),))
+        parts = cls.FlopsByPart(params, *input_shapes)
+        dispatch, flops = parts.get("dispatch", 0), sum(parts.values())
+        return NestedMap(flops=flops, dispatch=dispatch, out_shapes=(tuple(input_shapes[0]),))
 
 
 class TransformerBlock(BaseLayer):

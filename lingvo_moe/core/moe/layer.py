@@ -280,6 +280,9 @@ class MoELayer(BaseLayer):
 
         Args:
             input_shapes: that of x_BTM first; others are ignored.
+
+        Returns:
+            Also `dispatch`, the part of `flops` that no token needs: einsums with masks, and rows of empty slots.
         """
         p = params
         B, T, M = input_shapes[0]
@@ -296,10 +299,13 @@ class MoELayer(BaseLayer):
         rows = dispatcher.ExpertRows(G, S, E, C, router.cls.Choices(router))
         experts = p.experts.Copy().Set(model_dim=M, hidden_dim=p.hidden_dim, num_experts=E)
         computed = experts.cls.Flops(experts, rows)
+        chosen = G * min(S * router.cls.Choices(router), E * C)
+        dispatch = 2 * each_way + computed - experts.cls.Flops(experts, chosen)
         if p.num_shared_experts:
             shared = _shared_params(p, experts)
             computed += shared.cls.FPropMeta(shared, (B, T, M)).flops
-        return NestedMap(flops=gating + 2 * each_way + computed, out_shapes=((B, T, M),))
+        flops = gating + 2 * each_way + computed
+        return NestedMap(flops=flops, dispatch=dispatch, out_shapes=((B, T, M),))
 
 
 def _shared_params(p: HyperParams, experts: HyperParams) -> InstantiableParams:

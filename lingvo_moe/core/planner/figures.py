@@ -74,9 +74,10 @@ def kinds(plan: Plan) -> list[tuple[str, int]]:
 
 
 def name(plan: Plan) -> str:
-    """The model's name, followed by its overrides in parentheses."""
-    override = f" ({plan['override']})" if plan.get("override") else ""
-    return f"{plan['model']}{override}"
+    """The model's name, followed by its layout and its overrides in parentheses."""
+    layout = f"--layout={plan['layout']}" if plan.get("layout") else ""
+    more = "; ".join(filter(None, (layout, plan.get("override"))))
+    return f"{plan['model']}{f' ({more})' * bool(more)}"
 
 
 def why_no_time(plan: Plan) -> str:
@@ -160,7 +161,8 @@ def headline(plan: Plan) -> list[tuple[str, str, str]]:
         ("step", units.duration(get(plan, "time.step_seconds")), True),
         ("at least, at most", _interval(plan), True),
         (f"{unit(plan)} a second", units.number(speed(plan)), True),
-        ("utilisation", units.share(get(plan, "time.utilization")), True),
+        ("utilisation (MFU)", units.share(get(plan, "time.utilization")), True),
+        ("of the hardware (HFU)", units.share(get(plan, "time.hardware_utilization")), True),
     ]
     if budget(plan):
         whole = f"{units.quantity(budget(plan))} {unit(plan)}"

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator
 
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.console import units
 from lingvo_moe.core.planner import figures
 from lingvo_moe.core.planner.figures import Plan
@@ -26,7 +27,7 @@ def suggestions(plan: Plan) -> list[str]:
     found = [*_too_large(plan)]
     if plan["what"] == "train" and plan.get("time"):
         slow = list(_slow(plan))
-        found += [*_low_utilisation(plan), *slow, *([_search(plan)] if slow else [])]
+        found += [*_low_utilisation(plan), *slow, *(_search(plan) if slow else [])]
     if figures.needed(plan) >= _TIGHT * memory["hbm"]:
         found += memory.get("advice") or ()
     return found
@@ -37,16 +38,21 @@ def _too_large(plan: Plan) -> list[str]:
     times = min(hbm // max(needed, 1), figures.get(plan, "topology.devices") or 1)
     if times < _FAR_TOO_LARGE:
         return []
+    layout, override = plan.get("layout", ""), plan.get("override") or ""
+    which = {"what": plan["what"] * (plan["what"] != "train"), "layout": layout}
+    command = _command(
+        plan, "plan", model_params_override=override, **which, topology=kind_of(plan)
+    )
     # What a device holds of the same batch grows at most as the devices become fewer.
     return [
         f"The machine is large for this model: by memory alone, one device in {times:,} would do (a device needs "
-        f"{units.size(needed)} of {units.size(hbm)}). --topology={kind_of(plan)} looks for the smallest that fits."
+        f"{units.size(needed)} of {units.size(hbm)}). `{command}` looks for the smallest that fits."
     ]
 
 
 def _low_utilisation(plan: Plan) -> list[str]:
     utilisation = plan["time"]["utilization"]
-    if utilisation >= _LOW_UTILISATION:
+    if utilisation is None or utilisation >= _LOW_UTILISATION:
         return []
     each = list(plan["batch"].values())[-1] / plan["topology"]["devices"]
     arithmetic = sum(row["compute_seconds"] for row in plan["work"])
@@ -84,8 +90,18 @@ def _slow(plan: Plan) -> Iterator[str]:
         yield f"Devices wait for their hosts' memory for {units.share(hosts)} of a step."
 
 
-def _search(plan: Plan) -> str:
-    flags = {"model": plan["model"], "model_params_override": plan.get("override")}
-    flags["topology"] = figures.get(plan, "topology.name")
-    given = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items() if value)
-    return f"tools.parallelize {given} searches for a faster layout."
+def _search(plan: Plan) -> list[str]:
+    """The command of the search; none for a model of images, which has no stacks of equal blocks."""
+    if figures.unit(plan) != "tokens":
+        return []
+    own = registry.without_strategy(plan.get("override") or "")
+    topology = plan["topology"]["name"]
+    command = _command(plan, "parallelize", model_params_override=own, topology=topology)
+    return [f"`{command}` searches for a faster layout."]
+
+
+def _command(plan: Plan, tool: str, **flags: str) -> str:
+    """A complete command for the plan's model."""
+    given = {"model": plan["model"], **flags}.items()
+    quoted = (f"--{name}={shlex.quote(value)}" for name, value in given if value)
+    return " ".join([f"python -m tools.{tool}", *quoted])

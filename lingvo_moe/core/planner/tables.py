@@ -44,6 +44,8 @@ class Job:
     batch: dict[str, int]
     unit: str  # what is counted, e.g. 'tokens'
     budget: float  # units of the whole job; 0: none
+    # BaseTask.StepFlops, of all devices together; 0 where they are not known, as in decoding.
+    model_flops: int = 0
 
 
 def parameters(state_specs: Any, mesh: Mesh) -> dict[str, int]:
@@ -193,7 +195,6 @@ def time(
     busy = sum(row["seconds"] for row in work_rows)
     network_seconds = sum(row["seconds"] for row in collective_rows)
     flops = sum(row["flops"] for row in work_rows)
-    recomputed = sum(row["flops"] for row in work_rows if row["phase"] == "recompute")
     # Work does not hide transfers between slices: docs/validation.md.
     between = sum(row["seconds"] for row in collective_rows if row.get("slices", 1) > 1)
     turning = topology.turn_seconds * sum(row.get("turns", 0) for row in work_rows)
@@ -216,7 +217,7 @@ def time(
         **({"turning_seconds": turning} if turning else {}),
         "steps_per_second": 1 / step,
         f"{job.unit}_per_second": speed,
-        "utilization": (flops - recomputed) / peak,
+        "utilization": job.model_flops / topology.num_devices / peak if job.model_flops else None,
         "hardware_utilization": flops / peak,
         f"budget_{job.unit}": job.budget,
     }
@@ -241,7 +242,13 @@ def timed_again(plan: dict[str, Any], topology: Machine) -> dict[str, Any]:
     was = plan["time"]
     unit = next(key for key in was if key.startswith("budget_")).removeprefix("budget_")
     job = Job(
-        plan["model"], plan["override"], plan["what"], plan["batch"], unit, was[f"budget_{unit}"]
+        plan["model"],
+        plan["override"],
+        plan["what"],
+        plan["batch"],
+        unit,
+        was[f"budget_{unit}"],
+        plan.get("model_flops", 0),
     )
     again = time(job, topology, plan["work"], rows, was.get("host_seconds", 0.0))
     return plan | {"collectives": rows, "time": again}

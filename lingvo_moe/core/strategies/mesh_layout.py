@@ -57,19 +57,19 @@ class MeshLayout:
 def layouts(work: Workload, num_devices: int) -> Iterator[MeshLayout]:
     """All layouts over so many devices that the sizes of a model divide over, in a fixed order."""
     sizes = letter_sizes(work)
-    least_blocks = min(work.blocks.values(), default=1)
+    most_stages = min(*work.blocks.values(), _MOST_STAGES) if work.stages and work.blocks else 1
     groups = [letters for letters in _MODEL_LETTERS if letters[0] in sizes]
-    for stages in _divisors(num_devices):
-        if stages > min(least_blocks, _MOST_STAGES):
+    for stages in divisors(num_devices):
+        if stages > most_stages:
             break
         rest = num_devices // stages
-        for model in _divisors(rest):
+        for model in divisors(rest):
             for chosen in _chosen(groups, sizes, model):
-                for expert in _divisors(rest // model):
+                for expert in divisors(rest // model):
                     rows = rest // model
-                    divides = _divides(rows, sizes, _ROWS) and _divides(expert, sizes, "E")
-                    if divides and ("E" in sizes or expert == 1):
-                        yield _layout(
+                    fits = divides(rows, sizes, _ROWS) and divides(expert, sizes, "E")
+                    if fits and ("E" in sizes or expert == 1):
+                        yield layout_of(
                             {STAGE: stages, DATA: rows // expert, EXPERT: expert, MODEL: model},
                             chosen,
                             "E" in sizes,
@@ -85,7 +85,12 @@ def letter_sizes(work: Workload) -> dict[str, set[int]]:
     return dict(found)
 
 
-def _layout(sizes: Mapping[str, int], inside: str, experts: bool) -> MeshLayout:
+def layout_of(sizes: Mapping[str, int], inside: str, experts: bool) -> MeshLayout:
+    """The layout with axes of these sizes, those of size 1 left out, and these letters on axis `model`.
+
+    Args:
+        experts: whether the model has some.
+    """
     names = [name for name, size in sizes.items() if size > 1] or [EXPERT if experts else DATA]
     mesh = Mesh(tuple(names), tuple(sizes[name] for name in names))
     rows = tuple(name for name in (DATA, EXPERT) if name in names)
@@ -106,16 +111,18 @@ def _chosen(groups: Sequence[str], sizes: Mapping[str, set[int]], model: int) ->
     if model == 1:
         yield ""
         return
-    fit = [letters for letters in groups if _divides(model, sizes, letters)]
+    fit = [letters for letters in groups if divides(model, sizes, letters)]
     for count in range(1, len(fit) + 1):
         for several in itertools.combinations(fit, count):
             yield "".join(n for letters in several for n in letters if n in sizes)
 
 
-def _divides(parts: int, sizes: Mapping[str, set[int]], letters: str) -> bool:
+def divides(parts: int, sizes: Mapping[str, set[int]], letters: str) -> bool:
+    """Whether `parts` divides all sizes of these letters."""
     return all(size % parts == 0 for n in letters for size in sizes.get(n, ()))
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """All divisors of a number, in order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})

@@ -14,24 +14,14 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean
 
 AUTO = "auto"  # in place of a file's name: search
-# The parameters that a search always sets: how a model lies on devices.
-CHOSEN = (
-    "train.mesh",
-    "train.shard_state",
-    "train.offload",
-    "train.num_micro_batches",
-    "task.activation_split",
-    "task.weight_split",
-    "task.repeat",
-    "task.remat",
-    "task.pipeline.stages",
-    "task.pipeline.micro_batches",
-    "task.pipeline.schedule",
-    "task.pipeline.repeats",
-    "task.pipeline.splits",
-)
+LAYOUTS = (
+    "fsdp",
+    "tp",
+    "fsdp+expert",
+    AUTO,
+)  # by name: see named_layouts.py; AUTO: the fastest of them
 # All that make up a strategy: these, and the types in which a model computes.
-PATHS = (*CHOSEN, "task.dtype", "task.fprop_dtype")
+PATHS = (*registry.CHOSEN, "task.dtype", "task.fprop_dtype")
 
 
 class StrategyError(ValueError):

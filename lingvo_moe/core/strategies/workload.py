@@ -77,6 +77,7 @@ class Workload:
     boundaries: Mapping[str, int]  # elements of the input of one block of each stack, by path
     names: Mapping[str, Kept]  # of what this model's loops over blocks can keep
     passes: int  # of an update over gradients and weights: BaseOptimizer.PASSES
+    stages: bool = True  # whether its blocks can be stages of a pipeline
 
 
 def read_workload(params: Params) -> Workload:
@@ -118,14 +119,15 @@ def read_workload(params: Params) -> Workload:
     experts = any(part == EXPERTS for part, _ in task.DeclaredParts().values())
     if experts and not any(product.part == EXPERTS for product in products):
         raise WorkloadError(
-            f"{task.path}: its experts compute no einsum whose letters are known, as with "
-            "task.moe.dispatcher=dropless; choose another dispatcher"
+            f"{task.path}: its experts compute no einsum whose letters are known; choose other experts or another "
+            "task.moe.dispatcher"
         )
     if not products:
         raise WorkloadError(f"{task.path}: its forward pass has no einsum whose letters are known")
     names = {name: kind for name, kind in declared.items() if name in marked.names}
     inputs, passes = task.BlockInputs(batch), task.optimizer.PASSES
-    return Workload(products, forms.num_blocks, inputs, names, passes)
+    stages = kind.HasStages(params.task)
+    return Workload(products, forms.num_blocks, inputs, names, passes, stages)
 
 
 class WorkloadError(ValueError):

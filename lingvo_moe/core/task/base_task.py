@@ -173,8 +173,14 @@ class BaseTask(BaseLayer):
     @classmethod
     def WithoutStrategy(cls, task: InstantiableParams) -> InstantiableParams:
         """Returns Params of the task without all that a strategy sets beside letters, and without dropout. They leave
-        the form open if the task has stacks of equal blocks, so that strategies can be searched for it."""
+        the form open if the task has stacks of equal blocks, so that strategies can be searched for it. Experts compute
+        products with letters."""
         return task.Copy()
+
+    @classmethod
+    def HasStages(cls, task: HyperParams) -> bool:
+        """Whether stacks of equal blocks can be stages of a pipeline."""
+        return True
 
     @classmethod
     def Recomputing(cls, task: InstantiableParams) -> dict[str, Any]:
@@ -189,7 +195,10 @@ class BaseTask(BaseLayer):
         return {self.UNIT: batch.Flatten()[0].shape[0]}
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """FLOPs of a forward pass over a full batch (given as ArraySpecs), by part of the model; empty if unknown."""
+        """FLOPs of a forward pass over a full batch (given as ArraySpecs), by part of the model; empty if unknown.
+
+        A part `*.dispatch` is what no token needs: products with dispatch masks, and those of empty slots of experts.
+        """
         return {}
 
     def StageFlops(self, batch: NestedMap) -> list[int]:
@@ -197,11 +206,13 @@ class BaseTask(BaseLayer):
         return []
 
     def StepFlops(self, batch: NestedMap) -> int:
-        """Model FLOPs of a training step over a full batch: three times those of the forward pass.
+        """Model FLOPs of a training step over a full batch, as MFU counts them (Chowdhery et al. 2022, appendix B).
 
-        Each product of the forward pass has two in the backward pass. Recomputation (remat) does not count.
+        Each product of the forward pass has two in the backward pass: six for each active parameter and token, and
+        those of attention, as if every token saw all of its row. Recomputation and dispatch do not count.
         """
-        return 3 * sum(self.FlopsByPart(batch).values())
+        parts = self.FlopsByPart(batch).items()
+        return 3 * sum(flops for part, flops in parts if not part.endswith("dispatch"))
 
     def BlockInputs(self, batch: NestedMap) -> dict[str, int]:
         """Elements of the inputs of all blocks over a full batch (given as ArraySpecs), by the path of their stack."""

@@ -147,7 +147,7 @@ def print_flops(task: BaseTask, batch: NestedMap) -> None:
     show(Table(words("part") + numbers(per, "share"), rows), Console(width=140))
     print(
         f"a training step: {units.work(task.StepFlops(batch))} for {count:,} {counted}, padding included: three times "
-        "the forward pass (what the backward pass computes again is not counted)"
+        "the forward pass, without dispatch and what the backward pass computes again"
     )
     if stages := task.StageFlops(batch):
         each = ", ".join(units.work(flops / count) for flops in stages)

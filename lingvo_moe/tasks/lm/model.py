@@ -149,6 +149,12 @@ class LmModel(TransformerTask):
         """See TransformerTask: the first layers, which are dense."""
         return task.dense_first_layers if task.num_experts else 0
 
+    @classmethod
+    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
+        """See BaseTask: without first layers, nth_attention would be in other layers than here."""
+        elsewhere = cls.LayersBefore(task) and task.nth_attention is not None
+        return {} if elsewhere else super().GrowsFrom(task)
+
     # --- the contract of BaseTask
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
@@ -390,7 +396,9 @@ class LmModel(TransformerTask):
         found = experts.flops_of("decoder", self.decoder.p, x)
         found["softmax"] = softmax.Softmax.FPropMeta(self.softmax.p, x).flops
         if self.p.multi_token_weight:
-            found["multi_token"] = MultiTokenHead.FPropMeta(self.multi_token.p, x).flops
+            head = MultiTokenHead.FPropMeta(self.multi_token.p, x)
+            found["multi_token"] = head.flops - head.dispatch
+            found["multi_token.dispatch"] = head.dispatch
             found["softmax"] *= 2
         return found
 

@@ -76,5 +76,6 @@ class MultiTokenHead(BaseLayer):
         """The projection, 4 M^2 for each token, and the layer."""
         batch, time, dim = input_shapes[0]
         layer = params.layer.Copy().Set(model_dim=dim)
-        flops = 4 * batch * time * dim**2 + layer.cls.FPropMeta(layer, *input_shapes).flops
-        return NestedMap(flops=flops, out_shapes=((batch, time, dim),))
+        inside = layer.cls.FPropMeta(layer, *input_shapes)
+        flops = 4 * batch * time * dim**2 + inside.flops
+        return NestedMap(flops=flops, dispatch=inside.dispatch, out_shapes=((batch, time, dim),))

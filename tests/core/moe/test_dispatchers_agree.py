@@ -126,12 +126,14 @@ def test_bfloat16():
 
 def test_flops_count_the_rows_that_experts_compute():
     """24 tokens in groups of 12, 2 choices and 4 experts make E C = 28 slots a group."""
-    flops = {}
+    flops, needed = {}, set()
     for name in DISPATCHERS:
         p = _layer(name, router=TopKRouter.Params().Set(k=2), capacity_factor=7 * 4 / 12).p
-        flops[name] = MoELayer.FPropMeta(p, (B, T, M)).flops
+        meta = MoELayer.FPropMeta(p, (B, T, M))
+        flops[name] = meta.flops
+        needed.add(meta.flops - meta.dispatch)
     gating, row = 2 * B * T * M * E, 4 * M * H
-    assert flops["dropless"] == gating + B * T * 2 * row
+    assert needed == {flops["dropless"]} == {gating + B * T * 2 * row}
     assert flops["index"] == gating + B * E * 7 * row
     assert flops["einsum"] == flops["index"] + 2 * (2 * B * T * E * 7 * M)
     assert flops["masked"] == gating + B * E * T * row + 2 * (2 * B * T * E * M)

@@ -94,11 +94,14 @@ def test_collectives_inside_and_between_the_nodes_of_a_cluster_have_rows_of_thei
 def test_a_budget_costs_its_tokens_at_the_step_s_rate():
     costs = [_cost(EXPERTS, flops=CHIP.peak_flops), _all_to_all(4)]
     work, talk = tables.work(costs, POD), tables.collectives(costs, POD)
-    time = tables.time(_job(budget=1e9), POD, work, talk)
+    flops = round(0.4 * POD.num_devices * CHIP.peak_flops)
+    time = tables.time(dataclasses.replace(_job(budget=1e9), model_flops=flops), POD, work, talk)
     step = POD.pace.Seconds(1, talk[0]["seconds"])
     assert 1 < time["lower_seconds"] + 1e-9 < step < time["upper_seconds"]
     assert time["step_seconds"] == pytest.approx(step)
-    assert time["utilization"] == pytest.approx(1 / step)
+    assert time["utilization"] == pytest.approx(0.4 / step)
+    assert time["hardware_utilization"] == pytest.approx(1 / step)
+    assert tables.time(_job(), POD, work, talk)["utilization"] is None  # as of decoding
     assert time["tokens_per_second"] == pytest.approx(128 / step)
     days = 1e9 / 128 * step / 86400
     assert time["days"] == pytest.approx(days)

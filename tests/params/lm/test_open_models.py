@@ -70,3 +70,19 @@ def test_counts_of_measured_models_are_exact(name):
     text = registry.GetExperiment(f"lm.{name}").__doc__
     assert f"{total:,} parameters" in text and f"{published:,}" in text
     assert params.input.batch_size % Mesh.parse(params.train.mesh).axis_size("data") == 0
+
+
+@pytest.mark.parametrize("name", ["Mixtral8x7B", "OLMoE1B7B", "Qwen3_30B_A3B", "Llama31_8B"])
+@pytest.mark.parametrize("dispatcher", ["dropless", "einsum"])
+def test_model_flops_are_those_of_mfu(name, dispatcher):
+    """PaLM's, appendix B: 6 for each active parameter and token but the table's, and 12 L N K T a token for attention."""
+    slots = "task.moe.capacity_factor=16;" * (
+        dispatcher == "einsum"
+    )  # enough for all, most of them empty
+    of_experts = f"{slots}task.moe.dispatcher={dispatcher}" * ("Llama" not in name)
+    params = registry.GetParams(f"lm.{name}", of_experts)
+    task, p, length = params.task.Instantiate(), params.task, params.input.target_length
+    active = active_parameters(task)["without that of the input"]
+    heads = p.num_heads * (p.key_dim or p.model_dim // p.num_heads)
+    want = params.input.batch_size * length * (6 * active + 12 * p.num_layers * heads * length)
+    assert task.StepFlops(params.input.Instantiate().BatchSpec()) == pytest.approx(want, rel=1e-3)

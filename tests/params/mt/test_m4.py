@@ -12,8 +12,7 @@ from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.task import inspect
 from lingvo_moe.params.mt import dense, m4
-from lingvo_moe.training.checks import check_divisible
-from lingvo_moe.training.meshes import make_mesh
+from lingvo_moe.training.meshes import check_divisible, make_mesh
 
 _FAMILY = sorted(
     name

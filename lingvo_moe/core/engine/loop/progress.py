@@ -146,7 +146,7 @@ class StepProgress:
         if speed.flops is not None:
             text += f"  {rate(speed.flops, 'FLOP')}"
         if speed.utilisation is not None:
-            text += f"  {speed.utilisation:.1%} of peak"
+            text += f"  {speed.utilisation:.1%} MFU"
         return text
 
     def Close(self) -> None:

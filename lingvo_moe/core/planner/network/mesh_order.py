@@ -132,7 +132,7 @@ def _advice(by_order: dict[str, Moved], cluster: Cluster) -> str:
     )
     takes = [units.duration(s) for s in (then.seconds, now.seconds, now.seconds - then.seconds)]
     return (
-        f"--mesh={best} is faster: in a step each GPU would send {then_sends}, instead of {now_sends}, and the "
-        f"collectives would take {takes[0]} instead of {takes[1]}, which saves {takes[2]}. This is an estimate for the "
-        "same program with its devices in that order."
+        f"--mesh={best}, or train.mesh={best} beside --layout, is faster: in a step each GPU would send {then_sends}, "
+        f"instead of {now_sends}, and the collectives would take {takes[0]} instead of {takes[1]}, which saves "
+        f"{takes[2]}. This is an estimate for the same program with its devices in that order."
     )

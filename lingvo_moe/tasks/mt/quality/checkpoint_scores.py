@@ -13,7 +13,12 @@ from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, with_margin
 from lingvo_moe.tasks.text.data.dev_set import DevSet
-from lingvo_moe.tasks.text.runs.artifacts import languages_of, target_language_of, tidied_of, vocabs_of
+from lingvo_moe.tasks.text.runs.artifacts import (
+    languages_of,
+    target_language_of,
+    tidied_of,
+    vocabs_of,
+)
 
 _SCORES = ("bleu", "chrf")
 

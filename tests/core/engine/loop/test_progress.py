@@ -100,7 +100,7 @@ def test_the_first_step_alone_tells_nothing_of_the_others(monkeypatch):
 
 @pytest.mark.parametrize("peak, utilisation, text", [
     (None, None, "4.00 GFLOP/s  5s left"),
-    (16e9, 0.25, "4.00 GFLOP/s  25.0% of peak  5s left"),
+    (16e9, 0.25, "4.00 GFLOP/s  25.0% MFU  5s left"),
     (3e9, None, "4.00 GFLOP/s  5s left"),  # a peak that cannot be right
 ])  # fmt: skip
 def test_model_flops_and_utilisation(monkeypatch, peak, utilisation, text):

@@ -84,7 +84,7 @@ def test_the_axis_that_sends_most_is_proposed_for_the_inside_of_nodes():
         "mesh": "data:4,expert:8"
     }
     assert better["sent_between"] < given_order["sent_between"]
-    assert found["advice"].startswith("--mesh=data:4,expert:8 is faster: ")
+    assert found["advice"].startswith("--mesh=data:4,expert:8, or train.mesh=data:4,expert:8 ")
 
 
 @pytest.mark.parametrize(("mesh", "cluster", "message"), [

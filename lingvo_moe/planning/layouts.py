@@ -1,0 +1,109 @@
+"""--layout: a model's layout by name (core/strategies/named_layouts.py), and the commands that messages propose."""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console import units
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags, join_overrides
+from lingvo_moe.core.sharding import ShardingError
+from lingvo_moe.core.strategies.named_layouts import FUNCTIONS, named_layout
+from lingvo_moe.core.strategies.strategy_file import AUTO, StrategyError, as_override
+from lingvo_moe.training.meshes import check_divisible, make_mesh
+
+
+def layout_override(name: str, params: Params, count: int) -> str:
+    """The parameters of a layout by name over `count` devices, as an override.
+
+    Raises StrategyError: the model does not divide so, or has no blocks of equal layers.
+    """
+    kind = params.task.cls
+    if kind.OpenForms(kind.WithoutStrategy(params.task)) is None:
+        raise StrategyError(
+            f"--layout={name}: is for models of equal blocks, which {kind.__name__} is not; give --mesh"
+        )
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for spec in params.task.Instantiate().VariableSpecs().Flatten():
+        for letter, size in zip(spec.letters, spec.shape, strict=True):
+            sizes[letter].add(size)
+    return as_override(named_layout(name, sizes, count).Overrides(), f"--layout={name}")
+
+
+def layouts(name: str, model: str, override: str, count: int) -> dict[str, str]:
+    """Overrides that lay an experiment over `count` devices, by the names of the layouts.
+
+    Args:
+        name: of one layout; AUTO for all over which the model divides.
+        override: as --model_params_override; it comes last, and may change a layout.
+
+    Raises:
+        StrategyError, ShardingError: the model does not divide so; for AUTO, in no layout.
+    """
+    params, found, why = registry.GetParams(model, override), dict[str, str](), ValueError()
+    for each in FUNCTIONS if name == AUTO else [name]:
+        try:
+            found[each] = join_overrides(layout_override(each, params, count), override)
+            laid_out = registry.GetParams(model, found[each])
+            check_divisible(laid_out, laid_out.task.Instantiate(), make_mesh(laid_out, "", count))
+        except ValueError as e:
+            found.pop(each, None)
+            why = e
+    if not found:
+        raise why
+    return found
+
+
+def fastest_here(args: Flags, override: str, count: int) -> str:
+    """The override of --layout; of AUTO the one whose step is fastest on the devices of this process."""
+    from lingvo_moe.planning.measuring import measured_step
+    from lingvo_moe.training.memory import memory_of
+
+    found = layouts(args.layout, args.model, override, count)
+    if len(found) == 1 and args.layout != AUTO:
+        return found[args.layout]
+    if args.num_processes > 1:
+        raise StrategyError(
+            f"--layout={AUTO}: measures in one process; give one of {', '.join(found)}"
+        )
+    seconds: dict[str, float] = {}
+    for name, text in found.items():
+        mesh = make_mesh(registry.GetParams(args.model, text), "", count)
+        memory = memory_of("pjrt", mesh)
+        limit = (memory.size or 2**62) // memory.devices
+        time = measured_step(args.model, text, mesh, limit, args.known_faults)["time"]
+        say(f"--layout={name}: {units.duration(time['step_seconds']) if time else 'does not fit'}")
+        if time:
+            seconds[name] = time["step_seconds"]
+    if not seconds:
+        raise StrategyError(f"--layout={AUTO}: {args.model} fits in none of {', '.join(found)}")
+    return found[min(seconds, key=lambda name: seconds[name])]
+
+
+@contextlib.contextmanager
+def proposing(args: Flags, count: int) -> Iterator[None]:
+    """Ends a message about a mesh with a command whose layout divides the model over `count` devices."""
+    try:
+        yield
+    except ValueError as e:
+        if count == 1 or "mesh" not in str(e) or not (command := proposal(args, count)):
+            raise
+        raise ShardingError(f"{e}. This divides: {command}") from None
+
+
+def proposal(args: Flags, count: int) -> str:
+    """The command of these flags with a layout over `count` devices instead of a mesh; '' where none divides it."""
+    override = registry.without_strategy(args.model_params_override)
+    with contextlib.suppress(ValueError):
+        rows = registry.GetParams(args.model, override).input.batch_size
+        for more in ("", f"input.batch_size={-(-rows // count) * count}"):
+            wider = join_overrides(override, more)
+            with contextlib.suppress(ValueError):
+                found = layouts(AUTO, args.model, wider, count)
+                rest = {"strategy": "", "mesh": "", "model_params_override": wider}
+                return args.Command(
+                    **rest, layout="fsdp+expert" if "fsdp+expert" in found else next(iter(found))
+                )
+    return ""
