@@ -18,6 +18,7 @@ from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
 from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.engine.meeting import meet
 from lingvo_moe.core.files.store import is_address
 from lingvo_moe.core.input.base_input import OtherDataError
 from lingvo_moe.core.runs.bucket_lock import BucketRunLock, TrainerLock, lock_of
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Runs one job as main does, but lets exceptions through."""
     limit, times = TimeLimit(args.max_minutes), begun_record(args)
+    if args.num_processes > 1:  # now, so that the others learn of its end
+        meet(args.coordinator_address, args.num_processes, args.process_id)
     load_tensorflow(args.engine)
     args = with_found_strategy(args)
     override = with_overrides_of_run(args, full_override(args))

@@ -118,8 +118,8 @@ def test_suspended_trainers_end_and_their_successors_go_on(storage, tmp_path):
 
     def start(stack):
         command = ("-c", _HASTY, *_flags(address, 10**6))
-        out = stack.enter_context(open(log, "ab"))
-        child = start_python(*command, stdout=subprocess.DEVNULL, stderr=out)
+        with open(log, "ab") as out:
+            child = start_python(*command, stdout=subprocess.DEVNULL, stderr=out)
         stack.callback(child.wait)
         stack.callback(child.kill)
         return child

@@ -88,3 +88,36 @@ def test_cleaning_up_does_not_wait_for_ever(tmp_path):
     assert "error: process 1 of the job failed" in said[0]
     assert 0 not in statuses
     assert seconds < 60
+
+
+_KILLED = """
+import os, sys
+from lingvo_moe import trainer
+from lingvo_moe.core.engine.meeting import meet
+
+def killed(engine):
+    args = trainer.parse_flags(sys.argv[1:])
+    meet(args.coordinator_address, 3, 1)._thread.join()
+    os.kill(os.getpid(), 9)
+
+if "--process_id=1" in sys.argv:
+    trainer.load_tensorflow = killed
+sys.exit(trainer.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_before_it_joins_is_not_waited_for(tmp_path):
+    flags = ["--model=toy_task.Line", f"--logdir={tmp_path}/run", "--num_processes=3"]
+    flags += [f"--coordinator_address={free_address()}", "--max_steps=1", "--num_devices=1"]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for i in range(3):
+            command = ("-c", _KILLED, *flags, f"--process_id={i}")
+            process = stack.enter_context(start_python(*command, stdout=subprocess.DEVNULL))
+            stack.callback(process.kill)
+            processes.append(process)
+        said = [process.communicate(timeout=150)[1] for process in processes]
+        assert [process.returncode for process in processes] == [2, -9, 2], said
+    for number in (0, 2):
+        assert "error: process 1 has ended before it joined the job" in said[number]

@@ -6,9 +6,7 @@ Both must happen before JAX initialises its devices.
 import contextlib
 import os
 import re
-import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from jax.experimental import multihost_utils
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.engine import gpu_settings, launchers
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, EngineError
+from lingvo_moe.core.engine.meeting import meet
 
 # After which JAX ends a job of which a process is silent; its default is 100. Each sends one in half the time.
 HEARTBEAT_SECONDS = 27
@@ -79,13 +78,12 @@ def initialize_distributed(
     Args:
         coordinator_address: host:port of process 0, the same for all; '' to take it from the launcher.
         process_id: 0..num_processes-1, different in each process.
-        timeout_seconds: how long to wait for the others. If some never join, JAX ends the
-            process with a message.
+        timeout_seconds: how long to wait for the others to come.
         elastic: whether the others stay when one is gone.
 
     Raises:
-        EngineError: invalid numbers or address, nobody answers there, the address is not given and the launcher's is
-            not known, or JAX finds another number of processes.
+        EngineError: invalid numbers or address, another process does not come or has ended, the address is not given
+            and the launcher's is not known, or JAX finds another number of processes.
     """
     if num_processes < 1 or not 0 <= process_id < num_processes:
         raise EngineError(
@@ -95,24 +93,16 @@ def initialize_distributed(
     if num_processes == 1:
         jax.config.update("jax_cpu_collectives_implementation", None)
         return
-    launch = launchers.find()
-    if launch is not None and not coordinator_address:
-        coordinator_address = launchers.address_of(launch)
-    host, port = _host_and_port(coordinator_address)
+    launch, meeting = launchers.find(), meet(coordinator_address, num_processes, process_id)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", elastic)
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     who = f"process {process_id} of {num_processes}"
     of = f" ({launch.launcher})" if launch is not None else ""
-    print(f"{who}: joining the job at {coordinator_address}{of}", file=sys.stderr)
-    # If nobody answers, JAX ends the process without an exception. So try to connect first.
-    if process_id and not _answers(host, port, timeout_seconds):
-        raise EngineError(
-            f"--coordinator_address={coordinator_address}: {who} could not join the job: nobody "
-            f"answered there for {timeout_seconds} s; is process 0 running at that address?"
-        )
+    print(f"{who}: joining the job at {meeting.address}{of}", file=sys.stderr)
+    meeting.Join(timeout_seconds)
     jax.distributed.initialize(
-        coordinator_address,
+        meeting.address,
         num_processes,
         process_id,
         launchers.local_gpus(launch, os.environ, gpu_settings.count_gpus()),
@@ -127,29 +117,6 @@ def initialize_distributed(
             f"{who}: JAX has found {process_count()} processes on {jax.devices()[0].platform}; the processes that "
             "share accelerators have to be started as one job"
         )
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of --coordinator_address. Raises EngineError: it has another form."""
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not port.isdigit():
-        raise EngineError(
-            f"--coordinator_address={address!r}: expected host:port of process 0, "
-            "e.g. '10.0.0.1:8476'; srun, mpirun and the JobSet of launch/ say it themselves"
-        )
-    return host, int(port)
-
-
-def _answers(host: str, port: int, timeout_seconds: float) -> bool:
-    """Whether something accepts connections there within the time limit."""
-    end = time.monotonic() + timeout_seconds
-    while time.monotonic() < end:
-        try:
-            with socket.create_connection((host.strip("[]"), port), timeout=5):
-                return True
-        except OSError:
-            time.sleep(0.2)
-    return False
 
 
 def local_device_count() -> int:

@@ -85,7 +85,11 @@ class LocalCopy:
             if not generation:
                 value, generation = self.store.Version(name)
                 if value is not None and not self.holds:
-                    _log.warning("%s/%s: was written by another process; that stays", self.store.address, name)
+                    _log.warning(
+                        "%s/%s: was written by another process; that stays",
+                        self.store.address,
+                        name,
+                    )
                     return generation
             # Only now: who takes the place over from here on writes another generation, or replaces this one.
             if self.holds:

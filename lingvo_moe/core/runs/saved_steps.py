@@ -190,7 +190,9 @@ class StepsInBucket(SavedSteps):
         commit = self._Read(step)
         if commit and not commit.digest:
             raise ManifestError(f"{self.Place(step).address}: {COMMIT} was changed or damaged")
-        return self.Place(step).Below(commit.writer) if commit and commit.writer else self.Place(step)
+        return (
+            self.Place(step).Below(commit.writer) if commit and commit.writer else self.Place(step)
+        )
 
     def Part(self, step: int) -> Store:
         return self.Place(step).Below(self.writer)
@@ -199,11 +201,13 @@ class StepsInBucket(SavedSteps):
         name, content = f"{step}/{COMMIT}", Commit(digest, self.writer).ToBytes(step)
         while True:
             there = self._bucket.Version(name)
-            if there.value is not None:
-                if Commit.Of(step, there.value).Leads(self.Place(step).List()):
-                    return False
+            if there.value is not None and self._Leads(step, there.value):
+                return False
             if self._bucket.Replace(name, content, there.generation):
                 return True
+
+    def _Leads(self, step: int, commit: bytes) -> bool:
+        return Commit.Of(step, commit).Leads(self.Place(step).List())
 
     def CheckCommit(self, step: int, digest: str) -> None:
         commit = self._Read(step)

@@ -94,7 +94,7 @@ def _at_terminal(body: str) -> str:
     """What a command shows at a terminal, standard output and error together."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", _MAIN.format(body=body)]
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs) as process:
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs):
         os.close(theirs)
         shown = b""
         with contextlib.suppress(OSError):  # at the end

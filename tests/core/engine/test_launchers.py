@@ -149,7 +149,8 @@ def test_a_job_in_which_jax_finds_another_count_is_refused(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in (pair.split("=") for pair in _SLURM.split()):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(devices, "_answers", lambda *_: True)
+    met = SimpleNamespace(address="127.0.0.1:1", Join=lambda seconds: None)
+    monkeypatch.setattr(devices, "meet", lambda *_: met)
     with pytest.raises(EngineError, match="process 3 of 4: JAX has found 1 processes on cpu"):
         devices.initialize_distributed("127.0.0.1:1", 4, 3)
     [(args, named)] = calls

@@ -139,7 +139,7 @@ def test_what_a_suspended_writer_was_about_to_do_harms_nothing(monkeypatch, requ
         if not _suspended(
             f"{address}/{skipped}",
             monkeypatch,
-            lambda _, words: words == request_in_words and next(alike) == 0,
+            lambda _, words, alike=alike: words == request_in_words and next(alike) == 0,
         ):
             break
         times += 1
@@ -148,7 +148,8 @@ def test_what_a_suspended_writer_was_about_to_do_harms_nothing(monkeypatch, requ
 
 @pytest.mark.slow
 def test_suspended_before_any_request_it_harms_nothing(monkeypatch):
-    number = 0
-    while _suspended(f"memory://any/{number}", monkeypatch, lambda n, _: n == number + 1):
-        number += 1
-    assert number > 50
+    suspended = itertools.takewhile(
+        lambda number: _suspended(f"memory://any/{number}", monkeypatch, lambda n, _: n == number),
+        itertools.count(1),
+    )
+    assert len(list(suspended)) > 50
