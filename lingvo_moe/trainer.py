@@ -17,7 +17,7 @@ from lingvo_moe.core.console.mistakes import report
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
-from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.engine.loop.interrupt import Stopped, TimeLimit
 from lingvo_moe.core.engine.meeting import meet
 from lingvo_moe.core.files.store import is_address
 from lingvo_moe.core.input.base_input import OtherDataError
@@ -63,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_flags(argv)
     try:
         return run(args)
+    except Stopped as e:
+        from lingvo_moe.core.engine.loop import job
+
+        say(f"{e}: stopped while it compiled, before any step; the same command begins there again")
+        job.leave(e.status)  # returns where there is no job
+        job.end(e.status)  # without the compiler, which goes on in its thread
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from the last checkpoint")
         status = 130

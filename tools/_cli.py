@@ -5,11 +5,9 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
@@ -29,6 +27,7 @@ from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.console.waiting import Waiting
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA, Sampling
+from lingvo_moe.core.engine.loop.interrupt import Stopped, StopRequest
 from lingvo_moe.core.files.copies import local, push_all
 from lingvo_moe.core.files.paths import check_local
 from lingvo_moe.core.files.store import is_address
@@ -45,7 +44,6 @@ if TYPE_CHECKING:  # they import NumPy or TensorFlow
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
     from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 
-_T = TypeVar("_T")
 DEVICES = 8  # of a mesh that no flag sizes
 
 
@@ -85,7 +83,8 @@ def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
     `interrupted` is the line after Ctrl-C; '' for none.
 
     Returns:
-        The status of `work`, 1 after a mistake or a process that failed, or 130 after Ctrl-C.
+        The status of `work`, 1 after a mistake or a process that failed, or 130 after Ctrl-C (143 after SIGTERM,
+        where that is caught).
     """
     try:
         status = work()
@@ -94,10 +93,10 @@ def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
     except subprocess.CalledProcessError as e:
         say(f"{name}: training ended with status {e.returncode}; see above")
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
         if interrupted:
             say(f"{name}: {interrupted}")
-        return 130
+        return e.status if isinstance(e, Stopped) else 130
     except Exception as e:
         if not report(name, e):
             raise
@@ -122,10 +121,11 @@ def train(model: str, data_dir: Path, logdir: Path, overrides: Sequence[str], *m
 def attempt_compiling(name: str, work: Callable[[], int]) -> int:
     """Runs, as `attempt` does, a command that compiles and writes its files last.
 
-    Ctrl-C ends the process: the compiler cannot be stopped and would go on in its thread.
+    Ctrl-C and SIGTERM end the process: the compiler cannot be stopped and would go on in its thread.
     """
-    status = attempt(name, work, "interrupted; nothing was written")
-    if status == 130:
+    with StopRequest() as stop, stop.AtOnce():
+        status = attempt(name, work, "interrupted; nothing was written")
+    if status > 128:
         os._exit(status)
     return status
 
@@ -461,23 +461,7 @@ def load_tensorflow() -> None:
 
 
 class Progress(Waiting):
-    """Shows the current activity and its duration, at first the loading of the compiler.
-
-    The work runs in a thread, so that Ctrl-C takes effect at once.
-    """
+    """Shows the current activity and its duration, at first the loading of the compiler."""
 
     def __init__(self) -> None:
         super().__init__("loading TensorFlow and the compiler", interval=5.0)
-
-    def Watch(self, work: Callable[[], _T]) -> _T:
-        """Runs `work` in a thread; returns its result or raises its error."""
-        future: Future[_T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as e:
-                future.set_exception(e)
-
-        threading.Thread(target=run, daemon=True).start()
-        return future.result()

@@ -1,14 +1,17 @@
 """Shows what a command does and for how long: one line that changes at a terminal, occasional lines elsewhere."""
 
+import contextvars
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Self, TextIO
+from concurrent.futures import Future
+from typing import Self, TextIO, TypeVar
 
 from lingvo_moe.core.console.command import printable, terminal
 
+_T = TypeVar("_T")
 _TICK = 1.0  # seconds between two looks at the clock while something is waited for
 
 
@@ -102,6 +105,20 @@ class Waiting:
         with self._lock:
             self._doing, self._since = doing, self._clock()
             self._lines(f"{doing} ...")
+
+    def Watch(self, work: Callable[[], _T]) -> _T:
+        """Runs `work` in a thread, so that signals are handled meanwhile; returns its result or raises its error."""
+        future: Future[_T] = Future()
+        context = contextvars.copy_context()
+
+        def run() -> None:
+            try:
+                future.set_result(context.run(work))
+            except BaseException as e:
+                future.set_exception(e)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future.result()
 
     def _Run(self) -> None:
         while not self._over.wait(_TICK):

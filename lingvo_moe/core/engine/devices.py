@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lingvo_moe.core.console.quiet import quiet
+from lingvo_moe.core.console.sigterm import keeping_sigterm
 from lingvo_moe.core.engine import gpu_settings, launchers
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, EngineError
 from lingvo_moe.core.engine.meeting import meet
@@ -29,7 +30,7 @@ def find_devices() -> None:
     """Lets JAX look for devices. Silences its warnings about TPUs unless the machine has some."""
     gpu_settings.prepare()
     has_tpu = bool([*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")])
-    with contextlib.nullcontext() if has_tpu else quiet():
+    with contextlib.nullcontext() if has_tpu else quiet(), keeping_sigterm():
         device_count()
 
 

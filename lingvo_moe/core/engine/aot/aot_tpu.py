@@ -17,6 +17,7 @@ import jax
 from jax.experimental import topologies
 
 from lingvo_moe.core.console.quiet import quiet
+from lingvo_moe.core.console.sigterm import keeping_sigterm
 from lingvo_moe.core.engine.aot.aot_compiler import Compiler, first_line, use_cpu
 from lingvo_moe.core.engine.aot.aot_result import Holder, OutOfMemory
 from lingvo_moe.core.engine.base import EngineError
@@ -89,7 +90,7 @@ def _describe(name: str) -> tuple[Any, ...]:
     if set(parsed.sizes) == {1}:  # by default hosts have 2x2 chips
         options["chips_per_host_bounds"] = [1, 1, 1]
     refusal = ""
-    with quiet():
+    with quiet(), keeping_sigterm():
         try:
             description = topologies.get_topology_desc(
                 platform="tpu", topology_name=name.partition("*")[0], **options

@@ -1,11 +1,25 @@
 """Asks a run to stop at the next step, so that work is saved: on Ctrl-C, SIGTERM, or at a limit of the time."""
 
+import contextlib
 import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised by a signal inside `StopRequest.AtOnce`.
+
+    Attributes:
+        status: of the process: 128 + the signal's number.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
 
 
 class StopRequest:
@@ -18,6 +32,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self.signal = 0
+        self._at_once = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -29,8 +44,23 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
+    @contextlib.contextmanager
+    def AtOnce(self) -> Iterator[None]:
+        """Inside the block a signal, also one before it, raises Stopped: nothing is lost, and a compiler cannot be
+        stopped, so that the process ends without it.
+        """
+        if self.requested:
+            raise Stopped(self.signal)
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if self._at_once:
+            raise Stopped(number)
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested, self.signal = True, number

@@ -111,7 +111,7 @@ class TrainLoop:
                 return self._done(0)
             # Before a new run is begun: what cannot be compiled leaves nothing behind.
             with self._times.In(STARTUP):
-                step_fn = self._build_step(on_compiled)
+                step_fn = self._build_step(stop, on_compiled)
             if first is None:
                 first, state = self._begin(batches)
             with Waiting("making the first batch"), self._times.In(INPUT):
@@ -135,7 +135,9 @@ class TrainLoop:
                     self._checkpointer.Wait()
                 PACE.End()
 
-    def _build_step(self, on_compiled: Callable[[Compiled], None] | None) -> Compiled:
+    def _build_step(
+        self, stop: StopRequest, on_compiled: Callable[[Compiled], None] | None
+    ) -> Compiled:
         num = self._train.num_micro_batches
         of = f" of {num} micro-batches (train.num_micro_batches)" if num > 1 else ""
         if (p := settings_of(self._task.p)) is not None:
@@ -148,8 +150,9 @@ class TrainLoop:
             say(
                 f"train.offload={self._task.p.offload}: CPU devices have one memory, so it frees none here"
             )
-        with self._Waiting(f"compiling the training step{of}"):
-            step_fn = self._engine.BuildStep(train_step(self._task, self._inputs, num))
+        step = train_step(self._task, self._inputs, num)
+        with self._Waiting(f"compiling the training step{of}") as waiting, stop.AtOnce():
+            step_fn = waiting.Watch(lambda: self._engine.BuildStep(step))
         if on_compiled is not None:
             on_compiled(step_fn)
         self.compiled = step_fn

@@ -101,3 +101,17 @@ def test_no_compiler_installed(monkeypatch):
     )
     with pytest.raises(EngineError, match=r"pip install 'jax\[tpu\]'"):
         aot.compiler_versions("v3:2x2")
+
+
+def test_sigterm_stays_the_process_s_own_where_libtpu_is_loaded():
+    """Also where another thread loads it; libtpu's own way with the signal is to print a crash."""
+    code = """
+import os, signal, sys, threading
+from lingvo_moe.core.engine.aot import aot
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+thread = threading.Thread(target=aot.compiler("v3:2x2").Devices, args=["v3:2x2"])
+thread.start(), thread.join()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = run_python("-c", code)
+    assert (done.returncode, "SIGTERM" in done.stderr) == (7, False), done.stderr
