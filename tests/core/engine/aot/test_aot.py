@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 from gram import gram
+from processes import run_python
 
 from lingvo_moe.core.engine.aot import aot, aot_tpu
 from lingvo_moe.core.engine.base import EngineError
@@ -103,15 +104,15 @@ def test_no_compiler_installed(monkeypatch):
         aot.compiler_versions("v3:2x2")
 
 
-def test_sigterm_stays_the_process_s_own_where_libtpu_is_loaded():
-    """Also where another thread loads it; libtpu's own way with the signal is to print a crash."""
+def test_sigterm_prints_no_crash_where_libtpu_is_loaded():
+    """Also where another thread loads it."""
+    pytest.importorskip("libtpu")
     code = """
-import os, signal, sys, threading
+import os, signal, threading
 from lingvo_moe.core.engine.aot import aot
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-thread = threading.Thread(target=aot.compiler("v3:2x2").Devices, args=["v3:2x2"])
+thread = threading.Thread(target=aot.devices_of, args=["v3:2x2"])
 thread.start(), thread.join()
 os.kill(os.getpid(), signal.SIGTERM)
 """
     done = run_python("-c", code)
-    assert (done.returncode, "SIGTERM" in done.stderr) == (7, False), done.stderr
+    assert (done.returncode, "SIGTERM" in done.stderr) == (-15, False), done.stderr
