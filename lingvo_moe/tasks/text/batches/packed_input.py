@@ -112,7 +112,7 @@ class PackedInput(BaseInput):
         p.Define(
             "weights",
             {},
-            "The weights by which languages, or corpora, are drawn, e.g. {'de': 1, 'mine': 3}; empty: by temperature.",
+            "The weights by which languages, or corpora, are drawn, e.g. {'de': 1, 'de_mine': 3}; empty: by temperature.",
         )
         p.Define("seed", 1234, "The seed of the order of pairs.", checks.SEED)
         p.Define("pack", True, "Several pairs in a row; False: one.")
