@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__version__ = "0.1.0"  # pyproject.toml reads it; runs and exported models keep it
-
 # `params`, `reproduction` and `tools` lie inside this package in a wheel, and beside it in a checkout. They are
 # lingvo_moe.params, ... in both, so that directories of the user's with these names are never taken for them.
 if not Path(__file__).with_name("params").is_dir():
