@@ -3,8 +3,9 @@
     python -m tools.prepare --input=TEXTS --output=DATA --model=mt.M4Demo
     python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN
 
-TEXTS holds de.tsv or de.jsonl (one file per language), pairs.jsonl (mixed: each line names its language), or pairs of
-files such as Europarl.de-en.de and Europarl.de-en.en; each plain, .gz or .zst. TEXTS/dev/ may hold pairs for scoring;
+TEXTS holds de.tsv, de.csv, de.jsonl or de.parquet (one file per language), pairs.jsonl (mixed: each line names its
+language), memory.tmx, a saved data set of Hugging Face, or pairs of files such as Europarl.de-en.de and
+Europarl.de-en.en; texts are plain, .gz or .zst. TEXTS/dev/ may hold pairs for scoring;
 otherwise some pairs are held out. After Ctrl-C or another interruption the same command resumes.
 """
 
@@ -25,8 +26,8 @@ from lingvo_moe.core.runs.directories import PREPARED
 from lingvo_moe.tasks.text.batches.lengths import Loss
 from lingvo_moe.tasks.text.data.shards import PAIRS_PER_SHARD
 from lingvo_moe.tasks.text.preparing.filters import Rules
+from lingvo_moe.tasks.text.preparing.lines import Fields, is_language
 from lingvo_moe.tasks.text.preparing.prepare import PrepareOptions, prepare
-from lingvo_moe.tasks.text.preparing.sources import Fields, is_language
 from lingvo_moe.tasks.text.preparing.table import (
     all_languages,
     format_examples,
@@ -77,7 +78,8 @@ def _define_reading_flags(flags: Flags) -> None:
     flags.DEFINE_parsed(
         "json_fields",
         (),
-        "the JSON fields with source, target and, in mixed files, language (default: source or src, target or tgt,"
+        "the JSON fields, or columns of CSV, Parquet and Arrow, with source, target and, in mixed files, language"
+        " (default: source or src, target or tgt,"
         " lang or language; or fields named by the languages, alone or within 'translation')",
         _json_fields,
         "comma-separated",

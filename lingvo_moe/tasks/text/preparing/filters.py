@@ -13,7 +13,7 @@ REASONS = {
     "header": "a first line that names the columns",
     "no_tab": "a TSV line with too few columns",
     "bad_json": "a line that is no JSON object",
-    "no_field": "a JSON object without source or target",
+    "no_field": "an object, row or unit without source or target",
     "no_language": "a line that names no language, or no code of one",
     "invalid_utf8": "bytes that are no UTF-8",
     "too_long_line": "a line of more than 20,000 bytes",

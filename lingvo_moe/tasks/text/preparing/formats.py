@@ -1,13 +1,15 @@
-"""Reads pairs out of a source, a line at a time: TSV, JSON lines, two files side by side, texts, a TFDS builder."""
+"""Reads pairs out of a source of any form, a line at a time."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.opening import read_lines
-from lingvo_moe.tasks.text.preparing.lines import ReadLine, bad, pair, pairs_of_item
-from lingvo_moe.tasks.text.preparing.sources import Fields, Source
+from lingvo_moe.tasks.text.preparing.lines import Fields, ReadLine, Source, bad, pair, pairs_of_item
+from lingvo_moe.tasks.text.preparing.tables import read_arrow, read_csv
+from lingvo_moe.tasks.text.preparing.tmx import read_tmx
 
 # (number of a line, its text, its language where the source has one) -> its pairs, good and bad.
 _Parse = Callable[[int, str, str | None], Iterable[ReadLine]]
@@ -16,27 +18,36 @@ _Parse = Callable[[int, str, str | None], Iterable[ReadLine]]
 def read_source(source: Source, fields: Fields) -> Iterator[ReadLine]:
     """Streams the lines of a source, good and bad.
 
-    Raises DataError: a file cannot be read or is damaged, or two files have different numbers of lines.
+    Raises DataError: a file cannot be read or is damaged, lacks columns, or two files have different numbers of lines.
     """
-    if source.form == "tfds":
-        from lingvo_moe.tasks.text.preparing.tfds_source import read_builder
-
-        return read_builder(source.path, fields)
-    if source.form == "lines":
-        return _read_two_files(source)
-    return _read_lines(source, fields)
+    return FORMATS[source.form].read(source, fields)
 
 
-def _read_lines(source: Source, fields: Fields) -> Iterator[ReadLine]:
-    parse = {"tsv": _of_columns, "jsonl": _of_json, "txt": _of_text}[source.form](fields)
-    for number, text, reason in read_lines(source.path):
-        if text is None:
-            yield bad(number, source.lang, reason)
-        else:
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A form of sources."""
+
+    read: Callable[[Source, Fields], Iterator[ReadLine]]
+    endings: tuple[str, ...] = ()  # of the names of its files
+    mixed: bool = True  # whether its lines may name their languages
+    texts: bool = False  # whether it holds texts without a translation
+
+
+def _lines_of(parse_with: Callable[[Fields], _Parse]) -> Callable[..., Iterator[ReadLine]]:
+    """Reads a file whose lines each hold what a parser takes."""
+
+    def read(source: Source, fields: Fields) -> Iterator[ReadLine]:
+        parse = parse_with(fields)
+        for number, text, reason in read_lines(source.path):
+            if text is None:
+                yield bad(number, source.lang, reason)
+                continue
             try:
                 yield from parse(number, text, source.lang)
             except DataError as e:
                 raise DataError(f"{source.path}:{number}: {e}") from None
+
+    return read
 
 
 def _of_columns(fields: Fields) -> _Parse:
@@ -90,7 +101,8 @@ def _of_json(fields: Fields) -> _Parse:
     return parse
 
 
-def _read_two_files(source: Source) -> Iterator[ReadLine]:
+def _read_two_files(source: Source, fields: Fields) -> Iterator[ReadLine]:
+    del fields
     lines = read_lines(source.path), read_lines(source.target or "")
     for ours, theirs in itertools.zip_longest(*lines):
         if ours is None or theirs is None:
@@ -106,3 +118,22 @@ def _read_two_files(source: Source) -> Iterator[ReadLine]:
             yield bad(number, source.lang, reason or theirs[2])
         else:
             yield pair(number, source.lang, text, theirs[1])
+
+
+def _read_tfds(source: Source, fields: Fields) -> Iterator[ReadLine]:
+    from lingvo_moe.tasks.text.preparing.tfds_source import read_builder
+
+    return read_builder(source.path, fields)
+
+
+FORMATS = {
+    "tsv": Format(_lines_of(_of_columns), ("tsv",), mixed=False),
+    "jsonl": Format(_lines_of(_of_json), ("jsonl", "ndjson")),
+    "csv": Format(read_csv, ("csv",)),
+    "tmx": Format(read_tmx, ("tmx",)),
+    "parquet": Format(read_arrow, ("parquet",)),
+    "arrow": Format(read_arrow, ("arrow",)),
+    "txt": Format(_lines_of(_of_text), ("txt",), mixed=False, texts=True),
+    "lines": Format(_read_two_files),  # two files
+    "tfds": Format(_read_tfds),  # a builder of TensorFlow Datasets
+}

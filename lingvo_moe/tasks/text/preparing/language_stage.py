@@ -19,8 +19,8 @@ from lingvo_moe.tasks.text.data.prepared import content_digest
 from lingvo_moe.tasks.text.data.tidying import KEYS, sentence_key
 from lingvo_moe.tasks.text.preparing.dedup import hashes_in, keep_first, marked
 from lingvo_moe.tasks.text.preparing.formats import read_source
+from lingvo_moe.tasks.text.preparing.lines import Fields, Source
 from lingvo_moe.tasks.text.preparing.read_stage import held_out_pair
-from lingvo_moe.tasks.text.preparing.sources import Fields, Source
 
 TRAIN, DEV, SUMMARY = "train.tsv.gz", "dev.tsv.gz", "summary.json"
 _WRITTEN_AT_ONCE = 4096

@@ -1,12 +1,64 @@
-"""Lines that were read from a source, and the pairs of a JSON object."""
+"""Sources, the lines that are read from them, and the pairs of a JSON object or a row of a table."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from lingvo_moe.tasks.text.preparing.sources import Fields, is_language
+from lingvo_moe.core.config.checks import did_you_mean
+from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.data.tsv import LANGUAGE
 
+TFDS_FOLDER = "TranslateFolder:"
+_COLUMNS = ("lang", "source", "target", "_")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The columns or fields of a line that hold source, target and language."""
+
+    # What the columns of TSVs are: source, target, lang, or _ for one that says nothing.
+    columns: tuple[str, ...] = ("source", "target")
+    # `source`, `target`, `lang`: names of JSON fields or columns, the first of which that is there counts.
+    source: tuple[str, ...] = ("source", "src")
+    target: tuple[str, ...] = ("target", "tgt")
+    lang: tuple[str, ...] = ("lang", "language")
+    target_lang: str = "en"  # the code of the target language
+    # Whether <lang>.txt may hold texts without a translation. Each becomes both sides of a pair.
+    texts: bool = False
+
+    def __post_init__(self) -> None:
+        for column in self.columns:
+            if column not in _COLUMNS:
+                raise DataError(f"--columns: no column {column!r}{did_you_mean(column, _COLUMNS)}")
+        for column in ("source", "target"):
+            if self.columns.count(column) != 1:
+                raise DataError(f"--columns={','.join(self.columns)}: must name {column!r} once")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Something to read pairs from."""
+
+    form: str  # a key of formats.FORMATS
+    path: str  # the file (with sources), or the builder's name
+    lang: str | None  # the language of all its pairs; None where each line names its own
+    target: str | None = None  # the file with the targets, of 'lines'
+
+    @property
+    def files(self) -> list[Path]:
+        if self.form == "tfds":
+            is_folder = self.path.startswith(TFDS_FOLDER)
+            folder = Path(self.path.removeprefix(TFDS_FOLDER))
+            return sorted(folder.glob("*.train.txt")) if is_folder else []
+        return [Path(p) for p in (self.path, self.target) if p]
+
+
+def is_language(code: str) -> bool:
+    """Whether a text has the form of a language's code, such as de, zh-TW or sr_Latn."""
+    return len(code) <= 35 and re.fullmatch(LANGUAGE, code) is not None
 
 
 class ReadLine(NamedTuple):

@@ -40,8 +40,9 @@ from lingvo_moe.tasks.text.preparing import (
 )
 from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 from lingvo_moe.tasks.text.preparing.filters import Rules
+from lingvo_moe.tasks.text.preparing.lines import Fields, Source
 from lingvo_moe.tasks.text.preparing.scripts import LATIN, scripts_of
-from lingvo_moe.tasks.text.preparing.sources import Fields, Found, Source, find_sources
+from lingvo_moe.tasks.text.preparing.sources import Found, find_sources
 from lingvo_moe.tasks.text.preparing.table import all_languages
 from lingvo_moe.tasks.text.preparing.workers import run_jobs
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions, load_vocabularies

@@ -21,9 +21,8 @@ from lingvo_moe.tasks.text.data.made_once import make_once
 from lingvo_moe.tasks.text.data.sides import Words
 from lingvo_moe.tasks.text.data.tidying import KEYS, sentence_key, tidy_text
 from lingvo_moe.tasks.text.preparing.filters import REASONS, Rules
-from lingvo_moe.tasks.text.preparing.formats import read_source
-from lingvo_moe.tasks.text.preparing.lines import ReadLine
-from lingvo_moe.tasks.text.preparing.sources import Fields, Source
+from lingvo_moe.tasks.text.preparing.formats import FORMATS, read_source
+from lingvo_moe.tasks.text.preparing.lines import Fields, ReadLine, Source
 
 SUMMARY = "summary.json"
 NO_LANGUAGE = "?"  # under which lines without a language are counted
@@ -125,7 +124,7 @@ class _Reader:
         lang = line.lang or NO_LANGUAGE
         source, target = tidy_text(line.source), tidy_text(line.target)
         self._words.Add(source, target)
-        one_text = self._job.source.form == "txt"
+        one_text = FORMATS[self._job.source.form].texts
         reason = self._job.rules.Reason(lang, source, target, one_text)
         if not reason and not tsv.fits(source, target):
             reason = "too_long_line"

@@ -3,6 +3,9 @@
     de.tsv  de.jsonl                one language, named by the file
     pairs.jsonl                     mixed: each line names its language
     Europarl.de-en.de  .en          two files, line by line, as Moses and OPUS have them
+    de.csv  de.parquet              tables, whose header names columns as the fields of JSON
+    memory.tmx                      a translation memory
+    data-00000-of-00001.arrow       a saved data set of Hugging Face, in its directory
     en.txt                          texts without a translation, one a line, for a language model
     dev/...                         held-out pairs, in any of these forms
 
@@ -15,23 +18,24 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.file_list import LIST_KINDS, PREPARED_LIST, FileList
 from lingvo_moe.tasks.text.data.opening import COMPRESSIONS
-from lingvo_moe.tasks.text.data.tsv import LANGUAGE, hidden_files
+from lingvo_moe.tasks.text.data.tsv import hidden_files
+from lingvo_moe.tasks.text.preparing.formats import FORMATS
+from lingvo_moe.tasks.text.preparing.lines import Fields, Source, is_language
 
-TFDS_FOLDER = "TranslateFolder:"
-_COLUMNS = ("lang", "source", "target", "_")
-_JSON = (".jsonl", ".ndjson")
 _OURS = "|".join(
     rf"{re.escape(name)}\Z" for kind in LIST_KINDS for name in (kind.summary, kind.name)
 )
-_IGNORED = re.compile(rf"(?i)\.|readme|license|copying|{_OURS}|.*\.md\Z")
+# Of saved data sets of Hugging Face; the first has several splits.
+_HF = ("dataset_dict.json", "dataset_info.json", "state.json")
+_IGNORED = re.compile(
+    rf"(?i)\.|readme|license|copying|{_OURS}|{'|'.join(map(re.escape, _HF))}|.*\.md\Z"
+)
 # Endings that look like codes of languages and are none.
 _NO_LANGUAGES = (
     "bz2",
-    "csv",
     "doc",
     "htm",
     "lzma",
@@ -39,57 +43,15 @@ _NO_LANGUAGES = (
     "rar",
     "tar",
     "tgz",
-    "tmx",
     "txt",
     "xml",
     "xz",
     "zip",
 )
 _FORMS = (
-    "known are <lang>.tsv, <lang>.jsonl and pairs <name>.<lang> + <name>.{target}, plain, .gz or .zst; and <lang>.txt, "
-    "texts alone, with --model of a language model"
+    "known are <lang>.tsv, .jsonl, .csv, .tmx, .parquet, .arrow and pairs <name>.<lang> + <name>.{target}, plain, .gz "
+    "or .zst; and <lang>.txt, texts alone, with --model of a language model"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Fields:
-    """The columns or JSON fields of a line that hold source, target and language."""
-
-    # What the columns of TSVs are: source, target, lang, or _ for one that says nothing.
-    columns: tuple[str, ...] = ("source", "target")
-    # `source`, `target`, `lang`: names of JSON fields, the first of which that is there counts.
-    source: tuple[str, ...] = ("source", "src")
-    target: tuple[str, ...] = ("target", "tgt")
-    lang: tuple[str, ...] = ("lang", "language")
-    target_lang: str = "en"  # the code of the target language
-    # Whether <lang>.txt may hold texts without a translation. Each becomes both sides of a pair.
-    texts: bool = False
-
-    def __post_init__(self) -> None:
-        for column in self.columns:
-            if column not in _COLUMNS:
-                raise DataError(f"--columns: no column {column!r}{did_you_mean(column, _COLUMNS)}")
-        for column in ("source", "target"):
-            if self.columns.count(column) != 1:
-                raise DataError(f"--columns={','.join(self.columns)}: must name {column!r} once")
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Something to read pairs from."""
-
-    form: str  # 'tsv', 'jsonl', 'lines' (two files), 'txt' (texts alone) or 'tfds'
-    path: str  # the file (with sources), or the builder's name
-    lang: str | None  # the language of all its pairs; None where each line names its own
-    target: str | None = None  # the file with the targets, of 'lines'
-
-    @property
-    def files(self) -> list[Path]:
-        if self.form == "tfds":
-            is_folder = self.path.startswith(TFDS_FOLDER)
-            folder = Path(self.path.removeprefix(TFDS_FOLDER))
-            return sorted(folder.glob("*.train.txt")) if is_folder else []
-        return [Path(p) for p in (self.path, self.target) if p]
 
 
 @dataclasses.dataclass
@@ -99,11 +61,6 @@ class Found:
     train: list[Source]
     dev: list[Source]
     notes: list[str]
-
-
-def is_language(code: str) -> bool:
-    """Whether a text has the form of a language's code, such as de, zh-TW or sr_Latn."""
-    return len(code) <= 35 and re.fullmatch(LANGUAGE, code) is not None
 
 
 def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Found:
@@ -126,9 +83,10 @@ def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Found:
         if path.is_file():
             found.train += _classify([path], path.parent, fields)
             continue
-        train, dev = _of_directory(path, fields, found.notes), []
-        if (path / "dev").is_dir():
-            dev = _of_directory(path / "dev", fields, found.notes)
+        splits = ("train", "validation") if (path / _HF[0]).is_file() else ("", "dev")
+        train, dev = _of_directory(path / splits[0], fields, found.notes), []
+        if (path / splits[1]).is_dir():
+            dev = _of_directory(path / splits[1], fields, found.notes)
         _verify(path, {"": train, "dev": dev})
         found.train += train
         found.dev += dev
@@ -137,6 +95,8 @@ def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Found:
 
 
 def _of_directory(directory: Path, fields: Fields, notes: list[str]) -> list[Source]:
+    if not directory.is_dir():
+        raise DataError(f"--input={directory.parent} has no split {directory.name!r}")
     entries = sorted(p for p in directory.iterdir() if not _IGNORED.match(p.name))
     notes += filter(None, [hidden_files(directory)])
     own = ("dev", "vocab", "records") if (directory / PREPARED_LIST.summary).is_file() else ("dev",)
@@ -166,9 +126,10 @@ def _classify(paths: list[Path], directory: Path, fields: Fields) -> list[Source
         for ending in COMPRESSIONS:
             stem = stem.removesuffix(ending)
         base, _, extension = stem.rpartition(".")
-        form = "tsv" if extension == "tsv" else "jsonl" if f".{extension}" in _JSON else "lines"
-        if fields.texts and extension == "txt":
-            form = "txt"
+        of_ending = (name for name, known in FORMATS.items() if extension in known.endings)
+        form = next(of_ending, "lines")
+        if FORMATS[form].texts and not fields.texts:
+            form = "lines"
         if form == "lines" and extension == fields.target_lang:
             targets.append(path)
             continue
@@ -182,9 +143,11 @@ def _classify(paths: list[Path], directory: Path, fields: Fields) -> list[Source
             sources.append(_two_files(path, directory, base, extension, fields))
             continue
         code = base if is_language(base) else None
+        if form == "arrow" and is_language(directory.name):  # its files have numbers
+            code = directory.name
         if form == "tsv" and "lang" in fields.columns:
             code = None
-        elif form in ("tsv", "txt") and code is None:
+        elif code is None and not FORMATS[form].mixed:
             columns = ", or, where a column of each line names the language, say --columns=lang,source,target"
             raise DataError(
                 f"{path}: {base!r} is no code of a language; name the file such as de.{form}{columns * (form == 'tsv')}"

@@ -13,8 +13,13 @@ from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.tasks.text.data.encodings import START, check_start
 from lingvo_moe.tasks.text.data.errors import DataError
-from lingvo_moe.tasks.text.preparing.lines import ReadLine, pairs_of_item
-from lingvo_moe.tasks.text.preparing.sources import TFDS_FOLDER, Fields, Source
+from lingvo_moe.tasks.text.preparing.lines import (
+    TFDS_FOLDER,
+    Fields,
+    ReadLine,
+    Source,
+    pairs_of_item,
+)
 
 
 def read_builder(name: str, fields: Fields) -> Iterator[ReadLine]:

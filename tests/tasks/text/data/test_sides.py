@@ -9,8 +9,9 @@ from lingvo_moe.tasks.text.data.scan import scan
 from lingvo_moe.tasks.text.data.sides import Words, swapped
 from lingvo_moe.tasks.text.preparing.filters import Rules
 from lingvo_moe.tasks.text.preparing.formats import read_source
+from lingvo_moe.tasks.text.preparing.lines import Fields, Source
 from lingvo_moe.tasks.text.preparing.prepare import PrepareOptions, prepare
-from lingvo_moe.tasks.text.preparing.sources import Fields, Source, find_sources
+from lingvo_moe.tasks.text.preparing.sources import find_sources
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions
 
 _ENGLISH = [

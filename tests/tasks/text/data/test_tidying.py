@@ -18,8 +18,8 @@ from lingvo_moe.tasks.text.data.tidying import sentence_key, tidy_text
 from lingvo_moe.tasks.text.decoding.export import export
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings
 from lingvo_moe.tasks.text.preparing.filters import Rules
+from lingvo_moe.tasks.text.preparing.lines import Fields
 from lingvo_moe.tasks.text.preparing.prepare import PrepareOptions, prepare
-from lingvo_moe.tasks.text.preparing.sources import Fields
 from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
 from lingvo_moe.tasks.text.runs.artifacts import tidied_of
 from lingvo_moe.tasks.text.runs.run_dir import RunDir

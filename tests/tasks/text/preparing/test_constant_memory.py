@@ -12,7 +12,7 @@ from lingvo_moe.tasks.text.batches.records import Records, write_contents
 from lingvo_moe.tasks.text.data import shards
 from lingvo_moe.tasks.text.preparing import dedup, language_stage, read_stage, token_stages
 from lingvo_moe.tasks.text.preparing.filters import Rules
-from lingvo_moe.tasks.text.preparing.sources import Fields, Source
+from lingvo_moe.tasks.text.preparing.lines import Fields, Source
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary, train_vocabulary
 
 

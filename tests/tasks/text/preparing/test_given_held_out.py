@@ -9,9 +9,9 @@ import pytest
 
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.preparing.filters import Rules
+from lingvo_moe.tasks.text.preparing.lines import Fields, Source
 from lingvo_moe.tasks.text.preparing.prepare import PrepareOptions, prepare
 from lingvo_moe.tasks.text.preparing.read_stage import GivenHeldOut, ReadJob, read_stage
-from lingvo_moe.tasks.text.preparing.sources import Fields, Source
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions
 
 

@@ -5,7 +5,8 @@ import pytest
 from refusals import refuses
 
 from lingvo_moe.tasks.text.data.errors import DataError
-from lingvo_moe.tasks.text.preparing.sources import Fields, find_sources
+from lingvo_moe.tasks.text.preparing.lines import Fields
+from lingvo_moe.tasks.text.preparing.sources import find_sources
 
 
 def _touch(directory: Path, *names: str) -> Path:
@@ -48,8 +49,8 @@ def test_single_files_and_another_target_language(tmp_path):
 
 
 @refuses(DataError,
-    ([], "no parallel text in .*: known are <lang>.tsv, <lang>.jsonl and pairs <name>.<lang> [+]"),
-    (["de.csv"], "de.csv: no known form of parallel text; known are .*; move it away"),
+    ([], "no parallel text in .*: known are <lang>.tsv, .jsonl, .csv, .tmx, .parquet, .arrow and pairs <name>"),
+    (["de.xml"], "de.xml: no known form of parallel text; known are .*; move it away"),
     (["de.jsonl", "de.tsv"], "both de.jsonl and de.tsv; keep one"),
     (["x.de", "x.en", "x.en.gz"], "both x.en and x.en.gz; keep one"),
     (["x.de", "x.fr"], "no file in the target language beside it: expected x.en .*--target_lang"),

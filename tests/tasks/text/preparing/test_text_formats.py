@@ -5,8 +5,7 @@ import pytest
 
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.preparing.formats import read_source
-from lingvo_moe.tasks.text.preparing.lines import ReadLine
-from lingvo_moe.tasks.text.preparing.sources import Fields, Source
+from lingvo_moe.tasks.text.preparing.lines import Fields, ReadLine, Source
 
 
 def _read(path: Path, text: str | bytes, fields: Fields | None = None, lang: str | None = "de"):

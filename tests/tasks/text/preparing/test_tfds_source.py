@@ -9,8 +9,7 @@ import pytest
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.preparing import tfds_source
 from lingvo_moe.tasks.text.preparing.formats import read_source
-from lingvo_moe.tasks.text.preparing.lines import pairs_of_item
-from lingvo_moe.tasks.text.preparing.sources import Fields, Source
+from lingvo_moe.tasks.text.preparing.lines import Fields, Source, pairs_of_item
 
 PAIRS = {"de": ["Haus", "Bäume"], "sw": ["nyumba", "miti"], "en": ["house", "trees"]}
 
