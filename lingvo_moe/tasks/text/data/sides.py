@@ -29,7 +29,7 @@ class Words:
                 counts.update(text.casefold().split())
 
     def Shares(self) -> list[Side]:
-        """Of the source and of the target; nothing of too few words."""
+        """Returns those of the source and of the target; nothing of too few words."""
         if min(map(Counter.total, self._counts)) < _ENOUGH:
             return [{}, {}]
         return [
@@ -39,7 +39,7 @@ class Words:
 
 
 def swapped(files: Sequence[Sequence[Side]], target_lang: str) -> list[int]:
-    """Which files, given as Words.Shares, have their sides in each other's place.
+    """Finds the files, given as Words.Shares, that have their sides in each other's place.
 
     Those have more of the target language's frequent words in their sources than in their targets. Those words are
     known of English; of another language they are those of the other files' targets, of two at least.

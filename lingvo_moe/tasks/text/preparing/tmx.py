@@ -13,7 +13,7 @@ _CODES = ("bpt", "ept", "it", "ph", "ut")  # elements of a segment whose texts a
 
 
 class _Units:
-    """What a parser has seen: `done`, units of `{language: text}` with their lines, and the one that it is in."""
+    """The units that a parser has read: `done`, `{language: text}` with their lines, and the one that it is in."""
 
     def __init__(self) -> None:
         self.done: list[tuple[int, dict[str, str]]] = []
