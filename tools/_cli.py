@@ -334,22 +334,22 @@ def search_options(args: Flags, top_k: int = 1) -> "TranslateOptions":
         raise ValueError(f"--{e}") from None
 
 
-def chosen(args: Flags) -> "Chosen":
-    """The Chosen weights of the flags of define_run_flags."""
+def chosen(args: Flags, logdir: str | None = None) -> "Chosen":
+    """The Chosen weights of the flags of define_run_flags, in --logdir or another run."""
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
 
-    return Chosen(checkpoint_step(args), args.average_last or 1, args.use_ema)
+    return Chosen(checkpoint_step(args, logdir), args.average_last or 1, args.use_ema)
 
 
-def checkpoint_step(args: Flags) -> int | None:
-    """Returns the step that --checkpoint_step names in --logdir; None for the newest.
+def checkpoint_step(args: Flags, logdir: str | None = None) -> int | None:
+    """Returns the step that --checkpoint_step names in --logdir, or in another run; None for the newest.
 
     Without the flag it is the best one, which is said, where the run knows it and not several are averaged.
 
     Raises:
         RunDirError: the best one of a run that was not evaluated while it trained.
     """
-    run, step = RunDir(args.logdir), args.checkpoint_step
+    run, step = RunDir(logdir or args.logdir), args.checkpoint_step
     if step == BEST:
         return run.BestStep("--checkpoint_step")
     if step is None and not args.Values().get("average_last"):
@@ -376,10 +376,24 @@ def data_dir(args: Flags, inputs: Params) -> str:
 
 
 def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator, dict[str, Any]]":
-    """Calls `load_translator` for --logdir with the flags of define_search_flags. Raises ValueError, OSError."""
+    """Calls `load_translator` for --logdir with the flags of define_search_flags, or `load_ensemble` for several runs.
+
+    Raises ValueError, OSError.
+    """
+    from lingvo_moe.tasks.mt.decoding.ensemble import load_ensemble
     from lingvo_moe.tasks.mt.decoding.translator import load_translator
 
-    return load_translator(args.logdir, options, chosen(args), args.shortlist, args.trust_run)
+    runs = logdirs(args)
+    if len(runs) == 1:
+        return load_translator(runs[0], options, chosen(args), args.shortlist, args.trust_run)
+    if args.shortlist:
+        raise ValueError(f"--shortlist={args.shortlist} goes with one run, not with an ensemble")
+    return load_ensemble([(run, chosen(args, run)) for run in runs], options, args.trust_run)
+
+
+def logdirs(args: Flags) -> list[str]:
+    """The runs that --logdir names: one, or several with commas between them."""
+    return [args.logdir] if os.path.isdir(args.logdir) else list(names(args.logdir))
 
 
 def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[str, Any]]":
@@ -406,7 +420,7 @@ def is_language_model(args: Flags) -> bool:
 
     if "saved_model" in args.Names() and args.saved_model:
         return use_of(args.saved_model) == "generate"
-    task = RunDir(args.logdir, trust_run=args.trust_run).Params().task
+    task = RunDir(logdirs(args)[0], trust_run=args.trust_run).Params().task
     return issubclass(task.cls, LmModel)
 
 

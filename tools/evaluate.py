@@ -92,6 +92,9 @@ def _run(args: Flags) -> int:
     from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
     output = _output(args)
+    several = bool(args.logdir) and len(_cli.logdirs(args)) > 1
+    if several and not (args.output and args.data_dir):
+        raise ValueError(f"--logdir={args.logdir}: several runs need --output and --data_dir")
     if output:
         if not args.output:
             RunDir(args.logdir).Inside(output.name)
@@ -142,7 +145,7 @@ def _run(args: Flags) -> int:
     if output:
         command = f"python -m tools.report --logdir={args.logdir} --eval_dir={output}"
         files = (Path(output) / name for name in ("report.json", "texts", "comet"))
-        _cli.made(*files, next=command if args.logdir else "")
+        _cli.made(*files, next=command if args.logdir and not several else "")
     return 0
 
 

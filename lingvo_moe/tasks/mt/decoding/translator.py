@@ -378,15 +378,26 @@ def load_translator(
         CheckpointError: as load_theta.
         ValueError: as Translator.
     """
-    run = RunDir(logdir, trust_run=trust_run)
-    model, vocabs = run.Task(MtModel), NestedMap(run.vocabs, tidied=run.tidied)
+    parts, about = read_parts(logdir, chosen, trust_run)
     some = Shortlist.Load(shortlist) if shortlist else None
-    theta, about = load_theta(run, model, chosen)
     about["weights"] = options.weights if options else "float32"
     if some:
         about["shortlist"] = some.About()
+    return Translator(*parts[:3], options, parts[3], some), about
+
+
+def read_parts(
+    logdir: str | os.PathLike, chosen: Chosen, trust_run: bool
+) -> tuple[tuple[MtModel, NestedMap, NestedMap, Sequence[str]], dict[str, Any]]:
+    """The model of a run, its weights, vocabularies, and languages (of one that routes by them); and what it is.
+
+    Raises as load_translator.
+    """
+    run = RunDir(logdir, trust_run=trust_run)
+    model, vocabs = run.Task(MtModel), NestedMap(run.vocabs, tidied=run.tidied)
+    theta, about = load_theta(run, model, chosen)
     about["trained_languages"] = run.languages or []
     if language := target_language_of(run.artifacts):
         about["target_language"] = language
     languages = about["trained_languages"] if model.RoutesByTask(model.p) else ()
-    return Translator(model, theta, vocabs, options, languages, some), about
+    return (model, theta, vocabs, languages), about

@@ -52,11 +52,11 @@ def identity_of(flags: Mapping[str, Any], about: Mapping[str, Any]) -> list[obje
 
         files.append(local(flags["saved_model"]) / MANIFEST)
     else:
-        saved = saved_steps(RunDir(flags["logdir"]).checkpoint_dir)  # which may be in a bucket
-        steps = about.get("averaged_steps") or [about["step"]]
-        for step in steps:
-            with contextlib.suppress(OSError):  # the trainer may have deleted it since it was read
-                checkpoints.append(saved.Of(step).Read(LIST).decode())
+        for run in about.get("members") or [{"logdir": flags["logdir"], **about}]:
+            saved = saved_steps(RunDir(run["logdir"]).checkpoint_dir)  # which may be in a bucket
+            for step in run.get("averaged_steps") or [run["step"]]:
+                with contextlib.suppress(OSError):  # the trainer may have deleted it since
+                    checkpoints.append(saved.Of(step).Read(LIST).decode())
     times = [file.stat().st_mtime_ns for file in files if file.exists()]
     return [flags, about, times, checkpoints]
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.kernels.packed_weights import PackAs
 from lingvo_moe.core.kernels.weights import Heads, Packed
@@ -73,7 +72,9 @@ class PackedWeights(SavedWeights):
             eight_bit.check_supported()
 
         def pack(theta: NestedMap) -> NestedMap:
-            return model.PackWeights(theta, PackAs(kind)) if isinstance(model, BaseLayer) else theta
+            return (
+                model.PackWeights(theta, PackAs(kind)) if hasattr(model, "PackWeights") else theta
+            )
 
         weights = pack(theta)
         self.are_packed = any(isinstance(leaf, Packed) for leaf in weights.Flatten())
