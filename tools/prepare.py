@@ -35,10 +35,11 @@ from lingvo_moe.tasks.text.preparing.table import (
     format_table,
 )
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import MIN_SENTENCES, VocabOptions
-from lingvo_moe.tasks.text.vocabulary.vocabulary import MIN_SIZE
+from lingvo_moe.tasks.text.vocabulary.vocabulary import MIN_SIZE, check_symbols
 from lingvo_moe.training.flags import define_experiment_flag
 
 from . import _cli
+from .train_vocab import define_symbols_flag
 
 _SIZES = {"source": 64_000, "target": 32_000}
 _ROWS = "source_length", "target_length"  # those that an experiment's input has
@@ -140,6 +141,7 @@ def _define_size_flags(flags: Flags) -> None:
     for side, size in _SIZES.items():
         text = f"ids of the {side} vocabulary (default: as --model, else {size})"
         flags.DEFINE_integer(f"{side}_vocab_size", None, text, checks.Integer(MIN_SIZE))
+    define_symbols_flag(flags)
     flags.DEFINE_float(
         "temperature",
         None,
@@ -212,6 +214,7 @@ def _options(args: Flags, experiment: Params | None) -> PrepareOptions:
         texts = len(rows) == 1
     given = {side: getattr(args, f"{side}_vocab_size") for side in _SIZES}
     sizes |= {side: size for side, size in given.items() if size}
+    check_symbols(args.user_symbols)
     names = dict(zip(("source", "target", "lang"), ((name,) for name in args.json_fields)))
     fields = Fields(columns=args.columns, target_lang=args.target_lang, texts=texts, **names)
     return PrepareOptions(
@@ -221,6 +224,7 @@ def _options(args: Flags, experiment: Params | None) -> PrepareOptions:
             args.temperature or temperature,
             args.vocab_sentences or sentences,
             name="--{side}_vocab_size",
+            symbols=args.user_symbols,
         ),
         fields,
         Rules(args.max_chars, args.max_ratio, not args.any_script, args.target_lang),

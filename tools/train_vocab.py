@@ -18,7 +18,7 @@ from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
     VocabOptions,
     cached_vocabularies,
 )
-from lingvo_moe.tasks.text.vocabulary.vocabulary import MIN_SIZE
+from lingvo_moe.tasks.text.vocabulary.vocabulary import MIN_SIZE, check_symbols
 
 from . import _cli
 
@@ -31,6 +31,7 @@ def define_flags() -> Flags:
     for side, size in (("source", 64_000), ("target", 32_000)):
         check = checks.Integer(MIN_SIZE)
         flags.DEFINE_integer(f"{side}_size", size, f"ids of the {side} vocabulary", check)
+    define_symbols_flag(flags)
     help = "with a larger one small languages count more"
     flags.DEFINE_float("temperature", VocabOptions.temperature, help, checks.POSITIVE)
     flags.DEFINE_integer(
@@ -40,6 +41,11 @@ def define_flags() -> Flags:
         checks.Integer(MIN_SENTENCES),
     )
     return flags
+
+
+def define_symbols_flag(flags: Flags) -> None:
+    help = "texts that stay whole, as placeholders, e.g. '<ph1>,<ph2>': each is a piece of both vocabularies"
+    flags.DEFINE_list("user_symbols", (), help)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,12 +58,14 @@ def _run(args: Flags) -> int:
         print(f"  {message}", flush=True)
 
     _cli.check_output_directory(args.output)
+    check_symbols(args.user_symbols)
     options = VocabOptions(
         args.source_size,
         args.target_size,
         args.temperature,
         args.max_sentences,
         name="--{side}_size",
+        symbols=args.user_symbols,
     )
     with tempfile.TemporaryDirectory() as cache:
         corpus = scan(args.data_dir, args.languages, progress)

@@ -135,7 +135,7 @@ class _Preparation:
         self._languages_key = settings_key([self._read_key, self._block])
         vocab = options.vocab
         sizes = (vocab.source_size, vocab.target_size, vocab.temperature, vocab.max_sentences)
-        self._vocab_key = settings_key([self._languages_key, sizes])
+        self._vocab_key = settings_key([self._languages_key, sizes, *vocab.symbols])
         self._records_key = settings_key([self._vocab_key, options.pairs_per_shard])
         keys = (self._read_key, self._languages_key, self._vocab_key, self._records_key)
         clear_others(work, *keys)

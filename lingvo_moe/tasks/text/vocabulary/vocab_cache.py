@@ -49,6 +49,7 @@ class VocabOptions:
     name: str = "input.{side}_vocab_size"  # of the sizes in errors, with {side}
     # The flags that set sizes, by side; None: the name and the size.
     flags: Callable[[Mapping[str, int]], str] | None = None
+    symbols: tuple[str, ...] = ()  # of both sides: see train_vocabulary
 
     def size(self, side: str) -> int:
         return self.source_size if side == "source" else self.target_size
@@ -119,6 +120,7 @@ def train_side(sentences: list[str], side: str, options: VocabOptions) -> bytes:
         options.size(side),
         options.name.format(side=side),
         NORMALIZATION[side],
+        options.symbols,
     )
 
 
@@ -159,6 +161,7 @@ def _file_name(scan: Scan, options: VocabOptions, side: str) -> str:
     size = options.size(side)
     settings = (
         f"{_ALGORITHM} {scan.fingerprint} {size} {options.temperature} {options.max_sentences}"
+        f"{options.symbols or ''}"
     )
     digest = hashlib.blake2b(f"{side} {settings}".encode(), digest_size=8).hexdigest()
     return f"{side}-{size}-{digest}.model"

@@ -113,7 +113,18 @@ def open_vocabulary(
     return found
 
 
-def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes:
+def check_symbols(symbols: Sequence[str]) -> None:
+    """Raises DataError for a symbol that a vocabulary cannot keep as it is."""
+    for symbol in symbols:
+        if unicodedata.normalize("NFKC", symbol) != symbol or len(symbol.split()) != 1:
+            raise DataError(
+                f"--user_symbols: {symbol!r} must have no blanks, and be as NFKC writes it"
+            )
+
+
+def train_vocabulary(
+    sentences: Sequence[str], size: int, name: str, normalization: str, symbols: Sequence[str] = ()
+) -> bytes:
     """Trains a unigram model and returns its bytes; a pure function of its arguments.
 
     Sentences may be of any length. Every character of them becomes a piece, unless they would fill more than half of
@@ -123,32 +134,35 @@ def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalizati
         size: the number of ids, exactly.
         name: what to call the size in errors ("input.source_vocab_size").
         normalization: SentencePiece's rule: "nfkc" or "identity".
+        symbols: texts that are a piece each, wherever they stand.
 
     Raises:
         DataError: `size` is too small to hold the bytes.
         VocabularyTooLarge: it is larger than the sentences can fill.
     """
-    if size < MIN_SIZE:
+    if size < (least := MIN_SIZE + len(symbols)):
         raise DataError(
-            f"{name}={size} is too small: 260 ids are special or bytes; use at least {MIN_SIZE}"
+            f"{name}={size} is too small: {_SPECIAL + len(symbols)} ids are special or bytes; use at least {least}"
         )
     if normalization == "nfkc":
         sentences = [unicodedata.normalize("NFKC", sentence) for sentence in sentences]
     parts = [part for sentence in sentences for part in _parts(sentence)]
-    model, most = _train(parts, size, name, normalization), size
+    model, most = _train(parts, size, name, normalization, symbols), size
     while isinstance(
         model, int
     ):  # a smaller vocabulary has fewer characters, which make fewer pieces
         most = model
-        model = _train(parts, most, name, normalization) if most >= MIN_SIZE else b""
+        model = _train(parts, most, name, normalization, symbols) if most >= least else b""
     if most < size:
         raise VocabularyTooLarge(name, size, most, len(sentences))
     return model
 
 
-def _train(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes | int:
+def _train(
+    sentences: Sequence[str], size: int, name: str, normalization: str, symbols: Sequence[str]
+) -> bytes | int:
     """The bytes of a model; or, where `size` is too large, how many ids its characters are enough for."""
-    sentences = _without_rare_characters(sentences, (size - _SPECIAL) // 2)
+    sentences = _without_rare_characters(sentences, (size - _SPECIAL - len(symbols)) // 2)
     out = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
@@ -163,6 +177,7 @@ def _train(sentences: Sequence[str], size: int, name: str, normalization: str) -
             bos_id=BOS_ID,
             eos_id=EOS_ID,
             unk_id=UNK_ID,
+            user_defined_symbols=list(symbols),
             num_threads=_THREADS,
             # Pieces to start from and prune; more of them take longer and end no better on short sentences.
             seed_sentencepiece_size=min(1_000_000, max(20_000, 5 * size)),

@@ -1,6 +1,7 @@
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ from made_up_languages import WORDS
 
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.scan import scan
+from lingvo_moe.tasks.text.decoding.tokenizer import tokenizer
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
     VocabOptions,
+    _file_name,
     cached_vocabularies,
     sample_pairs,
 )
@@ -18,6 +21,7 @@ from lingvo_moe.tasks.text.vocabulary.vocabulary import (
     Vocabulary,
     VocabularyTooLarge,
     _parts,
+    check_symbols,
     train_vocabulary,
 )
 
@@ -178,3 +182,30 @@ def test_the_sample_is_capped_and_small_languages_count(data_dir):
     by_language = [source[0] for source in sample["source"]]
     assert by_language.count("c") == 7
     assert 20 < by_language.count("a") < 35
+
+
+@pytest.mark.parametrize("normalization", ["nfkc", "identity"])
+def test_symbols_of_a_user_stay_whole(normalization):
+    """Through the tokenizer of a SavedModel too."""
+    symbols = ("<ph1>", "⟦x⟧", "<blank>")
+    model = train_vocabulary(TEXTS, 440, "source_vocab_size", normalization, symbols)
+    vocabulary, graph = Vocabulary(model), tokenizer(model)
+    assert vocabulary.size == 440
+    for text in ("the house<ph1>by the river", "<ph1> ⟦x⟧<blank> у реки", "(<ph1>)", "<ph1><ph1>"):
+        ids = vocabulary.Encode(text)
+        pieces = vocabulary.Pieces(ids)
+        for symbol in symbols:
+            assert pieces.count(symbol) == text.count(symbol), (text, pieces)
+        assert vocabulary.Decode(ids) == text
+        assert graph.detokenize(graph.tokenize([text])).numpy() == [text.encode()]
+    for wrong in ("a b", " ", "ﬁ"):
+        with pytest.raises(DataError, match=r"--user_symbols: .* must have no blanks"):
+            check_symbols([wrong])
+
+
+def test_symbols_make_another_vocabulary_in_the_cache(tmp_path):
+    (tmp_path / "de.tsv").write_text("".join(f"{text}\t{text}\n" for text in TEXTS))
+    found = scan(tmp_path)
+    options = VocabOptions(440, 440)
+    names = {_file_name(found, o, "source") for o in (options, replace(options, symbols=("<a>",)))}
+    assert len(names) == 2
