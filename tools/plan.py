@@ -239,7 +239,7 @@ def make(
 ) -> dict[str, Any]:
     """The plan of one machine and one variant."""
     from lingvo_moe.planning import step_plan
-    from lingvo_moe.planning.layouts import proposing
+    from lingvo_moe.planning.layouts import command_of, proposing
 
     named = args.With(topology=(topology,), variants="", output="", html="", compare="", price=())
     override = strategy_override(args, variant.strip())
@@ -264,7 +264,8 @@ def make(
         other = replace(request, mesh="", layout="fsdp")
         if args.layout or not any(step_plan.slices_to_try(other)):
             raise
-        raise ValueError(f"{e}. This divides: {named.Command(mesh='', layout='fsdp')}") from None
+        command = command_of(named.With(mesh="", layout="fsdp"))
+        raise ValueError(f"{e}. This divides: {command}") from None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """--layout: a model's layout by name (core/strategies/named_layouts.py), and the commands that messages propose."""
 
 import contextlib
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -103,7 +104,12 @@ def proposal(args: Flags, count: int) -> str:
             with contextlib.suppress(ValueError):
                 found = layouts(AUTO, args.model, wider, count)
                 rest = {"strategy": "", "mesh": "", "model_params_override": wider}
-                return args.Command(
-                    **rest, layout="fsdp+expert" if "fsdp+expert" in found else next(iter(found))
-                )
+                layout = "fsdp+expert" if "fsdp+expert" in found else next(iter(found))
+                return command_of(args.With(**rest, layout=layout))
     return ""
+
+
+def command_of(args: Flags) -> str:
+    """The line for a shell that gives these flags; defaults are left out."""
+    given = (args[name] for name in args.Names() if args[name].value != args[name].default)
+    return f"{args.command} {shlex.join(flag.serialize() for flag in given)}"

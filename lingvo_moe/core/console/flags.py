@@ -23,7 +23,6 @@ import copy
 import itertools
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -66,7 +65,7 @@ class Flags(flags.FlagValues):
     """
 
     # FlagValues sends assignments to attributes to flags, so these are set in __dict__.
-    _command: str
+    command: str  # how to call it
     _about: str
     _prefix: str
     _section: str
@@ -81,7 +80,7 @@ class Flags(flags.FlagValues):
             prefix: the first word of error messages; by default the last part of the module's name.
         """
         super().__init__()
-        self.__dict__.update(_command=command, _about=(about or "").strip("\n"), _alone={})
+        self.__dict__.update(command=command, _about=(about or "").strip("\n"), _alone={})
         self.__dict__.update(_prefix=prefix or command.rpartition(".")[2], _section=_HELP)
 
         def show_all() -> None:
@@ -336,7 +335,7 @@ class Flags(flags.FlagValues):
             show()
             raise SystemExit(0)
         try:
-            _, *rest = self([self._command, *given])
+            _, *rest = self([self.command, *given])
         except flags.UnrecognizedFlagError as e:
             flag = str(e.flagvalue).partition("=")[0]
             self.Fail(f"no flag {flag}{self._Instead(flag)}")
@@ -357,12 +356,6 @@ class Flags(flags.FlagValues):
         for name, value in values.items():
             new[name].value = value
         return new
-
-    def Command(self, **values: Any) -> str:
-        """The line for a shell that gives these flags, some of which have other values; defaults are left out."""
-        new = self.With(**values)
-        shown = [new._Shown(name) for name in new.Names() if new[name].value != new[name].default]
-        return " ".join([self._command, *map(shlex.quote, shown)])
 
     def Fail(self, message: str) -> NoReturn:
         """Ends the process with status 2 and this line: flags that do not go together."""

@@ -162,7 +162,7 @@ def headline(plan: Plan) -> list[tuple[str, str, str]]:
         ("at least, at most", _interval(plan), True),
         (f"{unit(plan)} a second", units.number(speed(plan)), True),
         ("utilisation (MFU)", units.share(get(plan, "time.utilization")), True),
-        ("of the hardware (HFU)", units.share(get(plan, "time.hardware_utilization")), True),
+        ("hardware utilisation", units.share(get(plan, "time.hardware_utilization")), True),
     ]
     if budget(plan):
         whole = f"{units.quantity(budget(plan))} {unit(plan)}"

@@ -75,7 +75,7 @@ def test_counts_of_measured_models_are_exact(name):
 @pytest.mark.parametrize("name", ["Mixtral8x7B", "OLMoE1B7B", "Qwen3_30B_A3B", "Llama31_8B"])
 @pytest.mark.parametrize("dispatcher", ["dropless", "einsum"])
 def test_model_flops_are_those_of_mfu(name, dispatcher):
-    """PaLM's, appendix B: 6 for each active parameter and token but the table's, and 12 L N K T a token for attention."""
+    """PaLM's appendix B: 6 for each active parameter and token but the table's, and 12 L N K T a token of attention."""
     slots = "task.moe.capacity_factor=16;" * (
         dispatcher == "einsum"
     )  # enough for all, most of them empty
