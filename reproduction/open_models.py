@@ -77,7 +77,7 @@ def table(plans: Mapping[str, Plan]) -> str:
         *words("model"),
         *numbers("parameters", "fsdp x expert", "slice of v5p", "chips", "memory of a chip"),
         *numbers("step", "tokens/s", "days for 1T tokens", "chip-days"),
-        *numbers("step at least, at most", "of peak"),
+        *numbers("step at least, at most", "MFU"),
     ]
     return markdown(Table(columns, [_row(name, plan) for name, plan in plans.items()]))
 
