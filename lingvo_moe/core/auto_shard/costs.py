@@ -3,7 +3,8 @@
 An operator's own cost is its products, its memory traffic, the sums over devices of letters that it reduces, and, where
 gradients are wanted, the same of its gradients: each product has one for each operand, and the gradient of a tensor is
 summed over the axes along which its copies lie. Between two operators the cost is that of bringing a tensor from one
-sharding to the other, and its gradient back.
+sharding to the other, and its gradient back. What only says how a tensor is sharded, an annotation or a sharding that
+the caller gave, costs nothing itself, so that the same strategy has the same costs whatever of it was given.
 """
 
 import itertools
@@ -92,7 +93,8 @@ class Costs:
         self.crossings = list(self._Crossings())
         self._leaves: dict[int, set[Value]] = defaultdict(set)
         for crossing in self.crossings:
-            self._leaves[crossing.producer].add(crossing.value)
+            if not (crossing.member.is_pin or crossing.value.is_argument):
+                self._leaves[crossing.producer].add(crossing.value)
         self._known_choices: dict[tuple, Choices] = {}
         self._known_tables: dict[tuple, tuple[tuple[np.ndarray, np.ndarray], np.ndarray]] = {}
         self.choices = [self._Choices(i, op) for i, op in enumerate(self._operators)]
@@ -164,11 +166,12 @@ class Costs:
         def look(value: Value, letters: Letters) -> tuple:
             home = self.number[value.number]
             here = operator.holds[value] if home == number else None
-            return value.num_bytes, value.itemsize, value.has_gradient, letters, here
+            of_value = value.num_bytes, value.itemsize, value.has_gradient, value.is_argument
+            return *of_value, letters, here
 
         members = tuple(
             (
-                *(m.letters, m.reduced, m.flops, m.has_gradient),
+                *(m.letters, m.reduced, m.flops, m.has_gradient, m.is_pin),
                 tuple(look(v, d) for _, v, d in m.uses),
                 tuple(look(v, d) for v, d in m.makes),
             )
@@ -218,11 +221,8 @@ class Costs:
             moved = 0.0
             for _, value, used in member.uses:
                 here = self.number[value.number] == number
-                if (
-                    member.flops
-                    or member.reduced
-                    or (not here and (value.number, used) not in seen)
-                ):
+                brought = not here and not value.is_argument and (value.number, used) not in seen
+                if not member.is_pin and (member.flops or member.reduced or brought):
                     seen.add((value.number, used))
                     # What was computed element by element is computed again from the operator's own result.
                     size = self._Bytes(value, used, choice)

@@ -29,6 +29,7 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec, dtype_name
 from lingvo_moe.core.nested_map import flatten, flatten_items, map_structure, pack_as
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.planner.network.mesh_machine import mesh_machine
+from lingvo_moe.core.private.tensorflow import tapes
 from lingvo_moe.core.sharding import Mesh, ShardingError
 
 
@@ -55,8 +56,9 @@ def auto_shard(
         mesh: by default the one in force when the function is called.
         in_shardings: as `shard_function` takes them; an entry of None leaves the argument to the search.
         out_shardings: the same for results.
-        differentiate: the arguments whose gradients count, by name. None: the tf.Variables; if there are none, all of
-            floating-point numbers.
+        differentiate: the arguments whose gradients count, by name. None: the trainable tf.Variables, and the tensors
+            that a tape watches at the call; where there are none, what a tape watched at the last call that had one,
+            else all of floating-point numbers.
         topology: the machine that the strategy is for, as `tools.plan` names it, e.g. 'v5e:2x4' or 'h100:1x8'; 'cpu'
             for virtual devices of this machine, '' for an accelerator, in round figures both.
         memory_limit: bytes on a device that the strategy may use, by the search's estimate: arguments, their gradients,
@@ -111,6 +113,7 @@ class AutoSharded(ShardedFunction):
                 )
         self._differentiate, self._topology = differentiate, topology
         self._memory_limit, self._given = memory_limit, strategy
+        self._watched: dict[tuple[str, ...], list[bool]] = {}  # by the paths of the arguments
 
     def Strategy(self, *args: Any, **kwargs: Any) -> strategies.Strategy:
         """The strategy for such arguments; it is searched for if it is not known yet, and nothing is run.
@@ -144,8 +147,11 @@ class AutoSharded(ShardedFunction):
             }
             paths = {path for found in chosen.values() for path in found}
             return [path in paths for path, _ in leaves]
-        variables = [isinstance(leaf, tf.Variable) for _, leaf in leaves]
-        return variables if any(variables) else [True] * len(leaves)
+        names = tuple(path for path, _ in leaves)
+        trained = [_is_trained(leaf) for _, leaf in leaves]
+        if any(trained):
+            self._watched[names] = trained
+        return self._watched.get(names, [True] * len(leaves))
 
     def Searched(self, *args: Any, **kwargs: Any) -> Search:
         """The search for such arguments, not yet run: its operators, their choices and costs."""
@@ -224,6 +230,13 @@ class AutoSharded(ShardedFunction):
         return ShardedFunction(
             with_annotations, inputs, outputs, strategy.mesh, 1, self._known_faults
         )
+
+
+def _is_trained(leaf: Any) -> bool:
+    """Whether an argument is a trainable variable, or a tensor that a tape watches."""
+    if isinstance(leaf, tf.Variable):
+        return leaf.trainable
+    return isinstance(leaf, tf.Tensor) and tapes(leaf) > 0
 
 
 def _read(strategy: strategies.Strategy | str | os.PathLike | None) -> strategies.Strategy | None:

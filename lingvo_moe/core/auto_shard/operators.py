@@ -37,6 +37,7 @@ class Value:
     shape: tuple[int, ...]
     itemsize: int
     has_gradient: bool  # whether its gradient is computed
+    is_argument: bool = False  # of the function, also as an annotation inside passes it on
 
     @property
     def num_bytes(self) -> int:
@@ -55,6 +56,11 @@ class Member:
     makes: tuple[tuple[Value, Letters], ...] = ()  # (the tensor, its letters)
     reduced: frozenset[int] = frozenset()  # those over which its results are reduced
     flops: int = 0  # of products, over all devices
+
+    @property
+    def is_pin(self) -> bool:
+        """Whether it only says how a tensor is sharded."""
+        return self.type in (ANNOTATION, "result")
 
     @property
     def has_gradient(self) -> bool:
@@ -146,7 +152,10 @@ class Operators:
         """The value of a tensor of the trace; None for a constant."""
         return self._by_tensor.get(tensor.ref())
 
-    def _NewValue(self, op: int, index: int, tensor: Any, name: str, gradient: bool) -> Value:
+    def _NewValue(
+        self, op: int, index: int, tensor: Any, name: str, gradient: bool, passed: bool = False
+    ) -> Value:
+        """`passed`: whether it is what an annotation passes on of an argument."""
         value = Value(
             len(self.values),
             op,
@@ -155,6 +164,7 @@ class Operators:
             tuple(known_shape(tensor)),
             tensor.dtype.size or 1,
             gradient and (tensor.dtype.is_floating or tensor.dtype.is_complex),
+            passed or op < 0,
         )
         self.values.append(value)
         self._by_tensor[tensor.ref()] = value
@@ -188,7 +198,10 @@ class Operators:
         gradient = op.type not in _NO_GRADIENT and any(
             v is not None and v.has_gradient for v in used
         )
-        made = [self._NewValue(number, i, y, y.name, gradient) for i, y in enumerate(op.outputs)]
+        passed = op.type == ANNOTATION and used[0] is not None and used[0].is_argument
+        made = [
+            self._NewValue(number, i, y, y.name, gradient, passed) for i, y in enumerate(op.outputs)
+        ]
         if op.type == "IdentityN":  # also what a custom gradient is made of
             for x, y in zip(used, made, strict=True):
                 if x is not None:

@@ -211,3 +211,74 @@ def test_wrong_input_is_refused_at_once(fn, options):
 )  # fmt: skip
 def test_a_function_without_a_strategy_is_refused(sharded):
     sharded.Strategy(_X)
+
+
+def _with_bias(x: tf.Tensor, w: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+    return tf.nn.softmax(x @ w + b)
+
+
+def _tied(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tf.square(tf.nn.relu(x @ w) @ tf.transpose(w)))
+
+
+@pytest.mark.parametrize("fn, shapes", [
+    (tf.matmul, ((2048, 1024), (1024, 4096))),
+    (functions.perceptron, ((64, 256), (256, 1024), (1024, 256))),
+    (functions.perceptron, ((2048, 1024), (1024, 4096), (4096, 1024))),
+    (_with_bias, ((512, 1024), (1024, 2048), (2048,))),
+    (_tied, ((16384, 512), (512, 2048))),
+])  # fmt: skip
+@pytest.mark.parametrize("mesh", ["data:2,model:4", "model:8"])
+def test_an_estimate_is_the_same_whatever_of_the_strategy_is_given(fn, shapes, mesh):
+    """In arguments, in the result, or by annotations inside."""
+    mesh, specs = Mesh.parse(mesh), [spec(*shape) for shape in shapes]
+
+    def plain(*args):
+        return fn(*args)
+
+    free = xs.auto_shard(plain, mesh, topology="v5e:2x4").Strategy(*specs)
+    pins = tuple(t.mapping for t in free.arguments)
+    out = free.results[0].mapping
+
+    def annotated(*args):
+        return fn(*(xs.mesh_split(x, mesh, pin) for x, pin in zip(args, pins, strict=True)))
+
+    for function, given in [
+        *((plain, {"in_shardings": {"args": some}}) for some in _each_alone_and_all(pins)),
+        (annotated, {}),
+        *([(plain, {"in_shardings": {"args": pins}, "out_shardings": out})] if out else []),
+    ]:
+        found = xs.auto_shard(function, mesh, topology="v5e:2x4", **given).Strategy(*specs)
+        assert found.seconds == pytest.approx(free.seconds, rel=1e-9), given
+        assert found.arguments == free.arguments
+        if function is plain:
+            assert set(found.operators) >= set(free.operators)
+
+
+def _each_alone_and_all(pins: tuple) -> list[tuple]:
+    alone = [tuple(p if i == j else None for j, p in enumerate(pins)) for i in range(len(pins))]
+    return [*alone, pins]
+
+
+def test_by_default_the_gradients_count_that_a_tape_asks_for():
+    """Weights by columns need no communication, unless the gradient of the batch is wanted: then they are gathered."""
+    mesh = Mesh.parse("model:8")
+
+    def product(x, w):
+        return x @ w
+
+    def of_weights(sharded):
+        return [r for r in sharded.Strategy(x, w).reads if r.operand == 1 and r.collectives]
+
+    x, w = tf.constant(_random(64, 256)), tf.constant(_random(256, 1024))
+    pinned = {"topology": "h100:1x8", "in_shardings": {"w": (None, "model")}}
+    sharded = xs.auto_shard(product, mesh, **pinned)
+    assert of_weights(sharded)
+    with tf.GradientTape() as tape:
+        tape.watch(w)
+        assert not of_weights(sharded)
+    assert not of_weights(sharded)  # without the tape too
+    variable = tf.Variable(_random(256, 1024), trainable=False)
+    assert xs.auto_shard(product, mesh, **pinned)._Wanted({"x": x, "w": variable}) == [True, True]
+    named = xs.auto_shard(product, mesh, differentiate=["w"], **pinned)
+    assert named.Strategy(x, w) == sharded.Strategy(x, w)

@@ -43,9 +43,7 @@ class StepProfile:
     def Begin(self, end: int) -> None:
         """Says so where a run that ends at a step does none of those asked for."""
         if self._directory is not None and self._steps and self._steps.start > end:
-            say(
-                f"train.profile_steps={self._text}: the run ends at step {end}, so it has no trace"
-            )
+            say(f"train.profile_steps={self._text}: the run ends at step {end}, so it has no trace")
 
     def EndsAt(self, step: int) -> bool:
         """Whether a step is the last one that is recorded; its results should be there before Close is called."""
