@@ -76,6 +76,11 @@ class WeightParams:
     # vector, which has no weight decay by default, and whose statistics are kept in full.
     is_vector: bool = False
 
+    @classmethod
+    def Vector(cls, shape: Sequence[int], letters: str, value: float) -> "WeightParams":
+        """A bias or a scale that is `value` everywhere at first."""
+        return cls(tuple(shape), letters, WeightInit.Constant(value), is_vector=True)
+
 
 class InitOfVariable(WeightInit, abc.ABC):
     """A WeightInit that needs to know the variable."""

@@ -148,7 +148,12 @@ class AutoSharded(ShardedFunction):
             paths = {path for found in chosen.values() for path in found}
             return [path in paths for path, _ in leaves]
         names = tuple(path for path, _ in leaves)
-        trained = [_is_trained(leaf) for _, leaf in leaves]
+        trained = [
+            leaf.trainable
+            if isinstance(leaf, tf.Variable)
+            else isinstance(leaf, tf.Tensor) and tapes(leaf) > 0
+            for _, leaf in leaves
+        ]
         if any(trained):
             self._watched[names] = trained
         return self._watched.get(names, [True] * len(leaves))
@@ -230,13 +235,6 @@ class AutoSharded(ShardedFunction):
         return ShardedFunction(
             with_annotations, inputs, outputs, strategy.mesh, 1, self._known_faults
         )
-
-
-def _is_trained(leaf: Any) -> bool:
-    """Whether an argument is a trainable variable, or a tensor that a tape watches."""
-    if isinstance(leaf, tf.Variable):
-        return leaf.trainable
-    return isinstance(leaf, tf.Tensor) and tapes(leaf) > 0
 
 
 def _read(strategy: strategies.Strategy | str | os.PathLike | None) -> strategies.Strategy | None:

@@ -65,9 +65,7 @@ class Engine(abc.ABC):
     def DumpPrograms(self, directory: str) -> None:
         """Has the texts of each program that is compiled from now on written into a directory.
 
-        Raises:
-            EngineError: the engine has no such texts.
-            PathError: the directory is not on this machine.
+        Raises EngineError: the engine has none. PathError: the directory is not on this machine.
         """
         raise EngineError(
             f"--dump_programs={directory}: only --engine=pjrt compiles programs as a whole; give it (it is "

@@ -42,8 +42,7 @@ class BatchNorm(BaseLayer):
         super().__init__(params)
         start = {"scale": self.p.initial_scale, "bias": 0.0}
         for name, value in start.items():
-            init = WeightInit.Constant(value)
-            self.CreateVariable(name, WeightParams((self.p.channels,), "O", init, is_vector=True))
+            self.CreateVariable(name, WeightParams.Vector((self.p.channels,), "O", value))
         for name, value in {"moving_mean": 0.0, "moving_variance": 1.0}.items():
             init = WeightInit.Constant(value)
             average = WeightParams((self.p.channels,), "O", init, "float32", trainable=False)

@@ -37,9 +37,7 @@ class Classifier(BaseLayer):
         super().__init__(params)
         shape = (self.p.model_dim, self.p.num_classes)
         self.CreateVariable("w", WeightParams(shape, "MV", WeightInit.FanIn(self.p.model_dim)))
-        self.CreateVariable(
-            "b", WeightParams(shape[1:], "V", WeightInit.Constant(0.0), is_vector=True)
-        )
+        self.CreateVariable("b", WeightParams.Vector(shape[1:], "V", 0.0))
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits of x [B, M]: float32 [B, V]."""

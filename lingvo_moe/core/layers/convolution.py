@@ -50,8 +50,7 @@ class Conv2D(BaseLayer):
         he = WeightInit.Gaussian(math.sqrt(2 / math.prod(shape[:3])))
         self.CreateVariable("w", WeightParams(shape, "YXIO", he))
         if p.bias:
-            zero = WeightInit.Constant(0.0)
-            self.CreateVariable("b", WeightParams((p.output_channels,), "O", zero, is_vector=True))
+            self.CreateVariable("b", WeightParams.Vector((p.output_channels,), "O", 0.0))
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Convolves x [B, Y, X, I]; returns [B, Y', X', O] in the activations' type."""

@@ -11,7 +11,6 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.normalization import normalized
 from lingvo_moe.core.nested_map import NestedMap
@@ -82,24 +81,20 @@ class ExtendedAttention(MultiHeadAttention):
 
     def _CreateWeights(self) -> tuple[int, int]:
         sizes = super()._CreateWeights()
-        p, zero, one = self.p, WeightInit.Constant(0.0), WeightInit.Constant(1.0)
+        p, vector = self.p, WeightParams.Vector
         shapes = {name: (w.shape[1:], w.letters[1:]) for name, w in self._weights.items()}
         if p.biases:
             for name in "qkv":
-                self.CreateVariable(
-                    f"{name}_bias", WeightParams(*shapes[name], zero, is_vector=True)
-                )
-            self.CreateVariable("o_bias", WeightParams((p.model_dim,), "M", zero, is_vector=True))
+                self.CreateVariable(f"{name}_bias", vector(*shapes[name], 0.0))
+            self.CreateVariable("o_bias", vector((p.model_dim,), "M", 0.0))
         if p.qk_norm in ("head", "projection"):
             for name in "qk":
                 shape, letters = shapes[name]
                 if p.qk_norm == "head":
                     shape, letters = shape[-1:], letters[-1:]
-                self.CreateVariable(
-                    f"{name}_norm", WeightParams(shape, letters, one, is_vector=True)
-                )
+                self.CreateVariable(f"{name}_norm", vector(shape, letters, 1.0))
         if p.sinks:
-            self.CreateVariable("sinks", WeightParams((p.num_heads,), "N", zero, is_vector=True))
+            self.CreateVariable("sinks", vector((p.num_heads,), "N", 0.0))
         return sizes
 
     def _Heads(

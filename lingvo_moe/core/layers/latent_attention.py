@@ -58,15 +58,15 @@ class LatentAttention(MultiHeadAttention):
     def _CreateWeights(self) -> tuple[int, int]:
         self._kv = "N"
         m, n, k, value = _dims(self.p)
-        p, fan_in, one = self.p, WeightInit.FanIn, WeightInit.Constant(1.0)
+        p, fan_in = self.p, WeightInit.FanIn
         each = k + p.turned_dim
         if p.query_rank:
             self.CreateVariable("q_down", WeightParams((m, p.query_rank), "MR", fan_in(m)))
-            self.CreateVariable("q_norm", WeightParams((p.query_rank,), "R", one, is_vector=True))
+            self.CreateVariable("q_norm", WeightParams.Vector((p.query_rank,), "R", 1.0))
         source, letter = (p.query_rank, "R") if p.query_rank else (m, "M")
         self.CreateVariable("q", WeightParams((source, n, each), f"{letter}NK", fan_in(source)))
         self.CreateVariable("down", WeightParams((m, p.rank + p.turned_dim), "MR", fan_in(m)))
-        self.CreateVariable("norm", WeightParams((p.rank,), "R", one, is_vector=True))
+        self.CreateVariable("norm", WeightParams.Vector((p.rank,), "R", 1.0))
         self.CreateVariable("k", WeightParams((p.rank, n, k), "RNK", fan_in(p.rank)))
         self.CreateVariable("v", WeightParams((p.rank, n, value), "RNK", fan_in(p.rank)))
         self.CreateVariable("o", WeightParams((n, value, m), "NKM", fan_in(n * value)))

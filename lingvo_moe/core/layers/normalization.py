@@ -9,7 +9,6 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
-from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -33,13 +32,9 @@ class LayerNorm(BaseLayer):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         shape = (self.p.model_dim,)
-        self.CreateVariable(
-            "scale", WeightParams(shape, "M", WeightInit.Constant(1.0), is_vector=True)
-        )
+        self.CreateVariable("scale", WeightParams.Vector(shape, "M", 1.0))
         if self.BIASED:
-            self.CreateVariable(
-                "bias", WeightParams(shape, "M", WeightInit.Constant(0.0), is_vector=True)
-            )
+            self.CreateVariable("bias", WeightParams.Vector(shape, "M", 0.0))
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Normalizes x [..., M]; the result has the activations' type."""

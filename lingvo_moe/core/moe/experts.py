@@ -150,12 +150,9 @@ class Experts(BaseExperts):
             self.CreateVariable(name, WeightParams((E, M, H), "EMH", WeightInit.FanIn(M)))
         self.CreateVariable("wo", WeightParams((E, H, M), "EHM", WeightInit.FanIn(H)))
         if p.biases:
-            zero = WeightInit.Constant(0.0)
             for name in self.activation.weights:
-                self.CreateVariable(
-                    f"{name}_bias", WeightParams((E, H), "EH", zero, is_vector=True)
-                )
-            self.CreateVariable("wo_bias", WeightParams((E, M), "EM", zero, is_vector=True))
+                self.CreateVariable(f"{name}_bias", WeightParams.Vector((E, H), "EH", 0.0))
+            self.CreateVariable("wo_bias", WeightParams.Vector((E, M), "EM", 0.0))
 
     def FProp(
         self, theta: NestedMap, x_EGCM: tf.Tensor, seed: tf.Tensor | None = None

@@ -22,7 +22,7 @@ still be wrong. These cases are not detected:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.hlo.groups import num_devices
@@ -320,24 +320,10 @@ def _in_scatter(at: _At) -> _Found:
 
 
 def _in_slice(at: _At) -> _Found:
-    dim = slices.sliced_dim(at.instruction, at.operands[0], at.shardings[-1])
-    yield from _at_runtime(at, SLICE, dim, at.operands[1:], at.instruction)
-
-
-def _in_update_slice(at: _At) -> _Found:
-    dim = slices.replaced_dim(at.instruction, at.operands[1], at.shardings[-1])
-    yield from _at_runtime(at, REPLACED, dim, at.operands[2:], at.operands[1])
-
-
-def _at_runtime(
-    at: _At, kind: str, dim: int | None, starts: Sequence[Instruction], part: Instruction
-) -> _Found:
-    """A fault along a dimension whose start the program is given; `part` has the size of what is read or written."""
-    if dim is None or at.inside is not at.module.entry:
-        return
-    if slices.comes_from_outside(starts[dim], at.inside):
-        last = at.operands[0].arrays[0].dims[dim] - part.arrays[0].dims[dim]
-        yield kind, {"dim": dim, "last": last}
+    if at.inside is at.module.entry:
+        found = slices.unbounded_dim(at.instruction, at.operands, at.shardings[-1], at.inside)
+        if found:
+            yield REPLACED if at.instruction.opcode == slices.REPLACES else SLICE, found
 
 
 _CHECKS: Mapping[str, Callable[[_At], _Found]] = {
@@ -348,5 +334,5 @@ _CHECKS: Mapping[str, Callable[[_At], _Found]] = {
     "gather": _in_gather,
     "scatter": _in_scatter,
     "dynamic-slice": _in_slice,
-    "dynamic-update-slice": _in_update_slice,
+    "dynamic-update-slice": _in_slice,
 }

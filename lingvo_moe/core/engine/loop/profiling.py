@@ -52,10 +52,13 @@ class StepProfile:
     @contextlib.contextmanager
     def Step(self, step: int) -> Iterator[None]:
         """Records the step that is done in the block, if it is one of those asked for."""
-        if self._directory is None or step not in self._steps or self._IsThere():
+        if self._directory is None or step not in self._steps:
             yield
             return
         if self._temporary is None:
+            if self._Place(self._steps).is_dir():  # of an earlier start
+                yield
+                return
             self._Start()
         self._recorded.append(step)
         name = jax.profiler.StepTraceAnnotation if self._by_jax else tf.profiler.experimental.Trace
@@ -91,10 +94,6 @@ class StepProfile:
             else:
                 tf.profiler.experimental.start(self._temporary.name)
 
-    def _IsThere(self) -> bool:
-        """Whether the run has the trace of all the steps, of an earlier start."""
-        return self._temporary is None and self._Place(self._steps).is_dir()
-
     def _Place(self, steps: Sequence[int]) -> Path:
         assert self._directory is not None
         return self._directory / f"steps_{steps[0]}-{steps[-1]}"
@@ -108,11 +107,9 @@ def _chrome_trace(spaces: Path) -> dict[str, Any]:
         for tid, line in enumerate(plane.lines):
             events.append(_named("thread_name", line.name, pid=pid, tid=tid))
             events += [
-                {
-                    **{"ph": "X", "pid": pid, "tid": tid, "name": event.name},
-                    **{"ts": event.start_ns / 1e3, "dur": event.duration_ns / 1e3},
-                    "args": {key: str(value) for key, value in event.stats},
-                }
+                {"ph": "X", "pid": pid, "tid": tid, "name": event.name}
+                | {"ts": event.start_ns / 1e3, "dur": event.duration_ns / 1e3}
+                | {"args": {key: str(value) for key, value in event.stats}}
                 for event in line.events
             ]
     return {"displayTimeUnit": "ns", "traceEvents": events}

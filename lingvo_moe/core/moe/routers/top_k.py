@@ -123,10 +123,7 @@ class TopKRouter(LearnedRouter):
         p = self.p
         self._Check()
         if p.logit_bias:
-            zero = WeightInit.Constant(0.0)
-            self.CreateVariable(
-                "logit_bias", WeightParams((p.num_experts,), "E", zero, is_vector=True)
-            )
+            self.CreateVariable("logit_bias", WeightParams.Vector((p.num_experts,), "E", 0.0))
         if p.balance_bias:
             self.CreateVariable(
                 "balance_bias",
