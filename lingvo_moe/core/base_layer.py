@@ -1,6 +1,5 @@
 """BaseLayer: a pure function of (theta, inputs) with children, and variables that are specs before they are tensors."""
 
-import abc
 import functools
 import math
 import warnings
@@ -13,7 +12,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
-from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.initializers import InitOfVariable, WeightInit
 from lingvo_moe.core.kernels.weights import Packed, Packing, Weight
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, dims_mapping
@@ -72,22 +71,13 @@ class WeightParams:
     # False for state that no gradient changes. Unchanged unless a layer returns a new value in `updates`: see
     # BaseTask.FProp.
     trainable: bool = True
-    # True for a bias or a scale, however many dimensions it has: a bias of queries is 'NK'. Optimizers treat it as a
-    # vector, which has no weight decay by default, and whose statistics are kept in full.
+    # True for a bias or a scale, which optimizers treat as a vector, however many dimensions it has.
     is_vector: bool = False
 
     @classmethod
     def Vector(cls, shape: Sequence[int], letters: str, value: float) -> "WeightParams":
         """A bias or a scale that is `value` everywhere at first."""
         return cls(tuple(shape), letters, WeightInit.Constant(value), is_vector=True)
-
-
-class InitOfVariable(WeightInit, abc.ABC):
-    """A WeightInit that needs to know the variable."""
-
-    @abc.abstractmethod
-    def OfVariable(self, spec: "VariableSpec", seed: tf.Tensor) -> tf.Tensor:
-        """The initial value of a variable, of its shape and type; `seed` is int32 [2], not yet folded with its path."""
 
 
 @dataclass(frozen=True)
@@ -498,12 +488,3 @@ class BaseLayer:
     def FoldSeed(self, seed: tf.Tensor | None, name: str | int | tf.Tensor) -> tf.Tensor | None:
         """The seed of a child or a purpose; None stays None (inference)."""
         return None if seed is None else randomness.fold_in(seed, name)
-
-
-def updates_of(*extras: NestedMap) -> NestedMap:
-    """NestedMap(updates=...) for a task's metrics, joined from layers' extras; empty where none has any."""
-    updates = NestedMap()
-    for layer in extras:
-        for path, value in layer.get("updates", NestedMap()).FlattenItems():
-            updates.Set(path, value)
-    return NestedMap(updates=updates) if updates else NestedMap()

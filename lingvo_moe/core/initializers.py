@@ -1,8 +1,10 @@
 """Initial values of variables: descriptions (`WeightInit`), from which a program computes tensors."""
 
+import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
@@ -73,3 +75,12 @@ class WeightInit:
                 limit *= math.sqrt(3 / math.sqrt(fan_in * fan_out))
             value = (2 * randomness.uniform(seed, shape) - 1) * limit
         return tf.cast(value, dtype)
+
+
+class InitOfVariable(WeightInit, abc.ABC):
+    """A WeightInit that needs to know the variable."""
+
+    @abc.abstractmethod
+    def OfVariable(self, spec: Any, seed: tf.Tensor) -> tf.Tensor:
+        """The initial value of a variable, of its shape and type, from its VariableSpec; `seed` is int32 [2], not yet
+        folded with its path."""

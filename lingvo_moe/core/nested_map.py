@@ -225,3 +225,12 @@ def _map_plain(tree: Any, fn: Callable[[Any], Any], map_type: type) -> Any:
     if isinstance(tree, (list, tuple)):
         return [_map_plain(item, fn, map_type) for item in tree]
     return fn(tree)
+
+
+def updates_of(*extras: NestedMap) -> NestedMap:
+    """NestedMap(updates=...) for a task's metrics, joined from layers' extras; empty where none has any."""
+    updates = NestedMap()
+    for layer in extras:
+        for path, value in layer.get("updates", NestedMap()).FlattenItems():
+            updates.Set(path, value)
+    return NestedMap(updates=updates) if updates else NestedMap()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import InitOfVariable, VariableSpec
-from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.initializers import InitOfVariable, WeightInit
 from lingvo_moe.core.nested_map import NestedMap, flatten, flatten_items, pack_as
 from lingvo_moe.core.optimizers.weight_decay import is_table, own_dims
 from lingvo_moe.core.sharding import SplitMap, dims_mapping

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import BaseLayer, scoped, updates_of
+from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.convolution import Conv2D
 from lingvo_moe.core.layers.elementwise import ELEMENTWISE, Activation
 from lingvo_moe.core.layers.pooling import Pool2D
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, updates_of
 from lingvo_moe.core.pipeline.cells import Args, meta_of_sequence
 
 _EXPANSION = 4  # output channels of a bottleneck, in those of its 3x3 convolution

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import scoped, updates_of, within
+from lingvo_moe.core.base_layer import scoped, within
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
@@ -22,7 +22,7 @@ from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
-from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure
+from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, updates_of
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import TaskError

@@ -6,7 +6,7 @@ Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabul
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import scoped, updates_of, within
+from lingvo_moe.core.base_layer import scoped, within
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.decode.ranges import LENGTH_ALPHA
 from lingvo_moe.core.input.base_input import BaseInput
@@ -15,7 +15,7 @@ from lingvo_moe.core.layers import masks, softmax
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, updates_of
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.core.tensors import dim
