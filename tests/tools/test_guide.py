@@ -149,6 +149,9 @@ def test_the_commands_of_the_page_on_fine_tuning(tmp_path, monkeypatch, capfd):
         assert module.main(words[3:]) == 0, (command, capfd.readouterr())
     said = capfd.readouterr().err
     assert Path("MIXED/checkpoints/3").is_dir() and "all of 500 source pieces" not in said
-    assert json.loads(Path("AFTER/report.json").read_text())["languages"].keys() == {"de", "de_mine"}
+    assert json.loads(Path("AFTER/report.json").read_text())["languages"].keys() == {
+        "de",
+        "de_mine",
+    }
     taken = "--model_params_override='input.weights={'\"'\"'de"
     assert said.count(f"{taken}") == 2 and "held-out loss" in said
