@@ -10,6 +10,7 @@ import subprocess
 import time
 
 import pytest
+import toy_task
 import toy_translation as toy
 from object_storage import bucket
 from processes import start_python
@@ -89,6 +90,17 @@ def test_a_second_trainer_is_refused(storage, tmp_path, capsys):
         assert status(*_flags(address, 2)) == 2
     assert f"error: {address}: another writer is at work there" in capsys.readouterr().err
     assert open_store(address).List() == ["WRITER"]
+
+
+def test_what_cannot_be_compiled_leaves_nothing_there(storage, tmp_path, monkeypatch, capsys):
+    def mistaken(self, theta, batch, seed=None):
+        raise ValueError("a mistake in FProp")
+
+    monkeypatch.setattr(toy_task.LinearModel, "FProp", mistaken)
+    address = f"s3://bucket/{tmp_path.name}/run"
+    assert status(*_flags(address, 2)) in (1, 2)
+    assert "a mistake in FProp" in capsys.readouterr().err
+    assert open_store(address).List() == []
 
 
 def test_killed_it_has_the_lines_of_all_steps_before_its_checkpoint(storage, tmp_path):
