@@ -49,7 +49,7 @@ def printable(text: str) -> str:
 
 
 def terminal(stream: TextIO) -> TextIO:
-    """Where to write control characters of our own, for a stream that may be the standard error of a command."""
+    """The stream for control characters of our own, in place of one that may be the standard error of a command."""
     return sys.__stderr__ if stream in _escaping and sys.__stderr__ else stream
 
 

@@ -62,10 +62,10 @@ class Meeting:
         with self._server, selectors.DefaultSelector() as here:
             here.register(self._server, selectors.EVENT_READ, 0)
             said = self._Gather(here, seconds)
-            for key in here.get_map().values():
-                if key.data:
-                    with contextlib.suppress(OSError), key.fileobj as other:
-                        other.sendall(said.encode() or _ALL)
+            others: list[Any] = [key.fileobj for key in here.get_map().values() if key.data]
+            for other in others:
+                with contextlib.suppress(OSError), other:
+                    other.sendall(said.encode() or _ALL)
         if said:
             raise EngineError(said)
 
@@ -140,7 +140,7 @@ class Meeting:
 
 
 def _received(connection: socket.socket, most: int) -> bytes:
-    """What comes next, b'' where the other end is closed or nothing comes in time."""
+    """The bytes that come next, b'' where the other end is closed or nothing comes in time."""
     try:
         return connection.recv(most)
     except OSError:

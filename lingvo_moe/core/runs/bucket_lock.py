@@ -40,7 +40,7 @@ class BucketLock:
         self._thread.start()
 
     def Check(self) -> None:
-        """What comes before a step is complete: Renew."""
+        """Renews it, before a step is complete. Raises as Renew."""
         self.Renew()
 
     def Renew(self) -> None:

@@ -146,7 +146,7 @@ class StepsOnDisk(SavedSteps):
 
 
 class Commit(NamedTuple):
-    """What an object COMMIT holds; of older versions the digest alone."""
+    """The content of an object COMMIT; of older versions the digest alone."""
 
     digest: str  # of the list of the step's files; '' where the object is damaged
     writer: str  # below whose name they are; '': in the step itself
@@ -234,12 +234,12 @@ class StepsInBucket(SavedSteps):
             self.store.Below(name).DeleteAll()
 
     def _Commit(self, step: int, names: Collection[str]) -> Commit | None:
-        """What completes a step in which there are these files; None where nothing does."""
+        """The content of COMMIT of a complete step, in which there are these files; None for any other step."""
         commit = self._Read(step) if COMMIT in names else None
         return commit if commit and commit.Leads(names) else None
 
     def _Read(self, step: int) -> Commit | None:
-        """What the object COMMIT of a step says; None where there is none."""
+        """The content of COMMIT of a step; None where there is none."""
         content = self._bucket.Version(f"{step}/{COMMIT}").value
         return None if content is None else Commit.Of(step, content)
 

@@ -91,7 +91,7 @@ _SHOWN = "a\\x1b]0;title\\x07b\\x1b[2J\\x9b\\x7f\\x0d\x1b[1mbold\x1b[0m\tc"
 
 
 def _at_terminal(body: str) -> str:
-    """What a command shows at a terminal, standard output and error together."""
+    """The output of a command at a terminal, standard output and error together."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", _MAIN.format(body=body)]
     with subprocess.Popen(command, stdout=theirs, stderr=theirs):

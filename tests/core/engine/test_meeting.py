@@ -29,7 +29,7 @@ def _meetings(*numbers, count=3):
 
 
 def _join(parts, seconds=30.0):
-    """What each process was refused for, '' where it may join."""
+    """The reason for which each process was refused, '' where it may join."""
 
     def join(part):
         try:

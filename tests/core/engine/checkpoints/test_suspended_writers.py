@@ -25,7 +25,7 @@ def at_once(monkeypatch):
 
 
 class Writer:
-    """What a trainer writes of a run: a line, other files, a checkpoint and a description, each step."""
+    """Writes a run as a trainer does: a line, other files, a checkpoint and a description, each step."""
 
     def __init__(self, address: str, number: int):
         self.number, self._stack = number, contextlib.ExitStack()
