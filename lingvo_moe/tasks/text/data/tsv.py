@@ -79,8 +79,8 @@ def language_files(data_dir: str | os.PathLike, texts: bool = False) -> dict[str
 
 def hidden_files(directory: Path) -> str:
     """A warning of the hidden files that would be data by their endings, as `._de.tsv`; '' if there are none."""
-    names = (p.name for p in sorted(directory.glob(".*")) if p.is_file())
-    names = [name for name in names if _DATA.search(name)]
+    paths = (p for p in sorted(directory.glob(".*")) if p.is_file())
+    names = [p.name for p in paths if _DATA.search(p.name)]
     return f"{directory}: hidden files are not read: {', '.join(names)}" if names else ""
 
 

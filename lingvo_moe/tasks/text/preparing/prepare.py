@@ -137,11 +137,11 @@ class _Preparation:
         sizes = (vocab.source_size, vocab.target_size, vocab.temperature, vocab.max_sentences)
         self._vocab_key = settings_key([self._languages_key, sizes, *vocab.symbols])
         self._records_key = settings_key([self._vocab_key, options.pairs_per_shard])
-        keys = (self._read_key, self._languages_key, self._vocab_key, self._records_key)
-        clear_others(work, *keys)
+        stages = (self._read_key, self._languages_key, self._vocab_key, self._records_key)
+        clear_others(work, *stages)
         self._tables: dict[str, reading.LanguageCounts] = {}
         self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
-        self._given = reading.GivenHeldOut(self._keys)
+        self._given = reading.GivenHeldOut(keys)
 
     def Run(self, output: Path) -> dict[str, Any]:
         self._Read()
