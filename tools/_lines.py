@@ -151,4 +151,4 @@ def _output(path: str | None) -> AbstractContextManager[BinaryIO]:
 
 def is_file(path: str | None) -> bool:
     """Whether an output is a file, or becomes one, and no pipe or device."""
-    return bool(path) and (not os.path.exists(path) or os.path.isfile(path))
+    return path is not None and (not os.path.exists(path) or os.path.isfile(path))

@@ -106,7 +106,8 @@ def _run(args: Flags) -> int:
                 out.translations = [row[: args.nbest] for row in out.translations]
             return out
 
-        noise = Noise(*args.noise, args.seed) if args.noise else str
+        drop, blank, shuffle = args.noise or (0.0, 0.0, 0)
+        noise = Noise(drop, blank, shuffle, args.seed) if args.noise else str
         answer = translation_of(translate, bool(args.nbest), noise)
         if not args.input and not args.output and sys.stdin.isatty():
             return _converse(answer)

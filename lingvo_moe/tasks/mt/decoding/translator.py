@@ -322,8 +322,8 @@ class Translator(Exportable):
         find = self._finder(o.MaxTargetLength(length) if length else o.max_length)
 
         @tf.function(jit_compile=length is not None, autograph=False)
-        def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *tasks_R: tf.Tensor) -> tuple:
-            *tasks_R, seeds_R = tasks_R if o.sampling else (*tasks_R, None)
+        def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *of_rows: tf.Tensor) -> tuple:
+            tasks_R = of_rows[:-1] if o.sampling else of_rows
             self.traces += 1
             with use_mesh(single_device()):
                 rows, size = (dim(ids_RS, axis) for axis in (0, 1))
@@ -337,7 +337,7 @@ class Translator(Exportable):
                 for task_R in tasks_R:
                     src.task_ids = tf.where(real_RS, task_R[:, tf.newaxis], 0)
                 if o.sampling:
-                    src.seeds = seeds_R
+                    src.seeds = of_rows[-1]
                 max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
                 found = find(src, max_lengths)
             return found.ids_BKT, found.lengths_BK, found.scores_BK

@@ -163,7 +163,7 @@ def test_drawn_translations_depend_on_line_and_seed_alone(vocab, lines):
 
 
 def test_scores_are_normalised_as_the_run_says(tmp_path, vocab):
-    """For every command, since an option that is not given stays None."""
+    """An option that is not given is None, in every command."""
     assert make(vocab, TENSORFLOW).options.length_alpha == 0.6
     toy.save_run(tmp_path, vocab, more=f"{toy.SMALL};task.length_alpha=1.25")
     for given, alpha in ((None, 1.25), (0.0, 0.0)):
