@@ -431,6 +431,7 @@ def generator_from_run(
 
     Raises ValueError: also for a flag that only translation has.
     """
+    from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
 
     if getattr(args, "shortlist", None):
@@ -439,6 +440,7 @@ def generator_from_run(
     given = {**args.Values(), **({"max_length": max_length} if max_length else {})}
     names = (*_SEARCH_FLAGS, "weights")
     known = {name: given[name] for name in names if given.get(name) is not None}
+    enable_compilation_cache()  # which keeps the traced search
     return load_generator(args.logdir, GenerateOptions(**known), chosen(args), args.trust_run)
 
 

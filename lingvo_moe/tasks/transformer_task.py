@@ -342,11 +342,19 @@ class TransformerTask(BaseTask):
             vocab_size: how many ids of the model's V the vocabulary has: the others get no probability, as in decoding;
                 None for all.
         """
+        return self.ScoreLabels(theta, batch, vocab_size)[0]
+
+    def ScoreLabels(
+        self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """LogProbs, and whether no label is likelier than each: bool [B,T]."""
         carry, _, _ = self.Forward().Run(theta, Context(batch))
         y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
         row, logits = self.Predicted(batch), self.softmax.FProp(self._SoftmaxTable(theta), y)
-        nll = kernels.current().cross_entropy(logits[..., :vocab_size], row.labels, 0.0)
-        return tf.where(row.segment_ids > 0, -nll, 0.0)
+        logits = logits[..., :vocab_size]
+        nll = kernels.current().cross_entropy(logits, row.labels, 0.0)
+        likeliest = tf.gather(logits, row.labels, batch_dims=2) >= tf.reduce_max(logits, -1)
+        return tf.where(row.segment_ids > 0, -nll, 0.0), likeliest
 
     @staticmethod
     def Predicted(batch: NestedMap) -> NestedMap:

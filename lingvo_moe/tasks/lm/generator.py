@@ -17,12 +17,14 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
+from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.lm.prompt_search import PromptSearch
 from lingvo_moe.tasks.lm.saved_generator import SETTINGS, TOKENIZER, Texts
 from lingvo_moe.tasks.text.decoding.export import Exportable
+from lingvo_moe.tasks.text.decoding.kept_graph import KeptGraph
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
@@ -73,6 +75,7 @@ class Generator(Exportable, Texts):
         vocab: a serialised vocabulary, see open_vocabulary.
         options: see GenerateOptions.
         tidied: the version of tidy_text that prompts go through first; 0: none.
+        text: determines the model, with its classes: where a command keeps programs, that of the search is one.
 
     Raises:
         ValueError: a vocabulary with more pieces than the model has embeddings for, or weights of 8 bits where they are
@@ -86,19 +89,20 @@ class Generator(Exportable, Texts):
         vocab: bytes,
         options: GenerateOptions | None = None,
         tidied: int = 0,
+        text: str = "",
     ):
         tf.Module.__init__(self, name="generator")
         self.options = o = options or GenerateOptions()
         self._tidied, found = tidied, open_vocabulary(vocab, tidied=tidied)
         self._marks = (found.bos_id, found.eos_id, found.pad_id)
         size = found.size
+        of_ids = [
+            tf.TensorSpec([None, None], tf.int32, "ids"),
+            tf.TensorSpec([None], tf.int32, "lengths"),
+        ]
+        prompt = of_ids
         if isinstance(found, JsonVocabulary):
             self.vocabulary = found
-            ids, number = (
-                tf.TensorSpec([None, None], tf.int32, "ids"),
-                tf.TensorSpec([None], tf.int32, "lengths"),
-            )
-            prompt = [ids, number]
         else:
             self._tokenizer = tokenizer(vocab)
             ids = [tf.TensorSpec([None], tf.int32, "ids")]
@@ -119,6 +123,14 @@ class Generator(Exportable, Texts):
         specs = [tf.TensorSpec([None, *SETTINGS[n].shape], SETTINGS[n].dtype, n) for n in names]
         self._arguments = lambda: [*prompt, *specs]
         self.generate = _function(self._Generate, self._arguments())
+        parts = (vars(o), size, found.unk_id, self._marks)
+        key = kept_programs.name_of("generate", text, *parts) if text else ""
+        variables = self._weights.variables
+        self._kept = KeptGraph(self._Continued, [*of_ids, *specs], variables, key)
+
+    def Call(self, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
+        """See Texts: tokens are made op by op, so that the search alone is traced."""
+        return self._With(self._kept, arguments)
 
     def Prepare(self) -> None:
         """Makes the functions `begin` and `more`, whose trace takes time, of a stream; a beam has none."""
@@ -146,9 +158,24 @@ class Generator(Exportable, Texts):
             truncated: bool [N], whether the prompt was too long; prompt_tokens: int32 [N], of how many tokens it was
             read; without a beam log_probs: float32 [N,T], of each token.
         """
+        return self._With(self._Continued, given)
+
+    def _With(
+        self, continued: Callable[..., dict[str, tf.Tensor]], given: Sequence[Any]
+    ) -> dict[str, tf.Tensor]:
+        """`_Generate` with what continues ids."""
         ids, truncated = self._Ids(*given[: self._takes])
-        settings = given[self._takes :]
         lengths = tf.cast(ids.row_lengths(), tf.int32)
+        found = dict(continued(ids.to_tensor(), lengths, *given[self._takes :]))
+        if not self.vocabulary:
+            found["texts"] = self._TextOf(ids, found)
+        return {**found, "truncated": truncated, "prompt_tokens": lengths - 1}
+
+    def _Continued(
+        self, ids_NP: tf.Tensor, lengths: tf.Tensor, *settings: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        """The `_columns` of prompts' ids, BOS and as many as `lengths` says in all."""
+        ids = tf.RaggedTensor.from_tensor(ids_NP, lengths)
         order = tf.argsort(lengths, direction="DESCENDING", stable=True)
         n = tf.shape(lengths)[0]
         longest = tf.reduce_max(tf.concat([self._Settings(settings)[0], [0]], 0))
@@ -160,7 +187,7 @@ class Generator(Exportable, Texts):
             ids_RP = tf.gather(ids, now).to_tensor()
             most, own = self._Settings([tf.gather(x, now) for x in settings])
             new = self._search().Search(self._weights.Tensors(), ids_RP, most, own)
-            values = self._Found(ids_RP, new, longest)
+            values = self._Found(new, longest)
             at = now[:, tf.newaxis]
             each = zip(found, values.values(), strict=True)
             return start + tf.shape(now)[0], *(
@@ -177,15 +204,13 @@ class Generator(Exportable, Texts):
             (tf.constant(0), *nothing.values()),
             parallel_iterations=1,
         )
-        each = dict(zip(nothing, found, strict=True))
-        return {**each, "truncated": truncated, "prompt_tokens": lengths - 1}
+        return dict(zip(nothing, found, strict=True))
 
     @property
     def _columns(self) -> dict[str, tuple[int, Any]]:
         """The names of what is found of each prompt, with the rank of the tensor and its empty value."""
-        texts = {} if self.vocabulary else {"texts": (1, "")}
         log_probs = {"log_probs": (2, 0.0)} if self.options.beam_size == 1 else {}
-        return {**texts, "ids": (2, 0), "tokens": (1, 0), "finished": (1, False), **log_probs}
+        return {"ids": (2, 0), "tokens": (1, 0), "finished": (1, False), **log_probs}
 
     def _Ids(self, prompt: tf.Tensor, *lengths: tf.Tensor) -> tuple[tf.RaggedTensor, tf.Tensor]:
         """BOS and the tokens of each prompt, and whether its first ones were left out."""
@@ -208,7 +233,7 @@ class Generator(Exportable, Texts):
         rest = dict(zip(list(SETTINGS)[1:], values[1:]))
         return most, NestedMap(rest) if rest else None
 
-    def _Found(self, ids_RP: tf.Tensor, new: NestedMap, longest: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _Found(self, new: NestedMap, longest: tf.Tensor) -> dict[str, tf.Tensor]:
         """The `_columns` of the new tokens, of T = longest."""
 
         def wide(x: tf.Tensor) -> tf.Tensor:
@@ -216,16 +241,14 @@ class Generator(Exportable, Texts):
             return tf.pad(x, [[0, 0], [0, missing]])[:, :longest]
 
         found = {"ids": wide(new.ids_BT), "tokens": new.lengths_B, "finished": new.finished_B}
-        if not self.vocabulary:
-            found["texts"] = self._TextOf(ids_RP, new)
         if "log_probs_BT" in new:
             found["log_probs"] = wide(new.log_probs_BT)
-        return {name: found[name] for name in self._columns}
+        return found
 
-    def _TextOf(self, ids_RP: tf.Tensor, new: NestedMap) -> tf.Tensor:
-        """The text of the new tokens: what the text of all has more than the prompt's."""
-        tokens = tf.RaggedTensor.from_tensor(new.ids_BT, new.lengths_B)
-        prompt = tf.RaggedTensor.from_tensor(ids_RP[:, 1:])
+    def _TextOf(self, ids: tf.RaggedTensor, found: dict[str, tf.Tensor]) -> tf.Tensor:
+        """The text of the new tokens of prompts with BOS: what the text of all has more than the prompt's."""
+        tokens = tf.RaggedTensor.from_tensor(found["ids"], found["tokens"])
+        prompt = ids[:, 1:]
         before = self._tokenizer.detokenize(prompt)
         whole = self._tokenizer.detokenize(tf.concat([prompt, tokens], 1))
         start = tf.strings.length(before)
@@ -246,7 +269,9 @@ class Generator(Exportable, Texts):
         search = self._structure().Pack(list(state))
         search, new, over = self._search().More(self._weights.Tensors(), search)
         new = new.Transform(lambda x: x[:1])
-        found = self._Found(ids_RP, new, new.lengths_B[0])
+        found = self._Found(new, new.lengths_B[0])
+        if not self.vocabulary:
+            found["texts"] = self._TextOf(tf.RaggedTensor.from_tensor(ids_RP), found)
         return [ids_RP, *search.Flatten()], found, over
 
 
@@ -262,7 +287,8 @@ def load_generator(
     theta, about = load_theta(run, model, chosen)
     about["weights"] = options.weights if options else "float32"
     about["tidied"] = run.tidied
-    return Generator(model, theta, run.vocabs.target, options, run.tidied), about
+    text = f"type/{type(model).__module__}/{type(model).__qualname__}\n{model.p.ToText()}"
+    return Generator(model, theta, run.vocabs.target, options, run.tidied, text), about
 
 
 def _function(fn: Callable, specs: list[tf.TensorSpec]) -> Any:

@@ -218,12 +218,12 @@ class PromptSearch:
             seen = tf.tile(first_S[tf.newaxis, tf.newaxis], [dim(mask, 0), J, 1])
             mask = tf.concat([seen, mask], 2)
             logits, model = self._model.ExtendStep(theta, ids, cache.model, before + time, mask)
-            cache = NestedMap(cache, model=model)
+            logits, cache = logits[..., :size], NestedMap(cache, model=model)
             if "settings" in cache:
                 seen_BV = cache.seen_BV | (tf.range(size) == ids)
                 logits, log_prob_B = self._Drawn(logits[:, 0], seen_BV, cache.settings, time)
                 cache = NestedMap(cache, seen_BV=seen_BV, log_prob_B=log_prob_B)
-            return logits[..., :size], cache
+            return logits, cache
 
         return step
 
@@ -231,10 +231,10 @@ class PromptSearch:
         self, all_BV: tf.Tensor, seen_BV: tf.Tensor, settings: NestedMap, time: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Logits [B,1,V] that are certain of the tokens drawn; the log-probabilities of these by all logits, [B]."""
-        o, size = self._o, self._allowed_V.size
-        token_V, penalty_B = np.arange(size), settings.repetition_penalty
+        o, token_V = self._o, np.arange(self._allowed_V.size)
+        penalty_B = settings.repetition_penalty
         may_V = self._allowed_V & (token_V != o.pad_id) & (token_V != o.bos_id)
-        logits_BV = tf.where(may_V | (token_V == o.eos_id), all_BV[:, :size], float("-inf"))
+        logits_BV = tf.where(may_V | (token_V == o.eos_id), all_BV, float("-inf"))
         logits_BV = tf.cond(
             tf.reduce_any((penalty_B != 1.0) | (settings.min_p > 0)),
             lambda: sampling.above(

@@ -72,6 +72,10 @@ class Texts:
     def Prepare(self) -> None:
         """Makes `begin` and `more`, where they are not there yet."""
 
+    def Call(self, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
+        """What `generate` returns."""
+        return self.generate(*arguments)
+
     def Generate(
         self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]
     ) -> list[Continuation]:
@@ -141,7 +145,7 @@ class Texts:
         ids, arguments = self._Arguments(prompts, settings)
         if not prompts:
             return []
-        out = {name: value.numpy() for name, value in self.generate(*arguments).items()}
+        out = {name: value.numpy() for name, value in self.Call(arguments).items()}
         return [self._Row(ids[i] if ids else [], out, i, each) for i, each in enumerate(settings)]
 
     def _Row(

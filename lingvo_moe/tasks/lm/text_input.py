@@ -58,6 +58,7 @@ class LmInput(PackedInput):
         "target": "input.target_vocab_size={most};task.vocab_size={most}",
     }
     ToBatch = staticmethod(text_batch)
+    WORDS = "texts", "files"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

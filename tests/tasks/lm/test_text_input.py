@@ -98,8 +98,10 @@ def test_texts_longer_than_a_row_are_counted_on_the_target_side_alone(inputs, mo
     lost = sum(length > 8 for length in targets)
     assert 0 < lost < len(targets)
     assert f"{lost:,} ({lost / len(targets):.1%}) are longer than a row and left out" in lines[-1]
+    assert f"{sum(short.languages.values()):,} texts of {len(short.languages)} files" in lines[-1]
     (warning,) = short.Warnings()
     assert "input.target_length=8" in warning and "source_length" not in warning
+    assert "of the texts are longer than a row" in warning
     monkeypatch.setattr("lingvo_moe.tasks.text.batches.packed_input._GIVE_UP_AFTER", 1)
     with pytest.raises(
         DataError, match=r"^none of 1 pairs fits into a row of input\.target_length=2; make"

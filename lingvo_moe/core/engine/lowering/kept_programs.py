@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -36,22 +37,36 @@ _MARGIN = 2.0  # seconds: the system's time of a process's start is that far off
 
 def key_of(step: Step, mesh: Mesh, fused: bool = False) -> str:
     """The name under which the program of a step is kept; '' where it is not."""
-    if not step.text or step.results is not None or kept() is None or not is_command():
-        return ""
-    code = code_digest(_ROOT, psutil.Process().create_time() - _MARGIN)
-    if not code or not all(map(_OWN.match, _CLASS.findall(step.text))):
+    if not step.text or step.results is not None:
         return ""
     specs = [
         TensorSpec.Of(spec, path).OnMesh(mesh).ToJson()
         for number, tree in enumerate(step.arg_specs)
         for path, spec in flatten_items(tree, f"arg{number}")
     ]
+    parts = (step.name, specs, list(step.donate), fused, mesh.axis_names, mesh.shape)
+    return name_of("lowered", step.text, *parts)
+
+
+def name_of(kind: str, text: str, *parts: Any) -> str:
+    """The name under which a program is kept that a text with classes, the parts (JSON) and the code determine; ''
+    where it is not."""
+    if kept() is None or not is_command():
+        return ""
+    code = code_digest(_ROOT, psutil.Process().create_time() - _MARGIN)
+    if not code or not all(map(_OWN.match, _CLASS.findall(text))):
+        return ""
     environment = {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
     determined_by = [
-        *(_FORMAT, step.name, step.text, specs, list(step.donate), fused),
-        *(mesh.axis_names, mesh.shape, code, packages(), sys.version, sorted(environment.items())),
+        _FORMAT,
+        text,
+        parts,
+        code,
+        packages(),
+        sys.version,
+        sorted(environment.items()),
     ]
-    return f"lowered-{hashlib.sha256(json.dumps(determined_by).encode()).hexdigest()}"
+    return f"{kind}-{hashlib.sha256(json.dumps(determined_by).encode()).hexdigest()}"
 
 
 def find_bytes(key: str) -> bytes | None:

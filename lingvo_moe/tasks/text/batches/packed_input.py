@@ -70,6 +70,10 @@ class PackedInput(BaseInput):
     ADDS_TO: ClassVar[tuple[str, ...]] = ("cache_dir",)
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("data_dir", "cache_dir")
     DATA: ClassVar[str]  # the files of a data directory
+    WORDS: ClassVar[tuple[str, str]] = (
+        "pairs",
+        "languages",
+    )  # for what is trained on, and for its kinds
     VOCAB_SETTINGS: ClassVar[Mapping[str, str]]  # to set where a vocabulary is too large, by side
     TOO_LONG: ClassVar[tuple[str, ...]] = ("drop", "truncate")  # the default first
     ToBatch = staticmethod(to_batch)  # from what each row holds
@@ -193,7 +197,7 @@ class PackedInput(BaseInput):
         skipped = f"{dropped.total():,} skipped ({reasons(dropped)})" if dropped else "none skipped"
         kept = self._records.languages
         progress(
-            f"{sum(kept.values()):,} pairs of {len(kept)} languages, {skipped}{self._TooLong()}"
+            f"{sum(kept.values()):,} {self.WORDS[0]} of {len(kept)} {self.WORDS[1]}, {skipped}{self._TooLong()}"
         )
         return self
 
@@ -296,8 +300,8 @@ class PackedInput(BaseInput):
         languages = [lang for lang in dev.languages if lang in known]
         if not languages:
             raise NoDevSetError(
-                f"{self.p.data_dir}/dev has pairs of {', '.join(dev.languages)}, but of none of the languages that are "
-                f"trained on: {', '.join(known)}"
+                f"{self.p.data_dir}/dev has {self.WORDS[0]} of {', '.join(dev.languages)}, but of none of the "
+                f"{self.WORDS[1]} that are trained on: {', '.join(known)}"
             )
         tasks = dict(zip(known, self.task_of or (), strict=False))
         groups: dict[str, list[LanguagePairs]] = {name: [] for name in GROUPS}
@@ -431,7 +435,7 @@ class PackedBatches(base_input.BatchIterator):
         p = self._input.p
         rows = (f"{p.name}.{name}={p.Get(name)}" for name in self._input.BATCH_SIZES[1:])
         return DataError(
-            f"none of {_GIVE_UP_AFTER:,} pairs fits into a row of {', '.join(rows)}; make it longer, or set "
+            f"none of {_GIVE_UP_AFTER:,} {self._input.WORDS[0]} fits into a row of {', '.join(rows)}; make it longer, or set "
             f"{p.name}.too_long=truncate"
         )
 

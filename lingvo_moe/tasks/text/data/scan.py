@@ -99,9 +99,11 @@ def scan(
         lines = sum(skipped.values())
         why = f"all {lines} lines are malformed: {skipped}" if lines else "all files are empty"
         right = "source<TAB>english"
+        units = "pairs"
         if any(map(tsv.text_name, files.values())):
+            units = "texts"
             right = f"texts, those of JSON objects with a string in the field {field!r}"
-        raise DataError(f"no pairs in {str(data_dir)!r}: {why}; lines must be {right}")
+        raise DataError(f"no {units} in {str(data_dir)!r}: {why}; lines must be {right}")
     used = {lang: files[lang] for lang in pairs}
     return Scan(used, pairs, skipped, fingerprint(digests), None, field, tidied, texts)
 

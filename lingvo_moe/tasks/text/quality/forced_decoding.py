@@ -126,19 +126,43 @@ class Scorer:
         src = self._encode("source", sources, o.max_source_length)
         tgt = self._encode("target", targets, o.max_length)
         tasks = self._tasks(languages, len(src))
+        rows = [(s, t, task) for (s, _), (t, _), task in zip(src, tgt, tasks, strict=True)]
+        scores = []
+        for found, (_, source_cut), (ids, cut) in zip(self._score(rows), src, tgt):
+            pieces = self._vocabs.target.Pieces([*ids, self._vocabs.target.eos_id])
+            scores.append(Score(found[0], pieces, cut or source_cut))
+        return scores
+
+    @property
+    def most_ids(self) -> int:
+        """How many ids of a text ScoreIds takes."""
+        return self._options.max_length - 1
+
+    def Encode(self, text: str) -> list[int]:
+        """The ids of a text of a language model, without marks, as it stands."""
+        return self._vocabs.target.Encode(text)
+
+    def ScoreIds(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each text of a language model, its ids' log-probabilities, float32 [T], and whether no other token was
+        likelier there, bool [T]; the end is not scored."""
+        found = self._score([([], list(ids), 0) for ids in texts])
+        return [(log_probs[:-1], likeliest[:-1]) for log_probs, likeliest in found]
+
+    def _score(self, rows: Sequence[tuple]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Log-probabilities, and whether none is larger, of the ids of each (source, target, task), and of EOS."""
+        o = self._options
         buckets: dict[tuple[int, int], list[int]] = {}
-        for i, ((s, _), (t, _)) in enumerate(zip(src, tgt, strict=True)):
-            buckets.setdefault(o.Bucket(len(s) + 1, len(t) + 1), []).append(i)
-        scores: dict[int, Score] = {}
+        for i, (source, target, _) in enumerate(rows):
+            buckets.setdefault(o.Bucket(len(source) + 1, len(target) + 1), []).append(i)
+        scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for bucket, members in buckets.items():
             for at in range(0, len(members), o.rows):
                 now = members[at : at + o.rows]
-                found_RT = self._run(bucket, [(src[i][0], tgt[i][0], tasks[i]) for i in now])
-                for i, found_T in zip(now, found_RT):
-                    ids, cut = tgt[i]
-                    pieces = self._vocabs.target.Pieces([*ids, self._vocabs.target.eos_id])
-                    scores[i] = Score(found_T[: len(pieces)], pieces, cut or src[i][1])
-        return [scores[i] for i in range(len(src))]
+                each = zip(*self._run(bucket, [rows[i] for i in now]))
+                for i, (found_T, likeliest_T) in zip(now, each):
+                    tokens = len(rows[i][1]) + 1
+                    scores[i] = found_T[:tokens], likeliest_T[:tokens]
+        return [scores[i] for i in range(len(rows))]
 
     def _encode(self, side: str, texts: Sequence[str], most: int) -> list[tuple[list[int], bool]]:
         """The ids of each text without EOS, and whether they were truncated to leave space for it."""
@@ -159,14 +183,14 @@ class Scorer:
         each = [languages] * number if isinstance(languages, str) else list(languages)
         return task_numbers(each, self._languages)
 
-    def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> np.ndarray:
-        """float32 [R,T] of at most `rows` pairs."""
+    def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> list[np.ndarray]:
+        """float32 [R,T] and bool [R,T] of at most `rows` pairs."""
         shape = Shape(self._options.rows, *bucket, pack=False, task_ids=self._by_language)
         rows = [[self._input.Whole(*pair, self._vocabs)] for pair in pairs]
         batch = self._input.ToBatch(rows, shape).Transform(tf.constant)
         if not self.programs:
             self._trace(batch)
-        return self._program(self._theta, batch).numpy()
+        return [x.numpy() for x in self._program(self._theta, batch)]
 
     def _trace(self, batch: NestedMap) -> None:
         """Traces the program for batches of any S and T."""
@@ -175,6 +199,6 @@ class Scorer:
         with paused_collection(), kernels.using(tensorflow_kernels):
             self._program.get_concrete_function(specs, any_length)
 
-    def _log_probs(self, theta: NestedMap, batch: NestedMap) -> tf.Tensor:
+    def _log_probs(self, theta: NestedMap, batch: NestedMap) -> tuple[tf.Tensor, tf.Tensor]:
         with use_mesh(single_device()):
-            return self._task.LogProbs(theta, batch, self._vocabs.target.size)
+            return self._task.ScoreLabels(theta, batch, self._vocabs.target.size)

@@ -22,7 +22,7 @@ def test_texts_of_prompts(server):
         "finished": [False, True],
         "truncated": [False, False],
     }
-    assert server.Ask("POST", "/generate", {"text": "a\nb"}).content["texts"] == ["a b 0.0"]
+    assert server.Ask("POST", "/generate", {"text": "a\nb"}).content["texts"] == ["a\nb 0.0"]
     for path in ("/", "/translate", "/v1/models/translator:predict"):
         assert server.Ask("POST", path, {"text": "a"}).status == 404
     assert server.Ask("GET", "/health").status == 200

@@ -1,0 +1,74 @@
+"""A TensorFlow function of weights whose graph is kept for the next start, since tracing takes longer than reading."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.engine.lowering.kept_programs import find_bytes, keep_bytes
+
+
+class KeptGraph:
+    """A function of tensors and of variables, which is traced at its first call unless its graph is kept.
+
+    Args:
+        function: returns a dictionary of tensors. Beside its arguments it reads the variables, and nothing else.
+        specs: of its arguments.
+        variables: their values may be others at the next start, not their order, shapes and types.
+        key: see kept_programs; '' keeps nothing.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., dict[str, tf.Tensor]],
+        specs: Sequence[tf.TensorSpec],
+        variables: Sequence[tf.Variable],
+        key: str = "",
+    ):
+        self._function, self._specs, self._variables = function, specs, variables
+        self._key, self._call = key, None
+
+    def __call__(self, *args: Any) -> dict[str, tf.Tensor]:
+        if self._call is None:
+            content = find_bytes(self._key)
+            self._call = self._Traced() if content is None else self._Read(content)
+        return self._call(*args)
+
+    def _Traced(self) -> Callable[..., dict[str, tf.Tensor]]:
+        """The function, traced, and kept."""
+        function = tf.function(self._function, input_signature=self._specs, autograph=False)
+        concrete = function.get_concrete_function()
+        numbers = {id(variable.handle): i for i, variable in enumerate(self._variables)}
+        captured = [numbers.get(id(x)) for x in concrete.captured_inputs]
+        if self._key and None not in captured:
+            names = sorted(concrete.structured_outputs)  # the order of outputs
+            about = {
+                "inputs": [x.name for x in concrete.inputs],
+                "captured": captured,
+                "outputs": {name: x.name for name, x in zip(names, concrete.outputs, strict=True)},
+            }
+            head = json.dumps(about).encode() + b"\n"
+            keep_bytes(self._key, head + concrete.graph.as_graph_def().SerializeToString())
+        return function
+
+    def _Read(self, content: bytes) -> Callable[..., dict[str, tf.Tensor]]:
+        """The function of a graph that was kept."""
+        head, _, graph = content.partition(b"\n")
+        about = json.loads(head)
+        definition = tf.compat.v1.GraphDef.FromString(graph)
+
+        def imported(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            given = dict(zip(about["inputs"], inputs, strict=True))
+            outputs = list(about["outputs"].values())
+            return tf.graph_util.import_graph_def(definition, given, outputs, name="")
+
+        handles = [self._variables[i].handle for i in about["captured"]]
+        specs = [*self._specs, *(tf.TensorSpec(x.shape, x.dtype) for x in handles)]
+        function = tf.compat.v1.wrap_function(imported, specs)
+
+        def call(*args: Any) -> dict[str, tf.Tensor]:
+            found = function(*map(tf.convert_to_tensor, args), *handles)
+            return dict(zip(about["outputs"], found, strict=True))
+
+        return call
