@@ -38,7 +38,7 @@ _SETTABLE = """
 input=lines.txt output=out json=out.json html=out.html out=page.html png_dir=pictures
 eval_dir=DATA cache_dir=CACHE data_dir=OTHER corpus=DATA docs=DOCS shortlist=lines.txt
 baselines=DATA logdir=IMAGES saved_model=OTHER program=lines.txt init_from=RUN compare=plan.json
-strategy=strategy.txt model=mt.M4Demo mesh=expert:4 topology=v3:2x2 price=v3:2
+strategy=strategy.txt layout=tp model=mt.M4Demo mesh=expert:4 topology=v3:2x2 price=v3:2
 model_params_override=task.hidden_dim=64 variants=|task.hidden_dim=64 what=decode language=de
 languages=aa bleu_tokenizer=char top_p=0.5 target_lang=de resource_bounds=9,2 checkpoint_step=5 init_from_step=best
 engine=tf_graph tensor=loss known_faults=warn objective=smallest activations=bfloat16 weights=int8
@@ -53,7 +53,7 @@ _SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
 # The trainer's flags go with --mode=eval, too, so that its command only needs that flag.
 _OF_THE_TRAINER = (
     "engine num_devices mesh known_faults verify coordinator_address num_processes process_id init_from "
-    "init_from_step trust_run"
+    "init_from_step trust_run layout"
 )
 
 
