@@ -230,7 +230,7 @@ def _tied(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
 ])  # fmt: skip
 @pytest.mark.parametrize("mesh", ["data:2,model:4", "model:8"])
 def test_an_estimate_is_the_same_whatever_of_the_strategy_is_given(fn, shapes, mesh):
-    """In arguments, in the result, or by annotations inside."""
+    """The strategy is given in arguments, in the result, or by annotations inside."""
     mesh, specs = Mesh.parse(mesh), [spec(*shape) for shape in shapes]
 
     def plain(*args):
