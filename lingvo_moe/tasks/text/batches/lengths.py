@@ -44,7 +44,8 @@ class Loss:
         """The share, the parameters, and the values that would keep nearly all, as the trainer takes them."""
         now = ", ".join(f"{name}={n}" for name, n in zip(self.names, self.rows))
         return (
-            f"{self.share:.1%} of the {'pairs' if len(self.rows) > 1 else 'texts'} are longer than a row ({now}), {self.worst_share:.1%} of {self.worst}: "
+            f"{self.share:.1%} of the {'pairs' if len(self.rows) > 1 else 'texts'} are longer than a row ({now}), "
+            f"{self.worst_share:.1%} of {self.worst}: "
             f"--model_params_override='{self.settings}' keeps {KEPT:.0%}, for longer steps and more memory"
         )
 

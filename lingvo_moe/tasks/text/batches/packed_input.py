@@ -116,7 +116,8 @@ class PackedInput(BaseInput):
         p.Define(
             "weights",
             {},
-            "The weights by which languages, or corpora, are drawn, e.g. {'de': 1, 'de_mine': 3}; empty: by temperature.",
+            "The weights by which languages, or corpora, are drawn, e.g. {'de': 1, 'de_mine': 3}; empty: by "
+            "temperature.",
         )
         p.Define("seed", 1234, "The seed of the order of pairs.", checks.SEED)
         p.Define("pack", True, "Several pairs in a row; False: one.")
@@ -435,8 +436,8 @@ class PackedBatches(base_input.BatchIterator):
         p = self._input.p
         rows = (f"{p.name}.{name}={p.Get(name)}" for name in self._input.BATCH_SIZES[1:])
         return DataError(
-            f"none of {_GIVE_UP_AFTER:,} {self._input.WORDS[0]} fits into a row of {', '.join(rows)}; make it longer, or set "
-            f"{p.name}.too_long=truncate"
+            f"none of {_GIVE_UP_AFTER:,} {self._input.WORDS[0]} fits into a row of {', '.join(rows)}; make it longer, "
+            f"or set {p.name}.too_long=truncate"
         )
 
     def _truncated(self, source: int, target: int) -> tuple[int, int]:
