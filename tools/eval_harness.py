@@ -121,9 +121,7 @@ def _sampling(given: Mapping[str, Any], number: int) -> Sampling:
 def define_flags() -> Flags:
     flags = Flags("python -m tools.eval_harness", __doc__)
     _cli.define_logdir_flag(flags)
-    flags.DEFINE_parsed(
-        "tasks", None, "tasks of lm_eval", _cli.names, "comma-separated", required=True
-    )
+    flags.DEFINE_string("tasks", None, "tasks of lm_eval, with commas between them", required=True)
     flags.DEFINE_integer(
         "num_fewshot", None, "examples in a context (default: the task's)", checks.COUNT
     )
@@ -157,7 +155,7 @@ def _run(args: Flags) -> int:
     _cli.load_tensorflow()
     results = lm_eval.simple_evaluate(
         model=Model(*_opened(args)),
-        tasks=list(args.tasks),
+        tasks=list(_cli.names(args.tasks)),
         num_fewshot=args.num_fewshot,
         limit=args.limit,
     )
