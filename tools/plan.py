@@ -11,7 +11,7 @@ The step is the trainer's own, compiled by the real TPU or GPU compiler; the dev
 Memory, operations and collectives are those of the compiled program; times are estimates, which --validate holds
 against steps that others measured. A topology without a size, e.g. --topology=v5p or --topology=h100, looks for the
 smallest machine that the model fits. The exit status is 0, 1 or (in flags) 2 for a mistake, 3 where the model does
-not fit, 130 after Ctrl-C.
+not fit, 130 after Ctrl-C and 143 after SIGTERM.
 """
 
 import itertools

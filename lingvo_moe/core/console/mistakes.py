@@ -110,7 +110,8 @@ def _why(error: Exception) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return is_model_code(file) and not is_ours(file)
+    # Not that of no file, "<string>", which generated methods of dataclasses have too.
+    return is_model_code(file) and not is_ours(file) and not file.startswith("<")
 
 
 def _tracebacks(error: BaseException) -> Iterator[TracebackType]:
