@@ -14,7 +14,7 @@ from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.state.offload import items_of
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides
-from lingvo_moe.core.strategies.workload import WorkloadError, read_workload
+from lingvo_moe.core.strategies.workload import read_workload
 from lingvo_moe.inspecting.verifying import VerifyError
 from lingvo_moe.planning import found_strategy, parallelizing, result_cache, step_plan as planning
 from lingvo_moe.planning.measuring import measured_step
@@ -168,6 +168,12 @@ def test_a_search_keeps_its_minutes_and_says_what_it_left(plans, monkeypatch):
     assert search(60).ended == ""
 
 
+def test_dropless_experts_are_searched_without_stages(plans):
+    found = _find(override="task.moe.dispatcher=dropless", compiles=2)
+    assert len(found.tried) == 2
+    assert {tried.candidate.layout.stages for tried in found.tried} == {1}
+
+
 def test_an_objective_chooses_the_machine(plans):
     found = _find(topology="v5e", objective="smallest", compiles=1)
     assert found.machine.name == "v5e:2x2"
@@ -178,7 +184,6 @@ def test_an_objective_chooses_the_machine(plans):
     ({"topology": "v5e"}, "say how large it is"),
     ({"objective": "smallest"}, "give --topology without sizes"),
     ({"dtypes": ("bfloat",)}, "--activations=bfloat: must be .*did you mean"),
-    ({"override": "task.moe.dispatcher=dropless"}, WorkloadError, "dropless"),
     ({"memory": 1000}, NoneFits, "fits v5e:2x4 under no strategy: .* are missing"),
     ({"topology": "h100:7x1"}, NoneFits, "over the 7 devices of h100:7x1 in no way"),
 )
