@@ -16,12 +16,9 @@ from typing import Any
 from lingvo_moe.core.engine import launchers
 from lingvo_moe.core.engine.base import EngineError
 
-_HERE, _ALL = (
-    b"\x01",
-    b"\x02",
-)  # another process has come to join; and all have, which process 0 says
-_DIGITS, _MOST = 8, 1000  # bytes of a process's number, and of what process 0 says
-_PATIENCE = 5.0  # seconds for a number, which is sent at once
+_HERE, _ALL = b"\x01", b"\x02"  # a process has come to join; and all have, which process 0 says
+_DIGITS, _MOST = 8, 1000  # bytes of a process's number, which is sent at once, and of a message
+_PATIENCE = 5.0  # seconds for a connection, and for a number
 
 
 class Meeting:
@@ -35,22 +32,22 @@ class Meeting:
 
     def __init__(self, address: str, count: int, number: int):
         self.address, (self._host, self._port) = address, _host_and_port(address)
+        self._flag = f"--coordinator_address={address}"
         self._count, self._number = count, number
         self._zero = socket.socket()  # to process 0, once it is connected
         if number:
             self._thread = threading.Thread(target=self._Connect, name="meeting", daemon=True)
             self._thread.start()
             return
-        kind = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        both = kind == socket.AF_INET6
-        try:  # the others are accepted in Join
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        at, most = ("", self._port), count + 128  # who are accepted in Join
+        try:
             self._server = socket.create_server(
-                ("", self._port), family=kind, backlog=count + 128, dualstack_ipv6=both
+                at, family=family, backlog=most, dualstack_ipv6=both
             )
         except OSError as e:
-            raise EngineError(
-                f"--coordinator_address={address}: process 0 cannot listen there: {e}"
-            ) from None
+            raise EngineError(f"{self._flag}: process 0 cannot listen there: {e}") from None
 
     def Join(self, seconds: float) -> None:
         """Returns when all have come.
@@ -87,14 +84,11 @@ class Meeting:
                 elif _received(connection, 1) == _HERE:
                     missing.discard(key.data)
                 else:
-                    return (
-                        f"process {key.data} has ended before it joined the job; its error says why"
-                    )
+                    who = f"process {key.data}"
+                    return f"{who} has ended before it joined the job; its error says why"
             if not events:
-                who = ", ".join(map(str, sorted(missing)))
-                return (
-                    f"process {who} has not joined the job within {seconds:.0f} s; was it started?"
-                )
+                who = f"process {', '.join(map(str, sorted(missing)))}"
+                return f"{who} has not joined the job within {seconds:.0f} s; was it started?"
         return ""
 
     def _Connect(self) -> None:
@@ -112,31 +106,26 @@ class Meeting:
                     return found
                 found.close()
             time.sleep(0.2)
-        raise self._Nobody(seconds)
-
-    def _Nobody(self, seconds: float) -> EngineError:
-        return EngineError(
-            f"--coordinator_address={self.address}: process {self._number} of {self._count} could not join the job: "
-            f"nobody answered there for {seconds:.0f} s; is process 0 running at that address?"
+        raise EngineError(
+            f"{self._flag}: process {self._number} of {self._count} could not join the job: nobody "
+            "answered there; is process 0 running at that address?"
         )
 
     def _Follow(self, seconds: float) -> None:
         self._thread.join(seconds)
         if self._thread.is_alive():
-            raise self._Nobody(seconds)
+            self._Connected(0.0)  # raises
         with self._zero:
             self._zero.settimeout(seconds)
             with contextlib.suppress(OSError):
                 self._zero.sendall(_HERE)
             said = _received(self._zero, _MOST)
         if said != _ALL:
-            ended = (
-                f"process 0 of the job has ended, or did not come to join it within {seconds:.0f} s"
-            )
-            raise EngineError(said.decode("utf-8", "replace") or f"{ended}; its error says why")
-        self._Connected(
-            seconds
-        ).close()  # JAX would end a process to which its service does not answer
+            late = f"did not come to join it within {seconds:.0f} s"
+            ended = f"process 0 of the job has ended, or {late}; its error says why"
+            raise EngineError(said.decode("utf-8", "replace") or ended)
+        # JAX would end a process to which its service does not answer.
+        self._Connected(seconds).close()
 
 
 def _received(connection: socket.socket, most: int) -> bytes:
