@@ -254,7 +254,7 @@ class Generator(Exportable, Texts):
         start = tf.strings.length(before)
         return tf.strings.substr(whole, start, tf.strings.length(whole) - start)
 
-    def _Begin(self, *given: tf.Tensor) -> list[tf.Tensor]:
+    def _Begin(self, *given: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The arguments of `more` to continue one prompt, and whether it was too long; arguments as `_Generate`."""
         ids, truncated = self._Ids(*given[: self._takes])
         ids_RP = ids.to_tensor()

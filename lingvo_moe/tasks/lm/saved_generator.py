@@ -53,7 +53,7 @@ class Continuation:
 
     def About(self) -> dict[str, Any]:
         """All but the text and `truncated`, as JSON has it; logprobs where they are asked for."""
-        about = {"tokens": self.tokens, "finished": self.finish_reason == "stop"}
+        about: dict[str, Any] = {"tokens": self.tokens, "finished": self.finish_reason == "stop"}
         about |= {"finish_reason": self.finish_reason, "prompt_tokens": self.prompt_tokens}
         return about if self.logprobs is None else {**about, "logprobs": self.logprobs}
 
@@ -86,11 +86,12 @@ class Texts:
         self._Check(settings)
         whole = [i for i, each in enumerate(settings) if not each.stop]
         rows = self._Together([prompts[i] for i in whole], [settings[i] for i in whole])
-        found = dict(zip(whole, rows, strict=True))
-        for i in range(len(settings)):
-            if i not in found:
-                *_, (_, found[i]) = self.Stream(prompts[i], settings[i])
-        return [found[i] for i in range(len(settings))]
+        by_prompt = dict(zip(whole, rows, strict=True))
+        for i in sorted({*range(len(settings))} - {*whole}):
+            *_, (_, end) = self.Stream(prompts[i], settings[i])
+            assert end is not None
+            by_prompt[i] = end
+        return [by_prompt[i] for i in range(len(settings))]
 
     def Stream(
         self, prompt: str | bytes, settings: Sampling

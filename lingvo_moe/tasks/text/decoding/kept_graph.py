@@ -27,7 +27,8 @@ class KeptGraph:
         key: str = "",
     ):
         self._function, self._specs, self._variables = function, specs, variables
-        self._key, self._call = key, None
+        self._key = key
+        self._call: Callable[..., dict[str, tf.Tensor]] | None = None
 
     def __call__(self, *args: Any) -> dict[str, tf.Tensor]:
         if self._call is None:

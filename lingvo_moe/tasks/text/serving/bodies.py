@@ -109,7 +109,7 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
         raise RequestError(400, f'"text" is {_kind(text)}; give a string{one}')
     texts = [text] if isinstance(text, str) else text
     lines = [_line(line, f"text[{i}]") for i, line in enumerate(texts)]
-    given = {"max_tokens": min(Sampling.max_tokens, most)}
+    given: dict[str, Any] = {"max_tokens": min(Sampling.max_tokens, most)}
     given |= {name: content[name] for name in names if name in content}
     for name, value in [*given.items(), ("n", n)]:
         check = checks.Integer(1, limits.max_lines) if name == "n" else Sampling.RANGES[name]
