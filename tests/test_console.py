@@ -75,7 +75,7 @@ def test_a_message_names_what_the_user_has(text, installed, monkeypatch, capsys)
     ("lingvo_moe.tools.lingvo_moe", "train_vocab", "train_vocab: no flag --modell"),
 ])  # fmt: skip
 def test_a_file_of_a_command_runs_by_its_path(stand_in, command, said, tmp_path):
-    """From any directory, and also where Python finds no lingvo_moe."""
+    """The directory may be any one, and Python need not find lingvo_moe."""
     path = Path(find_spec(stand_in).origin).with_name(f"{command}.py")
     done = run_python(str(path), "--modell=x", env={"PYTHONPATH": None}, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith(said), done.stderr

@@ -16,7 +16,7 @@ def test_case(case):
 
 @pytest.mark.parametrize("by, calls", [(1, 1), (-1, 1), (3, 1), (1, 2)])
 def test_rotate_gives_the_tensor_of_the_device_further_along_the_axis(by, calls):
-    """So that device i of a ring of n holds, after t calls, what device (i + t) % n began with."""
+    """Device i of a ring of n holds after t calls what device (i + t) % n began with."""
 
     def region(block):
         for _ in range(calls):
