@@ -66,7 +66,7 @@ def test_what_greedy_search_finds_is_likeliest_and_nothing_else_is(model, scorer
 
 
 def test_a_text_of_several_pieces_counts_each_token_once(model, scorer):
-    text = "red house open the green tree close stone " * 4
+    text = "red house open the green tree close stone " * 6
     ids = scorer.Encode(text)
     most = scorer.most_ids
     pieces = list(model._Pieces(ids))

@@ -129,7 +129,7 @@ class Generator(Exportable, Texts):
         self._kept = KeptGraph(self._Continued, [*of_ids, *specs], variables, key)
 
     def Call(self, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
-        """See Texts: tokens are made op by op, so that the search alone is traced."""
+        """See Texts: text becomes tokens outside of graphs, so that the search alone is traced."""
         return self._With(self._kept, arguments)
 
     def Prepare(self) -> None:

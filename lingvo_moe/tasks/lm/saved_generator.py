@@ -73,7 +73,7 @@ class Texts:
         """Makes `begin` and `more`, where they are not there yet."""
 
     def Call(self, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
-        """What `generate` returns."""
+        """Returns the tensors of `generate`."""
         return self.generate(*arguments)
 
     def Generate(

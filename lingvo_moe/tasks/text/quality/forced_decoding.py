@@ -135,7 +135,7 @@ class Scorer:
 
     @property
     def most_ids(self) -> int:
-        """How many ids of a text ScoreIds takes."""
+        """The number of ids of a text that ScoreIds takes at most."""
         return self._options.max_length - 1
 
     def Encode(self, text: str) -> list[int]:
@@ -143,8 +143,8 @@ class Scorer:
         return self._vocabs.target.Encode(text)
 
     def ScoreIds(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each text of a language model, its ids' log-probabilities, float32 [T], and whether no other token was
-        likelier there, bool [T]; the end is not scored."""
+        """Returns for each text of a language model its ids' log-probabilities, float32 [T], and whether no other token
+        was likelier there, bool [T]; the end is not scored."""
         found = self._score([([], list(ids), 0) for ids in texts])
         return [(log_probs[:-1], likeliest[:-1]) for log_probs, likeliest in found]
 
