@@ -19,6 +19,7 @@ _ALONE = """
 import sys, tensorflow as tf, tensorflow_text
 generate = tf.saved_model.load(sys.argv[1]).signatures["serving_default"]
 settings = dict(max_tokens=[12], temperature=[0.8], top_k=[0], top_p=[0.9], seed=[[5, 1]])
+settings |= dict(min_p=[0.0], repetition_penalty=[1.0])
 out = generate(text=tf.constant(["open"]), **{name: tf.constant(x) for name, x in settings.items()})
 assert "lingvo_moe" not in sys.modules
 sys.stdout.buffer.write(out["texts"].numpy()[0])
