@@ -177,8 +177,11 @@ def _wrong_and_named(
     with tempfile.TemporaryDirectory() as directory:
         compiled = engine.Compile(lowered, _OPTIONS | dump_options(directory))
         faults = known_faults(parse_module(read_before(directory)))
-    named = {int(n) for fault in faults for n in re.findall(r"pair_(\d+)_", fault.op)}
     wrong = {i for i, got in enumerate(engine.Get(compiled(*values))) if not _equal(got, want)}
+    named = set()
+    for fault in faults:
+        at = {int(n) for n in re.findall(r"pair_(\d+)_", fault.op)}
+        named |= at & wrong if fault.is_conditional else at  # a start in range is right
     return [pairs[i].result for i in sorted(wrong)], [pairs[i].result for i in sorted(named)]
 
 
