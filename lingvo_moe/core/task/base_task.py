@@ -6,7 +6,6 @@ ends, which the trainer sets, where the learning rate depends on it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,6 +37,7 @@ from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, shards
 from lingvo_moe.core.state.offload import check_offload, items_of
 from lingvo_moe.core.state.state_sharding import weights_in_use
 from lingvo_moe.core.task.forms import Forms
+from lingvo_moe.core.task.named_rows import NamedRows
 from lingvo_moe.core.task.step import Step
 
 _OPTIMIZER = "task.optimizer"  # where the user sets its parameters, whatever the task's name
@@ -45,19 +45,6 @@ _OPTIMIZER = "task.optimizer"  # where the user sets its parameters, whatever th
 
 class TaskError(ValueError):
     """Raised if a task and its input do not match, or if a task does not support a request."""
-
-
-@dataclass(frozen=True)
-class NamedRows:
-    """A dimension of a variable whose elements have names, e.g. the rows of an embedding: vocabulary pieces.
-
-    `--init_from` matches such rows of another run by name.
-    """
-
-    # What the named elements are, in the plural, e.g. 'source pieces'. RowNames and messages use it.
-    kind: str
-    dim: int  # the dimension
-    sized_by: str  # the suffix of the parameters that set its size, e.g. 'vocab_size'
 
 
 class BaseTask(BaseLayer):

@@ -16,7 +16,8 @@ from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.task.base_task import NamedRows, TaskError
+from lingvo_moe.core.task.base_task import TaskError
+from lingvo_moe.core.task.named_rows import NamedRows
 from lingvo_moe.core.task.step import Step
 from lingvo_moe.tasks import experts
 from lingvo_moe.tasks.text.runs.artifacts import languages_of, vocabs_of

@@ -21,7 +21,8 @@ from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.files.paths import absolute
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.core.task.base_task import BaseTask, NamedRows
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.named_rows import NamedRows
 
 _FLAG, _STATE = "--init_from", "--init_from_state"
 _LAST_STEP = "last_step"  # of the run itself
