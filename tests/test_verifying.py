@@ -1,6 +1,7 @@
 """tools.verify and xs.verify: a program over a mesh equals one device, or the first difference is named."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,9 +169,10 @@ def test_a_convolutional_network_is_verified():
 
 def test_the_trainer_verifies_before_it_trains():
     args = trainer_flags.parse_flags(["--model=toy_attention.Wrong", "--verify"])
+    job = SimpleNamespace(args=args, override="")
     with pytest.raises(UsageError, match=r"--verify: mesh a:1 has one device, so .*nothing"):
-        trainer.verify_step(args, xs.Mesh.parse("a:1"), on_cpu=True)
+        trainer.verify_step(job, xs.Mesh.parse("a:1"), on_cpu=True)
     with pytest.raises(VerifyError, match=r"toy_attention.Wrong over mesh a:4,b:2 is not"):
-        trainer.verify_step(args, MESH, on_cpu=True)
+        trainer.verify_step(job, MESH, on_cpu=True)
     with pytest.raises(UsageError, match=r"--verify: .*tools.verify --model=toy_attention.Wrong"):
-        trainer.verify_step(args, MESH, on_cpu=False)
+        trainer.verify_step(job, MESH, on_cpu=False)

@@ -47,7 +47,8 @@ tfds=opus/medical packages=Babel demo.model=mt.M4Tiny compare_experts.only=dense
 reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_params memory=4
 user_symbols=<a> language_column=3 num_devices=4 soak.num_devices=2 max_waiting_lines=99999 max_lines=7 average_last=2
 source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2 noise=0,1,0
-dump_programs=programs steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25 runner=SparkRunner runner_option=parallelism=2
+dump_programs=programs steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25 runner=SparkRunner
+runner_option=parallelism=2
 """
 _SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
 # The trainer's flags go with --mode=eval, too, so that its command only needs that flag.

@@ -4,6 +4,8 @@ layer.
 Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabulary.
 """
 
+from typing import ClassVar
+
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import scoped, within
@@ -31,6 +33,11 @@ class MtModel(MtTask):
     the training loss and float32 metrics. Where a router needs them (`Needs`), both sides also have
     `task_ids`, the number of each token's source language.
     """
+
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        *MtTask.MAY_CHANGE,
+        "length_alpha",
+    )  # of searches alone
 
     @classmethod
     def Params(cls) -> InstantiableParams:
