@@ -9,7 +9,6 @@ would hold. The hashes are compared; the exit status is 1 where one differs or a
 has this file runs its own copy, since it calls functions that a rearrangement may move; for others this copy is taken.
 """
 
-import argparse
 import functools
 import hashlib
 import json
@@ -22,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core.console.flags import Flags
+
 ROOT = Path(__file__).resolve().parents[1]
 _DEVICES = 8
 _VOCABULARY = 320  # pieces: one for each byte, and some words
@@ -29,17 +30,21 @@ _VOCABULARY = 320  # pieces: one for each byte, and some words
 _NUMBERED = re.compile(r'[\w/.]*_\d[\w/.]*|(?<=")\d+(?=")')
 
 
+def define_flags() -> Flags:
+    flags = Flags("python -m tests.replay", __doc__)
+    flags.DEFINE_string("base", "HEAD", "the commit to compare the working tree with")
+    flags.DEFINE_string("only", "", "experiments, separated by commas; all if empty")
+    flags.DEFINE_string(
+        "write", "", "write the hashes of this checkout into a file, and compare nothing"
+    )
+    return flags
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", help="the commit to compare the working tree with")
-    parser.add_argument("--only", default="", help="experiments, separated by commas; all if empty")
-    parser.add_argument("--write", help=argparse.SUPPRESS)  # a process of one commit: the file
-    args = parser.parse_args()
+    args = define_flags().Parse()
     if args.write:
         Path(args.write).write_text(json.dumps(dict(hashes(args.only))))
         return 0
-    if not args.base:
-        parser.error("--base=<commit> is missing")
     with tempfile.TemporaryDirectory(prefix="lingvo_moe.replay.") as directory:
         base = Path(directory, "base")
         _git("worktree", "add", "--quiet", "--detach", str(base), args.base)

@@ -1,4 +1,4 @@
-"""What `make replay` compares: hashes that say when a program changed, and only then."""
+"""The hashes that `make replay` compares say when a program changed, and only then."""
 
 import tensorflow as tf
 from replay import differences, graph_hash

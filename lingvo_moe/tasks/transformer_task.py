@@ -344,6 +344,7 @@ class TransformerTask(BaseTask):
         """
         return self.ScoreLabels(theta, batch, vocab_size)[0]
 
+    @scoped
     def ScoreLabels(
         self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:

@@ -14,7 +14,7 @@ GRAPH = ImportGraph()
 MAX_LINES = 500
 MAX_MODULES = 20
 # Commands, one file each, which users call by these names.
-_MORE_MODULES = {"tools": 26}
+_MORE_MODULES = {"tools": 27}
 MAX_PARAMETERS = 6  # beside self
 # Functions with more: options that users give by name.
 _MORE_PARAMETERS = {"lingvo_moe/core/auto_shard/function.py: auto_shard"}
