@@ -20,7 +20,7 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.files import copies
 from lingvo_moe.core.files.copies import kept_copy, local, local_copy, upload
 from lingvo_moe.core.files.manifest import ManifestError, write_manifest
-from lingvo_moe.core.files.store import StoreError, open_store
+from lingvo_moe.core.files.store import Bucket, StoreError, open_store
 from lingvo_moe.core.runs import bucket_lock
 from lingvo_moe.core.runs.directories import EXPORTED, OutputError, check_replaceable
 from lingvo_moe.core.runs.run_dir import RunDir
@@ -101,6 +101,22 @@ def test_what_cannot_be_compiled_leaves_nothing_there(storage, tmp_path, monkeyp
     assert status(*_flags(address, 2)) in (1, 2)
     assert "a mistake in FProp" in capsys.readouterr().err
     assert open_store(address).List() == ["WRITER"]  # an ended lock stays
+
+
+def test_a_mistake_of_a_suspended_trainer_removes_nothing_of_its_successor(
+    storage, tmp_path, monkeypatch, capsys
+):
+    address = f"s3://bucket/{tmp_path.name}/run"
+
+    def overtaken(self, theta, batch, seed=None):
+        store = Bucket(address)
+        store.Replace("WRITER", b'{"process": "another"}', store.Version("WRITER").generation)
+        raise ValueError("a mistake in FProp")
+
+    monkeypatch.setattr(toy_task.LinearModel, "FProp", overtaken)
+    assert status(*_flags(address, 2)) in (1, 2)
+    assert "what was begun there stays: " in capsys.readouterr().err
+    assert "experiment.json" in open_store(address).List()
 
 
 def test_killed_it_has_the_lines_of_all_steps_before_its_checkpoint(storage, tmp_path):

@@ -80,7 +80,8 @@ class HarnessModel:
         """
         del disable_tqdm
         contexts, settings = zip(*(request.args for request in requests), strict=True)
-        each = [_sampling(given, number) for number, given in enumerate(settings)]
+        most = self._generator.options.max_length
+        each = [_sampling(given, number, most) for number, given in enumerate(settings)]
         return [one.text for one in self._generator.Generate(contexts, each)]
 
     def _Split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -103,7 +104,7 @@ class HarnessModel:
             yield [ids[start - 1], *new], len(new)
 
 
-def _sampling(given: Mapping[str, Any], number: int) -> Sampling:
+def _sampling(given: Mapping[str, Any], number: int, most: int) -> Sampling:
     until = given.get("until") or ()
     stops = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
     known = {"until", "do_sample", *_SETTINGS}
@@ -112,7 +113,7 @@ def _sampling(given: Mapping[str, Any], number: int) -> Sampling:
             f"generation_kwargs has {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
         )
     values = {new: given[name] for name, new in _SETTINGS.items() if name in given}
-    values.setdefault("max_tokens", 256)
+    values.setdefault("max_tokens", min(256, most))
     if not given.get("do_sample", True):
         values["temperature"] = 0.0
     return Sampling(**values, stop=stops, number=number)

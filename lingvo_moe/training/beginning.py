@@ -103,15 +103,17 @@ def prepare(run: Run, lock: TrainerLock) -> set[str] | None:
 def undo_refused(
     run_dir: RunDir, before: Collection[str], error: type[BaseException] | None, *_: object
 ) -> None:
-    """Removes a run that an error ended before anything of it was trained or saved. An exit of a context.
+    """Removes a run that an error ended before its step was compiled. An exit of a context.
 
     `before` is the result of prepare.
     """
-    from lingvo_moe.core.engine.loop.summaries import read_metrics
-
     refused = error is not None and issubclass(error, Exception)
-    if refused and not has_begun(run_dir) and not read_metrics(str(run_dir.summaries_dir)):
-        run_dir.Undo(before)
+    compiled = any(run_dir.summaries_dir.glob("*.tfevents.*"))  # which are made then
+    if refused and not has_begun(run_dir) and not compiled:
+        try:
+            run_dir.Undo(before)
+        except (OSError, ValueError) as e:  # the error that ended the run matters more
+            say(f"warning: {run_dir.path}: what was begun there stays: {e}")
 
 
 def initial_weights(run: Run) -> "InitialWeights | None":

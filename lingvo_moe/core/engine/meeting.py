@@ -59,6 +59,7 @@ class Meeting:
         with self._server, selectors.DefaultSelector() as here:
             here.register(self._server, selectors.EVENT_READ, 0)
             said = self._Gather(here, seconds)
+            self._server.close()  # those who are answered connect to JAX, not to this
             others: list[Any] = [key.fileobj for key in here.get_map().values() if key.data]
             for other in others:
                 with contextlib.suppress(OSError), other:

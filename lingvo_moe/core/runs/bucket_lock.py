@@ -187,7 +187,7 @@ class HeldRun(BucketLock):
         while not self._ending.wait(PUSHING):
             try:
                 self.Check()
-            except StoreError as e:
+            except OSError as e:  # of the bucket, or a file went while it was read
                 say(f"warning: {e}; it is tried again")
             except RunLockError:  # the next checkpoint says so
                 return

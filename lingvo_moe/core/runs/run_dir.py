@@ -195,11 +195,13 @@ class RunDir:
     def Undo(self, before: Collection[str]) -> None:
         """Removes a run that has not begun, but for the names that were in its directory `before` it was described.
 
-        Raises OSError; of a run in a bucket, StoreError.
+        Raises OSError; of a run in a bucket, StoreError, and RunLockError where another writer has taken it over.
         """
         file, copy = self.path / _FILE, copy_at(self.path)
         files = read_experiment(file, file.read_bytes())["files"]
         for name in {*_TAKEN, *(PurePosixPath(name).parts[0] for name in files)} - {*before}:
+            if copy and copy.holds:
+                copy.holds()
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

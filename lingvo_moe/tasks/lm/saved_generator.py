@@ -225,8 +225,8 @@ class SavedGenerator(SavedFunctions, Texts):
         if self.vocabulary is None:
             self.pieces = self._loaded.pieces
 
-    def Inputs(self) -> list[str]:
-        return [*SETTINGS][: 1 if self.options.beam_size > 1 else None]
+    def Names(self) -> list[str]:
+        return ["prompt_tokens", *[*SETTINGS][: 1 if self.options.beam_size > 1 else None]]
 
 
 def _before_a_stop(text: str, stops: Sequence[str]) -> str:

@@ -203,7 +203,7 @@ def test_an_export_of_8_bits_gives_the_same_texts(run, tmp_path, monkeypatch):
     assert found == made.Generate(PROMPTS[:2], logged) and found[0].logprobs
     with monkeypatch.context() as patch:
         patch.setitem(saved_generator.SETTINGS, "heat", tf.TensorSpec([], tf.float32))
-        message = rf"takes no heat: it was exported by lingvo_moe {re.escape(VERSION)}, and this is"
+        message = rf"has no heat: it was exported by lingvo_moe {re.escape(VERSION)}, and this is"
         with pytest.raises(ValueError, match=message):
             SavedGenerator(tmp_path / "model")
     with pytest.raises(ValueError, match="int4: must be one of float32, int8"):

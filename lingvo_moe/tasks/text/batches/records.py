@@ -220,7 +220,8 @@ def cached_records(
         OSError: the cache cannot be written.
     """
     key = records_key(scan.fingerprint, vocabs)
-    directory = Path(cache_dir) / f"shards-{key}"
+    # The key says nothing of whether sources were left out.
+    directory = Path(cache_dir) / f"shards-{key}{'-texts' * scan.texts}"
     if directory.exists():
         # Processes verify at the same time; only those that find damage take turns, and look again.
         with contextlib.suppress(DataError, ManifestError, OSError):

@@ -139,7 +139,11 @@ def translation_of(
         if scores:
             texts = [
                 # There may be fewer than asked for; of a blank line, with score 0, there is one.
-                [f"{s:.4f}\t{change(t)}" for i, (t, s) in enumerate(of) if not i or _LEAST < s < 0]
+                [
+                    f"{s:.4f}\t{change(t)}"
+                    for i, (t, s) in enumerate(of)
+                    if not i or (s > _LEAST and (s or t))
+                ]
                 for of in map(zip, out.translations, out.scores.tolist())
             ]
         return [

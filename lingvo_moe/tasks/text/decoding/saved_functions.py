@@ -57,16 +57,17 @@ class SavedFunctions:
             eight_bit.check_supported()
         with quiet_absl(), quiet():  # see tokenizer.py
             self._loaded = tf.saved_model.load(str(path))
-        taken = self._loaded.signatures["serving_default"].structured_input_signature[1]
-        if lacking := sorted(set(self.Inputs() if vars(self.options) else ["options"]) - {*taken}):
+        call = self._loaded.signatures["serving_default"]
+        there = {*call.structured_input_signature[1], *call.structured_outputs}
+        if lacking := sorted(set(self.Names() if vars(self.options) else ["options"]) - there):
             version = self.about.get("version", "an older version")
             raise ValueError(
-                f"--saved_model={path}: takes no {', '.join(lacking)}: it was exported by lingvo_moe {version}, and "
+                f"--saved_model={path}: has no {', '.join(lacking)}: it was exported by lingvo_moe {version}, and "
                 f"this is {VERSION}; export it again (tools.export)"
             )
 
-    def Inputs(self) -> Iterable[str]:
-        """The names of the inputs that the function is given."""
+    def Names(self) -> Iterable[str]:
+        """The names of the function's inputs and outputs that are used."""
         return ["text"]
 
 

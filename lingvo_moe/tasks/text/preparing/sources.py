@@ -31,7 +31,7 @@ _OURS = "|".join(
 # Of saved data sets of Hugging Face; the first has several splits.
 _HF = ("dataset_dict.json", "dataset_info.json", "state.json")
 _IGNORED = re.compile(
-    rf"(?i)\.|readme|license|copying|{_OURS}|{'|'.join(map(re.escape, _HF))}|.*\.md\Z"
+    rf"(?i)\.|readme|license|copying|{_OURS}|{'|'.join(map(re.escape, _HF))}|.*\.md\Z|cache-.*\.arrow\Z"
 )
 # Endings that look like codes of languages and are none.
 _NO_LANGUAGES = (

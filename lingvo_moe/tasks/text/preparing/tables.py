@@ -15,6 +15,7 @@ from lingvo_moe.tasks.text.preparing.lines import (
 )
 
 _ROWS = 1000  # that are decoded together
+_MOST_BYTES = 1 << 26  # of a batch from which so many are
 
 
 def read_csv(source: Source, fields: Fields) -> Iterator[ReadLine]:
@@ -67,8 +68,10 @@ def read_arrow(source: Source, fields: Fields) -> Iterator[ReadLine]:
             lang = _check_columns(source, names, fields)
             for batch in batches:
                 batch.validate(full=True)  # anybody may have written its offsets
-                for at in range(0, batch.num_rows, _ROWS):
-                    for item in batch.slice(at, _ROWS).to_pylist():
+                # Many rows may be of one long text.
+                rows = _ROWS if batch.nbytes < _MOST_BYTES else 1
+                for at in range(0, batch.num_rows, rows):
+                    for item in batch.slice(at, rows).to_pylist():
                         number += 1
                         yield from pairs_of_item(number, item, lang, fields)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as e:

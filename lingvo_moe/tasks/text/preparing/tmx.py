@@ -1,5 +1,6 @@
 """Reads pairs out of a translation memory (TMX), a unit at a time."""
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
 from xml.parsers import expat
@@ -62,7 +63,7 @@ def read_tmx(source: Source, fields: Fields) -> Iterator[ReadLine]:
                 units.done.clear()
                 if not block:
                     return
-    except (expat.ExpatError, OSError, EOFError, KeyError, DataError) as e:
+    except (expat.ExpatError, OSError, EOFError, zlib.error, KeyError, DataError) as e:
         raise DataError(f"{source.path}:{units.parser.CurrentLineNumber}: no TMX: {e}") from e
 
 

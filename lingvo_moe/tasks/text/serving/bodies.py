@@ -122,6 +122,11 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
     if n > 1 and not given.get("temperature"):
         raise RequestError(400, f'"n" is {n}, but nothing is drawn: give a "temperature"')
     given["stop"] = tuple(given.get("stop", ()))
+    if n > 1 and len(lines) * n > limits.max_lines:
+        raise RequestError(
+            413,
+            f"{len(lines)} texts {n} times; at most {limits.max_lines} in a request: send them in parts",
+        )
     lines = [line for line in lines for _ in range(n)]
     settings = [Sampling(**given, number=i) for i in range(len(lines))]
     if given["max_tokens"] > most:

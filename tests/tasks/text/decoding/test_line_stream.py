@@ -122,7 +122,7 @@ def test_a_translator_that_loses_lines_is_found_out():
 def test_several_translations_of_a_line_have_its_number_and_scores():
     class Two:
         def Translate(self, lines):
-            scores = [[-0.5, -1e9] if line == b"one" else [-0.25, -2.0] for line in lines]
+            scores = [[-0.5, -1e9] if line == b"one" else [0.0, 0.0] for line in lines]
             scores = np.array([s if line else [0.0, 0.0] for s, line in zip(scores, lines)])
             texts = [[line.decode().upper(), "second"] if line else ["", ""] for line in lines]
             return NestedMap(translations=texts, scores=scores, truncated=[False] * len(lines))
@@ -132,4 +132,4 @@ def test_several_translations_of_a_line_have_its_number_and_scores():
         Two().Translate, scores=True, change=lambda text: text.replace("T", "t")
     )
     answer_stream(answer, io.BytesIO(b"two\n\none"), sink, 2, print, lambda _: None)
-    assert sink.getvalue() == (b"1\t-0.2500\ttWO\n1\t-2.0000\tsecond\n2\t0.0000\t\n3\t-0.5000\tONE")
+    assert sink.getvalue() == (b"1\t0.0000\ttWO\n1\t0.0000\tsecond\n2\t0.0000\t\n3\t-0.5000\tONE")

@@ -117,6 +117,8 @@ def test_a_saved_data_set_is_an_input(tmp_path):
     (tmp_path / "saved" / "dataset_dict.json").write_text(
         json.dumps({"splits": ["train", "validation"]})
     )
+    # What the library leaves there is the same once more.
+    _save_arrow(tmp_path / "saved" / "train" / "cache-0123456789abcdef.arrow", items)
     found = find_sources([tmp_path / "saved"], Fields())
     assert [(s.form, s.lang) for s in found.train + found.dev] == [("arrow", None)] * 2
     about = prepare([tmp_path / "saved"], tmp_path / "data", PrepareOptions(VocabOptions(285, 285)))
@@ -150,6 +152,10 @@ def test_a_memory_has_no_entities_and_no_end_without_one(tmp_path):
     path.write_text(_TMX.format(encoding="UTF-8", entities="")[:400])
     with pytest.raises(DataError, match=r"memory\.tmx:\d+: no TMX: "):
         _read(path)
+    packed = tmp_path / "memory.tmx.gz"
+    packed.write_bytes(gzip.compress(b"")[:10] + b"\xff" * 30)
+    with pytest.raises(DataError, match=r"memory\.tmx\.gz:\d+: no TMX: "):
+        _read(packed)
     long = _TMX.format(encoding="UTF-8", entities="").replace("A house", "A house " * 4000)
     path.write_text(long)
     assert _read(path)[0] == "too_long_line"

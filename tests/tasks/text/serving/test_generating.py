@@ -78,6 +78,7 @@ def test_a_panic_of_a_library_ends_no_server(server):
     ({"text": "a", "seed": None}, 400, "seed=null: must be an integer"),
     ({"text": "a", "top_kk": 1}, 400, 'no field "top_kk" (did you mean'),
     ({"text": ["a"] * 4}, 413, "4 lines; at most 3 in a request"),
+    ({"text": ["a"] * 2, "n": 2, "temperature": 1}, 413, "2 texts 2 times; at most 3 in a request"),
     ({"text": "a" * 41}, 413, "line 1 has 41 characters; at most 40"),
 ])  # fmt: skip
 def test_wrong_requests_are_refused(server, asked, status, message):
