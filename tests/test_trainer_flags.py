@@ -57,7 +57,7 @@ TINY = "--model=mt.M4Tiny"
     ("cut short", "", "cannot be read, damaged or cut short"),
     ("good", "input.languages=['dd']", "no language 'dd' (known: de)"),
     ("good", "input.target_vocab_size=20", "target_vocab_size=20 is too small"),
-    ("good", "", "target_vocab_size=300 is more than this data can fill: at most 281 for 40"),
+    ("good", "", "target_vocab_size=300 is more than this data can fill: at most 273 for 40"),
 ])  # fmt: skip
 def test_data_that_cannot_be(kind, override, expected, data_dir, tmp_path, capfd):
     other = tmp_path / "other"
