@@ -8,7 +8,7 @@ a whole text, in pieces of --max_length tokens; and texts up to a stop. A contex
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.config import checks
@@ -141,6 +141,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Flags) -> int:
     _cli.check_output_files(args, "output")
+    table, results = _evaluated(args, lambda: _opened(args))
+    print(table)
+    if args.output:
+        write_atomic(args.output, (json.dumps(results, indent=2, default=str) + "\n").encode())
+        _cli.made(args.output)
+    return 0
+
+
+def _evaluated(
+    args: Flags, open_model: Callable[[], tuple["Scorer", "Texts"]]
+) -> tuple[str, dict[str, Any]]:
+    """The results of lm_eval, as its table and by task."""
     try:
         import lm_eval
         from lm_eval.api.model import LM
@@ -155,17 +167,12 @@ def _run(args: Flags) -> int:
 
     _cli.load_tensorflow()
     results = lm_eval.simple_evaluate(
-        model=Model(*_opened(args)),
+        model=Model(*open_model()),
         tasks=list(_cli.names(args.tasks)),
         num_fewshot=args.num_fewshot,
         limit=args.limit,
     )
-    print(make_table(results))
-    if args.output:
-        data = json.dumps(results["results"], indent=2, default=str) + "\n"
-        write_atomic(args.output, data.encode())
-        _cli.made(args.output)
-    return 0
+    return make_table(results), results["results"]
 
 
 def _opened(args: Flags) -> tuple["Scorer", "Texts"]:

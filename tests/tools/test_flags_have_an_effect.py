@@ -48,7 +48,7 @@ reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_pa
 user_symbols=<a> language_column=3 num_devices=4 soak.num_devices=2 max_waiting_lines=99999 max_lines=7 average_last=2
 source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2 noise=0,1,0
 dump_programs=programs steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25 runner=SparkRunner
-runner_option=parallelism=2
+runner_option=parallelism=2 stop=END tasks=arc min_p=0.1 n=2
 """
 _SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
 # The trainer's flags go with --mode=eval, too, so that its command only needs that flag.
@@ -83,10 +83,15 @@ def _lines(lines: Sequence[Any], languages: Any = None) -> NestedMap:
     )
 
 
-def _texts(prompts: Sequence[Any], settings: Any) -> NestedMap:
+def _texts(prompts: Sequence[Any], settings: Any) -> list[Any]:
     print(len(prompts), settings)
-    each = [True] * len(prompts)
-    return NestedMap(texts=["a"] * len(prompts), tokens=each, finished=each, truncated=each)
+    return [anything(text="a", truncated=True, About=lambda: {"tokens": 1})] * len(prompts)
+
+
+def _evaluated_by_harness(args: Any, open_model: Any) -> tuple[str, dict]:
+    print(args.tasks, args.num_fewshot, args.limit)
+    open_model()
+    return "table", {}
 
 
 _CLI = {"tools._cli:load_tensorflow": None}
@@ -135,6 +140,7 @@ def _begun(run: Any, *_: Any) -> int:
 
 _TRAINER = {
     "lingvo_moe.trainer:load_tensorflow": None,
+    "lingvo_moe.trainer:meet": None,
     "lingvo_moe.core.engine.devices:find_devices": None,
     "lingvo_moe.trainer:TimeLimit": anything(),
     "lingvo_moe.trainer:lock_of": anything(),
@@ -179,7 +185,18 @@ COMMANDS = [
             [_MODEL, "--temperature=0.5"],
             [_RUN, "--beam_size=2"],
             [_MODEL, "--input=texts.jsonl", "--json"],
+            [_MODEL, "--temperature=0.5", "--json"],
         ],
+    ),
+    Command(
+        "eval_harness",
+        {
+            **_CLI,
+            "tools.eval_harness:_evaluated": Through(_evaluated_by_harness),
+            "lingvo_moe.tasks.lm.generator:load_generator": (_GENERATOR, _ABOUT),
+            "lingvo_moe.tasks.text.quality.forced_decoding:Scorer": Through(scorer),
+        },
+        [["--logdir=TEXTS", "--tasks=hellaswag"]],
     ),
     Command("score", {**_CLI, "lingvo_moe.tasks.text.quality.forced_decoding:Scorer": Through(scorer)},
         [[_RUN], ["--logdir=TEXTS", "--input=texts.jsonl"]]),

@@ -142,7 +142,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not host or not colon or not port.isdigit():
         raise EngineError(
-            f"--coordinator_address={address!r}: expected host:port of process 0, "
+            f"--coordinator_address={address!r}: expected host:port of process 0, which --num_processes needs, "
             "e.g. '10.0.0.1:8476'; srun, mpirun and the JobSet of launch/ say it themselves"
         )
     return host.strip("[]"), int(port)
