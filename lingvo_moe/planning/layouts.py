@@ -4,6 +4,7 @@ import contextlib
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
@@ -103,8 +104,10 @@ def proposal(args: Flags, count: int) -> str:
             wider = join_overrides(override, more)
             with contextlib.suppress(ValueError):
                 found = layouts(AUTO, args.model, wider, count)
-                rest = {"strategy": "", "mesh": "", "model_params_override": wider}
+                rest: dict[str, Any] = {"strategy": "", "mesh": "", "model_params_override": wider}
                 layout = "fsdp+expert" if "fsdp+expert" in found else next(iter(found))
+                if "num_processes" in args and args.num_processes == 1:  # which no flag said
+                    rest |= dict.fromkeys(("num_processes", "process_id"))
                 return command_of(args.With(**rest, layout=layout))
     return ""
 

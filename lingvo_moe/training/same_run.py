@@ -106,8 +106,14 @@ def overrides_of_run(run_dir: RunDir, override: str, left_out: Collection[str] =
         run_dir.experiment["params_override"],
         lambda path: not any(f"{path}.".startswith(f"{other}.") for other in others),
     )
+    train = registry.part_of(
+        run_dir.experiment["params_override"],
+        lambda path: "train" in left_out and path.startswith("train.") and path not in others,
+    )
     if taken:
         say(f"--model_params_override={shlex.quote(taken)}: from the run in {run_dir.path}")
+    if train:
+        say(f"not from the run, which began with them: {train}")
     return taken
 
 

@@ -11,7 +11,7 @@ Z token in group.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -183,7 +183,11 @@ class Router(BaseLayer):
     @scoped
     def Seat(self, choice: Choice, capacity: int | None, measured: bool = True) -> Routing:
         """Assigns slots to choices, C for each expert and group, and counts what became of them, unless not `measured`:
-        then there are no losses and metrics."""
+        then there are no losses and metrics.
+
+        Raises ValueError: `choice` is no Choice, or its gates have another shape than its experts.
+        """
+        _check_choice(type(self).__name__, choice)
         E = self.p.num_experts
         if not choice.limited:
             capacity = None
@@ -412,3 +416,17 @@ def all_experts(like_GSE: tf.Tensor) -> tf.Tensor:
     """
     zero_GSE = tf.cast(like_GSE > float("inf"), tf.int32)
     return zero_GSE + tf.range(like_GSE.shape[-1])
+
+
+def _check_choice(router: str, choice: Any) -> None:
+    """Raises ValueError, naming the router's class, for what its Choose should not have returned."""
+    if not isinstance(choice, Choice):
+        raise ValueError(
+            f"{router} chose with a {type(choice).__name__}; it has to return a Choice"
+        )
+    experts, gate = choice.expert_index, choice.gate
+    if experts.dtype != tf.int32 or not gate.shape.is_compatible_with(experts.shape):
+        raise ValueError(
+            f"{router} chose experts {experts.dtype.name}{experts.shape} with gates {gate.dtype.name}{gate.shape}; "
+            "they have to be int32 and float32 [G,S,k]"
+        )

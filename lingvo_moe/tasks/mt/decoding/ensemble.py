@@ -73,7 +73,8 @@ def load_ensemble(
     found = [read_parts(logdir, chosen, trust_run) for logdir, chosen in runs]
     about = [{"logdir": str(logdir), **one} for (logdir, _), (_, one) in zip(runs, found)]
     models, thetas, vocabs, languages = zip(*(parts for parts, _ in found), strict=True)
-    for what, of in (("vocabularies", vocabs), ("languages", languages)):
+    pieces = [(one.source, one.target) for one in vocabs]  # lines are tidied as for the first model
+    for what, of in (("vocabularies", pieces), ("languages", languages)):
         if other := next((i for i, one in enumerate(of) if one != of[0]), 0):
             raise ValueError(
                 f"--logdir: {runs[other][0]} has other {what} than {runs[0][0]}; models of an ensemble share them: "

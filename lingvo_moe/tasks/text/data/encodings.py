@@ -72,7 +72,7 @@ class Utf8Lines:
             names = re.split(r"[.\-_]", Path(self._path).name.lower())
             older = (name for name, langs in _OLDER.items() if {*names} & {*langs.split()})
             name = next(older, "WINDOWS-1252")
-            what = f"is no UTF-8, in {self._bad:,} of {self._bad + self._good:,} lines beyond ASCII; if it is {name}"
+            what = f"is no UTF-8, in {self._bad:,} of {self._bad + self._good:,} lines beyond ASCII, but perhaps {name}"
             raise _other_encoding(self._path, name, what)
 
 

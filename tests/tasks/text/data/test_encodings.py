@@ -26,7 +26,7 @@ _CHINESE = "河边的老房子非常漂亮，我们都很喜欢它。\n" * 60
     (_RUSSIAN, "utf-16-be", "looks like UTF-16; convert it to UTF-8: {}iconv -f UTF-16BE -t UTF-8"),
     (_CHINESE, "utf-16-le", "looks like UTF-16; convert it to UTF-8: {}iconv -f UTF-16LE -t UTF-8"),
     (_CHINESE, "utf-32-be", "looks like UTF-32; convert it to UTF-8: {}iconv -f UTF-32BE -t UTF-8"),
-    (_RUSSIAN, "cp1251", "is no UTF-8, in 60 of 60 lines beyond ASCII; .*iconv -f WINDOWS-1251 -t UTF-8"),
+    (_RUSSIAN, "cp1251", "is no UTF-8, in 60 of 60 lines beyond ASCII, .*iconv -f WINDOWS-1251 -t UTF-8"),
 ])  # fmt: skip
 def test_the_command_converts_the_file(text, encoding, said, packer, tmp_path):
     pack = {"": bytes, "gz": gzip.compress, "zst": zstandard.compress}[packer]
@@ -43,7 +43,7 @@ def test_the_command_converts_the_file(text, encoding, said, packer, tmp_path):
 def test_an_older_encoding_is_named_by_the_language(tmp_path):
     for name, encoding in (("Europarl.de-en.de", "WINDOWS-1252"), ("pl.txt", "WINDOWS-1250")):
         (tmp_path / name).write_bytes(b"\xbf\xf3\xb3ty\n" * 12)
-        with pytest.raises(DataError, match=f"if it is {encoding}"):
+        with pytest.raises(DataError, match=f"but perhaps {encoding}"):
             list(read_lines(tmp_path / name))
 
 
