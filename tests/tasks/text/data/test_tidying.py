@@ -127,7 +127,7 @@ def test_a_run_knows_how_its_data_were_tidied_and_data_keep_their_split(tmp_path
     lines = [f"Satz {w}\t{w} लड़का {w}" for w in toy.sentences(300)]
     (tmp_path / "texts" / "de.tsv").write_text("\n".join(lines))
     options = PrepareOptions(
-        VocabOptions(290, 290), Fields(target_lang="hi"), Rules(check_script=False), 0.1
+        VocabOptions(284, 284), Fields(target_lang="hi"), Rules(check_script=False), 0.1
     )
     data = tmp_path / "data"
 
@@ -137,8 +137,8 @@ def test_a_run_knows_how_its_data_were_tidied_and_data_keep_their_split(tmp_path
     prepare([tmp_path / "texts"], data, options)
     assert (about()["tidied"], about()["keys"]) == (2, 2)
     sizes = {
-        "source_vocab_size": 290,
-        "target_vocab_size": 290,
+        "source_vocab_size": 284,
+        "target_vocab_size": 284,
         "cache_dir": str(tmp_path / "cache"),
     }
     found = [

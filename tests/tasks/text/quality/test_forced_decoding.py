@@ -58,7 +58,7 @@ def test_equals_what_the_search_reports(run, scorer):
     for k in range(2):
         targets = [ids[: n - 1].tolist() for ids, n in zip(ids_BKT[:, k], lengths_BK[:, k])]
         pairs = [(s, t, 0) for s, t in zip(sources, targets)]
-        found_BT = scorer._run((16, 16), pairs)
+        found_BT, _ = scorer._run((16, 16), pairs)
         np.testing.assert_allclose(found_BT.sum(1), scores_BK[:, k], rtol=1e-4, atol=1e-4)
         assert (found_BT[np.arange(16) >= lengths_BK[:, k : k + 1]] == 0).all()
 
@@ -79,7 +79,7 @@ def test_one_program_has_the_capacities_of_each_length(tmp_path):
             wanted_BT = task.LogProbs(
                 theta, batch.Transform(tf.constant), scorer._vocabs.target.size
             )
-        found_BT = scorer._run((length, length), pairs)
+        found_BT, _ = scorer._run((length, length), pairs)
         np.testing.assert_allclose(found_BT, wanted_BT, rtol=1e-4, atol=1e-4)
     assert scorer.programs == 1
 
