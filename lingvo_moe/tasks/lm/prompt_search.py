@@ -49,6 +49,8 @@ class _Drawing(GrowingBeamSearch):
     def Step(self, step_fn: StepFn, state: NestedMap, cache: Any) -> tuple[NestedMap, Any]:
         now_S = tf.range(dim(state.ids_BS, 1)) == state.time
         state, cache = super().Step(step_fn, state, cache)
+        if "log_prob_B" not in cache:  # without settings nothing is drawn
+            return state, cache
         newest_BS = tf.where(now_S, cache.log_prob_B[:, tf.newaxis], state.log_probs_BS)
         return NestedMap(state, log_probs_BS=newest_BS), cache
 

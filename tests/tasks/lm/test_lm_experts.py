@@ -38,9 +38,7 @@ def test_every_nth_layer_after_the_dense_ones_has_experts():
     assert shapes["lm.decoder.blocks.body.layers_1.ffn.shared_experts.wi"] == (2, 16, 24)
     assert model.MetricLayers() == {"moe/decoder": ["layer_2", "layer_4"]}
     parts = model.FlopsByPart(NestedMap(ids=np.zeros((8, 8))))
-    assert set(parts) == {
-        "decoder.self_atten", "decoder.ffn", "decoder.moe", "decoder.dispatch", "softmax",
-    }  # fmt: skip
+    assert set(parts) == {"decoder.self_atten", "decoder.ffn", "decoder.moe", "softmax"}
     with pytest.raises(ParamError, match="num_layers=6: must be a multiple of 2, after which"):
         _experiment("task.num_layers=6")
 

@@ -104,7 +104,7 @@ def test_texts_longer_than_a_row_are_counted_on_the_target_side_alone(inputs, mo
     assert "of the texts are longer than a row" in warning
     monkeypatch.setattr("lingvo_moe.tasks.text.batches.packed_input._GIVE_UP_AFTER", 1)
     with pytest.raises(
-        DataError, match=r"^none of 1 pairs fits into a row of input\.target_length=2; make"
+        DataError, match=r"^none of 1 texts fits into a row of input\.target_length=2; make"
     ):
         next(iter(params.Copy().Set(target_length=2).Instantiate()))
 
@@ -181,5 +181,5 @@ def test_a_stream_of_parts_goes_on_where_it_stopped(texts):
 
 
 def test_a_field_that_no_line_has_is_named(texts):
-    with pytest.raises(DataError, match=r"no pairs.*malformed.*a string in the field 'nope'"):
+    with pytest.raises(DataError, match=r"no texts.*malformed.*a string in the field 'nope'"):
         texts.Copy().Set(text_field="nope", languages=["web"]).Instantiate().Prepare()
