@@ -48,7 +48,7 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, mon
     monkeypatch.setattr(_cli.subprocess, "run", stop)
     assert demo.main([f"--output={tmp_path}", *flags]) == 1
     told = capfd.readouterr()
-    assert "exists already" in told.out and "demo: trained" in told.err
+    assert "exists already" in told.out and "demo: ValueError: trained" in told.err
     # It trains only on the requested languages.
     other = [flag.replace("af,br,sw", "br,fr") for flag in flags]
     assert demo.main([f"--output={tmp_path}", *other]) == 1

@@ -33,7 +33,7 @@ _MATRIX = {
     "BOM": b"\xef\xbb\xbfred\ngreen\n",
     "BOM and no more": b"\xef\xbb\xbf",
     "NUL": b"\0\nred\0green\n",
-    "not UTF-8": b"\xff\xfe\nred \xc3\n\xed\xa0\x80\n",
+    "not UTF-8": b"\xff\n\xfe\nred \xc3\n\xed\xa0\x80\n",
     "U+2028": "\u2028\nred\u2028green\n\u2029\x85\n".encode(),
     "CRLF": b"red\r\n\r\ngreen\r\n",
     "lone CR and friends": b"red\rgreen\n\x0b\x0c\x1c\n",

@@ -92,8 +92,12 @@ def short(lines) -> list[str]:
 @pytest.fixture(scope="module")
 def padded(vocab) -> Translator:
     """A translator of other weights with one bucket, longer than necessary."""
-    options = replace(OPTIONS, max_source_length=40)
-    object.__setattr__(options, "Buckets", lambda: [40])
+
+    class OneBucket(TranslateOptions):
+        def Buckets(self) -> list[int]:
+            return [40]
+
+    options = OneBucket(**vars(replace(OPTIONS, max_source_length=40)))
     return make(vocab, options, seed=1)
 
 
