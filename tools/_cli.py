@@ -27,7 +27,6 @@ from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.console.waiting import Waiting
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA, Sampling
-from lingvo_moe.core.engine.loop.interrupt import Stopped, StopRequest
 from lingvo_moe.core.files.copies import local, push_all
 from lingvo_moe.core.files.paths import check_local
 from lingvo_moe.core.files.store import is_address
@@ -96,7 +95,7 @@ def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
     except KeyboardInterrupt as e:
         if interrupted:
             say(f"{name}: {interrupted}")
-        return e.status if isinstance(e, Stopped) else 130
+        return getattr(e, "status", 130)  # of SIGTERM
     except Exception as e:
         if not report(name, e):
             raise
@@ -123,6 +122,8 @@ def attempt_compiling(name: str, work: Callable[[], int]) -> int:
 
     Ctrl-C and SIGTERM end the process: the compiler cannot be stopped and would go on in its thread.
     """
+    from lingvo_moe.core.engine.loop.interrupt import StopRequest  # which imports NumPy
+
     with StopRequest() as stop, stop.AtOnce():
         status = attempt(name, work, "interrupted; nothing was written")
     if status > 128:
