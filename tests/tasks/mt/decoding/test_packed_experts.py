@@ -60,7 +60,7 @@ def test_each_token_has_the_sum_of_its_experts():
 
 
 def test_a_token_is_bit_identical_whatever_is_beside_it():
-    """On most processors; some without AVX-512 round the product of a single row in another way."""
+    """Some processors without AVX-512 round the product of a single row in another way."""
     together = _run(range(N))
     error = 0.0 if "avx512f" in Path("/proc/cpuinfo").read_text() else 2e-6
     for rows in ([10], [0], [8, 9], [7, 10, 11], [11, 3, 0, 1, 2]):
