@@ -88,8 +88,8 @@ def test_what_the_compiler_refuses_is_reported_and_not_taken(plans):
     plans[0]["refused"] = "XLA computes this wrongly"
     found = _find(compiles=3)
     refused = found.tried[0].refused  # the experiment as it is written
-    line = r'XLA computes this wrongly \(\S*test_parallelizing\.py:\d+ in plan: raise PlanError\(seconds\["refused"\]\)\)'
-    assert re.fullmatch(line, refused)
+    where = r'test_parallelizing\.py:\d+ in plan: raise PlanError\(seconds\["refused"\]\)'
+    assert re.fullmatch(rf"XLA computes this wrongly \(\S*{where}\)", refused)
     assert found.best is not found.tried[0]
     assert refused in [why for _, why in found.Ranked()]
 
