@@ -29,6 +29,7 @@ translate --saved_model=x --trust_run | --trust_run goes with --logdir
 translate --saved_model=x --shortlist=s | --shortlist=s goes with --logdir
 translate --saved_model=x --weights=int8 | --weights=int8 goes with --logdir
 evaluate --saved_model=x --max_per_language=0 | --max_per_language=0
+generate --logdir=x --max_tokens=2000000 | --max_tokens=2000000: must be an integer from 1 to 1000000
 generate --logdir=x --length_alpha=0.5 | goes with a --beam_size of 2 or more
 generate --logdir=x --length_alpha=0.5 --beam_size=1 | greedy search has one text
 evaluate --logdir=x --length_alpha=nan | --length_alpha=nan: must be a number in
