@@ -354,9 +354,12 @@ def train_prepared(run: Run, engine: Engine, lock: TrainerLock) -> int:
             if run_dir.began_from:
                 summaries.Text("began_from", init_from.describe(run_dir.began_from))
             if first_process:
+                run_dir.WriteTrain(params)
                 report_program(step, run_dir, started)
 
         result = loop.Run(on_compiled=compiled)
+        if first_process and not loop.compiled:  # a run that had come to its end
+            run_dir.WriteTrain(params)
         times.Switch(OTHER)
         if first_process and loop.compiled:
             say(peak_line(run.engine, engine.mesh, loop.compiled, task))

@@ -370,6 +370,41 @@ def test_a_run_is_scored_and_goes_on_with_its_own_parameters(tmp_path, monkeypat
     assert "> task.seed : 5" in capfd.readouterr().err
 
 
+def test_an_evaluator_ends_where_the_newest_command_of_the_trainer_does(
+    tmp_path, monkeypatch, capfd
+):
+    """Commands made the run longer, and shorter, before the evaluator was started and while it waits."""
+    run, flags = tmp_path / "run", ["--model=toy_held_out.Line", "--engine=tf_graph"]
+    flags.append(f"--logdir={run}")
+
+    def stop_after_two_steps(*more):
+        looks = []
+        with monkeypatch.context() as patch:
+            over = property(lambda _: looks.append(1) or len(looks) == 3)
+            patch.setattr(TimeLimit, "over", over)
+            assert trainer.main([*flags, "--max_minutes=1", *more]) == 0
+
+    assert _train(run, 4) == 0
+    stop_after_two_steps("--max_steps=40", "--model_params_override=train.eval_batches=1")
+    assert RunDir(run).Params().train.Get("max_steps") == 40
+    capfd.readouterr()
+    commands = [
+        lambda: stop_after_two_steps(),  # to the end that the experiment has
+        lambda: trainer.main([*flags, "--max_steps=8"]),
+    ]
+    monkeypatch.setattr(evaluating.time, "sleep", lambda seconds: commands.pop(0)())
+    assert trainer.main([*flags, "--mode=eval"]) == 0
+    err = capfd.readouterr().err
+    taken = f"'{_OVERRIDE};train.eval_batches=1;train.max_steps=40'"
+    assert f"--model_params_override={taken}: from the run in {run}\n" in err
+    assert "scored step 8, the last one (train.max_steps=8 is reached)" in err
+    assert not commands and _scores(run)[-2:] == [6, 8]
+    damaged = (run / "train.txt").read_text().replace("max_steps : 8", "max_steps : 9")
+    (run / "train.txt").write_text(damaged)
+    assert trainer.main([*flags, "--mode=eval"]) == 2
+    assert f"{run}/train.txt was changed or damaged" in capfd.readouterr().err
+
+
 def test_a_checkpoint_that_goes_while_it_is_opened(reference, tmp_path, monkeypatch, capfd):
     """Step 10 takes another name as it is opened, as if it had made place for step 12."""
     run = shutil.copytree(reference, tmp_path / "run")

@@ -85,6 +85,7 @@ def test_the_run_learns_and_is_saved(reference):
         "program.json",
         "time.jsonl",
         "train",
+        "train.txt",
     }  # no machine code
 
 

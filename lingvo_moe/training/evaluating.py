@@ -49,7 +49,7 @@ def evaluate_run(args: Flags, override: str) -> int:
                 lock.Acquire()
                 if is_run_of(run_dir, args.model):
                     overrides_of_run(run_dir, override)
-                if _score_run(run_dir, run, args, evaluated_params(args, override)):
+                if _score_run(run_dir, run, args, override):
                     return 0
             except (OSError, ValueError):
                 if run_dir.identity == run:  # else it was moved while it was read
@@ -58,13 +58,13 @@ def evaluate_run(args: Flags, override: str) -> int:
             say(f"the run that was in {run_dir.path} is there no more; the next one is read afresh")
 
 
-def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, params: Params) -> bool:
+def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, override: str) -> bool:
     """Scores the run with this RunDir.identity; returns False once it, or all its checkpoints, have gone."""
     from lingvo_moe.core.engine.checkpoints.checkpoints import CheckpointError
     from lingvo_moe.core.engine.checkpoints.run_weights import was_deleted
     from lingvo_moe.core.engine.loop.summaries import Summaries, read_metrics
 
-    once = args.once
+    once, params = args.once, evaluated_params(args, override)
     check_data_exists(args, params)
     check_same_run(run_dir, params, "give the flags of the trainer")
     scorer = _Scorer(run_dir, params, args.eval_lines)
@@ -92,6 +92,7 @@ def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, params
                 scored.add(step)
                 if not once:
                     continue  # the next look may find that others are gone
+            params = evaluated_params(args, override)  # a later command may have changed its end
             if why := "--once" if once else _why_done(run_dir, steps[-1], params):
                 last = max(scored, default=0)
                 say(f"scored step {last}, the last one ({why}): {directory}")

@@ -97,23 +97,22 @@ def is_run_of(run_dir: RunDir, model: str) -> bool:
 
 
 def overrides_of_run(run_dir: RunDir, override: str, left_out: Collection[str] = ()) -> str:
-    """The overrides that a run began with, but for those of these parameters, and of others that `override` sets.
+    """The overrides of a run, but for those of the parameters `left_out`, and of others that `override` sets.
 
-    A line says what they are.
+    A line says what they are, and another one which of `train` are left out.
     """
-    others = [*left_out, *(path for path, _ in registry.split_override(override))]
-    taken = registry.part_of(
-        run_dir.experiment["params_override"],
-        lambda path: not any(f"{path}.".startswith(f"{other}.") for other in others),
-    )
-    train = registry.part_of(
-        run_dir.experiment["params_override"],
-        lambda path: "train" in left_out and path.startswith("train.") and path not in others,
-    )
+    changed = [path for path, _ in registry.split_override(override)]
+
+    def is_in(path: str, names: Collection[str]) -> bool:
+        return any(f"{path}.".startswith(f"{name}.") for name in names)
+
+    rest = registry.part_of(run_dir.override, lambda path: not is_in(path, changed))
+    taken = registry.part_of(rest, lambda path: not is_in(path, left_out))
+    train = registry.part_of(rest, lambda path: is_in(path, {"train"} & {*left_out}))
     if taken:
         say(f"--model_params_override={shlex.quote(taken)}: from the run in {run_dir.path}")
     if train:
-        say(f"not from the run, which began with them: {train}")
+        say(f"not from the run, whose last command had them: {train}")
     return taken
 
 

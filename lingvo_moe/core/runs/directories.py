@@ -76,6 +76,7 @@ RUN = OutputKind(
     (DESCRIPTION,),
     (
         "params.txt",
+        "train.txt",
         "program.json",
         "evaluations.json",
         "time.jsonl",

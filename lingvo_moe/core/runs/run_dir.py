@@ -5,7 +5,8 @@ params.txt                  all of its parameters, to read and to compare
 ...                         the files that its input keeps here: of translation, vocab/source.model and target.model
 manifest.sha256             the list of these files with their digests, by which each is checked before it is used
 experiment.hmac             the mark of the user who made the run, see own_runs.py
-program.json                the compiled training step; written again whenever the trainer starts
+train.txt                   its parameters of `train`, which may change; written again whenever the trainer starts
+program.json                the compiled training step; likewise
 evaluations.json            the held-out losses by step, which say what the best checkpoint is
 time.jsonl                  where the time goes, see time_record.py
 checkpoints/<step>/         written by the engine
@@ -41,6 +42,7 @@ from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.files.copies import copy_at, local
 from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.core.files.manifest import ManifestError, read_listed, write_manifest
+from lingvo_moe.core.files.sealed import read_sealed, write_sealed
 from lingvo_moe.core.files.store import check_place
 from lingvo_moe.core.runs.evaluations import FILE as _EVALUATIONS, Evaluations, read_evaluations
 from lingvo_moe.core.runs.own_runs import is_own, make_mark
@@ -61,9 +63,10 @@ if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.core.task.base_task import BaseTask
 
 MANIFEST, MARK = "manifest.sha256", "experiment.hmac"
-_FILE, _PARAMS, _PROGRAM = "experiment.json", "params.txt", "program.json"
+_FILE, _PARAMS = "experiment.json", "params.txt"
+_TRAIN, _PROGRAM = "train.txt", "program.json"
 _TAKEN = (
-    *(_FILE, _PARAMS, _PROGRAM, MANIFEST, MARK, _EVALUATIONS, _TIME),
+    *(_FILE, _PARAMS, _TRAIN, _PROGRAM, MANIFEST, MARK, _EVALUATIONS, _TIME),
     *("checkpoints", "train", "eval"),
 )
 _REMEDY = "copy the run again from where it is whole; or begin it again with --restart"
@@ -232,6 +235,35 @@ class RunDir:
         files = read_experiment(file, file.read_bytes())["files"]
         write_manifest(self.path, MANIFEST, (*files, _PARAMS, _FILE))
 
+    def WriteTrain(self, params: Params) -> None:
+        """Writes the parameters of `train`, in place of those of an earlier command. Raises RunDirError as Inside."""
+        lines = (line for line in params.ToText().splitlines(True) if line.startswith("train."))
+        write_sealed(self.Inside(_TRAIN), "".join(lines).encode())
+
+    @property
+    def train_text(self) -> str:
+        """The parameters of `train` that the newest command had; '' where those of `params_text` are all that is known.
+
+        Raises RunDirError: the file was changed or damaged.
+        """
+
+        def damaged(why: str) -> None:
+            raise RunDirError(f"{why}; delete it: the trainer writes it again when it goes on")
+
+        text = (read_sealed(self.Inside(_TRAIN), damaged) or b"").decode("utf-8", "replace")
+        return "".join(line for line in text.splitlines(True) if line.startswith("train."))
+
+    @property
+    def override(self) -> str:
+        """The overrides of the run, as text; those of `train` as the newest command had them. Raises RunDirError."""
+        began, newest = stored_values(self.params_text), stored_values(self.train_text)
+        changed = {path: value for path, value in newest.items() if value != began.get(path)}
+        first = registry.part_of(
+            self.experiment["params_override"], lambda path: path not in changed
+        )
+        later = (f"{path}={value}".replace(";", r"\;") for path, value in changed.items())
+        return ";".join(filter(None, (first, *later)))
+
     def WriteProgram(self, about: ProgramAbout) -> None:
         """Writes `program.json`, in place of an earlier one. Raises RunDirError: it is a link out of the run."""
         write_atomic(self.Inside(_PROGRAM), write_program(about))
@@ -351,7 +383,7 @@ class RunDir:
         return mark.is_file() and is_own(mark.read_bytes(), (self.path / _FILE).read_bytes())
 
     def Params(self) -> Params:
-        """The Params that the run was trained with: `task`, `input`, `train`; see core/config/stored_params.py.
+        """The Params that the run was trained with: `task`, `input`, and `train` as its newest command had it.
 
         A line says, once, where its experiment has other values today.
 
@@ -359,6 +391,7 @@ class RunDir:
         it names a class outside lingvo_moe, is not by this user, and is not trusted.
         """
         described, text = self.experiment, self.params_text
+        newest = f"{text}\n{self.train_text}"  # of two lines of a parameter the later one counts
         model, trusted, unset = described["model"], self._trust_run or self.is_own, ""
         try:
             try:  # classes that the user's overrides name are trusted as those of the experiment
@@ -373,7 +406,7 @@ class RunDir:
         params = today.Copy()
         try:
             # The mark is of the experiment and its overrides, not of this text.
-            restore(params, text, any_class if self._trust_run else own_class)
+            restore(params, newest, any_class if self._trust_run else own_class)
             registry.configure(params)
         except StoredParamsError as e:
             version = described.get("version", "an older version")
