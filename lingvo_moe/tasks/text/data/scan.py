@@ -64,8 +64,9 @@ def scan(
     data_dir = local_data(data_dir)
     texts = field is not None
     files, listed = data_files(data_dir, texts=texts)
-    if hidden := tsv.hidden_files(data_dir):
-        _log.warning("%s", hidden)
+    for warning in (tsv.hidden_files(data_dir), tsv.unread_files(data_dir, files.values(), texts)):
+        if warning:
+            _log.warning("%s", warning)
     prepared, tidied = Prepared.Of(files, listed), listed.tidied if listed else 0
     field = field or "text"
     check_languages(data_dir, languages, files)
@@ -91,6 +92,8 @@ def scan(
         total += counts
         if counts["good"]:
             pairs[lang] = counts["good"]
+        else:
+            _log.warning("%s: left out: it %s", path, "has no good line" if counts else "is empty")
         of_json = f" {field}" * (".jsonl" in path.suffixes)
         digests[lang] = content_digest(path) + of_json
     _warn_of_sides(files, words)

@@ -1,7 +1,7 @@
 """Reads directories of parallel text: `<lang>.tsv`, `.tsv.gz` or `.tsv.zst`, and `dev/<lang>...` for held-out pairs.
 
 A line is `source<TAB>english`, UTF-8; further columns are ignored. Bad lines are skipped and counted; on request the
-first few of a file are reported with their numbers. A file or directory without any usable line is an error.
+first few of a file are reported with their numbers. A directory without any usable line is an error.
 
 Where texts will do, files may also be `<name>.txt`, with a text a line, or `<name>.jsonl`, with an object a line, which
 has a text in one field. A text is a pair without a source. TSVs come first: beside them such files are not read.
@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lingvo_moe.tasks.text.data.errors import DataError, NoDataError
@@ -21,7 +21,7 @@ from lingvo_moe.tasks.text.data.opening import MAX_LINE_BYTES, read_lines
 BAD_LINES_TOLD = 3
 LANGUAGE = r"[A-Za-z]{2,3}(?:[_-][A-Za-z0-9]+)*"
 _FILE = re.compile(rf"({LANGUAGE})\.tsv(?:\.gz|\.zst)?\Z")
-_DATA = re.compile(r"\.(tsv|txt|jsonl|ndjson)(\.gz|\.zst)?\Z")
+_DATA = re.compile(r"\.(tsv|txt|jsonl|ndjson)(\.gz|\.zst)?\Z")  # the endings of data
 _LAYOUT = "expected files such as de.tsv.gz with lines of source<TAB>english"
 _TEXTS = re.compile(r"(.+?)\.(txt|jsonl)(?:\.gz|\.zst)?\Z")
 _TEXTS_LAYOUT = ", or of texts alone: NAME.txt, NAME.jsonl, plain, .gz or .zst"
@@ -79,9 +79,29 @@ def language_files(data_dir: str | os.PathLike, texts: bool = False) -> dict[str
 
 def hidden_files(directory: Path) -> str:
     """A warning of the hidden files that would be data by their endings, as `._de.tsv`; '' if there are none."""
-    paths = (p for p in sorted(directory.glob(".*")) if p.is_file())
-    names = [p.name for p in paths if _DATA.search(p.name)]
+    names = [name for name, _ in _by_ending(directory) if name.startswith(".")]
     return f"{directory}: hidden files are not read: {', '.join(names)}" if names else ""
+
+
+def unread_files(directory: Path, read: Iterable[Path], texts: bool = False) -> str:
+    """A warning of the other files that would be data by their endings, as `mine.tsv`; '' if there are none.
+
+    `read` are those that language_files gives.
+    """
+    taken = {path.name for path in read}
+    names = [
+        name
+        for name, ending in _by_ending(directory)
+        if name not in taken and not name.startswith(".") and (texts or ending == "tsv")
+    ]
+    layout = _LAYOUT + _TEXTS_LAYOUT * texts
+    return f"{directory}: these files are not read: {', '.join(names)}; {layout}" if names else ""
+
+
+def _by_ending(directory: Path) -> list[tuple[str, str]]:
+    """The names of the files with an ending of data, and that ending, such as 'tsv'."""
+    names = (path.name for path in sorted(directory.iterdir()) if path.is_file())
+    return [(name, match[1]) for name in names if (match := _DATA.search(name))]
 
 
 def read_pairs(

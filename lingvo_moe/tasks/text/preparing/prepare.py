@@ -242,9 +242,7 @@ class _Preparation:
         pairs = {lang: about["kept"] for lang, about in found.items() if about["kept"]}
         if not pairs:
             dropped = sum((c.dropped for c in self._tables.values()), Counter[str]())
-            raise DataError(
-                f"no pair is left of the input: {reading.explain(dropped) or 'it is empty'}"
-            )
+            raise DataError(f"no pair is left of the input: {reading.explain(dropped)}")
         train = {lang: Path(directories[lang]) / languages.TRAIN for lang in pairs}
         digests = {lang: found[lang]["digest"] for lang in pairs}
         self._scan = Scan(train, pairs, {}, prepared.fingerprint(digests))

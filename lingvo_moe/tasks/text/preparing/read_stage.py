@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -101,11 +101,9 @@ class _Reader:
         self._Flush()
         report(since)
         counts = self._languages.values()
-        if counts and not sum(c.read - sum(c.dropped[r] for r in LINE_REASONS) for c in counts):
+        if not sum(c.read - sum(c.dropped[r] for r in LINE_REASONS) for c in counts):
             total = sum((c.dropped for c in counts), Counter[str]())
-            raise DataError(
-                f"{self._job.source.path}: no line can be used: {explain(total)}; the first: {self._warnings[0]}"
-            )
+            raise _unusable(self._job.source, total, self._warnings)
         summary = {
             "languages": {lang: vars(c) for lang, c in self._languages.items()},
             "characters": {side: "".join(sorted(c)) for side, c in self._characters.items()},
@@ -182,7 +180,7 @@ class GivenHeldOut:
 
     def Read(self, source: Source, fields: Fields) -> None:
         """Adds a source. Raises DataError: see read_source; or none of its lines can be used."""
-        languages, dropped, first = set[str](), Counter[str](), ""
+        languages, dropped, warnings = set[str](), Counter[str](), list[str]()
         for line in read_source(source, fields):
             _, target, reason = held_out_pair(line)
             if not reason:
@@ -191,16 +189,19 @@ class GivenHeldOut:
                 self.hashes.add(split.text_hash(sentence_key(tidy_text(target), self.keys)))
                 continue
             dropped[reason] += 1
-            warning = f"{source.path}:{line.number}: {REASONS[reason]}"
-            first = first or warning
             if dropped.total() <= tsv.BAD_LINES_TOLD:
-                self.warnings.append(warning)
-        if dropped and not languages:
-            raise DataError(
-                f"{source.path}: no line can be used: {explain(dropped)}; the first: {first}"
-            )
+                warnings.append(f"{source.path}:{line.number}: {REASONS[reason]}")
+        if not languages:
+            raise _unusable(source, dropped, warnings)
+        self.warnings += warnings
         for lang in languages:
             self.sources.setdefault(lang, []).append(source)
+
+
+def _unusable(source: Source, dropped: Counter[str], warnings: Sequence[str]) -> DataError:
+    """The error for a source without a line that can be used; `warnings` are of its first lines."""
+    why = f"{explain(dropped)}; the first: {warnings[0]}" if warnings else "it is empty"
+    return DataError(f"{source.path}: no line can be used: {why}")
 
 
 def held_out_pair(line: ReadLine) -> tuple[str, str, str]:

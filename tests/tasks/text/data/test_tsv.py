@@ -54,6 +54,36 @@ def test_scan_counts_and_fingerprints(tmp_path):
         scan(tmp_path, ["da"])
 
 
+def test_files_that_are_not_trained_on_are_named(tmp_path, caplog):
+    contents = {
+        "de.tsv": "a\tb\n",
+        "fr.tsv": "",
+        "sw.tsv": "no tab\n",
+        "mine.tsv.gz": "",
+        "a.txt": "",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    layout = "expected files such as de.tsv.gz with lines of source<TAB>english"
+    of_texts = ", or of texts alone: NAME.txt, NAME.jsonl, plain, .gz or .zst"
+    empty = [
+        f"{tmp_path}/fr.tsv: left out: it is empty",
+        f"{tmp_path}/sw.tsv: left out: it has no good line",
+    ]
+
+    def warnings(field: str | None) -> list[str]:
+        caplog.clear()
+        assert scan(tmp_path, field=field).pairs == {"de": 1}
+        return [message for message in caplog.messages if "skipped" not in message]
+
+    assert warnings(None) == [
+        f"{tmp_path}: these files are not read: mine.tsv.gz; {layout}",
+        *empty,
+    ]
+    unread = f"{tmp_path}: these files are not read: a.txt, mine.tsv.gz; {layout}{of_texts}"
+    assert warnings("text") == [unread, *empty]
+
+
 def test_dev_set(data_dir, tmp_path):
     dev = DevSet(data_dir, max_per_language=3)
     assert dev.languages == ["aa", "bb", "cc"]

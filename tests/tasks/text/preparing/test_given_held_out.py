@@ -52,6 +52,17 @@ def test_lines_of_no_use(tmp_path):
         GivenHeldOut().Read(_tsv(tmp_path / "none.tsv", "no tab", "nor here"), Fields())
 
 
+def test_an_empty_file_is_refused(tmp_path):
+    source = _tsv(tmp_path / "de.tsv")
+    job = ReadJob(source, Fields(), Rules(), 0.0, None, str(tmp_path / "read"))
+    for read in (
+        lambda: read_stage(job, lambda n: None),
+        lambda: GivenHeldOut().Read(source, Fields()),
+    ):
+        with pytest.raises(DataError, match=r"de\.tsv: no line can be used: it is empty"):
+            read()
+
+
 def test_pairs_that_no_reader_would_take_are_counted(tmp_path):
     """Each side is a line that can be read, both together are not."""
     (tmp_path / "x.de").write_text(f"{'ä' * 6000}\n{'ä' * 10}\n", encoding="utf-8")
