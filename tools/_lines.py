@@ -74,7 +74,10 @@ def opened(args: Flags) -> Iterator[tuple[BinaryIO, AbstractContextManager[Binar
     with contextlib.ExitStack() as stack:
         source: Any = sys.stdin.buffer
         if args.input:
-            source = stack.enter_context(open(args.input, "rb"))
+            try:
+                source = stack.enter_context(open(args.input, "rb"))
+            except OSError as e:
+                raise ValueError(f"--input={args.input}: cannot be read ({e.strerror})") from None
         if args.output:
             _cli.check_output_file(args.output)
         yield source, _output(args.output)

@@ -116,6 +116,22 @@ def test_what_was_done_before_it_stopped_is_not_done_again(tmp_path, monkeypatch
     assert run()[1] == 10
 
 
+def test_equal_batches_of_one_run_are_not_said_to_be_from_before(tmp_path, monkeypatch, capfd):
+    stops = _Stops(monkeypatch, tmp_path / "model")
+    (tmp_path / "in").write_text("red\n" * 6)
+    flags = [f"--saved_model={tmp_path}/model", f"--input={tmp_path}/in", "--batch_size=2"]
+    assert translate.main([*flags, f"--output={tmp_path}/out"]) == 0
+    assert stops.calls == [2] and (tmp_path / "out").read_text() == "RED\n" * 6
+    assert re.search(r"translate: 6 lines, \d+ a second\n", capfd.readouterr().err)
+
+
+def test_an_input_that_is_not_there_is_refused_by_its_flag(tmp_path, capfd):
+    lacking = f"--input={tmp_path}/nofile.txt"
+    assert translate.main(["--saved_model=x", lacking]) == 1
+    told = f"translate: {lacking}: cannot be read (No such file or directory)\n"
+    assert capfd.readouterr().err == told
+
+
 def test_a_language_needs_a_model_that_routes_by_it(tmp_path, monkeypatch, capfd):
     translator = SimpleNamespace(languages=())
     monkeypatch.setattr(translate._cli, "open_translator", lambda args: (translator, {}))

@@ -68,8 +68,8 @@ class KeptTranslations:
     model, with other options or of other lines are never reused.
 
     Attributes:
-        reused: how many lines were found.
-        translated: how many were not.
+        reused: how many lines had been translated before, by another object or process.
+        translated: how many others there were.
         seconds: that all of them took to translate, whenever that was.
     """
 
@@ -84,6 +84,7 @@ class KeptTranslations:
         """
         self._translate, self._identity = translate, identity
         self._directory = Path(directory) if directory else None
+        self._written: set[str] = set()  # the names of the files that this object wrote
         self.reused, self.translated, self.seconds = 0, 0, 0.0
 
     def __call__(self, lines: list[Any], langs: list[str]) -> Sequence[Any]:
@@ -95,12 +96,16 @@ class KeptTranslations:
         warning = "kept translations: %s; the lines are translated again"
         if body := read_sealed(file, lambda why: _log.warning(warning, why)):
             kept = json.loads(body)
-            self.reused += len(lines)
+            if name in self._written:  # the same lines came twice
+                self.translated += len(lines)
+            else:
+                self.reused += len(lines)
             self.seconds += kept["seconds"]
             return kept["translations"]
         translations, seconds = self._new(lines, langs)
         content = {"translations": list(translations), "seconds": seconds}
         write_sealed(file, json.dumps(content).encode())
+        self._written.add(name)
         return translations
 
     def Clear(self) -> None:

@@ -33,12 +33,15 @@ class Noise:
 
 
 def read_noise(text: str) -> tuple[float, float, int]:
-    """Reads 'DROP,BLANK,SHUFFLE'. Raises ValueError: it is none."""
+    """Reads 'DROP,BLANK,SHUFFLE': the fields of Noise without the seed. Raises ValueError: it is none."""
     try:
         drop, blank, shuffle = text.split(",")
         numbers = float(drop), float(blank), int(shuffle)
     except ValueError:
-        raise ValueError("must be DROP,BLANK,SHUFFLE, e.g. 0.1,0.1,3") from None
-    if not (0 <= numbers[0] <= 1 and 0 <= numbers[1] <= 1 and 0 <= numbers[2] <= 1000):
-        raise ValueError("DROP and BLANK must be in [0, 1], and SHUFFLE in [0, 1000]")
+        raise ValueError(
+            "must be DROP,BLANK,SHUFFLE, e.g. 0.1,0.1,3: two probabilities and a whole number"
+        ) from None
+    for name, number, most in zip(("DROP", "BLANK", "SHUFFLE"), numbers, (1, 1, 1000)):
+        if not 0 <= number <= most:
+            raise ValueError(f"{name} must be in [0, {most}], not {number:g}")
     return numbers
