@@ -1,12 +1,17 @@
 """Parameters and inputs of the MoE layer and its routers that are refused: what is set, and a part of the message."""
 
+from dataclasses import replace
+
 import tensorflow as tf
 from refusals import refuses
-from router_testing import router
+from router_testing import route, router
 
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.experts import BaseExperts
 from lingvo_moe.core.moe.layer import ROUTERS, MoELayer
+from lingvo_moe.core.moe.losses_and_metrics import Choice
+from lingvo_moe.core.moe.routers.base import LearnedRouter
+from lingvo_moe.core.moe.slots import top_k
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -73,3 +78,29 @@ def test_inputs(params, context):
     with use_mesh(single_device()):
         theta = layer.InitTheta(make_seed(1, 0))
         layer.FProp(theta, x, paddings, seed=make_seed(3, 4), context=context)
+
+
+class MyRouter(LearnedRouter):
+    """Each token's two likeliest experts, and what `edited` makes of the Choice."""
+
+    def ChooseByLogits(self, logits_GSE, real_GS, capacity=None, seed=None):
+        gate_GSk, index_GSk = top_k(tf.sigmoid(logits_GSE), 2)
+        return self.edited(Choice(index_GSk, gate_GSk, tf.stack([real_GS] * 2, -1), real_GS))
+
+
+@refuses(ValueError,
+    (lambda c: (c.expert_index, c.gate), "MyRouter chose with a tuple; it has to return a Choice"),
+    (lambda c: replace(c, gate=c.gate[..., :1]),
+     "MyRouter returned a Choice whose gate is float32 (1, 3, 1); it has to be float32 [G,S,k], where expert_index is "
+     "(1, 3, 2)"),
+    (lambda c: replace(c, gate=tf.cast(c.gate, tf.bfloat16)), "gate is bfloat16 (1, 3, 2); it has to be float32"),
+    (lambda c: replace(c, expert_index=c.gate), "expert_index is float32 (1, 3, 2); it has to be int32"),
+    (lambda c: replace(c, expert_index=c.expert_index[0]), "expert_index is int32 (3, 2); it has to be int32 [G,S,k]"),
+    (lambda c: replace(c, wanted=c.real), "wanted is float32 (1, 3); it has to be float32 [G,S,k]"),
+    plain=True,
+)  # fmt: skip
+def test_what_a_router_returns(edit):
+    params = MyRouter.Params().Set(name="router", model_dim=4, num_experts=6)
+    layer = params.Instantiate()
+    layer.edited = edit
+    route(layer, tf.ones([1, 3, 4]), tf.zeros([1, 3]), 2)

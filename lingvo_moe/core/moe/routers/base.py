@@ -185,7 +185,7 @@ class Router(BaseLayer):
         """Assigns slots to choices, C for each expert and group, and counts what became of them, unless not `measured`:
         then there are no losses and metrics.
 
-        Raises ValueError: `choice` is no Choice, or its gates have another shape than its experts.
+        Raises ValueError: `choice` is no Choice, or the dtype or the shape of a part of it is wrong.
         """
         _check_choice(type(self).__name__, choice)
         E = self.p.num_experts
@@ -424,9 +424,12 @@ def _check_choice(router: str, choice: Any) -> None:
         raise ValueError(
             f"{router} chose with a {type(choice).__name__}; it has to return a Choice"
         )
-    experts, gate = choice.expert_index, choice.gate
-    if experts.dtype != tf.int32 or not gate.shape.is_compatible_with(experts.shape):
-        raise ValueError(
-            f"{router} chose experts {experts.dtype.name}{experts.shape} with gates {gate.dtype.name}{gate.shape}; "
-            "they have to be int32 and float32 [G,S,k]"
-        )
+    index_shape = tf.TensorShape(choice.expert_index.shape)
+    shape = index_shape if index_shape.rank == 3 else tf.TensorShape([None] * 3)
+    for name, dtype in (("expert_index", tf.int32), ("gate", tf.float32), ("wanted", tf.float32)):
+        value = getattr(choice, name)
+        if tf.as_dtype(value.dtype) != dtype or not shape.is_compatible_with(value.shape):
+            raise ValueError(
+                f"{router} returned a Choice whose {name} is {tf.as_dtype(value.dtype).name} {value.shape}; it has to "
+                f"be {dtype.name} [G,S,k], where expert_index is {index_shape}"
+            )
