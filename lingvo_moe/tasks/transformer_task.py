@@ -335,20 +335,14 @@ class TransformerTask(BaseTask):
     @scoped
     def LogProbs(
         self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
-    ) -> tf.Tensor:
-        """The log-probability of each label, given what comes before it, in inference: float32 [B,T], 0 at padding.
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The log-probability of each label, given what comes before it, in inference: float32 [B,T], 0 at padding; and
+        whether no id is likelier than it: bool [B,T].
 
         Args:
             vocab_size: how many ids of the model's V the vocabulary has: the others get no probability, as in decoding;
                 None for all.
         """
-        return self.ScoreLabels(theta, batch, vocab_size)[0]
-
-    @scoped
-    def ScoreLabels(
-        self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """LogProbs, and whether no label is likelier than each: bool [B,T]."""
         carry, _, _ = self.Forward().Run(theta, Context(batch))
         y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
         row, logits = self.Predicted(batch), self.softmax.FProp(self._SoftmaxTable(theta), y)

@@ -128,9 +128,9 @@ class Scorer:
         tasks = self._tasks(languages, len(src))
         rows = [(s, t, task) for (s, _), (t, _), task in zip(src, tgt, tasks, strict=True)]
         scores = []
-        for found, (_, source_cut), (ids, cut) in zip(self._score(rows), src, tgt):
+        for (log_probs, _), (_, source_cut), (ids, cut) in zip(self._score(rows), src, tgt):
             pieces = self._vocabs.target.Pieces([*ids, self._vocabs.target.eos_id])
-            scores.append(Score(found[0], pieces, cut or source_cut))
+            scores.append(Score(log_probs, pieces, cut or source_cut))
         return scores
 
     @property
@@ -145,8 +145,8 @@ class Scorer:
     def ScoreIds(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns for each text of a language model its ids' log-probabilities, float32 [T], and whether no other token
         was likelier there, bool [T]; the end is not scored."""
-        found = self._score([([], list(ids), 0) for ids in texts])
-        return [(log_probs[:-1], likeliest[:-1]) for log_probs, likeliest in found]
+        rows = self._score([([], list(ids), 0) for ids in texts])
+        return [(log_probs[:-1], likeliest[:-1]) for log_probs, likeliest in rows]
 
     def _score(self, rows: Sequence[tuple]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Log-probabilities, and whether none is larger, of the ids of each (source, target, task), and of EOS."""
@@ -157,11 +157,11 @@ class Scorer:
         scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for bucket, members in buckets.items():
             for at in range(0, len(members), o.rows):
-                now = members[at : at + o.rows]
-                each = zip(*self._run(bucket, [rows[i] for i in now]))
-                for i, (found_T, likeliest_T) in zip(now, each):
+                batch = members[at : at + o.rows]
+                log_probs_RT, likeliest_RT = self._run(bucket, [rows[i] for i in batch])
+                for r, i in enumerate(batch):
                     tokens = len(rows[i][1]) + 1
-                    scores[i] = found_T[:tokens], likeliest_T[:tokens]
+                    scores[i] = log_probs_RT[r, :tokens], likeliest_RT[r, :tokens]
         return [scores[i] for i in range(len(rows))]
 
     def _encode(self, side: str, texts: Sequence[str], most: int) -> list[tuple[list[int], bool]]:
@@ -183,14 +183,15 @@ class Scorer:
         each = [languages] * number if isinstance(languages, str) else list(languages)
         return task_numbers(each, self._languages)
 
-    def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> list[np.ndarray]:
-        """float32 [R,T] and bool [R,T] of at most `rows` pairs."""
+    def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
+        """LogProbs of at most `rows` pairs: float32 [R,T] and bool [R,T]."""
         shape = Shape(self._options.rows, *bucket, pack=False, task_ids=self._by_language)
         rows = [[self._input.Whole(*pair, self._vocabs)] for pair in pairs]
         batch = self._input.ToBatch(rows, shape).Transform(tf.constant)
         if not self.programs:
             self._trace(batch)
-        return [x.numpy() for x in self._program(self._theta, batch)]
+        log_probs_RT, likeliest_RT = self._program(self._theta, batch)
+        return log_probs_RT.numpy(), likeliest_RT.numpy()
 
     def _trace(self, batch: NestedMap) -> None:
         """Traces the program for batches of any S and T."""
@@ -201,4 +202,4 @@ class Scorer:
 
     def _log_probs(self, theta: NestedMap, batch: NestedMap) -> tuple[tf.Tensor, tf.Tensor]:
         with use_mesh(single_device()):
-            return self._task.ScoreLabels(theta, batch, self._vocabs.target.size)
+            return self._task.LogProbs(theta, batch, self._vocabs.target.size)

@@ -76,7 +76,7 @@ def test_one_program_has_the_capacities_of_each_length(tmp_path):
         pairs = [(rng.integers(4, 30, length - 1), rng.integers(4, 30, 5), 0) for _ in range(4)]
         batch = to_batch([[pair] for pair in pairs], Shape(4, length, length, pack=False))
         with use_mesh(single_device()):
-            wanted_BT = task.LogProbs(
+            wanted_BT, _ = task.LogProbs(
                 theta, batch.Transform(tf.constant), scorer._vocabs.target.size
             )
         found_BT, _ = scorer._run((length, length), pairs)
