@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jax._src import compilation_cache, distributed
-from jax._src.lib import _jax
+from jax._src.lib import _jax, _profiler
 from jax.extend.backend import clear_backends
 
 # MLIR in Python: JAX has it, but documents nothing of it.
@@ -64,6 +64,11 @@ def forget_devices() -> None:
 def hlo_to_stablehlo(hlo: bytes) -> bytes:
     """Translates a serialized HloModuleProto into StableHLO as bytecode."""
     return _jax.mlir.hlo_to_stablehlo(hlo)
+
+
+def export_trace(space: bytes, directory: str) -> None:
+    """Writes the serialized XSpace of any profiler as jax.profiler.stop_trace writes its own, with a Chrome trace."""
+    _profiler.ProfilerSession().export(space, directory)
 
 
 class Cache(Protocol):

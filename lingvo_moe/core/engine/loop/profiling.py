@@ -1,14 +1,12 @@
 """A trace of some training steps: `train.profile_steps`, for TensorBoard's profile page and for Perfetto."""
 
 import contextlib
-import gzip
-import json
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import tensorflow as tf
@@ -18,6 +16,9 @@ from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.private.jax import export_trace
+
+_TENSORFLOW = "tensorflow"  # where TensorFlow's profiler writes, beside what is kept
 
 
 class StepProfile:
@@ -61,26 +62,27 @@ class StepProfile:
                 return
             self._Start()
         self._recorded.append(step)
-        name = jax.profiler.StepTraceAnnotation if self._by_jax else tf.profiler.experimental.Trace
-        with name("train", step_num=step):
+        event = jax.profiler.StepTraceAnnotation if self._by_jax else tf.profiler.experimental.Trace
+        with event("train", step_num=step):
             yield
 
     def Close(self) -> float:
         """Writes the trace, if one has begun; returns the seconds that this took."""
-        start, self._temporary, temporary = time.monotonic(), None, self._temporary
-        if temporary is None or self._directory is None:
+        start, temporary, self._temporary = time.monotonic(), self._temporary, None
+        if temporary is None:
             return 0.0
         with temporary as made:
             with quiet():
-                (jax.profiler.stop_trace if self._by_jax else tf.profiler.experimental.stop)()
-            (found,) = Path(made).glob("plugins/profile/*")
-            for spaces in found.glob("*.xplane.pb"):
-                chrome = spaces.with_name(spaces.name.replace(".xplane.pb", ".trace.json.gz"))
-                if not chrome.exists():  # TensorFlow writes none
-                    chrome.write_bytes(gzip.compress(json.dumps(_chrome_trace(spaces)).encode()))
+                if self._by_jax:
+                    jax.profiler.stop_trace()
+                else:  # TensorFlow writes an XSpace alone
+                    tf.profiler.experimental.stop()
+                    (space,) = Path(made, _TENSORFLOW).rglob("*.xplane.pb")
+                    export_trace(space.read_bytes(), made)
+            (written,) = Path(made).glob("plugins/profile/*")
             place = self._Place(self._recorded)
             shutil.rmtree(place, ignore_errors=True)
-            shutil.copytree(found, place)
+            shutil.copytree(written, place)
         say(f"the trace of steps {self._recorded[0]} to {self._recorded[-1]} is in {place}")
         return time.monotonic() - start
 
@@ -92,28 +94,8 @@ class StepProfile:
                 options.python_tracer_level = 0  # it would fill the trace with calls of Python
                 jax.profiler.start_trace(self._temporary.name, profiler_options=options)
             else:
-                tf.profiler.experimental.start(self._temporary.name)
+                tf.profiler.experimental.start(os.path.join(self._temporary.name, _TENSORFLOW))
 
     def _Place(self, steps: Sequence[int]) -> Path:
         assert self._directory is not None
         return self._directory / f"steps_{steps[0]}-{steps[-1]}"
-
-
-def _chrome_trace(spaces: Path) -> dict[str, Any]:
-    """The events of an XSpace as Chrome and Perfetto read them; times are microseconds."""
-    events: list[dict[str, Any]] = []
-    for pid, plane in enumerate(jax.profiler.ProfileData.from_file(str(spaces)).planes):
-        events.append(_named("process_name", plane.name, pid=pid))
-        for tid, line in enumerate(plane.lines):
-            events.append(_named("thread_name", line.name, pid=pid, tid=tid))
-            events += [
-                {"ph": "X", "pid": pid, "tid": tid, "name": event.name}
-                | {"ts": event.start_ns / 1e3, "dur": event.duration_ns / 1e3}
-                | {"args": {key: str(value) for key, value in event.stats}}
-                for event in line.events
-            ]
-    return {"displayTimeUnit": "ns", "traceEvents": events}
-
-
-def _named(what: str, name: str, **where: int) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "args": {"name": name}, **where}
