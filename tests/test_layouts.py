@@ -79,7 +79,7 @@ def _checked(*_):
 
 def _proposed(said):
     """The tool and the flags of the command that a message proposes."""
-    python, minus_m, module, *flags = shlex.split(said.partition("This divides: ")[2].strip())
+    python, minus_m, module, *flags = shlex.split(said.partition("Try this layout: ")[2].strip())
     assert (python, minus_m) == ("python", "-m")
     return importlib.import_module(module), flags
 
@@ -90,6 +90,7 @@ def _proposed(said):
     "--model=lm.OLMoE1B7B --topology=v5p:4x4x8 --model_params_override=task.remat=dots;task.dropout=0.1",
     "--model=lm.Llama31_8B --topology=v5p:8x8x8 --mesh=data:7",
     "--model=lm.Mixtral8x7B --topology=v5e",
+    "--model=lm.Mixtral8x7B --topology=v5e --model_params_override=task.remat=dots;task.dropout=0.1",
 ])  # fmt: skip
 def test_a_plan_of_a_mesh_that_does_not_divide_proposes_a_command_that_does(
     flags, monkeypatch, capsys

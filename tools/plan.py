@@ -241,8 +241,16 @@ def make(
     from lingvo_moe.planning import step_plan
     from lingvo_moe.planning.layouts import command_of, proposing
 
-    named = args.With(topology=(topology,), variants="", output="", html="", compare="", price=())
     override = strategy_override(args, variant.strip())
+    named = args.With(
+        topology=(topology,),
+        model_params_override=override,
+        variants="",
+        output="",
+        html="",
+        compare="",
+        price=(),
+    )
     request = step_plan.Request(
         model=args.model,
         topology=topology,
@@ -254,18 +262,18 @@ def make(
         known_faults=args.known_faults,
     )
     if ":" in topology:
-        with proposing(
-            named.With(model_params_override=override), parse_machine(topology).num_devices
-        ):
+        with proposing(named, parse_machine(topology).num_devices):
             return step_plan.make_plan(request, cache, say)
     try:
         return step_plan.smallest_slice(request, cache, say)
     except step_plan.FitsNone as e:
-        other = replace(request, mesh="", layout="fsdp")
+        plain = registry.without_strategy(override)
+        other = replace(request, mesh="", layout="fsdp", override=plain)
         if args.layout or not any(step_plan.slices_to_try(other)):
             raise
-        command = command_of(named.With(mesh="", layout="fsdp"))
-        raise ValueError(f"{e}. This divides: {command}") from None
+        fsdp = named.With(mesh="", strategy="", layout="fsdp", model_params_override=plain)
+        command = command_of(fsdp)
+        raise ValueError(f"{e}. Try this layout: {command}") from None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, join_overrides
@@ -15,23 +14,6 @@ from lingvo_moe.core.sharding import ShardingError
 from lingvo_moe.core.strategies.named_layouts import FUNCTIONS, named_layout
 from lingvo_moe.core.strategies.strategy_file import AUTO, StrategyError, as_override
 from lingvo_moe.training.meshes import check_divisible, make_mesh
-
-
-def layout_override(name: str, params: Params, count: int) -> str:
-    """The parameters of a layout by name over `count` devices, as an override.
-
-    Raises StrategyError: the model does not divide so, or has no blocks of equal layers.
-    """
-    kind = params.task.cls
-    if kind.OpenForms(kind.WithoutStrategy(params.task)) is None:
-        raise StrategyError(
-            f"--layout={name}: is for models of equal blocks, which {kind.__name__} is not; give --mesh"
-        )
-    sizes: dict[str, set[int]] = defaultdict(set)
-    for spec in params.task.Instantiate().VariableSpecs().Flatten():
-        for letter, size in zip(spec.letters, spec.shape, strict=True):
-            sizes[letter].add(size)
-    return as_override(named_layout(name, sizes, count).Overrides(), f"--layout={name}")
 
 
 def layouts(name: str, model: str, override: str, count: int) -> dict[str, str]:
@@ -42,20 +24,33 @@ def layouts(name: str, model: str, override: str, count: int) -> dict[str, str]:
         override: as --model_params_override; it comes last, and may change a layout.
 
     Raises:
-        StrategyError, ShardingError: the model does not divide so; for AUTO, in no layout.
+        StrategyError, ShardingError: the model has no blocks of equal layers, or does not divide so; for AUTO, in no
+            layout.
     """
-    params, found, why = registry.GetParams(model, override), dict[str, str](), ValueError()
-    for each in FUNCTIONS if name == AUTO else [name]:
+    task = registry.GetParams(model, override).task
+    if task.cls.OpenForms(task.cls.WithoutStrategy(task)) is None:
+        raise StrategyError(
+            f"--layout={name}: is for models of equal blocks, which {task.cls.__name__} is not; give --mesh"
+        )
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for spec in task.Instantiate().VariableSpecs().Flatten():
+        for letter, size in zip(spec.letters, spec.shape, strict=True):
+            sizes[letter].add(size)
+    overrides: dict[str, str] = {}
+    refusal: ValueError | None = None
+    for layout in FUNCTIONS if name == AUTO else [name]:
         try:
-            found[each] = join_overrides(layout_override(each, params, count), override)
-            laid_out = registry.GetParams(model, found[each])
-            check_divisible(laid_out, laid_out.task.Instantiate(), make_mesh(laid_out, "", count))
+            parameters = named_layout(layout, sizes, count).Overrides()
+            laid_out = join_overrides(as_override(parameters, f"--layout={layout}"), override)
+            params = registry.GetParams(model, laid_out)
+            check_divisible(params, params.task.Instantiate(), make_mesh(params, "", count))
         except ValueError as e:
-            found.pop(each, None)
-            why = e
-    if not found:
-        raise why
-    return found
+            refusal = e
+        else:
+            overrides[layout] = laid_out
+    if refusal and not overrides:
+        raise refusal
+    return overrides
 
 
 def fastest_here(args: Flags, override: str, count: int) -> str:
@@ -63,15 +58,15 @@ def fastest_here(args: Flags, override: str, count: int) -> str:
     from lingvo_moe.planning.measuring import measured_step
     from lingvo_moe.training.memory import memory_of
 
-    found = layouts(args.layout, args.model, override, count)
-    if len(found) == 1 and args.layout != AUTO:
-        return found[args.layout]
+    overrides = layouts(args.layout, args.model, override, count)
+    if args.layout != AUTO:
+        return overrides[args.layout]
     if args.num_processes > 1:
         raise StrategyError(
-            f"--layout={AUTO}: measures in one process; give one of {', '.join(found)}"
+            f"--layout={AUTO}: measures in one process; give one of {', '.join(overrides)}"
         )
     seconds: dict[str, float] = {}
-    for name, text in found.items():
+    for name, text in overrides.items():
         mesh = make_mesh(registry.GetParams(args.model, text), "", count)
         memory = memory_of("pjrt", mesh)
         limit = (memory.size or 2**62) // memory.devices
@@ -80,8 +75,8 @@ def fastest_here(args: Flags, override: str, count: int) -> str:
         if time:
             seconds[name] = time["step_seconds"]
     if not seconds:
-        raise StrategyError(f"--layout={AUTO}: {args.model} fits in none of {', '.join(found)}")
-    return found[min(seconds, key=lambda name: seconds[name])]
+        raise StrategyError(f"--layout={AUTO}: {args.model} fits in none of {', '.join(overrides)}")
+    return overrides[min(seconds, key=lambda name: seconds[name])]
 
 
 @contextlib.contextmanager
@@ -92,20 +87,21 @@ def proposing(args: Flags, count: int) -> Iterator[None]:
     except ValueError as e:
         if count == 1 or "mesh" not in str(e) or not (command := proposal(args, count)):
             raise
-        raise ShardingError(f"{e}. This divides: {command}") from None
+        raise ShardingError(f"{e}. Try this layout: {command}") from None
 
 
 def proposal(args: Flags, count: int) -> str:
-    """The command of these flags with a layout over `count` devices instead of a mesh; '' where none divides it."""
+    """The command of these flags with a layout over `count` devices instead of a mesh, and with more rows where the
+    batch does not divide in any; '' where none divides the model."""
     override = registry.without_strategy(args.model_params_override)
     with contextlib.suppress(ValueError):
         rows = registry.GetParams(args.model, override).input.batch_size
-        for more in ("", f"input.batch_size={-(-rows // count) * count}"):
-            wider = join_overrides(override, more)
+        for batch in ("", f"input.batch_size={-(-rows // count) * count}"):
+            wider = join_overrides(override, batch)
             with contextlib.suppress(ValueError):
-                found = layouts(AUTO, args.model, wider, count)
+                names = layouts(AUTO, args.model, wider, count)
                 rest: dict[str, Any] = {"strategy": "", "mesh": "", "model_params_override": wider}
-                layout = "fsdp+expert" if "fsdp+expert" in found else next(iter(found))
+                layout = "fsdp+expert" if "fsdp+expert" in names else next(iter(names))
                 if "num_processes" in args and args.num_processes == 1:  # which no flag said
                     rest |= dict.fromkeys(("num_processes", "process_id"))
                 return command_of(args.With(**rest, layout=layout))

@@ -5,6 +5,7 @@ not there instead of being run on one that is.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -138,24 +139,25 @@ def _laid_out(
     request: Request, num_devices: int, cache_dir: Path | None, say: Say
 ) -> dict[str, Any]:
     """The plan of a layout; for AUTO the one that fits and has the fastest step, or else misses by the least."""
-    found = layouts(request.layout, request.model, request.override, num_devices)
-    plans, why = list[dict[str, Any]](), ValueError()
-    for name, override in found.items():
+    overrides = layouts(request.layout, request.model, request.override, num_devices)
+    plans: list[dict[str, Any]] = []
+    refusal: ValueError | None = None
+    for name, override in overrides.items():
         say(f"--layout={name}")
         try:
             plan = make_plan(replace(request, layout="", override=override), cache_dir, say)
         except ValueError as e:  # e.g. a known fault of the partitioner
             say(f"--layout={name}: {e}")
-            why = e
-            continue
-        plans.append(plan | {"layout": name, "override": request.override})
+            refusal = e
+        else:
+            plans.append(plan | {"layout": name, "override": request.override})
 
     def order(plan: Mapping[str, Any]) -> tuple[bool, float]:
         fits = plan["memory"]["fits"]
         return not fits, plan["time"]["step_seconds"] if fits else plan["memory"]["misses_by"]
 
-    if not plans:
-        raise why
+    if refusal and not plans:
+        raise refusal
     return min(plans, key=order)
 
 
@@ -369,21 +371,25 @@ def slices_to_try(request: Request) -> Iterator[str]:
 
     Those are left out whose devices cannot hold its weights and, to train it, slots and gradients at a time.
     """
-    params = registry.GetParams(request.model, request.override)
-    task = params.task.Instantiate()
     if request.mesh:
         Mesh.parse(request.mesh)  # a mistake is no reason to pass over every slice
 
+    @functools.cache
+    def experiment(override: str) -> tuple[Params, BaseTask]:
+        params = registry.GetParams(request.model, override)
+        return params, params.task.Instantiate()
+
     def needed(count: int) -> Iterator[int]:
-        found = {}
+        """Bytes that each of `count` devices has to hold, in the experiment's layout or in those by name."""
+        overrides = [request.override]
         if request.layout:
-            found = layouts(request.layout, request.model, request.override, count)
-        laid_out = [registry.GetParams(request.model, override) for override in found.values()]
-        pairs = [(each, each.task.Instantiate()) for each in laid_out] or [(params, task)]
-        for each, its_task in pairs:
-            mesh = planned_mesh(each, count, request.mesh)
-            check_divisible(each, its_task, mesh)
-            held = state.held(its_task, mesh)
+            named = layouts(request.layout, request.model, request.override, count)
+            overrides = [*named.values()]
+        for override in overrides:
+            params, task = experiment(override)
+            mesh = planned_mesh(params, count, request.mesh)
+            check_divisible(params, task, mesh)
+            held = state.held(task, mesh)
             yield held.total if request.what == "train" else held.weights
 
     for name in machines(request.topology):
