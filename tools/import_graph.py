@@ -16,6 +16,8 @@ TESTS = "tests"
 _MODULE_IN_TEXT = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
 _EXPERIMENT_IN_TEXT = re.compile(r"\b(mt(?=\.\w)|lm(?=\.\w)|image(?=\.[A-Z]))")
 _REGISTRY = "lingvo_moe.core.config.registry"
+_EVERY_EXPERIMENT = "AllNames"  # of the registry
+_PARAMS_OF_A_TASK = re.compile(r"lingvo_moe\.params\.\w+")
 _LOOKED_UP_BY_NAME = "lingvo_moe.params.mt"
 # Directories beside lingvo_moe whose packages are in it: see lingvo_moe/__init__.py.
 _INSIDE = ("params", "reproduction", "tools")
@@ -85,7 +87,11 @@ class ImportGraph:
             names.add(_LOOKED_UP_BY_NAME)
         if path.startswith(f"{TESTS}/"):
             for node in ast.walk(self.Syntax(path)):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if isinstance(node, ast.Attribute) and node.attr == _EVERY_EXPERIMENT:
+                    names.update(
+                        name for name in self._modules if _PARAMS_OF_A_TASK.fullmatch(name)
+                    )
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     names.update(_MODULE_IN_TEXT.findall(node.value))
                     tasks = _EXPERIMENT_IN_TEXT.findall(node.value)
                     names.update(f"lingvo_moe.params.{task}" for task in tasks)

@@ -94,6 +94,11 @@ def test_tests_follow_imports_and_the_commands_they_run(tree):
     assert {"//lingvo_moe", "//params/mt"} <= set(job)
 
 
+def test_a_test_of_all_experiments_needs_those_of_every_task():
+    needs = ImportGraph().Needs("tests/core/config/test_stored_params.py")
+    assert {f"params/{task}/__init__.py" for task in ("image", "lm", "mt")} <= needs
+
+
 def test_stale_files_are_found_and_written_ones_are_not(tree):
     wanted = build_files.build_files(tree)
     assert build_files.stale_files(tree) == wanted
