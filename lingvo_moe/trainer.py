@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console.command import run as run_command, say
 from lingvo_moe.core.console.flags import Flags, join_overrides
+from lingvo_moe.core.console.interrupt import Stopped, TimeLimit
 from lingvo_moe.core.console.mistakes import report
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
-from lingvo_moe.core.engine.loop.interrupt import Stopped, TimeLimit
 from lingvo_moe.core.engine.meeting import meet
 from lingvo_moe.core.files.store import is_address
-from lingvo_moe.core.input.base_input import OtherDataError
+from lingvo_moe.core.input.errors import OtherDataError
 from lingvo_moe.core.runs.bucket_lock import BucketRunLock, TrainerLock, lock_of
 from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir

@@ -7,7 +7,7 @@ import pytest
 
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.console.interrupt import TimeLimit
 from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.runs.time_record import TimeRecord
 from lingvo_moe.core.sharding import Mesh

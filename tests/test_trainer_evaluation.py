@@ -13,12 +13,12 @@ from trainer_testing import state
 
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.console.interrupt import TimeLimit
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
 from lingvo_moe.core.engine.loop import train_loop
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.loop.held_out_watch import read_batches
-from lingvo_moe.core.engine.loop.interrupt import TimeLimit
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir

@@ -11,8 +11,8 @@ import toy_growing  # noqa: F401 (registers the experiment)
 from trainer_testing import losses, state
 
 from lingvo_moe import trainer
+from lingvo_moe.core.console.interrupt import TimeLimit
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
-from lingvo_moe.core.engine.loop.interrupt import TimeLimit
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.runs.run_dir import RunDir
 

@@ -22,6 +22,7 @@ from lingvo_moe.core.console.flags import (
     join_overrides,
     names as names,
 )
+from lingvo_moe.core.console.interrupt import StopRequest
 from lingvo_moe.core.console.mistakes import report
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
@@ -122,8 +123,6 @@ def attempt_compiling(name: str, work: Callable[[], int]) -> int:
 
     Ctrl-C and SIGTERM end the process: the compiler cannot be stopped and would go on in its thread.
     """
-    from lingvo_moe.core.engine.loop.interrupt import StopRequest  # which imports NumPy
-
     with StopRequest() as stop, stop.AtOnce():
         status = attempt(name, work, "interrupted; nothing was written")
     if status > 128:

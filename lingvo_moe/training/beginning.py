@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.console.interrupt import TimeLimit
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.runs.bucket_lock import TrainerLock
 from lingvo_moe.core.runs.run_dir import RunDir

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.input.errors import NoHeldOutError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping
 
@@ -41,14 +42,6 @@ class ArraySpec:
     def has_rows(self) -> bool:
         """Whether the first dimension is the rows of the batch, which processes and micro-batches divide."""
         return self.letters.startswith("B")
-
-
-class NoHeldOutError(ValueError):
-    """There are no held-out examples. The message says where they could be."""
-
-
-class OtherDataError(ValueError):
-    """The data are not those that a run began with, so that it cannot go on at its place in them."""
 
 
 @dataclass(frozen=True)

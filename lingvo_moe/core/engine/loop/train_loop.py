@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.console.waiting import Waiting
 from lingvo_moe.core.engine.base import Compiled
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
 from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout
 from lingvo_moe.core.engine.loop.budget import Budget, part_of_run
 from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
-from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.loop.pace import PACE
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
 from lingvo_moe.core.engine.loop.profiling import StepProfile

@@ -24,10 +24,10 @@ from lingvo_moe.core.input.base_input import (
     ArraySpec,
     BaseInput,
     HeldOutBatch,
-    NoHeldOutError,
     Progress,
     quiet,
 )
+from lingvo_moe.core.input.errors import NoHeldOutError
 from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from lingvo_moe.tasks.text.data.encodings import check_start
+
 # Far more than any model translates. Of a longer line only the start is kept.
 MAX_LINE_BYTES = 1 << 20
 WARNINGS = 10
@@ -36,8 +38,6 @@ def read_lines(source: BinaryIO) -> Iterator[Line]:
 
     Raises DataError: it is UTF-16 or UTF-32.
     """
-    from lingvo_moe.tasks.text.data.encodings import check_start  # which imports NumPy
-
     is_first = True
     while text := source.readline(MAX_LINE_BYTES):
         is_cut = False

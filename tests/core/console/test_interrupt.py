@@ -6,7 +6,7 @@ import signal
 import pytest
 from processes import run_python
 
-from lingvo_moe.core.engine.loop.interrupt import Stopped, StopRequest
+from lingvo_moe.core.console.interrupt import Stopped, StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
