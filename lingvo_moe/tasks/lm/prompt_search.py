@@ -1,7 +1,6 @@
 """Continuations of prompts, as ids: the prompt's tokens at once, then flat beam search or samples, a token a step.
 
-A sample is the one token of which the search is certain, so that both are the search of `GrowingBeamSearch`; with a
-beam of 1, without sampling, it is greedy. Prompts of a batch have equally many tokens.
+Prompts of a batch have equally many tokens.
 
 Letters: B row, P token of a prompt, J hypothesis, S place in the flat sequence, V vocabulary, T new token.
 """
@@ -13,16 +12,14 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.decode import sampling
-from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions, StepFn
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions, StepFn
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch, open_shape
-
-# The logit of what was not drawn: its probability is 0, and yet more than that of what must not be chosen.
-_NOT_DRAWN = -1e6
+from lingvo_moe.tasks.text.decoding.sampled_search import SampledSearch
 
 
 class LanguageModel(Protocol):
@@ -37,29 +34,21 @@ class LanguageModel(Protocol):
     ) -> tuple[tf.Tensor, Any]: ...
 
 
-class _Drawing(GrowingBeamSearch):
-    """The search for drawn tokens, which keeps the log-probability of each: the newest's is `log_prob_B` of caches."""
+class _PenalizedSearch(SampledSearch):
+    """Draws by min_p and repetition_penalty of the settings too, and by `seen_BV` of caches: the tokens before."""
 
-    STATE_LETTERS = NestedMap(FlatBeamSearch.STATE_LETTERS, log_probs_BS="BS")
-
-    def Start(self, max_lengths_B: tf.Tensor, steps: int | None = None) -> NestedMap:
-        state = super().Start(max_lengths_B, steps)
-        return NestedMap(state, log_probs_BS=tf.zeros_like(state.ids_BS, tf.float32))
-
-    def Step(self, step_fn: StepFn, state: NestedMap, cache: Any) -> tuple[NestedMap, Any]:
-        now_S = tf.range(dim(state.ids_BS, 1)) == state.time
-        state, cache = super().Step(step_fn, state, cache)
-        if "log_prob_B" not in cache:  # without settings nothing is drawn
-            return state, cache
-        newest_BS = tf.where(now_S, cache.log_prob_B[:, tf.newaxis], state.log_probs_BS)
-        return NestedMap(state, log_probs_BS=newest_BS), cache
-
-    def Results(self, state: NestedMap) -> NestedMap:
-        return NestedMap(super().Results(state), log_probs_BKT=state.log_probs_BS[:, tf.newaxis])
-
-    def _NothingFound(self, max_lengths_B: tf.Tensor) -> NestedMap:
-        found = super()._NothingFound(max_lengths_B)
-        return NestedMap(found, log_probs_BKT=tf.zeros_like(found.ids_BKT, tf.float32))
+    def _Weighed(self, logits_BV: tf.Tensor, cache: NestedMap) -> tf.Tensor:
+        settings = cache.settings
+        penalty_B = settings.repetition_penalty
+        return tf.cond(
+            tf.reduce_any((penalty_B != 1.0) | (settings.min_p > 0)),
+            lambda: sampling.above(
+                sampling.penalized(logits_BV, cache.seen_BV, penalty_B),
+                settings.min_p,
+                settings.temperature,
+            ),
+            lambda: logits_BV,
+        )
 
 
 class PromptSearch:
@@ -77,7 +66,7 @@ class PromptSearch:
     ):
         self._model, self._o, self._allowed_V = model, options, allowed_V
         # At the limit the search ends a text with EOS, which is not one of the new tokens.
-        kind = _Drawing if options.beam_size == 1 else GrowingBeamSearch
+        kind = _PenalizedSearch if options.beam_size == 1 else GrowingBeamSearch
         self._search = kind(most + 1, options, allowed_V)
 
     def Search(
@@ -191,12 +180,11 @@ class PromptSearch:
             found.seen_BV = tf.tensor_scatter_nd_update(
                 nothing_BV, at, tf.fill(tf.shape(at)[:1], True)
             )
-            found.log_prob_B = tf.zeros([dim(ids_BP, 0)])
         return most_B, found, letters
 
     def _Letters(self, samples: bool) -> NestedMap:
         settings = NestedMap(sampling.LETTERS, min_p="B", repetition_penalty="B")
-        own = {"settings": settings, "seen_BV": "BV", "log_prob_B": "B"} if samples else {}
+        own = {"settings": settings, "seen_BV": "BV"} if samples else {}
         return NestedMap(model=self._model.CacheLetters(), last="B", before="B", **own)
 
     def _Prefilled(self, theta: NestedMap, ids_BP: tf.Tensor, cache: Any) -> Any:
@@ -222,34 +210,10 @@ class PromptSearch:
             logits, model = self._model.ExtendStep(theta, ids, cache.model, before + time, mask)
             logits, cache = logits[..., :size], NestedMap(cache, model=model)
             if "settings" in cache:
-                seen_BV = cache.seen_BV | (tf.range(size) == ids)
-                logits, log_prob_B = self._Drawn(logits[:, 0], seen_BV, cache.settings, time)
-                cache = NestedMap(cache, seen_BV=seen_BV, log_prob_B=log_prob_B)
+                cache.seen_BV |= tf.range(size) == ids
             return logits, cache
 
         return step
-
-    def _Drawn(
-        self, all_BV: tf.Tensor, seen_BV: tf.Tensor, settings: NestedMap, time: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Logits [B,1,V] that are certain of the tokens drawn; the log-probabilities of these by all logits, [B]."""
-        o, token_V = self._o, np.arange(self._allowed_V.size)
-        penalty_B = settings.repetition_penalty
-        may_V = self._allowed_V & (token_V != o.pad_id) & (token_V != o.bos_id)
-        logits_BV = tf.where(may_V | (token_V == o.eos_id), all_BV, float("-inf"))
-        logits_BV = tf.cond(
-            tf.reduce_any((penalty_B != 1.0) | (settings.min_p > 0)),
-            lambda: sampling.above(
-                sampling.penalized(logits_BV, seen_BV, penalty_B),
-                settings.min_p,
-                settings.temperature,
-            ),
-            lambda: logits_BV,
-        )
-        drawn_B = sampling.sample(logits_BV, settings, time)
-        log_prob_B = tf.gather(all_BV, drawn_B, batch_dims=1) - tf.reduce_logsumexp(all_BV, 1)
-        certain_BV = tf.where(token_V == drawn_B[:, tf.newaxis], 0.0, _NOT_DRAWN)
-        return certain_BV[:, tf.newaxis], log_prob_B
 
 
 def _steps(most_B: tf.Tensor) -> tf.Tensor:

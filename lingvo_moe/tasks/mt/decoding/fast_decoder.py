@@ -72,7 +72,7 @@ class FastDecoder:
         cache = model.InitCache(weights, model.Encode(weights, src), self._beam_size, BLOCK)
         letters = model.CacheLetters()
         if self._sampling:
-            cache.sampling, letters.sampling = settings_of(self._sampling, src.seeds), SETTINGS
+            cache.settings, letters.settings = settings_of(self._sampling, src.seeds), SETTINGS
         if self._shortlist is None:
             return self._search.Run(self._StepFn(weights), cache, max_lengths_B, letters)
         cache.shortlist, union_U = self._shortlist.Lists(src.ids)

@@ -100,9 +100,9 @@ class TranslateOptions:
 
     def Search(self) -> SearchOptions:
         """The options of the beam search."""
-        beam_size = self.top_k if self.sampling else self.beam_size
         alpha = _LENGTH_ALPHA if self.length_alpha is None else self.length_alpha
-        return SearchOptions(beam_size, self.top_k, alpha, BOS_ID, EOS_ID, PAD_ID)
+        beam = (1, 1) if self.sampling else (self.beam_size, self.top_k)
+        return SearchOptions(*beam, alpha, BOS_ID, EOS_ID, PAD_ID)
 
     def Buckets(self) -> list[int]:
         """Source lengths that are compiled: powers of two, and the longest."""
@@ -250,18 +250,32 @@ class Translator(Exportable):
         if tasks is not None:
             source.tasks = tasks
         if o.sampling:
-            source.seeds = tf.cast(tf.strings.to_hash_bucket_fast(text, 1 << 30), tf.int32)
-        found = tf.fill([n, o.top_k], ""), tf.zeros([n, o.top_k])
+            source = self._Draws(source, text)
+        shape = [tf.shape(source.lengths)[0], o.Search().top_k]
+        found = tf.fill(shape, ""), tf.zeros(shape)
         if not o.xla:
-            lines = tf.argsort(lengths, direction="DESCENDING", stable=True)
-            lines = lines[: tf.math.count_nonzero(lengths, dtype=tf.int32)]
+            lines = tf.argsort(source.lengths, direction="DESCENDING", stable=True)
+            lines = lines[: tf.math.count_nonzero(source.lengths, dtype=tf.int32)]
             found = self._in_batches(source, lines, found)
         shorter = 0
         for length in o.Buckets() if o.xla else ():
             lines = tf.where((lengths > shorter) & (lengths <= length))[:, 0]
             found = self._in_batches(source, tf.cast(lines, tf.int32), found, length)
             shorter = length
+        if o.sampling:
+            texts, scores = (tf.reshape(x, [n, o.top_k]) for x in found)
+            best = tf.argsort(scores, direction="DESCENDING", stable=True)
+            found = tuple(tf.gather(x, best, batch_dims=1) for x in (texts, scores))
         return {"translations": found[0], "scores": found[1], "truncated": truncated}
+
+    def _Draws(self, source: NestedMap, text: tf.Tensor) -> NestedMap:
+        """The lines, each K times, with `seeds`: int32 [N K], that differ between lines and between draws of a line."""
+        K = self.options.top_k
+        draws = tf.range(tf.size(text) * K)
+        source = source.Transform(lambda x: tf.gather(x, draws // K))
+        names = tf.strings.join([tf.repeat(text, K), tf.strings.as_string(draws % K)], "\n")
+        seeds = tf.cast(tf.strings.to_hash_bucket_fast(names, 1 << 30), tf.int32)
+        return NestedMap(source, seeds=seeds)
 
     def _in_batches(
         self, source: NestedMap, lines: tf.Tensor, found: tuple, length: int | None = None
@@ -310,7 +324,7 @@ class Translator(Exportable):
         without_eos = tf.maximum(tf.reshape(lengths_RK, [-1]) - 1, 0)
         text = self._target.detokenize(tf.RaggedTensor.from_tensor(flat, without_eos))
         text = tf.strings.strip(tf.strings.regex_replace(text, _NOT_IN_A_LINE, " "))
-        return tf.reshape(text, [-1, self.options.top_k]), scores_RK
+        return tf.reshape(text, [-1, self.options.Search().top_k]), scores_RK
 
     def _search(self, length: int | None = None) -> Any:
         """int32 ids [R,S], lengths [R] (and tasks, seeds [R]) to ids [R,K,T], lengths [R,K], scores [R,K].

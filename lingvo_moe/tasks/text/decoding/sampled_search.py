@@ -1,6 +1,6 @@
 """Draws texts token by token, in place of a search for the likeliest; with TensorFlow's kernels.
 
-Letters: as in flat_beam_search.py; R = B J.
+Letters: as in flat_beam_search.py.
 """
 
 from typing import Any
@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
-from lingvo_moe.core.decode.flat_beam_search import NEVER, StepFn
+from lingvo_moe.core.decode.flat_beam_search import NEVER, FlatBeamSearch, StepFn
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.decode.sampling import sample
 from lingvo_moe.core.nested_map import NestedMap
@@ -18,43 +17,58 @@ from lingvo_moe.tasks.text.decoding.growing_beam_search import GrowingBeamSearch
 
 
 class SampledSearch(GrowingBeamSearch):
-    """J texts of each row, each drawn by itself; what they have is that of a search, with the model's probabilities.
+    """The search with a beam of 1, for a token that is drawn at each step, of which it keeps the log-probability.
 
-    `Run` takes a cache with `sampling`, from `settings_of`, and the letters SETTINGS beside it.
+    `Run` takes a cache with `settings`, see `sampling.sample`, and their letters; without them the search is greedy.
+    Scores and log_probs_BKT, float32, are the model's, whatever the settings are.
     """
 
+    STATE_LETTERS = NestedMap(FlatBeamSearch.STATE_LETTERS, log_probs_BS="BS")
+
     def Start(self, max_lengths_B: tf.Tensor, steps: int | None = None) -> NestedMap:
-        """See FlatBeamSearch; all hypotheses are live, since copies are drawn differently."""
+        """See FlatBeamSearch."""
         state = super().Start(max_lengths_B, steps)
-        state.live_BJ = tf.zeros_like(state.live_BJ)
-        return state
+        return NestedMap(state, log_probs_BS=tf.zeros_like(state.ids_BS, tf.float32))
 
     def Step(self, step_fn: StepFn, state: NestedMap, cache: Any) -> tuple[NestedMap, Any]:
-        """One step of the model, and a token for every hypothesis."""
-        logits_BJV, cache = step_fn(self.Ids(state), cache, state.time, state.mask_BJS)
-        B, J, V = dim(logits_BJV, 0), self.J, dim(logits_BJV, 2)
-        logits_RV = tf.reshape(tf.cast(logits_BJV, tf.float32), [-1, V])
-        allowed = self._Allowed(logits_BJV.shape[2])
-        may_V = tf.gather(np.append(allowed, True), tf.minimum(tf.range(V), allowed.size))
-        settings = cache.sampling.Transform(lambda x: tf.repeat(x, J, axis=0))
-        settings.seed = randomness.fold_in(settings.seed, tf.tile(tf.range(J), [B]))
-        tokens_R = sample(tf.where(may_V, logits_RV, float("-inf")), settings, state.time)
+        """One step of the model, and a token for every row."""
+        if "settings" not in cache:
+            return super().Step(step_fn, state, cache)
+        logits_B1V, cache = step_fn(self.Ids(state), cache, state.time, state.mask_BJS)
+        logits_BV = tf.cast(logits_B1V[:, 0], tf.float32)
+        allowed = self._Allowed(logits_BV.shape[1])
+        at_V = tf.minimum(tf.range(dim(logits_BV, 1)), allowed.size)
+        may_BV = tf.where(tf.gather(np.append(allowed, True), at_V), logits_BV, float("-inf"))
         length = state.time + 1
-        last_B1 = (length >= state.max_lengths_B)[:, tf.newaxis]
-        tokens_BJ = tf.where(last_B1, self.o.eos_id, tf.reshape(tokens_R, [B, J]))
+        tokens_B = sample(self._Weighed(may_BV, cache), cache.settings, state.time)
+        tokens_B1 = tf.where(length < state.max_lengths_B, tokens_B, self.o.eos_id)[:, tf.newaxis]
 
-        of_tokens_R1 = tf.gather(logits_RV, tf.reshape(tokens_BJ, [-1, 1]), batch_dims=1)
-        log_probs_R1 = of_tokens_R1 - log_sum_exp(logits_RV, tf.reduce_max(logits_RV, 1))
-        scores_BJ = state.live_BJ + tf.reshape(log_probs_R1, [B, J])
-        # J candidates that can never live fill the places of those that end.
-        scores_BC = tf.pad(
-            tf.maximum(scores_BJ, NEVER), [[0, 0], [0, J]], constant_values=float(NEVER)
-        )
-        parents_BC = tf.tile(tf.range(2 * J)[tf.newaxis] % J, [B, 1])
-        tokens_BC = tf.pad(tokens_BJ, [[0, 0], [0, J]], constant_values=self.o.pad_id)
-        is_eos_BC = tokens_BC == self.o.eos_id
+        partition_B1 = log_sum_exp(logits_BV, tf.reduce_max(logits_BV, 1))
+        log_probs_B1 = tf.gather(logits_BV, tokens_B1, batch_dims=1) - partition_B1
+        now_S = tf.range(dim(state.ids_BS, 1)) == state.time
+        newest_BS = tf.where(now_S, log_probs_B1, state.log_probs_BS)
+        # The second candidate, which can never live, fills the place of one that ends.
+        room = [[0, 0], [0, 1]]
+        scores_BC = tf.maximum(state.live_BJ + log_probs_B1, NEVER)
+        scores_BC = tf.pad(scores_BC, room, constant_values=float(NEVER))
+        tokens_BC = tf.pad(tokens_B1, room, constant_values=self.o.pad_id)
+        parents_BC, is_eos_BC = tf.zeros_like(tokens_BC), tokens_BC == self.o.eos_id
+        state = NestedMap(state, log_probs_BS=newest_BS)
         state = self._finish(state, length, scores_BC, parents_BC, is_eos_BC)
         return self._continue(state, scores_BC, parents_BC, tokens_BC, is_eos_BC), cache
+
+    def Results(self, state: NestedMap) -> NestedMap:
+        """See FlatBeamSearch."""
+        return NestedMap(super().Results(state), log_probs_BKT=state.log_probs_BS[:, tf.newaxis])
+
+    def _Weighed(self, logits_BV: tf.Tensor, cache: NestedMap) -> tf.Tensor:
+        """The logits that tokens are drawn by, from those of the model; -inf for what may not be drawn."""
+        del cache
+        return logits_BV
+
+    def _NothingFound(self, max_lengths_B: tf.Tensor) -> NestedMap:
+        found = super()._NothingFound(max_lengths_B)
+        return NestedMap(found, log_probs_BKT=tf.zeros_like(found.ids_BKT, tf.float32))
 
 
 def settings_of(sampling: Sampling, seeds_B: tf.Tensor) -> NestedMap:

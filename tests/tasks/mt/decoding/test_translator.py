@@ -159,6 +159,9 @@ def test_drawn_translations_depend_on_line_and_seed_alone(vocab, lines):
     alone, together = (in_batches(one, lines, size) for size in (1, 41))
     assert alone.translations == together.translations
     np.testing.assert_allclose(alone.scores, together.scores, rtol=1e-5)
+    assert (np.diff(together.scores, axis=1) <= 0).all()  # best first
+    different = [first != second for first, second in together.translations]
+    assert sum(different) > 30  # though they are of one line
     other = drawn(4).Translate(lines)
     assert sum(a != b for a, b in zip(other.translations, together.translations)) > 30
     assert together.translations[30:32] == [["", ""]] * 2 and not together.scores[30:32].any()

@@ -19,23 +19,24 @@ _ROWS, _J, _LONGEST = 500, 3, 6
     tf.TensorSpec([None]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([None]), tf.TensorSpec([None, 2], tf.int32)
 ])  # fmt: skip
 def _search(temperature_B, top_k_B, top_p_B, seed_B2):
-    options = SearchOptions(beam_size=_J, top_k=_J, length_alpha=0.0)
+    options = SearchOptions(beam_size=1, length_alpha=0.0)
     search = SampledSearch(_LONGEST, options, np.arange(6) != 5)  # the last word is forbidden
 
     def step(ids, cache, time, mask):
         logits = tf.constant(_LOGITS, tf.float32)
-        return tf.tile(logits[tf.newaxis, tf.newaxis], [tf.shape(ids)[0], _J, 1]), cache
+        return tf.tile(logits[tf.newaxis, tf.newaxis], [tf.shape(ids)[0], 1, 1]), cache
 
     settings = NestedMap(temperature=temperature_B, top_k=top_k_B, top_p=top_p_B, seed=seed_B2)
-    cache, letters = NestedMap(sampling=settings), NestedMap(sampling=LETTERS)
+    cache, letters = NestedMap(settings=settings), NestedMap(settings=LETTERS)
     return search.Run(step, cache, tf.fill(tf.shape(top_k_B), _LONGEST), letters)
 
 
 def _run(sampling: Sampling, rows: int = _ROWS) -> NestedMap:
-    s = settings_of(sampling, tf.range(rows) * 7919)
-    return NestedMap(_search(s.temperature, s.top_k, s.top_p, s.seed)).Transform(
-        lambda x: x.numpy()
-    )
+    """_J texts for each of the rows, [rows, _J, ...]."""
+    s = settings_of(sampling, tf.range(rows * _J) * 7919)
+    found = NestedMap(_search(s.temperature, s.top_k, s.top_p, s.seed))
+    del found.steps
+    return found.Transform(lambda x: x.numpy().reshape(rows, _J, *x.shape[2:]))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
@@ -45,14 +46,17 @@ def test_tokens_have_the_models_probabilities_and_texts_their_scores(temperature
     first = found.ids_BKT[:, :, 0].ravel()
     shares = [np.mean(first == token) for token in (2, 3, 4)]
     np.testing.assert_allclose(shares, allowed / allowed.sum(), atol=4 * 0.5 / 1500**0.5)
-    for ids, length, score in zip(
-        found.ids_BKT.reshape(-1, _LONGEST), found.lengths_BK.ravel(), found.scores_BK.ravel()
+    for ids, length, score, log_probs in zip(
+        found.ids_BKT.reshape(-1, _LONGEST),
+        found.lengths_BK.ravel(),
+        found.scores_BK.ravel(),
+        found.log_probs_BKT.reshape(-1, _LONGEST),
     ):
         assert ids[length - 1] == 2 and set(ids[: length - 1]) <= {3, 4} and not ids[length:].any()
         # By the model, also where it had no choice: at the limit of length.
         assert score == pytest.approx(_LOGITS[ids[:length]].sum(), abs=1e-4)
+        np.testing.assert_allclose(log_probs[:length], _LOGITS[ids[:length]], atol=1e-5)
     assert (found.lengths_BK == _LONGEST).any() and (found.lengths_BK == 1).any()
-    assert (np.diff(found.scores_BK, axis=1) <= 0).all()  # best first
 
 
 def test_texts_of_a_row_are_independent_and_depend_on_the_seed_alone():
