@@ -45,17 +45,25 @@ def shardings(shape: Sequence[int], mesh: Mesh) -> list[DimsMapping]:
     return found
 
 
-def check_pairs(fn: Callable[..., Any], *args: np.ndarray, mesh: Mesh = ROW) -> None:
+def check_pairs(
+    fn: Callable[..., Any],
+    *args: np.ndarray,
+    mesh: Mesh = ROW,
+    reference: Callable[..., Any] | None = None,
+) -> None:
     """Asserts that known faults name the pairs whose results or gradients are not those of one device, and no others.
 
     Args:
         fn: of tensors to one tensor, without annotations.
         args: each is sharded in turn, while the others are replicated.
         mesh: of one axis, or of two that are alike.
+        reference: what computes the same on one device, where TensorFlow's kernels refuse to compute `fn`.
     """
-    (result,) = run_single(lambda *tensors: [fn(*tensors)], args, mesh, jit_compile=False)
+    reference = reference or fn
+    (result,) = run_single(lambda *tensors: [reference(*tensors)], args, mesh, jit_compile=False)
     values = [*args, floats(*result.shape, seed=7)]
     differentiated = _Differentiated(fn, values)
+    expected = _Differentiated(reference, values)
     first = mesh.axis_names[0]
     for number, arg in enumerate(args):
         of_argument = functools.partial(_Pair, differentiated, mesh, number)
@@ -64,7 +72,8 @@ def check_pairs(fn: Callable[..., Any], *args: np.ndarray, mesh: Mesh = ROW) -> 
             if next(filter(None, operand), first)[0] == first:  # The other half is alike.
                 # Of one sharding of the operand alone: others in its program would change what XLA does.
                 pairs = [of_argument(operand, r) for r in shardings(result.shape, mesh)]
-                want = want or _on_one_device(pairs[0], values, mesh)
+                alone = replace(pairs[0], differentiated=expected.fn)
+                want = want or _on_one_device(alone, values, mesh)
                 wrong, named = _wrong_and_named(pairs, values, want)
                 assert wrong == named, f"argument {number} sharded as {operand}"
 
@@ -178,21 +187,24 @@ def _wrong_and_named(
         compiled = engine.Compile(lowered, _OPTIONS | dump_options(directory))
         faults = known_faults(parse_module(read_before(directory)))
     wrong = {i for i, got in enumerate(engine.Get(compiled(*values))) if not _equal(got, want)}
-    named = set()
-    for fault in faults:
-        at = {int(n) for n in re.findall(r"pair_(\d+)_", fault.op)}
-        named |= at & wrong if fault.is_conditional else at  # a start in range is right
+    named = {
+        int(n)
+        for fault in faults
+        if wrong or not fault.is_conditional  # from a start in range every pair is right
+        for n in re.findall(r"pair_(\d+)_", fault.op)
+    }
     return [pairs[i].result for i in sorted(wrong)], [pairs[i].result for i in sorted(named)]
 
 
-def _on_one_device(pair: _Pair, values: Sequence[np.ndarray], mesh: Mesh) -> Sequence[np.ndarray]:
+def _on_one_device(
+    fn: Callable[..., list[tf.Tensor]], values: Sequence[np.ndarray], mesh: Mesh
+) -> Sequence[np.ndarray]:
     """The result and the gradients by TensorFlow's kernels; by XLA where TensorFlow has none, as for the gradients of
     dilated convolutions on some processors."""
-    again = replace(pair, differentiated=pair.differentiated.fn)
     try:
-        return run_single(again, values, mesh, jit_compile=False)
+        return run_single(fn, values, mesh, jit_compile=False)
     except tf.errors.InvalidArgumentError:
-        return run_single(again, values, mesh)
+        return run_single(fn, values, mesh)
 
 
 def _equal(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> bool:

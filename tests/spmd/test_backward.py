@@ -1,9 +1,10 @@
 """Operations forward and backward, under every pair of shardings of an operand and of the result."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from backward_operations import OPERATIONS
-from sharding_pairs import GRID, check_pairs
+from sharding_pairs import GRID, ROW, check_pairs
 from spmd_case import floats, ints
 
 from lingvo_moe.core.engine.lowering import embedding
@@ -50,6 +51,18 @@ def test_indices_over_two_axes(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations(name):
     check_pairs(*OPERATIONS[name])
+
+
+@pytest.mark.parametrize("mesh", [ROW, GRID], ids=str)
+def test_slices_from_beyond_the_end(mesh):
+    """Every pair that is named where a start is out of range is wrong, and no other."""
+    check_pairs(
+        lambda x, start: tf.slice(x, start, [8, 4]),
+        X,
+        np.array([11, 7], np.int32),
+        mesh=mesh,
+        reference=lambda x, start: tf.slice(x, tf.clip_by_value(start, 0, [4, 4]), [8, 4]),
+    )
 
 
 def test_strided_slices_as_tensorflow_writes_their_gradients(monkeypatch):
