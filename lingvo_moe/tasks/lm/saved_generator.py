@@ -218,8 +218,8 @@ class SavedGenerator(SavedFunctions, Texts):
         super().__init__(path)
         self.generate = self._loaded.generate
         if (file := local(path) / TOKENIZER).is_file():
-            self.vocabulary = JsonVocabulary(file.read_bytes(), file)
-            self.vocabulary.tidied = check_tidied(self.about.get("tidied", 0), path)
+            tidied = check_tidied(self.about.get("tidied", 0), path)
+            self.vocabulary = JsonVocabulary(file.read_bytes(), file, tidied)
         if self.options.beam_size == 1:
             self.begin, self.more = self._loaded.begin, self._loaded.more
         if self.vocabulary is None:

@@ -36,11 +36,13 @@ from lingvo_moe.tasks.text.data.scan import Scan, scan
 from lingvo_moe.tasks.text.data.tsv import reasons
 from lingvo_moe.tasks.text.runs.artifacts import (
     languages_of,
+    target_language_of,
     task_numbers,
     text_artifacts,
     tidied_of,
     vocabs_of,
 )
+from lingvo_moe.tasks.text.runs.run_dir import artifacts_of_vocabularies
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
     MIN_SENTENCES,
     VocabOptions,
@@ -62,7 +64,7 @@ class PackedInput(BaseInput):
     Attributes, after Prepare():
         vocabs: NestedMap(source, target) of Vocabulary.
         languages: `{lang: pairs}`.
-        target_language: its code, of prepared data; '' where it is not known.
+        target_language: its code, of prepared data or the run of `vocab_dir`; '' where it is not known.
         dropped: lines and pairs of the data that are not trained on, by reason; pairs longer than a row are not in it.
     """
 
@@ -100,8 +102,8 @@ class PackedInput(BaseInput):
         p.Define(
             "vocab_dir",
             "",
-            "source.model and target.model from tools.train_vocab; empty: those of prepared data, or trained from the "
-            "data.",
+            "source.model and target.model from tools.train_vocab, or RUN/vocab of another run; empty: those of "
+            "prepared data, or trained from the data.",
         )
         p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.", checks.IDS)
         p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.", checks.IDS)
@@ -174,15 +176,15 @@ class PackedInput(BaseInput):
             return self
         p = self.p
         self.CheckSource(p)
-        vocabs, tasks = (
-            (vocabs_of(artifacts), languages_of(artifacts)) if artifacts else (None,) * 2
-        )
+        tasks = languages_of(artifacts) if artifacts else None
         found = scan(p.data_dir, p.languages, progress, self._Field())
-        self._vocabs = self._find_vocabularies(found, progress, vocabs)
-        self._tidied = tidied_of(artifacts) if artifacts else found.tidied
+        # Vocabularies of another run come with what it knows of its texts.
+        run = artifacts or artifacts_of_vocabularies(p.vocab_dir) or RunArtifacts()
+        self._vocabs = self._find_vocabularies(found, progress, run)
+        self._tidied = max(tidied_of(run), 0 if artifacts else found.tidied)
         for vocabulary in self._vocabs.values():
             vocabulary.tidied = self._tidied
-        self.target_language = target_language(p.data_dir)
+        self.target_language = target_language(p.data_dir) or target_language_of(run)
         self._records = prepared_records(found, self._vocabs) or cached_records(
             found, self._vocabs, self._CacheDir(), progress
         )
@@ -233,10 +235,9 @@ class PackedInput(BaseInput):
         except RuntimeError as e:
             raise DataError(f"no cache directory: {e}; {_CACHE_REMEDY}") from e
 
-    def _find_vocabularies(
-        self, found: Scan, progress: Progress, given: Mapping[str, bytes] | None
-    ) -> NestedMap:
+    def _find_vocabularies(self, found: Scan, progress: Progress, run: RunArtifacts) -> NestedMap:
         p = self.p
+        given = vocabs_of(run) if run.files else None
         directory = p.vocab_dir or (found.prepared.vocab_dir if found.prepared else "")
         if given is None and not directory:
             options = VocabOptions(
@@ -253,7 +254,8 @@ class PackedInput(BaseInput):
                 found.prepared.VerifyVocabularies()
             vocabs = self._Load(directory, sides)
         else:
-            vocabs = NestedMap({side: open_vocabulary(given[side]) for side in _SIDES})
+            paths = {side: p.vocab_dir and f"{p.vocab_dir}/{side}.model" for side in _SIDES}
+            vocabs = NestedMap({side: open_vocabulary(given[side], paths[side]) for side in _SIDES})
             if given["source"] == given["target"]:
                 vocabs.source = vocabs.target
         self._check_sizes(vocabs, found)
@@ -325,12 +327,7 @@ class PackedInput(BaseInput):
         return f"--model_params_override='{';'.join(settings)}'"
 
     def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
-        one = vocabs.source is vocabs.target
-        wanted = {
-            side: self.p.Get(f"{side}_vocab_size")
-            for side in self.VOCAB_SETTINGS
-            if side == "target" or not one
-        }
+        wanted = {side: self.p.Get(f"{side}_vocab_size") for side in self.VOCAB_SETTINGS}
         wrong = {side: vocabs[side] for side, size in wanted.items() if vocabs[side].size != size}
         if not wrong:
             return

@@ -220,8 +220,10 @@ def cached_records(
         OSError: the cache cannot be written.
     """
     key = records_key(scan.fingerprint, vocabs)
-    # The key says nothing of whether sources were left out.
-    directory = Path(cache_dir) / f"shards-{key}{'-texts' * scan.texts}"
+    # The key says nothing of whether sources were left out, or texts tidied that are not tidy.
+    tidied = vocabs.target.tidied
+    more = "-texts" * scan.texts + f"-tidied{tidied}" * (tidied > scan.tidied)
+    directory = Path(cache_dir) / f"shards-{key}{more}"
     if directory.exists():
         # Processes verify at the same time; only those that find damage take turns, and look again.
         with contextlib.suppress(DataError, ManifestError, OSError):

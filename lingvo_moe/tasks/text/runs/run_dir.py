@@ -1,10 +1,14 @@
 """The run of a task over texts: vocabularies and languages beside what core/runs/run_dir.py has."""
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs import run_dir
 from lingvo_moe.core.runs.run_description import RunDirError
+from lingvo_moe.core.runs.run_lock import DESCRIPTION
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.artifacts import VOCAB_FILES, languages_of, tidied_of, vocabs_of
 from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
@@ -67,3 +71,14 @@ class RunDir(run_dir.RunDir):
                 f"e.g. of {kind.EXAMPLE}"
             )
         return task
+
+
+def artifacts_of_vocabularies(directory: str | os.PathLike) -> RunArtifacts | None:
+    """The artifacts of the run that keeps its vocabularies in a directory, RUN/vocab; None for another directory.
+
+    Raises RunDirError: the run is damaged.
+    """
+    directory = Path(directory)
+    if directory.name != "vocab" or not (directory.parent / DESCRIPTION).is_file():
+        return None
+    return RunDir(directory.parent, "input.vocab_dir").artifacts

@@ -25,9 +25,7 @@ class JsonVocabulary:
     the end, which padding's place tells apart, and a missing unk_id is -1. A text that spells a mark is text.
     """
 
-    tidied = 0
-
-    def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None):
+    def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None, tidied: int = 0):
         """`model_bytes` are as Load makes them. Raises DataError: they are not, or the library is not installed."""
         where = path or NAME
         try:
@@ -38,6 +36,7 @@ class JsonVocabulary:
                 f"{where}: is read by the library tokenizers, which is not installed: {how}"
             ) from e
         self.model_bytes, self.path = model_bytes, Path(path) if path else None
+        self.tidied = tidied
         with quiet(DataError), _library(f"{where}: no tokenizer, or damaged"):
             about = json.loads(model_bytes)
             self._tokenizer = Tokenizer.from_str(json.dumps(about[NAME]))

@@ -50,11 +50,10 @@ class Vocabulary:
         tidied: the version of tidy_text that texts go through first, as those that it was trained on; 0: none.
     """
 
-    tidied = 0
     pad_id, bos_id, eos_id, unk_id = PAD_ID, BOS_ID, EOS_ID, UNK_ID
 
-    def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None):
-        self.model_bytes = model_bytes
+    def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None, tidied: int = 0):
+        self.model_bytes, self.tidied = model_bytes, tidied
         self.path = Path(path) if path else None
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -108,9 +107,8 @@ def open_vocabulary(
     model_bytes: bytes, path: str | os.PathLike | None = None, tidied: int = 0
 ) -> Vocabulary | JsonVocabulary:
     """The vocabulary of a run, whose bytes are a SentencePiece model's or a JsonVocabulary's. Raises as these."""
-    found = (JsonVocabulary if model_bytes.startswith(b"{") else Vocabulary)(model_bytes, path)
-    found.tidied = tidied
-    return found
+    kind = JsonVocabulary if model_bytes.startswith(b"{") else Vocabulary
+    return kind(model_bytes, path, tidied)
 
 
 def check_symbols(symbols: Sequence[str]) -> None:

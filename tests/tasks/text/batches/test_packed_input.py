@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from made_up_languages import SIZES, write_corpus
 from refusals import refuses
 
+from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.text.batches.lengths import Lengths, measure
@@ -16,6 +17,7 @@ from lingvo_moe.tasks.text.batches.rows_of_pairs import MAX_WAITING
 from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
+from lingvo_moe.tasks.text.runs.run_dir import RunDir
 
 
 @pytest.fixture(scope="module")
@@ -349,6 +351,40 @@ def test_goes_on_with_the_vocabularies_of_the_run(params, tmp_path, monkeypatch)
         params.Copy().Set(source_vocab_size=350).Instantiate().Prepare(
             artifacts=text_artifacts(vocabs)
         )
+
+
+def test_vocabularies_of_another_run_come_with_what_it_knows_of_its_texts(
+    params, ready, tmp_path, caplog
+):
+    vocabs = ready.vocabs.Transform(lambda v: v.model_bytes)
+    run = RunDir(tmp_path / "run")
+    run.Write("mt.M4Tiny", "", text_artifacts(vocabs, (), "zh", 2))
+    shutil.copytree(run.path / "vocab", tmp_path / "vocab")
+    pairs = list(tsv.read_pairs(Path(params.data_dir) / "aa.tsv.gz"))[:50]
+    (tmp_path / "data").mkdir()
+    lines = (f"{source[:2]}\u00ad{source[2:]}\t{target}\n" for source, target in pairs)
+    (tmp_path / "data" / "de.tsv").write_text("".join(lines))
+
+    def prepare(vocab_dir: Path, artifacts: RunArtifacts | None = None) -> MtInput:
+        places = {"data_dir": str(tmp_path / "data"), "vocab_dir": str(vocab_dir)}
+        return params.Copy().Set(**places).Instantiate().Prepare(artifacts=artifacts)
+
+    def sources(inputs: MtInput) -> list[list[int]]:
+        return [inputs.records.Read(0, i)[0].tolist() for i in range(len(pairs))]
+
+    tidy = [ready.vocabs.source.Encode(source) for source, _ in pairs]
+    assert sources(prepare(tmp_path / "vocab")) != tidy  # it says nothing of texts
+    caplog.clear()
+    inputs = prepare(run.path / "vocab")
+    assert sources(inputs) == tidy and not caplog.records
+    assert inputs.Artifacts() == text_artifacts(vocabs, ["de"], "zh", 2)
+    assert sources(prepare(run.path / "vocab", inputs.Artifacts())) == tidy
+    untidy = text_artifacts(vocabs, ["de"])
+    assert sources(prepare(run.path / "vocab", untidy)) != tidy  # a run that began without
+    with pytest.raises(DataError, match=r"run/vocab/source\.model has 400 ids, but input\.source_"):
+        params.Copy().Set(
+            source_vocab_size=350, vocab_dir=str(run.path / "vocab")
+        ).Instantiate().Prepare()
 
 
 def test_a_cache_that_cannot_be_made(params, tmp_path, monkeypatch):
