@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 TESTS ?=
 # make test has a process for each of these, after lint, which one core does, and one for all other tests, since a process
 # keeps programs that TensorFlow compiled until it ends. The shortest comes last. See tests/run_parts.py.
-PARTS := tests/spmd/test_[a-d]* tests/core/p* tests/spmd/test_[e-z]* tests/tasks/mt/test_* tests/core/[m-oq-z]* \
+PARTS := tests/spmd/test_[a-d]* tests/analysis tests/core/p* tests/spmd/test_[e-z]* tests/tasks/mt/test_* tests/core/[m-oq-z]* \
   tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/text tests/tasks/mt/[e-s]* tests/tasks/image \
   tests/tools tests/tasks/lm tests/house
 # For make fuzz: a program of five expressions takes about half a second.
@@ -29,7 +29,7 @@ NUMBERS ?= 400
 END ?= low
 ENDS := tests/test_toy_task.py tests/core/engine/checkpoints/test_checkpoints.py \
   tests/core/engine/lowering/test_lowering.py tests/core/engine/lowering/test_bridge_kernels.py \
-  tests/core/engine/aot/test_aot.py tests/core/auto_shard/test_auto_shard_solver.py \
+  tests/analysis/programs/aot/test_aot.py tests/analysis/search/auto_shard/test_auto_shard_solver.py \
   tests/tasks/image/input tests/tasks/text/batches/test_records.py tests/tasks/text/vocabulary/test_vocabulary.py \
   tests/tasks/text/preparing/test_scripts.py tests/tasks/text/data/test_opening.py tests/tasks/mt/quality/test_scoring.py \
   tests/tasks/text/serving/test_server.py tests/tools/test_report_tool.py \

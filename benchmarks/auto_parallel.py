@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from benchmarks.compile_time import host
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.auto_shard.strategy import Strategy, mapping_text
+from lingvo_moe.analysis.plans.network.mesh_machine import CPU
+from lingvo_moe.analysis.search.auto_shard.strategy import Strategy, mapping_text
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.engine.devices import request_cpu_devices
@@ -27,7 +28,6 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
 from lingvo_moe.core.pages.tables import Table, markdown, words
-from lingvo_moe.core.planner.network.mesh_machine import CPU
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.model import ImageClassifier
 from tools import _cli

@@ -20,22 +20,22 @@ from scipy.stats import spearmanr
 
 from benchmarks.compile_time import host
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.auto_shard import solver
-from lingvo_moe.core.auto_shard.strategy import Strategy
+from lingvo_moe.analysis.plans.costs import costs
+from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.ring import VIRTUAL_CPU
+from lingvo_moe.analysis.plans.network.mesh_machine import CPU
+from lingvo_moe.analysis.plans.tables import execution_seconds
+from lingvo_moe.analysis.programs.hlo.module import parse_module
+from lingvo_moe.analysis.programs.partitioner.known_faults import OFF
+from lingvo_moe.analysis.search.auto_shard import solver
+from lingvo_moe.analysis.search.auto_shard.strategy import Strategy
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.engine.devices import request_cpu_devices
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
-from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.pages.tables import Table, markdown, words
-from lingvo_moe.core.partitioner.known_faults import OFF
-from lingvo_moe.core.planner.costs import costs
-from lingvo_moe.core.planner.machines.base import Machine
-from lingvo_moe.core.planner.machines.ring import VIRTUAL_CPU
-from lingvo_moe.core.planner.network.mesh_machine import CPU
-from lingvo_moe.core.planner.tables import execution_seconds
 from lingvo_moe.core.sharding import Mesh
 from tools import _cli
 

@@ -79,10 +79,10 @@ def run(devices: list[int], rounds: int) -> dict[str, Any]:
 def measure(path: Path, name: str) -> None:
     """Writes the figures of one lowering and compilation to `path`; runs in a process of its own."""
     _cli.load_tensorflow()
+    from lingvo_moe.analysis.plans import step_plan
+    from lingvo_moe.analysis.programs.aot import aot
     from lingvo_moe.core.config import registry
-    from lingvo_moe.core.engine.aot import aot
     from lingvo_moe.core.engine.lowering.lowering import lower_step
-    from lingvo_moe.planning import step_plan
 
     request = step_plan.Request(**asdict(REQUESTS[name]))
     devices = aot.devices_of(request.topology)  # loads the compiler

@@ -130,7 +130,7 @@ def measure(form: str, program: str, partitions: int) -> None:
     lowered, num_bytes = trace(program, partitions)
     traced = time.perf_counter()
     if form == "spmd_tpu":
-        from lingvo_moe.core.engine.aot import aot
+        from lingvo_moe.analysis.programs.aot import aot
 
         aot.devices_of(TOPOLOGIES[partitions])  # loads the compiler
         compiled = aot.compile_for_topology(lowered, TOPOLOGIES[partitions])

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.core.planner.machines.machine import parse_machine
+    from lingvo_moe.analysis.plans.machines.machine import parse_machine
 
     machine = parse_machine(args.topology)
     with _cli.Progress() as progress:
@@ -55,15 +55,16 @@ def _run(args: Flags) -> int:
 
 def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     """Every layout that can be compiled."""
+    from lingvo_moe.analysis.plans import step_plan
+    from lingvo_moe.analysis.plans.measuring import measured_step
+    from lingvo_moe.analysis.plans.result_cache import cached_plan
+    from lingvo_moe.analysis.search import parallelizing
+    from lingvo_moe.analysis.search.strategies.candidate import Candidate
+    from lingvo_moe.analysis.search.strategies.estimates import Correction
+    from lingvo_moe.analysis.search.strategies.mesh_layout import layouts
+    from lingvo_moe.analysis.search.strategies.space import Space
+    from lingvo_moe.analysis.search.strategies.workload import read_workload
     from lingvo_moe.core.config import registry
-    from lingvo_moe.core.strategies.candidate import Candidate
-    from lingvo_moe.core.strategies.estimates import Correction
-    from lingvo_moe.core.strategies.mesh_layout import layouts
-    from lingvo_moe.core.strategies.space import Space
-    from lingvo_moe.core.strategies.workload import read_workload
-    from lingvo_moe.planning import parallelizing, step_plan
-    from lingvo_moe.planning.measuring import measured_step
-    from lingvo_moe.planning.result_cache import cached_plan
 
     params = registry.GetParams(args.model, args.model_params_override)
     work = read_workload(params)

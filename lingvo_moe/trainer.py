@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lingvo_moe.analysis.search.found_strategy import with_found_strategy
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console.command import run as run_command, say
 from lingvo_moe.core.console.flags import Flags, join_overrides
@@ -27,7 +28,6 @@ from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import find_held_lock
 from lingvo_moe.core.runs.time_record import OTHER, PREPARATION, TimeRecord
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.planning.found_strategy import with_found_strategy
 from lingvo_moe.training.beginning import Job, Run, initial_weights, prepare, undo_refused
 from lingvo_moe.training.checks import (
     UsageError,
@@ -229,10 +229,10 @@ def smaller_job(of: Job) -> Job:
 
 def train_model(of: Job) -> int:
     """Trains one model, in a job whose processes are connected."""
+    from lingvo_moe.analysis.search.layouts import fastest_here, proposing
     from lingvo_moe.core.engine import devices, gpu_settings
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.planning.layouts import fastest_here, proposing
     from lingvo_moe.training.memory import Share, check_memory
 
     args = of.args
@@ -275,7 +275,7 @@ def verify_step(of: Job, mesh: Mesh, on_cpu: bool) -> None:
         UsageError: the mesh has one device, or the devices are not those of one CPU process. Other devices round
             differently.
     """
-    from lingvo_moe.inspecting.verifying import verify_model
+    from lingvo_moe.analysis.explain.verifying import verify_model
 
     if mesh.size == 1:
         raise UsageError(

@@ -45,10 +45,10 @@ from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh, use
 from lingvo_moe.core.sharding.redistribution import plan_redistribution, redistribute
 
 if TYPE_CHECKING:  # they import the engine
-    from lingvo_moe.core.auto_shard.function import auto_shard
+    from lingvo_moe.analysis.explain.explaining import explain, get_sharding
+    from lingvo_moe.analysis.explain.verifying import verify
+    from lingvo_moe.analysis.search.auto_shard.function import auto_shard
     from lingvo_moe.core.engine.eager.functional import shard_function
-    from lingvo_moe.inspecting.explaining import explain, get_sharding
-    from lingvo_moe.inspecting.verifying import verify
 
 __all__ = [
     "Mesh",
@@ -75,11 +75,11 @@ __all__ = [
     "verify",
 ]
 _LATER = {
-    "auto_shard": "lingvo_moe.core.auto_shard.function",
-    "explain": "lingvo_moe.inspecting.explaining",
-    "get_sharding": "lingvo_moe.inspecting.explaining",
+    "auto_shard": "lingvo_moe.analysis.search.auto_shard.function",
+    "explain": "lingvo_moe.analysis.explain.explaining",
+    "get_sharding": "lingvo_moe.analysis.explain.explaining",
     "shard_function": "lingvo_moe.core.engine.eager.functional",
-    "verify": "lingvo_moe.inspecting.verifying",
+    "verify": "lingvo_moe.analysis.explain.verifying",
 }
 
 

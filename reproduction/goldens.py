@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.analysis.plans import golden
 from lingvo_moe.core.files import files
-from lingvo_moe.core.planner import golden
 
 COMPILE_TIME = "compile_time"  # benchmarks/compile_time.py's, beside the plans
 _HOLDERS = 12
@@ -85,7 +85,7 @@ def _dump(value: Any) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """One sentence for each difference of `new` from the recorded `old`; see core/planner/golden.py."""
+    """One sentence for each difference of `new` from the recorded `old`; see analysis/plans/golden.py."""
     out = []
     was, now = old["topology"]["name"], new["topology"]["name"]
     if was != now:

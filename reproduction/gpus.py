@@ -2,7 +2,7 @@
 
 import itertools
 
-from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
+from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS
 
 from . import measures, paper, requests, text
 from .measures import Plan, Plans

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import linear_regression
 from typing import Any
 
+from lingvo_moe.analysis.plans.figures import Plan as Plan, needed
 from lingvo_moe.core.console import units
-from lingvo_moe.core.planner.figures import Plan as Plan, needed
 
 from . import text
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
+from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS
 
 from .requests import Wanted
 

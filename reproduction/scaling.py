@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.core.planner.machines.topology import Topology
-from lingvo_moe.core.planner.network import interconnect as network
+from lingvo_moe.analysis.plans.machines.topology import Topology
+from lingvo_moe.analysis.plans.network import interconnect as network
 
 from . import measures, paper, requests, text, thresholds
 from .measures import Plan, Plans

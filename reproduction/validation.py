@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.analysis.plans import tables
+from lingvo_moe.analysis.plans.machines import pace
+from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.core.console import units
 from lingvo_moe.core.pages import rendering
 from lingvo_moe.core.pages.tables import Table, markdown, numbers, words
-from lingvo_moe.core.planner import tables
-from lingvo_moe.core.planner.machines import pace
-from lingvo_moe.core.planner.machines.machine import parse_machine
 
 from . import goldens, published, text
 from .published import ROWS, Row

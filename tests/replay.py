@@ -105,8 +105,8 @@ def _git(*arguments: str) -> None:
 
 def _small(model: str) -> tuple[Any, Any]:
     """The shrunk Params of an experiment, and its mesh of eight devices."""
+    from lingvo_moe.analysis.explain.verifying import shrunk
     from lingvo_moe.core.config import registry
-    from lingvo_moe.inspecting.verifying import shrunk
     from lingvo_moe.training.meshes import make_mesh
 
     mesh = make_mesh(registry.GetParams(model), "", _DEVICES)

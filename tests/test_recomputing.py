@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from lingvo_moe.analysis.explain import verifying
+from lingvo_moe.analysis.plans import step_plan
+from lingvo_moe.analysis.plans.machines.topology import Topology
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.sharding import Mesh, single_device
 from lingvo_moe.core.task.inspect import bytes_per_device
-from lingvo_moe.inspecting import verifying
-from lingvo_moe.planning import step_plan
 from lingvo_moe.training import memory as trainer_memory, recomputing
 from lingvo_moe.training.recomputing import Memory, chosen_form
 from lingvo_moe.training.same_run import run_difference

@@ -20,7 +20,7 @@ from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 import_tensorflow()
 import toy_task
 from lingvo_moe import trainer
-from lingvo_moe.planning import step_plan
+from lingvo_moe.analysis.plans import step_plan
 run, common = sys.argv[1], ["--model=toy_task.Line", "--mesh=data:8"]
 override = "train.summary_interval_steps=1;task.optimizer.learning_rate.constant_steps=1"
 train = [*common, f"--logdir={run}", "--num_devices=8", f"--model_params_override={override}"]

@@ -399,10 +399,10 @@ def test_an_evaluator_ends_where_the_newest_command_of_the_trainer_does(
     assert f"--model_params_override={taken}: from the run in {run}\n" in err
     assert "scored step 8, the last one (train.max_steps=8 is reached)" in err
     assert not commands and _scores(run)[-2:] == [6, 8]
-    damaged = (run / "train.txt").read_text().replace("max_steps : 8", "max_steps : 9")
-    (run / "train.txt").write_text(damaged)
+    damaged = (run / "train_params.txt").read_text().replace("max_steps : 8", "max_steps : 9")
+    (run / "train_params.txt").write_text(damaged)
     assert trainer.main([*flags, "--mode=eval"]) == 2
-    assert f"{run}/train.txt was changed or damaged" in capfd.readouterr().err
+    assert f"{run}/train_params.txt was changed or damaged" in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_goes_while_it_is_opened(reference, tmp_path, monkeypatch, capfd):

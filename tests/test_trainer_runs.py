@@ -20,6 +20,7 @@ from tensorboard.util import tensor_util
 from trainer_testing import flags, fork, losses, state
 
 from lingvo_moe import trainer
+from lingvo_moe.analysis.plans import step_plan
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
@@ -27,7 +28,6 @@ from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.runs.goodput import WASTED, account, read_segments
 from lingvo_moe.core.runs.time_record import RESTORE, SAVE, STARTUP, STEP
-from lingvo_moe.planning import step_plan
 from lingvo_moe.reproduction import expert_comparison
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ def test_the_run_learns_and_is_saved(reference):
         "program.json",
         "time.jsonl",
         "train",
-        "train.txt",
+        "train_params.txt",
     }  # no machine code
 
 

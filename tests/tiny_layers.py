@@ -1,7 +1,7 @@
 """The layers of mt.M4Tiny as they declare their parts, for tests of compiled text: a dense and an MoE layer a block."""
 
+from lingvo_moe.analysis.programs.hlo.parts import Layers
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.hlo.parts import Layers
 
 
 def tiny_layers(name: str) -> Layers:

@@ -10,16 +10,16 @@ import numpy as np
 import tensorflow as tf
 from equivalence import with_gradients
 
-from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.analysis.plans import tables
+from lingvo_moe.analysis.plans.costs import costs
+from lingvo_moe.analysis.plans.machines.machine import parse_machine
+from lingvo_moe.analysis.programs.aot import aot
+from lingvo_moe.analysis.programs.hlo.module import parse_module
+from lingvo_moe.analysis.programs.hlo.parts import Layers
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.hlo.module import parse_module
-from lingvo_moe.core.hlo.parts import Layers
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.planner import tables
-from lingvo_moe.core.planner.costs import costs
-from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 

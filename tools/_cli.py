@@ -154,7 +154,7 @@ def plan_cache(given: str | None) -> Path | None:
         if given:
             check_output_directory(given, "--cache_dir")
         return local(given) if given else None
-    from lingvo_moe.core.engine.aot import aot_cache
+    from lingvo_moe.analysis.programs.aot import aot_cache
 
     return aot_cache.default_cache_dir()
 
@@ -223,7 +223,7 @@ def beam_runner(args: Flags) -> "BeamRunner | None":
 
 
 def define_known_faults_flag(flags: Flags) -> None:
-    from lingvo_moe.core.partitioner import known_faults  # imports NumPy
+    from lingvo_moe.analysis.programs.partitioner import known_faults  # imports NumPy
 
     kinds = known_faults.ERROR, known_faults.ACTIONS
     flags.DEFINE_enum("known_faults", *kinds, known_faults.FLAG_HELP)

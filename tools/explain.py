@@ -19,8 +19,8 @@ from lingvo_moe.training.flags import MOST_DEVICES, define_experiment_flag
 from . import _cli
 
 if TYPE_CHECKING:  # they import NumPy
+    from lingvo_moe.analysis.programs.partitioner.explanation import Explanation
     from lingvo_moe.core.engine.lowering.program import Program
-    from lingvo_moe.core.partitioner.explanation import Explanation
 
 
 def define_flags() -> Flags:
@@ -80,8 +80,8 @@ def run(args: Flags) -> int:
 def make(args: Flags, say: Callable[[str], None]) -> "Explanation":
     """The explanation that the flags ask for; `say` receives progress."""
     _cli.load_tensorflow()
+    from lingvo_moe.analysis.explain import explaining
     from lingvo_moe.core.engine.lowering.program import Program
-    from lingvo_moe.inspecting import explaining
 
     program = Program.Load(args.program) if args.program else _lower(args, say)
     if not args.topology:
@@ -92,11 +92,11 @@ def make(args: Flags, say: Callable[[str], None]) -> "Explanation":
 
 def _lower(args: Flags, say: Callable[[str], None]) -> "Program":
     """The program of the experiment's training step."""
+    from lingvo_moe.analysis.plans.machines.machine import parse_machine
+    from lingvo_moe.analysis.plans.step_plan import topology_memory
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.loop.steps import train_step
     from lingvo_moe.core.engine.lowering.lowering import lower_step
-    from lingvo_moe.core.planner.machines.machine import parse_machine
-    from lingvo_moe.planning.step_plan import topology_memory
     from lingvo_moe.training.checks import strategy_override
     from lingvo_moe.training.memory import memory_of
     from lingvo_moe.training.meshes import check_divisible

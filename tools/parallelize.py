@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lingvo_moe.analysis.search.strategies.objectives import OBJECTIVES, SPEED
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.core.strategies.objectives import OBJECTIVES, SPEED
 from lingvo_moe.training.flags import define_experiment_flag
 
 from . import _cli
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from lingvo_moe.planning.parallelizing import Found
+    from lingvo_moe.analysis.search.parallelizing import Found
 
 # Virtual devices for the winner's run: two along each axis of a layout.
 _VERIFYING = 16
@@ -90,7 +90,7 @@ def run(args: Flags) -> int:
         _cli.load_tensorflow()
         if args.devices or args.verify:
             _cli.request_devices(max(args.devices or 0, _VERIFYING if args.verify else 0))
-        from lingvo_moe.planning.parallelizing import NoneFits
+        from lingvo_moe.analysis.search.parallelizing import NoneFits
 
         try:
             found = progress.Watch(lambda: searched(args, cache, progress))
@@ -107,7 +107,7 @@ def run(args: Flags) -> int:
 
 def searched(args: Flags, cache: Path | None, say: Callable[[str], None]) -> "Found":
     """The search that the flags ask for."""
-    from lingvo_moe.planning import parallelizing
+    from lingvo_moe.analysis.search import parallelizing
 
     search = parallelizing.Search(
         model=args.model,

@@ -22,13 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.analysis.plans.machines.machine import parse_machine
+from lingvo_moe.analysis.plans.machines.prices import check_prices, kind_of, priced, read_prices
+from lingvo_moe.analysis.plans.machines.slices import machines
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.mistakes import is_refusal, places
-from lingvo_moe.core.planner.machines.machine import parse_machine
-from lingvo_moe.core.planner.machines.prices import check_prices, kind_of, priced, read_prices
-from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.topology_names import TopologyName
 from lingvo_moe.training.checks import strategy_override
 from lingvo_moe.training.flags import define_experiment_flag, define_strategy_flag
@@ -142,8 +142,8 @@ def run(args: Flags) -> int:
     plans = [*new, *(priced(plan, prices) for plan in old)]
     from rich.console import Console
 
+    from lingvo_moe.analysis.plans import report
     from lingvo_moe.core.files import files
-    from lingvo_moe.core.planner import report
 
     # Files first: minutes of work must not be lost because the terminal is gone.
     if args.html:
@@ -238,8 +238,8 @@ def make(
     args: Flags, topology: str, variant: str, cache: Path | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The plan of one machine and one variant."""
-    from lingvo_moe.planning import step_plan
-    from lingvo_moe.planning.layouts import command_of, proposing
+    from lingvo_moe.analysis.plans import step_plan
+    from lingvo_moe.analysis.search.layouts import command_of, proposing
 
     override = strategy_override(args, variant.strip())
     named = args.With(

@@ -22,8 +22,8 @@ from lingvo_moe.training.flags import define_experiment_flag, define_strategy_fl
 from . import _cli
 
 if TYPE_CHECKING:  # it imports NumPy
+    from lingvo_moe.analysis.explain.verifying import Verified
     from lingvo_moe.core.sharding import Mesh
-    from lingvo_moe.inspecting.verifying import Verified
 
 _MOST_DEVICES = 64  # virtual devices, all of which run a step
 
@@ -54,9 +54,9 @@ def run(args: Flags) -> int:
 def verified(args: Flags, say: Callable[[str], None]) -> "Iterator[tuple[Mesh, Verified]]":
     """The mesh, or that of each layout, and what was compared on it."""
     _cli.load_tensorflow()
+    from lingvo_moe.analysis.explain import verifying
+    from lingvo_moe.analysis.search.layouts import layouts, proposing
     from lingvo_moe.core.config import registry
-    from lingvo_moe.inspecting import verifying
-    from lingvo_moe.planning.layouts import layouts, proposing
     from lingvo_moe.training.meshes import check_divisible
 
     overrides = [strategy_override(args)]

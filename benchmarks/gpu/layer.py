@@ -201,7 +201,7 @@ def _is_routed(found: Point) -> bool:
 def _device() -> dict[str, Any]:
     import jax
 
-    from lingvo_moe.core.planner.machines.peaks import peak_flops
+    from lingvo_moe.analysis.plans.machines.peaks import peak_flops
 
     first = jax.devices()[0]
     kind = first.device_kind

@@ -334,7 +334,7 @@ class BaseLayer:
             child._prefix_path(prefix)
 
     def DeclaredParts(self) -> dict[str, tuple[str, str]]:
-        """The part and the name of this layer and of each below it in plans, by path (core/hlo/parts.py)."""
+        """The part and the name of this layer and of each below it in plans, by path."""
         return self._declared_parts("", "")
 
     def _declared_parts(self, part: str, name: str) -> dict[str, tuple[str, str]]:

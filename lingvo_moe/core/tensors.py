@@ -112,7 +112,7 @@ def with_gradient_if(condition: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., Any]:
     """`tf.custom_gradient`, its gradient in the scope gradient_tape/<that of the call>.
 
-    Without such a name, plans would attribute the gradient's work to another part of the model (core/hlo/parts.py).
+    Without such a name, plans would attribute the gradient's work to another part of the model.
     """
 
     @functools.wraps(fn)

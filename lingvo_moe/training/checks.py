@@ -2,6 +2,7 @@
 
 import os
 
+from lingvo_moe.analysis.search.strategies.strategy_file import read_overrides
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.flags import Flags, join_overrides
@@ -9,7 +10,6 @@ from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.files.paths import absolute, check_local
 from lingvo_moe.core.files.store import check_place, is_address
 from lingvo_moe.core.runs.directories import check_addable, check_logdir, check_writable
-from lingvo_moe.core.strategies.strategy_file import read_overrides
 
 # Flags that set a parameter of the experiment.
 _SHORT_FOR = {"mesh": "train.mesh", "max_steps": "train.max_steps", "data_dir": "input.data_dir"}

@@ -3,14 +3,14 @@
 import os
 from collections.abc import Sequence
 
+from lingvo_moe.analysis.programs.partitioner import known_faults
+from lingvo_moe.analysis.search.strategies.strategy_file import AUTO, LAYOUTS
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.console.flags import BEST_HELP, Flags
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine import launchers
 from lingvo_moe.core.engine.base import ENGINES, EngineError
-from lingvo_moe.core.partitioner import known_faults
-from lingvo_moe.core.strategies.strategy_file import AUTO, LAYOUTS
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 
+from lingvo_moe.analysis.plans.memory.state import held, least_activations
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console import units
@@ -15,7 +16,6 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.pipeline.params import micro_batches_of
-from lingvo_moe.core.planner.memory.state import held, least_activations
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import SLOTS, WEIGHTS
 from lingvo_moe.core.task.base_task import BaseTask

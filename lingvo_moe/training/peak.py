@@ -5,9 +5,9 @@ import time
 
 import tensorflow as tf
 
+from lingvo_moe.analysis.plans.machines.peaks import peak_flops
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.engine import devices
-from lingvo_moe.core.planner.machines.peaks import peak_flops
 
 _SIZE = 1024  # of matrices that are multiplied to measure a CPU
 

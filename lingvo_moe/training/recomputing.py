@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
+from lingvo_moe.analysis.plans.memory.state import held, parts_of_batch
+from lingvo_moe.analysis.plans.memory.step_bytes import BESIDE
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.console import units
@@ -16,8 +18,6 @@ from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of
-from lingvo_moe.core.planner.memory.state import held, parts_of_batch
-from lingvo_moe.core.planner.memory.step_bytes import BESIDE
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.forms import Forms
 from lingvo_moe.core.task.step import Step

@@ -22,10 +22,10 @@ from rich.console import Console
 from trainer_testing import write_corpus
 
 from lingvo_moe import trainer
+from lingvo_moe.analysis.plans import report
+from lingvo_moe.analysis.plans.machines.topology import CHIPS
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console import units
-from lingvo_moe.core.planner import report
-from lingvo_moe.core.planner.machines.topology import CHIPS
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task import inspect
 from lingvo_moe.training import flags as trainer_flags
@@ -257,7 +257,7 @@ def _tree() -> frozenset[str]:
 # Files that commands write, and files of the reader.
 _MADE = re.compile(
     r"(demo|run|saved_model|cache|RUN|CORPUS|DATA|TEXTS|records|BILINGUAL|MODEL|DIR|corpus|dev|vocab|texts|comet|eval|checkpoints|compiled|train|assets\.extra)/"
-    r"|(report|experiment|evaluations|program|plan|corpus|translator|manifest|metrics|comet|prepared|results|tokenizer|tokenizer_config)\.json|params\.txt|lines\.txt"
+    r"|(report|experiment|evaluations|program|plan|corpus|translator|manifest|metrics|comet|prepared|results|tokenizer|tokenizer_config)\.json|(train_)?params\.txt|lines\.txt"
 )
 
 
@@ -409,9 +409,10 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter():
 @pytest.mark.parametrize("absent, modules", [
     ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
     ("tensorflow jax", "core.engine.lowering.specs core.engine.lowering.signature"),
-    ("tensorflow jax", "core.planner.costs core.planner.memory.breakdown core.planner.report"),
-    ("tensorflow jax", "core.planner.golden core.planner.network.interconnect core.planner.machines.topology"),
-    ("tensorflow jax", "core.hlo.module core.hlo.parts core.partitioner.known_faults"),
+    ("tensorflow jax", "analysis.plans.costs analysis.plans.memory.breakdown analysis.plans.report"),
+    ("tensorflow jax", "analysis.plans.golden analysis.plans.network.interconnect analysis.plans.machines.topology"),
+    ("tensorflow jax", "analysis.programs.hlo.module analysis.programs.hlo.parts"),
+    ("tensorflow jax", "analysis.programs.partitioner.known_faults"),
     ("tensorflow", "core.engine.lowering.program core.engine.pjrt core.engine.checkpoints.checkpoints"),
     ("tensorflow", "core.engine.collectives core.engine.devices"),
 ])  # fmt: skip

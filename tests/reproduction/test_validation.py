@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.planner.machines.machine import parse_machine
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.reproduction import open_models, validation
 from lingvo_moe.reproduction.published import FITTED, RATIOS, ROWS, WHY

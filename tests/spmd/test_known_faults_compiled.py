@@ -1,7 +1,7 @@
 """The detector names every case of this suite that XLA's partitioner computes wrongly, and nothing else.
 
 Programs are compiled and not run, except for a few wrong ones that are only here. If one of these passes, XLA has fixed
-the fault, and its condition in lingvo_moe/core/partitioner can go.
+the fault, and its condition in lingvo_moe/analysis/programs/partitioner can go.
 """
 
 import cases_halo
@@ -14,11 +14,11 @@ from random_einsum import Group
 from spmd_case import Case, check, floats, ints
 from test_fuzz import KNOWN
 
-from lingvo_moe.core.engine.aot.partitioning import partition
+from lingvo_moe.analysis.programs.aot.partitioning import partition
+from lingvo_moe.analysis.programs.hlo.module import parse_module
+from lingvo_moe.analysis.programs.partitioner import known_faults as kf
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.hlo.module import parse_module
-from lingvo_moe.core.partitioner import known_faults as kf
 from lingvo_moe.core.sharding import Mesh, split
 
 pytestmark = pytest.mark.slow  # in all

@@ -15,12 +15,12 @@ from random_chains import OPERATIONS, RandomChain, random_chain
 from random_programs import KINDS, RandomProgram, random_program
 
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.engine.aot.partition_dump import dump_options, read_before
+from lingvo_moe.analysis.programs.aot.partition_dump import dump_options, read_before
+from lingvo_moe.analysis.programs.hlo.module import parse_module
+from lingvo_moe.analysis.programs.partitioner import known_faults as kf
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.hlo.module import parse_module
-from lingvo_moe.core.partitioner import known_faults as kf
 from lingvo_moe.core.sharding import Mesh, ShardingError
 
 TOLERANCE = 2e-4

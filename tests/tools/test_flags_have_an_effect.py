@@ -147,7 +147,7 @@ _TRAINER = {
     "lingvo_moe.training.beginning:prepare_run_dir": None,
     "lingvo_moe.trainer:train_locked": Through(_begun),
     "lingvo_moe.training.memory:check_memory": None,
-    "lingvo_moe.inspecting.verifying:verify_model": ["loss"],
+    "lingvo_moe.analysis.explain.verifying:verify_model": ["loss"],
     "lingvo_moe.core.engine.loop.watcher:watching": Through(lambda *_: contextlib.nullcontext()),
     "lingvo_moe.core.engine.devices:request_cpu_devices": None,
     "lingvo_moe.core.engine.devices:initialize_distributed": None,
@@ -249,19 +249,19 @@ _GOODPUT = Goodput(dict.fromkeys(PARTS, 60.0), 3, 2, 100, 0.5, 4, 2.0, 9.0, 10, 
 COMMANDS += [
     Command("explain", {
         **_COMPILING,
-        "lingvo_moe.inspecting.explaining:explain": _EXPLANATION,
+        "lingvo_moe.analysis.explain.explaining:explain": _EXPLANATION,
         "lingvo_moe.core.engine.loop.steps:train_step": None,
         "lingvo_moe.core.engine.lowering.lowering:lower_step": _PROGRAM,
         "lingvo_moe.core.engine.lowering.program:Program.Load": _PROGRAM,
     }, [["--model=mt.M4Tiny"], ["--program=lines.txt"]]),
-    Command("parallelize", {**_COMPILING, "lingvo_moe.planning.parallelizing:find": _FOUND},
+    Command("parallelize", {**_COMPILING, "lingvo_moe.analysis.search.parallelizing:find": _FOUND},
         [_MACHINE, ["--model=mt.M4Tiny", "--devices=8"]]),
     Command("plan", {
         **_CLI,
-        "lingvo_moe.planning.step_plan:make_plan": _PLAN,
-        "lingvo_moe.planning.step_plan:smallest_slice": _PLAN,
-        "lingvo_moe.core.planner.report:html_report": "page",
-        "lingvo_moe.core.planner.report:print_plan": None,
+        "lingvo_moe.analysis.plans.step_plan:make_plan": _PLAN,
+        "lingvo_moe.analysis.plans.step_plan:smallest_slice": _PLAN,
+        "lingvo_moe.analysis.plans.report:html_report": "page",
+        "lingvo_moe.analysis.plans.report:print_plan": None,
     }, [_MACHINE, ["--compare=plan.json"], ["--validate"]]),
     Command("prepare", {
         **NO_BEAM,
@@ -304,7 +304,7 @@ COMMANDS += [
     }, [[_RUN, "--output=o.npz"]], {"": "quiet trust_run"}),  # without progress, and a permission
     Command("train_vocab", {"tools.train_vocab:scan": None, "tools.train_vocab:cached_vocabularies": {}},
         [["--data_dir=DATA", "--output=o"]]),
-    Command("verify", {**_COMPILING, "lingvo_moe.inspecting.verifying:verify_model": ["loss"]},
+    Command("verify", {**_COMPILING, "lingvo_moe.analysis.explain.verifying:verify_model": ["loss"]},
         [["--model=mt.M4Tiny"]]),
     Command("build_corpus", {"tools.build_corpus:build_corpus": {"aa": (1, 1)}}, [["--output=o"]]),
     Command("build_files", {

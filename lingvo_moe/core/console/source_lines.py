@@ -21,14 +21,14 @@ _OURS = (
 _PLUMBING = tuple(
     os.path.join(_PACKAGE, *names)
     for names in (
-        ("core", "auto_shard", ""),
+        ("analysis", "search", "auto_shard", ""),
         ("core", "config", ""),
         ("core", "sharding", ""),
         ("core", "engine", ""),
         ("core", "private", ""),
         ("core", "base_layer.py"),
         ("core", "nested_map.py"),
-        ("inspecting", "explaining.py"),
+        ("analysis", "explain", "explaining.py"),
         ("xla_sharding.py",),
     )
 )

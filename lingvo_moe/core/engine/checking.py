@@ -1,8 +1,8 @@
 """Known faults: every compile for several devices asks whether XLA's partitioner gets the program wrong.
 
 The module that the partitioner was given is written down by the compile itself, which takes a few percent
-of its time. What is looked for is in core/partitioner/known_faults.py. A program with a fault is not kept in
-JAX's cache of compiled programs, so a program that comes from there has none.
+of its time. What is looked for is in analysis/programs/partitioner/known_faults.py. A program with a fault is not
+kept in JAX's cache of compiled programs, so a program that comes from there has none.
 """
 
 import functools
@@ -15,17 +15,17 @@ from typing import Any
 
 import jax
 
-from lingvo_moe.core import hlo, partitioner
+from lingvo_moe.analysis.programs import hlo, partitioner
+from lingvo_moe.analysis.programs.aot import partition_dump
+from lingvo_moe.analysis.programs.aot.partition_dump import dump_options, read_before
+from lingvo_moe.analysis.programs.hlo.module import parse_module
+from lingvo_moe.analysis.programs.partitioner import known_faults
+from lingvo_moe.analysis.programs.partitioner.explanation import CodeLine, WrongNumbers
+from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR, OFF, WARN
 from lingvo_moe.core.console.command import say
-from lingvo_moe.core.engine.aot import partition_dump
-from lingvo_moe.core.engine.aot.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import keeping_if
 from lingvo_moe.core.engine.lowering.program import Program
-from lingvo_moe.core.hlo.module import parse_module
-from lingvo_moe.core.partitioner import known_faults
-from lingvo_moe.core.partitioner.explanation import CodeLine, WrongNumbers
-from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, WARN
 from lingvo_moe.core.sharding import ShardingError
 
 # Packages and a module whose code decides whether a program has a fault, beside this one.

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lingvo_moe.core.hlo.collectives import COLLECTIVES, collective_kind
-from lingvo_moe.core.hlo.instructions import Instruction
-from lingvo_moe.core.hlo.module import parse_instruction
+from lingvo_moe.analysis.programs.hlo.collectives import COLLECTIVES, collective_kind
+from lingvo_moe.analysis.programs.hlo.instructions import Instruction
+from lingvo_moe.analysis.programs.hlo.module import parse_instruction
 
 _MAYBE = re.compile(rf"^.* = .* (?:{'|'.join(COLLECTIVES)}|send)(?:-start)?\(.*$", re.MULTILINE)
 
@@ -16,7 +16,7 @@ _MAYBE = re.compile(rf"^.* = .* (?:{'|'.join(COLLECTIVES)}|send)(?:-start)?\(.*$
 class Collective:
     """One collective of a compiled program."""
 
-    kind: str  # one of core.hlo's COLLECTIVES
+    kind: str  # one of COLLECTIVES
     name: str  # the name of the HLO instruction
     # Dtype and dimensions of its results on one device, e.g. (('f32', (8, 16)),).
     shapes: tuple[tuple[str, tuple[int, ...]], ...]

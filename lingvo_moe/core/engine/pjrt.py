@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import gpu_settings, xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
@@ -23,7 +24,6 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
 from lingvo_moe.core.files.paths import check_local
 from lingvo_moe.core.files.store import LocalStore
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
-from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
 

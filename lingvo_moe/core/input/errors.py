@@ -1,4 +1,4 @@
-"""What data may lack. Free of NumPy, so that a command that reads lines starts without it."""
+"""Errors of data that a run lacks. Free of NumPy, so that a command that reads lines starts without it."""
 
 
 class NoHeldOutError(ValueError):

@@ -76,7 +76,7 @@ RUN = OutputKind(
     (DESCRIPTION,),
     (
         "params.txt",
-        "train.txt",
+        "train_params.txt",
         "program.json",
         "evaluations.json",
         "time.jsonl",

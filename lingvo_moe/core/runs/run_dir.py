@@ -5,7 +5,7 @@ params.txt                  all of its parameters, to read and to compare
 ...                         the files that its input keeps here: of translation, vocab/source.model and target.model
 manifest.sha256             the list of these files with their digests, by which each is checked before it is used
 experiment.hmac             the mark of the user who made the run, see own_runs.py
-train.txt                   its parameters of `train`, which may change; written again whenever the trainer starts
+train_params.txt            its parameters of `train`, which may change; written again whenever the trainer starts
 program.json                the compiled training step; likewise
 evaluations.json            the held-out losses by step, which say what the best checkpoint is
 time.jsonl                  where the time goes, see time_record.py
@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # it imports TensorFlow
 
 MANIFEST, MARK = "manifest.sha256", "experiment.hmac"
 _FILE, _PARAMS = "experiment.json", "params.txt"
-_TRAIN, _PROGRAM = "train.txt", "program.json"
+_TRAIN, _PROGRAM = "train_params.txt", "program.json"
 _TAKEN = (
     *(_FILE, _PARAMS, _TRAIN, _PROGRAM, MANIFEST, MARK, _EVALUATIONS, _TIME),
     *("checkpoints", "train", "eval"),

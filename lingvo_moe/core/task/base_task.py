@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.analysis.programs.hlo.parts import ATTENTION, EMBEDDING, LOSS
 from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.base_layer import (
     BaseLayer,
@@ -23,7 +24,6 @@ from lingvo_moe.core.base_layer import (
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
-from lingvo_moe.core.hlo.parts import ATTENTION, EMBEDDING, LOSS
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap

@@ -28,7 +28,7 @@ from lingvo_moe.core.sharding.letters import HOST
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.tensors import runtime_zeros, sum_type
 
-_SCOPE = "micro_batches"  # of the loop's name, by which core/hlo/module.py finds it
+_SCOPE = "micro_batches"  # of the loop's name, by which analysis/programs/hlo/module.py finds it
 
 
 def divided(

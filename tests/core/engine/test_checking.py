@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe import xla_sharding as xs
+from lingvo_moe.analysis.programs.partitioner import known_faults
 from lingvo_moe.core.engine import checking, xla
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
@@ -156,15 +157,16 @@ def test_a_module_that_cannot_be_read_is_an_error_with_the_remedy(monkeypatch):
 
 def test_code_of_the_check_is_in_the_key_of_the_cache():
     """A program that older code of the check found right is checked again."""
-    core = Path(checking.__file__).parents[1]
-    code = {str(path.relative_to(core)) for path in checking._files()}
-    waiting = ["engine/aot/partition_dump.py", "partitioner/known_faults.py", "hlo/module.py"]
+    programs = Path(known_faults.__file__).parents[1]
+    code = {os.path.relpath(path, programs) for path in checking._files()}
+    waiting = ["aot/partition_dump.py", "partitioner/known_faults.py", "hlo/module.py"]
     read = set()
     while waiting:
         name = waiting.pop()
         read.add(name)
         for module in re.findall(
-            r"lingvo_moe\.core\.((?:hlo|partitioner)\.\w+)", (core / name).read_text()
+            r"lingvo_moe\.analysis\.programs\.((?:hlo|partitioner)\.\w+)",
+            (programs / name).read_text(),
         ):
             file = module.replace(".", "/") + ".py"
             if file not in read:

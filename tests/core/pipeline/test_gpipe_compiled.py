@@ -7,16 +7,16 @@ import pytest
 import tensorflow as tf
 from pipeline_toys import cells
 
-from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.analysis.plans.costs import costs
+from lingvo_moe.analysis.plans.machines.machine import parse_machine
+from lingvo_moe.analysis.plans.pipeline import PipelineSchedule, pipelines
+from lingvo_moe.analysis.programs.aot import aot
+from lingvo_moe.analysis.programs.hlo.collectives import collective_use
+from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.hlo.collectives import collective_use
-from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.layers import PipeliningLayer
-from lingvo_moe.core.planner.costs import costs
-from lingvo_moe.core.planner.machines.machine import parse_machine
-from lingvo_moe.core.planner.pipeline import PipelineSchedule, pipelines
 from lingvo_moe.core.sharding import Mesh
 
 pytestmark = pytest.mark.skipif(

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.analysis.plans.costs import costs
+from lingvo_moe.analysis.plans.machines.machine import parse_machine
+from lingvo_moe.analysis.plans.pipeline import PipelineSchedule, pipelines
+from lingvo_moe.analysis.programs.aot import aot
+from lingvo_moe.analysis.programs.hlo.collectives import collective_use
+from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.core.engine.lowering.lowering import lower_step
-from lingvo_moe.core.hlo.collectives import collective_use
-from lingvo_moe.core.hlo.module import parse_module
-from lingvo_moe.core.planner.costs import costs
-from lingvo_moe.core.planner.machines.machine import parse_machine
-from lingvo_moe.core.planner.pipeline import PipelineSchedule, pipelines
 from lingvo_moe.core.sharding import Mesh, dims_mapping
 from lingvo_moe.core.task.pipelined_step import pipelined_step
 from lingvo_moe.core.task.step import Step

@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 from equivalence import assert_same
 
+from lingvo_moe.analysis.programs.hlo.collectives import collective_use
+from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.hlo.collectives import collective_use
-from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import stage_layout

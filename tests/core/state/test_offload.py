@@ -8,20 +8,20 @@ from gpu_compiler import needs_gpu_compiler
 from refusals import refuses
 from toy_stack import MESH, ROWS, H, L, M, Rows, batch_of, begun, compiled_step, stack_task, trained
 
+from lingvo_moe.analysis.plans.costs import costs as costs_of
+from lingvo_moe.analysis.plans.machines.machine import parse_machine
+from lingvo_moe.analysis.plans.memory import host_link
+from lingvo_moe.analysis.programs.aot import aot
+from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import OFFLOAD
-from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
-from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.input.division import MicroBatchError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
-from lingvo_moe.core.planner.costs import costs as costs_of
-from lingvo_moe.core.planner.machines.machine import parse_machine
-from lingvo_moe.core.planner.memory import host_link
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.state.offload import OffloadError, of_weight
 

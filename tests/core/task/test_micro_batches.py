@@ -9,15 +9,15 @@ import pytest
 import tensorflow as tf
 from equivalence import assert_same, compare
 
+from lingvo_moe.analysis.programs.aot import aot
+from lingvo_moe.analysis.programs.hlo.collectives import collective_use
+from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
-from lingvo_moe.core.hlo.collectives import collective_use
-from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.input.division import Division, MicroBatchError, check_divides

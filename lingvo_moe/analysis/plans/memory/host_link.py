@@ -1,0 +1,189 @@
+"""The bytes that a compiled program keeps in the memory of the hosts, and the seconds that moving them takes.
+
+The compiler writes each move as a start and an end, between which it schedules other work. The program is followed in
+the order of its schedule: a move begins when its link is free, and the device waits at the end of a move that is not
+done. A device has one link to its host, which carries both directions at the same time. A move that has no start, e.g.
+a plain copy, is waited for at once. A move inside a loop takes as long each time, and loops begin with a free link.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lingvo_moe.analysis.plans.costs import Cost
+from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.tables import execution_seconds
+from lingvo_moe.analysis.plans.traffic import FREE
+from lingvo_moe.analysis.programs.hlo.instructions import Array, Computation, Instruction
+from lingvo_moe.analysis.programs.hlo.module import Module
+
+HOST_SPACE = 5  # the memory space of the host in a compiled program's text
+IN, OUT = "to device", "to host"
+_NESTED = ("call", "conditional")
+
+
+@dataclass(frozen=True)
+class HostTransfer:
+    """A transfer between a device and its host."""
+
+    direction: str  # IN or OUT
+    bytes: int  # of one execution, with the padding of tiles
+
+
+def host_plan(
+    module: Module, costs: Sequence[Cost], machine: Machine, reported: Mapping[str, int]
+) -> dict[str, Any]:
+    """Returns the plan's `host`, as docs/plan_json.md describes it; {} for a program without anything on a host.
+
+    Args:
+        reported: the compiler's sizes in bytes: host_arguments and host_temporaries, where there are any.
+    """
+    held = {name: int(reported.get(f"host_{name}", 0)) for name in ("arguments", "temporaries")}
+    if not any(held.values()):
+        return {}
+    reader = _Reader(module, costs, machine)
+    waiting = reader.Waiting()
+    needed = sum(held.values())
+    rows = reader.Rows()
+    seconds = sum(row["seconds"] for row in rows)
+    return {
+        **held,
+        "needed": needed,
+        "host_devices": machine.host_devices,
+        "needed_by_host": needed * machine.host_devices,
+        "host_memory": machine.host_memory_bytes,
+        "link_bandwidth": machine.host_bandwidth,
+        "link_source": machine.host_source,
+        "moves": rows,
+        "seconds": seconds,
+        "waiting_seconds": waiting,
+        "hidden_seconds": max(seconds - waiting, 0.0),
+    }
+
+
+def move_of(inside: Computation, instruction: Instruction) -> HostTransfer | None:
+    """The transfer that an instruction begins, or does at once; None for other instructions.
+
+    From the host the whole result is moved, e.g. a slice. To the host it is the largest operand that is on the device,
+    e.g. the update of a slice. An instruction that computes with operands on the host counts as a transfer of its
+    result, at least.
+    """
+    kind = instruction.opcode
+    if kind in FREE or kind.endswith("-done") or not (instruction.operands and instruction.arrays):
+        return None
+    operands = inside.operands(instruction)
+    given = [array for operand in operands for array in operand.arrays]
+    target = _target(instruction, given)
+    from_host = any(array.memory_space == HOST_SPACE for array in given)
+    if target.memory_space == HOST_SPACE:
+        sources = [array.padded_bytes for array in given if array.memory_space != HOST_SPACE]
+        return HostTransfer(OUT, max(sources, default=target.padded_bytes))
+    return HostTransfer(IN, target.padded_bytes) if from_host else None
+
+
+def _target(instruction: Instruction, given: Sequence[Array]) -> Array:
+    """The array that is written; the results of most starts begin with their operands."""
+    arrays = instruction.arrays
+    if instruction.opcode.endswith("-start") and instruction.opcode != "copy-start":
+        arrays = arrays[len(given) :] or arrays  # an all-reduce-start has results alone
+    return arrays[0]
+
+
+class _Link:
+    """One direction of a link: one move at a time, in the order in which they begin."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[str, float, float]] = []  # name, from, to
+
+    def Begin(self, name: str, now: float, seconds: float) -> None:
+        """A move is begun now, and takes so long."""
+        start = max(now, self._taken[-1][2]) if self._taken else now
+        self._taken.append((name, start, start + seconds))
+
+    def Wait(self, name: str, now: float) -> Iterator[tuple[str, float]]:
+        """The moves that are carried from now on until that one is done, and their seconds in that time."""
+        for each, start, end in self._taken:
+            if end > now:
+                yield each, end - max(start, now)
+            if each == name:
+                return
+
+
+class _Reader:
+    """Follows a program in the order of its schedule."""
+
+    def __init__(self, module: Module, costs: Sequence[Cost], machine: Machine):
+        self._module = module
+        self._costs = {cost.name: cost for cost in costs}
+        self._machine = machine
+        self._moves: dict[str, HostTransfer] = {}
+        # By the name of a move, in one execution.
+        self._waits: dict[str, float] = defaultdict(float)
+
+    def Waiting(self) -> float:
+        """Seconds of one run of the program in which the device waits for moves."""
+        _, waited = self._Follow(self._module.entry)
+        return waited
+
+    def Rows(self) -> list[dict[str, Any]]:
+        """The plan's `moves`, after Waiting: the longest first."""
+        sums: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+        for name, move in self._moves.items():
+            cost = self._costs[name]
+            place = cost.place
+            found = sums[move.direction, place.layer, place.part, place.phase, move.bytes]
+            found[0] += cost.times
+            found[1] += cost.times * self._Seconds(move)
+            found[2] += cost.times * self._waits[name]
+        keys = ("direction", "layer", "part", "phase", "bytes")
+        rows = [
+            {
+                **dict(zip(keys, key, strict=True)),
+                "count": int(count),
+                "seconds": seconds,
+                "waiting_seconds": waited,
+            }
+            for key, (count, seconds, waited) in sums.items()
+        ]
+        return sorted(rows, key=lambda row: -row["seconds"])
+
+    def _Seconds(self, move: HostTransfer) -> float:
+        return move.bytes / self._machine.host_bandwidth
+
+    def _Follow(self, inside: Computation) -> tuple[float, float]:
+        """(seconds of one execution of a computation, those of them that are spent waiting)."""
+        now, waited = 0.0, 0.0
+        links = {IN: _Link(), OUT: _Link()}
+        begun: dict[str, HostTransfer] = {}
+        for instruction in inside.instructions:
+            name = instruction.name
+            cost = self._costs.get(name)
+            if cost is None or not cost.times:  # in a branch that is not taken
+                continue
+            move = move_of(inside, instruction)
+            if move is not None:
+                self._moves[name] = begun[name] = move
+                links[move.direction].Begin(name, now, self._Seconds(move))
+            ended = name if move is not None else (instruction.operands or ("",))[0]
+            if ended in begun and not instruction.opcode.endswith("-start"):
+                for each, wait in links[begun.pop(ended).direction].Wait(ended, now):
+                    self._waits[each] += wait
+                    now, waited = now + wait, waited + wait
+                continue
+            took, of_it = self._Work(instruction, cost)
+            now, waited = now + took, waited + of_it
+        return now, waited
+
+    def _Work(self, instruction: Instruction, cost: Cost) -> tuple[float, float]:
+        """(seconds of one execution of an instruction, those of them that are spent waiting)."""
+        if instruction.opcode == "while":
+            body = self._module.computation(instruction.attribute("body"))
+            trips = self._costs[body.root.name].times / cost.times
+            took, waited = self._Follow(body)
+            return trips * took, trips * waited
+        if instruction.opcode in _NESTED:
+            called = map(self._module.computation, instruction.called)
+            each = [self._Follow(one) for one in called]
+            return sum(took for took, _ in each), sum(waited for _, waited in each)
+        return execution_seconds(cost, self._machine), 0.0

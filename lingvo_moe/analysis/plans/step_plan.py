@@ -1,0 +1,399 @@
+"""Makes a plan of an experiment and a topology: registry -> step -> program -> TPU or GPU compiler -> plan.
+
+The sibling of trainer.py: the same step, lowered by the same path, is compiled for a machine that is
+not there instead of being run on one that is.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.analysis.plans import pipeline, tables
+from lingvo_moe.analysis.plans.costs import costs as costs_of
+from lingvo_moe.analysis.plans.errors import PlanError
+from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS, Cluster
+from lingvo_moe.analysis.plans.machines.machine import parse_machine
+from lingvo_moe.analysis.plans.machines.slices import machines
+from lingvo_moe.analysis.plans.memory import breakdown, host_link, remedies, state
+from lingvo_moe.analysis.plans.network import interconnect, mesh_order
+from lingvo_moe.analysis.programs.aot import aot
+from lingvo_moe.analysis.programs.aot.aot_cache import cached
+from lingvo_moe.analysis.programs.hlo.instructions import HloError
+from lingvo_moe.analysis.programs.hlo.module import parse_module
+from lingvo_moe.analysis.programs.hlo.parts import Layers
+from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR, OFF, check_action
+from lingvo_moe.analysis.search.layouts import layouts
+from lingvo_moe.analysis.search.strategies.strategy_file import StrategyError
+from lingvo_moe.core.config import checks, registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console import units
+from lingvo_moe.core.engine import checking
+from lingvo_moe.core.engine.devices import has_fused_kernels
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.lowering import lower_step
+from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.pipeline.params import settings_of
+from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.state.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.step import Step
+from lingvo_moe.training.meshes import check_divisible, make_mesh
+from lingvo_moe.training.recomputing import Memory, chosen_form
+
+WHATS = ("train", "decode")
+# By how many times a program must exceed a machine's memory to pass over that machine without compiling: the
+# compiler's figures are not exactly proportional.
+_WIDE_MARGIN = 1.1
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A step to plan, and its machine."""
+
+    model: str  # an experiment, e.g. 'mt.M4MoE2048E36L'
+    topology: str  # e.g. 'v3:32x32', 'v5p:4x4x4*2' (two slices) or 'h100:32x8'
+    override: str = ""  # as --model_params_override
+    what: str = "train"  # one of WHATS
+    mesh: str = ""  # 'axis:size,...'; '': the experiment's own, sized to the topology
+    layout: str = ""  # by name, instead of `mesh`: one of strategy_file.LAYOUTS
+    token_budget: float = 1e12  # target tokens that a whole training run sees
+    # What to do with a step that XLA's partitioner is known to compute wrongly: one of `known_faults.ACTIONS`.
+    known_faults: str = ERROR
+
+
+def make_plan(
+    request: Request, cache_dir: Path | None, say: Say = lambda _: None
+) -> dict[str, Any]:
+    """Makes a plan, as docs/plan_json.md describes it; `say` is called with lines about the progress.
+
+    Raises:
+        ValueError: of some subclass, with one line that names the flag: an experiment, override,
+            topology or mesh that cannot be; no compiler; a known fault of XLA's partitioner.
+    """
+    checks.check_one_of("--what", request.what, WHATS, PlanError)
+    check_action(request.known_faults, "--known_faults")
+    topology = parse_machine(request.topology)
+    if request.layout:
+        return _laid_out(request, topology.num_devices, cache_dir, say)
+    params = registry.GetParams(request.model, request.override)
+    form = params.task
+    task = form.Instantiate()
+    devices = aot.devices_of(topology.name)
+    mesh = planned_mesh(params, len(devices), request.mesh)
+    check_divisible(params, task, mesh)
+    task.CheckInput(params.task, params.input)
+    train = request.what == "train"
+    if train:
+        form, line = chosen_form(params, mesh, topology_memory(topology))
+        task = form.Instantiate()
+        if line:
+            say(line)
+    step, job = describe_job(request, params, task)
+    fused = has_fused_kernels(devices[0])
+    key = request.model, request.override, request.what, form.ToText(), str(mesh), fused
+    if key not in _last_lowered:
+        say(f"lowering the {job.what} step of {request.model} for mesh {mesh}")
+    program, lower_seconds = _lowered(key, step, mesh, fused)
+    out: dict[str, Any] = {
+        "version": tables.VERSION,
+        "model": request.model,
+        "override": request.override,
+        "what": request.what,
+        "program_hash": program.hash,
+        "mesh": str(mesh),
+        "topology": topology.Describe() | {"model": interconnect.describe(topology)},
+        "batch": job.batch,
+        "model_flops": job.model_flops,
+        "parameters": tables.parameters(task.StateSpecs() if train else task.VariableSpecs(), mesh),
+        **_state(request, task, mesh),
+        "compiler": aot.compiler_versions(topology.name) | {"jax": version("jax")},
+        "compile": {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)},
+    }
+    compiled = _compiled(program, topology, cache_dir, say)
+    layers = Layers(task.DeclaredParts())
+    if isinstance(compiled, aot.OutOfMemory):
+        held = breakdown.misfit_plan(compiled, program.signature, layers)
+        if train:
+            held["advice"] = [*remedies.advice(held, form, params, mesh), *held["advice"]]
+        return out | {"memory": held, "work": [], "collectives": [], "time": None}
+    _check_compiled(compiled, program, request, task, topology)
+    out["compile"] |= {
+        "compile_seconds": compiled.compile_seconds,
+        "host_peak_bytes": compiled.host_peak_bytes,
+    }
+    parts = task.PipelineParts()
+    schedule = pipeline_schedule(params, program.mesh, parts.sizes if parts else ())
+    out |= _analyse(compiled, program, topology, job, schedule, layers)
+    tables.check(out)
+    return out
+
+
+def _laid_out(
+    request: Request, num_devices: int, cache_dir: Path | None, say: Say
+) -> dict[str, Any]:
+    """The plan of a layout; for AUTO the one that fits and has the fastest step, or else misses by the least."""
+    overrides = layouts(request.layout, request.model, request.override, num_devices)
+    plans: list[dict[str, Any]] = []
+    refusal: ValueError | None = None
+    for name, override in overrides.items():
+        say(f"--layout={name}")
+        try:
+            plan = make_plan(replace(request, layout="", override=override), cache_dir, say)
+        except ValueError as e:  # e.g. a known fault of the partitioner
+            say(f"--layout={name}: {e}")
+            refusal = e
+        else:
+            plans.append(plan | {"layout": name, "override": request.override})
+
+    def order(plan: Mapping[str, Any]) -> tuple[bool, float]:
+        fits = plan["memory"]["fits"]
+        return not fits, plan["time"]["step_seconds"] if fits else plan["memory"]["misses_by"]
+
+    if refusal and not plans:
+        raise refusal
+    return min(plans, key=order)
+
+
+_last_lowered: dict[tuple[str | bool, ...], tuple[Program, float]] = {}
+
+
+def _lowered(
+    key: tuple[str | bool, ...], step: Step, mesh: Mesh, fused: bool
+) -> tuple[Program, float]:
+    """The program of a step and how many seconds it took; that of the last plan where `key` is its key.
+
+    The program is the same for all machines of so many devices, with or without fused kernels.
+    """
+    if key not in _last_lowered:
+        _last_lowered.clear()
+        started = time.monotonic()
+        program = lower_step(step, mesh, fused)
+        _last_lowered[key] = program, time.monotonic() - started
+    return _last_lowered[key]
+
+
+def _check_compiled(
+    compiled: aot.AotResult, program: Program, request: Request, task: BaseTask, topology: Machine
+) -> None:
+    """Refuses an offload that frees nothing, and a known fault of the partitioner."""
+    if request.what == "train":
+        check_offloaded(task.p.offload, compiled.memory, topology.name)
+    if program.mesh.size > 1 and request.known_faults != OFF:
+        faults = checking.find_faults(compiled.partitioner_input, program)
+        checking.act_on(faults, program.name, request.known_faults)
+
+
+def check_offloaded(offload: Offload, reported: Mapping[str, int], topology: str) -> None:
+    """Raises PlanError if a train.offload frees nothing by the compiler's own figures, AotResult.memory."""
+    there = sum(reported.get(f"host_{part}", 0) for part in ("arguments", "temporaries"))
+    if items_of(offload) and not there:
+        raise PlanError(
+            f"train.offload={offload}: frees nothing on {topology}. The compiler leaves nothing in the hosts' memory, "
+            f"and needs {units.size(reported['needed'])} on each device; set it to none"
+        )
+
+
+def _state(request: Request, task: BaseTask, mesh: Mesh) -> dict[str, Any]:
+    """The part of a plan about the training state, of a training step."""
+    if request.what != "train":
+        return {}
+    return {"state": state.state_plan(task, mesh, dict(_offloaded(task)))}
+
+
+def _offloaded(task: BaseTask) -> Iterator[tuple[str, BaseTask]]:
+    """The task with slots, experts or both in the hosts' memory, where these would free memory."""
+    for offload in (SLOTS, EXPERTS, [EXPERTS, SLOTS]):
+        other = type(task)(task.p.Copy().Set(offload=offload))
+        with contextlib.suppress(OffloadError):
+            name = offload if isinstance(offload, str) else str(offload).replace("'", '"')
+            other.StateSpecs()  # which checks it
+            yield name, other
+
+
+def _compiled(
+    program: Program, topology: Machine, cache_dir: Path | None, say: Say
+) -> aot.AotResult | aot.OutOfMemory:
+    """The compiled program, from the cache where it is there, or why it does not fit."""
+    say(f"compiling for {topology.name}: {topology.num_devices} devices")
+    try:
+        compiled = cached(
+            program,
+            topology.name,
+            aot.compiler_identity(topology.name),
+            cache_dir,
+            lambda: aot.compile_for_topology(program, topology.name),
+        )
+    except aot.OutOfMemory as e:
+        return e
+    say("reading the compiled program")
+    return compiled
+
+
+def _analyse(
+    compiled: aot.AotResult,
+    program: Program,
+    topology: Machine,
+    job: tables.Job,
+    schedule: pipeline.PipelineSchedule | None,
+    layers: Layers,
+) -> dict[str, Any]:
+    """The part of a plan that comes from the compiled program."""
+    module = parse_module(compiled.hlo_text)
+    costs = costs_of(module, layers, tile=topology.tile)
+    work = tables.work(costs, topology)
+    collectives = tables.collectives(costs, topology)
+    some: dict[str, Any] = {}
+    if found := pipeline.pipelines(module, costs, topology, schedule):
+        some["pipelines"] = found
+    if isinstance(topology, Cluster):
+        some["mesh_axes"] = mesh_order.mesh_plan(costs, program.mesh, topology)
+        some["number_formats"] = tables.number_formats(costs)
+    host = host_link.host_plan(module, costs, topology, compiled.memory)
+    if host:
+        some["host"] = host
+    return some | {
+        "memory": breakdown.memory_plan(
+            module, compiled.memory, program.signature, topology.hbm_bytes, layers
+        ),
+        "work": work,
+        "collectives": collectives,
+        "time": tables.time(job, topology, work, collectives, host.get("waiting_seconds", 0.0)),
+    }
+
+
+def pipeline_schedule(
+    params: Params, mesh: Mesh, stacks: Sequence[tuple[str, int]] = ()
+) -> pipeline.PipelineSchedule | None:
+    """The schedule of a model's pipelines, from task.pipeline of an experiment; None for a model without them.
+
+    Its micro-batches are those that one device works on.
+
+    Args:
+        stacks: the name of each stack of equal blocks and its number of blocks.
+    """
+    settings = settings_of(params.task)
+    if settings is None:
+        return None
+    num = settings.micro_batches // settings.Replicas(params.task.activation_split or {}, mesh)
+    blocks = tuple(stacks)
+    name, splits = settings.schedule, settings.splits
+    return pipeline.PipelineSchedule(name, settings.stages, num, settings.repeats, blocks, splits)
+
+
+def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step, tables.Job]:
+    """The step to lower, and what one run of it takes in and puts out."""
+    inputs = params.input.Instantiate()
+    counts = task.BatchCounts(inputs.BatchSpec())
+    if request.what == "train":
+        step = train_step(task, inputs, params.train.num_micro_batches)
+        budget = request.token_budget if task.UNIT == "tokens" else 0.0
+        flops = task.StepFlops(inputs.BatchSpec())
+    else:
+        step, budget, flops = task.DecodeStep(inputs), 0.0, 0
+        # It takes in nothing, and puts out one unit for each row.
+        *taken, made = counts
+        counts = dict.fromkeys(taken, 0) | {made: inputs.p.batch_size}
+    job = tables.Job(
+        request.model, request.override, request.what, counts, task.UNIT, budget, flops
+    )
+    return step, job
+
+
+def planned_mesh(params: Params, num_devices: int, text: str = "") -> Mesh:
+    """`text`, or the experiment's own mesh laid over so many devices.
+
+    Raises:
+        ShardingError: a text that does not read as a mesh, or devices that it cannot be laid over.
+    """
+    mesh = make_mesh(params, text, num_devices)
+    if mesh.size != num_devices:
+        raise PlanError(f"--mesh={text} has {mesh.size} devices, the topology {num_devices}")
+    return mesh
+
+
+def topology_memory(topology: Machine) -> Memory:
+    """The memory of a described machine, as recomputing.chosen_form takes it."""
+    return Memory(topology.hbm_bytes, "each device's")
+
+
+def smallest_slice(
+    request: Request, cache_dir: Path | None, say: Say = lambda _: None
+) -> dict[str, Any]:
+    """The plan for the smallest machine that the model fits, of the generation or card in `request.topology`.
+
+    Machines that are far too small are passed over: all devices together need no less memory when they are more.
+
+    Raises:
+        FitsNone: it fits no machine of that kind.
+        PlanError: no such generation or card.
+    """
+    tried: list[str] = []
+    needed = 0  # bytes of all devices together, on the machine tried last
+    for name in slices_to_try(request):
+        machine = parse_machine(name)
+        if needed > _WIDE_MARGIN * machine.num_devices * machine.hbm_bytes:
+            continue
+        tried.append(name)
+        made = make_plan(replace(request, topology=name), cache_dir, say)
+        held = made["memory"]
+        if held["fits"]:
+            return made
+        say(f"{name}: misses by {units.size(held['misses_by'], 1)}")
+        needed = machine.num_devices * held["needed"]
+    raise FitsNone(request, tried)
+
+
+class FitsNone(PlanError):
+    """A model that is too large for every slice of a generation, or every cluster of a card.
+
+    Attributes:
+        tried: the machines for which it was compiled.
+    """
+
+    def __init__(self, request: Request, tried: list[str]):
+        self.tried = tried
+        kind = "cluster" if request.topology.strip().lower() in CARDS else "slice"
+        compiled = f"compiled for {', '.join(tried)}" if tried else "none can hold its state"
+        super().__init__(
+            f"{request.model} fits no {kind} of {request.topology} over which it divides: {compiled}"
+        )
+
+
+def slices_to_try(request: Request) -> Iterator[str]:
+    """The slices of a generation, or clusters of a card, over which the experiment divides, smallest first.
+
+    Those are left out whose devices cannot hold its weights and, to train it, slots and gradients at a time.
+    """
+    if request.mesh:
+        Mesh.parse(request.mesh)  # a mistake is no reason to pass over every slice
+
+    @functools.cache
+    def experiment(override: str) -> tuple[Params, BaseTask]:
+        params = registry.GetParams(request.model, override)
+        return params, params.task.Instantiate()
+
+    def needed(count: int) -> Iterator[int]:
+        """Bytes that each of `count` devices has to hold, in the experiment's layout or in those by name."""
+        overrides = [request.override]
+        if request.layout:
+            named = layouts(request.layout, request.model, request.override, count)
+            overrides = [*named.values()]
+        for override in overrides:
+            params, task = experiment(override)
+            mesh = planned_mesh(params, count, request.mesh)
+            check_divisible(params, task, mesh)
+            held = state.held(task, mesh)
+            yield held.total if request.what == "train" else held.weights
+
+    for name in machines(request.topology):
+        topology = parse_machine(name)
+        with contextlib.suppress(HloError, PlanError, ShardingError, StrategyError):
+            if min(needed(topology.num_devices)) <= topology.hbm_bytes:
+                yield name

@@ -1,0 +1,94 @@
+"""--strategy=auto: searches a strategy for the devices here before a run begins; a resumed run keeps its own."""
+
+from lingvo_moe.analysis.search.strategies.strategy_file import AUTO, PATHS, as_override
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags, join_overrides
+from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.training.checks import (
+    UsageError,
+    check_data_dir,
+    check_data_exists,
+    check_flags,
+    full_override,
+)
+from lingvo_moe.training.same_run import has_begun
+
+
+def with_found_strategy(args: Flags) -> Flags:
+    """The flags with the parameters of a strategy before --model_params_override, in the place of --strategy=auto.
+
+    They are those of the run in --logdir, if it has begun and its mesh has as many devices as there are; else those of
+    a search.
+
+    Raises:
+        UsageError: flags that do not go with a search, or with a run.
+        StrategyError: nothing fits.
+    """
+    if args.strategy != AUTO:
+        return args
+    from lingvo_moe.analysis.search.parallelizing import check_override
+    from lingvo_moe.core.engine import devices
+
+    _check(args)
+    check_override(args.model_params_override)
+    args = args.With(strategy="")
+    check_data_dir(args)
+    params = registry.GetParams(args.model, full_override(args))
+    check_flags(args, params)
+    check_data_exists(args, params)
+    if args.num_devices:
+        devices.request_cpu_devices(args.num_devices)
+    devices.find_devices()
+    count = devices.device_count()
+    found = _of_run(args, count) or _searched(args, count)
+    return args.With(model_params_override=join_overrides(found, args.model_params_override))
+
+
+def _check(args: Flags) -> None:
+    given = f"--strategy={AUTO}"
+    if args.mode != "sync":
+        raise UsageError(f"{given}: goes with --mode=sync, not with --mode={args.mode}")
+    if args.mesh:
+        raise UsageError(f"{given}: chooses the mesh; leave out --mesh={args.mesh}")
+    if args.num_processes > 1:
+        raise UsageError(
+            f"{given}: needs one process; for several, run python -m tools.parallelize first and give its file"
+        )
+    if args.engine not in (None, "pjrt"):
+        raise UsageError(f"{given}: goes with --engine=pjrt, not {args.engine}")
+
+
+def _of_run(args: Flags, num_devices: int) -> str:
+    """The strategy of the run in --logdir as an override; '' where there is none for so many devices."""
+    run_dir = RunDir(args.logdir)
+    if args.restart or not run_dir.exists or not has_begun(run_dir):
+        return ""
+    override = run_dir.experiment["params_override"]
+    found = {path: value for path, value in registry.split_override(override) if path in PATHS}
+    mesh = found.get("train.mesh")
+    if not mesh or Mesh.parse(mesh, "train.mesh").size != num_devices:
+        return ""
+    say(f"--strategy={AUTO}: that of the run, over mesh {mesh}")
+    return as_override(found, f"{run_dir.path}")
+
+
+def _searched(args: Flags, num_devices: int) -> str:
+    from lingvo_moe.analysis.search.parallelizing import Search, find
+    from lingvo_moe.core.engine import devices
+
+    search = Search(
+        model=args.model,
+        devices=num_devices,
+        override=args.model_params_override,
+        known_faults=args.known_faults,
+        # Other devices round differently than the one that the step would be compared with.
+        verify=devices.runs_on_cpu("pjrt"),
+    )
+    found = find(search, None, say)
+    best = found.best
+    say(f"--strategy={AUTO}: {best.name}")
+    if found.ended:
+        say(f"{found.ended}, as flags of tools.parallelize, whose file --strategy takes")
+    return as_override(best.overrides, "the search")
