@@ -11,15 +11,14 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
 
-_METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian", "geo_mean_xavier")
+_METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian")
 
 
 @dataclass(frozen=True)
 class WeightInit:
     """The distribution of a variable's initial values."""
 
-    # One of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian (standard deviation `scale`),
-    # geo_mean_xavier (uniform, limit `scale * sqrt(3 / sqrt(fan_in * fan_out))`).
+    # One of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian (standard deviation `scale`).
     method: str
     scale: float  # see `method`
 
@@ -52,10 +51,6 @@ class WeightInit:
         """Truncated Gaussian with standard deviation 1/sqrt(fan_in), as every projection here has."""
         return cls("truncated_gaussian", 1 / math.sqrt(fan_in))
 
-    @classmethod
-    def GeoMeanXavier(cls, scale: float = 1.0) -> "WeightInit":
-        return cls("geo_mean_xavier", scale)
-
     def __call__(self, seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
         """The initial value, of a static shape; `seed` is int32 [2], or [n, 2] for n stacked
         variables."""
@@ -69,11 +64,7 @@ class WeightInit:
         elif self.method == "truncated_gaussian":
             value = randomness.truncated_normal(seed, shape) * self.scale
         else:
-            limit = self.scale
-            if self.method == "geo_mean_xavier":
-                fan_in, fan_out = math.prod(shape[seed.shape.rank - 1 : -1]), shape[-1]
-                limit *= math.sqrt(3 / math.sqrt(fan_in * fan_out))
-            value = (2 * randomness.uniform(seed, shape) - 1) * limit
+            value = (2 * randomness.uniform(seed, shape) - 1) * self.scale
         return tf.cast(value, dtype)
 
 

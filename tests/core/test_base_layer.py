@@ -132,7 +132,6 @@ test_misuse_is_named = refusals(ValueError,
     (WeightInit.Uniform(0.5), 0, 0.5 / 3**0.5),
     (WeightInit.Gaussian(2.0), 0, 2.0),
     (WeightInit.TruncatedGaussian(1.0), 0, 0.8796),
-    (WeightInit.GeoMeanXavier(1.0), 0, 1 / 100**0.5),
     (WeightInit.Constant(1.5), 1.5, 0),
 ])  # fmt: skip
 def test_initializers(init, mean, std):

@@ -45,7 +45,7 @@ engine=tf_graph tensor=loss known_faults=warn objective=smallest activations=bfl
 host=0.0.0.0 field=other server_names=mt.example.org name=other columns=target,source json_fields=a,b
 tfds=opus/medical packages=Babel demo.model=mt.M4Tiny compare_experts.only=dense
 reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_params memory=4
-user_symbols=<a> language_column=3 num_devices=4 soak.num_devices=2 max_waiting_lines=99999 max_lines=7 average_last=2
+user_symbols=<a> language_column=3 num_devices=4 max_waiting_lines=99999 max_lines=7 average_last=2
 source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2 noise=0,1,0
 dump_programs=programs steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25 runner=SparkRunner
 runner_option=parallelism=2 stop=END tasks=arc min_p=0.1 n=2
@@ -110,11 +110,6 @@ def _trained(command: Sequence[str], check: bool) -> None:
     print(*command[1:])
     (logdir,) = (flag.partition("=")[2] for flag in command if flag.startswith("--logdir="))
     Path(logdir).mkdir(parents=True)
-
-
-def _trainer_process(command: Sequence[str], **_: Any) -> Any:
-    print(*(flag for flag in command[1:] if not flag.startswith("--coordinator_address")))
-    return anything(poll=lambda: 0)
 
 
 def _evaluated(kept: Any, items: Any, pairs: Any, options: Any, progress: Any) -> Any:
@@ -341,11 +336,6 @@ COMMANDS += [
     }, [[]]),
     Command("goodput", {"tools.goodput:measured": _GOODPUT},
         [[_RUN, "--predict"], ["--predict", "--mtbf=1h", "--save_seconds=2", "--restart_seconds=9"]]),
-    Command("soak", {
-        "tools.soak:subprocess.Popen": Through(_trainer_process),
-        "tools.soak:disrupt": "killed",
-        "tools.soak:report": Through(lambda args, *_: print(args.tolerance) or 0),
-    }, [["--output=o", "--rounds=9"]]),
 ]  # fmt: skip
 
 

@@ -83,9 +83,6 @@ compare_experts --only=top2_e15 | did you mean
 reproduce --only=T96L | --only=T96L: no 'T96L' (did you mean
 reproduce --only=open | --only=open goes with --plans
 goodput | nothing to do: give --logdir, or --predict
-soak --rounds=3 | --output is required
-soak --output=x --num_devices=6 | --num_devices=6: must be a power of two
-soak --output=x --max_processes=5 | --max_processes=5: must be an integer from 1 to 4
 goodput --logdir=x --announced=0.3 | --announced=0.3 goes with --predict
 goodput --predict --mtbf=3 | --mtbf=3: must be a positive number with a unit, e.g. 90s
 goodput --predict --mtbf=1000000000000000000000000000000000000000s | must be a positive number with a unit
@@ -161,8 +158,6 @@ plan --model=mt.M4Tiny --topology=v3:2x2*2 | between slices of v3 is published
 plan --compare=/nowhere.json | --compare=/nowhere.json: No such file
 verify --model=toy_task.Line --mesh=data:2 | LinearModel cannot be verified: it has no Shrink(task, inputs, mesh)
 verify --model=toy_attention.Right --mesh=a:1 | mesh a:1 has 1 devices; give --mesh of 2 to 64
-soak --output=lines.txt | --output=lines.txt is a file; name a directory
-soak --output=run | --output=run is a run
 goodput --logdir=run | run/time.jsonl: there is no such file
 goodput --predict --mtbf=3h | --predict needs --save_seconds and --restart_seconds, or --logdir of a run
 goodput --predict --json=/ | --json=/ is a directory

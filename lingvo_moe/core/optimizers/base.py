@@ -123,11 +123,6 @@ class BaseOptimizer:
         """Says of each trainable variable, by its spec's path, whether it decays. Raises ParamError as SlotSpecs."""
         return decays(specs, self.p)
 
-    def InitSlots(self, specs: NestedMap, seed: tf.Tensor, theta: NestedMap) -> NestedMap:
-        """Slots before the first step, of weights theta. Pure, as InitTheta is; `seed` is int32 [2]."""
-        slots = self.SlotSpecs(specs).Transform(lambda spec: spec.Init(seed))
-        return self.WithMasters(slots, theta, specs)
-
     def WithMasters(self, slots: NestedMap, theta: NestedMap, specs: NestedMap) -> NestedMap:
         """The slots with the values of weights theta in MASTER, where there are such slots."""
         slots_of = self._SlotsOf(specs, slots)

@@ -6,6 +6,7 @@
 import resource
 
 import tensorflow as tf
+from slots import init_slots
 
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
@@ -43,7 +44,7 @@ def test_step_and_start_at_2048_devices_are_lowered_in_little_memory():
 
     def init(seed):
         theta = stack.Transform(lambda s: s.Init(seed))
-        return theta, optimizer.InitSlots(stack, seed, theta)
+        return theta, init_slots(optimizer, stack, seed, theta)
 
     tokens = TensorSpec((D * 16, 128, 1024), "float32", ROWS)
     paddings = TensorSpec((D * 16, 128), "float32", ROWS[:2])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from slots import init_slots
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.initializers import WeightInit
@@ -30,7 +31,7 @@ def run(
     **clip: float,
 ) -> tuple[NestedMap, NestedMap, NestedMap]:
     """Weights, slots and metrics after an update by each of some gradients in turn."""
-    slots = optimizer.InitSlots(specs, make_seed(0, 0), theta)
+    slots = init_slots(optimizer, specs, make_seed(0, 0), theta)
     metrics = NestedMap()
     for step, grad in enumerate(grads):
         state = NestedMap(theta=theta, slots=slots, step=tf.constant(step))

@@ -6,6 +6,7 @@ import tensorflow as tf
 from equivalence import compare
 from optimizer_testing import spec
 from refusals import refuses
+from slots import init_slots
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
@@ -130,7 +131,9 @@ def test_over_devices_it_is_that_of_one(name):
     optimizer = OPTIMIZERS[name].Params().Set(weight_decay=0.1).Instantiate()
     specs = NestedMap(wi=spec((8, 4, 6), "EMH").Stacked(2))
     theta, grads = (specs.Transform(lambda s, i=i: s.Init(make_seed(i, 0)).numpy()) for i in (1, 2))
-    slots = optimizer.InitSlots(specs, make_seed(0, 0), theta).Transform(lambda x: x.numpy() + 0.5)
+    slots = init_slots(optimizer, specs, make_seed(0, 0), theta).Transform(
+        lambda x: x.numpy() + 0.5
+    )
 
     def update(state, grads):
         return optimizer.Update(state, grads, specs)

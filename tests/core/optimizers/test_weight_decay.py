@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from refusals import refuses
+from slots import init_slots
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, WeightParams
@@ -164,7 +165,7 @@ def test_decoupled_decay_is_beside_the_update(cls, used):
         if cls is Adafactor:
             p.min_dim_size_to_factor = 8
         optimizer = p.Instantiate()
-        slots = optimizer.InitSlots(specs, make_seed(0, 0), theta)
+        slots = init_slots(optimizer, specs, make_seed(0, 0), theta)
         state = NestedMap(theta=theta, slots=slots, step=tf.constant(3))
         with kernels.using(used):
             new[decay] = optimizer.Update(state, grads, specs)
@@ -181,7 +182,7 @@ def test_a_small_decay_of_a_bfloat16_weight_is_rounded_once():
     theta = specs.Transform(lambda s: s.Init(make_seed(1, 0)))
     grads = theta.Transform(lambda w: tf.ones(w.shape, tf.bfloat16))
     optimizer = AdamW.Params().Set(learning_rate=RATE, weight_decay=0.1).Instantiate()
-    slots = optimizer.InitSlots(specs, make_seed(0, 0), theta)
+    slots = init_slots(optimizer, specs, make_seed(0, 0), theta)
     state = NestedMap(theta=theta, slots=slots, step=tf.constant(0))
     new, _, _ = optimizer.Update(state, grads, specs)
     wide = tf.cast(theta.w, tf.float32)

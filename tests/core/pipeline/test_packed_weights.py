@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from equivalence import assert_same
 from pipeline_toys import SIZES, WithExtras, cells, make
+from slots import init_slots
 
 from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.nested_map import NestedMap
@@ -99,7 +100,7 @@ def test_optimizers_update_packed_weights_as_they_do_others(plain, pipelined, op
     specs = plain.VariableSpecs()
 
     def update(layer_specs, theta, grads):
-        slots = optimizer.InitSlots(layer_specs, tf.constant(SEED), theta)
+        slots = init_slots(optimizer, layer_specs, tf.constant(SEED), theta)
         for step in range(2):
             state = NestedMap(theta=theta, slots=slots, step=tf.constant(step))
             theta, slots, metrics = optimizer.Update(state, grads, layer_specs, 1.0)

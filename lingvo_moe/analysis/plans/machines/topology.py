@@ -142,7 +142,7 @@ CHIPS = {
 class Topology(Machine):
     """A slice, or several equal ones: chips in a grid of two or three dimensions, some of which close to rings.
 
-    Device i is in slice i // slice_devices.
+    A slice holds num_devices // slices devices with numbers in a row.
     """
 
     chip: Chip  # what each chip has
@@ -205,10 +205,6 @@ class Topology(Machine):
     @property
     def slice_chips(self) -> int:
         return math.prod(self.dims)
-
-    @property
-    def slice_devices(self) -> int:
-        return self.slice_chips * self.chip.devices_per_chip
 
     @property
     def dcn_bandwidth(self) -> float:

@@ -35,7 +35,7 @@ def test_a_whole_v3_pod():
 def test_several_slices():
     pods = Topology.parse(" V5P:4x4x4*2 ")
     assert (pods.name, pods.dims, pods.slices) == ("v5p:4x4x4*2", (4, 4, 4), 2)
-    assert (pods.slice_chips, pods.slice_devices) == (64, 64)
+    assert pods.slice_chips == 64
     assert (pods.num_chips, pods.num_devices) == (128, 128)
     assert pods.wraps == (True, True, True)
     assert pods.Describe()["slices"] == 2 and pods.Describe()["chips"] == 128
@@ -50,7 +50,7 @@ def test_devices_of_several_slices_are_those_of_the_compiler(name):
     topology = Topology.parse(name)
     devices = aot.devices_of(name)
     slices = [device.slice_index for device in devices]
-    size = topology.slice_devices
+    size = topology.num_devices // topology.slices
     assert slices == [i // size for i in range(topology.num_devices)]
 
 

@@ -58,7 +58,7 @@ def test_crossing_slices_is_never_faster_than_the_hosts_interfaces(kind, name, n
     if kind == "collective-permute":
         lies, lacks = Spread(2, 1), float(num_bytes)
     else:
-        lies = Spread(topology.slices, topology.slice_devices)
+        lies = Spread(topology.slices, topology.num_devices // topology.slices)
         lacks = num_bytes * (lies.nodes - 1) / lies.nodes / lies.inside
     least = lacks / topology.dcn_bandwidth
     assert _seconds(kind, num_bytes, lies, topology) * (1 + 1e-9) >= least
