@@ -233,7 +233,11 @@ def define_model_flags(flags: Flags) -> None:
     """Defines --saved_model and --logdir, of which exactly one must be given."""
     flags.DEFINE_path("saved_model", None, "what tools.export wrote", portable=True, address=True)
     flags.DEFINE_path("logdir", None, "a run, as given to the trainer", portable=True, address=True)
-    flags.ExactlyOne("saved_model", "logdir")
+    why = "give exactly one of --saved_model and --logdir"
+    flags.Refuse(
+        ["saved_model", "logdir"],
+        lambda values: why * ((values["saved_model"] is None) is (values["logdir"] is None)),
+    )
 
 
 def define_logdir_flag(flags: Flags) -> None:

@@ -13,7 +13,7 @@ line numbers. The exit status is 0, 1 or (in flags) 2 for a mistake, 130 after C
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.flags import Flags, same_place
 from lingvo_moe.training.flags import MOST_DEVICES, define_experiment_flag
 
 from . import _cli
@@ -39,7 +39,7 @@ def define_flags() -> Flags:
     flags.DEFINE_list("tensor", (), "show only these tensors, layers or scopes")
     flags.DEFINE_path("html", "", "write a page with drawings to this file")
     flags.DEFINE_path("json", "", "write the whole explanation to this file")
-    flags.Distinct("html", "json")
+    flags.Refuse(["html", "json"], same_place)
     fixed = "it was fixed when the program was made"
     flags.OnlyWith("mesh num_devices model_params_override", fixed, model=True)
     return flags

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lingvo_moe.analysis.search.strategies.objectives import OBJECTIVES, SPEED
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.flags import Flags, same_place
 from lingvo_moe.training.flags import define_experiment_flag
 
 from . import _cli
@@ -71,7 +71,7 @@ def define_flags() -> Flags:
     flags.DEFINE_path("json", "", "write all that was compiled, with its plans, to this file")
     _cli.define_cache_flag(flags)
     _cli.define_known_faults_flag(flags)
-    flags.Distinct("output", "json")
+    flags.Refuse(["output", "json"], same_place)
     return flags
 
 

@@ -27,7 +27,7 @@ from lingvo_moe.analysis.plans.machines.prices import check_prices, kind_of, pri
 from lingvo_moe.analysis.plans.machines.slices import machines
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.console.command import say
-from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.flags import Flags, same_place
 from lingvo_moe.core.console.mistakes import is_refusal, places
 from lingvo_moe.core.topology_names import TopologyName
 from lingvo_moe.training.checks import strategy_override
@@ -83,7 +83,7 @@ def define_flags() -> Flags:
     )
     _cli.define_known_faults_flag(flags)
     _cli.define_cache_flag(flags)
-    flags.Distinct("output", "html")
+    flags.Refuse(["output", "html"], same_place)
     of_new = "variants what mesh layout model_params_override strategy token_budget known_faults"
     flags.OnlyWith(f"{of_new} cache_dir", "it is of a new plan", model=True)
     flags.OnlyWith("model topology compare html price", "it takes recorded plans", validate=False)

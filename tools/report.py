@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.command import as_typed
-from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.flags import Flags, same_place
 
 from . import _cli
 
@@ -46,7 +46,7 @@ def define_flags() -> Flags:
     flags.DEFINE_path("png_dir", None, "also write a picture of each layer to this directory")
     flags.DEFINE_integer("batch_size", 16, "packed rows at once", checks.SIZE)
     _cli.define_quiet_flag(flags)
-    flags.Distinct("out", "png_dir")
+    flags.Refuse(["out", "png_dir"], same_place)
     measuring = "data_dir languages max_per_language batch_size png_dir"
     checkpoint = "checkpoint_step average_last use_ema"
     flags.OnlyWith(f"{measuring} {checkpoint} quiet", "the model is not run", no_routing=False)

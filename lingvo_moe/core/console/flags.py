@@ -58,6 +58,14 @@ def join_overrides(*overrides: str) -> str:
     return ";".join(text for text in (*spaced, *overrides[-1:]) if text)
 
 
+def same_place(paths: Mapping[str, str]) -> str:
+    """The reason against two flags that name one place to write to, for `Flags.Refuse`; '' where none do."""
+    for (flag, path), (other, other_path) in itertools.combinations(paths.items(), 2):
+        if path and other_path and os.path.realpath(path) == os.path.realpath(other_path):
+            return f"--{flag} and --{other} are both {other_path}; name two places"
+    return ""
+
+
 class Flags(flags.FlagValues):
     """The flags of one command: their definitions and, after `Parse`, their values as attributes.
 
@@ -139,10 +147,10 @@ class Flags(flags.FlagValues):
         """Defines a flag that takes the step of a checkpoint, an integer, or a word; None where it is not given."""
         allowed = f"{checks.COUNT}, or {' or '.join(map(repr, words))}"
 
-        def read(given: str) -> int | str:
-            if given not in words and not re.fullmatch("[0-9]{1,18}", given):
+        def read(text: str) -> int | str:
+            if text not in words and not re.fullmatch("[0-9]{1,18}", text):
                 raise ValueError(f"must be {allowed}")
-            return given if given in words else int(given)
+            return text if text in words else int(text)
 
         self.DEFINE_parsed(name, None, help, read, allowed)
 
@@ -151,21 +159,21 @@ class Flags(flags.FlagValues):
         name: str,
         default: Sequence[str] | None,
         help: str,
-        known: Collection[str] = (),
+        allowed: Collection[str] = (),
     ) -> None:
         """Defines a flag that takes comma-separated names; its value is a tuple, empty only where the default is.
 
-        `known` are the names that it takes; () for any.
+        `allowed` are the names that it takes; () for any.
         """
 
         def read(text: str) -> tuple[str, ...]:
-            found = names(text)
-            if default and not found:
+            chosen = names(text)
+            if default and not chosen:
                 raise ValueError("must name at least one")
-            for one in found:
-                if known and one not in known:
-                    raise ValueError(f"no {one!r}{did_you_mean(one, known)}")
-            return found
+            for name in chosen:
+                if allowed and name not in allowed:
+                    raise ValueError(f"no {name!r}{did_you_mean(name, allowed)}")
+            return chosen
 
         self.DEFINE_parsed(name, default, help, read, "comma-separated")
 
@@ -180,10 +188,10 @@ class Flags(flags.FlagValues):
 
         On the command line it takes at least one.
         """
-        one = _checked(int if isinstance(check, checks.Integer) else float, check)
+        number = _checked(int if isinstance(check, checks.Integer) else float, check)
 
         def read(text: str) -> tuple[float, ...]:
-            return tuple(one.parse(part) for part in names(text) or ("",))
+            return tuple(number.parse(part) for part in names(text) or ("",))
 
         self.DEFINE_parsed(name, default, help, read, f"comma-separated; each {check}")
 
@@ -209,8 +217,8 @@ class Flags(flags.FlagValues):
             syntax: a phrase for the help.
         """
 
-        def read(given: Any) -> Any:
-            return parse(given) if isinstance(given, str) else tuple(given)
+        def read(value: Any) -> Any:
+            return parse(value) if isinstance(value, str) else tuple(value)
 
         self._Define(name, default, help, _Parser(read=read, syntax=syntax))
 
@@ -244,28 +252,6 @@ class Flags(flags.FlagValues):
         serializer = flags.ArgumentSerializer[str]()
         flags.DEFINE_multi(parser, serializer, name, [], help, self, self._section)
 
-    def ExactlyOne(self, *names: str) -> None:
-        """Requires that exactly one of these flags has a value."""
-
-        def why(values: Mapping[str, Any]) -> str:
-            given = sum(value is not None for value in values.values())
-            return "" if given == 1 else f"give exactly one of --{' and --'.join(names)}"
-
-        self._Refuse(names, why)
-
-    def Distinct(self, *names: str) -> None:
-        """Requires that no two of these flags name the same place to write to."""
-
-        def why(values: Mapping[str, Any]) -> str:
-            flag_of: dict[str, str] = {}
-            for name, path in values.items():
-                other = flag_of.setdefault(os.path.realpath(path), name) if path else name
-                if other != name:
-                    return f"--{other} and --{name} are both {path}; name two places"
-            return ""
-
-        self._Refuse(names, why)
-
     def OnlyWith(self, names: str, because: str = "", **needed: Any) -> None:
         """Declares that flags have an effect only with others; one that is given without these is refused.
 
@@ -276,15 +262,15 @@ class Flags(flags.FlagValues):
         """
 
         def why(values: Mapping[str, Any]) -> str:
-            given = (name for name in names.split() if values[name] != self[name].default)
-            for name, (other, wanted) in itertools.product(given, needed.items()):
+            changed = (name for name in names.split() if values[name] != self[name].default)
+            for name, (other, wanted) in itertools.product(changed, needed.items()):
                 if lacks := self._Lacks(other, values[other], wanted):
                     return f"{self._Shown(name)} {lacks}{because and ': '}{because}"
             return ""
 
-        self._Refuse([*names.split(), *needed], why)
+        self.Refuse([*names.split(), *needed], why)
 
-    def _Refuse(self, names: Sequence[str], why: Callable[[Mapping[str, Any]], str]) -> None:
+    def Refuse(self, names: Sequence[str], why: Callable[[Mapping[str, Any]], str]) -> None:
         """Refuses these flags where `why`, which gets their values by name, returns a reason; '' is none."""
 
         def check(values: Mapping[str, Any]) -> bool:
@@ -330,12 +316,12 @@ class Flags(flags.FlagValues):
             SystemExit: with status 2 after one line on standard error, for a flag that does not exist, a value that a
                 flag cannot have, or an argument that is no flag; with status 0 after --help.
         """
-        given = sys.argv[1:] if argv is None else argv
-        if given and (show := self._alone.get(given[-1])):
+        arguments = sys.argv[1:] if argv is None else argv
+        if arguments and (show := self._alone.get(arguments[-1])):
             show()
             raise SystemExit(0)
         try:
-            _, *rest = self([self.command, *given])
+            _, *rest = self([self.command, *arguments])
         except flags.UnrecognizedFlagError as e:
             flag = str(e.flagvalue).partition("=")[0]
             self.Fail(f"no flag {flag}{self._Instead(flag)}")
@@ -369,7 +355,7 @@ class Flags(flags.FlagValues):
     def Names(self) -> list[str]:
         """Returns the names of the command's own flags, in the order of their definition."""
         sections = self.flags_by_module_dict().items()
-        return [flag.name for section, own in sections if section != _HELP for flag in own]
+        return [flag.name for section, members in sections if section != _HELP for flag in members]
 
     def Help(self, full: bool = False) -> str:
         """Returns what --help prints or, where `full`, --helpfull, with commands as typed."""
@@ -392,7 +378,7 @@ class Flags(flags.FlagValues):
                 said = f"--{name} is required{alone * (f'--{name}' in self._alone)}"
                 return said if values[name] is None else ""
 
-            self._Refuse([name], why)
+            self.Refuse([name], why)
 
     def _CheckPaths(self, name: str, check: Callable[[str, str], None]) -> None:
         """Checks the value, or each of them, once all flags are known: a default may be unsuitable too."""
@@ -406,25 +392,25 @@ class Flags(flags.FlagValues):
                 return str(e)
             return ""
 
-        self._Refuse([name], why)
+        self.Refuse([name], why)
 
     def _Instead(self, flag: str) -> str:
         """A hint that is added to the error about a flag that does not exist."""
-        known = self._Spellings(flag)
-        if "model_params_override" in self.Names() and not nearest(flag, known):
+        spellings = self._Spellings(flag)
+        if "model_params_override" in self.Names() and not nearest(flag, spellings):
             return (
                 "; a parameter of the experiment is set by its path, --model_params_override='path=value': "
                 "python -m lingvo_moe.trainer --model=... --mode=inspect_params prints all paths"
             )
-        return did_you_mean(flag, known)
+        return did_you_mean(flag, spellings)
 
     def _Spellings(self, flag: str) -> list[str]:
         """Existing flags that a misspelt one may mean."""
-        own = self.Names()
-        known = [f"--{name}" for name in (*own, *_COMMON)]
+        defined = self.Names()
+        spellings = [f"--{name}" for name in (*defined, *_COMMON)]
         if flag.startswith("--no"):
-            known += [f"--no{name}" for name in own if self[name].boolean]
-        return known
+            spellings += [f"--no{name}" for name in defined if self[name].boolean]
+        return spellings
 
 
 class _Parser(flags.ArgumentParser[Any]):
@@ -445,11 +431,11 @@ class _Parser(flags.ArgumentParser[Any]):
 def _checked(convert: type, check: checks.Check, may_be_empty: bool = False) -> _Parser:
     """The parser of one value of a type, in a range."""
 
-    def read(given: Any) -> Any:
-        if may_be_empty and given == "":
-            return given
+    def read(argument: Any) -> Any:
+        if may_be_empty and argument == "":
+            return argument
         try:
-            value = convert(given)
+            value = convert(argument)
         except (ValueError, OverflowError):
             raise ValueError(f"must be {check}") from None
         if why := check(value):

@@ -4,7 +4,7 @@ import pytest
 from absl import flags as absl_flags
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.flags import Flags, same_place
 
 
 def _define() -> Flags:
@@ -100,18 +100,6 @@ def test_mistakes(argv, message, capsys):
     assert err.startswith(f"paint: {message}")
 
 
-def test_exactly_one_of_some_flags(capsys):
-    for argv in ([], ["--thinner=a", "--water=b"]):
-        flags = _define()
-        flags.ExactlyOne("thinner", "water")
-        with pytest.raises(SystemExit):
-            flags.Parse(["--house=H", *argv])
-        assert capsys.readouterr().err == "paint: give exactly one of --thinner and --water\n"
-    flags = _define()
-    flags.ExactlyOne("thinner", "water")
-    assert flags.Parse(["--house=H", "--water=b"]).water == "b"
-
-
 @pytest.mark.parametrize("argv, why", [
     (["--coats=3"], ""),
     (["--coats=3", "--colour=green"], ""),
@@ -131,7 +119,7 @@ def test_flags_that_go_with_others(argv, why, capsys):
     flags.OnlyWith("rooms brush", "walls are dusty", water=True)
     flags.OnlyWith("size", finish=(None, "matt"))
     flags.OnlyWith("no_windows", thinner=False)
-    flags.Distinct("thinner", "water")
+    flags.Refuse(["thinner", "water"], same_place)
     if why:
         with pytest.raises(SystemExit):
             flags.Parse(["--house=H", *argv])
