@@ -111,6 +111,13 @@ class NestedMap(dict):
         """All leaves, in `tf.nest` order."""
         return flatten(self)
 
+    def Zip(self, *others: Any) -> list[tuple[Any, ...]]:
+        """The leaves with those of other trees in the same places, e.g. `specs.Zip(theta)`.
+
+        Raises ValueError: when a structure differs, naming the first path that does.
+        """
+        return zip_leaves(self, *others)
+
     def Pack(self, leaves: list[Any]) -> "NestedMap":
         """A map of this structure that holds `leaves`. Raises ValueError when their number
         differs."""
@@ -157,6 +164,14 @@ def pack_as(tree: Any, leaves: Sequence[Any]) -> Any:
 def map_structure(fn: Callable[..., Any], first: Any, *rest: Any) -> Any:
     """A tree of the first one's structure with `fn(leaf of each)`.
 
+    Raises ValueError: as zip_leaves.
+    """
+    return pack_as(first, [fn(*leaves) for leaves in zip_leaves(first, *rest)])
+
+
+def zip_leaves(first: Any, *rest: Any) -> list[tuple[Any, ...]]:
+    """The leaves of trees of one structure, those in the same place together.
+
     Raises ValueError: when a structure differs from the first's, naming the first path that does.
     """
     paths = [path for path, _ in _walk(first, "")]
@@ -164,8 +179,7 @@ def map_structure(fn: Callable[..., Any], first: Any, *rest: Any) -> Any:
         theirs = [path for path, _ in _walk(other, "")]
         if theirs != paths:
             raise ValueError(f"structures differ: {first_difference(paths, theirs)}")
-    leaves = zip(flatten(first), *(flatten(other) for other in rest), strict=True)
-    return pack_as(first, [fn(*values) for values in leaves])
+    return list(zip(*(flatten(tree) for tree in (first, *rest)), strict=True))
 
 
 def skeleton(tree: Any) -> Any:

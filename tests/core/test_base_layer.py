@@ -93,7 +93,7 @@ def test_initial_values_depend_on_seed_and_path_alone():
     tree = _tree()
     seed = randomness.make_seed(1, 0)
     theta, again = tree.InitTheta(seed), tree.InitTheta(seed)
-    for a, b in zip(theta.Flatten(), again.Flatten(), strict=True):
+    for a, b in theta.Zip(again):
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(theta.one.wi, theta.many[1].wi.numpy().astype("f"))
     assert not np.array_equal(theta.one.wi, tree.InitTheta(randomness.make_seed(2, 0)).one.wi)

@@ -212,9 +212,12 @@ class Repeat(BaseLayer):
         mesh = current_mesh()
         if mesh is None or mesh.size == 1:
             return theta
-        slices, stacks = self.body.VariableSpecs().Flatten(), self.VariableSpecs().body.Flatten()
-        items = zip(theta.Flatten(), slices, stacks, strict=True)
-        return theta.Pack([self._ShardSlice(w, s.split, stack, mesh) for w, s, stack in items])
+        return map_structure(
+            lambda w, of_slice, stack: self._ShardSlice(w, of_slice.split, stack, mesh),
+            theta,
+            self.body.VariableSpecs(),
+            self.VariableSpecs().body,
+        )
 
     def _ShardSlice(
         self, w: tf.Tensor, split: DimsMapping, stack: VariableSpec, mesh: Mesh

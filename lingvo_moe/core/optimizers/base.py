@@ -16,7 +16,7 @@ from lingvo_moe.core.base_layer import VariableSpec, name_scope
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.optimizers.by_layer import (
     AppliedByLayer,
     is_by_layer,
@@ -204,9 +204,8 @@ class BaseOptimizer:
         deltas: list[kernels.Delta | None] = []
         new_slots: list[NestedMap] = []
         decayed = self.Decays(specs)
-        for spec, weight, grad, slot in zip(
-            specs.Flatten(), theta.Flatten(), grads.Flatten(), slots, strict=True
-        ):
+        leaves = specs.Zip(theta, grads)
+        for (spec, weight, grad), slot in zip(leaves, slots, strict=True):
             delta: kernels.Delta | None = None
             if spec.trainable:
                 of_one = functools.partial(self._Delta, decays=decayed[spec.path], numbers=numbers)
@@ -305,11 +304,7 @@ def _layer(
 def _dense(grads: NestedMap, specs: NestedMap) -> NestedMap:
     """The gradients as tensors. Raises ValueError for trainable variables without one."""
     grads = NestedMap.FromNestedDict(grads)
-    missing = [
-        spec.path
-        for spec, grad in zip(specs.Flatten(), grads.Flatten(), strict=True)
-        if grad is None and spec.trainable
-    ]
+    missing = [spec.path for spec, grad in specs.Zip(grads) if grad is None and spec.trainable]
     if missing:
         raise ValueError(f"no gradient for {', '.join(missing)}: the loss does not depend on it")
     return _in_parts(
@@ -319,18 +314,16 @@ def _dense(grads: NestedMap, specs: NestedMap) -> NestedMap:
 
 def _in_parts(tree: NestedMap, specs: NestedMap) -> NestedMap:
     """Weights or gradients, each sharded like its slots."""
-    items = zip(tree.Flatten(), specs.Flatten(), strict=True)
-    return tree.Pack([x if x is None else in_parts(x, spec) for x, spec in items])
+    return map_structure(lambda x, spec: x if x is None else in_parts(x, spec), tree, specs)
 
 
 def _squares(grads: NestedMap, specs: NestedMap) -> list[tf.Tensor]:
     """The sum of squares of each gradient."""
-    items = zip(grads.Flatten(), specs.Flatten(), strict=True)
     return [
         squares_by_layer(g, spec)
         if spec.memory == HOST
         else kernels.current().sum_of_squares(tf.cast(g, tf.float32))
-        for g, spec in items
+        for g, spec in grads.Zip(specs)
         if g is not None
     ]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import VariableSpec, name_scope
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, map_structure
 
 # The average of n updates keeps at most n / (n + _LAG) of itself: at first it covers the last tenth of the run.
 _LAG = 9.0
@@ -21,12 +21,7 @@ def average_specs(specs: NestedMap) -> NestedMap:
 
 def first_average(theta: NestedMap, specs: NestedMap) -> NestedMap:
     """The average before the first step: the weights themselves."""
-    return specs.Pack(
-        [
-            tf.cast(weight, _average_spec(spec).dtype)
-            for spec, weight in zip(specs.Flatten(), theta.Flatten(), strict=True)
-        ]
-    )
+    return map_structure(lambda spec, w: tf.cast(w, _average_spec(spec).dtype), specs, theta)
 
 
 def next_average(
@@ -43,7 +38,7 @@ def next_average(
     n = tf.cast(updates, tf.float32)
     keep = tf.minimum(n / (n + _LAG), decay)
     new = []
-    for spec, old, weight in zip(specs.Flatten(), average.Flatten(), theta.Flatten(), strict=True):
+    for spec, old, weight in specs.Zip(average, theta):
         with name_scope(f"optimizer.{spec.path}"):
             if spec.trainable:
                 wide = tf.cast(weight, old.dtype)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.initializers import InitOfVariable, WeightInit
-from lingvo_moe.core.nested_map import NestedMap, flatten, flatten_items, pack_as
+from lingvo_moe.core.nested_map import NestedMap, flatten, pack_as
 from lingvo_moe.core.optimizers.weight_decay import is_table, own_dims
 from lingvo_moe.core.sharding import SplitMap, dims_mapping
 from lingvo_moe.core.sharding.branches import stacked_rows
@@ -116,7 +116,7 @@ def by_path(specs: NestedMap, values: NestedMap) -> dict[str, Any]:
         ValueError: two variables have the same path.
     """
     found: dict[str, Any] = {}
-    for (_, spec), (_, value) in zip(flatten_items(specs), flatten_items(values), strict=True):
+    for spec, value in specs.Zip(values):
         opened = [unpacked_row(spec, k, value[k]) for k in range(len(spec.packs))]
         for values_of in opened or [{spec.path: value}]:
             if twice := sorted(found.keys() & values_of.keys()):

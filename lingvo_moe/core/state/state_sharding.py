@@ -5,7 +5,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import DimsMapping, current_mesh
 from lingvo_moe.core.sharding.annotate import mesh_split
 from lingvo_moe.core.tensors import custom_gradient
@@ -40,13 +40,11 @@ def weights_in_use(theta: NestedMap, specs: NestedMap, gradient_specs: NestedMap
     mesh = current_mesh()
     if mesh is None:
         return theta
-    pairs = zip(specs.Flatten(), gradient_specs.Flatten(), strict=True)
-    return theta.Pack(
-        [
-            w if spec.stack_dims else in_use(w, spec.split, of_gradient.StoredSplit(mesh))
-            for w, (spec, of_gradient) in zip(theta.Flatten(), pairs, strict=True)
-        ]
-    )
+
+    def used(weight: tf.Tensor, spec: VariableSpec, gradient: VariableSpec) -> tf.Tensor:
+        return weight if spec.stack_dims else in_use(weight, spec.split, gradient.StoredSplit(mesh))
+
+    return map_structure(used, theta, specs, gradient_specs)
 
 
 def in_parts(tensor: tf.Tensor, spec: VariableSpec) -> tf.Tensor:

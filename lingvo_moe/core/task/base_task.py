@@ -26,7 +26,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, P
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.input.base_input import BaseInput
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.optimizers import moving_average
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.registry import OPTIMIZERS
@@ -390,8 +390,7 @@ class BaseTask(BaseLayer):
         self, weights: NestedMap, compute: Callable[[], tuple[tf.Tensor, NestedMap]]
     ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
         """Loss and metrics as `compute` returns them from `weights` (theta), and the gradients, as Gradients."""
-        specs = self.VariableSpecs().Flatten()
-        leaves = [w for w, spec in zip(weights.Flatten(), specs, strict=True) if spec.trainable]
+        leaves = [w for w, spec in weights.Zip(self.VariableSpecs()) if spec.trainable]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(leaves)
             loss, metrics = compute()
@@ -439,9 +438,9 @@ class BaseTask(BaseLayer):
 
         `weights` are theta, or its moving average, whose types may be wider.
         """
-        specs = self.VariableSpecs().Flatten()
-        pairs = zip(weights.Flatten(), specs, strict=True)
-        theta = weights.Pack([tf.cast(weight, spec.dtype) for weight, spec in pairs])
+        theta = map_structure(
+            lambda weight, spec: tf.cast(weight, spec.dtype), weights, self.VariableSpecs()
+        )
         metrics = self.EvalStep(self.InUse(theta), batch)
         return NestedMap({name: metrics[name] for name in (*self.HELD_OUT_METRICS, self.UNIT)})
 
@@ -451,9 +450,7 @@ class BaseTask(BaseLayer):
         """Packs the tape's gradients into theta's structure, as dense tensors; None for non-trainable variables."""
         out: list[tf.Tensor | None] = []
         rest = iter(grads)
-        for (path, _), spec in zip(
-            weights.FlattenItems(), self.VariableSpecs().Flatten(), strict=True
-        ):
+        for path, spec in self.VariableSpecs().FlattenItems():
             if not spec.trainable:
                 out.append(None)
                 continue
@@ -468,7 +465,7 @@ class BaseTask(BaseLayer):
         """Returns theta with the values of non-trainable variables replaced by those in `updates`, by path."""
         by_path = dict(updates.FlattenItems())
         out = []
-        for spec, weight in zip(self.VariableSpecs().Flatten(), theta.Flatten(), strict=True):
+        for spec, weight in self.VariableSpecs().Zip(theta):
             if spec.trainable or spec.path not in by_path:
                 out.append(weight)
                 continue

@@ -21,7 +21,7 @@ from lingvo_moe.core.input.division import (
     num_rows,
     shares_of,
 )
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import DimsMapping
 from lingvo_moe.core.sharding.annotate import mesh_of, sharded
 from lingvo_moe.core.sharding.letters import HOST
@@ -97,9 +97,9 @@ def _terms(task: BaseTask, i: tf.Tensor, batch: NestedMap, shared: NestedMap) ->
         task: with the sizes of a micro-batch.
         shared: theta; the step's seed; units, those of the whole batch.
     """
-    weights = zip(shared.theta.Flatten(), task.VariableSpecs().Flatten(), strict=True)
     mesh = mesh_of(f"the micro-batches of {task.path}", None)
-    theta = shared.theta.Pack([sharded(w, spec.StoredSplit(mesh)) for w, spec in weights])
+    specs = task.VariableSpecs()
+    theta = map_structure(lambda w, s: sharded(w, s.StoredSplit(mesh)), shared.theta, specs)
     shares = shares_of(task.Units(batch), shared.units)
     seed = randomness.fold_in(shared.seed, i)
     loss, metrics, grads = task.Differentiate(

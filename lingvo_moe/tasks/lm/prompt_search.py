@@ -106,7 +106,7 @@ class PromptSearch:
             letters = self._Letters("settings" in search.cache)
         all_letters = NestedMap(state=self._search.STATE_LETTERS, cache=letters)
         shapes = map_structure(open_shape, search, all_letters)
-        return [tf.TensorSpec(s, x.dtype) for s, x in zip(shapes.Flatten(), search.Flatten())]
+        return [tf.TensorSpec(shape, x.dtype) for shape, x in shapes.Zip(search)]
 
     def More(self, theta: NestedMap, search: NestedMap) -> tuple[NestedMap, NestedMap, tf.Tensor]:
         """One more token of each row, with a beam of 1.

@@ -44,7 +44,7 @@ def test_values_gradients_and_nothing_gathered():
     def route(theta, x, paddings, seed, ids, segment_ids, task_ids):
         context = NestedMap(ids=ids, segment_ids=segment_ids, task_ids=task_ids)
         out, loss = NestedMap(), tf.constant(0.0)
-        weights = [w for w, s in zip(theta.Flatten(), specs.Flatten()) if s.trainable]
+        weights = [w for w, s in theta.Zip(specs) if s.trainable]
         with tf.GradientTape() as tape:
             tape.watch([x, *weights])
             for key, router in routers.items():

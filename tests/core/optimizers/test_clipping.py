@@ -43,7 +43,7 @@ def test_by_hand():
 def test_what_is_small_enough_is_left_alone(limit):
     clipped, norm = _updated(GRADS, limit)
     np.testing.assert_allclose(norm, 5)
-    for got, want in zip(clipped.Flatten(), GRADS.Flatten()):
+    for got, want in clipped.Zip(GRADS):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 

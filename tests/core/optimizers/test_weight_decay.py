@@ -173,7 +173,7 @@ def test_decoupled_decay_is_beside_the_update(cls, used):
     np.testing.assert_allclose(decayed.w, plain.w - 0.25 * 0.5 * theta.w, rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(decayed.b, plain.b)
     for a, b in zip((slots, metrics), (slots_2, metrics_2), strict=True):
-        for x, y in zip(a.Flatten(), b.Flatten(), strict=True):
+        for x, y in a.Zip(b):
             np.testing.assert_array_equal(x, y)
 
 

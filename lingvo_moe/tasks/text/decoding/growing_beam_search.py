@@ -263,6 +263,6 @@ def open_shape(x: tf.Tensor, letters: str) -> tf.TensorShape:
 
 def _shaped_as(tree: NestedMap, like: NestedMap) -> NestedMap:
     """`tree`, its tensors' static shapes set to those of `like`, as a loop requires."""
-    for x, y in zip(tree.Flatten(), like.Flatten(), strict=True):
+    for x, y in tree.Zip(like):
         x.set_shape(y.shape)
     return tree

@@ -53,7 +53,7 @@ def _values(step=7):
 
 def _assert_equal(got, want):
     assert [p for p, _ in got.FlattenItems()] == [p for p, _ in want.FlattenItems()]
-    for a, b in zip(got.Flatten(), want.Flatten()):
+    for a, b in got.Zip(want):
         assert np.asarray(a).dtype == np.asarray(b).dtype
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 

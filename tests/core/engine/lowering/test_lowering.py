@@ -70,7 +70,7 @@ def test_any_number_of_devices_gives_the_same_training():
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     got, want = engine.Get(state), engine.Get(want)
     assert [p for p, _ in got.FlattenItems()] == ["step", "theta.b", "theta.layers[0]"]
-    for a, b in zip(got.Flatten(), want.Flatten()):
+    for a, b in got.Zip(want):
         np.testing.assert_allclose(a, b, rtol=1e-5)
     assert got.step == 3
 

@@ -58,7 +58,7 @@ def test_every_pair_once_in_batches_of_one_group_that_take_turns():
     tasks = {int(t) for one in batches for t in np.unique(one.batch.src.task_ids)}
     assert tasks == {0, 1, 2}
     for first, again in zip(batches, _batches(groups), strict=True):
-        for a, b in zip(first.batch.Flatten(), again.batch.Flatten(), strict=True):
+        for a, b in first.batch.Zip(again.batch):
             np.testing.assert_array_equal(a, b)
 
 

@@ -39,7 +39,7 @@ def ready(params) -> MtInput:
 
 
 def _same(a: NestedMap, b: NestedMap) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(a.Flatten(), b.Flatten(), strict=True))
+    return all(np.array_equal(x, y) for x, y in a.Zip(b))
 
 
 def _take(iterator, n: int) -> list[NestedMap]:
@@ -54,7 +54,7 @@ def test_the_spec_is_what_comes_and_needs_no_data(params, ready):
     )
     for tree in (spec, batch):
         assert [path for path, _ in tree.FlattenItems()] == names.split()
-    for leaf, array in zip(spec.Flatten(), batch.Flatten()):
+    for leaf, array in spec.Zip(batch):
         assert leaf.shape == array.shape
         assert leaf.dtype == array.dtype.name == "int32"
     assert spec.src.ids.shape == (4, 48)

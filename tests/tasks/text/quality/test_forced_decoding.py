@@ -119,11 +119,11 @@ def test_a_mean_of_checkpoints(tmp_path):
     for step, steps, factor in ((None, [3, 5, 9], 3.0), (5, [3, 5], 1.5)):
         mean, about = load_theta(run, task, Chosen(step, len(steps)))
         assert about["averaged_steps"] == steps
-        for got, one in zip(mean.Flatten(), first.Flatten(), strict=True):
+        for got, one in mean.Zip(first):
             np.testing.assert_allclose(got, factor * one, rtol=1e-5, atol=1e-6)
     newest, about = load_theta(run, task, Chosen(None, 1))
     assert about["step"] == 9 and "averaged_steps" not in about
-    assert all((a == b).all() for a, b in zip(newest.Flatten(), last.Flatten()))
+    assert all((a == b).all() for a, b in newest.Zip(last))
     with pytest.raises(ValueError, match=r"--average_last=3: .* has 2 up to there, \[3, 5\]"):
         load_theta(run, task, Chosen(5, 3))
     with pytest.raises(ValueError, match="step 4: there is no such checkpoint"):
