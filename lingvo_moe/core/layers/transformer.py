@@ -12,7 +12,8 @@ Layers share `aux`, a NestedMap:
     positions: int32 [B, T], each token's in its segment; only where queries and keys take them (positions.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import tensorflow as tf
@@ -27,6 +28,18 @@ from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.layers.normalization import LayerNorm
 from lingvo_moe.core.layers.repeat import ALL, Chunk, Repeat, slices
 from lingvo_moe.core.nested_map import NestedMap, map_structure
+
+
+@dataclass(frozen=True)
+class _Wiring:
+    """The manner in which a layer attends: in a pass over rows, or in a step over a cache."""
+
+    # Normalized x [B, T, M] -> (the output of self-attention [B, T, M], the new cache in a step).
+    attend: Callable[[tf.Tensor], tuple[tf.Tensor, NestedMap]]
+    # The same for cross-attention, which has no cache to return.
+    attend_memory: Callable[[tf.Tensor], tf.Tensor]
+    seed: tf.Tensor | None = None  # int32 [2]; None means inference
+    letters: str = ""  # the letters by which sums are sharded; "": XLA decides
 
 
 class TransformerLayer(BaseLayer):
@@ -73,36 +86,43 @@ class TransformerLayer(BaseLayer):
         seed: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """Maps x [B, T, M] under aux (see the file's top) to ([B, T, M], the ffn's extras)."""
-        x = self.Shard(x, "BTM")
-        h = self.self_norm.FProp(theta.self_norm, x)
-        h = self.self_atten.FProp(
-            theta.self_atten,
-            h,
-            h,
-            aux.self_mask,
-            seed=self.FoldSeed(seed, "self_atten"),
-            **_given(aux, "positions"),
-        )
-        x = self._Add(x, h, self.FoldSeed(seed, "self_residual"))
+
+        def attend(h: tf.Tensor) -> tuple[tf.Tensor, NestedMap]:
+            more = {"seed": self.FoldSeed(seed, "self_atten"), **_present(aux, "positions")}
+            return self.self_atten.FProp(theta.self_atten, h, h, aux.self_mask, **more), NestedMap()
+
+        def attend_memory(h: tf.Tensor) -> tf.Tensor:
+            memory, mask = self.Shard(aux.memory, "BSM"), aux.cross_mask
+            own_seed = self.FoldSeed(seed, "cross_atten")
+            return self.cross_atten.FProp(theta.cross_atten, h, memory, mask, seed=own_seed)
+
+        wiring = _Wiring(attend, attend_memory, seed, "BTM")
+        x, _, extras = self._Wired(theta, self.Shard(x, "BTM"), aux, wiring)
+        return x, extras
+
+    def _Wired(
+        self, theta: NestedMap, x: tf.Tensor, aux: NestedMap, wiring: "_Wiring"
+    ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
+        """The parts in turn, with their normalizations and residual branches, for any manner of attention.
+
+        Returns:
+            (x after all parts, what `wiring.attend` gives beside its output, the extras of the feed-forward layer).
+        """
+
+        def add(name: str, x: tf.Tensor, h: tf.Tensor) -> tf.Tensor:
+            seed = self.FoldSeed(wiring.seed, f"{name}_residual")
+            x += kernels.dropout(h, self.p.residual_dropout_prob, seed)
+            return self.Shard(x, wiring.letters) if wiring.letters else x
+
+        h, attended = wiring.attend(self.self_norm.FProp(theta.self_norm, x))
+        x = add("self", x, h)
         if self.p.cross_atten_tpl is not None:
-            h = self.cross_norm.FProp(theta.cross_norm, x)
-            h = self.cross_atten.FProp(
-                theta.cross_atten,
-                h,
-                self.Shard(aux.memory, "BSM"),
-                aux.cross_mask,
-                seed=self.FoldSeed(seed, "cross_atten"),
-            )
-            x = self._Add(x, h, self.FoldSeed(seed, "cross_residual"))
+            h = wiring.attend_memory(self.cross_norm.FProp(theta.cross_norm, x))
+            x = add("cross", x, h)
         h = self.ffn_norm.FProp(theta.ffn_norm, x)
-        h, extras = self.ffn.FProp(
-            theta.ffn,
-            h,
-            aux.paddings,
-            seed=self.FoldSeed(seed, "ffn"),
-            **_given(aux, "context", "shares"),
-        )
-        return self._Add(x, h, self.FoldSeed(seed, "ffn_residual")), extras
+        more = {"seed": self.FoldSeed(wiring.seed, "ffn"), **_present(aux, "context", "shares")}
+        h, extras = self.ffn.FProp(theta.ffn, h, aux.paddings, **more)
+        return add("ffn", x, h), attended, extras
 
     @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
@@ -145,21 +165,14 @@ class TransformerLayer(BaseLayer):
         Returns:
             ([B, J, M], the new cache).
         """
-        h = self.self_norm.FProp(theta.self_norm, x)
-        h, cache = self.self_atten.ExtendStep(theta.self_atten, h, cache, time, aux.self_mask)
-        x = x + h
-        if self.p.cross_atten_tpl is not None:
-            h = self.cross_norm.FProp(theta.cross_norm, x)
-            x = x + self.cross_atten.AttendMemory(theta.cross_atten, h, memory, aux.cross_mask)
-        h = self.ffn_norm.FProp(theta.ffn_norm, x)
-        h, _ = self.ffn.FProp(
-            theta.ffn, h, aux.paddings, seed=None, **_given(aux, "context", "shares")
-        )
-        return x + h, cache
 
-    def _Add(self, x: tf.Tensor, h: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        h = kernels.dropout(h, self.p.residual_dropout_prob, seed)
-        return self.Shard(x + h, "BTM")
+        def attend(h: tf.Tensor) -> tuple[tf.Tensor, NestedMap]:
+            return self.self_atten.ExtendStep(theta.self_atten, h, cache, time, aux.self_mask)
+
+        def attend_memory(h: tf.Tensor) -> tf.Tensor:
+            return self.cross_atten.AttendMemory(theta.cross_atten, h, memory, aux.cross_mask)
+
+        return self._Wired(theta, x, aux, _Wiring(attend, attend_memory))[:2]
 
     @classmethod
     def FlopsByPart(cls, params: HyperParams, *input_shapes: Sequence[int]) -> dict[str, int]:
@@ -178,10 +191,10 @@ class TransformerLayer(BaseLayer):
             name: tpl.cls.FPropMeta(_with_dim(params, tpl), *shapes)
             for name, (tpl, shapes) in parts.items()
         }
-        found = {name: meta.flops for name, meta in metas.items()}
+        flops = {name: meta.flops for name, meta in metas.items()}
         if dispatch := metas["ffn"].get("dispatch"):
-            found |= {"ffn": found["ffn"] - dispatch, "dispatch": dispatch}
-        return found
+            flops |= {"ffn": flops["ffn"] - dispatch, "dispatch": dispatch}
+        return flops
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
@@ -337,8 +350,8 @@ class TransformerStack(BaseLayer):
         """Every cross-attention's keys and values of memory [B, S, M], by block and layer."""
         out = []
         for b, layers in enumerate(self._Layers()):
-            each = zip(layers, self._Weights(theta, b), strict=True)
-            out.append([layer.PrecomputeMemory(th, memory) for layer, th in each])
+            pairs = zip(layers, self._Weights(theta, b), strict=True)
+            out.append([layer.PrecomputeMemory(weights, memory) for layer, weights in pairs])
         return out
 
     def Grow(self, small: NestedMap, fresh: NestedMap) -> NestedMap:
@@ -414,17 +427,17 @@ class TransformerStack(BaseLayer):
         """Each different layer, with its TransformerLayer.FlopsByPart times how often there is one."""
         layers = [(params.first, params.num_first)] if params.num_first else []
         layers += [(layer, params.num_blocks) for layer in params.block]
-        found = []
+        counts = []
         for layer, times in layers:
             parts = layer.cls.FlopsByPart(_with_dim(params, layer), *input_shapes)
-            found.append((layer, {name: times * flops for name, flops in parts.items()}))
-        return found
+            counts.append((layer, {name: times * flops for name, flops in parts.items()}))
+        return counts
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """The sum of the layers."""
-        parts = cls.FlopsByLayer(params, *input_shapes)
-        flops = sum(sum(each.values()) for _, each in parts)
+        layers = cls.FlopsByLayer(params, *input_shapes)
+        flops = sum(sum(parts.values()) for _, parts in layers)
         return NestedMap(flops=flops, out_shapes=(tuple(input_shapes[0]),))
 
 
@@ -436,8 +449,8 @@ def _repeat_params(p: HyperParams, layers: Sequence[HyperParams], times: int) ->
     return repeat
 
 
-def _given(aux: NestedMap, *names: str) -> dict[str, NestedMap]:
-    """Arguments of a part, those that there are."""
+def _present(aux: NestedMap, *names: str) -> dict[str, NestedMap]:
+    """The arguments of a part that `aux` has."""
     return {name: aux[name] for name in names if name in aux}
 
 
