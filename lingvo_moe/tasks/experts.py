@@ -13,6 +13,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.layers.transformer import TransformerStack
 from lingvo_moe.core.moe import layer as moe_layer
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.tasks.transformer_shrinking import Size
 
@@ -139,11 +140,14 @@ def check_groups(task: HyperParams, rows: int, length: int, length_name: str) ->
         )
 
 
-def units(task: HyperParams, real_BT: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The tokens, and the groups with a token, of rows in which tokens are 1 and padding is 0: float32 scalars."""
-    groups = task.num_groups if task.num_experts else 0
-    in_groups = tf.reshape(real_BT, [groups or real_BT.shape[0], -1])
-    return tf.reduce_sum(real_BT), tf.reduce_sum(tf.reduce_max(in_groups, 1))
+def units(task: HyperParams, real_BT: tf.Tensor) -> NestedMap:
+    """Counts in rows where tokens are 1 and padding is 0: `tokens`, and with experts the `groups` that have a token,
+    float32 scalars."""
+    if not task.num_experts:
+        return NestedMap(tokens=tf.reduce_sum(real_BT))
+    in_groups = tf.reshape(real_BT, [task.num_groups or real_BT.shape[0], -1])
+    groups = tf.reduce_sum(tf.reduce_max(in_groups, 1))
+    return NestedMap(tokens=tf.reduce_sum(real_BT), groups=groups)
 
 
 def shrink_experts(task: HyperParams, size: Size) -> int:

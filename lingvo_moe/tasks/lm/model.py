@@ -212,11 +212,7 @@ class LmModel(TransformerTask):
 
     def Units(self, batch: NestedMap) -> NestedMap:
         """See BaseTask: tokens that are not padding; with experts also the groups with a token."""
-        real = tf.cast(batch.segment_ids > 0, tf.float32)
-        if not self.p.num_experts:
-            return NestedMap(tokens=tf.reduce_sum(real))
-        tokens, groups = experts.units(self.p, real)
-        return NestedMap(tokens=tokens, groups=groups)
+        return experts.units(self.p, tf.cast(batch.segment_ids > 0, tf.float32))
 
     # --- training
 
@@ -258,7 +254,7 @@ class LmModel(TransformerTask):
         self, weights: NestedMap, theta: NestedMap, carry: NestedMap, context: Context, chunk: Chunk
     ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
         del theta
-        seed, aux = self.FoldSeed(context.seed, "decoder"), self.Aux(context.batch, context.shares)
+        aux, seed = self.Aux(context.batch, context.shares), self.FoldSeed(context.seed, "decoder")
         x, extras = self.decoder.RunBlocks(weights, carry.x, aux, seed, chunk)
         if not self.p.num_experts:
             return NestedMap(x=x), tf.constant(0.0), NestedMap()
@@ -451,6 +447,8 @@ def _define_attention(p: InstantiableParams) -> None:
 
 
 def _in_order(*layers: tf.Tensor) -> tf.Tensor:
-    """The rows of the layers of a block, [n,...] each, in the order of all layers: [L,...]."""
+    """Interleaves the rows of a block's layers, [n,...] each: [L,...], in the order of all layers."""
+    if len(layers) == 1:
+        return layers[0]
     stacked = tf.stack(layers, axis=1)
     return tf.reshape(stacked, [-1, *stacked.shape[2:]])

@@ -319,8 +319,8 @@ class MtModel(MtTask):
         Returns:
             float32 logits [B,J,V] of the next token, and the cache.
         """
-        x = self.target_embedding.FProp(theta.target_embedding, ids)
-        x = self.position.Add(x, tf.fill(tf.shape(ids), time))
+        at = tf.zeros_like(ids) + tf.reshape(time, [1, -1])
+        x = self.position.Add(self.target_embedding.FProp(theta.target_embedding, ids), at)
         row = NestedMap(ids=ids)
         if "task_ids" in cache:
             row.task_ids = tf.tile(cache.task_ids[:, tf.newaxis], [1, tf.shape(ids)[1]])

@@ -119,12 +119,11 @@ class MtTask(TransformerTask):
         return vocabulary.Pieces(range(vocabulary.size))
 
     def Units(self, batch: NestedMap) -> NestedMap:
-        """See BaseTask: tokens of the target, and by side, e.g. `source_tokens`, tokens and the groups with a token."""
+        """See BaseTask: tokens of the target, and by side, e.g. `source_tokens`, tokens and groups (experts.units)."""
         units = NestedMap()
         for side, row in (("source", batch.src), ("target", batch.tgt)):
-            real = tf.cast(row.segment_ids > 0, tf.float32)
-            tokens, groups = experts.units(self.p, real)
-            units[f"{side}_tokens"], units[f"{side}_groups"] = tokens, groups
+            counts = experts.units(self.p, tf.cast(row.segment_ids > 0, tf.float32))
+            units.update({f"{side}_{name}": count for name, count in counts.items()})
         units.tokens = units.target_tokens
         return units
 
@@ -143,7 +142,8 @@ class MtTask(TransformerTask):
 
 
 def side_shares(shares: NestedMap | None, side: str) -> dict[str, NestedMap]:
-    """`shares` for the layers of one side, 'source' or 'target', from those of Units; none for a whole batch."""
-    if shares is None:
+    """`shares` for the layers of one side, 'source' or 'target', from those of Units; none for a whole batch, nor
+    without experts."""
+    if shares is None or f"{side}_groups" not in shares:
         return {}
     return {"shares": NestedMap({n: shares[f"{side}_{n}"] for n in ("tokens", "groups")})}
