@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.private import tensorflow as private
+from lingvo_moe.core.private.tensorflow import gen_xla_ops
 
 
 def shape_of(x: tf.Tensor) -> list[int | tf.Tensor]:
@@ -86,6 +87,19 @@ def in_xla() -> bool:
     if tf.executing_eagerly():
         return False
     return private.in_xla(tf.compat.v1.get_default_graph())
+
+
+def with_row(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf.Tensor:
+    """`rows` whose row i along `axis`, an int32 scalar in its range, is `row`, which lacks that dimension.
+
+    It has no gradient in XLA, whose operation it is there.
+    """
+    if not in_xla():
+        here = tf.range(rows.shape[axis]) == i
+        here = tf.reshape(here, [-1] + [1] * (rows.shape.rank - axis - 1))
+        return tf.where(here, tf.expand_dims(row, axis), rows)
+    place = tf.pad(tf.reshape(i, [1]), [[axis, rows.shape.rank - axis - 1]])
+    return gen_xla_ops.xla_dynamic_update_slice(rows, tf.expand_dims(row, axis), place)
 
 
 def sum_type(dtype: tf.DType) -> tf.DType:

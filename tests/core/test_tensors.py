@@ -1,8 +1,11 @@
-"""Sizes of open dimensions; custom gradients have the names that TensorFlow gives to its own."""
+"""Sizes of open dimensions; custom gradients have the names that TensorFlow gives to its own; rows are written."""
 
+import functools
+
+import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.tensors import custom_gradient, dim, shape_of
+from lingvo_moe.core.tensors import custom_gradient, dim, shape_of, with_row
 
 
 def test_operations_of_the_gradient_stand_in_the_scope_of_the_call():
@@ -40,3 +43,13 @@ def test_sizes_are_ints_where_they_are_known():
     assert run(tf.zeros([5, 3])).numpy().tolist() == [5, 5]
     assert found == [(3, 3, 1)]
     assert shape_of(tf.zeros([5, 3])) == [5, 3]
+
+
+def test_a_row_is_written_with_xla_and_without():
+    x = tf.reshape(tf.range(24.0), [3, 2, 4])
+    for axis, shape in ((0, [2, 4]), (1, [3, 4])):
+        want = x.numpy()
+        want[(slice(None),) * axis + (1,)] = 7.0
+        write = functools.partial(with_row, axis=axis)
+        for run in (write, tf.function(write, jit_compile=True)):
+            np.testing.assert_array_equal(run(x, tf.constant(1), tf.fill(shape, 7.0)), want)

@@ -18,6 +18,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.kernels.scores import Seen
 from lingvo_moe.core.kernels.weights import Weight
 from lingvo_moe.core.kernels.xla import (
     Activation,
@@ -88,14 +89,13 @@ class Kernels(Protocol):
         q: tf.Tensor,
         k: tf.Tensor,
         v: tf.Tensor,
-        mask: tf.Tensor,
-        drop: Drop | None,
-        sinks_N: tf.Tensor | None = None,
+        seen: Seen,
+        drop: Drop | None = None,
     ) -> tf.Tensor:
-        """softmax(q k^T) v over the keys that the mask, bool or 0/1 [B, T or 1, S], allows: [B,T,N,K].
+        """softmax(q k^T + bias) v over the keys that are seen: [B,T,N,K].
 
-        The softmax is of float32, and its result of v's type. `drop` takes the probabilities, [B,N,T,S]. `sinks_N` are
-        logits that take part in each head's softmax, beside those of the keys, and have no value.
+        The softmax is of float32, and its result of v's type. `drop` takes the probabilities, [B,N,T,S]. The kernels
+        decide whether all scores are made at once, by blocks, or inside one fused operation.
         """
 
     def project_back(self, context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
@@ -109,16 +109,9 @@ class Kernels(Protocol):
         or, with J = 1, of the steps `time`, int32 [P], of P positions. The old cache must not be used again: its memory
         may be overwritten."""
 
-    def attend_cache(
-        self,
-        q: tf.Tensor,
-        k: tf.Tensor,
-        v: tf.Tensor,
-        mask: tf.Tensor,
-        sinks_N: tf.Tensor | None = None,
-    ) -> tf.Tensor:
-        """`attend` for J queries, or P of one hypothesis, and the keys and values of two caches; mask [B, J or P, L J],
-        where position t J + j is hypothesis j at step t."""
+    def attend_cache(self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen) -> tf.Tensor:
+        """`attend` for J queries, or P of one hypothesis, and the keys and values of two caches. In the mask,
+        [B, J or P, L J], key t J + j is hypothesis j at step t."""
 
     def experts_feed_forward(
         self,
@@ -218,9 +211,6 @@ class Kernels(Protocol):
 
     def slices(self, stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
         """Returns the slices of all stacks [L,...] that belong to each of `num` layers."""
-
-    def with_row(self, rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf.Tensor:
-        """`rows` whose row i along `axis`, an int32 scalar in its range, is `row`, which lacks that dimension."""
 
     def select(
         self, condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]

@@ -9,76 +9,55 @@ Letters: those of `Kernels`; Q block, T query in it, S key in it.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import kernels
-from lingvo_moe.core.kernels.xla import MASKED, Shard, by_head
+from lingvo_moe.core.kernels.scores import MASKED, Seen, by_head
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.tensors import custom_gradient, runtime_zeros, shape_of
+from lingvo_moe.core.tensors import custom_gradient, or_zeros, runtime_zeros, shape_of, with_row
 
 BLOCK, FROM_LENGTH = 1024, 2048  # tokens: of a block; of rows from which on blocks pay
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks of tokens, and which tokens look at which.
-
-    Attributes:
-        size: tokens of a block; the last one is filled up.
-        rows: int32 tensors [B,T] from which `allowed` follows; a token whose numbers are 0 is not looked at.
-        allowed: (rows of some queries [B,t], of some keys [B,s]) -> bool [B,t,s].
-        reach: a query looks at none but the last `reach` tokens of its row, itself included; None: at all before it.
-    """
-
-    size: int
-    rows: NestedMap
-    allowed: Callable[[NestedMap, NestedMap], tf.Tensor]
-    reach: int | None = None
-
-    def Pairs(self, length: int) -> np.ndarray:
-        """The numbers of a block of queries and of one of keys that some of its queries may look at: int32 [P,2]."""
-        num, reach = -(-length // self.size), self.reach or length
-        first = [max(0, i * self.size - reach + 1) // self.size for i in range(num)]
-        return np.array([(i, j) for i in range(num) for j in range(first[i], i + 1)], "int32")
-
-
-def attend(
-    q: tf.Tensor,
-    k: tf.Tensor,
-    v: tf.Tensor,
-    blocks: Blocks,
-    sinks_N: tf.Tensor | None,
-    shard: Shard,
-) -> tf.Tensor:
-    """`Kernels.attend` without dropout, by blocks: [B,T,N,K].
+def attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen) -> tf.Tensor:
+    """`Kernels.attend` in rows, without dropout, by blocks: [B,T,N,K].
 
     The softmax, and sums over blocks, are float32. A query that may look nowhere gets finite numbers that mean nothing.
 
     Args:
-        q, k, v: in the layout of the kernels in use, of a static length.
+        q, k, v: [B,T,N,K] and twice [B,S,A,K], of a static length.
+        seen: with segments.
     """
-    q, k, v = (kernels.current().out_of_layout(x) for x in (q, k, v))
     batch, length, heads, _ = shape_of(q)
-    size = min(blocks.size, length)
+    size = min(seen.block or BLOCK, length)
     heads_of_keys = "N" if k.shape[2] == heads else "A"
     letters = {"q": "QBNTK", "k": f"QB{heads_of_keys}SK"}
-    q_QBNTK = shard(_split(q, size), letters["q"])
-    k, v = (shard(_split(x, size), letters["k"]) for x in (k, v))
-    rows = blocks.rows.Transform(lambda x: _split(x, size))
-    over = _Loop(blocks.Pairs(length), rows, blocks.allowed, shard, letters)
+    q_QBNTK = seen.Shard(_split(q, size), letters["q"])
+    k, v = (seen.Shard(_split(x, size), letters["k"]) for x in (k, v))
+    rows = NestedMap(segments=_split(seen.segments, size), positions=_split(seen.query_at, size))
+    loop = _Loop(_pairs(length, size, seen.reach), rows, seen, letters)
+    # What attention takes beside queries, keys and values, and has gradients.
+    weights = () if seen.bias is None else seen.bias.weights
+    sinks = [] if seen.sinks_N is None else [seen.sinks_N]
 
     @custom_gradient
-    def run(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, *sinks: tf.Tensor) -> tuple:
-        y, log_sum = over.Forward(q, k, v, *sinks)
-        return y, lambda dy: over.Backward((q, k, v, *sinks), y, log_sum, dy)
+    def run(*inputs: tf.Tensor) -> tuple:
+        y, log_sum = loop.Forward(*inputs)
+        return y, lambda dy: loop.Backward(inputs, y, log_sum, dy)
 
-    y = run(q_QBNTK, k, v, *([] if sinks_N is None else [sinks_N]))
+    y = run(q_QBNTK, k, v, *sinks, *weights)
     y = tf.reshape(tf.transpose(y, [1, 0, 3, 2, 4]), [batch, -1, heads, v.shape[-1]])
     return y[:, :length]
+
+
+def _pairs(length: int, size: int, reach: int | None) -> np.ndarray:
+    """The numbers of a block of queries and of one of keys that some of its queries may look at: int32 [P,2]."""
+    num, reach = -(-length // size), reach or length
+    first = [max(0, i * size - reach + 1) // size for i in range(num)]
+    return np.array([(i, j) for i in range(num) for j in range(first[i], i + 1)], "int32")
 
 
 def _split(x: tf.Tensor, size: int) -> tf.Tensor:
@@ -96,29 +75,30 @@ class _Loop:
     """The loop over pairs of blocks."""
 
     pairs: np.ndarray
-    rows: NestedMap  # [Q,B,t]
-    allowed: Callable[[NestedMap, NestedMap], tf.Tensor]
-    shard: Shard
-    letters: dict[str, str]  # of queries, and of keys and values
+    rows: NestedMap  # `segments` and `positions`, int32 [Q,B,t]
+    seen: Seen
+    letters: dict[str, str]  # "q": those of queries; "k": those of keys and values
 
     def Forward(
-        self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, *sinks: tf.Tensor
+        self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, *others: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """The result [Q,B,N,T,K], and each query's logarithm of its softmax's denominator, float32 [Q,B,N,T].
 
         The sums so far are divided by exp of the largest logit so far.
         """
+        sinks, weights = self._Others(others)
 
         def step(i: tf.Tensor, j: tf.Tensor, state: list[tf.Tensor]) -> list[tf.Tensor]:
             largest, total, weighted = (tf.gather(x, i) for x in state)
-            scores = self._Scores(tf.gather(q, i), tf.gather(k, j), i, j)
+            scores = self._Scores(tf.gather(q, i), tf.gather(k, j), weights, i, j)
             new = tf.maximum(largest, tf.reduce_max(scores, -1))
             powers = tf.exp(scores - new[..., tf.newaxis])
             shrink = tf.exp(largest - new)
             total = total * shrink + tf.reduce_sum(powers, -1)
             values = _weighted(powers, tf.gather(v, j))
             weighted = weighted * shrink[..., tf.newaxis] + tf.cast(values, tf.float32)
-            return [_put(x, i, y) for x, y in zip(state, (new, total, weighted), strict=True)]
+            news = (new, total, weighted)
+            return [with_row(x, i, y) for x, y in zip(state, news, strict=True)]
 
         zeros = self._Zeros(q, self.letters["q"][:-1], q.shape[:-1])
         start = [zeros + MASKED, zeros]
@@ -136,45 +116,69 @@ class _Loop:
         log_sum: tf.Tensor,
         dy: tf.Tensor,
     ) -> list[tf.Tensor]:
-        """The gradients of q, k, v and, if any, of sinks."""
-        q, k, v, *sinks = inputs
+        """The gradients of q, k, v and, if any, of sinks and of the bias' weights."""
+        q, k, v, *others = inputs
+        sinks, weights = self._Others(others)
         # A logit's gradient is its probability times (its value's part of dy, less the mean of that over all keys).
         mean = tf.reduce_sum(tf.cast(y, tf.float32) * tf.cast(dy, tf.float32), -1)
 
         def step(i: tf.Tensor, j: tf.Tensor, state: list[tf.Tensor]) -> list[tf.Tensor]:
-            sources = [tf.gather(q, i), tf.gather(k, j), tf.gather(v, j)]
+            sources = [tf.gather(q, i), tf.gather(k, j), tf.gather(v, j), *weights]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
-                scores = self._Scores(sources[0], sources[1], i, j)
+                scores = self._Scores(sources[0], sources[1], sources[3:], i, j)
                 probs = tf.exp(scores - tf.gather(log_sum, i)[..., tf.newaxis])
                 results = [_weighted(probs, sources[2]), tf.reduce_sum(probs, -1)]
             upstream = [tf.gather(dy, i), -tf.gather(mean, i)]
-            found = tape.gradient(results, sources, upstream)
-            items = zip(state, (i, j, j), found, strict=True)
-            return [_put(x, n, tf.gather(x, n) + tf.cast(g, x.dtype)) for x, n, g in items]
+            pairs = zip(tape.gradient(results, sources, upstream), sources, strict=True)
+            grads = [tf.cast(or_zeros(grad, x), tf.float32) for grad, x in pairs]
+            blocks = zip(state[:3], (i, j, j), grads[:3], strict=True)
+            sums = [with_row(x, n, tf.gather(x, n) + g) for x, n, g in blocks]
+            return sums + [x + g for x, g in zip(state[3:], grads[3:], strict=True)]
 
-        of = (self.letters["q"], self.letters["k"], self.letters["k"])
-        start = [self._Zeros(q, each, x.shape) for each, x in zip(of, (q, k, v), strict=True)]
+        letters = (self.letters["q"], self.letters["k"], self.letters["k"])
+        arrays = zip(letters, (q, k, v), strict=True)
+        start = [self._Zeros(q, dims, x.shape) for dims, x in arrays]
+        start += [runtime_zeros(q, tf.float32, w.shape) for w in weights]
         sums = self._Run(step, start)
-        grads = [tf.cast(d, x.dtype) for d, x in zip(sums, (q, k, v), strict=True)]
+        sources = (q, k, v, *weights)
+        grads = [tf.cast(d, x.dtype) for d, x in zip(sums, sources, strict=True)]
+        of_sinks = []
         for logit in sinks:
             probs = tf.exp(tf.cast(logit, tf.float32)[:, tf.newaxis] - log_sum)
-            grads.append(tf.cast(-tf.reduce_sum(probs * mean, [0, 1, 3]), logit.dtype))
-        return grads
+            of_sinks.append(tf.cast(-tf.reduce_sum(probs * mean, [0, 1, 3]), logit.dtype))
+        return [*grads[:3], *of_sinks, *grads[3:]]
 
-    def _Scores(self, q: tf.Tensor, k: tf.Tensor, i: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
+    def _Others(
+        self, others: Sequence[tf.Tensor]
+    ) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
+        """The inputs beside q, k and v in two parts: sinks, if any, and the bias' weights."""
+        num = self.seen.sinks_N is not None
+        return others[:num], others[num:]
+
+    def _Scores(
+        self,
+        q: tf.Tensor,
+        k: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        i: tf.Tensor,
+        j: tf.Tensor,
+    ) -> tf.Tensor:
         """Float32 logits [B,N,T,S] of blocks i and j."""
         queries = self.rows.Transform(lambda x: tf.gather(x, i))
         keys = self.rows.Transform(lambda x: tf.gather(x, j))
-        allowed = self.allowed(queries, keys)[:, tf.newaxis]
+        allowed = self.seen.MaskInRow(queries, keys)[:, tf.newaxis]
         scores = tf.cast(by_head("BNTK,BNSK->BNTS", q, k), tf.float32)
+        if self.seen.bias is not None:
+            scores += self.seen.bias.function(queries.positions, keys.positions, *weights)
         return tf.where(allowed, scores, tf.constant(MASKED))
 
-    def _Zeros(self, given: tf.Tensor, letters: str, shape: tf.TensorShape) -> tf.Tensor:
-        return self.shard(runtime_zeros(given, tf.float32, shape), letters)
+    def _Zeros(self, runtime: tf.Tensor, letters: str, shape: tf.TensorShape) -> tf.Tensor:
+        return self.seen.Shard(runtime_zeros(runtime, tf.float32, shape), letters)
 
     def _Run(self, step: Callable, start: list[tf.Tensor]) -> list[tf.Tensor]:
         """Calls step(number of a block of queries, of keys, state) -> state for each pair."""
+        # A loop's body is a graph of its own, in which no scope is open: the layer's is opened again.
         scope, count = tf.get_current_name_scope(), len(self.pairs)
 
         def one(n: tf.Tensor, *state: tf.Tensor) -> list[tf.Tensor]:
@@ -187,7 +191,3 @@ class _Loop:
 
 def _weighted(powers: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
     return by_head("BNTS,BNSK->BNTK", tf.cast(powers, v.dtype), v)
-
-
-def _put(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
-    return kernels.current().with_row(rows, i, row)

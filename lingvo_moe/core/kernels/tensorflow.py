@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.kernels import grouped_matmul as grouped, tensorflow_adafactor, xla
+from lingvo_moe.core.kernels import blockwise, grouped_matmul as grouped, tensorflow_adafactor, xla
+from lingvo_moe.core.kernels.scores import MASKED, Seen, softmax_beside
 from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
 from lingvo_moe.core.kernels.xla import Activation, CacheShape, Drop, Keep, Shard
 from lingvo_moe.core.nested_map import NestedMap
@@ -22,7 +23,6 @@ _MANY_EXPERTS = 256  # with more, a product for each would be a large graph
 
 cross_entropy = xla.cross_entropy
 adafactor = tensorflow_adafactor.adafactor
-with_row = xla.with_row
 
 
 def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
@@ -105,11 +105,11 @@ def _each_expert(x_ERM: tf.Tensor, weights: NestedMap, activation: Activation) -
             [tf.matmul(x_RM, wi_MH) for x_RM, wi_MH in zip(rows, tf.unstack(w), strict=True)]
             for w in wi
         ]
-        hidden = [activation.function(*each) for each in zip(*products, strict=True)]
+        hidden = [activation.function(*of_one) for of_one in zip(*products, strict=True)]
         outputs = [tf.matmul(h_RH, wo_HM) for h_RH, wo_HM in zip(hidden, wo, strict=True)]
 
         def grad(dy_ERM: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            stacked = [tf.stack(each) for each in products]
+            stacked = [tf.stack(of_experts) for of_experts in products]
             with tf.GradientTape() as tape:
                 tape.watch(stacked)
                 h_ERH = activation.function(*stacked)
@@ -242,35 +242,44 @@ def attend(
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,
-    mask: tf.Tensor,
-    drop: Drop | None,
-    sinks_N: tf.Tensor | None = None,
+    seen: Seen,
+    drop: Drop | None = None,
 ) -> tf.Tensor:
-    """See `Kernels`; the heads that share keys and values are rows of one product."""
-    heads, shared = q.shape[0], k.shape[0]
-    bias = (1.0 - tf.cast(mask, tf.float32)) * xla.MASKED
+    """See `Kernels`; the heads that share keys and values are rows of one product, and rows go by blocks."""
+    if seen.mask is None and drop is None:
+        q, k, v = (out_of_layout(x) for x in (q, k, v))
+        return blockwise.attend(q, k, v, seen)
+    heads, shared, sinks_N = q.shape[0], k.shape[0], seen.sinks_N
+    masked, bias = (1.0 - tf.cast(seen.Mask(), tf.float32)) * MASKED, seen.BiasOfAll()
     if shared == heads:
         scores = tf.cast(tf.matmul(q, k, transpose_b=True), tf.float32)
-        probs = _softmax_of(scores, bias, sinks_N)
+        if bias is not None:
+            scores += tf.transpose(bias, [1, 0, 2, 3])
+        probs = _softmax_of(scores, masked, sinks_N)
         probs = tf.cast(probs, v.dtype)
         if drop is not None:
             probs = tf.transpose(drop(tf.transpose(probs, [1, 0, 2, 3])), [1, 0, 2, 3])
         return tf.transpose(tf.matmul(probs, v), [1, 2, 0, 3])
-    each, keys = heads // shared, dim(k, 2)
+    times, keys = heads // shared, dim(k, 2)
     _, batch, time, size = shape_of(q)
-    q_ABRTK = tf.transpose(tf.reshape(q, [shared, each, batch, time, size]), [0, 2, 1, 3, 4])
-    rows = tf.reshape(q_ABRTK, [shared, batch, each * time, size])
+    q_ABRTK = tf.transpose(tf.reshape(q, [shared, times, batch, time, size]), [0, 2, 1, 3, 4])
+    rows = tf.reshape(q_ABRTK, [shared, batch, times * time, size])
     scores = tf.cast(tf.matmul(rows, k, transpose_b=True), tf.float32)
-    scores_ABRTS = tf.reshape(scores, [shared, batch, each, time, keys])
+    scores_ABRTS = tf.reshape(scores, [shared, batch, times, time, keys])
+    if bias is not None:
+        rows_of_bias, heads_of_bias, *others = shape_of(bias)
+        groups = [1, 1] if heads_of_bias == 1 else [shared, times]
+        bias_BARTS = tf.reshape(bias, [rows_of_bias, *groups, *others])
+        scores_ABRTS += tf.transpose(bias_BARTS, [1, 0, 2, 3, 4])
     if sinks_N is not None:
-        sinks_N = tf.reshape(sinks_N, [shared, 1, each])
-    probs = tf.cast(_softmax_of(scores_ABRTS, bias[:, tf.newaxis], sinks_N), v.dtype)
+        sinks_N = tf.reshape(sinks_N, [shared, 1, times])
+    probs = tf.cast(_softmax_of(scores_ABRTS, masked[:, tf.newaxis], sinks_N), v.dtype)
     if drop is not None:
         probs_BNTS = tf.reshape(tf.transpose(probs, [1, 0, 2, 3, 4]), [batch, heads, time, keys])
-        probs = tf.reshape(drop(probs_BNTS), [batch, shared, each, time, keys])
+        probs = tf.reshape(drop(probs_BNTS), [batch, shared, times, time, keys])
         probs = tf.transpose(probs, [1, 0, 2, 3, 4])
-    y = tf.matmul(tf.reshape(probs, [shared, batch, each * time, keys]), v)
-    y = tf.transpose(tf.reshape(y, [shared, batch, each, time, size]), [1, 3, 0, 2, 4])
+    y = tf.matmul(tf.reshape(probs, [shared, batch, times * time, keys]), v)
+    y = tf.transpose(tf.reshape(y, [shared, batch, times, time, size]), [1, 3, 0, 2, 4])
     return tf.reshape(y, [batch, time, heads, size])
 
 
@@ -304,26 +313,24 @@ def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     return out
 
 
-def attend_cache(
-    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, sinks_N: tf.Tensor | None = None
-) -> tf.Tensor:
+def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen) -> tf.Tensor:
     """See `Kernels`; position t J + j of a row is hypothesis j at step t."""
     shape = tf.shape(k)
     k, v = (tf.reshape(c, [c.shape[0], shape[1], -1, q.shape[-1]]) for c in (k, v))
-    return attend(q, k, v, mask, None, sinks_N)
+    return attend(q, k, v, seen)
 
 
-def _softmax_of(scores: tf.Tensor, bias: tf.Tensor, sinks: tf.Tensor | None) -> tf.Tensor:
-    """Probabilities of scores plus the bias of masked ones; sinks, if any, have the leading dimensions of scores."""
+def _softmax_of(scores: tf.Tensor, masked: tf.Tensor, sinks: tf.Tensor | None) -> tf.Tensor:
+    """Probabilities of scores plus numbers that mask some; sinks, if any, have the leading dimensions of scores."""
     if sinks is None:
-        return _softmax(scores, bias)
+        return _softmax(scores, masked)
     ones = [1] * (scores.shape.rank - sinks.shape.rank)
-    return xla.softmax_beside(scores + bias, tf.reshape(sinks, [*sinks.shape, *ones]))
+    return softmax_beside(scores + masked, tf.reshape(sinks, [*sinks.shape, *ones]))
 
 
 @private.custom_gradient
-def _softmax(scores: tf.Tensor, bias: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-    probs = tf.nn.softmax(scores + bias)
+def _softmax(scores: tf.Tensor, masked: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+    probs = tf.nn.softmax(scores + masked)
 
     def grad(dprobs: tf.Tensor) -> tuple[tf.Tensor, None]:
         return _softmax_grad(probs, dprobs), None
@@ -390,8 +397,8 @@ def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None) 
 
     @private.custom_gradient
     def drop(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        y, kept = _fused_drop(x, seed, rate, rows)
-        return y, lambda dy: _fused_keep(dy, kept, rate)
+        y, stays = _fused_drop(x, seed, rate, rows)
+        return y, lambda dy: _fused_scaled_where(stays, dy, rate)
 
     return drop(x)
 
@@ -400,11 +407,11 @@ def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None) 
 def _fused_drop(
     x: tf.Tensor, seed: tf.Tensor, rate: float, rows: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    kept = randomness.kept(seed, x.shape, rate, rows)
-    return xla.keep(x, kept, rate), kept
+    stays = randomness.kept(seed, x.shape, rate, rows)
+    return xla.scaled_where(stays, x, rate), stays
 
 
-_fused_keep = fused(xla.keep)
+_fused_scaled_where = fused(xla.scaled_where)
 
 
 # --- losses
@@ -427,9 +434,9 @@ def token_losses(
     if not x.dtype == table_VM.dtype == tf.float32:
         return xla.token_losses(x, table_VM, labels, weights, label_smoothing, shard)
     flat_x, flat_labels = tf.reshape(x, [-1, x.shape[-1]]), tf.reshape(labels, [-1])
-    each = _token_losses(label_smoothing)(flat_x, table_VM, flat_labels)
+    losses = _token_losses(label_smoothing)(flat_x, table_VM, flat_labels)
     xent, nll, correct = (
-        tf.reshape(loss, tf.shape(labels)) * tf.cast(weights, tf.float32) for loss in each
+        tf.reshape(loss, tf.shape(labels)) * tf.cast(weights, tf.float32) for loss in losses
     )
     return xent, nll, correct
 
@@ -454,15 +461,15 @@ def _token_losses(label_smoothing: float) -> Callable:
         def grad(dxent: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, None]:
             """The logits' is dxent (probs - target), target = on at the label and off everywhere; the contribution of
             the target to the products needs no matrix of that size."""
-            each = dxent[:, tf.newaxis]
-            scaled = each * x
+            per_token = dxent[:, tf.newaxis]
+            scaled = per_token * x
             dx = tf.matmul(probs, table) - on * tf.gather(table, labels)
             dtable = tf.matmul(probs, scaled, transpose_a=True)
             dtable = tf.tensor_scatter_nd_sub(dtable, labels[:, tf.newaxis], on * scaled)
             if label_smoothing:
                 dx -= off * summed
                 dtable -= off * tf.reduce_sum(scaled, 0, keepdims=True)
-            return each * dx, dtable, None
+            return per_token * dx, dtable, None
 
         return [xent, partition - picked, correct], grad
 

@@ -5,7 +5,6 @@ They also run eagerly and in graphs without XLA, e.g. in tests. What each functi
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -13,7 +12,8 @@ from typing import Protocol
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.kernels import grouped_matmul as grouped
+from lingvo_moe.core.kernels import blockwise, grouped_matmul as grouped
+from lingvo_moe.core.kernels.scores import Seen, by_head, masked_softmax
 from lingvo_moe.core.kernels.weights import Weight
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.private import tensorflow as private
@@ -43,10 +43,6 @@ class Activation:
     def products(self) -> int:
         """The number of products with weights of a feed-forward layer, the last one included."""
         return len(self.weights) + 1
-
-
-# The value of a masked logit: finite, so that a query that may look nowhere still gives numbers.
-MASKED = -1e9
 
 
 def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
@@ -185,11 +181,13 @@ def attend(
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,
-    mask: tf.Tensor,
-    drop: Drop | None,
-    sinks_N: tf.Tensor | None = None,
+    seen: Seen,
+    drop: Drop | None = None,
 ) -> tf.Tensor:
-    probs = masked_softmax(by_head("BTNK,BSNK->BNTS", q, k), mask, sinks_N)
+    """See `Kernels`; rows go by blocks, which have no dropout."""
+    if seen.mask is None and drop is None:
+        return blockwise.attend(q, k, v, seen)
+    probs = masked_softmax(by_head("BTNK,BSNK->BNTS", q, k), seen)
     probs = tf.cast(probs, v.dtype)
     if drop is not None:
         probs = drop(probs)
@@ -214,61 +212,14 @@ def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     return tf.tensor_scatter_nd_update(cache, index, new)
 
 
-def attend_cache(
-    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, mask: tf.Tensor, sinks_N: tf.Tensor | None = None
-) -> tf.Tensor:
+def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen) -> tf.Tensor:
     batch, queries, heads, _ = shape_of(q)
     steps, num_hyps = dim(k, 0), dim(k, 2)
     logits = by_head("BJNK,LBINK->BNJLI", q, k)
     logits = tf.reshape(logits, [batch, heads, queries, steps * num_hyps])
-    probs = tf.cast(masked_softmax(logits, mask, sinks_N), v.dtype)
+    probs = tf.cast(masked_softmax(logits, seen), v.dtype)
     probs = tf.reshape(probs, [batch, heads, queries, steps, num_hyps])
     return by_head("BNJLI,LBINK->BJNK", probs, v)
-
-
-def masked_softmax(
-    logits: tf.Tensor, mask: tf.Tensor, sinks_N: tf.Tensor | None = None
-) -> tf.Tensor:
-    """[B,N,T,S] logits to float32 probabilities where the mask [B, T or 1, S] allows."""
-    allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
-    logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(MASKED))
-    if sinks_N is None:
-        return tf.nn.softmax(logits)
-    return softmax_beside(logits, sinks_N[:, tf.newaxis, tf.newaxis])
-
-
-def softmax_beside(logits: tf.Tensor, sinks: tf.Tensor) -> tf.Tensor:
-    """The softmax of float32 logits and one more, whose probability is left out; `sinks` has it, with a last dimension
-    of 1."""
-    sinks = tf.cast(sinks, tf.float32)
-    largest = tf.maximum(tf.reduce_max(logits, -1, keepdims=True), sinks)
-    largest = tf.stop_gradient(largest)
-    powers = tf.exp(logits - largest)
-    return powers / (tf.reduce_sum(powers, -1, keepdims=True) + tf.exp(sinks - largest))
-
-
-def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """tf.einsum head by head, where `y` may have fewer heads than `x`.
-
-    With A heads of keys and values, each serves R = N / A heads of queries: A = N is multi-head attention, A = 1
-    multi-query attention (Shazeer 2019, "Fast Transformer Decoding: One Write-Head is All You Need"), anything between
-    grouped-query attention (Ainslie et al. 2023, "GQA"). Heads a R to a R + R - 1 share keys and values a. Those are
-    never repeated: the R heads are further rows of one product.
-
-    Args:
-        equation: in which N is the head of both operands and of the result, e.g. "BTNK,BSNK->BNTS".
-    """
-    x_letters, y_letters, out = re.split(",|->", equation)
-    axis, kv_heads = x_letters.index("N"), y.shape[y_letters.index("N")]
-    if x.shape[axis] == kv_heads:
-        return tf.einsum(equation, x, y)
-    x_letters, out_shared = (letters.replace("N", "AR") for letters in (x_letters, out))
-    y_letters = y_letters.replace("N", "A")
-    sizes = shape_of(x)
-    shape = [*sizes[:axis], kv_heads, x.shape[axis] // kv_heads, *sizes[axis + 1 :]]
-    z = tf.einsum(f"{x_letters},{y_letters}->{out_shared}", tf.reshape(x, shape), y)
-    axis, sizes = out.index("N"), shape_of(z)
-    return tf.reshape(z, [*sizes[:axis], z.shape[axis] * z.shape[axis + 1], *sizes[axis + 2 :]])
 
 
 # --- normalization and dropout
@@ -287,12 +238,12 @@ def normalize(
 
 
 def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
-    return keep(x, randomness.kept(seed, x.shape, rate, rows), rate)
+    return scaled_where(randomness.kept(seed, x.shape, rate, rows), x, rate)
 
 
-def keep(x: tf.Tensor, kept: tf.Tensor, rate: float) -> tf.Tensor:
-    """x / (1 - rate) where `kept` is true, else 0."""
-    return tf.where(kept, x * tf.constant(1 / (1 - rate), x.dtype), tf.constant(0, x.dtype))
+def scaled_where(stays: tf.Tensor, x: tf.Tensor, rate: float) -> tf.Tensor:
+    """x / (1 - rate) where `stays` is true, else 0."""
+    return tf.where(stays, x * tf.constant(1 / (1 - rate), x.dtype), tf.constant(0, x.dtype))
 
 
 # --- losses
@@ -467,16 +418,6 @@ def sum_of_squares(x: tf.Tensor) -> tf.Tensor:
 
 def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
     return [[stack[i] for stack in stacks] for i in range(num)]
-
-
-def with_row(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf.Tensor:
-    """See `Kernels`; the operation is XLA's alone."""
-    if not in_xla():
-        here = tf.range(rows.shape[axis]) == i
-        here = tf.reshape(here, [-1] + [1] * (rows.shape.rank - axis - 1))
-        return tf.where(here, tf.expand_dims(row, axis), rows)
-    place = tf.pad(tf.reshape(i, [1]), [[axis, rows.shape.rank - axis - 1]])
-    return gen_xla_ops.xla_dynamic_update_slice(rows, tf.expand_dims(row, axis), place)
 
 
 def select(condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]) -> list[tf.Tensor]:

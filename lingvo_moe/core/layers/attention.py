@@ -15,11 +15,9 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.kernels import blockwise, tpu
-from lingvo_moe.core.kernels.blockwise import BLOCK, Blocks
-from lingvo_moe.core.kernels.pallas import attention as fused
+from lingvo_moe.core.kernels.blockwise import BLOCK
+from lingvo_moe.core.kernels.scores import Seen
 from lingvo_moe.core.kernels.weights import Packing
-from lingvo_moe.core.layers import masks
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import Kept, dim
 
@@ -120,42 +118,34 @@ class MultiHeadAttention(BaseLayer):
         v = self.Keep(v, "value", f"BS{self._kv}K")
 
         def drop(probs: tf.Tensor) -> tf.Tensor:
-            rate = self.p.atten_dropout_prob
             return kernels.dropout(probs, rate, self.FoldSeed(seed, "atten"))
 
-        sinks = theta.get("sinks")
-        if isinstance(mask, NestedMap):
-            context = self._AttendInRow(q, k, v, mask, sinks)
-        else:
-            mask = self._Near(mask, positions, positions)
-            drop_if = drop if seed is not None else None
-            context = kernels.current().attend(q, k, v, mask, drop_if, sinks)
+        rate = self.p.atten_dropout_prob
+        seen = self._Seen(theta, mask, positions, positions)
+        drops = drop if seed is not None and rate else None
+        context = kernels.current().attend(q, k, v, seen, drops)
         return self.Keep(self._Back(theta, context), "attention", "BTM")
 
-    def _AttendInRow(
+    def _Seen(
         self,
-        q: tf.Tensor,
-        k: tf.Tensor,
-        v: tf.Tensor,
-        rows: NestedMap,
-        sinks_N: tf.Tensor | None,
-    ) -> tf.Tensor:
-        """A packed decoder's self-attention by blocks: [B, T, N, K]."""
-        size, reach = self.p.block, self._Reach()
-        if size == AUTO and kernels.current() is tpu:
-            seen = fused.SeenKeys(self._Segments(rows), reach)
-            return fused.attend(q, k, v, seen, sinks_N, self.p.activation_split)
-        blocks = Blocks(BLOCK if size == AUTO else size, rows, self._Allowed, reach)
-        return blockwise.attend(q, k, v, blocks, sinks_N, self.Shard)
+        theta: NestedMap,
+        mask: tf.Tensor | NestedMap,
+        query_at: tf.Tensor | None,
+        key_at: tf.Tensor | None,
+    ) -> Seen:
+        """The keys that queries look at, from FProp's mask and the positions of both."""
+        p = self.p
+        common = {"sinks_N": theta.get("sinks"), "split": p.activation_split}
+        if not isinstance(mask, NestedMap):
+            near = self._Near(mask, query_at, key_at)
+            return Seen(near, query_at, key_at, **common)
+        block, reach = None if p.block == AUTO else p.block, self._Reach()
+        segments, at = self._Segments(mask), mask.positions
+        return Seen(None, at, at, segments, reach, block, **common)
 
     def _Segments(self, rows: NestedMap) -> tf.Tensor:
         """Numbers [B, T], the same for tokens one of which may look at the other: those of the packed texts."""
         return rows.segments
-
-    def _Allowed(self, query: NestedMap, key: NestedMap) -> tf.Tensor:
-        """The mask [B, T, S] of some queries and keys, from `segments` and `positions` [B, T] and [B, S]."""
-        mask = masks.causal_segment_mask_of(query, key)
-        return self._Near(mask, query.positions, key.positions)
 
     def _Reach(self) -> int | None:
         """The number of tokens a query may look at, itself and those before it; None: all."""
@@ -176,7 +166,7 @@ class MultiHeadAttention(BaseLayer):
         return self._Positioned(q, positions), self._Positioned(k, positions), v
 
     def _Near(
-        self, mask: tf.Tensor, of_queries: tf.Tensor | None, of_keys: tf.Tensor | None
+        self, mask: tf.Tensor, query_at: tf.Tensor | None, key_at: tf.Tensor | None
     ) -> tf.Tensor:
         """The mask without what the layer does not look at, by int32 positions [B or 1, T or 1] and [B or 1, S]."""
         return mask
@@ -201,9 +191,8 @@ class MultiHeadAttention(BaseLayer):
     ) -> tf.Tensor:
         """Inference on precomputed memory: query [B, J, M], mask [B, J or 1, S] to [B, J, M]."""
         q, _, _ = self._Heads(theta, query, None, None)
-        sinks = theta.get("sinks")
-        context = kernels.current().attend(q, memory.k, memory.v, mask, None, sinks)
-        return self._Back(theta, context)
+        seen = self._Seen(theta, mask, None, None)
+        return self._Back(theta, kernels.current().attend(q, memory.k, memory.v, seen))
 
     def CheckMemory(self) -> None:
         """Raises ParamError if it goes by positions: a memory's tokens and the queries count theirs apart."""
@@ -260,14 +249,21 @@ class MultiHeadAttention(BaseLayer):
         """
         ops = kernels.current()
         takes = self.NEEDS_POSITIONS or self.p.position is not None
-        here = tf.reshape(time, [1, -1]) if takes else None
-        q, k, v = self._Heads(theta, x, x, here)
+        query_at = tf.reshape(time, [1, -1]) if takes else None
+        q, k, v = self._Heads(theta, x, x, query_at)
         k, v = ops.write_cache(cache.k, k, time), ops.write_cache(cache.v, v, time)
-        if self.NEEDS_POSITIONS:
-            hyps = 1 if time.shape.rank else dim(mask, 1)
-            mask = self._Near(mask, here, tf.range(dim(mask, 2))[tf.newaxis] // hyps)
-        context = ops.attend_cache(q, k, v, mask, theta.get("sinks"))
-        return self._Back(theta, context), NestedMap(k=k, v=v)
+        seen = self._SeenInCache(theta, mask, time, query_at)
+        return self._Back(theta, ops.attend_cache(q, k, v, seen)), NestedMap(k=k, v=v)
+
+    def _SeenInCache(
+        self, theta: NestedMap, mask: tf.Tensor, time: tf.Tensor, query_at: tf.Tensor | None
+    ) -> Seen:
+        """The cached keys that the queries of a step look at; see ExtendStep."""
+        if not self.NEEDS_POSITIONS:
+            return self._Seen(theta, mask, None, None)
+        hypotheses = 1 if time.shape.rank else dim(mask, 1)
+        key_at = tf.range(dim(mask, 2))[tf.newaxis] // hypotheses
+        return self._Seen(theta, mask, query_at, key_at)
 
     def _Positioned(self, heads: tf.Tensor, positions: tf.Tensor | None) -> tf.Tensor:
         if self.p.position is None or heads is None:

@@ -115,7 +115,7 @@ class ExtendedAttention(MultiHeadAttention):
         if q is not None:
             q *= tf.constant(self._scale, q.dtype)
             if self.p.temperature_length:
-                q *= self._Temperature(self._Known(positions), q.dtype)
+                q *= self._Temperature(self._Needed(positions), q.dtype)
         return q, k, v
 
     def _Projected(self, theta: NestedMap, name: str, x: tf.Tensor, letters: str) -> tf.Tensor:
@@ -142,13 +142,13 @@ class ExtendedAttention(MultiHeadAttention):
         return tf.cast(kernels.current().per_head(factor[..., tf.newaxis]), dtype)
 
     def _Near(
-        self, mask: tf.Tensor, of_queries: tf.Tensor | None, of_keys: tf.Tensor | None
+        self, mask: tf.Tensor, query_at: tf.Tensor | None, key_at: tf.Tensor | None
     ) -> tf.Tensor:
         p = self.p
         if not (p.window or p.chunk):
             return mask
-        query = self._Known(of_queries)[:, :, tf.newaxis]
-        key = self._Known(of_keys)[:, tf.newaxis]
+        query = self._Needed(query_at)[:, :, tf.newaxis]
+        key = self._Needed(key_at)[:, tf.newaxis]
         near = tf.cast(mask, tf.bool)
         if p.window:
             near &= query - key < p.window
@@ -166,7 +166,7 @@ class ExtendedAttention(MultiHeadAttention):
     def _Reach(self) -> int | None:
         return min(filter(None, (self.p.window, self.p.chunk)), default=None)
 
-    def _Known(self, positions: tf.Tensor | None) -> tf.Tensor:
+    def _Needed(self, positions: tf.Tensor | None) -> tf.Tensor:
         if positions is None:
             raise ValueError(
                 f"{self.path}: window, chunk and temperature_length go by positions; FProp needs `positions`"

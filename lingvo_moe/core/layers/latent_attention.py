@@ -59,18 +59,18 @@ class LatentAttention(MultiHeadAttention):
         self._kv = "N"
         m, n, k, value = _dims(self.p)
         p, fan_in = self.p, WeightInit.FanIn
-        each = k + p.turned_dim
+        size = k + p.turned_dim  # of a head's queries, and of its keys
         if p.query_rank:
             self.CreateVariable("q_down", WeightParams((m, p.query_rank), "MR", fan_in(m)))
             self.CreateVariable("q_norm", WeightParams.Vector((p.query_rank,), "R", 1.0))
         source, letter = (p.query_rank, "R") if p.query_rank else (m, "M")
-        self.CreateVariable("q", WeightParams((source, n, each), f"{letter}NK", fan_in(source)))
+        self.CreateVariable("q", WeightParams((source, n, size), f"{letter}NK", fan_in(source)))
         self.CreateVariable("down", WeightParams((m, p.rank + p.turned_dim), "MR", fan_in(m)))
         self.CreateVariable("norm", WeightParams.Vector((p.rank,), "R", 1.0))
         self.CreateVariable("k", WeightParams((p.rank, n, k), "RNK", fan_in(p.rank)))
         self.CreateVariable("v", WeightParams((p.rank, n, value), "RNK", fan_in(p.rank)))
         self.CreateVariable("o", WeightParams((n, value, m), "NKM", fan_in(n * value)))
-        return each, p.turned_dim
+        return size, p.turned_dim
 
     def _Queries(
         self, theta: NestedMap, x: tf.Tensor, positions: tf.Tensor | None
@@ -111,13 +111,13 @@ class LatentAttention(MultiHeadAttention):
             plain, turned = self._Queries(theta, query, positions)
             q = tf.concat([layout(plain), turned], -1)
         if source is not None:
-            latent, of_all = self._Latent(theta, source, positions)
+            latent, turned = self._Latent(theta, source, positions)
             k, v = (
                 layout(self.Shard(tf.einsum("BSR,RNK->BSNK", latent, self.Cast(w)), "BSNK"))
                 for w in (theta.k, theta.v)
             )
-            of_each = tf.broadcast_to(of_all, [*shape_of(k)[:-1], self.p.turned_dim])
-            k = tf.concat([k, of_each], -1)
+            turned = tf.broadcast_to(turned, [*shape_of(k)[:-1], self.p.turned_dim])
+            k = tf.concat([k, turned], -1)
         return q, k, v
 
     @scoped
@@ -139,14 +139,15 @@ class LatentAttention(MultiHeadAttention):
         time: tf.Tensor,
         mask: tf.Tensor,
     ) -> tuple[tf.Tensor, NestedMap]:
-        ops, here = kernels.current(), tf.reshape(time, [1, -1])
-        latent, turned = self._Latent(theta, x, here)
+        ops, query_at = kernels.current(), tf.reshape(time, [1, -1])
+        latent, turned = self._Latent(theta, x, query_at)
         new = tf.concat([ops.in_layout(latent[:, :, tf.newaxis]), turned], -1)
         latents = ops.write_cache(cache.latent, new, time)
-        plain, turned = self._Queries(theta, x, here)
+        plain, turned = self._Queries(theta, x, query_at)
         absorbed = tf.einsum("BTNK,RNK->BTNR", plain, self.Cast(theta.k))
         q = tf.concat([ops.in_layout(absorbed), turned], -1)
-        context = ops.attend_cache(q, latents, latents, mask)[..., : self.p.rank]
+        seen = self._SeenInCache(theta, mask, time, query_at)
+        context = ops.attend_cache(q, latents, latents, seen)[..., : self.p.rank]
         context = tf.einsum("BTNR,RNK->BTNK", context, self.Cast(theta.v))
         return self._Back(theta, context), NestedMap(latent=latents)
 
@@ -155,11 +156,11 @@ class LatentAttention(MultiHeadAttention):
         """Counts, from the shapes of query and source: all projections, then q k^T and probs v."""
         (batch, time, _), (_, length, _) = input_shapes[0], input_shapes[-1]
         p, (m, n, k, value) = params, _dims(params)
-        each = k + p.turned_dim
-        of_query = p.query_rank * (m + n * each) if p.query_rank else m * n * each
+        size = k + p.turned_dim
+        of_query = p.query_rank * (m + n * size) if p.query_rank else m * n * size
         of_source = m * (p.rank + p.turned_dim) + p.rank * n * (k + value)
         projections = time * (of_query + n * value * m) + length * of_source
-        products = n * time * length * (each + value)
+        products = n * time * length * (size + value)
         return NestedMap(flops=2 * batch * (projections + products), out_shapes=((batch, time, m),))
 
 

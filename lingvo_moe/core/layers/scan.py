@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from lingvo_moe.core import kernels
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.sharding.mesh import traced_slices
@@ -25,6 +24,7 @@ from lingvo_moe.core.tensors import (
     replacing,
     runtime_zeros,
     sum_type,
+    with_row,
 )
 
 
@@ -262,7 +262,7 @@ def _rows(
 def _write(rows: _Rows, i: tf.Tensor, x: tf.Tensor, on_host: bool) -> _Rows:
     if isinstance(rows, tf.TensorArray):
         return rows.write(i, x)
-    return kernels.current().with_row(rows, i, to_host(x) if on_host else x)
+    return with_row(rows, i, to_host(x) if on_host else x)
 
 
 def _stack(rows: _Rows) -> tf.Tensor:

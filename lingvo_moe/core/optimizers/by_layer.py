@@ -19,6 +19,7 @@ from lingvo_moe.core.sharding import DimsMapping, current_mesh
 from lingvo_moe.core.sharding.annotate import sharded
 from lingvo_moe.core.sharding.letters import HOST
 from lingvo_moe.core.state.host_memory import to_device, to_host
+from lingvo_moe.core.tensors import with_row
 
 # (spec, weight, gradient, slots) of one layer -> its new weight, new slots, and the sum of squares of the update
 UpdateLayer = Callable[
@@ -83,7 +84,6 @@ def update_by_layer(
         kept = kernels.current().select(finite, after, rows)
         kept = [sharded(x, split) for x, (split, _) in zip(kept, places, strict=True)]
         kept = [to_host(x) if host else x for x, (_, host) in zip(kept, places, strict=True)]
-        with_row = kernels.current().with_row
         stacks = [with_row(x, i, row) for x, row in zip(stacks, kept, strict=True)]
         return i + 1, stacks, square + found
 

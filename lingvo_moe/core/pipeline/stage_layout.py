@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from lingvo_moe.core import kernels
 from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.input.division import Division
 from lingvo_moe.core.nested_map import NestedMap, map_structure
@@ -19,7 +18,7 @@ from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_of, sharded
 from lingvo_moe.core.sharding.letters import SplitMap, axes_of
 from lingvo_moe.core.sharding.manual import manual_region
-from lingvo_moe.core.tensors import runtime_zeros
+from lingvo_moe.core.tensors import runtime_zeros, with_row
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class StageLayout:
         """The rows [K, R, ...] with the carry of all stages in one slot."""
 
         def write(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-            return kernels.current().with_row(x, slot, y, 1)
+            return with_row(x, slot, y, 1)
 
         return self._Rows(stack, map_structure(write, rows, carry))
 
@@ -188,7 +187,7 @@ class StageLayout:
 
     def WrittenOutputs(self, rows: NestedMap, slot: tf.Tensor, last: NestedMap) -> NestedMap:
         """The rows [R, ...] of the last stage's outputs, which all stages share, with one more of them."""
-        written = map_structure(lambda x, y: kernels.current().with_row(x, slot, y), rows, last)
+        written = map_structure(lambda x, y: with_row(x, slot, y), rows, last)
         return self.Outputs(written)
 
     def Outputs(self, rows: NestedMap) -> NestedMap:

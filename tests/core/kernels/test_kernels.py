@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.kernels.scores import Seen
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -63,8 +64,8 @@ def _attention(ops, query, source, *weights, cross, dropped=False, bfloat16=Fals
     q *= ops.per_head(1.0 + tf.cast(_normal(9, 2, 5, 3), q.dtype) ** 2)
     q = ops.in_layout(ops.out_of_layout(q) + tf.cast(_normal(10, 2, 5, 2, 3), q.dtype))
     drop = functools.partial(_dropout, ops) if dropped else None
-    sinks = _normal(11, 2) if cross else None
-    y = ops.project_back(ops.attend(q, k, v, mask, drop, sinks), w.o)
+    seen = Seen(mask, sinks_N=_normal(11, 2) if cross else None)
+    y = ops.project_back(ops.attend(q, k, v, seen, drop), w.o)
     return tf.cast(y, tf.float32) + 0.0 * tf.reduce_sum(tf.cast(source, tf.float32))
 
 
@@ -82,9 +83,9 @@ def _search(ops, x, memory, *weights):
         q, *new = ops.project_heads(step, step, w, 0.5, _as_is)
         caches = [ops.write_cache(c, n, tf.constant(t)) for c, n in zip(caches, new)]
         mask = tf.constant(np.stack([masks[t]] * 2))
-        results.append(ops.project_back(ops.attend_cache(q, *caches, mask), w.o))
+        results.append(ops.project_back(ops.attend_cache(q, *caches, Seen(mask)), w.o))
         q, *_ = ops.project_heads(step, None, w, 0.5, _as_is)
-        results.append(ops.project_back(ops.attend(q, *kv, tf.ones([2, 1, 4]), None), w.o))
+        results.append(ops.project_back(ops.attend(q, *kv, Seen(tf.ones([2, 1, 4]))), w.o))
     # Steps are not differentiated.
     zero = 0.0 * tf.add_n([tf.reduce_sum(each) for each in (x, memory, *weights)])
     return [tf.stop_gradient(y) + zero for y in results]
@@ -143,14 +144,6 @@ def _adafactor(ops, weight, *, dims, stack_dims, clip=1.0, scaled=True):
     return [tf.constant(r.numpy()) + 0.0 * tf.reduce_sum(weight) for r in results]
 
 
-def _with_row(ops, rows, row, axis):
-    """Its operation is XLA's, and has no gradient: no layer differentiates it."""
-    run = tf.function(functools.partial(ops.with_row, axis=axis), jit_compile=True)
-    stopped = run(tf.stop_gradient(rows), tf.constant(1), tf.stop_gradient(row))
-    assert np.array_equal(tf.gather(stopped, 1, axis=axis), row)
-    return stopped + 0.0 * (tf.reduce_sum(rows) + tf.reduce_sum(row))
-
-
 _ROWS = tf.constant([[6, 0], [3, 3]])
 _SORTED = tf.constant([3, 1, 3, 0, 1, 1, 7, 3])
 _SIZES = tf.constant([4, 0, 3])
@@ -196,8 +189,6 @@ CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
     "slices": (lambda ops, *stacks: [[w * (i + 1) for w in ws] for i, ws in enumerate(ops.slices(stacks, 3))],
         [_normal(0, 3, 2, 4), _normal(1, 3, 5)]),
     "slices none": (lambda ops, x: [x, tf.constant(len(ops.slices([], 3)))], [_normal(0, 3)]),
-    "with_row": (functools.partial(_with_row, axis=0), [_normal(0, 3, 2, 4), _normal(1, 2, 4)]),
-    "with_row second": (functools.partial(_with_row, axis=1), [_normal(0, 3, 2, 4), _normal(1, 3, 4)]),
     "select new": (lambda ops, x, y: ops.select(tf.constant(True), [x, y], [y, x]), [_normal(0, 3), _normal(1, 3)]),
     "select old": (lambda ops, x, y: ops.select(tf.constant(False), [x, y], [y, x]), [_normal(0, 3), _normal(1, 3)]),
     "batch_independent": (lambda ops, x: ops.batch_independent(tf.math.rsqrt, x), [1.0 + _normal(0, 2, 5, 1) ** 2]),

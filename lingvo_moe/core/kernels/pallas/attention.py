@@ -7,14 +7,16 @@ Letters: B batch, T query, S key, N head, A head of keys and values, K key dimen
 """
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.kernels.pallas import calls
+from lingvo_moe.core.kernels.scores import Seen
+from lingvo_moe.core.kernels.xla import Drop
 from lingvo_moe.core.sharding.annotate import mesh_of
-from lingvo_moe.core.sharding.letters import SplitMap, axes_of, dims_mapping
+from lingvo_moe.core.sharding.letters import axes_of, dims_mapping
 from lingvo_moe.core.sharding.manual import manual_region
 
 if TYPE_CHECKING:
@@ -23,56 +25,45 @@ if TYPE_CHECKING:
 _BLOCK, _LANES = 512, 128  # tokens of a block; the least that a TPU has
 
 
-@dataclass(frozen=True)
-class SeenKeys:
-    """The keys that a query looks at: those of its own segment, itself and those before it, the last `reach` at most.
-
-    Attributes:
-        segments: int32 [B,T].
-        reach: None for all.
-    """
-
-    segments: tf.Tensor
-    reach: int | None = None
-
-    def Mean(self, length: int) -> int:
-        """The number of keys whose logits the kernel computes for a query, in the mean of a row of one segment."""
-        size = _block_of(length)
-        blocks, reach = -(-length // size), self.reach or length
-        pairs = sum(i - max(0, i * size - reach + 1) // size + 1 for i in range(blocks))
-        return pairs * size // blocks
-
-
 def attend(
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,
-    seen: SeenKeys,
-    sinks_N: tf.Tensor | None,
-    split: SplitMap,
+    seen: Seen,
+    drop: Drop | None = None,
 ) -> tf.Tensor:
-    """`Kernels.attend` without dropout: [B,T,N,K]. Each device computes its rows and heads, of whole rows.
+    """See `Kernels`. Each device computes its rows and heads, of whole rows.
 
-    Args:
-        q, k, v: in the layout of XLA's kernels, of a static length.
-        split: the mesh axes of activations, by letters.
+    The kernel has rows of a static length, no dropout, no bias, and blocks of its own; XLA's kernels do the rest.
     """
+    unknown = (seen.mask, drop, seen.bias, seen.block)
+    if any(value is not None for value in unknown):
+        return xla.attend(q, k, v, seen, drop)
     mesh, length = mesh_of("attention", None), q.shape[1]
     # One device, whose mesh need not have the axes of split maps, has all rows and heads.
-    rows, _, heads, _ = dims_mapping("BTNK", {} if mesh.size == 1 else split)
+    rows, _, heads, _ = dims_mapping("BTNK", {} if mesh.size == 1 else seen.split)
     if k.shape[2] % mesh.axis_size(axes_of(heads)):
         # What the heads of a device look at is no even part of all.
         k, v = (tf.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    each = (rows, heads, None, None)
-    ins = [each, each, each, (rows, None), *([] if sinks_N is None else [(heads,)])]
+    by_head = (rows, heads, None, None)
+    ins = [by_head, by_head, by_head, (rows, None)]
     inputs = [_padded(x) for x in (q, k, v, seen.segments)]
     inputs[:3] = [tf.transpose(x, [0, 2, 1, 3]) for x in inputs[:3]]
-    if sinks_N is not None:
-        inputs.append(tf.cast(sinks_N, tf.float32))
+    if seen.sinks_N is not None:
+        ins.append((heads,))
+        inputs.append(tf.cast(seen.sinks_N, tf.float32))
     local = functools.partial(calls.call, functools.partial(_splash, reach=seen.reach))
-    with tf.name_scope(f"about_{seen.Mean(length)}_keys"):
-        y = manual_region(local, ins, each)(*inputs)
+    with tf.name_scope(f"about_{_mean_keys(length, seen.reach)}_keys"):
+        y = manual_region(local, ins, by_head)(*inputs)
     return tf.transpose(y, [0, 2, 1, 3])[:, :length]
+
+
+def _mean_keys(length: int, reach: int | None) -> int:
+    """The number of keys whose logits the kernel computes for a query, in the mean of a row of one segment."""
+    size = _block_of(length)
+    blocks, reach = -(-length // size), reach or length
+    pairs = sum(i - max(0, i * size - reach + 1) // size + 1 for i in range(blocks))
+    return pairs * size // blocks
 
 
 def _block_of(length: int) -> int:

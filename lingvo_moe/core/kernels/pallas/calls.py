@@ -25,24 +25,24 @@ def call(fn: Callable[..., "jax.Array"], *inputs: tf.Tensor) -> tf.Tensor:
 
     def forward(*inputs: "jax.Array") -> tuple["jax.Array", Any]:
         def of_floats(*floats: "jax.Array") -> "jax.Array":
-            given = dict(zip(places, floats, strict=True))
-            return fn(*(given.get(i, x) for i, x in enumerate(inputs)))
+            by_place = dict(zip(places, floats, strict=True))
+            return fn(*(by_place.get(i, x) for i, x in enumerate(inputs)))
 
         return jax.vjp(of_floats, *(inputs[i] for i in places))
 
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype.as_numpy_dtype) for x in inputs]
-    kept = jax.tree.structure(jax.eval_shape(forward, *specs)[1])
+    residuals = jax.tree.structure(jax.eval_shape(forward, *specs)[1])
 
     def backward(dy: "jax.Array", *leaves: "jax.Array") -> tuple:
-        return jax.tree.unflatten(kept, leaves)(dy)
+        return jax.tree.unflatten(residuals, leaves)(dy)
 
     @custom_gradient
     def run(*inputs: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        y, *leaves = _of_jax(lambda *given: jax.tree.leaves(forward(*given)))(*inputs)
+        y, *leaves = _of_jax(lambda *values: jax.tree.leaves(forward(*values)))(*inputs)
 
         def grad(dy: tf.Tensor) -> list[tf.Tensor | None]:
-            found = dict(zip(places, _of_jax(backward)(dy, *leaves), strict=True))
-            return [found.get(i) for i in range(len(inputs))]
+            grads = dict(zip(places, _of_jax(backward)(dy, *leaves), strict=True))
+            return [grads.get(i) for i in range(len(inputs))]
 
         return y, grad
 
