@@ -18,7 +18,8 @@ from lingvo_moe.core.console.interrupt import Stopped, TimeLimit
 from lingvo_moe.core.console.mistakes import report
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
-from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
+from lingvo_moe.core.engine.base import Compiled, Engine
+from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.engine.meeting import meet
 from lingvo_moe.core.files.store import is_address
 from lingvo_moe.core.input.errors import OtherDataError
@@ -145,7 +146,7 @@ def load_tensorflow(engine: str | None) -> None:
         import tensorflow as tf
 
         # Where programs run through PJRT, TensorFlow only traces: no GPU memory for it.
-        if tf.config.list_physical_devices("GPU") and engine in (None, "pjrt"):
+        if tf.config.list_physical_devices("GPU") and engine_class(engine or "pjrt").PJRT:
             tf.config.set_visible_devices([], "GPU")
 
 
@@ -158,7 +159,7 @@ def fastest_engine(args: Flags) -> str:
     from lingvo_moe.core.engine import devices
 
     devices.find_devices()
-    alone = devices.device_count() == 1 and devices.runs_on_cpu("pjrt")
+    alone = devices.device_count() == 1 and engine_class("pjrt").RunsOnCpu()
     return "tf_graph" if alone else "pjrt"
 
 
@@ -178,7 +179,7 @@ def train(of: Job) -> int:
 
     if note := launchers.allocation_note():
         say(note)
-    if args.num_devices and of.engine == "pjrt":
+    if args.num_devices and engine_class(of.engine).PJRT:
         devices.request_cpu_devices(args.num_devices)
     devices.initialize_distributed(
         args.coordinator_address, args.num_processes, args.process_id, elastic=args.elastic
@@ -238,7 +239,7 @@ def train_model(of: Job) -> int:
     args = of.args
     devices.find_devices()
     enable_compilation_cache()  # before anything is compiled
-    there_are = 1 if of.engine in ONE_DEVICE_ENGINES else devices.device_count()
+    there_are = 1 if engine_class(of.engine).ONE_DEVICE else devices.device_count()
     with proposing(args, there_are):
         if args.layout:
             override = fastest_here(args, of.override, there_are)
@@ -254,7 +255,7 @@ def train_model(of: Job) -> int:
         check_divisible(params, task, mesh)
     check_state_is_sharded(of.override, task, mesh)
     task.CheckInput(params.task, params.input)
-    on_cpu = devices.runs_on_cpu(of.engine)
+    on_cpu = engine_class(of.engine).RunsOnCpu()
     if on_cpu and not args.num_devices and (unused := gpu_settings.unused_gpus()):
         say(unused)
     if args.verify:
@@ -376,7 +377,7 @@ def machine_line(of: Job, mesh: Mesh) -> str:
     if of.args.engine is None:
         on_one = "on one CPU device without --mesh"
         elsewhere = "for several devices, GPUs, TPUs and with --mesh"
-        engine += f", the default {on_one if of.engine == 'tf_graph' else elsewhere}"
+        engine += f", the default {on_one if engine_class(of.engine).ONE_DEVICE else elsewhere}"
     if not of.args.mesh and str(mesh) != of.params.train.mesh:
         devices += f" (train.mesh={of.params.train.mesh}, resized to the devices)"
     return f"{engine}; {devices}"
@@ -428,10 +429,9 @@ def share_run(lock: TrainerLock, begin: Callable[[], None], follow: Callable[[],
 def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:
     """Prints the collectives of the compiled step and writes the run's program.json."""
     from lingvo_moe.core.engine.collectives import count_collectives
-    from lingvo_moe.core.engine.pjrt import CompiledProgram
 
     seconds = time.monotonic() - started
-    if not isinstance(step, CompiledProgram):  # others have none, or none to show
+    if step.program is None:
         say(f"made the training step in {seconds:.0f} s")
         return
     counts = count_collectives(step.HloText())

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from trainer_testing import losses, status
 
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console.interrupt import TimeLimit
+from lingvo_moe.core.engine import engines
+from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.runs.time_record import TimeRecord
 from lingvo_moe.core.sharding import Mesh
@@ -27,6 +30,27 @@ def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
     one = SimpleNamespace(platform=platform)
     monkeypatch.setattr(jax, "devices", lambda: [one] * devices)
     assert trainer.fastest_engine(parse_flags(["--model=mt.M4Tiny", *flags])) == engine
+
+
+def test_an_engine_of_one_file_outside_the_package_trains(tmp_path):
+    """It registers itself; the trainer asks it what it can do."""
+    import toy_engine
+
+    found = {}
+    for engine in ("tf_graph", "toy"):
+        run = tmp_path / engine
+        assert (
+            status(
+                "--model=toy_task.Line", f"--logdir={run}", f"--engine={engine}", "--max_steps=2"
+            )
+            == 0
+        )
+        found[engine] = losses(run)
+    assert found["toy"] == pytest.approx(found["tf_graph"]) and len(found["toy"]) == 2
+    assert status("--model=toy_task.Line", "--logdir=x", "--engine=toy", "--num_devices=2") == 2
+    assert status("--model=toy_task.Line", "--logdir=x", "--engine=toy", "--num_processes=2") == 2
+    with pytest.raises(EngineError, match="'toy' is that of another engine"):
+        engines.Register(toy_engine.ToyEngine)
 
 
 @pytest.mark.parametrize("engine, flags, mesh, line", [

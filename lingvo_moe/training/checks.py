@@ -6,7 +6,7 @@ from lingvo_moe.analysis.search.strategies.strategy_file import read_overrides
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.flags import Flags, join_overrides
-from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
+from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.files.paths import absolute, check_local
 from lingvo_moe.core.files.store import check_place, is_address
 from lingvo_moe.core.runs.directories import check_addable, check_logdir, check_writable
@@ -32,7 +32,7 @@ def check_flags(args: Flags, params: Params) -> None:
         )
     params.input.cls.CheckSource(params.input)
     check_paths(args, params)
-    if args.engine in ONE_DEVICE_ENGINES and args.num_devices > 1:
+    if args.engine and engine_class(args.engine).ONE_DEVICE and args.num_devices > 1:
         raise UsageError(
             f"--num_devices={args.num_devices}: --engine={args.engine} runs on one device; use --engine=pjrt"
         )

@@ -14,7 +14,6 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.input.errors import NoHeldOutError
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import EVALUATOR, RunLock
-from lingvo_moe.core.sharding import single_device
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer, CheckpointScores
 from lingvo_moe.training.checks import UsageError, check_data_exists
@@ -138,9 +137,9 @@ class _Scorer:
     """Computes the held-out loss of a run's checkpoints, and the task's own scores."""
 
     def __init__(self, run_dir: RunDir, params: Params, lines: int | None):
-        from lingvo_moe.core.engine.engines import make_engine
         from lingvo_moe.core.engine.loop.evaluation import Evaluator
         from lingvo_moe.core.engine.loop.held_out_watch import first_batches
+        from lingvo_moe.core.engine.tf_engine import TfGraphEngine
 
         artifacts = run_dir.artifacts
         self._run_dir = run_dir
@@ -150,7 +149,7 @@ class _Scorer:
             self._batches = first_batches(inputs, params.train.eval_batches)
         except NoHeldOutError as e:
             raise UsageError(f"--mode=eval: there is nothing to evaluate on: {e}") from None
-        self._evaluator = Evaluator(self._task, inputs, make_engine("tf_graph", single_device()))
+        self._evaluator = Evaluator(self._task, inputs, TfGraphEngine())
         self._scorer: BaseCheckpointScorer | None = None
         if name := self._task.CHECKPOINT_SCORER:
             self._scorer = any_class(name)(self._task, inputs, artifacts, lines)

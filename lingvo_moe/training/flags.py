@@ -10,7 +10,8 @@ from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.console.flags import BEST_HELP, Flags
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine import launchers
-from lingvo_moe.core.engine.base import ENGINES, EngineError
+from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.engines import ENGINES, engine_class
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
 
@@ -73,7 +74,6 @@ def _declare_effects(flags: Flags) -> None:
     flags.OnlyWith("dump_programs", mode="sync")
     flags.OnlyWith("num_devices mesh", mode=("sync", "eval", "inspect_model"))
     flags.OnlyWith("max_steps data_dir", mode=("sync", "eval", "inspect_params"))
-    flags.OnlyWith("known_faults num_processes dump_programs", engine=(None, "pjrt"))
 
 
 def define_experiment_flag(flags: Flags, help: str, required: bool = True) -> None:
@@ -153,7 +153,7 @@ def _define_machine_flags(flags: Flags) -> None:
     flags.DEFINE_enum(
         "engine",
         None,
-        ENGINES,
+        tuple(ENGINES),
         "what runs the program; see the README (default: tf_graph on one CPU device without --mesh, else pjrt)",
     )
     flags.DEFINE_integer(
@@ -202,6 +202,19 @@ def _define_machine_flags(flags: Flags) -> None:
     )
 
 
+def _check_engine(args: Flags) -> None:
+    """Ends the process with status 2 where a flag asks for what the engine of --engine cannot do."""
+    needs = {"known_faults": "PJRT", "num_processes": "SEVERAL_PROCESSES", "dump_programs": "PJRT"}
+    for name, ability in needs.items():
+        value = args[name].value
+        if args.engine and value != args[name].default:
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+            if not getattr(engine_class(args.engine), ability):
+                args.Fail(
+                    f"--{name}={value} goes with --engine=pjrt, not with --engine={args.engine}"
+                )
+
+
 def parse_flags(argv: Sequence[str] | None = None) -> Flags:
     """Returns the flags' values as attributes. Ends the process with status 2 after a mistake.
 
@@ -209,6 +222,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> Flags:
     a job of several.
     """
     args = define_flags().Parse(argv)
+    _check_engine(args)
     count, number = 1, 0
     if args.mode == "sync":
         try:
@@ -218,7 +232,8 @@ def parse_flags(argv: Sequence[str] | None = None) -> Flags:
             )
         except EngineError as e:
             args.Fail(str(e))
-        if launch is not None and count > 1 and args.engine not in (None, "pjrt"):
+        alone = args.engine is not None and not engine_class(args.engine).SEVERAL_PROCESSES
+        if launch is not None and count > 1 and alone:
             args.Fail(
                 f"--engine={args.engine}: trains in one process, and {launch.launcher} has started {count}; "
                 "several need --engine=pjrt"

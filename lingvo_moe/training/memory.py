@@ -12,8 +12,8 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Compiled
+from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.engine.pjrt import CompiledProgram
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh
@@ -37,12 +37,9 @@ def memory_of(engine: str, mesh: Mesh, num_processes: int = 1) -> Memory:
     Args:
         num_processes: processes of the job; each has an equal share of the devices.
     """
-    on_cpu = devices.runs_on_cpu(engine)
-    size = (
-        machine_bytes() - psutil.swap_memory().total
-        if on_cpu
-        else devices.accelerator_bytes(engine)
-    )
+    kind = engine_class(engine)
+    on_cpu = kind.RunsOnCpu()
+    size = machine_bytes() - psutil.swap_memory().total if on_cpu else kind.DeviceBytes()
     if num_processes > 1:
         size = int(devices.from_first_process(f"{size or 0:020d}")) or None
     if on_cpu:
@@ -66,13 +63,14 @@ def machine_bytes() -> int:
 def peak_line(engine: str, mesh: Mesh, step: Compiled, task: BaseTask) -> str:
     """The most memory that this process has used, beside what its training step and its state were said to need."""
     peak, whose = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "this process"
-    if not devices.runs_on_cpu(engine) and (used := devices.accelerator_peak(engine)):
+    kind = engine_class(engine)
+    if not kind.RunsOnCpu() and (used := kind.PeakBytes()):
         peak, whose = used, "a device"
     where = f"each of {mesh.size} devices" if mesh.size > 1 else "the device"
     said = f"the state takes {units.size(held(task, mesh).total, 1)} on {where}"
-    if isinstance(step, CompiledProgram):
-        found = step.Memory()
-        need = found["arguments"] + found["outputs"] - found["aliased"] + found["temporaries"]
+    if bytes_of := step.Memory():
+        need = bytes_of["arguments"] + bytes_of["outputs"] - bytes_of["aliased"]
+        need += bytes_of["temporaries"]
         said += f", the step {units.size(need, 1)} as compiled"
     return f"memory: at most {units.size(peak, 1)} of {whose}; {said}"
 

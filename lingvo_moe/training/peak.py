@@ -8,6 +8,7 @@ import tensorflow as tf
 from lingvo_moe.analysis.plans.machines.peaks import peak_flops
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.engine import devices
+from lingvo_moe.core.engine.engines import engine_class
 
 _SIZE = 1024  # of matrices that are multiplied to measure a CPU
 
@@ -18,9 +19,10 @@ def job_peak(engine: str, num_devices: int) -> float | None:
     An accelerator's peak comes from its data sheet. A CPU's is measured with matrix products of 0.2 CPU seconds;
     virtual devices of one CPU share its peak.
     """
-    if devices.runs_on_cpu(engine):
+    engine_kind = engine_class(engine)
+    if engine_kind.RunsOnCpu():
         return matmul_flops_per_second() * devices.process_count()
-    kind = devices.device_kind(engine)
+    kind = engine_kind.DeviceKind()
     peak = peak_flops(kind)
     if peak is None:
         say(f"no data sheet is known for the device {kind!r}: utilisation is not measured")

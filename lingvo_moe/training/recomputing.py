@@ -13,6 +13,7 @@ from lingvo_moe.analysis.plans.memory.step_bytes import BESIDE
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.console import units
+from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.engine.lowering.tracing import trace
@@ -115,7 +116,7 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
 
     specs = (state.theta, batch, state.step)
     # As the engine will trace it: TensorFlow's kernels keep other values than XLA's.
-    graph = trace(Step("gradients", gradients, specs), mesh, engine != "tf_graph").graph
+    graph = trace(Step("gradients", gradients, specs), mesh, engine_class(engine).XLA).graph
     kept = {
         value.ref(): value
         for op in graph.get_operations()

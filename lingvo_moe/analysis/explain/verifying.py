@@ -25,7 +25,7 @@ from lingvo_moe.core.engine.eager.testing import Collectives, run_sharded, run_s
 from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
-from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.engine.tf_engine import TfEngine, TfGraphEngine
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh, ShardingError
@@ -152,7 +152,7 @@ def verify_model(
     batch = task.SampleBatch(inputs, np.random.RandomState(0))
     # The memory of hosts changes no result, and TensorFlow's own programs have none.
     alone = params.task.Copy().Set(offload=NO_OFFLOAD).Instantiate()
-    one_device = TfEngine(jit_compile=False)
+    one_device = TfGraphEngine()
     start = one_device.Get(initial_state(alone, one_device, 1234))
 
     def step_of(each: BaseTask) -> Step:
@@ -162,7 +162,7 @@ def verify_model(
         state, rest = (engine.Get(tree) for tree in run(start, batch))
         return dict(_in_order(task, state, rest))
 
-    devices, reference = PjrtEngine(mesh, known_faults=OFF), TfEngine(jit_compile=True)
+    devices, reference = PjrtEngine(mesh, known_faults=OFF), TfEngine()
     program = devices.BuildStep(step_of(task))
     got = results(devices, program)
     want = results(reference, reference.BuildStep(step_of(alone)))

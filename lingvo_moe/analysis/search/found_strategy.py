@@ -4,6 +4,7 @@ from lingvo_moe.analysis.search.strategies.strategy_file import AUTO, PATHS, as_
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, join_overrides
+from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.training.checks import (
@@ -56,7 +57,7 @@ def _check(args: Flags) -> None:
         raise UsageError(
             f"{given}: needs one process; for several, run python -m tools.parallelize first and give its file"
         )
-    if args.engine not in (None, "pjrt"):
+    if args.engine and not engine_class(args.engine).PJRT:
         raise UsageError(f"{given}: goes with --engine=pjrt, not {args.engine}")
 
 
@@ -76,7 +77,6 @@ def _of_run(args: Flags, num_devices: int) -> str:
 
 def _searched(args: Flags, num_devices: int) -> str:
     from lingvo_moe.analysis.search.parallelizing import Search, find
-    from lingvo_moe.core.engine import devices
 
     search = Search(
         model=args.model,
@@ -84,7 +84,7 @@ def _searched(args: Flags, num_devices: int) -> str:
         override=args.model_params_override,
         known_faults=args.known_faults,
         # Other devices round differently than the one that the step would be compared with.
-        verify=devices.runs_on_cpu("pjrt"),
+        verify=engine_class("pjrt").RunsOnCpu(),
     )
     found = find(search, None, say)
     best = found.best

@@ -12,16 +12,13 @@ Usage:
 import abc
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
-
-ENGINES = ("pjrt", "tf", "tf_graph", "tpu_strategy")
-ONE_DEVICE_ENGINES = ("tf", "tf_graph")
 
 
 class EngineError(ValueError):
@@ -36,6 +33,9 @@ class Compiled(abc.ABC):
     """
 
     signature: Any  # the Signature (lowering/signature.py) of its arguments and results
+    program: Any = (
+        None  # the Program (lowering/program.py) that it was compiled from, if there is one
+    )
     # What the first call does besides running the function, as a phrase; '' for nothing.
     first_call: str = ""
 
@@ -52,15 +52,56 @@ class Compiled(abc.ABC):
         """The compiled module. Raises EngineError if the engine has none."""
         raise EngineError(f"{type(self).__name__} has no HLO text")
 
+    def Memory(self) -> dict[str, int]:
+        """The bytes on one device: arguments, outputs, temporaries, and aliased (donated) ones; {} if unknown."""
+        return {}
+
 
 class Engine(abc.ABC):
-    """Builds functions for the devices of a mesh and moves tensors there and back."""
+    """Builds functions for the devices of a mesh and moves tensors there and back.
+
+    Engines are registered by name (engines.py). What those of a class can do is known before one is made, by
+    attributes and methods of the class.
+    """
+
+    NAME: ClassVar[str]  # the value of --engine
+    # Whether it runs on one device, however many there are.
+    ONE_DEVICE: ClassVar[bool] = False
+    # Whether the processes of a job share its mesh.
+    SEVERAL_PROCESSES: ClassVar[bool] = False
+    # Whether XLA compiles its functions, so that they are traced with the kernels for XLA and not TensorFlow's.
+    XLA: ClassVar[bool] = True
+    # Whether its programs run through PJRT, on JAX's devices, with TensorFlow for tracing alone. They are compiled as a
+    # whole, so that known faults are looked for in them, and their texts can be written.
+    PJRT: ClassVar[bool] = False
 
     mesh: Mesh  # the mesh that functions are traced under
+    # What is done with programs that XLA's partitioner is known to compute wrongly: one of known_faults.ACTIONS.
+    known_faults: str = "error"
     # Whether the devices have memory of their own beside that of their host.
     has_host_memory: bool = False
     # Called with a phrase when BuildStep does something else that may take long.
     doing: Callable[[str], None] = staticmethod(lambda doing: None)
+
+    @classmethod
+    def RunsOnCpu(cls) -> bool:
+        """Whether tensors live in the host's memory, and not in an accelerator's."""
+        return True
+
+    @classmethod
+    def DeviceKind(cls) -> str:
+        """The name of the accelerator, as its maker gives it; '' where there is none."""
+        return ""
+
+    @classmethod
+    def DeviceBytes(cls) -> int | None:
+        """The bytes of memory that programs can use on one accelerator; None if they are not known."""
+        return None
+
+    @classmethod
+    def PeakBytes(cls) -> int | None:
+        """The most bytes that programs have used on one accelerator of this process; None if they are not known."""
+        return None
 
     def DumpPrograms(self, directory: str) -> None:
         """Has the texts of each program that is compiled from now on written into a directory.
@@ -80,6 +121,10 @@ class Engine(abc.ABC):
             yield
         finally:
             self.doing = before
+
+    @abc.abstractmethod
+    def __init__(self, mesh: Mesh):
+        """Makes the engine; compiles nothing. Raises EngineError: its devices do not fit the mesh."""
 
     @abc.abstractmethod
     def BuildStep(self, step: Step) -> Compiled:
@@ -107,6 +152,10 @@ class Engine(abc.ABC):
 
         In a job of several processes each process gives arrays of the full shape and keeps its part; see OwnRows.
         """
+
+    def Sharding(self, spec: Any) -> Any:
+        """The `jax.sharding.NamedSharding` of a TensorSpec; None where tensors are not JAX's, or its split is None."""
+        return None
 
     def Get(self, tree: Any) -> Any:
         """Fetches a tree as full NumPy arrays on every process (all processes have to call it)."""

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.sigterm import keeping_sigterm
 from lingvo_moe.core.engine import gpu_settings, launchers
-from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, EngineError
+from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.meeting import meet
 
 # After which JAX ends a job of which a process is silent; its default is 100. Each sends one in half the time.
@@ -128,44 +128,6 @@ def local_device_count() -> int:
 def device_count() -> int:
     """The devices of all processes of the job."""
     return len(jax.devices())
-
-
-def runs_on_cpu(engine: str) -> bool:
-    """Whether tensors live in the host's memory, and not in an accelerator's."""
-    if engine == "pjrt":
-        return jax.devices()[0].platform == "cpu"
-    import tensorflow as tf
-
-    found = any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
-    return engine in ONE_DEVICE_ENGINES and not found
-
-
-def device_kind(engine: str) -> str:
-    """The name of the accelerator that an engine runs on, as its maker gives it; '' where there is none."""
-    if engine == "pjrt":
-        return jax.devices()[0].device_kind
-    import tensorflow as tf
-
-    for device in tf.config.list_physical_devices("GPU"):
-        return tf.config.experimental.get_device_details(device).get("device_name", "")
-    return "TPU" if tf.config.list_physical_devices("TPU") else ""
-
-
-def accelerator_bytes(engine: str) -> int | None:
-    """The bytes of memory that programs can use on one accelerator of an engine; None if they are not known."""
-    if engine != "pjrt":
-        return None
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
-def accelerator_peak(engine: str) -> int | None:
-    """The most bytes that programs have used on one accelerator of this process; None if they are not known."""
-    if engine != "pjrt":
-        return None
-    found = [
-        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
-    ]
-    return max((peak for peak in found if peak), default=None)
 
 
 def process_count() -> int:

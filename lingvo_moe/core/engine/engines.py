@@ -1,29 +1,47 @@
-"""Makes the engine of a name."""
+"""The engines by name: those of this package, and those that others register."""
+
+import importlib
 
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES, Engine, EngineError
+from lingvo_moe.core.engine.base import Engine, EngineError
 from lingvo_moe.core.sharding import Mesh
+
+# By name, the class, or its module and name: it is imported when it is asked for.
+ENGINES: dict[str, type[Engine] | tuple[str, str]] = {
+    "pjrt": ("lingvo_moe.core.engine.pjrt", "PjrtEngine"),
+    "tf": ("lingvo_moe.core.engine.tf_engine", "TfEngine"),
+    "tf_graph": ("lingvo_moe.core.engine.tf_engine", "TfGraphEngine"),
+    "tpu_strategy": ("lingvo_moe.core.engine.tpu_strategy", "TpuStrategyEngine"),
+}
+
+
+def Register(cls: type[Engine]) -> type[Engine]:
+    """Class decorator: makes an engine known by its NAME, as a value of --engine. Raises EngineError: it is taken."""
+    if cls.NAME in ENGINES:
+        raise EngineError(f"{cls.__name__}: NAME={cls.NAME!r} is that of another engine")
+    ENGINES[cls.NAME] = cls
+    return cls
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The class of an engine, which says what it can do. Raises EngineError: there is none of that name."""
+    checks.check_one_of("--engine", name, tuple(ENGINES), EngineError)
+    place = ENGINES[name]
+    return (
+        getattr(importlib.import_module(place[0]), place[1]) if isinstance(place, tuple) else place
+    )
 
 
 def make_engine(name: str, mesh: Mesh, known_faults: str = "error") -> Engine:
-    """The engine of that name.
+    """Makes the engine of a name.
 
     Args:
-        known_faults: 'error', 'warn' or 'off': what `pjrt` does with a program that XLA's partitioner is
-            known to compute wrongly; the others do not look for any.
+        known_faults: 'error', 'warn' or 'off': what an engine that runs through PJRT does with a program that XLA's
+            partitioner is known to compute wrongly; the others do not look for any.
 
     Raises:
-        EngineError: there is none, or its devices do not fit the mesh.
+        EngineError: there is none of that name, or its devices do not fit the mesh.
     """
-    checks.check_one_of("--engine", name, ENGINES, EngineError)
-    if name == "pjrt":
-        from lingvo_moe.core.engine.pjrt import PjrtEngine
-
-        return PjrtEngine(mesh, known_faults=known_faults)
-    if name in ONE_DEVICE_ENGINES:
-        from lingvo_moe.core.engine.tf_engine import TfEngine
-
-        return TfEngine(mesh, jit_compile=name == "tf")
-    from lingvo_moe.core.engine.tpu_strategy import TpuStrategyEngine
-
-    return TpuStrategyEngine(mesh)
+    engine = engine_class(name)(mesh)
+    engine.known_faults = known_faults
+    return engine

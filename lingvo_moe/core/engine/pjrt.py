@@ -43,6 +43,8 @@ class PjrtEngine(Engine):
         jax_mesh: the devices in the mesh's shape; logical device i is `devices[i]`.
     """
 
+    NAME, PJRT, SEVERAL_PROCESSES = "pjrt", True, True
+
     def __init__(
         self, mesh: Mesh | str, devices: Sequence[Any] | None = None, known_faults: str = ERROR
     ):
@@ -78,12 +80,29 @@ class PjrtEngine(Engine):
         self._fused = has_fused_kernels(used[0])
         self.has_host_memory = used[0].platform != "cpu"
 
+    @classmethod
+    def RunsOnCpu(cls) -> bool:
+        return jax.devices()[0].platform == "cpu"
+
+    @classmethod
+    def DeviceKind(cls) -> str:
+        return jax.devices()[0].device_kind
+
+    @classmethod
+    def DeviceBytes(cls) -> int | None:
+        return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+    @classmethod
+    def PeakBytes(cls) -> int | None:
+        stats = [device.memory_stats() or {} for device in jax.local_devices()]
+        return max(filter(None, (s.get("peak_bytes_in_use") for s in stats)), default=None)
+
     def BuildStep(self, step: Step) -> "CompiledProgram":
         # A program with a fault is not kept, since only a new one knows the lines of its operations.
         key = ""
         if self.known_faults == ERROR:
             key = kept_programs.key_of(step, self.mesh, self._fused)
-        program = found = kept_programs.find(key)
+        program = kept_program = kept_programs.find(key)
         if program is None:
             # The door to TensorFlow.
             from lingvo_moe.core.engine.lowering.lowering import lower_step
@@ -92,7 +111,7 @@ class PjrtEngine(Engine):
             program = lower_step(step, self.mesh, self._fused)
         self.doing(f"compiling {step.name}, {units.size(len(program.exported))} of StableHLO")
         compiled = self.Compile(program)
-        if found is None:
+        if kept_program is None:
             kept_programs.keep(key, program)
         return compiled
 
@@ -125,7 +144,6 @@ class PjrtEngine(Engine):
         self._texts = LocalStore(directory)
 
     def Sharding(self, spec: TensorSpec) -> Any:
-        """The `jax.sharding.NamedSharding` of a spec; None where its split is None."""
         return xla.named_sharding(spec, self.mesh, self.jax_mesh)
 
     def Put(self, tree: Any, specs: Any) -> Any:
@@ -147,13 +165,13 @@ class PjrtEngine(Engine):
         return pack(skeleton(tree), [_get(leaf) for _, leaf in flatten_items(tree)])
 
     def OwnRows(self, specs: NestedMap) -> Collection[int] | None:
-        found = set[int]()
+        numbers = set[int]()
         for path, spec in specs.FlattenItems():
             if spec.has_rows:
                 rows, sharding = range(spec.shape[0]), self.Sharding(TensorSpec.Of(spec, path))
                 for index in sharding.addressable_devices_indices_map(spec.shape).values():
-                    found.update(rows[index[0]])
-        return found
+                    numbers.update(rows[index[0]])
+        return numbers
 
     def Most(self, value: float) -> float:
         if jax.process_count() == 1:
@@ -188,7 +206,6 @@ class CompiledProgram(Compiled):
         return parse_collectives(self.HloText())
 
     def Memory(self) -> dict[str, int]:
-        """XLA's count of bytes on one device: arguments, outputs, temporaries, and aliased (donated) ones."""
         return xla.memory(self._compiled)
 
     def Cost(self) -> dict[str, float]:

@@ -23,39 +23,53 @@ from lingvo_moe.core.task.step import Step
 
 
 class TfEngine(Engine):
-    """Runs functions as `tf.function`s; tensors are eager ones."""
+    """Runs functions as `tf.function`s that XLA compiles; tensors are eager ones."""
 
-    def __init__(self, mesh: Mesh | str | None = None, jit_compile: bool = True):
-        """`jit_compile`: by XLA. Raises EngineError for a mesh of more than one device."""
+    NAME, ONE_DEVICE = "tf", True
+
+    def __init__(self, mesh: Mesh | str | None = None):
+        """Raises EngineError for a mesh of more than one device."""
         _report_fallback_silently()
         self.mesh = Mesh.parse(mesh, "TfEngine: mesh") if mesh else single_device()
-        self._jit_compile = jit_compile
-        self._flag = "--engine=tf" if jit_compile else "--engine=tf_graph"
         if self.mesh.size != 1:
             raise EngineError(
-                f"{self._flag} runs on one device, not on mesh {self.mesh} of {self.mesh.size}; use --engine=pjrt, or "
-                f"--mesh={self.mesh.axis_names[0]}:1"
+                f"--engine={self.NAME} runs on one device, not on mesh {self.mesh} of {self.mesh.size}; use "
+                f"--engine=pjrt, or --mesh={self.mesh.axis_names[0]}:1"
             )
+
+    @classmethod
+    def RunsOnCpu(cls) -> bool:
+        return not any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
+
+    @classmethod
+    def DeviceKind(cls) -> str:
+        for device in tf.config.list_physical_devices("GPU"):
+            return tf.config.experimental.get_device_details(device).get("device_name", "")
+        return "TPU" if tf.config.list_physical_devices("TPU") else ""
 
     def BuildStep(self, step: Step) -> "CompiledTfFunction":
         self.doing(f"tracing {step.name}")
-        traced = trace(step, self.mesh, self._jit_compile)
+        traced = trace(step, self.mesh, self.XLA)
         if any(spec.memory == HOST for spec in traced.signature.args):
             raise EngineError(
-                f"{self._flag}: TensorFlow's own programs have one memory; train.offload takes --engine=pjrt"
+                f"--engine={self.NAME}: TensorFlow's own programs have one memory; train.offload takes --engine=pjrt"
             )
-        return CompiledTfFunction(traced, self._jit_compile)
-
-    def Once(self, step: Step, *args: Any) -> Any:
-        if self._jit_compile:
-            return super().Once(step, *args)
-        # Eagerly: to trace a graph and to optimise it takes TensorFlow ten times as long as to run its operations once.
-        given = [self.Put(tree, specs) for tree, specs in zip(args, step.arg_specs, strict=True)]
-        with use_mesh(self.mesh), kernels.using(tensorflow):
-            return self.Put(step.fn(*given), step.results)
+        return CompiledTfFunction(traced, self.XLA)
 
     def Put(self, tree: Any, specs: Any) -> Any:
         return map_with_specs(_to_tensor, tree, specs)
+
+
+class TfGraphEngine(TfEngine):
+    """Runs functions as `tf.function`s by TensorFlow's own kernels."""
+
+    NAME, XLA = "tf_graph", False
+
+    def Once(self, step: Step, *args: Any) -> Any:
+        # Eagerly: to trace a graph and to optimise it takes TensorFlow ten times as long as to run its operations once.
+        trees = [self.Put(tree, specs) for tree, specs in zip(args, step.arg_specs, strict=True)]
+        with use_mesh(self.mesh), kernels.using(tensorflow):
+            return self.Put(step.fn(*trees), step.results)
 
 
 class CompiledTfFunction(Compiled):

@@ -20,6 +20,8 @@ from lingvo_moe.core.task.step import Step
 class TpuStrategyEngine(Engine):
     """Runs functions by `TPUStrategy.run`, with one replica, on the TPU that TensorFlow can reach."""
 
+    NAME = "tpu_strategy"
+
     def __init__(self, mesh: Mesh):
         """Raises EngineError: this machine has no TPU, or the mesh does not fit its cores."""
         self.mesh = mesh
@@ -36,6 +38,14 @@ class TpuStrategyEngine(Engine):
             experimental_device_assignment=device_assignment(topology, mesh),
             experimental_spmd_xla_partitioning=True,
         )
+
+    @classmethod
+    def RunsOnCpu(cls) -> bool:
+        return False
+
+    @classmethod
+    def DeviceKind(cls) -> str:
+        return "TPU"
 
     def BuildStep(self, step: Step) -> "CompiledTpuFunction":
         return CompiledTpuFunction(self.strategy, trace(step, self.mesh))

@@ -4,10 +4,9 @@ import os
 from dataclasses import dataclass
 
 from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
-from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
+from lingvo_moe.core.engine.tf_engine import TfGraphEngine
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.core.sharding import single_device
 from lingvo_moe.tasks.image.input.image_input import FolderInput
 from lingvo_moe.tasks.image.input.sources import ImageDataError
 from lingvo_moe.tasks.image.model import ImageClassifier
@@ -60,7 +59,7 @@ def evaluate(
     scored, theta = read_newest(
         run.checkpoint_dir, lambda saved, at: (at, read_weights(saved, task, at, use_ema)), step
     )
-    evaluate_on = Evaluator(task, inputs, make_engine("tf_graph", single_device()))
+    evaluate_on = Evaluator(task, inputs, TfGraphEngine())
     found = evaluate_on(theta, inputs.HeldOut())
     means = (float(found[name]) for name in task.HELD_OUT_METRICS)
     return Scores(scored, use_ema, int(found.images), *means)

@@ -35,7 +35,6 @@ from lingvo_moe.core.engine.checkpoints.checkpoint_rotation import Rotation
 from lingvo_moe.core.engine.checkpoints.number_formats import converted, is_master, sources
 from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout, Stored
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
-from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.files.manifest import ManifestError
 from lingvo_moe.core.files.paths import check_portable
 from lingvo_moe.core.files.store import Bucket, is_address, reason_of
@@ -424,10 +423,8 @@ class Checkpointer:
     ) -> list[Any]:
         """The tensors of these specs, which have been checked, on the engine's devices."""
         there = [s for s in specs if stored.Has(s, packing)]
-        onto = engine if isinstance(engine, PjrtEngine) else None
-        found = self._read(step, stored, {s.name: onto and _sharded(s, onto) for s in there})
-        values = [found[s.name] for s in there]
-        put = values if onto else engine.Put(values, there)
+        arrays_by_name = self._read(step, stored, {s.name: _sharded(s, engine) for s in there})
+        put = engine.Put([arrays_by_name[s.name] for s in there], there)
         tensors = {s.name: value for s, value in zip(there, put, strict=True)}
         others = [s for s in specs if s.name not in tensors]
         tensors |= self._repacked(step, stored, others, engine, packing)
@@ -494,5 +491,7 @@ def _wide(array: np.ndarray) -> np.ndarray:
     return array.astype(np.result_type(array, np.float32)) if _is_float(array) else array
 
 
-def _sharded(spec: TensorSpec, engine: PjrtEngine) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=engine.Sharding(spec))
+def _sharded(spec: TensorSpec, engine: Engine) -> jax.ShapeDtypeStruct | None:
+    """How a tensor is read onto an engine's devices at once; None: as NumPy, for Engine.Put."""
+    sharding = engine.Sharding(spec)
+    return sharding and jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding)

@@ -15,7 +15,6 @@ from lingvo_moe.core.config.checks import steps_of
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.engine.base import Engine
-from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.private.jax import export_trace
 
 _TENSORFLOW = "tensorflow"  # where TensorFlow's profiler writes, beside what is kept
@@ -31,13 +30,13 @@ class StepProfile:
     Args:
         steps: the value of `train.profile_steps`.
         directory: of the run's summaries; None on a process that writes none, where nothing is recorded.
-        engine: runs the steps: JAX's profiler records `pjrt`, and TensorFlow's the others.
+        engine: runs the steps: JAX's profiler records programs of PJRT, and TensorFlow's the others.
     """
 
     def __init__(self, steps: str, directory: Path | None, engine: Engine):
         self._text, self._steps = steps, steps_of(steps)
         self._directory = directory and directory / "plugins" / "profile"
-        self._by_jax = isinstance(engine, PjrtEngine)
+        self._by_jax = engine.PJRT
         self._recorded: list[int] = []
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 

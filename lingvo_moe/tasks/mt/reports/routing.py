@@ -13,7 +13,7 @@ import numpy as np
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.engine.tf_engine import TfGraphEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.model import MtModel
@@ -195,7 +195,7 @@ def _moe_metrics(
     task: BaseTask, theta: NestedMap, batch_specs: NestedMap
 ) -> Callable[[NestedMap], NestedMap]:
     """A function from a batch to the metrics of the MoE layers, as arrays."""
-    engine = TfEngine(jit_compile=False)  # a few batches are not worth a compilation
+    engine = TfGraphEngine()  # a few batches are not worth a compilation
     specs = task.VariableSpecs(), batch_specs
 
     def moe_metrics(theta: NestedMap, batch: NestedMap) -> NestedMap:
