@@ -139,7 +139,7 @@ build_corpus --output=lines.txt --languages=xx | --output=lines.txt is a file; n
 train_vocab --data_dir=none --output=new | data directory
 train_vocab --data_dir=none --output=lines.txt | --output=lines.txt is a file; name a directory
 prepare --input=same --output=new | no pair is left of the input: 3 x source and target are the same
-prepare --input=same --output=corpus | --output=corpus holds files that are no prepared data
+prepare --input=same --output=corpus | --output=corpus holds 'dev', which is no part of prepared data
 prepare --input=none --output=new | --input=none does not exist
 prepare --input=short --output=new | x.de has 2 lines and short/x.en has 3: the lines of a pair
 prepare --input=cut --output=new | cannot be read, damaged or cut short

@@ -121,7 +121,7 @@ def test_export_replaces_a_saved_model_and_nothing_else(translator, saved_model,
     other = tmp_path / "notes"
     other.mkdir()
     (other / "file").write_text("mine")
-    with pytest.raises(OutputError, match=r"holds files that are no exported model"):
+    with pytest.raises(OutputError, match=r"holds .*, which is no part of an exported model"):
         export(translator, other)
     before = (saved_model / "fingerprint.pb").stat().st_mtime_ns
     export(translator, saved_model)
