@@ -132,7 +132,7 @@ class Comparison:
         from lingvo_moe.core.task import inspect
         from lingvo_moe.tasks.text.quality.held_out_loss import held_out_loss
         from lingvo_moe.tasks.text.runs.run_dir import RunDir
-        from lingvo_moe.tasks.transformer_task import TransformerTask
+        from lingvo_moe.tasks.transformer.task import TransformerTask
 
         task = RunDir(run).Task(TransformerTask)
         held_out = held_out_loss(run, self._corpus, self._args.batches)

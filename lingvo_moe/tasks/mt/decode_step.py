@@ -134,7 +134,7 @@ def _step_specs(decoder: Decoder, rows: int, source_length: int) -> tuple:
     memory = tf.TensorSpec([rows, source_length, model.p.model_dim], model.fprop_dtype)
     segment_ids = tf.TensorSpec([rows, source_length], tf.int32)
     encoded = NestedMap(memory=memory, segment_ids=segment_ids)
-    if "task_ids" in model.Needs(model.p, decoder=True):
+    if "task_ids" in model.Needs(model.p, model.STACKS[-1]):
         encoded.task_ids = tf.TensorSpec([rows], tf.int32)
     weights = theta.Transform(lambda s: tf.TensorSpec(s.shape, s.dtype))
     with use_mesh(single_device()):

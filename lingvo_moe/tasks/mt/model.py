@@ -1,31 +1,57 @@
 """The MoE Transformer that translates (paper section 2): encoder, decoder, and an MoE in every second feed-forward
 layer.
 
-Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabulary.
+Letters: B batch, T target time, S source time, V vocabulary, U task (language).
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import scoped, within
+from lingvo_moe.core.base_layer import scoped
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.decode.ranges import LENGTH_ALPHA
+from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input.base_input import BaseInput
-from lingvo_moe.core.kernels.weights import Packing
-from lingvo_moe.core.layers import masks, softmax
-from lingvo_moe.core.layers.repeat import Chunk
+from lingvo_moe.core.layers import masks
 from lingvo_moe.core.moe.layer import ROUTERS
-from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
-from lingvo_moe.core.nested_map import NestedMap, updates_of
-from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.task.base_task import TaskError
+from lingvo_moe.core.task.named_rows import NamedRows
+from lingvo_moe.core.task.step import Step
 from lingvo_moe.core.tensors import dim
-from lingvo_moe.tasks import experts
-from lingvo_moe.tasks.mt.task import MtTask, side_shares
+from lingvo_moe.tasks.text.runs.artifacts import languages_of, vocabs_of
+from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
+from lingvo_moe.tasks.transformer import experts
+from lingvo_moe.tasks.transformer.stacks import TaskStack
+from lingvo_moe.tasks.transformer.task import TransformerTask
+
+_SOURCE, _TARGET, _LANGUAGES = "source pieces", "target pieces", "languages"
+ENCODER = TaskStack(
+    "encoder",
+    "num_encoder_layers",
+    side="source",
+    causal=False,
+    row="src",
+    prefix="source_",
+    seed="encoder",
+)
+DECODER = TaskStack(
+    "decoder",
+    "num_decoder_layers",
+    side="target",
+    causal=True,
+    row="tgt",
+    prefix="target_",
+    memory="encoder",
+    router="decoder_router",
+)
 
 
-class MtModel(MtTask):
+class MtModel(TransformerTask):
     """An encoder-decoder Transformer from packed source rows to packed target rows.
 
     `FProp(theta, batch, seed)` takes int32 `batch.src.{ids,segment_ids,segment_pos}` [B,S] and
@@ -34,14 +60,27 @@ class MtModel(MtTask):
     `task_ids`, the number of each token's source language.
     """
 
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **TransformerTask.SIZES,
+        "V": ("task.source_vocab_size", "task.target_vocab_size"),
+    }
+    KIND = "translation"
+    STACKS = (ENCODER, DECODER)
+    EXPERTS = (2048, 2048, 2)
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
-        *MtTask.MAY_CHANGE,
-        "length_alpha",
-    )  # of searches alone
+        *TransformerTask.MAY_CHANGE,
+        "length_alpha",  # which searches alone read
+    )
+    NEXT = "python -m tools.evaluate --logdir={}"
+    CHECKPOINT_SCORER = "type/lingvo_moe.tasks.mt.quality.checkpoint_scores/CheckpointScorer"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
+        p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", checks.IDS)
+        p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", checks.IDS)
+        p.Define("num_encoder_layers", 18, "Layers of the encoder.", checks.LAYERS)
+        p.Define("num_decoder_layers", 18, "Layers of the decoder.", checks.LAYERS)
         p.Define(
             "decoder_router",
             None,
@@ -59,54 +98,18 @@ class MtModel(MtTask):
             p.Derive(f"decoder_router.{name}", name)
         return p
 
-    def CreateLayers(self) -> None:
-        """See TransformerTask."""
-        p = self.p
-        for name in ("source_embedding", "target_embedding"):
-            size = p.source_vocab_size if name.startswith("source") else p.target_vocab_size
-            self.CreateChild(name, self.EmbeddingParams(size))
-        self.CreateChild("position", self.PositionParams())
-        self.CreateChild("encoder", self._stack(p.num_encoder_layers, decoder=False))
-        self.CreateChild("decoder", self._stack(p.num_decoder_layers, decoder=True))
-        self.CreateChild("softmax", self.SoftmaxParams(p.target_vocab_size))
-
-    def _stack(self, num_layers: int, decoder: bool) -> InstantiableParams:
-        """Layers in blocks: one dense layer, or a dense one and an MoE."""
-        p = self.p
-        block = [self._layer(moe=False, decoder=decoder)]
-        if p.num_experts:
-            block.append(self._layer(moe=True, decoder=decoder))
-        side = "decoder" if decoder else "encoder"
-        if num_layers % len(block):
-            raise ValueError(
-                f"task.num_{side}_layers={num_layers}: with experts, layers come in "
-                "pairs (dense, MoE); give an even number"
-            )
-        return self.StackParams(block, num_layers // len(block))
-
-    def _layer(self, moe: bool, decoder: bool) -> InstantiableParams:
-        if not moe:
-            return self.LayerParams(cross=decoder)
-        p = self.p
-        vocab_size = p.target_vocab_size if decoder else p.source_vocab_size
-        ffn = experts.moe_params(p, *_router_of(p, decoder), decoder, vocab_size)
-        return self.LayerParams(ffn, cross=decoder)
-
-    @classmethod
-    def Needs(cls, params: HyperParams, decoder: bool) -> tuple[str, ...]:
-        """Facts about the tokens that the router of one side reads: see moe/routers/base.py."""
-        router = _router_of(params, decoder)[1]
-        return router.cls.Needs(router) if params.num_experts else ()
-
     @classmethod
     def RoutesByTask(cls, params: HyperParams) -> bool:
-        return any("task_ids" in cls.Needs(params, decoder) for decoder in (False, True))
+        return any("task_ids" in cls.Needs(params, stack) for stack in cls.STACKS)
 
     @classmethod
     def NumTasks(cls, params: HyperParams) -> int:
         """The largest number of source languages that every router which chooses by language supports."""
-        sides = [(_router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
-        return min(router.num_tasks for router, needs in sides if "task_ids" in needs)
+        return min(
+            stack.Router(params)[1].num_tasks
+            for stack in cls.STACKS
+            if "task_ids" in cls.Needs(params, stack)
+        )
 
     # --- the contract of BaseTask
 
@@ -129,153 +132,52 @@ class MtModel(MtTask):
                 "some of them"
             )
 
-    def MetricLayers(self) -> dict[str, list[str]]:
-        """The MoE layers of a stack, counted with the dense ones from 0: layer_1, layer_3 ..."""
-        stacks = (
-            {"encoder": self.encoder.p, "decoder": self.decoder.p} if self.p.num_experts else {}
-        )
-        return {
-            f"moe/{name}": [f"layer_{(b + 1) * len(p.block) - 1}" for b in range(p.num_blocks)]
-            for name, p in stacks.items()
-        }
+    def NamedRows(self) -> dict[str, NamedRows]:
+        """See BaseTask: rows of embeddings are pieces, rows of task embeddings languages."""
+        rows = {}
+        for path, spec in self.VariableSpecs().FlattenItems():
+            if "V" in spec.letters:
+                kind = _SOURCE if path.startswith("source_embedding") else _TARGET
+                rows[path] = NamedRows(kind, spec.letters.index("V"), "vocab_size")
+            elif "U" in spec.letters:
+                rows[path] = NamedRows(_LANGUAGES, spec.letters.index("U"), "num_tasks")
+        return rows
 
-    # --- training
+    def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
+        """See BaseTask. Raises DataError for artifacts without a vocabulary, or with a damaged one."""
+        if kind == _LANGUAGES:
+            languages = languages_of(artifacts)
+            if languages is None:
+                raise TaskError("the run that weights are taken from does not say its languages")
+            return languages
+        vocabs = vocabs_of(artifacts)
+        vocabulary = Vocabulary(vocabs.source if kind == _SOURCE else vocabs.target)
+        return vocabulary.Pieces(range(vocabulary.size))
 
-    def Forward(self) -> Parts:
-        """See TransformerTask: the encoder's blocks, then the decoder's.
+    def DecodeStep(self, inputs: BaseInput) -> Step:
+        """See BaseTask: one step of the beam search."""
+        from lingvo_moe.tasks.mt.decode_step import decode_step  # which imports engines
 
-        Embeddings and softmax are in no stage: all devices compute them together for each micro-batch. The encoder's
-        output passes through the decoder's stages with its micro-batch, and each normalizes it.
-        """
-        encoder = Stack(
-            name="encoder",
-            weights="encoder.blocks",
-            num_blocks=self.encoder.p.num_blocks,
-            carry={"x": "BTM"},
-            takes={},
-            enter=self._EnterEncoder,
-            run=self._RunEncoder,
-        )
-        decoder = Stack(
-            name="decoder",
-            weights="decoder.blocks",
-            num_blocks=self.decoder.p.num_blocks,
-            carry={"memory": "BSM", "x": "BTM"},
-            takes={"memory": "x"},
-            enter=self._EnterDecoder,
-            run=self._RunDecoder,
-        )
-        return Parts((encoder, decoder), takes=("x",), loss=self._Loss, metrics=self._Metrics)
+        return decode_step(self, inputs.p.batch_size, inputs.p.source_length)
 
-    def _EnterEncoder(self, theta: NestedMap, context: Context) -> NestedMap:
-        seed = self.FoldSeed(self.FoldSeed(context.seed, "encoder"), "embedding")
-        return NestedMap(x=self.Embed(theta, "source_embedding", context.batch.src, seed))
-
-    def _RunEncoder(
-        self, weights: NestedMap, theta: NestedMap, carry: NestedMap, context: Context, chunk: Chunk
-    ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
-        aux = self._EncoderAux(context.batch.src, context.shares)
-        seed = self.FoldSeed(context.seed, "encoder")
-        x, extras = self.encoder.RunBlocks(weights, carry.x, aux, seed, chunk)
-        return NestedMap(x=x), *self._Added(extras)
-
-    def _EnterDecoder(self, theta: NestedMap, context: Context) -> NestedMap:
-        name = "target_embedding"
-        seed = self.FoldSeed(context.seed, name)
-        return NestedMap(x=self.Embed(theta, name, context.batch.tgt, seed))
-
-    def _RunDecoder(
-        self, weights: NestedMap, theta: NestedMap, carry: NestedMap, context: Context, chunk: Chunk
-    ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
-        memory = self.encoder.final_norm.FProp(theta.encoder.final_norm, carry.memory)
-        aux = NestedMap(self._DecoderAux(context.batch, context.shares), memory=memory)
-        seed = self.FoldSeed(context.seed, "decoder")
-        x, extras = self.decoder.RunBlocks(weights, carry.x, aux, seed, chunk)
-        return NestedMap(x=x, memory=carry.memory), *self._Added(extras)
-
-    def _Added(self, extras: NestedMap) -> tuple[tf.Tensor, NestedMap]:
-        """The auxiliary loss of the blocks' MoE layers, weighted, and their extras [n,...]: no others have any."""
-        if not self.p.num_experts:
-            return tf.constant(0.0), NestedMap()
-        (moe,) = extras.values()
-        return self.p.aux_loss_weight * tf.reduce_sum(moe.aux_loss), moe
-
-    def _Loss(
-        self, theta: NestedMap, carry: NestedMap, context: Context
-    ) -> tuple[tf.Tensor, NestedMap]:
-        y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
-        return self.TokenLosses(theta.target_embedding, y, context.batch.tgt, context.shares)
-
-    def _Metrics(self, sums: NestedMap, loss: tf.Tensor, moe: NestedMap) -> NestedMap:
-        """Metrics; with experts also aux_loss, `moe` by stack [L,...], and routers' updates, if any: see BaseTask."""
-        metrics = NestedMap(sums, loss=loss)
-        if not self.p.num_experts:
-            return metrics
-        return NestedMap(
-            metrics,
-            aux_loss=tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss),
-            moe=NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics),
-            **updates_of(moe.encoder, moe.decoder),
-        )
-
-    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
-        if not self.p.num_experts:
-            return sums
-        moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
-        return NestedMap(sums, moe=NestedMap(moe))
-
-    @staticmethod
-    def Predicted(batch: NestedMap) -> NestedMap:
-        return batch.tgt
-
-    def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
-        """See TransformerTask: the target embedding's."""
-        return theta.target_embedding
-
-    @within("Masks")
-    def _DecoderAux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
-        """Masks, paddings and context, which all decoder layers read (see layers/transformer.py); not the memory."""
-        src, tgt = batch.src, batch.tgt
-        return NestedMap(
-            self_mask=masks.causal_segment_mask(tgt.segment_ids, tgt.segment_pos),
-            paddings=masks.paddings(tgt.segment_ids),
-            cross_mask=masks.segment_mask(tgt.segment_ids, src.segment_ids),
-            **self._Context(tgt, decoder=True),
-            **self.Positions(tgt),
-            **side_shares(shares, "target"),
-        )
-
-    @within("Masks")
-    def _EncoderAux(self, src: NestedMap, shares: NestedMap | None = None) -> NestedMap:
-        """Masks, paddings and context, which all encoder layers read."""
-        return NestedMap(
-            self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
-            paddings=masks.paddings(src.segment_ids),
-            **self._Context(src, decoder=False),
-            **self.Positions(src),
-            **side_shares(shares, "source"),
-        )
-
-    def _Context(self, row: NestedMap, decoder: bool) -> dict[str, NestedMap]:
-        """`context` for the layers, of a side's tensors, if its router needs any."""
-        needs = self.Needs(self.p, decoder)
-        return {"context": NestedMap({k: row[k] for k in needs if k in row})} if needs else {}
+    def ProgressNote(self, metrics: NestedMap) -> str:
+        """See BaseTask: the overflow rate of the worst MoE layer."""
+        shares = [
+            v.max() for path, v in metrics.FlattenItems() if path.endswith(".over_capacity_ratio")
+        ]
+        return f"{max(shares):.1%} dropped at worst" if shares else ""
 
     # --- decoding
-
-    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer; the softmax's table is the target embedding's."""
-        table = self.softmax.PackWeights(theta.target_embedding, packing)
-        return NestedMap(self.PackChildren(theta, packing), target_embedding=table)
 
     @scoped
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
         """The encoder's output for unpacked rows: memory [B,S,M], segment_ids int32 [B,S], and task_ids int32 [B],
         where the decoder needs them."""
-        x = self._EnterEncoder(theta, Context(NestedMap(src=src))).x
-        memory, _ = self.encoder.FProp(theta.encoder, x, self._EncoderAux(src))
+        context = Context(NestedMap(src=src))
+        x = self._Embedded(ENCODER, theta, context)
+        memory, _ = self.encoder.FProp(theta.encoder, x, self.Aux(ENCODER, context))
         encoded = NestedMap(memory=memory, segment_ids=src.segment_ids)
-        if "task_ids" in self.Needs(self.p, decoder=True):
+        if "task_ids" in self.Needs(self.p, DECODER):
             encoded.task_ids = src.task_ids[:, 0]  # a row holds one sentence
         return encoded
 
@@ -296,55 +198,10 @@ class MtModel(MtTask):
 
     def CacheLetters(self) -> NestedMap:
         """The letters of InitCache's tensors, in its structure (see attention.py; T is 1)."""
-        tasks = {"task_ids": "B"} if "task_ids" in self.Needs(self.p, decoder=True) else {}
+        tasks = {"task_ids": "B"} if "task_ids" in self.Needs(self.p, DECODER) else {}
         return NestedMap(
             **tasks,
             decoder=self.decoder.CacheLetters(),
             memory=self.decoder.MemoryLetters(),
             cross_mask="BTS",
         )
-
-    @scoped
-    def ExtendStep(
-        self, theta: NestedMap, ids: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
-    ) -> tuple[tf.Tensor, NestedMap]:
-        """One target position for each hypothesis of the flat beam search (appendix A.1).
-
-        Args:
-            ids: int32 [B,J], the tokens at `time`.
-            time: int32 scalar, the position.
-            mask: bool [B,J,J*max_length], the flat positions that each hypothesis attends to,
-                itself included.
-
-        Returns:
-            float32 logits [B,J,V] of the next token, and the cache.
-        """
-        at = tf.zeros_like(ids) + tf.reshape(time, [1, -1])
-        x = self.position.Add(self.target_embedding.FProp(theta.target_embedding, ids), at)
-        row = NestedMap(ids=ids)
-        if "task_ids" in cache:
-            row.task_ids = tf.tile(cache.task_ids[:, tf.newaxis], [1, tf.shape(ids)[1]])
-        aux = NestedMap(
-            self_mask=mask, cross_mask=cache.cross_mask, **self._Context(row, decoder=True)
-        )
-        y, decoder = self.decoder.ExtendStep(
-            theta.decoder, x, cache.decoder, time, aux, cache.memory
-        )
-        logits = self.softmax.FProp(theta.target_embedding, y)
-        return logits, NestedMap(cache, decoder=decoder)
-
-    # --- costs
-
-    def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask: parts such as 'encoder.moe'."""
-        memory, x = ((*side.ids.shape, self.p.model_dim) for side in (batch.src, batch.tgt))
-        found = experts.flops_of("encoder", self.encoder.p, memory)
-        found |= experts.flops_of("decoder", self.decoder.p, x, memory)
-        found["softmax"] = softmax.Softmax.FPropMeta(self.softmax.p, x).flops
-        return found
-
-
-def _router_of(p: HyperParams, decoder: bool) -> tuple[str, HyperParams]:
-    """The name and the Params of the router of one side."""
-    own = decoder and p.decoder_router is not None
-    return ("decoder_router", p.decoder_router) if own else ("moe.router", p.moe.router)

@@ -14,7 +14,7 @@ from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.positions import Rotary
 from lingvo_moe.core.layers.transformer import TransformerLayer
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.tasks.lm.model import ATTENTIONS
+from lingvo_moe.tasks.transformer.params import ATTENTIONS
 
 
 def _layer(**kwargs):

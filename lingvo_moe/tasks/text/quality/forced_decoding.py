@@ -26,7 +26,7 @@ from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
 from lingvo_moe.tasks.text.runs.artifacts import task_numbers
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
-from lingvo_moe.tasks.transformer_task import TransformerTask
+from lingvo_moe.tasks.transformer.task import TransformerTask
 
 _SMALLEST_BUCKET = 8
 _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
@@ -94,7 +94,7 @@ class Scorer:
         self._options = options or ScoreOptions()
         self._task = run.Task(TransformerTask)
         self._input = run.Params().input.cls
-        self.scores_texts = not self._task.HAS_SOURCE
+        self.scores_texts = len(self._task.STACKS) == 1
         self._by_language = self._task.RoutesByTask(self._task.p)
         self._languages = run.languages
         self._vocabs = run.OpenVocabularies()

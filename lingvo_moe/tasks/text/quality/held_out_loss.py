@@ -8,7 +8,7 @@ from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.text.runs.run_dir import RunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
-from lingvo_moe.tasks.transformer_task import TransformerTask
+from lingvo_moe.tasks.transformer.task import TransformerTask
 
 
 def held_out_loss(

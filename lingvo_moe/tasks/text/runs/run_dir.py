@@ -14,7 +14,7 @@ from lingvo_moe.tasks.text.runs.artifacts import VOCAB_FILES, languages_of, tidi
 from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from lingvo_moe.tasks.transformer_task import TransformerTask
+    from lingvo_moe.tasks.transformer.task import TransformerTask
 
 
 class RunDir(run_dir.RunDir):

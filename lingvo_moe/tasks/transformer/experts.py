@@ -15,7 +15,7 @@ from lingvo_moe.core.layers.transformer import TransformerStack
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import TaskError
-from lingvo_moe.tasks.transformer_shrinking import Size
+from lingvo_moe.tasks.transformer.shrinking import Size
 
 # For a task's SIZES.
 SIZES: Mapping[str, tuple[str, ...]] = {
@@ -66,8 +66,7 @@ def moe_params(
         vocab_size: V, the ids that a router may be asked for.
 
     Raises:
-        ValueError: a router that looks ahead, in a decoder.
-        ParamError: a router's vocabulary that is too small.
+        ParamError: a router that looks ahead, in a decoder; a router's vocabulary that is too small.
     """
     ffn = p.moe.Copy().Set(
         num_experts=p.num_experts,
@@ -86,11 +85,12 @@ def _configured(
 ) -> HyperParams:
     """The router, with the parameters that the task sets; see `moe_params`."""
     if causal and router.cls.LooksAhead(router):
-        raise ValueError(
-            f"task.{name}: {router.cls.__name__} looks at later tokens, which a decoder does "
-            "not have yet; choose another one for the decoder, e.g. "
-            f"task.{'decoder_router' if 'decoder_router' in p else name}=top2"
+        better = "decoder_router" if "decoder_router" in p else name
+        why = (
+            "looks at later tokens, which a decoder does not have yet; choose another one for the decoder, e.g. "
+            f"task.{better}=top2"
         )
+        raise ParamError(f"task.{name}", router.cls.__name__, why)
     router = router.Copy()
     if "aux_loss_scale" in router and router.aux_loss_scale is None:
         # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force.
@@ -153,15 +153,12 @@ def units(task: HyperParams, real_BT: tf.Tensor) -> NestedMap:
 def shrink_experts(task: HyperParams, size: Size) -> int:
     """Sets the smallest sizes of experts that a mesh divides, and returns the number of groups; see BaseTask.Shrink."""
     groups = size("G", 1) if task.num_groups else 0
-    routers = [task.moe.router]
-    if "decoder_router" in task and task.decoder_router is not None:
-        routers.append(task.decoder_router)
     unit, least = size("E", 1), 4
-    for router in routers:
-        own = dict(router.IterParams())
-        of_experts = own.get("expert_groups", 1)
-        unit = math.lcm(unit, of_experts)
-        least = max(least, own.get("k", 1) * of_experts // own.get("groups_per_token", 1))
+    for stack in task.cls.STACKS:
+        router = dict(stack.Router(task)[1].IterParams())
+        expert_groups = router.get("expert_groups", 1)
+        unit = math.lcm(unit, expert_groups)
+        least = max(least, router.get("k", 1) * expert_groups // router.get("groups_per_token", 1))
     task.Set(
         expert_hidden_dim=size("H", 12) if task.expert_hidden_dim else 0,
         num_experts=unit * -(-least // unit) if task.num_experts else 0,
@@ -172,10 +169,10 @@ def shrink_experts(task: HyperParams, size: Size) -> int:
 
 def flops_of(name: str, stack: HyperParams, *shapes: Sequence[int]) -> dict[str, int]:
     """Forward operations of a stack by part, e.g. 'decoder.moe'; shapes as for TransformerLayer.FPropMeta."""
-    found: dict[str, int] = {}
+    flops_by_part: dict[str, int] = {}
     for layer, parts in TransformerStack.FlopsByLayer(stack, *shapes):
         ffn = "moe" if issubclass(layer.ffn_tpl.cls, moe_layer.MoELayer) else "ffn"
         for part, flops in parts.items():
             key = f"{name}.{ffn if part == 'ffn' else part}"
-            found[key] = found.get(key, 0) + flops
-    return found
+            flops_by_part[key] = flops_by_part.get(key, 0) + flops
+    return flops_by_part

@@ -44,7 +44,8 @@ def shrink_layers(task: Params, mesh: Mesh) -> Size:
         key_dim=size("K", 4) if task.key_dim else 0,
         fprop_dtype="float32",
     )
-    task.Set(**{name: min(task.Get(name), layers) for name in task.cls.STACKS.values()})
+    for stack in task.cls.STACKS:
+        task.Set(**{stack.num_layers: min(task.Get(stack.num_layers), layers)})
     return size
 
 

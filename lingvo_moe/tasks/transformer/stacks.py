@@ -1,0 +1,135 @@
+"""The stacks of a Transformer task, as data, and the Params of their layers.
+
+A stack is its dense first layers, if any, and then equal blocks of layers. With experts, every `moe_every`-th layer of
+a block has them; every `nth_attention_every`-th one has an attention of its own kind.
+
+Letters: B batch, T time, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
+from lingvo_moe.core.layers import attention, feed_forward, transformer
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.transformer import experts
+from lingvo_moe.tasks.transformer.params import BLOCK_WORDS
+
+
+@dataclass(frozen=True)
+class TaskStack:
+    """A stack of a task, and the rows that it reads; parameters are those of the task, unless said otherwise."""
+
+    name: str  # the name of its child, e.g. 'decoder'
+    num_layers: str  # the parameter that sets its number of layers
+    side: str  # 'source' or 'target': the prefix of the input's parameters about its rows
+    causal: bool  # whether a token sees only itself and those before it
+    row: str = ""  # the path in a batch of its rows, e.g. 'src'; '': the batch itself
+    prefix: str = ""  # the prefix of its embedding, its vocab_size and its units, e.g. 'source_'
+    memory: str = ""  # the name of the stack before it, whose output its cross-attention reads; '': it has none
+    router: str = ""  # the parameter of its own router, where None means moe.router; '': there is no such parameter
+    seed: str = (
+        ""  # a name that the seed of its embeddings is folded with, before that of the embeddings
+    )
+
+    @property
+    def embedding(self) -> str:
+        """The name of the child that embeds its tokens."""
+        return f"{self.prefix}embedding"
+
+    @property
+    def vocab_size(self) -> str:
+        """The parameter that sets V."""
+        return f"{self.prefix}vocab_size"
+
+    def Row(self, batch: NestedMap) -> NestedMap:
+        """Its rows, int32 [B,T] each: ids, segment_ids, segment_pos, and labels where they are predicted."""
+        return batch.GetItem(self.row) if self.row else batch
+
+    def Router(self, p: HyperParams) -> tuple[str, HyperParams]:
+        """The parameter that its router comes from, and the router's Params."""
+        own = p.Get(self.router) if self.router else None
+        return ("moe.router", p.moe.router) if own is None else (self.router, own)
+
+
+def layers_of_block(p: HyperParams) -> int:
+    """The number of layers after which experts and kinds of attention repeat."""
+    return math.lcm(
+        p.moe_every if p.num_experts else 1,
+        p.nth_attention_every if p.nth_attention is not None else 1,
+    )
+
+
+def layers_before(p: HyperParams) -> int:
+    """The number of layers of a stack before its blocks."""
+    return p.dense_first_layers if p.num_experts else 0
+
+
+def stack_params(p: HyperParams, stack: TaskStack) -> InstantiableParams:
+    """A stack of a task. Raises ParamError for a number of layers that is not one of whole blocks."""
+    block = [layer_params(p, stack, number) for number in range(1, layers_of_block(p) + 1)]
+    before, layers = layers_before(p), p.Get(stack.num_layers)
+    if layers <= before or (layers - before) % len(block):
+        than = f", beside the {before} of task.dense_first_layers" if before else ""
+        raise ParamError(
+            f"task.{stack.num_layers}",
+            str(layers),
+            f"must be a multiple of {len(block)}, after which task.moe_every and task.nth_attention_every begin again"
+            f"{than}",
+        )
+    params = transformer.TransformerStack.Params().Set(
+        num_blocks=(layers - before) // len(block),
+        block=block,
+        repeat=p.repeat is not False,  # also where the choice is open
+        remat=p.remat,
+        parts=p.pipeline.stages * p.pipeline.repeats,
+        model_dim=p.model_dim,
+        final_norm_tpl=p.norm.Copy(),
+    )
+    return params.Set(first=layer_params(p, stack, 0), num_first=before) if before else params
+
+
+def layer_params(p: HyperParams, stack: TaskStack, number: int) -> InstantiableParams:
+    """The layer of that number, from 1, in a block of a stack; 0: one of its first layers."""
+    atten = p.attention
+    if number and p.nth_attention is not None and number % p.nth_attention_every == 0:
+        atten = p.nth_attention
+    if number and p.num_experts and number % p.moe_every == 0:
+        name, router = stack.Router(p)
+        ffn = experts.moe_params(p, name, router, stack.causal, p.Get(stack.vocab_size))
+    else:
+        ffn = feed_forward.FeedForward.Params().Set(
+            hidden_dim=p.hidden_dim, activation=p.activation, relu_dropout_prob=p.dropout
+        )
+    return transformer.TransformerLayer.Params().Set(
+        self_atten_tpl=_self_attention(p, stack, atten.Copy()),
+        cross_atten_tpl=_sized(p, attention.CrossAttention.Params()) if stack.memory else None,
+        ffn_tpl=ffn.Set(model_dim=p.model_dim),
+        norm_tpl=p.norm.Copy(),
+        residual_dropout_prob=p.dropout,
+    )
+
+
+def _self_attention(
+    p: HyperParams, stack: TaskStack, atten: InstantiableParams
+) -> InstantiableParams:
+    """Self-attention of a kind, with the parameters that the task sets."""
+    if p.num_kv_heads and "num_kv_heads" not in atten:
+        why = f"has no effect with {atten.cls.__name__}, which has none; leave it 0"
+        raise ParamError("task.num_kv_heads", str(p.num_kv_heads), why)
+    if stack.causal and p.attention_block not in BLOCK_WORDS:
+        atten.block = p.attention_block
+    if "norm_epsilon" in atten:
+        atten.norm_epsilon = p.norm.epsilon
+    if p.position.cls.IN_ATTENTION:
+        atten.position = p.position.Copy()
+    return _sized(p, atten)
+
+
+def _sized(p: HyperParams, atten: InstantiableParams) -> InstantiableParams:
+    """Attention with the task's sizes and dropout."""
+    if "num_kv_heads" in atten:
+        atten.num_kv_heads = p.num_kv_heads
+    return atten.Set(
+        num_heads=p.num_heads, dim_per_head=p.key_dim, atten_dropout_prob=p.attention_dropout
+    )
