@@ -61,7 +61,7 @@ task.num_experts=100000000000 => : must be an integer of at least 0 and at most 
 task.num_experts=9 => task.num_experts=9 does not divide over the 8 devices
 task.num_groups=6 => task.num_groups=6 does not divide over the 8 devices
 task.num_groups=128 => task.num_groups=128: a batch of input.batch_size=8 rows of input.source_length=24
-task.num_encoder_layers=3 => num_encoder_layers=3: with experts, layers come in pairs
+task.num_encoder_layers=3 => num_encoder_layers=3: must be a multiple of 2, after which task.moe_every
 task.model_dim=1e9 => : is of type float, expected int
 task.dropout=1 => : must be a number in [0, 1)
 task.fprop_dtype=bf16 => : must be one of float32, bfloat16, float16, float64, or None (did you mean 'bfloat16'?)

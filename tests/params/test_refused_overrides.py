@@ -37,9 +37,9 @@ _RATE = "task.optimizer.learning_rate"
     ("mt.M4Tiny", "task.moe.router=hash;task.moe.router.kk=1", r"no parameter .*did you mean 'k'"),
     ("mt.M4Tiny", "task.moe.router.cls=type/lingvo_moe.core.files.files/only_one", "is no class"),
     ("mt.M4Tiny", "task.moe.router=expert_choice", ValueError,
-     r"moe\.router: ExpertChoiceRouter looks at later tokens"),
+     r"moe\.router=ExpertChoiceRouter: looks at later tokens"),
     ("mt.M4Tiny", "task.decoder_router=top2;task.decoder_router.level=sentence", ValueError,
-     r"decoder_router: Top2Router looks at later tokens"),
+     r"decoder_router=Top2Router: looks at later tokens"),
     # Recomputation.
     ("mt.M4Tiny", "task.remat=dost", ValueError,
      r"task\.remat=dost: must be full, dots or a list of names \(did you mean 'dots'\?\)"),
