@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lingvo_moe.analysis.search.found_strategy import with_found_strategy
+from lingvo_moe.analysis.search.strategies.strategy_file import AUTO
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console.command import run as run_command, say
 from lingvo_moe.core.console.flags import Flags, join_overrides
@@ -20,9 +20,9 @@ from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.engines import engine_class
-from lingvo_moe.core.engine.meeting import meet
 from lingvo_moe.core.files.store import is_address
 from lingvo_moe.core.input.errors import OtherDataError
+from lingvo_moe.core.job.meeting import meet
 from lingvo_moe.core.runs.bucket_lock import BucketRunLock, TrainerLock, lock_of
 from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir
@@ -38,7 +38,12 @@ from lingvo_moe.training.checks import (
     full_override,
 )
 from lingvo_moe.training.flags import parse_flags
-from lingvo_moe.training.meshes import check_divisible, check_state_is_sharded, make_mesh
+from lingvo_moe.training.meshes import (
+    check_divisible,
+    check_state_is_sharded,
+    largest_mesh,
+    make_mesh,
+)
 from lingvo_moe.training.same_run import (
     check_not_to_grow,
     dense_logdir,
@@ -65,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except Stopped as e:
-        from lingvo_moe.core.engine.loop import job
+        from lingvo_moe.core.job import ending
 
         say(f"{e}: stopped while it compiled, before any step; the same command begins there again")
-        job.leave(e.status)  # returns where there is no job
-        job.end(e.status)  # without the compiler, which goes on in its thread
+        ending.leave(e.status)  # returns where there is no job
+        ending.end(e.status)  # without the compiler, which goes on in its thread
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from the last checkpoint")
         status = 130
@@ -81,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             status = 1
     if args.num_processes > 1:
-        from lingvo_moe.core.engine.loop import job
+        from lingvo_moe.core.job import ending
 
-        job.leave(status)
+        ending.leave(status)
     return status
 
 
@@ -93,7 +98,10 @@ def run(args: Flags) -> int:
     if args.num_processes > 1:  # now, so that the others learn of its end
         meet(args.coordinator_address, args.num_processes, args.process_id)
     load_tensorflow(args.engine)
-    args = with_found_strategy(args)
+    if args.strategy == AUTO:
+        from lingvo_moe.analysis.search.found_strategy import with_found_strategy
+
+        args = with_found_strategy(args)
     override = with_overrides_of_run(args, full_override(args))
     check_data_dir(args)
     if args.mode == "eval" and args.logdir and not is_address(args.logdir):
@@ -171,20 +179,18 @@ def train(of: Job) -> int:
     args = of.args
     check_budget(of.params.train, args.num_processes)
     # Imported here, since inspecting a model should not wait for them.
-    from lingvo_moe.core.engine import devices, launchers
-    from lingvo_moe.core.engine.loop.watcher import LOSS_SECONDS, watching
-    from lingvo_moe.core.engine.lost import LOST
-    from lingvo_moe.core.engine.survivors import end_together
-    from lingvo_moe.training.elastic import after_loss
+    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.job import launchers, survivors
+    from lingvo_moe.core.job.lost import LOST
+    from lingvo_moe.core.job.watcher import LOSS_SECONDS, watching
 
     if note := launchers.allocation_note():
         say(note)
     if args.num_devices and engine_class(of.engine).PJRT:
         devices.request_cpu_devices(args.num_devices)
-    devices.initialize_distributed(
-        args.coordinator_address, args.num_processes, args.process_id, elastic=args.elastic
-    )
+    place = args.coordinator_address, args.num_processes, args.process_id
     while True:
+        devices.initialize_distributed(*place, elastic=args.elastic)
         with watching(of.params.train.stall_seconds, args.elastic):
             try:
                 status = train_in_job(of)
@@ -193,10 +199,21 @@ def train(of: Job) -> int:
                 if not LOST.MayHaveCaused(e) or not (lost := LOST.Await(LOSS_SECONDS)):
                     raise
         # Out of the block of the exception, whose frames hold what is on the devices.
-        args = after_loss(of.args, of.params, of.override, lost)
-        of = replace(of, args=args, times=TimeRecord())
+        largest = functools.partial(
+            largest_mesh,
+            of.params,
+            of.override,
+            of.args.mesh,
+            devices_each=devices.local_device_count(),
+        )
+        place, mesh = survivors.go_on_without(
+            lost, of.args.num_processes, of.args.process_id, largest
+        )
+        names = "coordinator_address", "num_processes", "process_id"
+        values = dict(zip(names, place), mesh=str(mesh), restart=False)
+        of = replace(of, args=of.args.With(**values), times=TimeRecord())
     if of.args.elastic:
-        end_together()
+        survivors.end_together()
     return status
 
 
@@ -316,11 +333,11 @@ def train_prepared(run: Run, engine: Engine, lock: TrainerLock) -> int:
     """Trains in the directory of the run, which is described and locked."""
     from lingvo_moe.core.engine.checkpoints import init_from
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
-    from lingvo_moe.core.engine.loop import job
     from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch, read_batches
     from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.engine.loop.train_loop import TrainLoop
     from lingvo_moe.core.engine.loop.trained import Trained
+    from lingvo_moe.core.job import ending
     from lingvo_moe.training.memory import peak_line
     from lingvo_moe.training.peak import job_peak
 
@@ -328,8 +345,8 @@ def train_prepared(run: Run, engine: Engine, lock: TrainerLock) -> int:
     first_process = run.args.process_id == 0
     if first_process:
         times.Open(run_dir.time_file)
-    initial = job.together(lambda: initial_weights(run))
-    held_out = job.together(lambda: read_batches(run.inputs, params.train))
+    initial = ending.together(lambda: initial_weights(run))
+    held_out = ending.together(lambda: read_batches(run.inputs, params.train))
     if first_process:
         say(machine_line(run, engine.mesh))
     task = trained_task(run, engine.mesh)
@@ -339,7 +356,7 @@ def train_prepared(run: Run, engine: Engine, lock: TrainerLock) -> int:
         Checkpointer(run_dir.checkpoint_dir, params.train.save_max_to_keep, lock=held) as saved,
         Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
         contextlib.ExitStack() as stack,
-        job.announcing(),
+        ending.announcing(),
     ):
         trained, watch = Trained(task, run.inputs, engine, params.train, saved, times), None
         if held_out:
@@ -409,11 +426,11 @@ def share_run(lock: TrainerLock, begin: Callable[[], None], follow: Callable[[],
         JobError: another process failed; all processes exit.
     """
     from lingvo_moe.core.engine import devices
-    from lingvo_moe.core.engine.loop import job
+    from lingvo_moe.core.job import ending
 
     # Apart, since at their first meeting CPU processes wait half a minute for each other, later without an end.
-    job.together(lock.Acquire, on=[0])
-    job.together(begin, on=[0])
+    ending.together(lock.Acquire, on=[0])
+    ending.together(begin, on=[0])
     processes = devices.process_count()
     if processes == 1:
         return
@@ -423,7 +440,7 @@ def share_run(lock: TrainerLock, begin: Callable[[], None], follow: Callable[[],
         lock.Join(token, devices.process_index())
         follow()
 
-    job.together(join_and_follow, on=range(1, processes))
+    ending.together(join_and_follow, on=range(1, processes))
 
 
 def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:

@@ -68,8 +68,7 @@ def _forget_what_was_compiled() -> Iterator[None]:
 def kept_programs_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory in which lowered programs are kept, as in a process that is a command of ours."""
     from lingvo_moe.core.console import command
-    from lingvo_moe.core.engine import compiled_cache
-    from lingvo_moe.core.engine.lowering import kept_programs
+    from lingvo_moe.core.engine import compiled_cache, kept_programs
 
     monkeypatch.setattr(command, "_runs", [lambda: 0])
     monkeypatch.setattr(kept_programs, "_MARGIN", -1e6)  # whoever tests may just have edited it

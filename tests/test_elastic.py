@@ -12,8 +12,8 @@ from trainer_testing import losses
 
 from lingvo_moe import trainer
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.training.elastic import largest
 from lingvo_moe.training.flags import parse_flags
+from lingvo_moe.training.meshes import largest_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -70,10 +70,10 @@ def test_the_largest_mesh_that_divides_is_taken(tmp_path):
     args = parse_flags(_flags(tmp_path, 1, *more))
     params = trainer.registry.GetParams(args.model, args.model_params_override)
 
-    def meshes(*devices: int) -> list[tuple[int, str]]:
-        found = [largest(args, params, "", processes, each) for processes, each in [devices]]
-        return [(count, str(mesh)) for count, mesh in found]
+    def largest(*devices: int) -> tuple[int, str]:
+        count, mesh = largest_mesh(params, "", args.mesh, *devices)
+        return count, str(mesh)
 
-    assert meshes(5, 1) == [(4, "data:4")]
-    assert meshes(5, 2) == [(3, "data:6")]
-    assert meshes(2, 1) == [(2, "data:2")] and meshes(1, 1) == [(1, "data:1")]
+    assert largest(5, 1) == (4, "data:4")
+    assert largest(5, 2) == (3, "data:6")
+    assert largest(2, 1) == (2, "data:2") and largest(1, 1) == (1, "data:1")

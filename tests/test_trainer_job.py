@@ -14,11 +14,11 @@ import contextlib, sys, time
 from jax.experimental import multihost_utils
 from lingvo_moe import trainer
 from lingvo_moe.core.engine import devices
-from lingvo_moe.core.engine.loop import job, watcher
+from lingvo_moe.core.job import ending, watcher
 from lingvo_moe.core.runs.run_lock import RunLock
 
 place, number, error, waits, *flags = sys.argv[1:]
-job._PATIENCE = 5.0
+ending._PATIENCE = 5.0
 
 def at(here):
     if here == place and devices.process_index() == int(number):
@@ -31,10 +31,10 @@ def run(args):
         stack.enter_context(watcher.watching(0))
         lock = stack.enter_context(RunLock(args.logdir))
         trainer.share_run(lock, lambda: at("begin"), lambda: at("follow"))
-        job.together(lambda: at("weights"))
+        ending.together(lambda: at("weights"))
         if waits == "cleanup":
             stack.callback(time.sleep, 300)
-        stack.enter_context(job.announcing())
+        stack.enter_context(ending.announcing())
         at("training")
         if waits == "busy":
             time.sleep(300)
@@ -93,7 +93,7 @@ def test_cleaning_up_does_not_wait_for_ever(tmp_path):
 _KILLED = """
 import os, sys
 from lingvo_moe import trainer
-from lingvo_moe.core.engine.meeting import meet
+from lingvo_moe.core.job.meeting import meet
 
 def killed(engine):
     args = trainer.parse_flags(sys.argv[1:])

@@ -9,9 +9,9 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.console.flags import BEST_HELP, Flags
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
-from lingvo_moe.core.engine import launchers
-from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.engines import ENGINES, engine_class
+from lingvo_moe.core.job import launchers
+from lingvo_moe.core.job.launchers import JobError
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
 
@@ -230,7 +230,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> Flags:
             count, number = launchers.place(
                 launch, args.coordinator_address, args.num_processes, args.process_id
             )
-        except EngineError as e:
+        except JobError as e:
             args.Fail(str(e))
         alone = args.engine is not None and not engine_class(args.engine).SEVERAL_PROCESSES
         if launch is not None and count > 1 and alone:

@@ -34,6 +34,30 @@ def make_mesh(params: Params, text: str = "", num_devices: int = 0) -> Mesh:
     return mesh.over_devices(num_devices) if num_devices else mesh
 
 
+def largest_mesh(
+    params: Params, override: str, text: str, processes: int, devices_each: int
+) -> tuple[int, Mesh]:
+    """The most processes, of so many, whose devices an experiment divides over, and their mesh.
+
+    Args:
+        params: the experiment's, to which `override` has been applied.
+        text: the value of `--mesh`.
+
+    Raises ShardingError: it divides over the devices of none.
+    """
+    whole, task, count = make_mesh(params, text), params.task.Instantiate(), processes
+    while True:
+        try:
+            mesh = whole.over_devices(count * devices_each)
+            check_divisible(params, task, mesh)
+            check_state_is_sharded(override, task, mesh)
+            return count, mesh
+        except ValueError:
+            if count == 1:
+                raise
+            count -= 1
+
+
 def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
     """Checks that the mesh divides what it shards, and that the batch divides into micro-batches.
 

@@ -13,9 +13,9 @@ from lingvo_moe.analysis.plans.memory.step_bytes import BESIDE
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.console import units
+from lingvo_moe.core.engine import kept_programs
 from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.engine.loop.steps import train_step
-from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lingvo_moe.core.engine import launchers
+from lingvo_moe.core.job import launchers
 from tools.import_graph import ROOT
 
 _FILE = ROOT / "launch/jobset.yaml"

@@ -143,7 +143,7 @@ _TRAINER = {
     "lingvo_moe.trainer:train_locked": Through(_begun),
     "lingvo_moe.training.memory:check_memory": None,
     "lingvo_moe.analysis.explain.verifying:verify_model": ["loss"],
-    "lingvo_moe.core.engine.loop.watcher:watching": Through(lambda *_: contextlib.nullcontext()),
+    "lingvo_moe.core.job.watcher:watching": Through(lambda *_: contextlib.nullcontext()),
     "lingvo_moe.core.engine.devices:request_cpu_devices": None,
     "lingvo_moe.core.engine.devices:initialize_distributed": None,
     "lingvo_moe.core.engine.compiled_cache:enable_compilation_cache": None,

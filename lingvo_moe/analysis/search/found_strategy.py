@@ -27,8 +27,6 @@ def with_found_strategy(args: Flags) -> Flags:
         UsageError: flags that do not go with a search, or with a run.
         StrategyError: nothing fits.
     """
-    if args.strategy != AUTO:
-        return args
     from lingvo_moe.analysis.search.parallelizing import check_override
     from lingvo_moe.core.engine import devices
 

@@ -16,9 +16,11 @@ from jax.experimental import multihost_utils
 
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.sigterm import keeping_sigterm
-from lingvo_moe.core.engine import gpu_settings, launchers
+from lingvo_moe.core.engine import gpu_settings
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.meeting import meet
+from lingvo_moe.core.job import launchers
+from lingvo_moe.core.job.launchers import JobError
+from lingvo_moe.core.job.meeting import meet
 
 # After which JAX ends a job of which a process is silent; its default is 100. Each sends one in half the time.
 HEARTBEAT_SECONDS = 27
@@ -83,11 +85,11 @@ def initialize_distributed(
         elastic: whether the others stay when one is gone.
 
     Raises:
-        EngineError: invalid numbers or address, another process does not come or has ended, the address is not given
-            and the launcher's is not known, or JAX finds another number of processes.
+        JobError: invalid numbers or address, another process does not come or has ended, the address is not given and
+            the launcher's is not known, or JAX finds another number of processes.
     """
     if num_processes < 1 or not 0 <= process_id < num_processes:
-        raise EngineError(
+        raise JobError(
             f"--process_id={process_id}, --num_processes={num_processes}: "
             "the processes of a job are numbered 0..num_processes-1"
         )
@@ -99,8 +101,8 @@ def initialize_distributed(
     jax.config.update("jax_enable_recoverability", elastic)
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     who = f"process {process_id} of {num_processes}"
-    of = f" ({launch.launcher})" if launch is not None else ""
-    print(f"{who}: joining the job at {meeting.address}{of}", file=sys.stderr)
+    started_by = f" ({launch.launcher})" if launch is not None else ""
+    print(f"{who}: joining the job at {meeting.address}{started_by}", file=sys.stderr)
     meeting.Join(timeout_seconds)
     jax.distributed.initialize(
         meeting.address,
@@ -114,7 +116,7 @@ def initialize_distributed(
     find_devices()
     # A job of several that trains as several jobs would be a silent fault.
     if process_count() != num_processes:
-        raise EngineError(
+        raise JobError(
             f"{who}: JAX has found {process_count()} processes on {jax.devices()[0].platform}; the processes that "
             "share accelerators have to be started as one job"
         )

@@ -14,11 +14,11 @@ from jax.experimental import multihost_utils
 
 from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.console import units
-from lingvo_moe.core.engine import gpu_settings, xla
+from lingvo_moe.core.engine import gpu_settings, kept_programs, xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
 from lingvo_moe.core.engine.devices import has_fused_kernels
-from lingvo_moe.core.engine.lowering import kept_programs
+from lingvo_moe.core.engine.lowering.jax_shardings import named_sharding
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
 from lingvo_moe.core.files.paths import check_local
@@ -144,7 +144,7 @@ class PjrtEngine(Engine):
         self._texts = LocalStore(directory)
 
     def Sharding(self, spec: TensorSpec) -> Any:
-        return xla.named_sharding(spec, self.mesh, self.jax_mesh)
+        return named_sharding(spec, self.mesh, self.jax_mesh)
 
     def Put(self, tree: Any, specs: Any) -> Any:
         return map_with_specs(self.PutLeaf, tree, specs)

@@ -8,10 +8,11 @@ from jax import export
 
 from lingvo_moe.core.engine import checking
 from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.lowering.jax_shardings import memory_kind, named_sharding
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.private.jax import ir
-from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.sharding import ShardingError
 from lingvo_moe.core.sharding.letters import HOST
 
 _MEMORY = {
@@ -20,23 +21,6 @@ _MEMORY = {
     "temporaries": "temp_size_in_bytes",
     "aliased": "alias_size_in_bytes",
 }
-
-
-def named_sharding(spec: TensorSpec, mesh: Mesh, jax_mesh: Any) -> Any:
-    """The `jax.sharding.NamedSharding` of a spec; None where its split is None.
-
-    `mesh` is the one that the spec's split speaks of, `jax_mesh` the devices in its shape.
-    """
-    split = spec.OnMesh(mesh).split
-    if split is None:
-        return None
-    parts = jax.sharding.PartitionSpec(*split)
-    return jax.sharding.NamedSharding(jax_mesh, parts, memory_kind=memory_kind(spec))
-
-
-def memory_kind(spec: TensorSpec) -> str | None:
-    """JAX's name of the memory that a tensor is in; None: the device's own."""
-    return "pinned_host" if spec.memory == HOST else None
 
 
 def trace(program: Program, jax_mesh: Any) -> Any:

@@ -16,8 +16,8 @@ import tensorflow as tf
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.engine import kept_programs
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
-from lingvo_moe.core.engine.lowering import kept_programs
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.model import LmModel

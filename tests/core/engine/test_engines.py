@@ -16,6 +16,7 @@ from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.lowering.lowering import LoweringError
 from lingvo_moe.core.engine.lowering.specs import SpecError, TensorSpec
 from lingvo_moe.core.engine.tpu_strategy import device_assignment
+from lingvo_moe.core.job.launchers import JobError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
@@ -134,7 +135,7 @@ def test_virtual_devices_in_a_fresh_process():
     assert out.stdout.strip() == "3", out.stderr
 
 
-@refuses(EngineError,
+@refuses((EngineError, JobError),
     (lambda: make_engine("pjr", ONE), r"--engine=pjr: must be .*did you mean 'pjrt'"),
     (lambda: make_engine("tf", EIGHT), r"tf .*one device, not on mesh expert:8.*--engine=pjrt"),
     (lambda: make_engine("tf_graph", EIGHT), r"tf_graph .*one device, not on mesh expert:8"),

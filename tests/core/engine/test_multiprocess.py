@@ -189,11 +189,11 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
 
 _NOBODY = """
 import sys
-from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.job.launchers import JobError
 from lingvo_moe.core.engine.devices import initialize_distributed
 try:
     initialize_distributed(sys.argv[1], 2, 1, timeout_seconds=2)
-except EngineError as e:
+except JobError as e:
     print(e)
 """
 

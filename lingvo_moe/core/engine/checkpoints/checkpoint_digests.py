@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from lingvo_moe.core.engine.checkpoints import arrays
-from lingvo_moe.core.engine.lost import LOST
 from lingvo_moe.core.files.manifest import (
     XXH128,
     ManifestError,
@@ -22,6 +21,7 @@ from lingvo_moe.core.files.manifest import (
     write_manifest,
 )
 from lingvo_moe.core.files.store import Store
+from lingvo_moe.core.job.lost import LOST
 from lingvo_moe.core.runs.saved_steps import COMMIT, LIST, SavedSteps
 
 ABOUT = "about/metadata"
@@ -70,7 +70,7 @@ def _has_part(part: Store, renew: Callable[[], None]) -> bool:
 
 
 def await_true(condition: Callable[[], bool]) -> None:
-    """Waits for something that another process does. Where that one fails, the job ends (engine/loop/job.py).
+    """Waits for something that another process does. Where that one fails, the job ends (core/job/ending.py).
 
     Raises LostError: a process of an elastic job is gone.
     """

@@ -20,7 +20,6 @@ from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
 from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout
 from lingvo_moe.core.engine.loop.budget import Budget, part_of_run
 from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
-from lingvo_moe.core.engine.loop.pace import PACE
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
 from lingvo_moe.core.engine.loop.profiling import StepProfile
 from lingvo_moe.core.engine.loop.progress import Nowhere, Speed, StepProgress, StepWork
@@ -30,6 +29,7 @@ from lingvo_moe.core.engine.loop.summaries import Summaries
 from lingvo_moe.core.engine.loop.trained import Trained
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.input.base_input import BatchIterator
+from lingvo_moe.core.job.pace import PACE
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.blocks import describe_padding
 from lingvo_moe.core.pipeline.params import settings_of

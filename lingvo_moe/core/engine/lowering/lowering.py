@@ -8,8 +8,8 @@ import tensorflow as tf
 from jax import export
 
 from lingvo_moe.core.console.collection import paused_collection
-from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.lowering.embedding import embedded
+from lingvo_moe.core.engine.lowering.jax_shardings import named_sharding
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.sources import record
@@ -63,7 +63,7 @@ def exported_bytes(call: Callable[..., Sequence[jax.Array]], signature: Signatur
     abstract = jax.sharding.AbstractMesh(mesh.shape, mesh.axis_names)
 
     def sharding(spec: TensorSpec) -> Any:
-        return xla.named_sharding(spec, mesh, abstract)
+        return named_sharding(spec, mesh, abstract)
 
     jitted = jax.jit(call, out_shardings=tuple(sharding(spec) for spec in signature.results))
     # TensorFlow lowers for the platform that it has; what it emits is plain StableHLO for any.

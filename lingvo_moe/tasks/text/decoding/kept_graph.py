@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.engine.lowering.kept_programs import find_bytes, keep_bytes
+from lingvo_moe.core.engine.kept_programs import find_bytes, keep_bytes
 
 
 class KeptGraph:

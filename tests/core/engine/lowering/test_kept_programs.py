@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.console import command
-from lingvo_moe.core.engine.lowering import kept_programs
+from lingvo_moe.core.engine import kept_programs
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from refusals import refusals
 
-from lingvo_moe.core.engine import devices, launchers
-from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.launchers import Launch
+from lingvo_moe.core.engine import devices
+from lingvo_moe.core.job import launchers
+from lingvo_moe.core.job.launchers import JobError, Launch
 
 _SLURM = """
 SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=node[3-4] SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4
@@ -85,7 +85,7 @@ def test_an_allocation_without_srun_is_noted():
     assert not launchers.allocation_note(dict(pair.split("=") for pair in _SLURM.split()))
 
 
-test_contradictions = refusals(EngineError,
+test_contradictions = refusals(JobError,
     (lambda: _find("OMPI_COMM_WORLD_SIZE=2"), "has set no variable OMPI_COMM_WORLD_LOCAL_RANK"),
     (lambda: _find("TPU_WORKER_HOSTNAMES=t0,t1"), "TPU: has set no variable TPU_WORKER_ID"),
     (lambda: _find(_JOBSET, "JOB_INDEX=two"), "JobSet: JOB_INDEX=two: expected an integer"),
@@ -108,7 +108,7 @@ def test_flags_win_over_the_launcher():
 
 def test_mpi4py_tells_an_address_that_no_variable_has(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(EngineError, match="or install mpi4py"):
+    with pytest.raises(JobError, match="or install mpi4py"):
         launchers.address_of(Launch("MPI", 2, 0, ""))
     told = []
     world = SimpleNamespace(
@@ -117,7 +117,7 @@ def test_mpi4py_tells_an_address_that_no_variable_has(monkeypatch):
     mpi = SimpleNamespace(COMM_WORLD=world, Finalize=lambda: told.append("finalized"))
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
     assert [launchers.address_of(Launch("MPI", 2, 0, "")), "finalized"] == told
-    with pytest.raises(EngineError, match="mpi4py sees 2 processes, but MPI has started 3"):
+    with pytest.raises(JobError, match="mpi4py sees 2 processes, but MPI has started 3"):
         launchers.address_of(Launch("MPI", 3, 0, ""))
 
 
@@ -151,7 +151,7 @@ def test_a_job_in_which_jax_finds_another_count_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     met = SimpleNamespace(address="127.0.0.1:1", Join=lambda seconds: None)
     monkeypatch.setattr(devices, "meet", lambda *_: met)
-    with pytest.raises(EngineError, match="process 3 of 4: JAX has found 1 processes on cpu"):
+    with pytest.raises(JobError, match="process 3 of 4: JAX has found 1 processes on cpu"):
         devices.initialize_distributed("127.0.0.1:1", 4, 3)
     [(args, named)] = calls
     assert args == ("127.0.0.1:1", 4, 3, [4, 5, 6, 7])

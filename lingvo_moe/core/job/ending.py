@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lingvo_moe.core.engine.lost import LOST
+from lingvo_moe.core.job.launchers import JobError
+from lingvo_moe.core.job.lost import LOST
 from lingvo_moe.core.private.jax import job_state
 
 TO_ALL = "lingvo_moe/to_all/"  # the directory of keys that all processes read
@@ -30,10 +31,6 @@ STATUS = 2  # of a process that ends because another one failed
 
 _leaving = threading.Lock()
 _T = TypeVar("_T")
-
-
-class JobError(ValueError):
-    """Another process of the job failed."""
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ import pytest
 from processes import free_address, start_python
 
 from lingvo_moe.core.engine.devices import HEARTBEAT_SECONDS
-from lingvo_moe.core.engine.loop.pace import ProcessSteps
-from lingvo_moe.core.engine.loop.watcher import SILENCE, Progress, Report
+from lingvo_moe.core.job.pace import ProcessSteps
+from lingvo_moe.core.job.watcher import SILENCE, Progress, Report
 
 # Steps without a model. The barrier in place of a collective keeps the processes together.
 _WORKER = """
 import signal, sys, time
 from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
-from lingvo_moe.core.engine.loop import watcher
-from lingvo_moe.core.engine.loop.pace import PACE
+from lingvo_moe.core.job import watcher
+from lingvo_moe.core.job.pace import PACE
 from lingvo_moe.core.private.jax import job_state
 
 address, count, number, stalls = sys.argv[1], *map(int, sys.argv[2:])

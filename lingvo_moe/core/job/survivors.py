@@ -8,12 +8,15 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import psutil
 
-from lingvo_moe.core.engine import devices
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.job import ending
+from lingvo_moe.core.job.lost import LOST
 from lingvo_moe.core.private.jax import forget_devices, job_state, leave_job
 
 _KEY = "lingvo_moe/survivors/"
@@ -21,16 +24,44 @@ _PATIENCE = 60_000  # milliseconds for all to come
 _AT_END = "lingvo_moe/end"  # a barrier
 
 
-def regroup(kept: Sequence[int]) -> tuple[str, int, int]:
-    """Joins this process to a new job of these processes of its job, of which process 0 is one.
+def go_on_without(
+    lost: Sequence[int],
+    count: int,
+    number: int,
+    largest: Callable[[int], tuple[int, Any]],
+) -> tuple[tuple[str, int, int], Any]:
+    """Leaves a job of which processes were lost, for a smaller one of the others. Nothing may hold on to devices.
 
-    Returns the address of process 0, the count of processes and the number of this one, as initialize_distributed takes
-    them. Nothing may hold on to devices or to what is on them.
+    A process for which the largest mesh has no place ends, with status 0.
+
+    Args:
+        lost: the numbers of the processes that are gone; process 0 is none of them.
+        count: the processes of the job.
+        number: the number of this process.
+        largest: the most processes, of so many, whose devices the training divides over, and their mesh.
+
+    Returns:
+        The address, the count of processes and the number of this one in the smaller job, as
+        devices.initialize_distributed takes them; and the mesh.
 
     Raises:
         JaxRuntimeError: another one did not come.
-        EngineError: as initialize_distributed.
+        Exception: as `largest`.
     """
+    LOST.left = True
+    others = [process for process in range(count) if process not in lost]
+    most, mesh = largest(len(others))
+    if others.index(number) >= most:
+        say(f"process {number}: mesh {mesh} has no place for it; it ends")
+        ending.end(0)
+    place = _regroup(others[:most])
+    if number == 0:
+        say(f"going on with {most} of {count} processes, mesh {mesh}, from the newest checkpoint")
+    return place, mesh
+
+
+def _regroup(numbers: Sequence[int]) -> tuple[str, int, int]:
+    """Leaves the job; returns the place in that of the processes with these numbers, as go_on_without."""
     state = job_state()
     client, me = state.client, state.process_id
     host, _, port = (state.coordinator_address or "").rpartition(":")
@@ -40,7 +71,7 @@ def regroup(kept: Sequence[int]) -> tuple[str, int, int]:
         client.key_value_set(f"{_KEY}{me}", "here")
         address = client.blocking_key_value_get(f"{_KEY}address", _PATIENCE)
     else:
-        for other in kept[1:]:
+        for other in numbers[1:]:
             client.blocking_key_value_get(f"{_KEY}{other}", _PATIENCE)
         with socket.socket() as free:
             free.bind(("", 0))
@@ -48,9 +79,7 @@ def regroup(kept: Sequence[int]) -> tuple[str, int, int]:
         client.key_value_set(f"{_KEY}address", address)
     del client
     leave_job()
-    processes, number = len(kept), kept.index(me)
-    devices.initialize_distributed(address, processes, number, elastic=True)
-    return address, processes, number
+    return address, len(numbers), numbers.index(me)
 
 
 def _break_connections(but: int) -> None:
@@ -59,10 +88,10 @@ def _break_connections(but: int) -> None:
     A step that still waits for another process, beside the one that has failed, would keep devices and connections, and
     the other process would wait for this one. A store's connections are made again when it is asked next.
     """
-    for found in psutil.Process().net_connections("tcp"):
-        ends = {end.port for end in (found.laddr, found.raddr) if end}
-        if found.status == psutil.CONN_ESTABLISHED and but not in ends:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found.fd)) as connection:
+    for tcp in psutil.Process().net_connections("tcp"):
+        ends = {end.port for end in (tcp.laddr, tcp.raddr) if end}
+        if tcp.status == psutil.CONN_ESTABLISHED and but not in ends:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(tcp.fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
 

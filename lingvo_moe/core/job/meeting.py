@@ -13,8 +13,8 @@ import threading
 import time
 from typing import Any
 
-from lingvo_moe.core.engine import launchers
-from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.job import launchers
+from lingvo_moe.core.job.launchers import JobError
 
 _HERE, _ALL = b"\x01", b"\x02"  # a process has come to join; and all have, which process 0 says
 _DIGITS, _MOST = 8, 1000  # bytes of a process's number, which is sent at once, and of a message
@@ -27,7 +27,7 @@ class Meeting:
     Attributes:
         address: host:port of process 0, at which JAX can listen after Join.
 
-    Raises EngineError: the address is not host:port, or process 0 cannot listen there.
+    Raises JobError: the address is not host:port, or process 0 cannot listen there.
     """
 
     def __init__(self, address: str, count: int, number: int):
@@ -47,12 +47,12 @@ class Meeting:
                 at, family=family, backlog=most, dualstack_ipv6=both
             )
         except OSError as e:
-            raise EngineError(f"{self._flag}: process 0 cannot listen there: {e}") from None
+            raise JobError(f"{self._flag}: process 0 cannot listen there: {e}") from None
 
     def Join(self, seconds: float) -> None:
         """Returns when all have come.
 
-        Raises EngineError: one has ended, or did not come within so many seconds.
+        Raises JobError: one has ended, or did not come within so many seconds.
         """
         if self._number:
             return self._Follow(seconds)
@@ -65,7 +65,7 @@ class Meeting:
                 with contextlib.suppress(OSError), other:
                     other.sendall(said.encode() or _ALL)
         if said:
-            raise EngineError(said)
+            raise JobError(said)
 
     def _Gather(self, here: selectors.BaseSelector, seconds: float) -> str:
         """Waits for all others; returns why one will not come, or ''."""
@@ -98,7 +98,7 @@ class Meeting:
             self._zero.sendall(f"{self._number:0{_DIGITS}}".encode())
 
     def _Connected(self, seconds: float) -> socket.socket:
-        """A connection to process 0. Raises EngineError: there is none for so many seconds."""
+        """A connection to process 0. Raises JobError: there is none for so many seconds."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class Meeting:
                     return found
                 found.close()
             time.sleep(0.2)
-        raise EngineError(
+        raise JobError(
             f"{self._flag}: process {self._number} of {self._count} could not join the job: nobody "
             "answered there; is process 0 running at that address?"
         )
@@ -124,7 +124,7 @@ class Meeting:
         if said != _ALL:
             late = f"did not come to join it within {seconds:.0f} s"
             ended = f"process 0 of the job has ended, or {late}; its error says why"
-            raise EngineError(said.decode("utf-8", "replace") or ended)
+            raise JobError(said.decode("utf-8", "replace") or ended)
         # JAX would end a process to which its service does not answer.
         self._Connected(seconds).close()
 
@@ -138,10 +138,10 @@ def _received(connection: socket.socket, most: int) -> bytes:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of --coordinator_address. Raises EngineError: it has another form."""
+    """The two parts of --coordinator_address. Raises JobError: it has another form."""
     host, colon, port = address.rpartition(":")
     if not host or not colon or not port.isdigit():
-        raise EngineError(
+        raise JobError(
             f"--coordinator_address={address!r}: expected host:port of process 0, which --num_processes needs, "
             "e.g. '10.0.0.1:8476'; srun, mpirun and the JobSet of launch/ say it themselves"
         )

@@ -18,17 +18,17 @@ from dataclasses import asdict, dataclass
 import jax
 
 from lingvo_moe.core.console.command import say
-from lingvo_moe.core.engine.loop import job
-from lingvo_moe.core.engine.loop.pace import PACE
-from lingvo_moe.core.engine.lost import LOST
+from lingvo_moe.core.job import ending
+from lingvo_moe.core.job.lost import LOST
+from lingvo_moe.core.job.pace import PACE
 from lingvo_moe.core.private.jax import job_state
 
 SILENCE = 10.0  # seconds; less than JAX's heartbeats take, which name neither machine nor step
 _INTERVAL = 0.5  # seconds between two looks
 _AT = "lingvo_moe/at/"  # the report of each process, by its number
-_ORDER = f"{job.TO_ALL}order"  # of process 0: _HOLD, then the last step
+_ORDER = f"{ending.TO_ALL}order"  # of process 0: _HOLD, then the last step
 _HOLD = "hold"
-_LOST = f"{job.TO_ALL}lost"  # of process 0: numbers of processes, and a line
+_LOST = f"{ending.TO_ALL}lost"  # of process 0: numbers of processes, and a line
 # Seconds without a report after which a process is gone, where a collective has failed already; and those that another
 # has to give up what it did with lost ones.
 _SUSPECT, _LEAVING = 5.0, 60.0
@@ -145,12 +145,12 @@ class _Watcher:
         """Reports and reads until Stop is called."""
         while not self._over.wait(0.1 if PACE.held and self._order == _HOLD else _INTERVAL):
             try:
-                to_all = dict(self._client.key_value_dir_get(job.TO_ALL))
-                failure = job.failure(to_all)
+                to_all = dict(self._client.key_value_dir_get(ending.TO_ALL))
+                failure = ending.failure(to_all)
                 if failure and failure.by != self._number:
                     self.Stop()  # whoever waits for the others answers nobody
                     say(f"error: {failure.line}")
-                    job.leave(job.STATUS, wait=failure.waits)
+                    ending.leave(ending.STATUS, wait=failure.waits)
                 self._obey(to_all.get(_ORDER, ""))
                 self._report()
                 if lost := to_all.get(_LOST, ""):
@@ -173,7 +173,7 @@ class _Watcher:
                     f"error: process 0 of the job, at {self._address}, has not answered for {SILENCE:.0f} s; it was "
                     f"stopped or cut off (this is process {self._number}, at step {PACE.begun})"
                 )
-                job.end(job.STATUS)
+                ending.end(ending.STATUS)
 
     def _obey(self, order: str) -> None:
         self._order = order
@@ -200,14 +200,14 @@ class _Watcher:
         now = time.monotonic()
         if self._number in numbers:
             say(f"error: this process was taken for lost: {line}")
-            job.end(job.STATUS)
+            ending.end(ending.STATUS)
         if not self._lost:
             self._lost = now
             say(line)
             LOST.Tell(numbers)
         elif now - self._lost > _LEAVING and not LOST.left:
             say(f"error: what was begun with the others could not be given up in {_LEAVING:.0f} s")
-            job.leave(job.STATUS, line=line, wait=False)
+            ending.leave(ending.STATUS, line=line, wait=False)
 
     def _judge(self) -> None:
         found = self._client.key_value_dir_get(_AT)
@@ -220,7 +220,7 @@ class _Watcher:
                 self._client.key_value_set(_LOST, json.dumps([gone, why]))
                 return
             say(f"error: {why}")
-            job.leave(job.STATUS, line=why, wait=False)
+            ending.leave(ending.STATUS, line=why, wait=False)
         if not self._order and any(report.asks for report in reports.values()):
             self._client.key_value_set(_ORDER, _HOLD)
         elif self._order == _HOLD and sum(r.held for r in reports.values()) == self._count:

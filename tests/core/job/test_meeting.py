@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from processes import free_address
 
-from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.meeting import Meeting
+from lingvo_moe.core.job.launchers import JobError
+from lingvo_moe.core.job.meeting import Meeting
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def _join(parts, seconds=30.0):
     def join(part):
         try:
             part.Join(seconds)
-        except EngineError as e:
+        except JobError as e:
             return str(e)
         return ""
 
@@ -70,24 +70,24 @@ def test_one_has_ended():
 
 def test_one_that_came_ends_while_another_is_waited_for():
     with _meetings(0, 1) as parts:
-        with pytest.raises(EngineError, match="process 1, 2 has not joined the job within 0 s"):
+        with pytest.raises(JobError, match="process 1, 2 has not joined the job within 0 s"):
             parts[0].Join(0.2)
     with _meetings(0, 1) as parts, ThreadPoolExecutor() as pool:
         joined = pool.submit(parts[0].Join, 30.0)
         parts[1]._zero.sendall(b"\x01")
         time.sleep(0.2)
         parts[1]._zero.close()
-        with pytest.raises(EngineError, match="process 1 has ended"):
+        with pytest.raises(JobError, match="process 1 has ended"):
             joined.result()
 
 
 def test_process_0_has_ended_or_never_was():
     with _meetings(0, 1) as parts:
         parts[0]._server.close()
-        with pytest.raises(EngineError, match="process 0 of the job has ended, or did not come"):
+        with pytest.raises(JobError, match="process 0 of the job has ended, or did not come"):
             parts[1].Join(30.0)
     nobody = Meeting(free_address(), 2, 1)
-    with pytest.raises(EngineError, match="process 1 of 2 could not join the job: nobody answered"):
+    with pytest.raises(JobError, match="process 1 of 2 could not join the job: nobody answered"):
         nobody.Join(0.3)
 
 
@@ -102,7 +102,7 @@ def test_others_that_connect_are_sent_away():
 
 def test_an_address_at_which_process_0_cannot_listen():
     with _meetings(0) as parts:
-        with pytest.raises(EngineError, match=r"process 0 cannot listen there: .*in use"):
+        with pytest.raises(JobError, match=r"process 0 cannot listen there: .*in use"):
             Meeting(parts[0].address, 2, 0)
-    with pytest.raises(EngineError, match="'node0': expected host:port of process 0"):
+    with pytest.raises(JobError, match="'node0': expected host:port of process 0"):
         Meeting("node0", 2, 1)

@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lingvo_moe.core.engine.base import EngineError
-
 # Where libtpu finds no TPU, it gives its variables a text that begins so, and processes started afterwards inherit it.
 _LIBTPU_KNOWS_NONE = "WARNING: "
 _JOBSET = ("JOB_INDEX", "JOB_REPLICAS", "PROCESSES_IN_JOB", "JAX_COORDINATOR_ADDRESS")
+
+
+class JobError(ValueError):
+    """Processes that cannot be one job, or one of which has failed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.count:
-            raise EngineError(
+            raise JobError(
                 f"{self.launcher}: its variables make this process number {self.number} of {self.count}; "
                 "the processes of a job are numbered 0..count-1"
             )
@@ -50,18 +52,18 @@ class _Variables:
         return self._environ.get(name, "")
 
     def Text(self, name: str) -> str:
-        """Raises EngineError: there is none."""
+        """Raises JobError: there is none."""
         if not (value := self.Get(name)):
-            raise EngineError(
+            raise JobError(
                 f"{self.launcher}: has set no variable {name}; set it as in launch/, or give "
                 "--coordinator_address, --num_processes and --process_id and unset the others"
             )
         return value
 
     def Integer(self, name: str) -> int:
-        """Raises EngineError: there is none, or it is no integer."""
+        """Raises JobError: there is none, or it is no integer."""
         if not re.fullmatch("[0-9]{1,9}", value := self.Text(name)):
-            raise EngineError(f"{self.launcher}: {name}={value}: expected an integer")
+            raise JobError(f"{self.launcher}: {name}={value}: expected an integer")
         return int(value)
 
 
@@ -69,7 +71,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Returns the place that a launcher gave to this process; None where none started it.
 
     Raises:
-        EngineError: some variable of the launcher is missing, or has a value that it cannot have.
+        JobError: some variable of the launcher is missing, or has a value that it cannot have.
     """
     # Slurm comes after Open MPI, whose mpirun may start its own helpers by srun; TPUs come before the JobSet that
     # holds them, since a TPU's runtime numbers the processes.
@@ -87,40 +89,46 @@ def find(environ: Mapping[str, str] = os.environ) -> Launch | None:
     return None
 
 
-def _open_mpi(of: _Variables) -> Launch:
-    local = of.Integer("OMPI_COMM_WORLD_LOCAL_RANK"), of.Integer("OMPI_COMM_WORLD_LOCAL_SIZE")
-    count, number = of.Integer("OMPI_COMM_WORLD_SIZE"), of.Integer("OMPI_COMM_WORLD_RANK")
-    job = of.Get("PMIX_NAMESPACE")
+def _open_mpi(variables: _Variables) -> Launch:
+    local = (
+        variables.Integer("OMPI_COMM_WORLD_LOCAL_RANK"),
+        variables.Integer("OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
+    count, number = (
+        variables.Integer("OMPI_COMM_WORLD_SIZE"),
+        variables.Integer("OMPI_COMM_WORLD_RANK"),
+    )
+    job = variables.Get("PMIX_NAMESPACE")
     # Both name the host of mpirun: "1894514688.0;tcp://10.0.0.1,10.1.0.1:35817" of version 4, and
     # "prterun-node1-7178@1" of version 5.
-    uri = re.search(r"tcp://([^,:]+)", of.Get("OMPI_MCA_orte_hnp_uri"))
+    uri = re.search(r"tcp://([^,:]+)", variables.Get("OMPI_MCA_orte_hnp_uri"))
     name = re.fullmatch(r"(?:prterun|prte)-(.+)-\d+@\d+", job)
     host = "127.0.0.1" if local[1] == count else (uri or name or ("", ""))[1]
-    return Launch(of.launcher, count, number, f"{host}:{_port(job)}" if host else "", local)
+    return Launch(variables.launcher, count, number, f"{host}:{_port(job)}" if host else "", local)
 
 
-def _hydra(of: _Variables) -> Launch:
+def _hydra(variables: _Variables) -> Launch:
     """MPICH and Intel MPI."""
-    local = of.Integer("MPI_LOCALRANKID"), of.Integer("MPI_LOCALNRANKS")
-    count, number = of.Integer("PMI_SIZE"), of.Integer("PMI_RANK")
-    return Launch(of.launcher, count, number, "", local)
+    local = variables.Integer("MPI_LOCALRANKID"), variables.Integer("MPI_LOCALNRANKS")
+    count, number = variables.Integer("PMI_SIZE"), variables.Integer("PMI_RANK")
+    return Launch(variables.launcher, count, number, "", local)
 
 
-def _slurm(of: _Variables) -> Launch:
+def _slurm(variables: _Variables) -> Launch:
     # Of the step: in an interactive one SLURM_NTASKS is that of the allocation.
-    count, number = of.Integer("SLURM_STEP_NUM_TASKS"), of.Integer("SLURM_PROCID")
-    nodes = of.Text("SLURM_STEP_NODELIST")  # e.g. "node[007-010,12],other" or "node1"
+    count, number = variables.Integer("SLURM_STEP_NUM_TASKS"), variables.Integer("SLURM_PROCID")
+    nodes = variables.Text("SLURM_STEP_NODELIST")  # e.g. "node[007-010,12],other" or "node1"
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if first is None:
-        raise EngineError(f"Slurm: SLURM_STEP_NODELIST={nodes}: expected names of machines")
-    job = f"{of.Text('SLURM_JOB_ID')}.{of.Text('SLURM_STEP_ID')}"
+        raise JobError(f"Slurm: SLURM_STEP_NODELIST={nodes}: expected names of machines")
+    job = f"{variables.Text('SLURM_JOB_ID')}.{variables.Text('SLURM_STEP_ID')}"
     address = f"{first[1]}{first[2] or ''}:{_port(job)}"
     local = None
-    if not (of.Get("SLURM_GPUS_PER_TASK") or of.Get("SLURM_TRES_PER_TASK")):
-        tasks = _tasks_of_nodes(of.Get("SLURM_STEP_TASKS_PER_NODE"))
-        node = of.Integer("SLURM_NODEID")
-        local = (of.Integer("SLURM_LOCALID"), tasks[node]) if node < len(tasks) else None
-    return Launch(of.launcher, count, number, address, local)
+    if not (variables.Get("SLURM_GPUS_PER_TASK") or variables.Get("SLURM_TRES_PER_TASK")):
+        tasks = _tasks_of_nodes(variables.Get("SLURM_STEP_TASKS_PER_NODE"))
+        node = variables.Integer("SLURM_NODEID")
+        local = (variables.Integer("SLURM_LOCALID"), tasks[node]) if node < len(tasks) else None
+    return Launch(variables.launcher, count, number, address, local)
 
 
 def _tasks_of_nodes(text: str) -> list[int]:
@@ -129,22 +137,27 @@ def _tasks_of_nodes(text: str) -> list[int]:
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
-def _tpu(of: _Variables, workers: list[str]) -> Launch:
+def _tpu(variables: _Variables, workers: list[str]) -> Launch:
     slices, part = 1, 0
-    if coordinator := of.Get("MEGASCALE_COORDINATOR_ADDRESS"):
-        slices, part = of.Integer("MEGASCALE_NUM_SLICES"), of.Integer("MEGASCALE_SLICE_ID")
+    if coordinator := variables.Get("MEGASCALE_COORDINATOR_ADDRESS"):
+        slices, part = (
+            variables.Integer("MEGASCALE_NUM_SLICES"),
+            variables.Integer("MEGASCALE_SLICE_ID"),
+        )
     host = (coordinator or workers[0]).split(":")[0]
-    worker = of.Integer("TPU_WORKER_ID") if len(workers) > 1 else 0
+    worker = variables.Integer("TPU_WORKER_ID") if len(workers) > 1 else 0
     number = part * len(workers) + worker
-    return Launch(of.launcher, slices * len(workers), number, f"{host}:8482")
+    return Launch(variables.launcher, slices * len(workers), number, f"{host}:8482")
 
 
-def _jobset(of: _Variables) -> Launch:
-    pods = of.Integer("PROCESSES_IN_JOB")
-    count = of.Integer("JOB_REPLICAS") * pods
-    number = of.Integer("JOB_INDEX") * pods + of.Integer("JOB_COMPLETION_INDEX")
-    address = of.Text("JAX_COORDINATOR_ADDRESS")
-    return Launch(of.launcher, count, number, address if ":" in address else f"{address}:8476")
+def _jobset(variables: _Variables) -> Launch:
+    pods = variables.Integer("PROCESSES_IN_JOB")
+    count = variables.Integer("JOB_REPLICAS") * pods
+    number = variables.Integer("JOB_INDEX") * pods + variables.Integer("JOB_COMPLETION_INDEX")
+    address = variables.Text("JAX_COORDINATOR_ADDRESS")
+    return Launch(
+        variables.launcher, count, number, address if ":" in address else f"{address}:8476"
+    )
 
 
 def place(
@@ -153,17 +166,17 @@ def place(
     """Returns the count of processes and the number of this one, from flags, and from the launcher where none is given.
 
     Raises:
-        EngineError: the flags contradict the launcher, or say too little.
+        JobError: the flags contradict the launcher, or say too little.
     """
     if launch is None:
         if address and count is None:
-            raise EngineError(
+            raise JobError(
                 f"--coordinator_address={address}: goes with --num_processes and --process_id, or with a launcher "
                 "(srun, mpirun, a JobSet), and none has started this process"
             )
         return count or 1, number or 0
     if count not in (None, launch.count):
-        raise EngineError(
+        raise JobError(
             f"--num_processes={count}: {launch.launcher} has started {launch.count}; leave the flag out, or "
             f"start {count} with the launcher"
         )
@@ -188,12 +201,12 @@ def address_of(launch: Launch, patience: float = 60.0) -> str:
     `patience`: seconds that process 0 waits for a name that nobody knows yet, as of a new pod.
 
     Raises:
-        EngineError: it cannot be found, or process 0 is this one and runs on another machine.
+        JobError: it cannot be found, or process 0 is this one and runs on another machine.
     """
     address = launch.address or _told_by_mpi(launch)
     host = address.rpartition(":")[0]
     if launch.number == 0 and not _is_here(host, patience):
-        raise EngineError(
+        raise JobError(
             f"{launch.launcher}: its variables say that process 0 is at {host}, which is no name or address of its "
             f"machine {socket.gethostname()}; give all processes --coordinator_address=HOST:PORT, with one they know"
         )
@@ -205,12 +218,12 @@ def _told_by_mpi(launch: Launch) -> str:
     try:
         from mpi4py import MPI
     except ImportError as e:
-        raise EngineError(
+        raise JobError(
             f"{launch.launcher}: no variable says where process 0 is; {give}, or install mpi4py ({e})"
         ) from None
     world = MPI.COMM_WORLD
     if world.Get_size() != launch.count:
-        raise EngineError(
+        raise JobError(
             f"mpi4py sees {world.Get_size()} processes, but {launch.launcher} has started {launch.count}, so it was "
             f"built for another MPI; {give}"
         )
