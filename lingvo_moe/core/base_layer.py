@@ -343,18 +343,20 @@ class BaseLayer:
         name = name or (self.p.name if self.NAMES_ITS_PARTS else "")
         if name and (variant := self.Variant()):
             name = f"{name}.{variant}"
-        found = {self.path: (part, name)}
-        found |= {f"{self.path}.{scope}": (own, name) for scope, own in self.SCOPES.items()}
+        declared = {self.path: (part, name)}
+        declared |= {
+            f"{self.path}.{scope}": (scope_part, name) for scope, scope_part in self.SCOPES.items()
+        }
         for child in self.children.Flatten():
-            found |= child._declared_parts(part, name)
-        return found
+            declared |= child._declared_parts(part, name)
+        return declared
 
     def DeclaredKeeps(self) -> dict[str, Kept]:
         """The `KEEPS` of the layers below this one, as they were made, and its own."""
-        found: dict[str, Kept] = {}
+        keeps: dict[str, Kept] = {}
         for child in tf.nest.flatten([*self.children.values()]):
-            found |= child.DeclaredKeeps()
-        return found | self.KEEPS
+            keeps |= child.DeclaredKeeps()
+        return keeps | self.KEEPS
 
     def Variant(self) -> str:
         """A word that tells this layer from others of its stack in plans, e.g. 'moe'; '' for none."""
@@ -394,8 +396,8 @@ class BaseLayer:
 
     def ActiveParameters(self) -> int:
         """The number of parameters that take part in a token's computation: all, unless a layer chooses among some."""
-        own = sum(math.prod(weight.shape) for weight in self._weights.values())
-        return own + sum(child.ActiveParameters() for child in self.children.Flatten())
+        here = sum(math.prod(weight.shape) for weight in self._weights.values())
+        return here + sum(child.ActiveParameters() for child in self.children.Flatten())
 
     def InitTheta(self, seed: tf.Tensor) -> NestedMap:
         """Initial values (pure; engines compile it, so that no host holds the model). `seed` is int32 [2]."""

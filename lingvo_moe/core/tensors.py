@@ -26,8 +26,8 @@ def shape_of(x: tf.Tensor) -> list[int | tf.Tensor]:
     open."""
     if x.shape.is_fully_defined():
         return x.shape.as_list()
-    found = tf.shape(x)
-    return [found[i] if size is None else size for i, size in enumerate(x.shape)]
+    sizes = tf.shape(x)
+    return [sizes[i] if size is None else size for i, size in enumerate(x.shape)]
 
 
 def open_shape(x: tf.Tensor) -> list[int | tf.Tensor]:
@@ -64,17 +64,17 @@ def origin(value: tf.Tensor, through: Collection[str] = VIEWS) -> tf.Tensor:
 
 
 def runtime_zeros(
-    given: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape | None = None
+    like: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape | None = None
 ) -> tf.Tensor:
     """Zeros that tracing cannot fold into a constant of that size.
 
     Args:
-        given: any floating-point tensor, not empty, that is not a constant.
-        shape: of the zeros; None: that of `given`.
+        like: any floating-point tensor, not empty, that is not a constant.
+        shape: of the zeros; None: that of `like`.
     """
-    first = tf.reshape(given, [-1])[0]
+    first = tf.reshape(like, [-1])[0]
     never = tf.logical_and(tf.math.is_nan(first), tf.math.is_inf(first))
-    return tf.fill(tf.shape(given) if shape is None else shape, tf.cast(never, dtype))
+    return tf.fill(tf.shape(like) if shape is None else shape, tf.cast(never, dtype))
 
 
 def or_zeros(gradient: tf.Tensor | None, x: tf.Tensor) -> tf.Tensor:

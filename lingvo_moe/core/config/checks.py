@@ -27,20 +27,20 @@ def either(choices: Iterable[object]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Returns ' (did you mean ...?)' with the nearest known names, else the list of known names,
     else ''."""
-    known = sorted(known)
-    if hint := nearest(name, known):
+    names = sorted(names)
+    if hint := nearest(name, names):
         return hint
-    if known and len(known) <= 30:
-        return f" (known: {', '.join(known)})"
+    if names and len(names) <= 30:
+        return f" (known: {', '.join(names)})"
     return ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Returns ' (did you mean ...?)' with the nearest known names, else ''."""
-    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.6)
     return f" (did you mean {' or '.join(repr(n) for n in near)}?)" if near else ""
 
 
@@ -234,8 +234,8 @@ class Steps(Check):
 
 def steps_of(value: str) -> range:
     """The steps that a value of Steps means; none for '' and for what is no such value."""
-    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", value, re.ASCII)
-    first, last = (int(n) for n in (found[1], found[2] or found[1])) if found else (1, 0)
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", value, re.ASCII)
+    first, last = (int(n) for n in (match[1], match[2] or match[1])) if match else (1, 0)
     return range(first, last + 1) if first else range(0)
 
 
@@ -291,8 +291,8 @@ class NamesOr(Check):
         return isinstance(value, list | tuple) and not self._Unknown(value)
 
     def _Unknown(self, value: Iterable[Any]) -> list[Any]:
-        known = self.items or [item for item in value if isinstance(item, str)]
-        return [item for item in value if item not in known and not self._IsPattern(item)]
+        allowed = self.items or [item for item in value if isinstance(item, str)]
+        return [item for item in value if item not in allowed and not self._IsPattern(item)]
 
     def _IsPattern(self, value: Any) -> bool:
         return self.patterns and isinstance(value, str) and "*" in value
@@ -310,19 +310,19 @@ class NamesOr(Check):
         return bare.strip("'\"")
 
     def Hint(self, value: Any) -> str:
-        known = f"; the names are {', '.join(self.items)}" if self.items else ""
+        listing = f"; the names are {', '.join(self.items)}" if self.items else ""
         if self.patterns:
-            known += ", or a pattern of variables' paths with a *"
+            listing += ", or a pattern of variables' paths with a *"
         if isinstance(value, list | tuple):
             wrong = self._Unknown(value)[0]
-            return f"; there is no {wrong!r}{nearest(str(wrong), self.items)}{known}"
+            return f"; there is no {wrong!r}{nearest(str(wrong), self.items)}{listing}"
         if not isinstance(value, str):
-            return known
+            return listing
         if value in self.refused:
             return f"; {self.refused[value]}"
         if value in self.items or self._IsPattern(value):
             return f", e.g. {[value]}"
-        return nearest(value, self.words) + known or f", e.g. {[value]}"
+        return nearest(value, self.words) + listing or f", e.g. {[value]}"
 
     def __str__(self) -> str:
         return either((*self.words, f"a list of names{' and patterns' if self.patterns else ''}"))
@@ -330,15 +330,15 @@ class NamesOr(Check):
 
 @dataclass(frozen=True)
 class Letters(Check):
-    """A map from letters to mesh axes. `known` holds the letters with what each means; it may grow."""
+    """A map from letters to mesh axes. `meanings` holds the letters with what each means; it may grow."""
 
-    known: Mapping[str, str]
+    meanings: Mapping[str, str]
 
     def Allows(self, value: Any) -> bool:
         return isinstance(value, Mapping) and not self._unknown(value) and not self._no_axes(value)
 
     def _unknown(self, value: Mapping[Any, Any]) -> list[Any]:
-        return [key for key in value if str(key).rpartition(".")[2] not in self.known]
+        return [key for key in value if str(key).rpartition(".")[2] not in self.meanings]
 
     def _no_axes(self, value: Mapping[Any, Any]) -> list[Any]:
         return [key for key, axis in value.items() if not _is_axis(axis)]
@@ -347,7 +347,7 @@ class Letters(Check):
         if not isinstance(value, Mapping):
             return ""
         if unknown := self._unknown(value):
-            return f"; unknown letter {unknown[0]!r}{did_you_mean(str(unknown[0]), self.known)}"
+            return f"; unknown letter {unknown[0]!r}{did_you_mean(str(unknown[0]), self.meanings)}"
         key = self._no_axes(value)[0]
         return f"; {value[key]!r}, for {key!r}, is no axis, tuple of different axes or None"
 

@@ -33,8 +33,8 @@ _MOVED = {
 
 def with_modules_as_now(text: str) -> str:
     """A text with `type/module/Class` by an older version as this one writes it."""
-    for before, now in _MOVED.items():
-        text = text.replace(f"type/{before}/", f"type/{now}/")
+    for before, after in _MOVED.items():
+        text = text.replace(f"type/{before}/", f"type/{after}/")
     return text
 
 
@@ -64,14 +64,14 @@ def any_class(text: str) -> type:
     module, name = _parts(text)
     wrong = f"{text!r} names no class; expected 'type/module/Class'"
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        value = getattr(importlib.import_module(module), name, None)
     except Exception as e:
         raise ValueError(f"{wrong} ({failed_import(module, e)})") from e
-    if found is None:
+    if value is None:
         raise ValueError(f"{wrong} ({module} has no {name})")
-    if not isinstance(found, type):
+    if not isinstance(value, type):
         raise ValueError(f"{text!r} is no class")
-    return found
+    return value
 
 
 def failed_import(module: str, error: Exception) -> str:
@@ -93,10 +93,10 @@ def own_class(text: str) -> type:
     # A package looks for its modules in its own directory, so none of these can come from elsewhere.
     if not _OWN_MODULE.fullmatch(module):
         raise ValueError(NOT_OWN.format(text))
-    found = any_class(text)
-    if not found.__module__.startswith(f"{_OWN}.") or not hasattr(found, "Params"):
+    cls = any_class(text)
+    if not cls.__module__.startswith(f"{_OWN}.") or not hasattr(cls, "Params"):
         raise ValueError(f"{text!r} is no class of {_OWN} that has Params")
-    return found
+    return cls
 
 
 def _parts(text: str) -> tuple[str, str]:

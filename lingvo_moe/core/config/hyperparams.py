@@ -106,8 +106,8 @@ class Params:
         if name in self._params:
             raise AttributeError(f"parameter {name!r} is defined already")
         check = check or _check_for(default, choices)
-        own = copy.deepcopy(default)
-        self._params[name] = _Param(default, own, description, choices, check, parent_sets)
+        value = copy.deepcopy(default)
+        self._params[name] = _Param(default, value, description, choices, check, parent_sets)
 
     def Derive(self, path: str, *sources: str) -> None:
         """Declares that the class which these Params configure sets a parameter of one of its parts.
@@ -147,8 +147,8 @@ class Params:
             return ""
         if not sources:
             return f"has no effect: {self._param(path).parent_sets}"
-        of = " or ".join(sources)
-        return f"has no effect: the model sets it from {of}; set that"
+        origins = " or ".join(sources)
+        return f"has no effect: the model sets it from {origins}; set that"
 
     def Delete(self, *paths: str) -> Self:
         """Removes names, by dotted path. Returns self."""
@@ -256,8 +256,8 @@ class Params:
 
         `with_help`: before each line its help and its range as a comment, and after it an empty line.
         """
-        found = [leaf for leaf in sorted(leaves(self, "")) if self._sources(leaf[0]) is None]
-        lines = [(path, f"{path} : {to_text(value)}\n") for path, value in found]
+        settable = [leaf for leaf in sorted(leaves(self, "")) if self._sources(leaf[0]) is None]
+        lines = [(path, f"{path} : {to_text(value)}\n") for path, value in settable]
         if with_help:
             return "\n".join(self._comment(path) + line for path, line in lines)
         return "".join(line for _, line in lines)
@@ -433,15 +433,17 @@ class InstantiableParams(Params):
         Raises ParamError: a value that cannot be, or one that would have no effect. Nested Params are checked when
         they are instantiated.
         """
-        of = self.name if "name" in self and self.name else self.cls.__name__
+        owner = self.name if "name" in self and self.name else self.cls.__name__
         for name, param in self._params.items():
             why = param.check(param.value)
             if why:
-                raise ParamError(f"{of}.{name}", shown(param.value), why)
+                raise ParamError(f"{owner}.{name}", shown(param.value), why)
         for path in self._derived:
             with contextlib.suppress(AttributeError):  # it need not be there
                 if not self.IsDefault(path):
-                    raise ParamError(f"{of}.{path}", shown(self.Get(path)), self.WhyDerived(path))
+                    raise ParamError(
+                        f"{owner}.{path}", shown(self.Get(path)), self.WhyDerived(path)
+                    )
         return self.cls(self, **kwargs)
 
 

@@ -38,9 +38,9 @@ def chosen(text: str, choices: Mapping[str, type], by_name: bool) -> Any:
         return None
     if name not in choices:
         near = did_you_mean(name, choices)
-        known = "" if "known: " in near else f"; known: {', '.join(sorted(choices))}"
+        listing = "" if "known: " in near else f"; known: {', '.join(sorted(choices))}"
         raise ValueError(
-            f"no such choice: {name!r}{near}{known}; a class of your own goes to .cls, as type/module/Class"
+            f"no such choice: {name!r}{near}{listing}; a class of your own goes to .cls, as type/module/Class"
         )
     return name if by_name else choices[name].Params()  # type: ignore[attr-defined]
 
@@ -73,7 +73,7 @@ def from_text(text: str, current: Any, find_class: Callable[[str], type]) -> Any
     return value
 
 
-def no_parameter(path: str, known: Iterable[str], choices: Mapping[str, Any] | None = None) -> str:
+def no_parameter(path: str, names: Iterable[str], choices: Mapping[str, Any] | None = None) -> str:
     """The message about a parameter that does not exist.
 
     Args:
@@ -86,7 +86,7 @@ def no_parameter(path: str, known: Iterable[str], choices: Mapping[str, Any] | N
     if having:
         needed = " or ".join(f"{parent}={choice}" for choice in having)
         return f"no parameter {path!r}; it needs {needed} before it"
-    return f"no parameter {path!r}{did_you_mean(name, known)}"
+    return f"no parameter {path!r}{did_you_mean(name, names)}"
 
 
 def parse_indices(part: str) -> tuple[str, list[int]]:

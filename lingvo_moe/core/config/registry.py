@@ -192,8 +192,8 @@ def Register(cls: type[Experiment]) -> type[Experiment]:
 def AllNames(task: str = "") -> list[str]:
     """The short names, `task.Class`, of all experiments of a task; '' for those of all tasks."""
     tasks = [task] if task else _tasks()
-    for each in tasks:
-        _import_task(each)
+    for name in tasks:
+        _import_task(name)
     return sorted(
         name for name in _registry if name.split(".")[0] in tasks and name.count(".") == 1
     )
@@ -225,8 +225,8 @@ def GetExperiment(name: str, trusted: bool = True) -> type[Experiment]:
         return _registry.get(name) or _of_module(name)
     _import_task(parts[0])
     if name not in _registry:
-        known = [n for n in _registry if n.count(".") == name.count(".")]
-        raise RegistryError(f"--model={name!r}: no such experiment{did_you_mean(name, known)}")
+        names = [n for n in _registry if n.count(".") == name.count(".")]
+        raise RegistryError(f"--model={name!r}: no such experiment{did_you_mean(name, names)}")
     return _registry[name]
 
 
@@ -257,17 +257,17 @@ def GetParams(
     p.Define("train", experiment.Train(), "The run.")
     p.Derive("task.shard_state", "train.shard_state")
     p.Derive("task.offload", "train.offload")
-    own = p.Copy()
+    unchanged = p.Copy()
     for path, value in split_override(override):
         if skip_derived and p.WhyDerived(path):
             continue
         set_from_text(p, path, value, "--model_params_override", find_class)
     if not skip_derived:
-        _check_effects(own, p, override)
+        _check_effects(unchanged, p, override)
     try:
         configure(p)
     except AttributeError as e:
-        others = (p.task.cls, p.input.cls) != (own.task.cls, own.input.cls)
+        others = (p.task.cls, p.input.cls) != (unchanged.task.cls, unchanged.input.cls)
         if not others or not (e.name == "ConfigureInput" or str(e).startswith("no parameter")):
             raise  # a mistake in the task's own method
         raise RegistryError(
@@ -282,9 +282,9 @@ def configure(p: Params) -> None:
     p.task.shard_state, p.task.offload = p.train.shard_state, p.train.offload
 
 
-def _check_effects(own: Params, p: Params, override: str) -> None:
+def _check_effects(unchanged: Params, p: Params, override: str) -> None:
     """Raises RegistryError for a parameter that an override sets without effect to another value than its own."""
-    was = dict(leaves(own, ""))
+    was = dict(leaves(unchanged, ""))
     for path, value in split_override(override):
         if p.IsDefault(path) or (path in was and was[path] == p.Get(path)):
             continue
@@ -377,12 +377,12 @@ def _of_module(name: str) -> type[Experiment]:
         if missing and f"{path}.".startswith(f"{missing}."):
             raise RegistryError(f"--model={name!r}: {_missing(missing)}") from None
         raise RegistryError(f"--model={name!r}: {failed_import(path, e)}") from e
-    found = getattr(module, cls, None)
-    if isinstance(found, type) and issubclass(found, Experiment):
-        return found
+    experiment = getattr(module, cls, None)
+    if isinstance(experiment, type) and issubclass(experiment, Experiment):
+        return experiment
     wrong = (
         "there is no"
-        if found is None
+        if experiment is None
         else "not derived from lingvo_moe.core.config.registry.Experiment:"
     )
     others = [

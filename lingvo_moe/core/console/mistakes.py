@@ -123,13 +123,13 @@ def _tracebacks(error: BaseException) -> Iterator[TracebackType]:
 
 def _frames(error: BaseException) -> list[tuple[SourceLine, str]]:
     """The lines that led to an error, outermost first, each with the path of the innermost layer whose method ran."""
-    found, layer = [], ""
+    frames, layer = [], ""
     for tb in _tracebacks(error):
         code = tb.tb_frame.f_code
         attributes = getattr(tb.tb_frame.f_locals.get("self"), "__dict__", {})
         if "children" in attributes and isinstance(attributes.get("path"), str):  # a BaseLayer's
             layer = attributes["path"]
-        found.append((SourceLine(code.co_filename, tb.tb_lineno, code.co_name), layer))
+        frames.append((SourceLine(code.co_filename, tb.tb_lineno, code.co_name), layer))
     if isinstance(error, SyntaxError) and error.filename:
-        found.append((SourceLine(error.filename, error.lineno or 0, "its syntax"), ""))
-    return found
+        frames.append((SourceLine(error.filename, error.lineno or 0, "its syntax"), ""))
+    return frames

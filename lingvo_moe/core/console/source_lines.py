@@ -42,9 +42,9 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 class SourceLine:
     """A line of a Python file."""
 
-    file: str  # as Python names it
+    file: str  # the path, as Python names it
     line: int  # its number, from 1
-    function: str = ""  # in which function
+    function: str = ""  # the function that holds the line
 
     @property
     def text(self) -> str:

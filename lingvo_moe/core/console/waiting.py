@@ -41,17 +41,17 @@ class LineProgress:
         self.Close()
 
     def __call__(self, line: str) -> None:
-        now = self._clock()
+        called_at = self._clock()
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1
             terminal(self._stream).write(f"\r\x1b[2K{printable(line)[:width]}")
             terminal(self._stream).flush()
-        elif self._shown_at is not None and now - self._shown_at < self._interval:
+        elif self._shown_at is not None and called_at - self._shown_at < self._interval:
             self._held = line
             return
         else:
             self._write(f"{line}\n")
-        self._shown_at, self._held = now, ""
+        self._shown_at, self._held = called_at, ""
 
     def Close(self, last: bool = True) -> None:
         """Ends the line at a terminal. Elsewhere shows the last line if it was held back, unless `last` is false."""

@@ -184,12 +184,13 @@ class FlatBeamSearch:
 
         # First within a hypothesis, then among all: the same order as of [J * V], less to sort.
         best_BJc, tokens_BJc = tf.math.top_k(total_BJV, min(2 * self.J, V))
-        each = best_BJc.shape[-1]
+        per_hypothesis = best_BJc.shape[-1]
         scores_BC, at_BC = tf.math.top_k(
-            tf.reshape(best_BJc, [B, self.J * each]), min(2 * self.J, self.J * each)
+            tf.reshape(best_BJc, [B, self.J * per_hypothesis]),
+            min(2 * self.J, self.J * per_hypothesis),
         )
         tokens_BC = tf.gather(tf.reshape(tokens_BJc, [B, -1]), at_BC, batch_dims=1)
-        return scores_BC, at_BC // each, tokens_BC
+        return scores_BC, at_BC // per_hypothesis, tokens_BC
 
     def _finish(
         self,

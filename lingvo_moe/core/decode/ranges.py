@@ -80,5 +80,5 @@ class Sampling:
 
     def Values(self) -> list:
         """The values of the settings of a step, in order; seed and number form one pair."""
-        own = (self.max_tokens, self.temperature, self.top_k, self.top_p)
-        return [*own, self.min_p, self.repetition_penalty, (self.seed, self.number)]
+        first = (self.max_tokens, self.temperature, self.top_k, self.top_p)
+        return [*first, self.min_p, self.repetition_penalty, (self.seed, self.number)]

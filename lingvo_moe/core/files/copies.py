@@ -55,10 +55,10 @@ class LocalCopy:
         for name in names:
             if name.startswith(_IN_PLACE) or _EVENTS in name:
                 continue
-            found, path = self.store.Version(name), self.path / _checked(self.store, name)
-            if found.value is not None:
-                LocalStore(self.path).Write(name, found.value)
-                self._written[path] = _state(path), found.generation
+            version, path = self.store.Version(name), self.path / _checked(self.store, name)
+            if version.value is not None:
+                LocalStore(self.path).Write(name, version.value)
+                self._written[path] = _state(path), version.generation
         for path in self._written.keys() - {self.path / name for name in names}:
             path.unlink(missing_ok=True)
             del self._written[path]
@@ -72,8 +72,8 @@ class LocalCopy:
         Raises StoreError, and as `holds`.
         """
         with self._lock:
-            found = [(p, _state(p)) for p in self.path.rglob("[!.]*") if p.is_file()]
-            for path, state in sorted(found, key=lambda item: item[1]):
+            files = [(p, _state(p)) for p in self.path.rglob("[!.]*") if p.is_file()]
+            for path, state in sorted(files, key=lambda item: item[1]):
                 name = path.relative_to(self.path).as_posix()
                 before, generation = self._written.get(path, (None, b""))
                 if state != before or (self.holds and not self.store.IsStill(name, generation)):
@@ -174,8 +174,8 @@ def upload(directory: Path, address: str, last: str) -> None:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _checked(store: Bucket, name: str) -> str:

@@ -48,8 +48,8 @@ class _Named(io.FileIO):
 
 def not_written(error: Exception, path: str | os.PathLike) -> OSError:
     """The OSError that another library's exception describes in its message, e.g. of a full disk."""
-    found = next((number for number in _WRITING if os.strerror(number) in str(error)), errno.EIO)
-    return OSError(found, os.strerror(found), os.fspath(path))
+    code = next((number for number in _WRITING if os.strerror(number) in str(error)), errno.EIO)
+    return OSError(code, os.strerror(code), os.fspath(path))
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ def write_manifest(
     name: str,
     files: Iterable[str] | None = None,
     digest: str = SHA256,
-    known: Mapping[str, str] | None = None,
+    digests: Mapping[str, str] | None = None,
 ) -> None:
     """Lists files below `directory`; the list is written completely or not at all.
 
@@ -52,19 +52,19 @@ def write_manifest(
         name: of the list, a path in `directory`; what lies there is replaced.
         files: which to list, as paths in `directory` with slashes; None for all.
         digest: SHA256 or XXH128.
-        known: the digests, in hex, of files that need not be read for them.
+        digests: the digests, in hex, of files that need not be read for them.
 
     Raises:
         ManifestError: a link to a directory, a pipe or a device.
         ValueError: a file whose name holds a newline.
         OSError: a file cannot be read, or the list cannot be written.
     """
-    store, known = _opened(directory), known or {}
+    store, digests = _opened(directory), digests or {}
     lines = []
     for path in sorted((_files(store) if files is None else set(files)) - {name}):
         if "\n" in path:
             raise ValueError(f"{store.address}: a file's name holds a newline: {path!r}")
-        lines.append(f"{known.get(path) or _digest(store, path, digest)}  {path}\n")
+        lines.append(f"{digests.get(path) or _digest(store, path, digest)}  {path}\n")
     body = "".join(lines).encode("utf-8", "surrogateescape")
     store.Write(name, body + _last_line(body))
 
@@ -94,12 +94,12 @@ def verify_manifest(
     where, listed = store.address, read_manifest(store, name, remedy)
     wanted = set(listed) if files is None else set(files)
     if files is None:
-        found = _files(store) - {name, *beside}
+        present = _files(store) - {name, *beside}
     else:
-        found = {path for path in wanted if store.Has(path)}
-    for path in sorted(wanted - found):
+        present = {path for path in wanted if store.Has(path)}
+    for path in sorted(wanted - present):
         raise ManifestError(f"{where}: {path} is missing ({name} lists it); {remedy}")
-    for path in sorted(found - listed.keys()):
+    for path in sorted(present - listed.keys()):
         raise ManifestError(f"{where}: {path} is not in {name}; it does not belong there")
     number, parts = part
     mine = sorted(wanted)[number::parts]
@@ -122,18 +122,18 @@ def read_listed(
     """
     store = _opened(directory)
     where, listed = store.address, read_manifest(store, name, remedy)
-    found = {}
+    contents = {}
     for path in files:
         if path not in listed:
             raise ManifestError(f"{where}: {path} is not in {name}; {remedy}")
         try:
-            found[path] = store.Read(path)
+            contents[path] = store.Read(path)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise ManifestError(f"{where}: {path} is missing, or no file; {remedy}") from None
         kind = _BY_LENGTH[len(listed[path])]
-        if _DIGESTS[kind](found[path]).hexdigest() != listed[path]:
+        if _DIGESTS[kind](contents[path]).hexdigest() != listed[path]:
             raise ManifestError(f"{where}: {path} {_CHANGED.format(kind)} {name}); {remedy}")
-    return found
+    return contents
 
 
 def read_manifest(directory: Place, name: str, remedy: str = _AGAIN) -> dict[str, str]:

@@ -64,10 +64,10 @@ def check_portable(path: str | os.PathLike, what: str) -> None:
         return
     said, whole = _said(os.fspath(path), what), os.path.abspath(path)
     check_local(whole, what)  # the working directory may have a name of its own kind
-    found = next((c for c in _PATTERNS if c in whole), None)
-    if found:
+    pattern = next((c for c in _PATTERNS if c in whole), None)
+    if pattern:
         raise PathError(
-            f"{said}: checkpoints and models could not be read again from a directory with {found} in its path, "
+            f"{said}: checkpoints and models could not be read again from a directory with {pattern} in its path, "
             f"{whole!r}; choose another path; {_LINK}"
         )
     if len(whole.encode()) > _LONGEST:

@@ -120,15 +120,15 @@ class LocalStore(Store):
         def fail(error: OSError) -> None:
             raise error
 
-        found = []
+        names = []
         for root, directories, files in os.walk(self.path, onerror=fail):
             for path in (Path(root, name) for name in (*directories, *files)):
                 shown = str(PurePosixPath(path.relative_to(self.path)))
                 if wrong := cannot_be_listed(path):
                     raise ValueError(f"{self.path}: {shown} {wrong}")
                 if path.is_file():
-                    found.append(shown)
-        return sorted(found)
+                    names.append(shown)
+        return sorted(names)
 
     def Has(self, name: str) -> bool:
         return (self.path / name).exists()
@@ -203,9 +203,9 @@ class Bucket(Store):
         return bool(self._Do(name, "list", ts.KvStore.KeyRange(name, f"{name}\0")))
 
     def Read(self, name: str) -> bytes:
-        if (found := self.Version(name).value) is None:
+        if (data := self.Version(name).value) is None:
             raise FileNotFoundError(2, "No such object", f"{self.address}/{name}")
-        return found
+        return data
 
     def Pieces(self, name: str) -> Iterator[memoryview]:
         yield memoryview(self.Read(name))  # what is written there has at most about MOST bytes
@@ -215,14 +215,14 @@ class Bucket(Store):
 
     def Version(self, name: str) -> Version:
         """A file as it is now. Raises StoreError."""
-        found = self._Do(name, "read", name)
-        value = None if found.state == "missing" else bytes(found.value)
-        return Version(value, found.stamp.generation)
+        answer = self._Do(name, "read", name)
+        value = None if answer.state == "missing" else bytes(answer.value)
+        return Version(value, answer.stamp.generation)
 
     def IsStill(self, name: str, generation: bytes) -> bool:
         """Whether a file is still of that generation. Raises StoreError."""
-        found = self._Do(name, "read", name, if_not_equal=generation)
-        return bool(found.state == "unspecified" or found.stamp.generation == generation)
+        answer = self._Do(name, "read", name, if_not_equal=generation)
+        return bool(answer.state == "unspecified" or answer.stamp.generation == generation)
 
     def Replace(self, name: str, data: bytes, generation: bytes) -> bytes:
         """Writes a file if it is still of that generation; returns its new one, b'' where it was not.
@@ -232,8 +232,8 @@ class Bucket(Store):
         if new := self._Do(name, "write", name, data, if_equal=generation).generation:
             return bytes(new)
         # Refused: another writer was there; or a first attempt has done it, whose answer was lost.
-        now = self.Version(name)
-        return now.generation if now.value == data else b""
+        current = self.Version(name)
+        return current.generation if current.value == data else b""
 
     def Delete(self, name: str) -> None:
         self._Do(name, "write", name, None)

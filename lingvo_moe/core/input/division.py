@@ -31,9 +31,9 @@ def check_divides(num: int, sizes: Mapping[str, int], name: str) -> None:
         return
     common = math.gcd(*sizes.values())
     good = [n for n in range(1, common + 1) if common % n == 0]
-    given = " and ".join(f"{path}={size}" for path, size in sizes.items())
+    listing = " and ".join(f"{path}={size}" for path, size in sizes.items())
     raise MicroBatchError(
-        f"{name}={num}: {given} do{'es' if len(sizes) == 1 else ''} not divide into that many equal "
+        f"{name}={num}: {listing} do{'es' if len(sizes) == 1 else ''} not divide into that many equal "
         f"parts; choose {either(good)}"
     )
 

@@ -32,27 +32,27 @@ def permute_each(
 ) -> list[np.ndarray]:
     """`permute` of int arrays [N] with a size and a key each, at the price of one: many are often short."""
     ends = np.cumsum([index.size for index in indices])
-    of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))  # of each position
+    owner = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))  # the array of each position
     half = np.array([max(1, ((n - 1).bit_length() + 1) // 2) for n in sizes], np.uint64)
     round_keys = np.array([_round_keys(key) for key in keys])
-    positions, size = np.concatenate(indices), np.array(sizes)[of]
+    positions, size = np.concatenate(indices), np.array(sizes)[owner]
     if (wrong := np.flatnonzero((positions < 0) | (positions >= size))).size:
         first = wrong[0]
         raise ValueError(f"permute: position {positions[first]} must lie in [0, {size[first]})")
 
-    def encrypt(x: np.ndarray, of: np.ndarray) -> np.ndarray:
-        bits = half[of]
+    def encrypt(x: np.ndarray, owner: np.ndarray) -> np.ndarray:
+        bits = half[owner]
         mask = (np.uint64(1) << bits) - np.uint64(1)
         left, right = x >> bits, x & mask
-        for round_key in round_keys[of].T:
+        for round_key in round_keys[owner].T:
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         return (left << bits) | right
 
     size = size.astype(np.uint64)
-    out = encrypt(positions.astype(np.uint64), of)
+    out = encrypt(positions.astype(np.uint64), owner)
     outside = np.flatnonzero(out >= size)
     while outside.size:
-        out[outside] = encrypt(out[outside], of[outside])
+        out[outside] = encrypt(out[outside], owner[outside])
         outside = outside[out[outside] >= size[outside]]
     return np.split(out.astype(np.int64), ends[:-1])
 

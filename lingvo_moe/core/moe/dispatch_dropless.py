@@ -230,8 +230,8 @@ class DroplessDispatcher(Dispatcher):
         experts = there(dims_mapping("E", self.p.activation_split or {})[0], mesh)
         devices = axes_of(group)
         parts = mesh.axis_size(experts or ())
-        own = axes_of(experts)
-        if parts > 1 and (not own or devices[-len(own) :] != own):
+        expert_axes = axes_of(experts)
+        if parts > 1 and (not expert_axes or devices[-len(expert_axes) :] != expert_axes):
             raise ShardingError(
                 f"{self.path}: the dropless dispatcher takes tokens from device to device along the axes of "
                 f"the experts, {experts!r}, and these have to be the last of the axes of the tokens, "
@@ -305,8 +305,8 @@ class _Layout:
         The partitioner derives it from a transposition between two annotations, as for slots.
         """
         mesh = mesh_of("Exchange", None)
-        own = axes_of(self.experts)
-        rest: Axis = axes_of(self.devices)[: -len(own)] or None
+        expert_axes = axes_of(self.experts)
+        rest: Axis = axes_of(self.devices)[: -len(expert_axes)] or None
         shape = x.shape.as_list()
         tail: list[Axis] = [None] * (len(shape) - 2)
         if len(tail) == 2:  # rows

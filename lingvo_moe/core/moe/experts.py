@@ -204,8 +204,8 @@ class Experts(BaseExperts):
         expert, hidden = self._Mapping(bias, "EM" if name == "wo" else "EH")
         shape = [*shape_of(rows.values)[:-1], 1]
         ones = rows.With(1.0 + runtime_zeros(theta[bias], rows.values.dtype, shape))
-        each = self.Cast(theta[bias])[:, tf.newaxis]
-        return rows.values + ones.MatMul(each, (expert, None, hidden)).values
+        biases = self.Cast(theta[bias])[:, tf.newaxis]
+        return rows.values + ones.MatMul(biases, (expert, None, hidden)).values
 
     @property
     def activation(self) -> Activation:

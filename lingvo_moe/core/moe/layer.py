@@ -196,14 +196,14 @@ class MoELayer(BaseLayer):
         else:
             x_GSM, paddings_GS, capacity, context = self._InGroups(x_BTM, paddings_BT, context)
         x_GSM = self.Shard(x_GSM, "GSM")
-        own = self.FoldSeed(seed, "router")
-        given = (theta.router, x_GSM, paddings_GS, capacity, own, context)
+        router_seed = self.FoldSeed(seed, "router")
+        arguments = (theta.router, x_GSM, paddings_GS, capacity, router_seed, context)
         packed = are_packed(theta.experts)
         if packed:  # for a search, which reads no extras
-            routing = self.router.Seat(self.router.Choose(*given), capacity, measured=False)
+            routing = self.router.Seat(self.router.Choose(*arguments), capacity, measured=False)
             routing = replace(routing, fewest_rows=FEWEST_ROWS)
         else:
-            routing = self.router.FProp(*given)
+            routing = self.router.FProp(*arguments)
         if self.p.gate_inputs:
             x_GSM *= tf.cast(routing.gate, x_GSM.dtype)
             routing = replace(routing, gate=routing.kept)
@@ -217,8 +217,10 @@ class MoELayer(BaseLayer):
         )
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
         if self.p.num_shared_experts:
-            own = self.FoldSeed(seed, "shared_experts")
-            y_BTM += self.shared_experts.FProp(theta.shared_experts, x_BTM, paddings_BT, own)[0]
+            shared_seed = self.FoldSeed(seed, "shared_experts")
+            y_BTM += self.shared_experts.FProp(
+                theta.shared_experts, x_BTM, paddings_BT, shared_seed
+            )[0]
         y_BTM = self.Keep(self.Shard(y_BTM, "BTM"), "combined", "BTM")
         return y_BTM, NestedMap() if packed else _extras(routing, tokens, shares)
 
@@ -310,8 +312,8 @@ class MoELayer(BaseLayer):
 
 def _shared_params(p: HyperParams, experts: HyperParams) -> InstantiableParams:
     """Params of the shared experts, beside the routed ones, whose sizes are set."""
-    each = experts.Copy().Set(hidden_dim=p.shared_hidden_dim or p.hidden_dim)
-    return experts.cls.Shared(each, p.num_shared_experts)
+    one_expert = experts.Copy().Set(hidden_dim=p.shared_hidden_dim or p.hidden_dim)
+    return experts.cls.Shared(one_expert, p.num_shared_experts)
 
 
 def _units(dense: NestedMap, fresh: NestedMap, copies: int = 0) -> tuple[NestedMap, bool]:

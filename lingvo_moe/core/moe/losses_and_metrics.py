@@ -22,7 +22,7 @@ _TINY = 1e-20  # the least squared mean, so that the variation of zeros is 0
 class AuxLoss:
     """One term of a router's auxiliary loss."""
 
-    name: str  # in metrics, `loss_<name>`
+    name: str  # the name in metrics, after `loss_`
     value: tf.Tensor  # float32 scalar, unweighted
     weight: float  # its factor in the auxiliary loss
     # What the value is a mean over, 'groups' (those with a token) or 'tokens'; see micro_batch_terms.
@@ -46,7 +46,9 @@ class Choice:
     # float32 [G,S,k], 1 where a choice takes a position, wanted or not; None: as `wanted`.
     counted: tf.Tensor | None = None
     losses: Callable[[], Sequence[AuxLoss]] = tuple  # gives the terms of the auxiliary loss
-    updates: NestedMap = field(default_factory=NestedMap)  # as in `Routing`
+    updates: NestedMap = field(
+        default_factory=NestedMap
+    )  # the next values of variables, as in `Routing`
     # False where k = E and expert_index[..., e] = e: then the choices of a token have no order.
     ranked: bool = True
     # False where there is a slot for each choice, whatever the layer's capacity is.
@@ -54,9 +56,9 @@ class Choice:
     normalized_after_drops: bool = False  # whether the gates that are kept are divided by their sum
     scale: float = 1.0  # a factor of all gates
 
-    def Gate(self, kept: tf.Tensor) -> tf.Tensor:
-        """The weights of the choices that are kept (`kept` is 1 for these, else 0), zeros for the others: [G,S,k]."""
-        gate = self.gate * kept
+    def Gate(self, kept_GSk: tf.Tensor) -> tf.Tensor:
+        """The weights [G,S,k] of the choices that are kept, where `kept_GSk` is 1; zeros where it is 0."""
+        gate = self.gate * kept_GSk
         if self.normalized_after_drops:
             gate = normalize(gate)
         return gate if self.scale == 1.0 else gate * self.scale
@@ -279,13 +281,13 @@ def _by_rank(
     kept_GSE = tf.constant(0.0)
     for rank in range(ranks):
         name = rank + 1
-        wanted, kept = choice.wanted[:, :, rank], kept_GSk[:, :, rank]
-        asked = tf.reduce_sum(wanted)
-        full = asked - tf.reduce_sum(kept)
+        wanted_GS, kept_GS = choice.wanted[:, :, rank], kept_GSk[:, :, rank]
+        asked = tf.reduce_sum(wanted_GS)
+        full = asked - tf.reduce_sum(kept_GS)
         metrics[f"over_capacity_{name}_ratio"] = full / tf.maximum(asked, 1.0)
         metrics[f"mean_gate_{name}"] = tf.reduce_sum(gate_GSk[:, :, rank]) * per_token
         chosen_GSE = tf.one_hot(choice.expert_index[:, :, rank], num_experts)
-        kept_GSE += chosen_GSE * kept[:, :, tf.newaxis]
+        kept_GSE += chosen_GSE * kept_GS[:, :, tf.newaxis]
         if rank == 0:
             first_E = tf.reduce_sum(chosen_GSE * real_GS[:, :, tf.newaxis], [0, 1])
             metrics.expert_load_first = first_E * per_token

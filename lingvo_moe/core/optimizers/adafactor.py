@@ -74,8 +74,8 @@ class Adafactor(BaseOptimizer):
 
     def _Factored(self, spec: VariableSpec) -> tuple[int, int] | None:
         """The two factored dimensions, in order; None where the second moment is kept in full."""
-        own = [d for d in range(spec.stack_dims, len(spec.shape)) if spec.letters[d] != "E"]
-        largest = sorted(own, key=lambda d: (-spec.shape[d], -d))[:2]
+        dims = [d for d in range(spec.stack_dims, len(spec.shape)) if spec.letters[d] != "E"]
+        largest = sorted(dims, key=lambda d: (-spec.shape[d], -d))[:2]
         if (
             spec.is_vector
             or len(largest) < 2
@@ -93,14 +93,19 @@ class Adafactor(BaseOptimizer):
         )
 
     def _UpdateOne(
-        self, spec: VariableSpec, weight: tf.Tensor, grad: tf.Tensor, slot: NestedMap, now: Numbers
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        numbers: Numbers,
     ) -> tuple[kernels.Delta, NestedMap]:
         p = self.p
-        t = tf.cast(now.step, tf.float32) + 1.0
+        t = tf.cast(numbers.step, tf.float32) + 1.0
         decay = tf.minimum(1.0 - tf.pow(t, -p.decay_exponent), p.beta2)
         recipe = kernels.AdafactorRecipe(
             decay,
-            now.rate,
+            numbers.rate,
             p.epsilon1,
             p.epsilon2,
             p.clip_threshold,

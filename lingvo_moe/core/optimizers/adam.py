@@ -42,12 +42,17 @@ class Adam(BaseOptimizer):
         return slots
 
     def _UpdateOne(
-        self, spec: VariableSpec, weight: tf.Tensor, grad: tf.Tensor, slot: NestedMap, now: Numbers
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        numbers: Numbers,
     ) -> tuple[kernels.Delta, NestedMap]:
         p = self.p
-        t = tf.cast(now.step, tf.float32) + 1.0
+        t = tf.cast(numbers.step, tf.float32) + 1.0
         square = p.beta2 * slot.square + (1.0 - p.beta2) * tf.square(grad)
-        new, mean, rate = NestedMap(square=square), grad, now.rate
+        new, mean, rate = NestedMap(square=square), grad, numbers.rate
         if p.beta1:
             new.mean = mean = p.beta1 * slot.mean + (1.0 - p.beta1) * grad
             rate /= _weights_so_far(p.beta1, t)

@@ -177,8 +177,8 @@ class BaseOptimizer:
         deltas, new_slots = self._Deltas(theta, grads, slots_of, specs, numbers)
         changed = [d for d in deltas if d is not None]
         if not max_grad_norm:
-            known = [d.grad_square if self.DECOUPLED else None for d in changed]
-            sums = [s if k is None else k for k, s in zip(known, squares, strict=True)]
+            decoupled = [d.grad_square if self.DECOUPLED else None for d in changed]
+            sums = [s if k is None else k for k, s in zip(decoupled, squares, strict=True)]
             grad_norm = tf.sqrt(tf.add_n(sums))
         update_norm = tf.sqrt(tf.add_n([d.SumOfSquares() for d in changed]))
         new_theta = theta.Flatten()
@@ -248,8 +248,10 @@ class BaseOptimizer:
 
     def Settled(self, specs: NestedMap) -> frozenset[str]:
         """The paths in NestedMap(theta, slots) of what Update leaves alone itself where the step is not finite."""
-        found = {path: (spec, self._SlotsFor(spec)) for path, spec in specs.FlattenItems()}
-        of_host = {path: slots for path, (spec, slots) in found.items() if is_by_layer(spec, slots)}
+        variables = {path: (spec, self._SlotsFor(spec)) for path, spec in specs.FlattenItems()}
+        of_host = {
+            path: slots for path, (spec, slots) in variables.items() if is_by_layer(spec, slots)
+        }
         of_slots = {f"slots.{path}.{name}" for path, slots in of_host.items() for name in slots}
         return frozenset({f"theta.{path}" for path in of_host} | of_slots)
 
@@ -280,7 +282,12 @@ class BaseOptimizer:
         raise NotImplementedError(f"{type(self).__name__}._SlotSpecs")
 
     def _UpdateOne(
-        self, spec: VariableSpec, weight: tf.Tensor, grad: tf.Tensor, slot: NestedMap, now: Numbers
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        numbers: Numbers,
     ) -> tuple[kernels.Delta, NestedMap]:
         """(the change of the weight, new slots); weight and gradient, already clipped, are float32."""
         raise NotImplementedError(f"{type(self).__name__}._UpdateOne")

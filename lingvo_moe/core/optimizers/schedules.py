@@ -74,14 +74,14 @@ class WarmupSchedule(LearningRateSchedule):
 
     def Value(self, step: tf.Tensor, last: tf.Tensor | None = None) -> tf.Tensor:
         p = self.p
-        now = tf.cast(step, tf.float32)
+        current = tf.cast(step, tf.float32)
         rate = tf.constant(p.value, tf.float32)
         if p.warmup_steps:
-            rate = p.value * tf.minimum((now + 1.0) / float(p.warmup_steps), 1.0)
-        return self._Decay(rate, now, last)
+            rate = p.value * tf.minimum((current + 1.0) / float(p.warmup_steps), 1.0)
+        return self._Decay(rate, current, last)
 
-    def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
-        """The rate at step `now`, from the one that the warm-up alone would have; float32 scalars. `last`: see Value.
+    def _Decay(self, rate: tf.Tensor, step: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
+        """The rate at a step, from the one that the warm-up alone would have; float32 scalars. `last`: see Value.
 
         It is the same until the warm-up is over.
         """
@@ -91,7 +91,7 @@ class WarmupSchedule(LearningRateSchedule):
 class Constant(WarmupSchedule):
     """`value`, after the warm-up."""
 
-    def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
+    def _Decay(self, rate: tf.Tensor, step: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
         return rate
 
 
@@ -116,9 +116,9 @@ class InverseSqrt(WarmupSchedule):
             why = f"must be 0, or at least warmup_steps={p.warmup_steps}: the rate cannot rise and decay at once"
             raise checks.ParamError("decay_start", str(p.decay_start), why)
 
-    def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
+    def _Decay(self, rate: tf.Tensor, step: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
         start = float(self.p.decay_start or max(self.p.warmup_steps, 1))
-        return rate * tf.math.rsqrt(tf.maximum(now / start, 1.0))
+        return rate * tf.math.rsqrt(tf.maximum(step / start, 1.0))
 
 
 class _ToTheEnd(WarmupSchedule):
@@ -148,17 +148,17 @@ class _ToTheEnd(WarmupSchedule):
     def ends_with_run(self) -> bool:
         return not self.p.total_steps
 
-    def _Decay(self, rate: tf.Tensor, now: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
+    def _Decay(self, rate: tf.Tensor, step: tf.Tensor, last: tf.Tensor | None) -> tf.Tensor:
         p = self.p
         if p.total_steps:
             start = max(self._Start(float(p.total_steps)), float(p.warmup_steps))
-            done = (now - start) / float(max(p.total_steps - start, 1))
+            done = (step - start) / float(max(p.total_steps - start, 1))
         elif last is None:
-            done = tf.zeros_like(now)
+            done = tf.zeros_like(step)
         else:
             end = tf.cast(last, tf.float32)
             start = tf.maximum(self._Start(end), float(p.warmup_steps))
-            done = tf.where(end > 0.0, (now - start) / tf.maximum(end - start, 1.0), 0.0)
+            done = tf.where(end > 0.0, (step - start) / tf.maximum(end - start, 1.0), 0.0)
         falling = self._Fall(rate, tf.clip_by_value(done, 0.0, 1.0))
         return p.final_share * rate + (1.0 - p.final_share) * falling if p.final_share else falling
 

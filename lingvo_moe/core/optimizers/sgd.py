@@ -40,11 +40,16 @@ class Sgd(BaseOptimizer):
         return NestedMap(velocity=slot_spec(spec, "velocity")) if self.p.momentum else NestedMap()
 
     def _UpdateOne(
-        self, spec: VariableSpec, weight: tf.Tensor, grad: tf.Tensor, slot: NestedMap, now: Numbers
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        numbers: Numbers,
     ) -> tuple[kernels.Delta, NestedMap]:
         p = self.p
         if not p.momentum:
-            return kernels.DenseDelta(now.rate * grad), NestedMap()
+            return kernels.DenseDelta(numbers.rate * grad), NestedMap()
         velocity = p.momentum * slot.velocity + grad
         direction = p.momentum * velocity + grad if p.nesterov else velocity
-        return kernels.DenseDelta(now.rate * direction), NestedMap(velocity=velocity)
+        return kernels.DenseDelta(numbers.rate * direction), NestedMap(velocity=velocity)

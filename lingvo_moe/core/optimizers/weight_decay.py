@@ -95,22 +95,22 @@ def _parts(spec: VariableSpec) -> list[VariableSpec]:
 def _agreed(spec: VariableSpec, decayed: dict[str, bool], p: InstantiableParams) -> bool:
     """Whether all parts of a variable decay. Raises ParamError if only some do."""
     parts = [part.path for part in _parts(spec)]
-    kept = [path for path in parts if not decayed[path]]
-    if kept and len(kept) < len(parts):
+    spared = [path for path in parts if not decayed[path]]
+    if spared and len(spared) < len(parts):
         name = "decay_exclude" if p.decay_exclude else "decay_include"
         chosen = next(path for path in parts if decayed[path])
         why = (
-            f"{chosen} decays and {kept[0]} does not, but a pipeline packs both into {spec.path}, which decays as a "
+            f"{chosen} decays and {spared[0]} does not, but a pipeline packs both into {spec.path}, which decays as a "
             "whole; choose patterns that match all variables of as many dimensions, or none of them"
         )
         raise checks.ParamError(name, shown(p.Get(name)), why)
-    return not kept
+    return not spared
 
 
 def is_table(spec: VariableSpec) -> bool:
     """Whether a variable has a row for each id, as embeddings do."""
-    own = spec.letters[spec.stack_dims :]
-    return len(own) > 1 and own[0] in _TABLES
+    letters = spec.letters[spec.stack_dims :]
+    return len(letters) > 1 and letters[0] in _TABLES
 
 
 def own_dims(spec: VariableSpec) -> int:
@@ -121,7 +121,7 @@ def own_dims(spec: VariableSpec) -> int:
 def _matched(name: str, patterns: Sequence[str], specs: Sequence[VariableSpec]) -> set[str]:
     """The paths that some pattern matches. Raises ParamError for a pattern that matches none."""
     paths = {spec.path for spec in specs}
-    found = set()
+    all_matched = set()
     for pattern in patterns:
         matched = {path for path in paths if fnmatchcase(path, pattern)}
         if not matched:
@@ -132,8 +132,8 @@ def _matched(name: str, patterns: Sequence[str], specs: Sequence[VariableSpec]) 
                 "stands for any characters"
             )
             raise checks.ParamError(name, shown(list(patterns)), why)
-        found |= matched
-    return found
+        all_matched |= matched
+    return all_matched
 
 
 @dataclass(frozen=True)

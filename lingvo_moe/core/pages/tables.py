@@ -130,11 +130,11 @@ def pairs(items: Sequence[tuple[str, str]]) -> RichTable:
 
 def lines(table: Table) -> list[str]:
     """The table as lines of text, however wide; columns without a cell are left out."""
-    kept = [i for i in range(len(table.columns)) if any(row[i] for row in table.rows)]
-    rows = [[row[i] for i in kept] for row in table.rows]
+    used = [i for i in range(len(table.columns)) if any(row[i] for row in table.rows)]
+    rows = [[row[i] for i in used] for row in table.rows]
     console = Console(file=io.StringIO(), width=10_000)
     with console.capture() as shown:
-        console.print(terminal(Table([table.columns[i] for i in kept], rows)))
+        console.print(terminal(Table([table.columns[i] for i in used], rows)))
     return [line.rstrip() for line in shown.get().splitlines()]
 
 

@@ -92,21 +92,21 @@ def _give_gradient_to_graph(op: tf.Operation) -> None:
 
 def called_functions(concrete: Any) -> list[Any]:
     """The AtomicFunctions of a ConcreteFunction and of all that it calls; each has a name and a graph."""
-    found: dict[bytes, Any] = {}
+    functions: dict[bytes, Any] = {}
     waiting = [concrete._inference_function]
     while waiting:
         function = waiting.pop()
-        if function.name not in found:
-            found[function.name] = function
+        if function.name not in functions:
+            functions[function.name] = function
             waiting.extend(function.children)
-    return list(found.values())
+    return list(functions.values())
 
 
 def functions_of(op: tf.Operation, attribute: str) -> list[Any]:
     """The AtomicFunctions that an attribute of an operation names, e.g. the branches of a case."""
     value = op.get_attr(attribute)
     named = value if isinstance(value, list) else [value]
-    return [op.graph._get_function(each.name.encode()) for each in named]
+    return [op.graph._get_function(function.name.encode()) for function in named]
 
 
 def function_of(op: tf.Operation, attribute: str) -> Any:
@@ -116,8 +116,8 @@ def function_of(op: tf.Operation, attribute: str) -> Any:
 
 def inner_graphs(graph: tf.Graph) -> dict[str, tf.Graph]:
     """The graphs of the functions that are defined in a graph, by the functions' names."""
-    found = {name: getattr(each, "graph", None) for name, each in graph._functions.items()}
-    return {name: each for name, each in found.items() if each is not None}
+    graphs = {name: getattr(function, "graph", None) for name, function in graph._functions.items()}
+    return {name: inner for name, inner in graphs.items() if inner is not None}
 
 
 def forward_operation(op: tf.Operation) -> tf.Operation | None:
@@ -147,8 +147,8 @@ def bridge_hlo(concrete: Any, definitions: Sequence[Any], specs: Sequence[tf.Ten
     """
     runtime = context.Context()
     runtime.set_visible_devices([], "GPU")
-    for each in definitions:
-        runtime.add_function_def(each)
+    for definition in definitions:
+        runtime.add_function_def(definition)
     return runtime.get_compiler_ir(
         device_name="/job:localhost/replica:0/task:0/device:CPU:0",
         platform_name="CPU",

@@ -291,16 +291,16 @@ def _check_dimension(what: str, dimension: int, shape: list[int | None]) -> None
 
 def _check_devices(what: str, devices: list[int], mesh: Mesh) -> None:
     """Raises unless `devices` holds every device of the mesh exactly once; the message says which not."""
-    known = set(range(mesh.size))
+    expected = set(range(mesh.size))
     problems = {
-        "unknown": sorted(set(devices) - known),
-        "twice": sorted({d for d in devices if d in known and devices.count(d) > 1}),
-        "missing": sorted(known - set(devices)),
+        "unknown": sorted(set(devices) - expected),
+        "twice": sorted({d for d in devices if d in expected and devices.count(d) > 1}),
+        "missing": sorted(expected - set(devices)),
     }
-    found = "; ".join(f"{kind}: {wrong}" for kind, wrong in problems.items() if wrong)
-    if found:
+    faults = "; ".join(f"{kind}: {wrong}" for kind, wrong in problems.items() if wrong)
+    if faults:
         raise ShardingError(
-            f"{what}: holds devices {devices}, expected each of 0..{mesh.size - 1} once ({found})"
+            f"{what}: holds devices {devices}, expected each of 0..{mesh.size - 1} once ({faults})"
         )
 
 

@@ -11,15 +11,15 @@ from lingvo_moe.core.sharding.mesh import current_mesh, single_device, use_mesh
 
 
 def stacked_rows(
-    rows: Sequence[Callable[[tf.Tensor], tf.Tensor]], given: tf.Tensor, axis: Axis
+    rows: Sequence[Callable[[tf.Tensor], tf.Tensor]], x: tf.Tensor, axis: Axis
 ) -> tf.Tensor:
-    """`tf.stack([row(given) for row in rows])` for rows that are vectors, sharded by rows.
+    """`tf.stack([row(x) for row in rows])` for rows that are vectors, sharded by rows.
 
     Where the mesh in force has one device along `axis` for each row, a device computes its own row alone.
 
     Args:
-        rows: functions of `given` whose results have one shape [P] and type. They annotate nothing.
-        given: a tensor that every row sees.
+        rows: functions of `x` whose results have one shape [P] and type. They annotate nothing.
+        x: a tensor that every row sees.
         axis: the mesh axis or axes of the rows, or None.
 
     Raises:
@@ -28,12 +28,12 @@ def stacked_rows(
     mesh, axes = current_mesh(), axes_of(axis)
     if mesh is None or mesh.size == 1 or not axes or mesh.axis_size(axes) != len(rows):
         with use_mesh(single_device()):
-            stacked = tf.stack([row(given) for row in rows])
+            stacked = tf.stack([row(x) for row in rows])
         if mesh is None or mesh.size == 1 or not axes:
             return stacked
         return mesh_split(stacked, mesh, (axes, None))
 
-    def own(local: tf.Tensor) -> tf.Tensor:
+    def own_row(local: tf.Tensor) -> tf.Tensor:
         index = tf.constant(0)
         for name in axes:
             index = index * mesh.axis_size(name) + device_index(name, mesh)
@@ -41,5 +41,5 @@ def stacked_rows(
             branches = [lambda row=row: row(local)[tf.newaxis] for row in rows]
             return tf.switch_case(index, branches)
 
-    region = manual_region(own, [(None,) * given.shape.rank], (axes, None), mesh)
-    return region(given)
+    region = manual_region(own_row, [(None,) * x.shape.rank], (axes, None), mesh)
+    return region(x)

@@ -98,18 +98,20 @@ def split_over_copies(
     if mesh.size == 1 or not free_dims:
         return split
     axes = [axes_of(axis) for axis in split]
-    held = [size // mesh.axis_size(each) for size, each in zip(shape, axes, strict=True)]
-    used = {a for each in axes for a in each}
+    local_sizes = [
+        size // mesh.axis_size(dim_axes) for size, dim_axes in zip(shape, axes, strict=True)
+    ]
+    used = {a for dim_axes in axes for a in dim_axes}
     copies = tuple(a for a in mesh.axis_names if a not in used and mesh.axis_size(a) > 1)
     by_size = sorted(copies, key=lambda a: -mesh.axis_size(a))
-    together = any(held[d] % mesh.axis_size(copies) == 0 for d in free_dims)
+    together = any(local_sizes[d] % mesh.axis_size(copies) == 0 for d in free_dims)
     order = sorted(free_dims, key=lambda d: (bool(axes[d]), d))
     for more in [copies] if together else [(axis,) for axis in by_size]:
         parts = mesh.axis_size(more)
-        dim = next((d for d in order if held[d] % parts == 0), None)
+        dim = next((d for d in order if local_sizes[d] % parts == 0), None)
         if dim is not None:
             axes[dim] += more
-            held[dim] //= parts
+            local_sizes[dim] //= parts
     return tuple(map(axis_of, axes))
 
 

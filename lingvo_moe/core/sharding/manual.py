@@ -67,7 +67,7 @@ def manual_region(
     """
 
     def region(*tensors: tf.Tensor) -> Any:
-        own = mesh_of("manual_region", mesh)
+        region_mesh = mesh_of("manual_region", mesh)
         if len(tensors) != len(in_mappings):
             raise ShardingError(
                 f"manual_region: {len(tensors)} tensors for {len(in_mappings)} in_mappings "
@@ -79,17 +79,17 @@ def manual_region(
                     f"manual_region: a function that is mapped over axis {traced_slices()[-1].axis!r} (core/sharding/"
                     f"vectorized.py) cannot have a region of axis {axis!r} alone; use one of all axes"
                 )
-            return _of_each_slice(fn, in_mappings, out_mappings, own, tensors)
+            return _of_each_slice(fn, in_mappings, out_mappings, region_mesh, tensors)
         local = [
-            auto_to_manual(t, mapping, own, axis)
+            auto_to_manual(t, mapping, region_mesh, axis)
             for t, mapping in zip(tensors, in_mappings, strict=True)
         ]
-        with use_mesh(own):
+        with use_mesh(region_mesh):
             results = fn(*local)
         single = not isinstance(results, (tuple, list))
         outs = [out_mappings] if single else _mappings(out_mappings, len(results))
         full = [
-            manual_to_auto(_tensor(t), mapping, None, own, axis)
+            manual_to_auto(_tensor(t), mapping, None, region_mesh, axis)
             for t, mapping in zip([results] if single else results, outs, strict=True)
         ]
         return full[0] if single else tuple(full)
@@ -250,9 +250,9 @@ def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | str | None = None) ->
         return tensor
     axes = axes_of(axis)
     rest = (None,) * tensor.shape.rank
-    kept = tuple(a for a in mesh.axis_names if a not in axes) or None
-    each = manual_to_auto(tensor[tf.newaxis, tf.newaxis], (axes, kept, *rest), None, mesh)
-    local = auto_to_manual(tf.reduce_sum(each, 0), (kept, *rest), mesh)
+    others = tuple(a for a in mesh.axis_names if a not in axes) or None
+    slices = manual_to_auto(tensor[tf.newaxis, tf.newaxis], (axes, others, *rest), None, mesh)
+    local = auto_to_manual(tf.reduce_sum(slices, 0), (others, *rest), mesh)
     return tf.reshape(local, tensor.shape)
 
 
@@ -279,8 +279,8 @@ def rotate(tensor: tf.Tensor, axis: str, mesh: Mesh | str | None = None, by: int
     devices = np.roll(mesh.device_array(), by, mesh.axis_names.index(axis))
     turned = Mesh(mesh.axis_names, mesh.shape, tuple(devices.flatten().tolist()))
     mapping = (*mesh.axis_names, *(None,) * tensor.shape.rank)
-    each = manual_to_auto(tensor[(tf.newaxis,) * len(mesh.shape)], mapping, None, mesh)
-    return tf.reshape(auto_to_manual(each, mapping, turned), tensor.shape)
+    full = manual_to_auto(tensor[(tf.newaxis,) * len(mesh.shape)], mapping, None, mesh)
+    return tf.reshape(auto_to_manual(full, mapping, turned), tensor.shape)
 
 
 def _enter(tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh) -> tf.Tensor:
@@ -298,8 +298,10 @@ def _enter(tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh) -> tf.Tensor:
                 return _leave(dlocal, mapping, x.shape.as_list(), mesh)
             # Each copy has its own gradient. The operator's registered gradient takes one of them;
             # correct is their sum.
-            each = _leave(dlocal[tf.newaxis], (copies, *mapping), [-1, *x.shape.as_list()], mesh)
-            return mesh_split(tf.reduce_sum(each, 0), mesh, mapping)
+            gradients = _leave(
+                dlocal[tf.newaxis], (copies, *mapping), [-1, *x.shape.as_list()], mesh
+            )
+            return mesh_split(tf.reduce_sum(gradients, 0), mesh, mapping)
 
         return local, grad
 
@@ -339,8 +341,8 @@ def _enter_axis(
             annotated, _proto(mesh, mapping), dim=inside.index(axis), name="auto_to_manual"
         )
     # Copies: a new dimension of them, whose gradient is the sum.
-    each = tf.broadcast_to(tensor, [mesh.axis_size(axis), *tensor.shape])
-    return _enter_axis(what, each, (axis, *mapping), mesh, axis)[0]
+    copies = tf.broadcast_to(tensor, [mesh.axis_size(axis), *tensor.shape])
+    return _enter_axis(what, copies, (axis, *mapping), mesh, axis)[0]
 
 
 def _only(what: str, mapping: DimsMapping, mesh: Mesh, axis: str) -> DimsMapping:
@@ -395,15 +397,15 @@ def _tensor(result: Any) -> tf.Tensor:
 
 def _mappings(out_mappings: Any, count: int) -> Sequence[DimsMapping]:
     """Checks that there is one mapping for each of several results, and returns them."""
-    each = out_mappings if isinstance(out_mappings, (tuple, list)) else ()
-    if not each or not all(isinstance(m, (tuple, list)) for m in each):
+    mappings = out_mappings if isinstance(out_mappings, (tuple, list)) else ()
+    if not mappings or not all(isinstance(m, (tuple, list)) for m in mappings):
         raise ShardingError(
             f"manual_region: the function returns {count} results, but out_mappings is one mapping, "
             f"{out_mappings!r}; give a list of {count}"
         )
-    if len(each) != count:
-        raise ShardingError(f"manual_region: {count} results for {len(each)} out_mappings")
-    return each
+    if len(mappings) != count:
+        raise ShardingError(f"manual_region: {count} results for {len(mappings)} out_mappings")
+    return mappings
 
 
 def _proto(mesh: Mesh, mapping: DimsMapping) -> bytes:

@@ -157,8 +157,10 @@ class _Walk:
 
     def _Branches(self, graph: Any, op: Any, inputs: list[_Kind]) -> list[_Kind]:
         graphs = [g for attr in _BRANCHES[op.type] for g in _inner(op, attr)]
-        each = [self.Function(g, inputs[1:]) for g in graphs]
-        joined = [self._Join(op, [(t, k) for k in kinds]) for t, *kinds in zip(op.outputs, *each)]
+        results = [self.Function(g, inputs[1:]) for g in graphs]
+        joined = [
+            self._Join(op, [(t, k) for k in kinds]) for t, *kinds in zip(op.outputs, *results)
+        ]
         return self._Decided(op, inputs[0], joined)
 
     def _Decided(self, op: Any, decision: _Kind, kinds: list[_Kind]) -> list[_Kind]:

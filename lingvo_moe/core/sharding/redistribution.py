@@ -58,15 +58,15 @@ def redistribute(
         raise ShardingError(f"{what}): the shape {shape} is not static, so no plan can be made")
     layouts = []
     for name, value in (("source", source), ("target", target)):
-        own, mapping = _layout(value, mesh)
+        layout_mesh, mapping = _layout(value, mesh)
         argument = f"{what}, {name}={mapping})"
-        if own.size != ambient.size:
+        if layout_mesh.size != ambient.size:
             raise ShardingError(
-                f"{argument}: mesh {own} has {own.size} devices, but the mesh in force, {ambient}, "
+                f"{argument}: mesh {layout_mesh} has {layout_mesh.size} devices, but the mesh in force, {ambient}, "
                 f"has {ambient.size}"
             )
-        check_mapping(argument, shape.as_list(), mapping, own)
-        layouts.append((own, tuple(mapping)))
+        check_mapping(argument, shape.as_list(), mapping, layout_mesh)
+        layouts.append((layout_mesh, tuple(mapping)))
     if ambient.size == 1:
         return tensor
     _check_source(f"{what}, source={layouts[0][1]})", tensor, layouts[0])

@@ -208,8 +208,8 @@ class _Search:
         for dim, atoms in enumerate(state):
             for more in self._Cuts(grid, dim, atoms, free):
                 yield _changed(node, {dim: atoms + more}), (SLICE, 0, 1, (dim,))
-            for kept in range(len(atoms)):
-                left, moved = atoms[:kept], atoms[kept:]
+            for num_left in range(len(atoms)):
+                left, moved = atoms[:num_left], atoms[num_left:]
                 if not self._Aligned(grid, dim, left, atoms):
                     continue
                 ways = grid.Ways(moved)
@@ -334,15 +334,15 @@ def _factorings(mesh: Mesh) -> list[_Factoring]:
 
 def _prime_factors(size: int) -> list[tuple[int, ...]]:
     """All orders of the prime factors of a number, the ascending one first."""
-    found, n = [], 2
+    factors, n = [], 2
     while size > 1:
         while size % n == 0:
-            found.append(n)
+            factors.append(n)
             size //= n
         n += 1
-    if len(set(found)) <= 1:
-        return [tuple(found)]
-    return list(dict.fromkeys(itertools.islice(itertools.permutations(found), 5040)))
+    if len(set(factors)) <= 1:
+        return [tuple(factors)]
+    return list(dict.fromkeys(itertools.islice(itertools.permutations(factors), 5040)))
 
 
 def _atom_set(factoring: _Factoring) -> set[tuple[int, bytes]]:

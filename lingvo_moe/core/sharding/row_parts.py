@@ -24,15 +24,15 @@ def rows_spread_over(mesh: Mesh, axes: tuple[str, ...]) -> contextlib.AbstractCo
 
 def num_row_parts() -> int:
     """The number of devices over which the rows of a local batch are spread; 1 outside of `rows_spread_over`."""
-    found = _spread.get()
-    return 1 if found is None else found[0].axis_size(found[1])
+    spread = _spread.get()
+    return 1 if spread is None else spread[0].axis_size(spread[1])
 
 
 def sum_over_row_parts(local: tf.Tensor) -> tf.Tensor:
     """The sum of a tensor over the devices that have other rows; the tensor itself outside of `rows_spread_over`."""
-    found = _spread.get()
-    if found is None or num_row_parts() == 1:
+    spread = _spread.get()
+    if spread is None or num_row_parts() == 1:
         return local
-    mesh, axes = found
+    mesh, axes = spread
     with use_mesh(mesh):
         return all_reduce(local, axes, mesh)

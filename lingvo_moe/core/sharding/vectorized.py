@@ -86,7 +86,7 @@ def as_one_operation(
     count = len(tensors)
 
     @private.custom_gradient
-    def run(*given: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
+    def run(*arguments: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
         def grad(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
             def plain_gradients(*args: tf.Tensor) -> list[tf.Tensor]:
                 return [tf.identity(args[i]) for i in floating]
@@ -103,11 +103,11 @@ def as_one_operation(
 
                 return gradients
 
-            found = _operation(plain_gradients, mapped_gradients, [*given, *upstream])
-            by_index = dict(zip(floating, found, strict=True))
+            grads = _operation(plain_gradients, mapped_gradients, [*arguments, *upstream])
+            by_index = dict(zip(floating, grads, strict=True))
             return [by_index.get(i) for i in range(count)]
 
-        return _operation(plain, mapped, given), grad
+        return _operation(plain, mapped, arguments), grad
 
     return list(run(*tensors))
 
@@ -118,10 +118,10 @@ def _operation(
     """A call of `plain` that becomes one of `mapped` when the function around it is converted."""
     results = tf.function(lambda *args: list(plain(*args)), autograph=False)(*tensors)
 
-    def convert(given: Any) -> list[Any]:
+    def convert(pfor_input: Any) -> list[Any]:
         with tracing_all_slices() as one:
             args = [
-                tf.ensure_shape(_stacked(given.input(i), one.count), [one.count, *t.shape])
+                tf.ensure_shape(_stacked(pfor_input.input(i), one.count), [one.count, *t.shape])
                 for i, t in enumerate(tensors)
             ]
             return [pfor.wrap(result, True) for result in mapped(one.axis)(*args)]
@@ -136,23 +136,23 @@ def _converters(mesh: Mesh, axis: str, count: int) -> contextlib.AbstractContext
     return private.converting(
         {
             # TensorFlow has none.
-            "Bitcast": lambda given: pfor.wrap(
-                tf.bitcast(given.stacked_input(0), given.get_attr("type")), True
+            "Bitcast": lambda pfor_input: pfor.wrap(
+                tf.bitcast(pfor_input.stacked_input(0), pfor_input.get_attr("type")), True
             ),
-            "GatherV2": lambda given: _gather(given, usual),
+            "GatherV2": lambda pfor_input: _gather(pfor_input, usual),
             "PadV2": _pad,
-            "StatelessWhile": lambda given: _while(given, count),
-            "UnsortedSegmentSum": lambda given: _segment_sum(given, count),
-            "While": lambda given: _while(given, count),
-            "XlaDynamicUpdateSlice": lambda given: _update(given, count),
-            "XlaSharding": lambda given: _annotation(given, mesh, axis),
+            "StatelessWhile": lambda pfor_input: _while(pfor_input, count),
+            "UnsortedSegmentSum": lambda pfor_input: _segment_sum(pfor_input, count),
+            "While": lambda pfor_input: _while(pfor_input, count),
+            "XlaDynamicUpdateSlice": lambda pfor_input: _update(pfor_input, count),
+            "XlaSharding": lambda pfor_input: _annotation(pfor_input, mesh, axis),
         }
     )
 
 
-def _annotation(given: Any, mesh: Mesh, axis: str) -> Any:
-    x = given.stacked_input(0)
-    parts = read_tiles(given.get_attr("sharding"), x.shape.rank - 1, mesh)
+def _annotation(pfor_input: Any, mesh: Mesh, axis: str) -> Any:
+    x = pfor_input.stacked_input(0)
+    parts = read_tiles(pfor_input.get_attr("sharding"), x.shape.rank - 1, mesh)
     assert parts is not None
     return pfor.wrap(tile(x, _with_leading(parts, mesh, axis), mesh), True)
 
@@ -175,50 +175,50 @@ def _with_leading(parts: np.ndarray, mesh: Mesh, axis: str) -> np.ndarray:
     return np.moveaxis(copies.reshape([*parts.shape[:-1], size, -1]), -2, 0)
 
 
-def _pad(given: Any) -> Any:
+def _pad(pfor_input: Any) -> Any:
     """TensorFlow's own pads with zeros, whatever `constant_values` are."""
-    x, paddings = given.stacked_input(0), given.unstacked_input(1)
+    x, paddings = pfor_input.stacked_input(0), pfor_input.unstacked_input(1)
     paddings = tf.concat([[[0, 0]], paddings], 0)
-    return pfor.wrap(tf.pad(x, paddings, constant_values=given.unstacked_input(2)), True)
+    return pfor.wrap(tf.pad(x, paddings, constant_values=pfor_input.unstacked_input(2)), True)
 
 
-def _gather(given: Any, otherwise: Callable[[Any], Any]) -> Any:
+def _gather(pfor_input: Any, otherwise: Callable[[Any], Any]) -> Any:
     """Gathers once if all slices take the same places; TensorFlow's own conversion gathers for each slice."""
-    (x, stacked, _), (places, by_slice, _) = given.input(0), given.input(1)
-    axis = tf.get_static_value(given.unstacked_input(2))
-    if not stacked or by_slice or given.get_attr("batch_dims") or axis is None or axis < 0:
-        return otherwise(given)
+    (x, stacked, _), (places, by_slice, _) = pfor_input.input(0), pfor_input.input(1)
+    axis = tf.get_static_value(pfor_input.unstacked_input(2))
+    if not stacked or by_slice or pfor_input.get_attr("batch_dims") or axis is None or axis < 0:
+        return otherwise(pfor_input)
     return pfor.wrap(tf.gather(x, places, axis=int(axis) + 1), True)
 
 
-def _segment_sum(given: Any, count: int) -> Any:
+def _segment_sum(pfor_input: Any, count: int) -> Any:
     """Sums within each slice; in TensorFlow's own, one sum over all, the partitioner would not see the slices."""
-    rows, places = (_stacked(given.input(i), count) for i in (0, 1))
-    num = tf.cast(given.unstacked_input(2), tf.int32)
-    kept = rows.shape[places.shape.rank :]
+    rows, places = (_stacked(pfor_input.input(i), count) for i in (0, 1))
+    num = tf.cast(pfor_input.unstacked_input(2), tf.int32)
+    row_shape = rows.shape[places.shape.rank :]
     slices = tf.reshape(tf.range(count), [count] + [1] * (places.shape.rank - 1))
     slices = tf.broadcast_to(slices, places.shape)
     index = tf.stack([slices, tf.cast(places, tf.int32)], -1)
-    return pfor.wrap(tf.scatter_nd(index, rows, tf.stack([count, num, *kept])), True)
+    return pfor.wrap(tf.scatter_nd(index, rows, tf.stack([count, num, *row_shape])), True)
 
 
-def _update(given: Any, count: int) -> Any:
+def _update(pfor_input: Any, count: int) -> Any:
     """Takes one place for all slices; TensorFlow has none."""
-    x, part = (_stacked(given.input(i), count) for i in (0, 1))
-    place = tf.concat([[0], given.unstacked_input(2)], 0)
+    x, part = (_stacked(pfor_input.input(i), count) for i in (0, 1))
+    place = tf.concat([[0], pfor_input.unstacked_input(2)], 0)
     return pfor.wrap(gen_xla_ops.xla_dynamic_update_slice(x, part, place), True)
 
 
-def _while(given: Any, count: int) -> list[Any]:
+def _while(pfor_input: Any, count: int) -> list[Any]:
     """A loop that runs equally often for all slices: TensorFlow's own has none of static shapes."""
-    cond, body = (private.function_of(given.op, attr) for attr in ("cond", "body"))
-    stacked = [x.is_stacked for x in given.inputs]
-    while (found := _depending(body, stacked)) != stacked:
-        stacked = found
+    cond, body = (private.function_of(pfor_input.op, attr) for attr in ("cond", "body"))
+    stacked = [x.is_stacked for x in pfor_input.inputs]
+    while (dependent := _depending(body, stacked)) != stacked:
+        stacked = dependent
 
     def converted(function: Any, args: Sequence[tf.Tensor]) -> list[Any]:
         inner = pfor.PFor(
-            loop_var=given.pfor.loop_var,
+            loop_var=pfor_input.pfor.loop_var,
             loop_len=count,
             pfor_ops=function.graph.get_operations(),
             fallback_to_while_loop=False,
@@ -230,7 +230,7 @@ def _while(given: Any, count: int) -> list[Any]:
     def again(*args: tf.Tensor) -> tf.Tensor:
         (decision,) = converted(cond, args)
         if decision.is_stacked:
-            raise ValueError(f"{given.op.name}: the loop's length differs between slices")
+            raise ValueError(f"{pfor_input.op.name}: the loop's length differs between slices")
         return decision.t
 
     def step(*args: tf.Tensor) -> list[tf.Tensor]:
@@ -242,7 +242,7 @@ def _while(given: Any, count: int) -> list[Any]:
 
     start = [
         _stacked(x, count) if of_slice else x.t
-        for x, of_slice in zip(given.inputs, stacked, strict=True)
+        for x, of_slice in zip(pfor_input.inputs, stacked, strict=True)
     ]
     results = tf.while_loop(again, step, start)
     return [pfor.wrap(x, of_slice) for x, of_slice in zip(results, stacked, strict=True)]
@@ -259,14 +259,14 @@ def _depending(body: Any, stacked: list[bool]) -> list[bool]:
 def _inputs_of(graph: Any, tensor: Any) -> set[int]:
     """The inputs of a function's graph that a tensor in it depends on, by their numbers."""
     numbers = {id(x): i for i, x in enumerate(graph.inputs)}
-    waiting, seen, found = [tensor], set(), set()
+    waiting, seen, numbers_of_inputs = [tensor], set(), set()
     while waiting:
         x = waiting.pop()
         if id(x) in seen:
             continue
         seen.add(id(x))
         if id(x) in numbers:
-            found.add(numbers[id(x)])
+            numbers_of_inputs.add(numbers[id(x)])
             continue
         inputs = set(range(len(x.op.inputs)))
         if x.op.type in ("PartitionedCall", "StatefulPartitionedCall"):
@@ -275,17 +275,17 @@ def _inputs_of(graph: Any, tensor: Any) -> set[int]:
         elif x.op.type in ("StatelessWhile", "While"):
             inputs = _inputs_of_loop(private.function_of(x.op, "body").graph, x.value_index)
         waiting += [x.op.inputs[i] for i in inputs]
-    return found
+    return numbers_of_inputs
 
 
 def _inputs_of_loop(body: Any, variable: int) -> set[int]:
     """The variables whose start a loop's variable depends on, in a loop that runs equally often for all slices."""
-    found, waiting = {variable}, [variable]
+    variables, waiting = {variable}, [variable]
     while waiting:
-        new = _inputs_of(body, body.outputs[waiting.pop()]) - found
-        found |= new
+        new = _inputs_of(body, body.outputs[waiting.pop()]) - variables
+        variables |= new
         waiting += new
-    return found
+    return variables
 
 
 def _stacked(x: Any, count: int) -> tf.Tensor:

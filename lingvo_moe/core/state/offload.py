@@ -80,8 +80,8 @@ def check_offload(
         if item == ACTIVATIONS:
             why = "" if any(loops(task)) else "no layers are repeated in a loop (task.repeat=True)"
         elif item in (SLOTS, MASTER):
-            found = [s for s in there if item == SLOTS or s.path.endswith(f".{MASTER}")]
-            why = "" if found else "no stack of layers has such slots"
+            offloaded = [s for s in there if item == SLOTS or s.path.endswith(f".{MASTER}")]
+            why = "" if offloaded else "no stack of layers has such slots"
         else:
             why = _why_no_weights(item, theta, task.DeclaredParts())
             if not why and averaged:

@@ -58,7 +58,7 @@ def join_parts(
         known |= {f"{name}/{path}": d for path, d in read_manifest(part, _PART).items()}
     arrays.join(step, processes)
     step.Write(ABOUT, json.dumps(about).encode())
-    write_manifest(step, LIST, digest=XXH128, known=known)
+    write_manifest(step, LIST, digest=XXH128, digests=known)
     return _digest(step)
 
 

@@ -45,10 +45,10 @@ def needed(path: str, names: Sequence[str], context: NestedMap | None) -> Nested
     """
     for name in names:
         if context is None or name not in context:
-            given = ", ".join(sorted(context or {})) or "none"
+            entries = ", ".join(sorted(context or {})) or "none"
             raise ValueError(
                 f"{path} routes by {name} ({CONTEXT[name]}): it must be in `context`, int32 [B,T]; "
-                f"given: {given}"
+                f"given: {entries}"
             )
     return NestedMap({name: context[name] for name in names}) if context and names else None
 
@@ -191,22 +191,22 @@ class Router(BaseLayer):
         E = self.p.num_experts
         if not choice.limited:
             capacity = None
-        position, kept = choice.position, choice.wanted
+        position, kept_GSk = choice.position, choice.wanted
         if position is None and capacity is not None:
-            counted = kept if choice.counted is None else choice.counted
+            counted = kept_GSk if choice.counted is None else choice.counted
             position, fits = assign_slots(choice.expert_index, counted, E, capacity)
-            kept = fits if choice.counted is None else kept * fits
-        gate = choice.Gate(kept)
+            kept_GSk = fits if choice.counted is None else kept_GSk * fits
+        gate = choice.Gate(kept_GSk)
         terms = choice.losses() if measured else ()
         aux_loss, metrics = aux_loss_of(terms), NestedMap()
         if measured:
-            metrics = routing_metrics(choice, gate, kept, E, capacity)
+            metrics = routing_metrics(choice, gate, kept_GSk, E, capacity)
             add_losses(metrics, aux_loss, terms)
         return Routing(
             choice.expert_index,
             gate,
             position,
-            kept,
+            kept_GSk,
             E,
             capacity,
             aux_loss,
