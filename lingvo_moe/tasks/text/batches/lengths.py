@@ -21,7 +21,7 @@ _MOST_READ = 500_000  # pairs, which memory holds
 class Loss:
     """The pairs that rows do not hold."""
 
-    share: float  # of all pairs
+    share: float  # the share of all pairs
     # `worst`, `worst_share`: the language that loses the largest share of its pairs, and that share.
     worst: str
     worst_share: float
@@ -42,9 +42,9 @@ class Loss:
 
     def __str__(self) -> str:
         """The share, the parameters, and the values that would keep nearly all, as the trainer takes them."""
-        now = ", ".join(f"{name}={n}" for name, n in zip(self.names, self.rows))
+        current = ", ".join(f"{name}={n}" for name, n in zip(self.names, self.rows))
         return (
-            f"{self.share:.1%} of the {'pairs' if len(self.rows) > 1 else 'texts'} are longer than a row ({now}), "
+            f"{self.share:.1%} of the {'pairs' if len(self.rows) > 1 else 'texts'} are longer than a row ({current}), "
             f"{self.worst_share:.1%} of {self.worst}: "
             f"--model_params_override='{self.settings}' keeps {KEPT:.0%}, for longer steps and more memory"
         )
@@ -55,13 +55,13 @@ class Lengths:
     """The positions that pairs need in a row."""
 
     # int32 [2, N] by language, for source and target; or [1, N], for rows that hold the target alone
-    of: Mapping[str, np.ndarray]
-    pairs: int  # all pairs. Of more than some 500,000, `of` is a sample
+    by_lang: Mapping[str, np.ndarray]
+    pairs: int  # all pairs. Of more than some 500,000, `by_lang` is a sample
 
     @property
     def all(self) -> np.ndarray:
         """int32 [2 or 1, N], those of all languages."""
-        return np.concatenate(list(self.of.values()), axis=1)
+        return np.concatenate(list(self.by_lang.values()), axis=1)
 
     @property
     def is_sample(self) -> bool:
@@ -70,22 +70,24 @@ class Lengths:
 
     def LastSides(self, number: int) -> "Lengths":
         """The lengths of the last sides: of both for 2, of the target alone for 1."""
-        return Lengths({lang: needed[-number:] for lang, needed in self.of.items()}, self.pairs)
+        return Lengths(
+            {lang: needed[-number:] for lang, needed in self.by_lang.items()}, self.pairs
+        )
 
     def Percentiles(self) -> dict[str, list[int]]:
         """PERCENTILES of each side; the last is the longest."""
-        found = np.percentile(self.all, PERCENTILES, axis=1, method="inverted_cdf").astype(int).T
-        return dict(zip(("source", "target")[-len(found) :], found.tolist()))
+        sides = np.percentile(self.all, PERCENTILES, axis=1, method="inverted_cdf").astype(int).T
+        return dict(zip(("source", "target")[-len(sides) :], sides.tolist()))
 
     def Loss(self, rows: tuple[int, ...]) -> "Loss":
         """The pairs too long for rows of a source and a target length; or of a target length, without a source."""
         lengths = self.LastSides(len(rows))
-        shares = {lang: _too_long(needed, rows) for lang, needed in lengths.of.items()}
+        shares = {lang: _too_long(needed, rows) for lang, needed in lengths.by_lang.items()}
         worst = max(shares, key=lambda lang: shares[lang])
         share, enough = _too_long(lengths.all, rows), lengths.RowLengths(least=rows)
         return Loss(share, worst, shares[worst], rows, enough, NAMES[-len(rows) :])
 
-    def RowLengths(self, least: tuple[int, ...] = (), kept: float = KEPT) -> tuple[int, ...]:
+    def RowLengths(self, least: tuple[int, ...] = (), share: float = KEPT) -> tuple[int, ...]:
         """The length of each side of the shortest rows, in sum, that hold a share of the pairs.
 
         No length is below its own of `least`, 1 by default; others are round numbers.
@@ -101,7 +103,7 @@ class Lengths:
         for axis in range(fits.ndim):
             fits = fits.cumsum(axis)
         sums = np.where(
-            fits >= kept * needed.shape[1], sum(np.ix_(*choices)), np.iinfo(np.int64).max
+            fits >= share * needed.shape[1], sum(np.ix_(*choices)), np.iinfo(np.int64).max
         )
         best = np.unravel_index(sums.argmin(), sums.shape)
         return tuple(int(lengths[i]) for lengths, i in zip(choices, best))
@@ -112,7 +114,7 @@ def measure(records: Records, most: int = _MOST_READ) -> Lengths:
     pairs = sum(records.languages.values())
     every = -(-pairs // most)
     sampled = ((lang, records.Lengths(i)[::every]) for i, lang in enumerate(records.languages))
-    return Lengths({lang: found.T.astype(np.int32) + 1 for lang, found in sampled}, pairs)
+    return Lengths({lang: lengths.T.astype(np.int32) + 1 for lang, lengths in sampled}, pairs)
 
 
 def _too_long(needed: np.ndarray, rows: tuple[int, ...]) -> float:

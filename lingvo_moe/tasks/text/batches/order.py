@@ -97,10 +97,10 @@ class PairOrder:
         positions[by_language] = np.concatenate(shuffled(epochs))
         fields = [languages, positions]
         if self._about is not None:
-            of = np.split(by_language, np.cumsum(counts)[:-1])
-            found = [self._about(lang, positions[n]) for lang, n in enumerate(of) if n.size]
-            about = np.empty((_BLOCK, found[0].shape[1]), np.int64)
-            about[by_language] = np.concatenate(found)
+            draws = np.split(by_language, np.cumsum(counts)[:-1])
+            facts = [self._about(lang, positions[n]) for lang, n in enumerate(draws) if n.size]
+            about = np.empty((_BLOCK, facts[0].shape[1]), np.int64)
+            about[by_language] = np.concatenate(facts)
             fields += [*about.T]
         self._drawn = list(zip(*(field.tolist() for field in fields)))
 
@@ -113,9 +113,9 @@ Epoch = tuple[np.ndarray, np.ndarray, Key]
 def shuffled(epochs: Sequence[Epoch]) -> list[np.ndarray]:
     """Positions of the pairs at some indices of each epoch, int64 [N]. A complete epoch has every position once."""
     windows = [list(_windows(*epoch)) for epoch in epochs]
-    indices, sizes, keys = zip(*((w.indices, w.size, w.key) for of in windows for w in of))
+    indices, sizes, keys = zip(*((w.indices, w.size, w.key) for parts in windows for w in parts))
     permuted = iter(permute_each(indices, sizes, keys))
-    return [np.concatenate([w.Positions(next(permuted)) for w in of]) for of in windows]
+    return [np.concatenate([w.Positions(next(permuted)) for w in parts]) for parts in windows]
 
 
 class _Window(NamedTuple):

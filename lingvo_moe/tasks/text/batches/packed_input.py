@@ -177,16 +177,16 @@ class PackedInput(BaseInput):
         p = self.p
         self.CheckSource(p)
         tasks = languages_of(artifacts) if artifacts else None
-        found = scan(p.data_dir, p.languages, progress, self._Field())
+        scanned = scan(p.data_dir, p.languages, progress, self._Field())
         # Vocabularies of another run come with what it knows of its texts.
         run = artifacts or artifacts_of_vocabularies(p.vocab_dir) or RunArtifacts()
-        self._vocabs = self._find_vocabularies(found, progress, run)
-        self._tidied = max(tidied_of(run), 0 if artifacts else found.tidied)
+        self._vocabs = self._find_vocabularies(scanned, progress, run)
+        self._tidied = max(tidied_of(run), 0 if artifacts else scanned.tidied)
         for vocabulary in self._vocabs.values():
             vocabulary.tidied = self._tidied
         self.target_language = target_language(p.data_dir) or target_language_of(run)
-        self._records = prepared_records(found, self._vocabs) or cached_records(
-            found, self._vocabs, self._CacheDir(), progress
+        self._records = prepared_records(scanned, self._vocabs) or cached_records(
+            scanned, self._vocabs, self._CacheDir(), progress
         )
         if self.shape.task_ids:
             if tasks and (more := [name for name in self._records.languages if name not in tasks]):
@@ -195,13 +195,12 @@ class PackedInput(BaseInput):
                     f"{', '.join(more)}; leave them out (input.languages)"
                 )
             self._task_of = task_numbers(list(self._records.languages), tasks)
-        dropped = Counter(found.skipped) + Counter(self._records.dropped)
+        dropped = Counter(scanned.skipped) + Counter(self._records.dropped)
         self.dropped = dict(dropped)
         skipped = f"{dropped.total():,} skipped ({reasons(dropped)})" if dropped else "none skipped"
-        kept = self._records.languages
-        progress(
-            f"{sum(kept.values()):,} {self.WORDS[0]} of {len(kept)} {self.WORDS[1]}, {skipped}{self._TooLong()}"
-        )
+        counts, (texts, languages) = self._records.languages, self.WORDS
+        said = f"{sum(counts.values()):,} {texts} of {len(counts)} {languages}"
+        progress(f"{said}, {skipped}{self._TooLong()}")
         return self
 
     def _TooLong(self) -> str:
@@ -235,11 +234,11 @@ class PackedInput(BaseInput):
         except RuntimeError as e:
             raise DataError(f"no cache directory: {e}; {_CACHE_REMEDY}") from e
 
-    def _find_vocabularies(self, found: Scan, progress: Progress, run: RunArtifacts) -> NestedMap:
+    def _find_vocabularies(self, scanned: Scan, progress: Progress, run: RunArtifacts) -> NestedMap:
         p = self.p
-        given = vocabs_of(run) if run.files else None
-        directory = p.vocab_dir or (found.prepared.vocab_dir if found.prepared else "")
-        if given is None and not directory:
+        saved = vocabs_of(run) if run.files else None
+        directory = p.vocab_dir or (scanned.prepared.vocab_dir if scanned.prepared else "")
+        if saved is None and not directory:
             options = VocabOptions(
                 source_size=p.source_vocab_size,
                 target_size=p.target_vocab_size,
@@ -247,18 +246,18 @@ class PackedInput(BaseInput):
                 max_sentences=p.vocab_sentences,
                 flags=self._VocabFlags,
             )
-            return cached_vocabularies(found, options, self._CacheDir(), progress)
-        sides = found.sides if p.vocab_dir else _SIDES
-        if given is None:
-            if found.prepared and not p.vocab_dir:
-                found.prepared.VerifyVocabularies()
+            return cached_vocabularies(scanned, options, self._CacheDir(), progress)
+        sides = scanned.sides if p.vocab_dir else _SIDES
+        if saved is None:
+            if scanned.prepared and not p.vocab_dir:
+                scanned.prepared.VerifyVocabularies()
             vocabs = self._Load(directory, sides)
         else:
             paths = {side: p.vocab_dir and f"{p.vocab_dir}/{side}.model" for side in _SIDES}
-            vocabs = NestedMap({side: open_vocabulary(given[side], paths[side]) for side in _SIDES})
-            if given["source"] == given["target"]:
+            vocabs = NestedMap({side: open_vocabulary(saved[side], paths[side]) for side in _SIDES})
+            if saved["source"] == saved["target"]:
                 vocabs.source = vocabs.target
-        self._check_sizes(vocabs, found)
+        self._check_sizes(vocabs, scanned)
         return vocabs
 
     def _Field(self) -> str | None:
@@ -299,18 +298,18 @@ class PackedInput(BaseInput):
             NoDevSetError: there are none.
             DataError: they are damaged.
         """
-        dev, known = DevSet(self.p.data_dir, field=self._Field()), self.languages
-        languages = [lang for lang in dev.languages if lang in known]
+        dev, trained = DevSet(self.p.data_dir, field=self._Field()), self.languages
+        languages = [lang for lang in dev.languages if lang in trained]
         if not languages:
             raise NoDevSetError(
                 f"{self.p.data_dir}/dev has {self.WORDS[0]} of {', '.join(dev.languages)}, but of none of the "
-                f"{self.WORDS[1]} that are trained on: {', '.join(known)}"
+                f"{self.WORDS[1]} that are trained on: {', '.join(trained)}"
             )
-        tasks = dict(zip(known, self.task_of or (), strict=False))
+        tasks = dict(zip(trained, self.task_of or (), strict=False))
         groups: dict[str, list[LanguagePairs]] = {name: [] for name in GROUPS}
-        for lang, group in resource_groups({lang: known[lang] for lang in languages}).items():
+        for lang, group in resource_groups({lang: trained[lang] for lang in languages}).items():
             groups[group].append((self._HeldOutPairs(dev[lang]), tasks.get(lang)))
-        groups = {name: [of for of in found if of[0]] for name, found in groups.items()}
+        groups = {name: [item for item in items if item[0]] for name, items in groups.items()}
         return held_out_batches(groups, self._HeldOutSized, self.shape, self.ToBatch)
 
     def _HeldOutPairs(self, pairs: Sequence[tuple[str, str]]) -> Sequence[Any]:
@@ -326,7 +325,7 @@ class PackedInput(BaseInput):
         settings = (self.VOCAB_SETTINGS[side].format(most=size) for side, size in sizes.items())
         return f"--model_params_override='{';'.join(settings)}'"
 
-    def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
+    def _check_sizes(self, vocabs: NestedMap, scanned: Scan) -> None:
         wanted = {side: self.p.Get(f"{side}_vocab_size") for side in self.VOCAB_SETTINGS}
         wrong = {side: vocabs[side] for side, size in wanted.items() if vocabs[side].size != size}
         if not wrong:
@@ -337,8 +336,8 @@ class PackedInput(BaseInput):
             for side, vocabulary in wrong.items()
         ]
         remedy = f"set {self._VocabFlags({side: v.size for side, v in wrong.items()})}"
-        own = found.prepared.vocab_dir if found.prepared else None
-        if all(v.path and own in v.path.parents for v in wrong.values()):
+        prepared_dir = scanned.prepared.vocab_dir if scanned.prepared else None
+        if all(v.path and prepared_dir in v.path.parents for v in wrong.values()):
             flags = " ".join(f"--{side}_vocab_size={wanted[side]}" for side in wrong)
             remedy += f", or run tools.prepare with {flags}"
         raise DataError(f"{'; '.join(mismatches)}: {remedy}")
@@ -369,8 +368,8 @@ class PackedBatches(base_input.BatchIterator):
         self.counts["batches"] += 1
         if self.rows is not None:
             rows = [row if i in self.rows else [] for i, row in enumerate(rows)]
-        held = [[self._read(*place) for place in row] for row in rows]
-        return self._input.ToBatch(held, self._shape)
+        records = [[self._read(*place) for place in row] for row in rows]
+        return self._input.ToBatch(records, self._shape)
 
     def _Sizes(self) -> tuple[Mapping[str, int], Mapping[str, Sequence[int]]]:
         """The numbers of pairs to draw from, of each language and of each of its shards."""

@@ -138,9 +138,9 @@ class Records:
         """
         if language not in self._lengths:
             path = lengths_file(self.directory, self._names[language])
-            found: np.ndarray
+            lengths: np.ndarray
             if path.exists():
-                found = np.memmap(path, LENGTHS, "r")
+                lengths = np.memmap(path, LENGTHS, "r")
             else:
                 if not self._lengths:
                     _log.warning(
@@ -148,13 +148,13 @@ class Records:
                         "again, or a start without this cache, writes them",
                         self.directory,
                     )
-                found = self._Measured(language)
-            self._lengths[language] = np.asarray(found).reshape(-1, 2)
+                lengths = self._Measured(language)
+            self._lengths[language] = np.asarray(lengths).reshape(-1, 2)
         return self._lengths[language]
 
     def _Measured(self, language: int) -> np.ndarray:
         """The lengths of a language, flat, from its records."""
-        found, width = [], self._dtype.itemsize
+        lengths, width = [], self._dtype.itemsize
         for shard, count in enumerate(self.shards[self._names[language]]):
             try:
                 reader = self._open[language].get(shard) or self._Open(language, shard)
@@ -163,11 +163,11 @@ class Records:
                     firsts = b"".join(record[:width] for record in data)
                     source = np.frombuffer(firsts, self._dtype).astype(np.int64)
                     ids = np.fromiter(map(len, data), np.int64, len(data)) // width
-                    found.append(np.stack([source, ids - 1 - source], axis=1).astype(LENGTHS))
+                    lengths.append(np.stack([source, ids - 1 - source], axis=1).astype(LENGTHS))
             except (RuntimeError, ValueError, IndexError) as e:
                 path = shard_file(self.directory, self._names[language], shard)
                 raise DataError(f"{path}: damaged ({e}); {self._remedy}") from e
-        return np.concatenate(found)
+        return np.concatenate(lengths)
 
     def _Open(self, language: int, shard: int) -> ArrayRecordReader:
         is_open, lang = self._open[language], self._names[language]
@@ -255,14 +255,14 @@ def write_contents(
 
     Raises DataError: there is no record at all.
     """
-    kept = {lang: dataclasses.asdict(entry) for lang, entry in entries.items() if entry.records}
-    if not kept:
+    about = {lang: dataclasses.asdict(entry) for lang, entry in entries.items() if entry.records}
+    if not about:
         why = sum((Counter(entry.dropped) for entry in entries.values()), Counter[str]())
         raise DataError(
             "no pair or text is left after tokenisation: "
             f"{why['empty_after_tokenising']:,} have no token on a side, {why['too_long']:,} more than {MAX_IDS:,}"
         )
-    manifest: dict[str, Any] = {"key": key, "dtype": id_dtype(vocabs).str, "languages": kept}
+    manifest: dict[str, Any] = {"key": key, "dtype": id_dtype(vocabs).str, "languages": about}
     files.write_atomic(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
 
 

@@ -122,8 +122,11 @@ def _draw_unit(rng: random.Random) -> Callable[[str], str | None]:
     count = rng.choice((1, 2, 5, rng.randrange(6, 1000), round(rng.uniform(0, 100), 1)))
 
     def say(lang: str) -> str | None:
-        own = localedata.load(lang)["unit_patterns"].get(unit, {}).get("long")
-        if not own or own == localedata.load("root")["unit_patterns"].get(unit, {}).get("long"):
+        here, root = (
+            localedata.load(name)["unit_patterns"].get(unit, {}).get("long")
+            for name in (lang, "root")
+        )
+        if not here or here == root:
             return None
         return units.format_unit(count, unit, length="long", locale=lang)
 
@@ -152,10 +155,10 @@ def _draw_list(rng: random.Random) -> Callable[[str], str | None]:
 
     def say(lang: str) -> str | None:
         names = localedata.load(lang)[section]
-        own = localedata.load(lang)["list_patterns"]
-        if style not in own or any(code not in names for code in codes):
+        patterns = localedata.load(lang)["list_patterns"]
+        if style not in patterns or any(code not in names for code in codes):
             return None
-        if lang != "en" and own[style] == localedata.load("root")["list_patterns"].get(style):
+        if lang != "en" and patterns[style] == localedata.load("root")["list_patterns"].get(style):
             return None
         return format_list([names[code] for code in codes], style, locale=lang)
 

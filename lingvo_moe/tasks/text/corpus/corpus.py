@@ -148,18 +148,18 @@ def _catalogs_by_language(packages: Sequence[str]) -> dict[str, list[tuple[str, 
 
 
 def _languages(options: CorpusOptions, catalogs: dict[str, list]) -> list[str]:
-    known = set(catalogs)
+    available = set(catalogs)
     if any(p.lower() == "babel" for p in options.packages):
         from lingvo_moe.tasks.text.corpus import cldr
 
-        known.update(cldr.cldr_languages())
+        available.update(cldr.cldr_languages())
     for lang in options.langs:
-        if lang not in known:
+        if lang not in available:
             raise DataError(
-                f"--languages: no translations from {lang!r}{did_you_mean(lang, known)};"
+                f"--languages: no translations from {lang!r}{did_you_mean(lang, available)};"
                 " languages are codes such as de or sw"
             )
-    return sorted(set(options.langs) or known)
+    return sorted(set(options.langs) or available)
 
 
 def _collect(lang: str, options: CorpusOptions, catalogs: list[tuple[str, Path]]) -> Iterator[Pair]:

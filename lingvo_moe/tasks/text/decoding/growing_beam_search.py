@@ -57,7 +57,7 @@ class GrowingBeamSearch(FlatBeamSearch):
         """
         if letters is None:
             raise ValueError("a search whose caches grow needs the letters of their dimensions")
-        given = dim(max_lengths_B, 0)
+        num_rows = dim(max_lengths_B, 0)
         max_lengths_B, cache = self.Filled(max_lengths_B, cache, letters)
         state = self.Start(max_lengths_B, BLOCK)
         rows_B = tf.range(dim(max_lengths_B, 0))
@@ -66,25 +66,25 @@ class GrowingBeamSearch(FlatBeamSearch):
             del rows_B
             return self.Unfinished(state)
 
-        def block(rows_B: tf.Tensor, state: NestedMap, cache: NestedMap, found: NestedMap) -> tuple:
+        def block(rows_B: tf.Tensor, state: NestedMap, cache: NestedMap, best: NestedMap) -> tuple:
             state, cache = self._Block(step_fn, state, cache)
-            found = self._Noted(found, rows_B, state)
+            best = self._Noted(best, rows_B, state)
             with tf.name_scope("beam_search/"):
                 rows_B, state, cache = self.Regrown(rows_B, state, cache, letters)
-            return rows_B, state, cache, found
+            return rows_B, state, cache, best
 
-        found = self._NothingFound(max_lengths_B)
-        start = (rows_B, state, cache, found)
+        best = self._NothingFound(max_lengths_B)
+        start = (rows_B, state, cache, best)
         shapes = (
             tf.TensorShape([None]),
             map_structure(open_shape, state, self.STATE_LETTERS),
             map_structure(open_shape, cache, letters),
-            found.Transform(lambda x: x.shape),
+            best.Transform(lambda x: x.shape),
         )
-        _, state, _, found = tf.while_loop(
+        _, state, _, best = tf.while_loop(
             unfinished, block, start, shape_invariants=shapes, parallel_iterations=1
         )
-        return NestedMap(found.Transform(lambda x: x[:given]), steps=state.time)
+        return NestedMap(best.Transform(lambda x: x[:num_rows]), steps=state.time)
 
     def Filled(self, max_lengths_B: tf.Tensor, cache: NestedMap, letters: NestedMap) -> tuple:
         """Adds padding rows at the end where there are too few rows: see `_least`."""
@@ -141,8 +141,10 @@ class GrowingBeamSearch(FlatBeamSearch):
             return y
 
         flat = BLOCK * self.J
-        state = map_structure(lambda x, own: regrown(x, own, "S", flat), state, self.STATE_LETTERS)
-        cache = map_structure(lambda x, own: regrown(x, own, "L", BLOCK), cache, letters)
+        state = map_structure(
+            lambda x, dims: regrown(x, dims, "S", flat), state, self.STATE_LETTERS
+        )
+        cache = map_structure(lambda x, dims: regrown(x, dims, "L", BLOCK), cache, letters)
         return regrown(rows_B, "B", "", 0), state, cache
 
     def _Staying(self, done_B: tf.Tensor) -> tf.Tensor:
@@ -153,26 +155,26 @@ class GrowingBeamSearch(FlatBeamSearch):
     def _NothingFound(self, max_lengths_B: tf.Tensor) -> NestedMap:
         B, K = dim(max_lengths_B, 0), self.o.top_k
         longest = tf.minimum(tf.reduce_max(max_lengths_B), self.T)
-        found = NestedMap(
+        results = NestedMap(
             ids_BKT=tf.fill([B, K, longest], self.o.pad_id),
             lengths_BK=tf.zeros([B, K], tf.int32),
             scores_BK=tf.fill([B, K], NEVER),
         )
-        return found
+        return results
 
-    def _Noted(self, found: NestedMap, rows_B: tf.Tensor, state: NestedMap) -> NestedMap:
-        """`found` with the rows' results so far."""
-        now = self.Results(state)
-        longest, steps = tf.shape(found.ids_BKT)[2], tf.shape(now.ids_BKT)[2]
+    def _Noted(self, results: NestedMap, rows_B: tf.Tensor, state: NestedMap) -> NestedMap:
+        """`results` with the rows' results so far."""
+        latest = self.Results(state)
+        longest, steps = tf.shape(results.ids_BKT)[2], tf.shape(latest.ids_BKT)[2]
         room = [[0, 0], [0, 0], [0, tf.maximum(longest - steps, 0)]]
-        for name in [name for name in found if name.endswith("_BKT")]:
+        for name in [name for name in results if name.endswith("_BKT")]:
             padding = self.o.pad_id if name == "ids_BKT" else 0
-            now[name] = tf.pad(now[name][:, :, :longest], room, constant_values=padding)
+            latest[name] = tf.pad(latest[name][:, :, :longest], room, constant_values=padding)
         at = rows_B[:, tf.newaxis]
         noted = NestedMap(
-            {name: tf.tensor_scatter_nd_update(x, at, now[name]) for name, x in found.items()}
+            {name: tf.tensor_scatter_nd_update(x, at, latest[name]) for name, x in results.items()}
         )
-        return _shaped_as(noted, found)
+        return _shaped_as(noted, results)
 
     def _candidates(
         self, live_BJ: tf.Tensor, logits_BJV: tf.Tensor, last_B: tf.Tensor

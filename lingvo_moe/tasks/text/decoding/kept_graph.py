@@ -60,16 +60,16 @@ class KeptGraph:
         definition = tf.compat.v1.GraphDef.FromString(graph)
 
         def imported(*inputs: tf.Tensor) -> list[tf.Tensor]:
-            given = dict(zip(about["inputs"], inputs, strict=True))
+            input_map = dict(zip(about["inputs"], inputs, strict=True))
             outputs = list(about["outputs"].values())
-            return tf.graph_util.import_graph_def(definition, given, outputs, name="")
+            return tf.graph_util.import_graph_def(definition, input_map, outputs, name="")
 
         handles = [self._variables[i].handle for i in about["captured"]]
         specs = [*self._specs, *(tf.TensorSpec(x.shape, x.dtype) for x in handles)]
         function = tf.compat.v1.wrap_function(imported, specs)
 
         def call(*args: Any) -> dict[str, tf.Tensor]:
-            found = function(*map(tf.convert_to_tensor, args), *handles)
-            return dict(zip(about["outputs"], found, strict=True))
+            outputs = function(*map(tf.convert_to_tensor, args), *handles)
+            return dict(zip(about["outputs"], outputs, strict=True))
 
         return call

@@ -141,10 +141,10 @@ def translation_of(
                 # There may be fewer than asked for; of a blank line, with score 0, there is one.
                 [
                     f"{s:.4f}\t{change(t)}"
-                    for i, (t, s) in enumerate(of)
+                    for i, (t, s) in enumerate(pairs)
                     if not i or (s > _LEAST and (s or t))
                 ]
-                for of in map(zip, out.translations, out.scores.tolist())
+                for pairs in map(zip, out.translations, out.scores.tolist())
             ]
         return [
             (text, warning if line.is_cut or cut else "")

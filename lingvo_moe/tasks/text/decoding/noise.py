@@ -25,11 +25,11 @@ class Noise:
         """The text with noise; at least a word of it stays, of a text that has one."""
         draw = random.Random(f"{self.seed}\n{text}")
         words = text.split()
-        kept = [word for word in words if draw.random() >= self.drop] or words[:1]
-        kept = [BLANK if draw.random() < self.blank else word for word in kept]
+        left = [word for word in words if draw.random() >= self.drop] or words[:1]
+        left = [BLANK if draw.random() < self.blank else word for word in left]
         # Sorted by places that are up to `shuffle` + 1 apart, no word passes more than `shuffle` others.
-        places = [i + draw.uniform(0, self.shuffle + 1) for i in range(len(kept))]
-        return " ".join(word for _, word in sorted(zip(places, kept), key=lambda pair: pair[0]))
+        places = [i + draw.uniform(0, self.shuffle + 1) for i in range(len(left))]
+        return " ".join(word for _, word in sorted(zip(places, left), key=lambda pair: pair[0]))
 
 
 def read_noise(text: str) -> tuple[float, float, int]:

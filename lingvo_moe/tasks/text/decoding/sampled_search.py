@@ -67,8 +67,8 @@ class SampledSearch(GrowingBeamSearch):
         return logits_BV
 
     def _NothingFound(self, max_lengths_B: tf.Tensor) -> NestedMap:
-        found = super()._NothingFound(max_lengths_B)
-        return NestedMap(found, log_probs_BKT=tf.zeros_like(found.ids_BKT, tf.float32))
+        results = super()._NothingFound(max_lengths_B)
+        return NestedMap(results, log_probs_BKT=tf.zeros_like(results.ids_BKT, tf.float32))
 
 
 def settings_of(sampling: Sampling, seeds_B: tf.Tensor) -> NestedMap:

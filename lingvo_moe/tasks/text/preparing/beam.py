@@ -94,9 +94,9 @@ class BeamRunner:
         runner = self._Runner()
         beam = importlib.import_module("apache_beam")
         options = importlib.import_module("apache_beam.options.pipeline_options")
-        given = [f"--{option.removeprefix('--')}" for option in self.options]
+        arguments = [f"--{option.removeprefix('--')}" for option in self.options]
         try:
-            with beam.Pipeline(runner, options.PipelineOptions(given)) as pipeline:
+            with beam.Pipeline(runner, options.PipelineOptions(arguments)) as pipeline:
                 build(beam, pipeline)
         except Exception as e:
             raise DataError(
@@ -141,8 +141,8 @@ def _entries(file: tuple[str, str, int, int]) -> Iterator[tuple[tuple[str, int],
 
 def _write_firsts(of_part: tuple[tuple[str, int], Iterable[bytes]], directory: str) -> None:
     """Writes the places of the first pairs of a part, whose entries come in any order."""
-    (lang, part), found = of_part
-    pieces = [np.frombuffer(data, dedup.ENTRY) for data in found]
+    (lang, part), blocks = of_part
+    pieces = [np.frombuffer(data, dedup.ENTRY) for data in blocks]
     pieces.sort(key=lambda entries: int(entries["place"][0]))
     firsts = dedup.first_places(np.concatenate(pieces))
     write_atomic(f"{directory}/{lang}/{part}", firsts.tobytes())

@@ -34,7 +34,7 @@ REASONS = {
 class Rules:
     """The conditions that a pair must meet."""
 
-    max_chars: int = 1000  # of a side, characters
+    max_chars: int = 1000  # the longest side, in characters
     # Of the longer side's length to the shorter's, in characters and in bytes of UTF-8, where the longer has more than
     # 20 characters.
     max_ratio: float = MAX_LENGTH_RATIO

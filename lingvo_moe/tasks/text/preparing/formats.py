@@ -28,7 +28,7 @@ class Format:
     """A form of sources."""
 
     read: Callable[[Source, Fields], Iterator[ReadLine]]
-    endings: tuple[str, ...] = ()  # of the names of its files
+    endings: tuple[str, ...] = ()  # the endings of its files' names
     mixed: bool = True  # whether its lines may name their languages
     texts: bool = False  # whether it holds texts without a translation
 

@@ -79,9 +79,9 @@ def _write_train(job: LanguageJob, directory: Path) -> dict[str, Any]:
     else:
         places = (np.fromfile(path, "<u8") for path in Path(job.firsts).glob("*"))
         keep = marked(hashes_in(hashes), places, work)
-    kept = int(keep.sum())
-    about: dict[str, Any] = {"kept": kept, "duplicates": keep.size - kept, "dev": 0}
-    if kept:
+    num_kept = int(keep.sum())
+    about: dict[str, Any] = {"kept": num_kept, "duplicates": keep.size - num_kept, "dev": 0}
+    if num_kept:
         lines, path = _lines(job, "tsv"), directory / TRAIN
         starts = _write(path, (line for line, keeps in zip(lines, keep) if keeps), job.block)
         about |= {"bytes": path.stat().st_size, "digest": content_digest(path), "blocks": starts}

@@ -64,7 +64,7 @@ def is_language(code: str) -> bool:
 class ReadLine(NamedTuple):
     """A line that was read: a pair, or a reason why it is none."""
 
-    number: int  # of the line in its file, from 1
+    number: int  # the number of the line in its file, from 1
     lang: str | None  # its language; None where it names none
     # `source`, `target`: the texts; empty with a reason.
     source: str
@@ -89,15 +89,15 @@ def pairs_of_item(
     inner = item.get("translation")
     texts = inner if isinstance(inner, dict) else item
     target = texts.get(fields.target_lang)
-    of = {lang: texts.get(lang)} if lang else texts if texts is inner else {}
-    found = [
+    sources = {lang: texts.get(lang)} if lang else texts if texts is inner else {}
+    pairs = [
         (code, text)
-        for code, text in of.items()
+        for code, text in sources.items()
         if isinstance(text, str) and code != fields.target_lang
     ]
-    if not isinstance(target, str) or not found:
+    if not isinstance(target, str) or not pairs:
         yield bad(number, lang, "no_field")
-    for code, text in found if isinstance(target, str) else ():
+    for code, text in pairs if isinstance(target, str) else ():
         yield _whole_pair(number, code, text, target)
 
 

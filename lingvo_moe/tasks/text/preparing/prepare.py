@@ -42,7 +42,7 @@ from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 from lingvo_moe.tasks.text.preparing.filters import Rules
 from lingvo_moe.tasks.text.preparing.lines import Fields, Source
 from lingvo_moe.tasks.text.preparing.scripts import LATIN, scripts_of
-from lingvo_moe.tasks.text.preparing.sources import Found, find_sources
+from lingvo_moe.tasks.text.preparing.sources import Sources, find_sources
 from lingvo_moe.tasks.text.preparing.table import all_languages
 from lingvo_moe.tasks.text.preparing.workers import run_jobs
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions, load_vocabularies
@@ -96,16 +96,16 @@ def prepare(
     """
     check_replaceable(output, PREPARED)
     output = Path(os.path.realpath(output))
-    found = find_sources(inputs, options.fields)
-    if found.dev and options.dev_share is not None:
+    sources = find_sources(inputs, options.fields)
+    if sources.dev and options.dev_share is not None:
         raise DataError(
             f"--dev_share={options.dev_share:g}: has no effect, since an input has pairs in dev/; leave it out"
         )
-    found.train += [Source("tfds", name, None) for name in options.tfds]
-    for note in found.notes:
+    sources.train += [Source("tfds", name, None) for name in options.tfds]
+    for note in sources.notes:
         _log.warning("%s", note)
     with work_directory(output, "preparing") as work:
-        summary = _Preparation(found, work, options, _keys(output, options), progress).Run(output)
+        summary = _Preparation(sources, work, options, _keys(output, options), progress).Run(output)
         files.clear_leftovers(output)  # of a run that was killed while it put all in place
     return summary
 
@@ -114,17 +114,17 @@ class _Preparation:
     """The stages, in order."""
 
     def __init__(
-        self, found: Found, work: Path, options: PrepareOptions, keys: int, progress: Progress
+        self, sources: Sources, work: Path, options: PrepareOptions, keys: int, progress: Progress
     ):
-        size = sum(path.stat().st_size for source in found.train for path in source.files)
+        size = sum(path.stat().st_size for source in sources.train for path in source.files)
         self._workers = 1 if size < _SMALL else options.workers
         share = options.dev_share
         if share is None:
             share = split.LEAST_SHARE if options.tfds else split.share_for(size)
-        self._found, self._work, self._options, self._progress = found, work, options, progress
+        self._sources, self._work, self._options, self._progress = sources, work, options, progress
         self._dev_share, self._keys = share, keys
         read = [
-            *(_described(source) for source in found.train + found.dev),
+            *(_described(source) for source in sources.train + sources.dev),
             dataclasses.asdict(options.fields),
             dataclasses.asdict(options.rules),
             (share, options.max_dev, keys),
@@ -167,7 +167,7 @@ class _Preparation:
                 str(place / f"{i:05d}"),
                 self._keys,
             )
-            for i, source in enumerate(self._found.train)
+            for i, source in enumerate(self._sources.train)
         ]
         self._parts = self._Stage(reading.read_stage, jobs, "reading, {} of {} sources", "lines")
         summaries = [json.loads((Path(part) / reading.SUMMARY).read_text()) for part in self._parts]
@@ -182,9 +182,9 @@ class _Preparation:
 
     def _CheckSides(self, words: Sequence[Sequence[Side]]) -> None:
         """Raises DataError where a source has its sides in each other's place, unless --any_script is given."""
-        found = swapped(words, self._options.fields.target_lang)
-        if found and self._options.rules.check_script:
-            paths = ", ".join(self._found.train[i].path for i in found)
+        wrong = swapped(words, self._options.fields.target_lang)
+        if wrong and self._options.rules.check_script:
+            paths = ", ".join(self._sources.train[i].path for i in wrong)
             raise DataError(
                 f"{paths}: source and target seem to be in each other's place, by their frequent words: swap them"
                 " (--columns=target,source swaps them in all TSVs); --any_script reads them as they are"
@@ -198,10 +198,10 @@ class _Preparation:
 
     def _DevKeys(self, place: Path) -> str | None:
         """The file of hashes of given held-out sentences; None where none are given."""
-        if not self._found.dev:
+        if not self._sources.dev:
             return None
         self._progress("reading the held-out pairs")
-        for source in self._found.dev:
+        for source in self._sources.dev:
             self._given.Read(source, self._options.fields)
         for warning in self._given.warnings:
             _log.warning("%s", warning)
@@ -218,7 +218,7 @@ class _Preparation:
             languages.LanguageJob(
                 lang,
                 tuple(self._parts),
-                tuple(self._given.sources.get(lang, ())) if self._found.dev else None,
+                tuple(self._given.sources.get(lang, ())) if self._sources.dev else None,
                 self._options.fields,
                 self._options.max_dev,
                 self._block,
@@ -238,13 +238,13 @@ class _Preparation:
         return {job.lang: directory for job, directory in zip(jobs, made)}
 
     def _Vocabularies(self, directories: Mapping[str, str]) -> None:
-        found = {lang: _summary(directory) for lang, directory in directories.items()}
-        pairs = {lang: about["kept"] for lang, about in found.items() if about["kept"]}
+        summaries = {lang: _summary(directory) for lang, directory in directories.items()}
+        pairs = {lang: about["kept"] for lang, about in summaries.items() if about["kept"]}
         if not pairs:
             dropped = sum((c.dropped for c in self._tables.values()), Counter[str]())
             raise DataError(f"no pair is left of the input: {reading.explain(dropped)}")
         train = {lang: Path(directories[lang]) / languages.TRAIN for lang in pairs}
-        digests = {lang: found[lang]["digest"] for lang in pairs}
+        digests = {lang: summaries[lang]["digest"] for lang in pairs}
         self._scan = Scan(train, pairs, {}, prepared.fingerprint(digests))
         place = self._Place("vocab", self._vocab_key)
         jobs = [
@@ -318,17 +318,17 @@ class _Preparation:
         self, directories: Mapping[str, str], records: Mapping[str, Sequence[str]]
     ) -> dict[str, Any]:
         """The contents of prepared.json."""
-        kept, options = self._scan.pairs, self._options
-        shares = {t: temperature_weights(kept, t) for t in (1.0, options.vocab.temperature)}
+        pairs, options = self._scan.pairs, self._options
+        shares = {t: temperature_weights(pairs, t) for t in (1.0, options.vocab.temperature)}
         about: dict[str, dict[str, Any]] = {}
         for lang in sorted({*self._tables, *directories}):
             counts = self._tables.get(lang, reading.LanguageCounts())
-            found = _summary(directories[lang]) if lang in directories else {"kept": 0, "dev": 0}
-            found.pop("blocks", None)
-            dropped = counts.dropped + Counter(duplicate=found.pop("duplicates", 0))
-            dropped["held_out"] -= 0 if self._found.dev else found["dev"]
-            about[lang] = {"read": counts.read, **found, "source_tokens": 0, "target_tokens": 0}
-            about[lang]["pairs"] = found["kept"]
+            entry = _summary(directories[lang]) if lang in directories else {"kept": 0, "dev": 0}
+            entry.pop("blocks", None)
+            dropped = counts.dropped + Counter(duplicate=entry.pop("duplicates", 0))
+            dropped["held_out"] -= 0 if self._sources.dev else entry["dev"]
+            about[lang] = {"read": counts.read, **entry, "source_tokens": 0, "target_tokens": 0}
+            about[lang]["pairs"] = entry["kept"]
             if lang in records:
                 shards = tokens.shards_of(records[lang])
                 dropped["no_tokens"] += sum(shards.dropped.values())
@@ -343,10 +343,10 @@ class _Preparation:
             "tidied": TIDIED,
             "keys": self._keys,
             "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "inputs": [source.path for source in self._found.train],
+            "inputs": [source.path for source in self._sources.train],
             "target_language": options.fields.target_lang,
             "temperature": options.vocab.temperature,
-            "dev_share": None if self._found.dev else self._dev_share,
+            "dev_share": None if self._sources.dev else self._dev_share,
             "vocabularies": {side: self._vocabs[side].size for side in ("source", "target")},
             "records": records_key(self._scan.fingerprint, self._vocabs),
             "languages": {lang: a for lang, a in about.items() if lang in records},
@@ -429,5 +429,5 @@ def _add(total: reading.LanguageCounts, counts: Mapping[str, Any]) -> None:
     total.kept += counts["kept"]
     total.dropped.update(counts["dropped"])
     for reason, examples in counts["examples"].items():
-        kept = total.examples.setdefault(reason, [])
-        kept.extend(examples[: reading.EXAMPLES - len(kept)])
+        shown = total.examples.setdefault(reason, [])
+        shown.extend(examples[: reading.EXAMPLES - len(shown)])

@@ -40,7 +40,7 @@ class ReadJob:
     source: Source
     fields: Fields
     rules: Rules
-    dev_share: float  # of sentences to hold out; see split.is_held_out
+    dev_share: float  # the share of sentences to hold out; see split.is_held_out
     # A file of the hashes of held-out sentences' keys, uint64; None to hold out by `dev_share`.
     dev_keys: str | None
     output: str  # the directory to make
@@ -58,9 +58,9 @@ class LanguageCounts:
 
     def Drop(self, reason: str, example: str) -> None:
         self.dropped[reason] += 1
-        kept = self.examples.setdefault(reason, [])
-        if example and len(kept) < EXAMPLES:
-            kept.append(example)
+        examples = self.examples.setdefault(reason, [])
+        if example and len(examples) < EXAMPLES:
+            examples.append(example)
 
 
 def read_stage(job: ReadJob, report: Callable[[int], None]) -> str:

@@ -55,7 +55,7 @@ _FORMS = (
 
 
 @dataclasses.dataclass
-class Found:
+class Sources:
     """Sources of training pairs and of held-out pairs, and what was left out, in words."""
 
     train: list[Source]
@@ -63,35 +63,35 @@ class Found:
     notes: list[str]
 
 
-def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Found:
+def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Sources:
     """The sources of files and directories; those in `<directory>/dev` are held-out pairs.
 
     Raises DataError: a file or directory does not exist or is given twice, a file is of an unknown form or lacks its
     other side, or two files of a directory hold the same; or a directory that tools.prepare or tools.build_corpus made
     is damaged.
     """
-    found = Found([], [], [])
-    given: dict[Path, str] = {}
+    sources = Sources([], [], [])
+    paths: dict[Path, str] = {}
     for path in map(Path, inputs):
         if not path.exists():
             raise DataError(
                 f"--input={path} does not exist; name a file or directory of parallel text"
             )
-        if first := given.get(path.resolve()):
+        if first := paths.get(path.resolve()):
             raise DataError(f"--input={path} is given twice (also as {first})")
-        given[path.resolve()] = str(path)
+        paths[path.resolve()] = str(path)
         if path.is_file():
-            found.train += _classify([path], path.parent, fields)
+            sources.train += _classify([path], path.parent, fields)
             continue
         splits = ("train", "validation") if (path / _HF[0]).is_file() else ("", "dev")
-        train, dev = _of_directory(path / splits[0], fields, found.notes), []
+        train, dev = _of_directory(path / splits[0], fields, sources.notes), []
         if (path / splits[1]).is_dir():
-            dev = _of_directory(path / splits[1], fields, found.notes)
+            dev = _of_directory(path / splits[1], fields, sources.notes)
         _verify(path, {"": train, "dev": dev})
-        found.train += train
-        found.dev += dev
-    _check_once(found.train + found.dev)
-    return found
+        sources.train += train
+        sources.dev += dev
+    _check_once(sources.train + sources.dev)
+    return sources
 
 
 def _of_directory(directory: Path, fields: Fields, notes: list[str]) -> list[Source]:
@@ -99,9 +99,11 @@ def _of_directory(directory: Path, fields: Fields, notes: list[str]) -> list[Sou
         raise DataError(f"--input={directory.parent} has no split {directory.name!r}")
     entries = sorted(p for p in directory.iterdir() if not _IGNORED.match(p.name))
     notes += filter(None, [hidden_files(directory)])
-    own = ("dev", "vocab", "records") if (directory / PREPARED_LIST.summary).is_file() else ("dev",)
+    parts = (
+        ("dev", "vocab", "records") if (directory / PREPARED_LIST.summary).is_file() else ("dev",)
+    )
     for path in entries:
-        if path.is_dir() and path.name not in own:
+        if path.is_dir() and path.name not in parts:
             notes.append(f"{path}: a directory within an input is not read; give it as --input too")
     sources = _classify([p for p in entries if p.is_file()], directory, fields)
     if not sources:
@@ -126,7 +128,7 @@ def _classify(paths: list[Path], directory: Path, fields: Fields) -> list[Source
         for ending in COMPRESSIONS:
             stem = stem.removesuffix(ending)
         base, _, extension = stem.rpartition(".")
-        of_ending = (name for name, known in FORMATS.items() if extension in known.endings)
+        of_ending = (name for name, form in FORMATS.items() if extension in form.endings)
         form = next(of_ending, "lines")
         if FORMATS[form].texts and not fields.texts:
             form = "lines"

@@ -41,7 +41,7 @@ def format_lengths(summary: Mapping[str, Any]) -> str:
     """The percentiles of prepared.json's row lengths, and the lengths that hold nearly all pairs."""
     about = summary["row_lengths"]
     titles = [f"{p}%" for p in PERCENTILES[:-1]]
-    rows = [[side, *map(str, found)] for side, found in about["percentiles"].items()]
+    rows = [[side, *map(str, percentiles)] for side, percentiles in about["percentiles"].items()]
     table = lines(Table(words("row length") + numbers(*titles, "longest"), rows))
     enough = about["enough"]
     lengths = ", ".join(f"{name}={n}" for name, n in zip(NAMES[-len(enough) :], enough))

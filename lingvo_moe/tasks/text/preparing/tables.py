@@ -81,8 +81,8 @@ def read_arrow(source: Source, fields: Fields) -> Iterator[ReadLine]:
 
 def _read_columns(names: Sequence[str], fields: Fields) -> set[str]:
     """The columns that may hold a language, or a text in one."""
-    known = {*fields.source, *fields.target, *fields.lang, "translation"}
-    return known | set(filter(is_language, names))
+    columns = {*fields.source, *fields.target, *fields.lang, "translation"}
+    return columns | set(filter(is_language, names))
 
 
 def _check_columns(source: Source, names: Sequence[str], fields: Fields) -> str | None:

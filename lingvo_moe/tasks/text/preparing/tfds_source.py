@@ -86,8 +86,8 @@ def _builder(name: str) -> Any:
         with _temporary_files_removed():
             return tfds.builder(name)
     except Exception as e:
-        known = tfds.list_builders(with_community_datasets=False)
-        near = did_you_mean(name.partition("/")[0], known) if name not in known else ""
+        builders = tfds.list_builders(with_community_datasets=False)
+        near = did_you_mean(name.partition("/")[0], builders) if name not in builders else ""
         raise DataError(f"--tfds={name}: no such builder{near}: {str(e).splitlines()[0]}") from e
 
 

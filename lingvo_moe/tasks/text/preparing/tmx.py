@@ -73,8 +73,8 @@ def _pairs(number: int, unit: dict[str, str], source: Source, fields: Fields) ->
     for code, text in unit.items():
         base, *rest = code.replace("_", "-").split("-")
         code = "-".join([base.lower(), *rest])
-        known = (name for name in (fields.target_lang, source.lang) if name == base.lower())
-        texts[next(known, code)] = text
+        bases = (name for name in (fields.target_lang, source.lang) if name == base.lower())
+        texts[next(bases, code)] = text
     if source.lang:
         texts = {name: texts[name] for name in (source.lang, fields.target_lang) if name in texts}
     if max(map(len, texts.values()), default=0) >= MAX_LINE_BYTES:

@@ -36,7 +36,7 @@ class VocabularyJob:
 
     side: str  # 'source' or 'target'
     scan: Scan  # the training files
-    options: VocabOptions  # of both vocabularies
+    options: VocabOptions  # the options of both vocabularies
     # All that occur in the data, each of which becomes a piece (see train_vocabulary).
     characters: str
     output: str  # the file to write
@@ -78,7 +78,7 @@ class RecordsJob:
     directory: str  # its directory of the second stage
     start: int  # the byte of the training file at which the block begins
     block: int  # the pairs of a block; the last one has fewer
-    vocab_dir: str  # of both vocabularies
+    vocab_dir: str  # the directory of both vocabularies
     pairs_per_shard: int  # the most that a shard holds
     output: str  # the directory to make
 

@@ -180,8 +180,8 @@ class Scorer:
             return [0] * number
         if languages is None:
             raise ValueError("the model routes by the source language: give it (--language)")
-        each = [languages] * number if isinstance(languages, str) else list(languages)
-        return task_numbers(each, self._languages)
+        by_text = [languages] * number if isinstance(languages, str) else list(languages)
+        return task_numbers(by_text, self._languages)
 
     def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
         """LogProbs of at most `rows` pairs: float32 [R,T] and bool [R,T]."""

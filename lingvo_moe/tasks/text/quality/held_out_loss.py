@@ -38,6 +38,6 @@ def held_out_loss(
     inputs = params.input.Copy().Set(data_dir=str(data_dir)).Instantiate()
     batches = itertools.islice(inputs.Prepare(artifacts=run.artifacts).HeldOut(), num_batches)
     theta, about = load_theta(run, task)
-    found = Evaluator(task, inputs, TfEngine())(theta, batches)
-    found.step = about["step"]
-    return found
+    report = Evaluator(task, inputs, TfEngine())(theta, batches)
+    report.step = about["step"]
+    return report

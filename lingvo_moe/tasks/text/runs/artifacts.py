@@ -55,10 +55,10 @@ def languages_of(artifacts: RunArtifacts) -> list[str] | None:
 
     Raises DataError: they are no list of strings.
     """
-    found = artifacts.about.get("languages", [])
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise DataError(f"the run's languages must be a list of strings, but are {found!r}")
-    return found or None
+    languages = artifacts.about.get("languages", [])
+    if not isinstance(languages, list) or not all(isinstance(name, str) for name in languages):
+        raise DataError(f"the run's languages must be a list of strings, but are {languages!r}")
+    return languages or None
 
 
 def task_numbers(languages: Sequence[str], tasks: Sequence[str] | None) -> list[int]:

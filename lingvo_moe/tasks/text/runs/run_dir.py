@@ -29,12 +29,12 @@ class RunDir(run_dir.RunDir):
             DataError: a file is no vocabulary.
         """
         try:
-            found = vocabs_of(self.artifacts)
+            models = vocabs_of(self.artifacts)
         except DataError as e:
             raise RunDirError(f"{self.path}: {e}") from None
-        for side, model in found.items():
+        for side, model in models.items():
             open_vocabulary(model, self.path / VOCAB_FILES[side])
-        return found
+        return models
 
     @property
     def tidied(self) -> int:

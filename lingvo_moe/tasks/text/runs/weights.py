@@ -22,8 +22,8 @@ def load_theta(
         CheckpointError: no such checkpoint, fewer than asked for, a damaged one, or one that is not of the run's
             model; or the run keeps no moving average.
     """
-    found = run.experiment
-    about: dict[str, Any] = {"model": found["model"], "params_override": found["params_override"]}
+    saved = run.experiment
+    about: dict[str, Any] = {"model": saved["model"], "params_override": saved["params_override"]}
     if chosen.use_ema and chosen.average_last > 1:
         raise CheckpointError(
             "--use_ema: a moving average is not averaged again; leave "

@@ -27,7 +27,7 @@ class Translation:
     texts: list[str]  # K translations
     scores: list[float]  # their scores
     truncated: bool  # whether the line was too long and a part was left out
-    about: dict[str, Any] | None = None  # of a language model: what the answer says beside the text
+    about: dict[str, Any] | None = None  # what the answer of a language model says beside the text
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class _Request:
     languages: Sequence[Any] | None
     done: asyncio.Future
     waiting: deque[int] = field(init=False)
-    found: dict[int, Translation] = field(default_factory=dict)
+    results: dict[int, Translation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.lines)))
@@ -203,22 +203,22 @@ class Batcher:
             languages = [(request.languages or ())[i] for request, i in batch]
         start = asyncio.get_running_loop().time()
         out = await self.Call(lambda: self._translate(lines, languages))
-        found = list(_translations(out))
-        if len(found) != len(batch):
-            raise RuntimeError(f"{len(found)} translations of {len(batch)} lines")
+        translations = list(_translations(out))
+        if len(translations) != len(batch):
+            raise RuntimeError(f"{len(translations)} translations of {len(batch)} lines")
         self._on_batch(len(batch), asyncio.get_running_loop().time() - start)
-        for (request, i), translation in zip(batch, found):
-            request.found[i] = translation
-            if len(request.found) == len(request.lines) and not request.done.done():
-                request.done.set_result([request.found[i] for i in range(len(request.lines))])
+        for (request, i), translation in zip(batch, translations):
+            request.results[i] = translation
+            if len(request.results) == len(request.lines) and not request.done.done():
+                request.done.set_result([request.results[i] for i in range(len(request.lines))])
 
 
 def _translations(out: Any) -> Iterable[Translation]:
     about = out.get("about", itertools.repeat(None))
     for texts, scores, cut, more in zip(out.translations, out.scores, out.truncated, about):
-        each = [float(s) for s in scores]
+        floats = [float(s) for s in scores]
         lines = [one_line(t) for t in texts] if more is None else texts
-        yield Translation(lines, each, bool(cut), more)
+        yield Translation(lines, floats, bool(cut), more)
 
 
 def _length_class(line: bytes) -> int:

@@ -27,18 +27,18 @@ _SIGNATURES = ("serving_default", "predict")
 class Wanted:
     """Lines to translate."""
 
-    lines: list[bytes]  # in order
-    languages: list[str] | None  # of each; None for models that do not route by language
+    lines: list[bytes]  # the texts, in order
+    languages: list[str] | None  # the language of each line; None for a model that routes by none
     # Of the answer: 'text', or TensorFlow Serving's 'instances' (by rows) or 'inputs' (by columns); 'prompts' of a
     # language model, and 'stream', token by token.
     form: Literal["text", "instances", "inputs", "prompts", "stream"]
-    settings: Sequence[Sampling] = ()  # of each prompt of a language model
+    settings: Sequence[Sampling] = ()  # the settings of each prompt of a language model
 
 
-def parse_translate(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted:
+def parse_translate(body: bytes, limits: Limits, served: Sequence[str]) -> Wanted:
     """Reads `{"text": "one line, or several", "language": "de"}` or `{"text": ["line", ...]}`.
 
-    `known` are the source languages of a model that routes by them.
+    `served` are the source languages of a model that routes by them.
 
     Raises:
         RequestError: 400 for any other body, 413 for too many or too long lines.
@@ -63,10 +63,10 @@ def parse_translate(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted
     if language is not None and not isinstance(language, str):
         raise RequestError(400, f'"language" is {_kind(language)}; give a string, e.g. "de"')
     _check_sizes(lines, limits)
-    return Wanted(lines, _languages([language] * len(lines), known), "text")
+    return Wanted(lines, _languages([language] * len(lines), served), "text")
 
 
-def parse_predict(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted:
+def parse_predict(body: bytes, limits: Limits, served: Sequence[str]) -> Wanted:
     """Reads a predict request in TensorFlow Serving's REST form; arguments and errors as parse_translate."""
     content = _object(body, ("signature_name", "instances", "inputs"))
     name = content.get("signature_name", _SIGNATURES[0])
@@ -85,7 +85,7 @@ def parse_predict(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted:
         if language is not None and not isinstance(language, str):
             raise RequestError(400, f"{form}, language {i} is {_kind(language)}; give a string")
     _check_sizes(lines, limits)
-    return Wanted(lines, _languages(languages, known), form)
+    return Wanted(lines, _languages(languages, served), form)
 
 
 def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
@@ -109,50 +109,50 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
         raise RequestError(400, f'"text" is {_kind(text)}; give a string{one}')
     texts = [text] if isinstance(text, str) else text
     lines = [_line(line, f"text[{i}]") for i, line in enumerate(texts)]
-    given: dict[str, Any] = {"max_tokens": min(Sampling.max_tokens, most)}
-    given |= {name: content[name] for name in names if name in content}
-    for name, value in [*given.items(), ("n", n)]:
+    fields: dict[str, Any] = {"max_tokens": min(Sampling.max_tokens, most)}
+    fields |= {name: content[name] for name in names if name in content}
+    for name, value in [*fields.items(), ("n", n)]:
         check = checks.Integer(1, limits.max_lines) if name == "n" else Sampling.RANGES[name]
         if why := check(value):
             raise RequestError(400, str(ParamError(name, json.dumps(value), why)))
-    if stream and (n > 1 or given.get("logprobs")):
+    if stream and (n > 1 or fields.get("logprobs")):
         raise RequestError(
             400, '"stream" is of one text, without logprobs: leave n and logprobs out'
         )
-    if n > 1 and not given.get("temperature"):
+    if n > 1 and not fields.get("temperature"):
         raise RequestError(400, f'"n" is {n}, but nothing is drawn: give a "temperature"')
-    given["stop"] = tuple(given.get("stop", ()))
+    fields["stop"] = tuple(fields.get("stop", ()))
     if n > 1 and len(lines) * n > limits.max_lines:
         raise RequestError(
             413,
             f"{len(lines)} texts {n} times; at most {limits.max_lines} in a request: send them in parts",
         )
     lines = [line for line in lines for _ in range(n)]
-    settings = [Sampling(**given, number=i) for i in range(len(lines))]
-    if given["max_tokens"] > most:
+    settings = [Sampling(**fields, number=i) for i in range(len(lines))]
+    if fields["max_tokens"] > most:
         raise RequestError(
-            400, f"max_tokens={given['max_tokens']}: this model gives at most {most}"
+            400, f"max_tokens={fields['max_tokens']}: this model gives at most {most}"
         )
     _check_sizes(lines, limits)
     return Wanted(lines, None, "stream" if stream else "prompts", settings)
 
 
-def answer(wanted: Wanted, found: list[Translation]) -> dict[str, Any]:
+def answer(wanted: Wanted, translations: list[Translation]) -> dict[str, Any]:
     """The body for the translations of `wanted.lines`: the best of each, or all K in TensorFlow Serving's forms."""
-    truncated = [t.truncated for t in found]
+    truncated = [t.truncated for t in translations]
     if wanted.form == "prompts":
-        texts = {"texts": [t.texts[0] for t in found], "truncated": truncated}
-        about = [t.about or {} for t in found]
-        return texts | {name: [each[name] for each in about] for name in (about or [{}])[0]}
+        texts = {"texts": [t.texts[0] for t in translations], "truncated": truncated}
+        about = [t.about or {} for t in translations]
+        return texts | {name: [entry[name] for entry in about] for name in (about or [{}])[0]}
     if wanted.form == "text":
         return {
-            "translations": [t.texts[0] for t in found],
-            "scores": [_finite(t.scores)[0] for t in found],
+            "translations": [t.texts[0] for t in translations],
+            "scores": [_finite(t.scores)[0] for t in translations],
             "truncated": truncated,
         }
     columns = {
-        "translations": [t.texts for t in found],
-        "scores": [_finite(t.scores) for t in found],
+        "translations": [t.texts for t in translations],
+        "scores": [_finite(t.scores) for t in translations],
         "truncated": truncated,
     }
     if wanted.form == "inputs":
@@ -239,18 +239,18 @@ def _check_sizes(lines: list[bytes], limits: Limits) -> None:
             )
 
 
-def _languages(given: Sequence[str | None], known: Sequence[str]) -> list[str] | None:
-    if not known:
+def _languages(languages: Sequence[str | None], served: Sequence[str]) -> list[str] | None:
+    if not served:
         return None
-    for language in given:
+    for language in languages:
         if language is None:
             raise RequestError(
-                400, f'give "language": this model routes by it ({", ".join(known)})'
+                400, f'give "language": this model routes by it ({", ".join(served)})'
             )
-        if language not in known:
-            hint = did_you_mean(language[:40], list(known))
+        if language not in served:
+            hint = did_you_mean(language[:40], list(served))
             raise RequestError(400, f"no language {json.dumps(language[:40])}{hint}")
-    return [str(language) for language in given]
+    return [str(language) for language in languages]
 
 
 def _finite(scores: list[float]) -> list[float | None]:

@@ -33,12 +33,12 @@ def check_caller(request: tornado.httputil.HTTPServerRequest, names: Sequence[st
     if request.method in ("GET", "HEAD"):
         return
     said, origin = headers.get("Sec-Fetch-Site"), headers.get("Origin")
-    own = said in ("same-origin", "none")
+    own_page = said in ("same-origin", "none")
     if said is None:  # an old browser, a page without encryption, or no browser
         page = _split(origin or "")
         same = page.netloc.lower() == host != ""
-        own = origin is None or same or page.hostname in (names or ())
-    if not own:
+        own_page = origin is None or same or page.hostname in (names or ())
+    if not own_page:
         raise RequestError(
             403,
             f"a page of {(origin or 'another site')[:80]} cannot use this server from a browser; have that site's"

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 class Limits:
     """The limits, which are checked before any work is done, so that one client's request costs others little."""
 
-    max_body_bytes: int = 1 << 20  # of a request's body
-    max_lines: int = 128  # of a request
-    max_line_chars: int = 10_000  # of a line. The model looks at fewer tokens, see `truncated`
-    max_waiting_lines: int = 1024  # of all requests, those being translated too; at least max_lines
+    max_body_bytes: int = 1 << 20  # the largest body of a request
+    max_lines: int = 128  # the most lines of a request
+    max_line_chars: int = 10_000  # the longest line. The model sees fewer tokens: `truncated`
+    # The lines of all requests, those being translated too; at least max_lines.
+    max_waiting_lines: int = 1024
     max_connections: int = 256  # open at once
     request_timeout: float = 60.0  # seconds from a whole request to its translations
     # Seconds for a client to send headers, then for it to send a body, to take the answer, and to come back on a

@@ -108,15 +108,15 @@ class Service:
         self._CheckRoom(len(wanted.lines))
         try:
             async with asyncio.timeout(self.limits.request_timeout):
-                found = await self._batcher.Translate(
+                translations = await self._batcher.Translate(
                     wanted.lines, wanted.settings or wanted.languages
                 )
         except TimeoutError:
             raise RequestError(
                 504, f"not done within {self.limits.request_timeout:g} s; send fewer lines", 1
             ) from None
-        self.metrics.CountLines(len(found), sum(t.truncated for t in found))
-        return found
+        self.metrics.CountLines(len(translations), sum(t.truncated for t in translations))
+        return translations
 
     async def Stream(
         self, prompt: bytes, settings: Sampling

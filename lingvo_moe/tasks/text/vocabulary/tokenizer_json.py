@@ -48,15 +48,15 @@ class JsonVocabulary:
             added = self._tokenizer.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
         self._has_bytes = '"ByteFallback"' in json.dumps(about[NAME].get("decoder"))
-        found = {name: self._Id(marks[name], name, where) for name in _MARKS if marks.get(name)}
-        if "eos_token" not in found:
+        ids = {name: self._Id(marks[name], name, where) for name in _MARKS if marks.get(name)}
+        if "eos_token" not in ids:
             raise DataError(
                 f'{where}: {CONFIG} must name the mark of a text\'s end, as "eos_token"'
             )
-        self.eos_id: int = found["eos_token"]
-        self.bos_id: int = found.get("bos_token", self.eos_id)
-        self.pad_id: int = found.get("pad_token", self.eos_id)
-        self.unk_id: int = found.get("unk_token", -1)
+        self.eos_id: int = ids["eos_token"]
+        self.bos_id: int = ids.get("bos_token", self.eos_id)
+        self.pad_id: int = ids.get("pad_token", self.eos_id)
+        self.unk_id: int = ids.get("unk_token", -1)
 
     @classmethod
     def Load(cls, directory: str | os.PathLike) -> "JsonVocabulary":
@@ -79,10 +79,10 @@ class JsonVocabulary:
 
     def _Id(self, mark: Any, name: str, where: Any) -> int:
         text = mark.get("content") if isinstance(mark, dict) else mark
-        found = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
-        if found is None:
+        token_id = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        if token_id is None:
             raise DataError(f"{where}: {CONFIG} names {name}={text!r}, which is no token of {NAME}")
-        return found
+        return token_id
 
     def Encode(self, text: str) -> list[int]:
         """The ids of a text, without marks."""
@@ -92,8 +92,8 @@ class JsonVocabulary:
         """Encode for many texts, faster."""
         tidy = [tidy_text(text, self.tidied) for text in texts]
         with _library(f"{self.path or NAME}: the tokenizer fails at a text"):
-            found = self._tokenizer.encode_batch(tidy, add_special_tokens=False)
-            return [one.ids for one in found]
+            encoded = self._tokenizer.encode_batch(tidy, add_special_tokens=False)
+            return [one.ids for one in encoded]
 
     def Pieces(self, ids: Sequence[int]) -> list[str]:
         """The piece that each id stands for, as tokenizer.json spells it: bytes often as other letters."""
@@ -101,15 +101,15 @@ class JsonVocabulary:
 
     def Decode(self, ids: Iterable[int]) -> str:
         """The text of ids without marks, up to the mark of its end. U+FFFD stands for a character that is not whole."""
-        kept: list[int] = []
+        tokens: list[int] = []
         for i in ids:
-            if i == self.eos_id and kept:
+            if i == self.eos_id and tokens:
                 break
-            kept.append(int(i))
+            tokens.append(int(i))
         with _library(f"{self.path or NAME}: the tokenizer fails at tokens"):
             if not self._has_bytes:
-                return self._tokenizer.decode(kept)
-            pieces = [self._tokenizer.id_to_token(i) for i in kept if i not in self._special]
+                return self._tokenizer.decode(tokens)
+            pieces = [self._tokenizer.id_to_token(i) for i in tokens if i not in self._special]
             return self._tokenizer.decoder.decode(_without_broken_bytes(filter(None, pieces)))
 
 

@@ -44,12 +44,12 @@ class VocabOptions:
     # `source_size`, `target_size`: numbers of ids.
     source_size: int
     target_size: int
-    temperature: float = 5.0  # of the sample, as in mixing
+    temperature: float = 5.0  # the temperature of the sample, as in mixing
     max_sentences: int = 500_000  # the most pairs in the sample, which is held in memory
-    name: str = "input.{side}_vocab_size"  # of the sizes in errors, with {side}
+    name: str = "input.{side}_vocab_size"  # the name of the sizes in errors, with {side}
     # The flags that set sizes, by side; None: the name and the size.
     flags: Callable[[Mapping[str, int]], str] | None = None
-    symbols: tuple[str, ...] = ()  # of both sides: see train_vocabulary
+    symbols: tuple[str, ...] = ()  # the symbols of both sides: see train_vocabulary
 
     def size(self, side: str) -> int:
         return self.source_size if side == "source" else self.target_size
@@ -60,8 +60,8 @@ class VocabOptions:
         most = {side: error.most for side, error in sides.items()}
         if min(most.values()) < MIN_SIZE:
             return DataError(f"{text}; the smallest vocabulary has {MIN_SIZE}: give more data")
-        own = " ".join(f"{self.name.format(side=side)}={size}" for side, size in most.items())
-        flags = self.flags(most) if self.flags else own
+        settings = " ".join(f"{self.name.format(side=side)}={size}" for side, size in most.items())
+        flags = self.flags(most) if self.flags else settings
         return DataError(f"{text}; give more data, or set {flags}")
 
 

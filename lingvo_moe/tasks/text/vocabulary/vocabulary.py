@@ -94,13 +94,13 @@ class Vocabulary:
 
     def Decode(self, ids: Iterable[int]) -> str:
         """The text of ids; pad, bos and eos say nothing, and what follows the first eos is ignored."""
-        kept: list[int] = []
+        tokens: list[int] = []
         for i in ids:
             if i == EOS_ID:
                 break
             if i not in (PAD_ID, BOS_ID):
-                kept.append(int(i))
-        return self._processor.DecodeIds(kept)
+                tokens.append(int(i))
+        return self._processor.DecodeIds(tokens)
 
 
 def open_vocabulary(

@@ -308,8 +308,8 @@ def test_lengths_of_a_sample(ready):
     for i, (lang, size) in enumerate(SIZES.items()):
         read = [ready.records.Read(i, position) for position in range(size)]
         needed = np.array([[len(side) + 1 for side in pair] for pair in read]).T
-        assert np.array_equal(every.of[lang], needed)
-        assert np.array_equal(some.of[lang], needed[:, ::2])
+        assert np.array_equal(every.by_lang[lang], needed)
+        assert np.array_equal(some.by_lang[lang], needed[:, ::2])
 
 
 @given(
@@ -319,7 +319,7 @@ def test_lengths_of_a_sample(ready):
 @settings(deadline=None)
 def test_row_lengths_are_the_shortest_that_keep_the_share(pairs, least):
     lengths = Lengths({"aa": np.array(pairs, np.int32).T}, len(pairs))
-    source, target = lengths.RowLengths(least, kept=0.9)
+    source, target = lengths.RowLengths(least, share=0.9)
     needed = -(-int(0.9 * 1000) * len(pairs) // 1000)  # pairs, rounded up
 
     def kept(source: int, target: int) -> int:
