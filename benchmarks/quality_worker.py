@@ -51,7 +51,7 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, str, int]
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.task import inspect
-    from lingvo_moe.tasks.text.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
     stable, whole = setup["run"], registry.GetParams(setup["model"], setup["override"])
     share = 1.0 - whole.task.optimizer.learning_rate.decay_share
@@ -62,7 +62,7 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, str, int]
         decayed = f"{stable}-{seconds:g}"
         from_stable = f"--init_from={begun(stable)}", "--init_from_state"
         train_to(setup, decayed, f"train.max_cpu_seconds={seconds}", *from_stable)
-        run = RunDir(decayed)
+        run = TextRunDir(decayed)
         with Checkpointer(str(run.checkpoint_dir), read_only=True) as saved:
             step = saved.Steps()[-1]
             used = saved.ReadExtra(step)["used"]

@@ -42,7 +42,7 @@ def _run(args: Flags) -> int:
     from lingvo_moe.analysis.plans.machines.machine import parse_machine
 
     machine = parse_machine(args.topology)
-    with _cli.Progress() as progress:
+    with _cli.CompilerProgress() as progress:
         _cli.load_tensorflow()
         _cli.request_devices(machine.num_devices)
         rows = progress.Watch(lambda: _rows(args, machine, progress))

@@ -39,10 +39,10 @@ def _read_run(path: str) -> list[str]:
     """Reads all files of a run, including each checkpoint; returns warnings about missing ones."""
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
-    from lingvo_moe.tasks.text.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
     from lingvo_moe.tasks.text.runs.weights import load_theta
 
-    run = RunDir(path)
+    run = TextRunDir(path)
     model, _ = run.Task(), run.vocabs
     for step in run.steps:
         load_theta(run, model, Chosen(step))
@@ -134,10 +134,10 @@ def run_and_export(tmp_path_factory) -> dict[str, Path]:
     from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.tasks.mt.quality import scoring
-    from lingvo_moe.tasks.text.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
     directory = tmp_path_factory.mktemp("damaged")
-    run = RunDir(directory / "run")
+    run = TextRunDir(directory / "run")
     vocab = toy.train_vocab(toy.sentences(200))
     for step in (1, 2):
         toy.save_run(run.path, vocab, step, languages=["de"])

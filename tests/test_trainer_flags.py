@@ -13,7 +13,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.runs.directories import check_logdir
 from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.training import same_run
 from lingvo_moe.training.checks import UsageError
 
@@ -141,7 +141,7 @@ def test_a_logdir_that_cannot_be_written_is_found_before_the_data_is_read(
 
 
 def _run(tmp_path, override="", model="mt.M4Tiny", begun=True):
-    run_dir = RunDir(tmp_path / "run")
+    run_dir = TextRunDir(tmp_path / "run")
     run_dir.Write(model, override, text_artifacts({"source": b"s", "target": b"t"}))
     if begun:
         (run_dir.path / "checkpoints/5").mkdir(parents=True)
@@ -222,7 +222,7 @@ def test_a_run_that_lacks_something_is_not_begun_anew(tmp_path):
     (run_dir.path / "experiment.json").unlink()
     with pytest.raises(UsageError, match=r"experiment\.json is missing.*--restart"):
         _prepare(run_dir, "mt.M4Tiny", "", restart=False)
-    run_dir = RunDir(tmp_path / "second")
+    run_dir = TextRunDir(tmp_path / "second")
     (run_dir.path / "train").mkdir(parents=True)
     (run_dir.path / "train/metrics.jsonl").write_text(json.dumps({"step": 3}) + "\n")
     with pytest.raises(UsageError, match=r"no checkpoint of it; --restart"):
@@ -232,17 +232,17 @@ def test_a_run_that_lacks_something_is_not_begun_anew(tmp_path):
 def test_restart_moves_the_run_aside(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(_run(tmp_path).path)
     for number in (1, 2):
-        _prepare(RunDir(tmp_path / "run"), "mt.M4Demo", "", restart=True)
+        _prepare(TextRunDir(tmp_path / "run"), "mt.M4Demo", "", restart=True)
         aside = tmp_path / f"run.before_restart_{number}"
         assert (aside / "checkpoints/5").is_dir()
         assert f"{tmp_path / 'run'} is now in {aside}" in capfd.readouterr().err
         _run(tmp_path)
-    assert RunDir(tmp_path / "run.before_restart_1").experiment["model"] == "mt.M4Tiny"
+    assert TextRunDir(tmp_path / "run.before_restart_1").experiment["model"] == "mt.M4Tiny"
 
 
 def test_restart_moves_nothing_that_is_not_a_run(tmp_path):
     _write(tmp_path / "home" / "letters.txt", "dear")
-    _prepare(RunDir(tmp_path / "home"), "mt.M4Tiny", "", restart=True)
+    _prepare(TextRunDir(tmp_path / "home"), "mt.M4Tiny", "", restart=True)
     assert (tmp_path / "home" / "letters.txt").exists()
 
 
@@ -250,7 +250,7 @@ def test_restart_leaves_a_run_where_its_beginning_would_be_another_model_s(
     tmp_path, data_dir, capfd
 ):
     run_dir = _run(tmp_path)
-    other = RunDir(tmp_path / "other")
+    other = TextRunDir(tmp_path / "other")
     other.Write("mt.M4Tiny", "task.hidden_dim=64", text_artifacts({"source": b"s", "target": b"t"}))
     (other.path / "checkpoints/5").mkdir(parents=True)
     flags = [TINY, f"--logdir={run_dir.path}", f"--data_dir={data_dir}", "--engine=tf_graph"]

@@ -15,7 +15,7 @@ from lingvo_moe import trainer
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.loop.train_loop import TrainLoop
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 _STEPS = 60
 
@@ -51,9 +51,9 @@ def test_what_describes_the_run(data_dir, tmp_path, capfd):
         assert trainer.main(_flags(data_dir, run)) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert line == f"error: [Errno 27] File too large: '{run / 'vocab/source.model'}'"
-    assert not RunDir(run).exists and list((run / "vocab").iterdir()) == []
+    assert not TextRunDir(run).exists and list((run / "vocab").iterdir()) == []
     assert trainer.main(_flags(data_dir, run)) == 0
-    assert RunDir(run).vocabs == RunDir(tmp_path / "first").vocabs
+    assert TextRunDir(run).vocabs == TextRunDir(tmp_path / "first").vocabs
 
 
 def test_tokenised_text(data_dir, tmp_path, capfd, monkeypatch):

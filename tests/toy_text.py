@@ -9,14 +9,14 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 VOCAB = toy.train_vocab(toy.sentences(200))
 
 
 def save_run(path: str | os.PathLike, more: str = "", vocab: bytes = VOCAB) -> None:
     """A run of lm.Tiny, of one layer, with one checkpoint of random weights, whose texts vary; `more` are overrides."""
-    run = RunDir(path)
+    run = TextRunDir(path)
     override = ";".join(["task.num_layers=1;task.vocab_size=400;task.position=rotary", more])
     artifacts = text_artifacts({"source": vocab, "target": vocab})
     run.Write("lm.Tiny", override.rstrip(";"), artifacts)

@@ -20,7 +20,7 @@ from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 from lingvo_moe.tasks.text.decoding.export import export
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from params.mt.demo import M4Tiny
 
 M = 12
@@ -104,7 +104,7 @@ def save_run(
         f"{sentencepiece.SentencePieceProcessor(model_proto=model).vocab_size()}"
         for side, model in vocabs.items()
     )
-    run = RunDir(path)
+    run = TextRunDir(path)
     run.Write(
         "mt.M4Tiny", f"{override};{more}" if more else override, text_artifacts(vocabs, languages)
     )

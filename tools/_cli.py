@@ -113,9 +113,9 @@ def train(model: str, data_dir: Path, logdir: Path, overrides: Sequence[str], *m
     cache = registry.escape(str((data_dir.parent / "cache").resolve()))
     override = join_overrides(*overrides, f"input.cache_dir={cache}")
     flags = {"model": model, "data_dir": data_dir, "logdir": logdir}
-    given = [f"--{name}={value}" for name, value in flags.items()]
-    given += [*more, f"--model_params_override={override}"]
-    subprocess.run([sys.executable, "-m", "lingvo_moe.trainer", *given], check=True)
+    arguments = [f"--{name}={value}" for name, value in flags.items()]
+    arguments += [*more, f"--model_params_override={override}"]
+    subprocess.run([sys.executable, "-m", "lingvo_moe.trainer", *arguments], check=True)
 
 
 def attempt_compiling(name: str, work: Callable[[], int]) -> int:
@@ -145,15 +145,15 @@ def request_devices(count: int) -> None:
             raise
 
 
-def plan_cache(given: str | None) -> Path | None:
+def plan_cache(cache_dir: str | None) -> Path | None:
     """The directory of plans and compiled programs that --cache_dir chooses; None for none.
 
     Raises ValueError: nothing can be written there.
     """
-    if given is not None:
-        if given:
-            check_output_directory(given, "--cache_dir")
-        return local(given) if given else None
+    if cache_dir is not None:
+        if cache_dir:
+            check_output_directory(cache_dir, "--cache_dir")
+        return local(cache_dir) if cache_dir else None
     from lingvo_moe.analysis.programs.aot import aot_cache
 
     return aot_cache.default_cache_dir()
@@ -328,12 +328,12 @@ def search_options(args: Flags, top_k: int = 1) -> "TranslateOptions":
     """Returns TranslateOptions from the flags of define_search_flags. Raises ValueError, naming the flag."""
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 
-    given = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
+    options = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
     if args.Values().get("temperature"):
         drawn = {k: getattr(args, k) for k in ("temperature", "top_k", "seed")}
-        given["sampling"] = Sampling(**drawn)
+        options["sampling"] = Sampling(**drawn)
     try:
-        return TranslateOptions(**given, top_k=top_k, weights=args.weights or "float32")
+        return TranslateOptions(**options, top_k=top_k, weights=args.weights or "float32")
     except checks.ParamError as e:
         raise ValueError(f"--{e}") from None
 
@@ -372,11 +372,11 @@ def data_dir(args: Flags, inputs: Params) -> str:
     """
     if args.data_dir:
         return args.data_dir
-    found = inputs.data_dir if "data_dir" in inputs else ""
-    if not found:
+    directory = inputs.data_dir if "data_dir" in inputs else ""
+    if not directory:
         raise ValueError(f"--data_dir is needed: {args.logdir} trained on no directory of data")
-    say(f"data: {found}, which {args.logdir} trained on; --data_dir names another")
-    return found
+    say(f"data: {directory}, which {args.logdir} trained on; --data_dir names another")
+    return directory
 
 
 def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator, dict[str, Any]]":
@@ -410,8 +410,8 @@ def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[st
         from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 
         translator = SavedTranslator(args.saved_model)
-        known = {k: v for k, v in translator.about.items() if k == "target_language"}
-        return translator, {"saved_model": str(args.saved_model), **known}
+        about = {k: v for k, v in translator.about.items() if k == "target_language"}
+        return translator, {"saved_model": str(args.saved_model), **about}
     options = search_options(args, args.Values().get("nbest") or 1)
     translator, about = load_from_run(args, options)
     return translator, {"logdir": str(args.logdir), **about}
@@ -441,11 +441,11 @@ def generator_from_run(
     if getattr(args, "shortlist", None):
         what = f"{args.logdir} is of a language model; leave it out"
         raise ValueError(f"--shortlist is for translation models: {what}")
-    given = {**args.Values(), **({"max_length": max_length} if max_length else {})}
+    values = {**args.Values(), **({"max_length": max_length} if max_length else {})}
     names = (*_SEARCH_FLAGS, "weights")
-    known = {name: given[name] for name in names if given.get(name) is not None}
+    options = {name: values[name] for name in names if values.get(name) is not None}
     enable_compilation_cache()  # which keeps the traced search
-    return load_generator(args.logdir, GenerateOptions(**known), chosen(args), args.trust_run)
+    return load_generator(args.logdir, GenerateOptions(**options), chosen(args), args.trust_run)
 
 
 def open_generator(
@@ -480,7 +480,7 @@ def load_tensorflow() -> None:
         del tensorflow_text
 
 
-class Progress(Waiting):
+class CompilerProgress(Waiting):
     """Shows the current activity and its duration, at first the loading of the compiler."""
 
     def __init__(self) -> None:

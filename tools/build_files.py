@@ -95,26 +95,26 @@ def _level(graph: ImportGraph, path: str, inside: str, levels: dict[str, int]) -
 def _deps(graph: ImportGraph, labels: dict[str, str], files: Iterable[str]) -> list[str]:
     """Libraries that `files` need and are not in, with those of the packages on the way there."""
     files = list(files)
-    found = set()
+    needed = set()
     for path in files:
         for imported in {path, *graph.Needs(path)}:
             if imported in labels:
-                found.add(labels[imported])
-            found |= _package_labels(labels, path, imported)
-    return sorted(found - {labels.get(path) for path in files})
+                needed.add(labels[imported])
+            needed |= _package_labels(labels, path, imported)
+    return sorted(needed - {labels.get(path) for path in files})
 
 
 def _package_labels(labels: dict[str, str], path: str, imported: str) -> set[str]:
     """The libraries of the __init__.py files that run when `path` imports `imported`."""
-    found = set()
+    libraries = set()
     package = posixpath.dirname(imported)
     while package:
         label = labels.get(f"{package}/__init__.py")
         inside = path.startswith(package + "/")
         if label and (not inside or label.endswith(f":{_BASE}")):
-            found.add(label)
+            libraries.add(label)
         package = posixpath.dirname(package)
-    return found
+    return libraries
 
 
 def _render(graph: ImportGraph, labels: dict[str, str], package: str, files: list[str]) -> str:
@@ -177,13 +177,13 @@ def _data_globs(graph: ImportGraph, package: str, name: str | None) -> str:
 
 def _conftests(graph: ImportGraph, labels: dict[str, str], package: str) -> set[str]:
     """The helper libraries of this directory, and those above it that hold a conftest.py."""
-    found = {v for p, v in labels.items() if posixpath.dirname(p) == package}
+    helpers = {v for p, v in labels.items() if posixpath.dirname(p) == package}
     while package:
         conftest = f"{package}/conftest.py"
         if conftest in labels:
-            found.add(labels[conftest])
+            helpers.add(labels[conftest])
         package = posixpath.dirname(package)
-    return found
+    return helpers
 
 
 def _local(labels: Iterable[str], package: str) -> list[str]:

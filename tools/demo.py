@@ -87,7 +87,7 @@ class Demo:
             build_corpus,
             languages_asked_for,
         )
-        from lingvo_moe.tasks.text.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
         langs = self._args.languages
         if self._corpus.exists():
@@ -95,7 +95,7 @@ class Demo:
             if there == tuple(sorted(set(langs))):
                 self._say(f"corpus: {self._corpus} exists already")
                 return
-            if RunDir(self._run).steps:
+            if TextRunDir(self._run).steps:
                 raise ValueError(
                     f"--output={self._out} holds a demo of other languages, "
                     f"{','.join(there) or 'all'}; name another directory, or delete that one"
@@ -116,9 +116,9 @@ class Demo:
             raise ValueError("the compiled step holds no all-to-all: the experts were not sharded")
 
     def _collectives(self) -> Mapping[str, int]:
-        from lingvo_moe.tasks.text.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
-        program = RunDir(self._run).program
+        program = TextRunDir(self._run).program
         return program["collectives"] if program else {}
 
     def _evaluate(self) -> "tuple[EvalReport, EvalReport]":
@@ -127,7 +127,7 @@ class Demo:
         from lingvo_moe.tasks.mt.quality import scoring
         from lingvo_moe.tasks.text.data.dev_set import DevSet
         from lingvo_moe.tasks.text.decoding import export
-        from lingvo_moe.tasks.text.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
         options = translator.TranslateOptions(max_source_length=64, max_length=48, rows=32)
         devset = DevSet(self._corpus, self._args.max_per_language)
@@ -150,18 +150,18 @@ class Demo:
 
         trained = score("trained", devset)
         trained.info = {"model": {"logdir": str(self._run), **about}, "data_dir": str(self._corpus)}
-        model.SetTheta(_initial_theta(RunDir(self._run, trust_run=self._args.trust_run).Task()))
+        model.SetTheta(_initial_theta(TextRunDir(self._run, trust_run=self._args.trust_run).Task()))
         most = min(_UNTRAINED_LINES, self._args.max_per_language)
         return score("untrained", DevSet(self._corpus, most)), trained
 
     def _report(self, untrained: "EvalReport", trained: "EvalReport") -> dict[str, Any]:
         from lingvo_moe.core.engine.loop.summaries import read_metrics
         from lingvo_moe.core.task import inspect
-        from lingvo_moe.tasks.text.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
         rows = read_metrics(str(self._run / "train"))
         mean, before = trained.Average(), untrained.Average()
-        task = RunDir(self._run, trust_run=self._args.trust_run).Task()
+        task = TextRunDir(self._run, trust_run=self._args.trust_run).Task()
         collectives = self._collectives()
         rates = [row["tokens_per_second"] for row in rows[1:]]
         report = {
@@ -199,14 +199,14 @@ class Demo:
         self._say("measuring which language is routed to which expert")
         devset = DevSet(self._corpus, self._args.max_per_language)
         trust = self._args.trust_run
-        found = gather(
+        gathered = gather(
             self._run, measure_routing(self._run, devset, trust_run=trust), trust_run=trust
         )
         before = untrained.Average()
         scores = f"BLEU {before['bleu']:.1f}, chrF {before['chrf']:.1f}"
         untrained_scores = f"{scores} on {before['lines']:,} of the lines"
-        found.extra += [("untrained", untrained_scores), ("exported", str(self._saved_model))]
-        page = report.html_report(found).encode("utf-8", "replace")
+        gathered.extra += [("untrained", untrained_scores), ("exported", str(self._saved_model))]
+        page = report.html_report(gathered).encode("utf-8", "replace")
         files.write_atomic(self._out / "report.html", page)
 
     def _show(

@@ -53,12 +53,12 @@ class HarnessModel:
         """
         del disable_tqdm
         parts = [self._Split(*request.args) for request in requests]
-        found = self._scorer.ScoreIds([[*before, *after] for before, after in parts])
+        scores = self._scorer.ScoreIds([[*before, *after] for before, after in parts])
         return [
             (float(log_probs[-len(after) :].sum()), bool(likeliest[-len(after) :].all()))
             if after
             else (0.0, True)
-            for (_, after), (log_probs, likeliest) in zip(parts, found, strict=True)
+            for (_, after), (log_probs, likeliest) in zip(parts, scores, strict=True)
         ]
 
     def loglikelihood_rolling(
@@ -70,8 +70,8 @@ class HarnessModel:
         """
         del disable_tqdm
         pieces = [list(self._Pieces(self._scorer.Encode(request.args[0]))) for request in requests]
-        found = iter(self._scorer.ScoreIds([ids for text in pieces for ids, _ in text]))
-        return [sum(float(next(found)[0][-new:].sum()) for _, new in text) for text in pieces]
+        scores = iter(self._scorer.ScoreIds([ids for text in pieces for ids, _ in text]))
+        return [sum(float(next(scores)[0][-new:].sum()) for _, new in text) for text in pieces]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The text that continues each context, up to a stop; `args` are the context and a dictionary of settings.
@@ -81,8 +81,8 @@ class HarnessModel:
         del disable_tqdm
         contexts, settings = zip(*(request.args for request in requests), strict=True)
         most = self._generator.options.max_length
-        each = [_sampling(given, number, most) for number, given in enumerate(settings)]
-        return [one.text for one in self._generator.Generate(contexts, each)]
+        samplings = [_sampling(one, number, most) for number, one in enumerate(settings)]
+        return [one.text for one in self._generator.Generate(contexts, samplings)]
 
     def _Split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The ids of a context and those of its continuation, at most as many as a row has together."""
@@ -104,17 +104,17 @@ class HarnessModel:
             yield [ids[start - 1], *new], len(new)
 
 
-def _sampling(given: Mapping[str, Any], number: int, most: int) -> Sampling:
-    until = given.get("until") or ()
+def _sampling(settings: Mapping[str, Any], number: int, most: int) -> Sampling:
+    until = settings.get("until") or ()
     stops = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
-    known = {"until", "do_sample", *_SETTINGS}
-    if unknown := given.keys() - known:
+    allowed = {"until", "do_sample", *_SETTINGS}
+    if unknown := settings.keys() - allowed:
         raise ValueError(
-            f"generation_kwargs has {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
+            f"generation_kwargs has {', '.join(sorted(unknown))}; known are {', '.join(sorted(allowed))}"
         )
-    values = {new: given[name] for name, new in _SETTINGS.items() if name in given}
+    values = {new: settings[name] for name, new in _SETTINGS.items() if name in settings}
     values.setdefault("max_tokens", min(256, most))
-    if not given.get("do_sample", True):
+    if not settings.get("do_sample", True):
         values["temperature"] = 0.0
     return Sampling(**values, stop=stops, number=number)
 

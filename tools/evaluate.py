@@ -74,8 +74,8 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    kept = "; the same command resumes from there" if _output(args) and not args.rescore else ""
-    return _cli.attempt("evaluate", lambda: _run(args), f"stopped{kept}")
+    resumes = "; the same command resumes from there" if _output(args) and not args.rescore else ""
+    return _cli.attempt("evaluate", lambda: _run(args), f"stopped{resumes}")
 
 
 def _bounds(text: str) -> tuple[int, int]:
@@ -89,7 +89,7 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.tasks.text.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
     output = _output(args)
     several = bool(args.logdir) and len(_cli.logdirs(args)) > 1
@@ -97,7 +97,7 @@ def _run(args: Flags) -> int:
         raise ValueError(f"--logdir={args.logdir}: several runs need --output and --data_dir")
     if output:
         if not args.output:
-            RunDir(args.logdir).Inside(output.name)
+            TextRunDir(args.logdir).Inside(output.name)
         _cli.check_output_directory(output)
     from lingvo_moe.tasks.mt.quality import scoring
     from lingvo_moe.tasks.mt.quality.baselines import add_baselines, read_baselines
@@ -112,13 +112,13 @@ def _run(args: Flags) -> int:
         raise ValueError(f"--resource_bounds: {data_dir} has no training pairs to count")
     baselines = read_baselines(args.baselines, devset.items()) if args.baselines else {}
     translate, about = _rescored(output, devset) if args.rescore else _translating(args)
-    kept = KeptTranslations(translate)
+    translations = KeptTranslations(translate)
     if output and not args.rescore:
         identity = identity_of(args.Values(), about)
-        kept = KeptTranslations(translate, output / ".partial", identity)
+        translations = KeptTranslations(translate, output / ".partial", identity)
     with LineProgress() as show:
         report = scoring.evaluate(
-            kept,
+            translations,
             devset.items(),
             pairs,
             scoring.EvalOptions(
@@ -127,13 +127,13 @@ def _run(args: Flags) -> int:
                 about.get("target_language") or target_language(data_dir),
                 args.bleu_tokenizer,
             ),
-            None if args.quiet else lambda n, all_: show(_progress(kept, n, all_)),
+            None if args.quiet else lambda n, all_: show(_progress(translations, n, all_)),
         )
-    report.seconds = kept.seconds
+    report.seconds = translations.seconds
     report.info = {"model": about, "data_dir": str(data_dir)}
     if output:
         report.Write(output)  # before the baselines, which may have been scored in another way
-        kept.Clear()
+        translations.Clear()
     add_baselines(report, baselines)
     if output and args.baselines:
         report.info["baselines"] = str(args.baselines)
@@ -156,12 +156,12 @@ def _output(args: Flags) -> Path | None:
     return local(args.logdir) / "eval" if args.logdir else None
 
 
-def _progress(kept: "KeptTranslations", done: int, lines: int) -> str:
+def _progress(translations: "KeptTranslations", done: int, lines: int) -> str:
     text = f"evaluate: {done:,} of {lines:,} lines"
-    if kept.reused:
-        text += f", {kept.reused:,} of them translated before"
+    if translations.reused:
+        text += f", {translations.reused:,} of them translated before"
     if done < lines:
-        seconds = kept.seconds / done * (lines - done)
+        seconds = translations.seconds / done * (lines - done)
         text += f", {units.clock(seconds)} left"
     return text
 
@@ -209,10 +209,10 @@ def _data_of_run(args: Flags) -> str:
         raise ValueError(
             "--data_dir is needed with --saved_model: a directory with dev/<lang>.tsv.gz"
         )
-    from lingvo_moe.tasks.text.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
-        inputs = RunDir(args.logdir, trust_run=args.trust_run).Params().input
+        inputs = TextRunDir(args.logdir, trust_run=args.trust_run).Params().input
     return _cli.data_dir(args, inputs)
 
 

@@ -55,18 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Explains, prints and writes what the flags ask for; returns the exit status."""
     _cli.check_output_files(args, "html", "json")
-    with _cli.Progress() as progress:
+    with _cli.CompilerProgress() as progress:
         explanation = progress.Watch(lambda: make(args, progress))
     from lingvo_moe.core.files import files
 
-    found = {name: explanation.Sharding(name) for name in args.tensor}
+    shardings = {name: explanation.Sharding(name) for name in args.tensor}
     if args.json:
         files.write_json(args.json, explanation.ToJson())
     if args.html:
         files.write_atomic(args.html, explanation.ToHtml().encode())
-    if not found:
+    if not shardings:
         print(explanation)
-    for name, tensors in found.items():
+    for name, tensors in shardings.items():
         print(f"{name}:")
         for tensor in tensors:
             where = f"  {tensor.line}" if tensor.line else ""

@@ -65,8 +65,8 @@ def define_flags() -> Flags:
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
     if args.length_alpha is not None and (args.beam_size or 1) == 1:
-        given = f"--length_alpha={args.length_alpha}"
-        args.Fail(f"{given} goes with a --beam_size of 2 or more: greedy search has one text")
+        flag = f"--length_alpha={args.length_alpha}"
+        args.Fail(f"{flag} goes with a --beam_size of 2 or more: greedy search has one text")
     if why := Sampling.RANGES["stop"](args.stop):
         args.Fail(f"--stop={args.stop}: {why}")
     return _cli.attempt("generate", lambda: _run(args))
@@ -83,9 +83,9 @@ def _run(args: Flags) -> int:
         def answer(lines: list[Line]) -> list[tuple[str, str]]:
             prompts = texts_of(lines)
             repeated = [prompt for prompt in prompts for _ in range(args.n)]
-            each = [Sampling(**settings, number=next(numbers)) for _ in repeated]
-            found = generator.Generate(repeated, each)
-            samples = [found[i : i + args.n] for i in range(0, len(found), args.n)]
+            samplings = [Sampling(**settings, number=next(numbers)) for _ in repeated]
+            continuations = generator.Generate(repeated, samplings)
+            samples = [continuations[i : i + args.n] for i in range(0, len(continuations), args.n)]
             texts = [some[0].text for some in samples]
             if args.json:
                 texts = [_as_json(*one) for one in zip(prompts, samples, strict=True)]
@@ -99,9 +99,9 @@ _TOO_LONG = "is too long: its beginning is not read"
 
 
 def _as_json(prompt: bytes, samples: Sequence["Continuation"]) -> str:
-    each = [{"text": one.text, **one.About()} for one in samples]
-    found: dict[str, object] = each[0] if len(each) == 1 else {"samples": each}
-    shown = {"prompt": prompt.decode("utf-8", "replace"), **found}
+    records = [{"text": one.text, **one.About()} for one in samples]
+    fields: dict[str, object] = records[0] if len(records) == 1 else {"samples": records}
+    shown = {"prompt": prompt.decode("utf-8", "replace"), **fields}
     return json.dumps(shown, ensure_ascii=False)
 
 

@@ -79,25 +79,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Prints what the flags ask for; returns the exit status."""
     _cli.check_output_files(args, "json")
-    found = measured(args.logdir) if args.logdir else None
+    run = measured(args.logdir) if args.logdir else None
     figures = dict[str, Any]()
-    if found:
+    if run:
         figures["run"] = {
-            **asdict(found),
-            "total_elapsed_time": found.total,
-            "goodput": found.goodput,
+            **asdict(run),
+            "total_elapsed_time": run.total,
+            "goodput": run.goodput,
         }
-    machine = predicted(args, found) if args.predict else None
+    machine = predicted(args, run) if args.predict else None
     if machine:
         figures["prediction"] = {**asdict(machine), "goodput": machine.Goodput()}
         figures["best"] = {"interval": machine.BestInterval(), "goodput": best(machine).Goodput()}
     if args.json:
         write_json(args.json, figures)
-    if found:
-        print_table(parts_table(found))
-        print(summary(found))
+    if run:
+        print_table(parts_table(run))
+        print(summary(run))
     if machine:
-        print_table(prediction_table(machine, found.step_seconds if found else None))
+        print_table(prediction_table(machine, run.step_seconds if run else None))
     if args.json:
         _cli.made(args.json)
     return 0
@@ -116,50 +116,50 @@ def print_table(table: tables.Table) -> None:
     print(*tables.lines(table), sep="\n")
 
 
-def parts_table(found: Goodput) -> tables.Table:
+def parts_table(run: Goodput) -> tables.Table:
     """A row for each part of a run's time that took half a millisecond or more, and one for their sum."""
-    shown = {name: value for name, value in found.seconds.items() if value >= 0.0005}
+    shown = {name: value for name, value in run.seconds.items() if value >= 0.0005}
     rows = [
-        [name, units.duration(value), units.share(value / found.total), PARTS[name]]
+        [name, units.duration(value), units.share(value / run.total), PARTS[name]]
         for name, value in shown.items()
     ]
-    rows.append(["total", units.duration(found.total), units.share(1.0), ""])
+    rows.append(["total", units.duration(run.total), units.share(1.0), ""])
     columns = [*tables.words("part"), *tables.numbers("time", "share"), *tables.words("what it is")]
     return tables.Table(columns, rows)
 
 
-def summary(found: Goodput) -> str:
+def summary(run: Goodput) -> str:
     """A sentence about a run."""
-    text = f"goodput {units.share(found.goodput)}: {found.max_productive_step:,} steps of "
-    text += f"{units.duration(found.step_seconds)}; starts: {found.segments}, of which "
-    text += f"{found.disruptions} were disrupted"
+    text = f"goodput {units.share(run.goodput)}: {run.max_productive_step:,} steps of "
+    text += f"{units.duration(run.step_seconds)}; starts: {run.segments}, of which "
+    text += f"{run.disruptions} were disrupted"
     for what, value in (
-        ("between disruptions", found.mtbf),
-        ("a save", found.save_seconds),
-        ("a restart", found.restart_seconds),
+        ("between disruptions", run.mtbf),
+        ("a save", run.save_seconds),
+        ("a restart", run.restart_seconds),
     ):
         text += f", {units.duration(value)} {what}" if value is not None else ""
     return text
 
 
-def predicted(args: Flags, found: Goodput | None) -> FailingMachine:
+def predicted(args: Flags, run: Goodput | None) -> FailingMachine:
     """The machine that the flags describe, with what they leave out from a run.
 
     Raises GoodputError: neither has it.
     """
     of_run = {
-        "mtbf": found and found.mtbf,
-        "save_seconds": found and found.save_seconds,
-        "restart_seconds": found and found.restart_seconds,
-        "interval": found and found.interval_seconds,
+        "mtbf": run and run.mtbf,
+        "save_seconds": run and run.save_seconds,
+        "restart_seconds": run and run.restart_seconds,
+        "interval": run and run.interval_seconds,
     }
     values = {name: getattr(args, name) or value for name, value in of_run.items()}
     missing = [f"--{name}" for name, value in values.items() if not value and name != "interval"]
     if missing:
-        why = "in which there was none" if found else "or --logdir of a run that was disrupted"
+        why = "in which there was none" if run else "or --logdir of a run that was disrupted"
         raise GoodputError(f"--predict needs {' and '.join(missing)}, {why}")
     mtbf, save, restart, interval = (value or 0.0 for value in values.values())
-    share = found.share_of_steps if found else 1.0
+    share = run.share_of_steps if run else 1.0
     machine = FailingMachine(mtbf, save, restart, interval, args.announced, share)
     return machine if interval else best(machine)
 

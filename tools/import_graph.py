@@ -57,8 +57,8 @@ class ImportGraph:
     @functools.cache  # noqa: B019
     def Imports(self, path: str) -> frozenset[str]:
         """The files that `path` imports; never itself."""
-        found = {self._modules[n] for n in self.ImportedNames(path) if n in self._modules}
-        return frozenset(found - {path})
+        files = {self._modules[n] for n in self.ImportedNames(path) if n in self._modules}
+        return frozenset(files - {path})
 
     @functools.cache  # noqa: B019
     def Needs(self, path: str) -> frozenset[str]:

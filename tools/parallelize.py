@@ -86,19 +86,19 @@ def run(args: Flags) -> int:
     """Searches, prints and writes what the flags ask for; returns the exit status."""
     _cli.check_output_files(args, "output", "json")
     cache = _cli.plan_cache(args.cache_dir)
-    with _cli.Progress() as progress:
+    with _cli.CompilerProgress() as progress:
         _cli.load_tensorflow()
         if args.devices or args.verify:
             _cli.request_devices(max(args.devices or 0, _VERIFYING if args.verify else 0))
         from lingvo_moe.analysis.search.parallelizing import NoneFits
 
         try:
-            found = progress.Watch(lambda: searched(args, cache, progress))
+            outcome = progress.Watch(lambda: searched(args, cache, progress))
         except NoneFits as e:
             _cli.say(f"parallelize: {e}")
             return 3
-    write(args, found)
-    show(found)
+    write(args, outcome)
+    show(outcome)
     if args.output or args.json:
         command = f"python -m lingvo_moe.trainer --model={args.model} --strategy={args.output}"
         _cli.made(*filter(None, (args.output, args.json)), next=command if args.output else "")
@@ -125,23 +125,23 @@ def searched(args: Flags, cache: Path | None, say: Callable[[str], None]) -> "Fo
     return parallelizing.find(search, cache, say)
 
 
-def write(args: Flags, found: "Found") -> None:
+def write(args: Flags, outcome: "Found") -> None:
     """Writes the files that the flags ask for."""
     from lingvo_moe.core.files import files
 
     if args.output:
-        files.write_atomic(args.output, found.ToText().encode())
+        files.write_atomic(args.output, outcome.ToText().encode())
     if args.json:
-        files.write_json(args.json, found.ToJson())
+        files.write_json(args.json, outcome.ToJson())
 
 
-def show(found: "Found") -> None:
+def show(outcome: "Found") -> None:
     """Prints the ranking, then the strategy."""
     from lingvo_moe.core.console import units
     from lingvo_moe.core.pages import tables
 
     rows = []
-    for tried, why in found.Ranked():
+    for tried, why in outcome.Ranked():
         plan = tried.plan
         seconds = (plan["time"] if plan else None) or {}
         needed = plan["memory"]["needed"] if plan else None
@@ -150,13 +150,13 @@ def show(found: "Found") -> None:
         rows.append([tried.name, units.size(needed), *times, why])
     columns = tables.words("strategy") + tables.numbers("memory", "step", "network", "estimate")
     print(
-        f"{found.search.model} on {found.machine.name}: {found.candidates[0]} candidates, of which "
-        f"{found.candidates[1]} may fit; {len(found.tried)} compiled"
+        f"{outcome.search.model} on {outcome.machine.name}: {outcome.candidates[0]} candidates, of which "
+        f"{outcome.candidates[1]} may fit; {len(outcome.tried)} compiled"
     )
     tables.show(tables.Table(columns + tables.words(""), rows))
-    if found.ended:
-        print(f"{found.ended}.")
-    print(found.ToText(), end="")
+    if outcome.ended:
+        print(f"{outcome.ended}.")
+    print(outcome.ToText(), end="")
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def planned(
     for variant in dict.fromkeys(variant for _, variant in cases):
         # A mistake in any of them is found before the first is compiled.
         registry.GetParams(args.model, strategy_override(args, variant.strip()))
-    with _cli.Progress() as progress:
+    with _cli.CompilerProgress() as progress:
         for case, path in zip(cases, outputs or itertools.repeat("")):
             try:
                 plan = progress.Watch(partial(make, args, *case, cache, progress))

@@ -99,10 +99,10 @@ def _language(text: str) -> str:
 
 
 def _json_fields(text: str) -> tuple[str, ...]:
-    found = _cli.names(text)
-    if len(found) not in (0, 2, 3):
+    names = _cli.names(text)
+    if len(names) not in (0, 2, 3):
         raise ValueError("must be two or three names")
-    return found
+    return names
 
 
 def _define_filter_flags(flags: Flags) -> None:
@@ -212,8 +212,8 @@ def _options(args: Flags, experiment: Params | None) -> PrepareOptions:
         temperature, sentences = experiment.temperature, experiment.vocab_sentences
         rows = tuple(experiment.Get(name) for name in _ROWS if name in experiment)
         texts = len(rows) == 1
-    given = {side: getattr(args, f"{side}_vocab_size") for side in _SIZES}
-    sizes |= {side: size for side, size in given.items() if size}
+    asked = {side: getattr(args, f"{side}_vocab_size") for side in _SIZES}
+    sizes |= {side: size for side, size in asked.items() if size}
     check_symbols(args.user_symbols)
     names = dict(zip(("source", "target", "lang"), ((name,) for name in args.json_fields)))
     fields = Fields(columns=args.columns, target_lang=args.target_lang, texts=texts, **names)
@@ -242,10 +242,10 @@ def _report(args: Flags, summary: dict[str, Any], seconds: float) -> None:
     print(f"{format_table(summary)}\n\n{format_lengths(summary)}")
     if examples := format_examples(summary):
         print(f"\n{examples}")
-    kept = sum(about["kept"] for about in summary["languages"].values())
+    pairs = sum(about["kept"] for about in summary["languages"].values())
     read = sum(about["read"] for about in all_languages(summary).values())
     print(
-        f"\n{kept:,} of {read:,} lines, {len(summary['languages'])} languages,"
+        f"\n{pairs:,} of {read:,} lines, {len(summary['languages'])} languages,"
         f" in {seconds:.0f} s; all of this, and more examples, in {Path(args.output) / 'prepared.json'}"
     )
     if unscored := [lang for lang, about in summary["languages"].items() if not about["dev"]]:

@@ -22,7 +22,7 @@ from . import _cli
 if TYPE_CHECKING:  # they import NumPy
     from lingvo_moe.tasks.mt.reports.routing import RoutingReport
     from lingvo_moe.tasks.mt.reports.run_report import Missing
-    from lingvo_moe.tasks.text.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 
 def define_flags() -> Flags:
@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.tasks.text.runs.run_dir import RunDir
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
-    run = RunDir(args.logdir, trust_run=args.trust_run)
+    run = TextRunDir(args.logdir, trust_run=args.trust_run)
     _ = run.experiment  # before anything slow: is it there?
     page = Path(args.out) if args.out else run.Inside("report.html")
     numbers = page.with_suffix(".json") if args.out else run.Inside("report.json")
@@ -81,10 +81,10 @@ def _run(args: Flags) -> int:
     from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
 
     routing = _routing(args, run)
-    found = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed, args.trust_run)
+    gathered = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed, args.trust_run)
     written = [page, numbers]
-    write_atomic(page, report.html_report(found).encode("utf-8", "replace"))
-    write_json(numbers, found.ToDict())
+    write_atomic(page, report.html_report(gathered).encode("utf-8", "replace"))
+    write_json(numbers, gathered.ToDict())
     if not isinstance(routing, Missing):
         for layer in routing.layers if args.png_dir else ():
             written.append(Path(args.png_dir) / f"{layer.name.replace('/', '_')}.png")
@@ -93,14 +93,14 @@ def _run(args: Flags) -> int:
             write_atomic(written[-1], picture)
         show(routing_page.table_of(routing), wide=False)
     for what in ("metrics", "scores", "routing"):
-        missing = getattr(found, what)
+        missing = getattr(gathered, what)
         if isinstance(missing, Missing):
             print(as_typed(f"no {what}: {missing.why}; {missing.command}").removesuffix("; "))
     _cli.made(*written, next=f"python -m tools.serve --logdir={args.logdir}")
     return 0
 
 
-def _routing(args: Flags, run: "RunDir") -> "RoutingReport | Missing":
+def _routing(args: Flags, run: "TextRunDir") -> "RoutingReport | Missing":
     """The RoutingReport of the run's model, or why there is none."""
     from lingvo_moe.core.console.waiting import LineProgress
     from lingvo_moe.tasks.mt.model import MtModel
@@ -121,7 +121,7 @@ def _routing(args: Flags, run: "RunDir") -> "RoutingReport | Missing":
             raise
         return Missing(str(e), f"{command} --data_dir=CORPUS")
     with LineProgress() as show:
-        found = routing.measure_routing(
+        measured = routing.measure_routing(
             args.logdir,
             devset,
             _cli.chosen(args),
@@ -131,8 +131,8 @@ def _routing(args: Flags, run: "RunDir") -> "RoutingReport | Missing":
             ),
             trust_run=args.trust_run,
         )
-    found.about["data_dir"] = str(data_dir)
-    return found
+    measured.about["data_dir"] = str(data_dir)
+    return measured
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def make_plans(args: Flags, names: list[str]) -> int:
 def make_one(path: Path, name: str, cache_dir: str | None) -> None:
     """Writes the plan of a request to `path`; runs in a process of its own."""
     cache = _cli.plan_cache(cache_dir)
-    with _cli.Progress() as progress:
+    with _cli.CompilerProgress() as progress:
 
         def make() -> Any:
             _cli.load_tensorflow()

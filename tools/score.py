@@ -176,10 +176,10 @@ def _refuse(args: Flags, *names: str) -> None:
 
 
 def _answer_texts(
-    scorer: "Scorer", lines: list[Line], given: list[bytes], tokens: bool, losses: Losses
+    scorer: "Scorer", lines: list[Line], raw: list[bytes], tokens: bool, losses: Losses
 ) -> list[tuple[str, str]]:
     """(text, warning) of each line, of a given text; adds the scores to `losses`."""
-    texts = [text.decode("utf-8", "replace").strip() for text in given]
+    texts = [text.decode("utf-8", "replace").strip() for text in raw]
     scores = scorer.Score([""] * len(texts), texts)
     for text, line, score in zip(texts, lines, scores, strict=True):
         size = None if line.is_cut or score.truncated else len(text.encode()) + 1
@@ -201,8 +201,8 @@ def _scored(score: "Score", is_cut: bool, tokens: bool) -> tuple[str, str]:
     cells = [f"{score.log_prob:.6f}", str(len(score.pieces))]
     cells.append(f"{score.log_prob / len(score.pieces):.6f}")
     if tokens:
-        each = zip(score.pieces, score.token_log_probs)
-        cells.append(" ".join(f"{piece}:{value:.6f}" for piece, value in each))
+        pairs = zip(score.pieces, score.token_log_probs)
+        cells.append(" ".join(f"{piece}:{value:.6f}" for piece, value in pairs))
     warning = "is too long: its end is not scored" if is_cut or score.truncated else ""
     return "\t".join(cells), warning
 

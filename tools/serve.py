@@ -89,11 +89,11 @@ def _define_limits(flags: Flags) -> None:
 
 
 def _server_names(text: str) -> tuple[str, ...]:
-    found = _cli.names(text.lower())
-    for name in found:
+    names = _cli.names(text.lower())
+    for name in names:
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise ValueError(f"{name!r} must be a host's name alone, e.g. mt.example.org")
-    return found
+    return names
 
 
 def _model_name(text: str) -> str:

@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Flags) -> int:
     _cli.check_output_file(args.output)
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
-        from lingvo_moe.tasks.text.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
-        run = RunDir(args.logdir, trust_run=args.trust_run)
+        run = TextRunDir(args.logdir, trust_run=args.trust_run)
         inputs = run.Params().input
     from lingvo_moe.tasks.mt.decoding.making_shortlists import (
         ShortlistOptions,
@@ -67,16 +67,17 @@ def _run(args: Flags) -> int:
             held_out = _held_out(data_dir, inputs.languages)
         except DataError as e:
             held_out, why = None, str(e)
-        of = held_out and coverage(shortlist, vocabs, held_out.items(), say)
+        covered = held_out and coverage(shortlist, vocabs, held_out.items(), say)
     about = shortlist.About()
     print(
         f"{about['per_source_piece']} of {vocabs.target.size:,} target pieces for each of"
         f" {vocabs.source.size:,} source pieces, {about['every_line']} for every line"
     )
-    if of:
+    if covered:
         print(
-            f"of {of.tokens:,} tokens of {of.lines:,} held-out references {of.inside / max(of.tokens, 1):.1%} are"
-            f" within their line's shortlist, of {of.size:,.0f} pieces on average"
+            f"of {covered.tokens:,} tokens of {covered.lines:,} held-out references"
+            f" {covered.inside / max(covered.tokens, 1):.1%} are within their line's shortlist, of"
+            f" {covered.size:,.0f} pieces on average"
         )
     else:
         print(f"coverage was not measured: {why}")
@@ -90,10 +91,10 @@ def _held_out(data_dir: str, languages: Sequence[str]) -> "DevSet":
     from lingvo_moe.tasks.text.data.dev_set import DevSet
     from lingvo_moe.tasks.text.data.errors import DataError
 
-    found = [lang for lang in DevSet(data_dir).languages if not languages or lang in languages]
-    if not found:
+    with_pairs = [lang for lang in DevSet(data_dir).languages if not languages or lang in languages]
+    if not with_pairs:
         raise DataError(f"{data_dir} has no held-out pairs of {', '.join(languages)}")
-    return DevSet(data_dir, languages=found)
+    return DevSet(data_dir, languages=with_pairs)
 
 
 if __name__ == "__main__":

@@ -75,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.runner and is_address(args.saved_model):
         why = "workers read models from a disk that all of them see"
         args.Fail(f"--saved_model={args.saved_model} goes without --runner: {why}")
-    kept = "stopped; the same command resumes from there" if _lines.is_file(args.output) else ""
+    stopped = "stopped; the same command resumes from there" if _lines.is_file(args.output) else ""
     if args.seed and not (args.temperature or args.noise):
         args.Fail(f"--seed={args.seed} goes with --temperature or --noise: nothing is drawn")
     beam_size = args.beam_size or 4
     if args.logdir and not args.temperature and (args.nbest or 1) > beam_size:
         args.Fail(f"--nbest={args.nbest} goes with a --beam_size of as many, not of {beam_size}")
-    return _cli.attempt("translate", lambda: _run(args), kept)
+    return _cli.attempt("translate", lambda: _run(args), stopped)
 
 
 def _run(args: Flags) -> int:
@@ -129,9 +129,9 @@ def _keeping(
 
     with work_directory(Path(args.output).absolute(), "translating") as work:
         identity = identity_of(args.Values(), about)
-        kept = KeptTranslations(lambda lines, _: answer(lines), work, identity)
+        keeper = KeptTranslations(lambda lines, _: answer(lines), work, identity)
         return _lines.answer_all(
-            "translate", args, lambda lines: kept(lines, []), source, sink, lambda: kept.reused
+            "translate", args, lambda lines: keeper(lines, []), source, sink, lambda: keeper.reused
         )
 
 

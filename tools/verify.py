@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: Flags) -> int:
     """Verifies the model and prints what was compared; returns the exit status."""
-    with _cli.Progress() as progress:
-        found = progress.Watch(lambda: list(verified(args, progress)))
-    for mesh, each in found:
-        print(f"{args.model} over mesh {mesh}: {each}")
+    with _cli.CompilerProgress() as progress:
+        outcomes = progress.Watch(lambda: list(verified(args, progress)))
+    for mesh, outcome in outcomes:
+        print(f"{args.model} over mesh {mesh}: {outcome}")
     return 0
 
 

@@ -178,7 +178,7 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class _Loop:
+class _LoopMarks:
     """The task of marks inside a loop: to collect values, or to take the next of the stored ones."""
 
     names: Collection[str]
@@ -186,8 +186,8 @@ class _Loop:
     stored: Iterator[tf.Tensor] | None = None
 
 
-_NOTHING = _Loop(())
-_loop: contextvars.ContextVar[_Loop] = contextvars.ContextVar("kept", default=_NOTHING)
+_NOTHING = _LoopMarks(())
+_loop: contextvars.ContextVar[_LoopMarks] = contextvars.ContextVar("kept", default=_NOTHING)
 
 
 def keeps(name: str) -> bool:
@@ -223,19 +223,19 @@ def keep(x: tf.Tensor, name: str, annotate: Annotate) -> tf.Tensor:
 def collecting(names: Collection[str]) -> Iterator[Collected]:
     """Inside, marks with these names collect their activations."""
     collected = Collected()
-    with _inside(_Loop(names, collected=collected)):
+    with _inside(_LoopMarks(names, collected=collected)):
         yield collected
 
 
 @contextlib.contextmanager
 def replacing(names: Collection[str], stored: Sequence[tf.Tensor]) -> Iterator[None]:
     """Inside, marks with these names give the stored values, in the order in which they were collected."""
-    with _inside(_Loop(names, stored=iter(stored))):
+    with _inside(_LoopMarks(names, stored=iter(stored))):
         yield
 
 
 @contextlib.contextmanager
-def _inside(loop: _Loop) -> Iterator[None]:
+def _inside(loop: _LoopMarks) -> Iterator[None]:
     token = _loop.set(loop)
     try:
         yield

@@ -13,7 +13,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.runs.run_dir import MANIFEST
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.training import flags as trainer_flags
 from tools.import_graph import ROOT
 
@@ -22,7 +22,7 @@ _PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 
 def test_a_run_without_a_list_gets_one_by_the_command_of_the_page(tmp_path):
     vocab = toy.train_vocab(toy.sentences(200))
-    run = RunDir(tmp_path / "RUN")
+    run = TextRunDir(tmp_path / "RUN")
     run.Write("mt.M4Tiny", "", text_artifacts({"source": vocab, "target": vocab}))
     was = (run.path / MANIFEST).read_bytes()
     (run.path / MANIFEST).unlink()

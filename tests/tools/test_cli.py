@@ -12,7 +12,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.runs.evaluations import Evaluation, Evaluations
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from tools import _cli, plan, verify
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +131,7 @@ def test_a_model_flag_alone_lists_the_experiments(capsys):
 
 
 def test_the_best_checkpoint_is_the_default_and_it_is_said(tmp_path, capfd):
-    run = RunDir(tmp_path / "run")
+    run = TextRunDir(tmp_path / "run")
     vocab = toy.train_vocab(toy.sentences(200))
     for step in (3, 5, 7):
         toy.save_run(run.path, vocab, step, more=toy.SMALL)

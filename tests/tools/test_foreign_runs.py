@@ -12,7 +12,7 @@ from lingvo_moe import trainer
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.training import same_run
 from tools import evaluate, export, report, score, serve, shortlist, translate
 
@@ -39,7 +39,9 @@ def marker(tmp_path: Path) -> Path:
 def run(tmp_path: Path, vocab: bytes, marker: Path) -> Iterator[Path]:
     """A run that contains a package with a router; `name_class` changes its override."""
     path = tmp_path / "given"
-    RunDir(path).Write("mt.M4Tiny", "", text_artifacts({"source": vocab, "target": vocab}, ["de"]))
+    TextRunDir(path).Write(
+        "mt.M4Tiny", "", text_artifacts({"source": vocab, "target": vocab}, ["de"])
+    )
     (path / "checkpoints" / "5").mkdir(parents=True)
     (path / "mischief").mkdir()
     (path / "mischief" / "__init__.py").write_text(CODE.format(marker=str(marker)))
@@ -57,7 +59,7 @@ def _name_class(run: Path, module: str) -> None:
     (run / "params.txt").write_text(
         "".join(line if ".moe.router.cls" in was else was for was in lines)
     )
-    RunDir(run).ListFiles()
+    TextRunDir(run).ListFiles()
 
 
 def _commands(run: Path, tmp_path: Path) -> dict:
@@ -117,7 +119,7 @@ def test_a_run_of_the_user_s_own_class_goes_on_without_trust(run, marker, monkey
     _name_class(run, "mischief")
     override = "task.moe.router.cls=type/mischief/Router"
     monkeypatch.syspath_prepend(str(run))
-    described = RunDir(run)
+    described = TextRunDir(run)
     with pytest.raises(RunDirError, match="--trust_run"):
         described.Params()
     assert not marker.exists()

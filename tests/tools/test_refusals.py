@@ -13,7 +13,7 @@ import pytest
 import toy_translation as toy
 
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 # Mistakes in flags are refused before anything is read, with status 2.
 _FLAGS = """
@@ -181,7 +181,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without weights, a corpus, a file of lines, and inputs that cannot be used."""
     place = tmp_path_factory.mktemp("place")
     vocab = toy.train_vocab(toy.sentences(200))
-    RunDir(place / "run").Write("mt.M4Tiny", "", text_artifacts({"source": vocab, "target": vocab}))
+    TextRunDir(place / "run").Write(
+        "mt.M4Tiny", "", text_artifacts({"source": vocab, "target": vocab})
+    )
     texts = {
         "lines.txt": "red\n",
         "run/checkpoints/3/x": "",

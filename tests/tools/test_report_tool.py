@@ -8,7 +8,7 @@ import pytest
 import toy_translation as toy
 
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 from tools import report
 
@@ -117,7 +117,7 @@ def test_a_preference_shows(corpus, vocab, tmp_path):
 
 
 def test_a_model_without_experts_routes_nothing(tmp_path, vocab, corpus, capfd):
-    RunDir(tmp_path).Write(
+    TextRunDir(tmp_path).Write(
         "mt.M4Tiny", "task.num_experts=0", text_artifacts({"source": vocab, "target": vocab})
     )
     assert report.main([f"--logdir={tmp_path}", f"--data_dir={corpus}"]) == 0

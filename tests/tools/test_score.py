@@ -13,7 +13,7 @@ from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.params.mt.demo import M4Tiny
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES
 from lingvo_moe.tasks.text.quality.forced_decoding import ScoreOptions, Scorer
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from tools import score
 
 
@@ -56,7 +56,7 @@ def test_an_experiment_that_is_edited_leaves_the_numbers_of_its_runs(
     file.write_text(
         file.read_text().replace("task.activation : 'relu'", "task.activation : 'tanh2'")
     )
-    RunDir(tmp_path).ListFiles()
+    TextRunDir(tmp_path).ListFiles()
     message = r"params\.txt: mt\.M4Tiny cannot .* task\.activation='tanh2' then, 'gelu' now: .*lingvo_moe 0\."
     with pytest.raises(RunDirError, match=message):
         Scorer(tmp_path, options)

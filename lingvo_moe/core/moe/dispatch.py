@@ -186,7 +186,7 @@ def per_token(routing: Routing) -> Routing:
 
 
 @dataclass(frozen=True)
-class Places:
+class SlotIndex:
     """The slot of each choice, and the choice in each slot, on one device."""
 
     slot_gSk: tf.Tensor  # int32 in 0..X-1, the slot of each choice, or -1
@@ -208,7 +208,7 @@ class Places:
         return None not in (size, slots) and 4 * slots <= size * ranks
 
 
-def places_of(slot_gSk: tf.Tensor, num_slots: int) -> Places:
+def places_of(slot_gSk: tf.Tensor, num_slots: int) -> SlotIndex:
     """Computes places from the slot of each choice: int32 in 0..X-1 and unique within its group, or -1."""
     groups, size, ranks = shape_of(slot_gSk)
     # One further slot for each group takes the choices without a slot.
@@ -221,13 +221,13 @@ def places_of(slot_gSk: tf.Tensor, num_slots: int) -> Places:
         tf.reshape(target_gSk, [-1, 1]), tf.reshape(choice_gSk, [-1]), [groups * (num_slots + 1)]
     )
     source_gX = tf.reshape(source, [groups, num_slots + 1])[:, :num_slots] - 1
-    return Places(slot_gSk, source_gX)
+    return SlotIndex(slot_gSk, source_gX)
 
 
 def sorted_places(
     expert_Sk: tf.Tensor, kept_Sk: tf.Tensor, num_experts: int, fewest: int = 1
-) -> tuple[Places, tf.Tensor]:
-    """Places of choices sorted by expert, then by token and rank.
+) -> tuple[SlotIndex, tf.Tensor]:
+    """The slots of choices sorted by expert, then by token and rank.
 
     Args:
         expert_Sk: int32 in 0..E-1 where kept.
@@ -240,10 +240,10 @@ def sorted_places(
     key = tf.reshape(tf.where(kept_Sk, expert_Sk, num_experts), [-1])
     place, source, sizes_E = kernels.current().sort_rows(key, num_experts, fewest)
     slot_Sk = tf.where(kept_Sk, tf.reshape(place, shape_of(kept_Sk)), -1)
-    return Places(slot_Sk[tf.newaxis], source[tf.newaxis]), sizes_E
+    return SlotIndex(slot_Sk[tf.newaxis], source[tf.newaxis]), sizes_E
 
 
-def to_slots(x_gSM: tf.Tensor, places: Places) -> tf.Tensor:
+def to_slots(x_gSM: tf.Tensor, places: SlotIndex) -> tf.Tensor:
     """[g,X,M]: each slot's token, zeros where it has none."""
 
     @custom_gradient
@@ -256,7 +256,7 @@ def to_slots(x_gSM: tf.Tensor, places: Places) -> tf.Tensor:
     return pack(x_gSM)
 
 
-def weigh_slots(slots_gXM: tf.Tensor, gate_gSk: tf.Tensor, places: Places) -> tf.Tensor:
+def weigh_slots(slots_gXM: tf.Tensor, gate_gSk: tf.Tensor, places: SlotIndex) -> tf.Tensor:
     """[g,S,M]: the sum of each token's slots, weighted by its gates; choices without a slot add nothing.
 
     Gradients flow to slots and gates, in their types.
@@ -277,7 +277,7 @@ def weigh_slots(slots_gXM: tf.Tensor, gate_gSk: tf.Tensor, places: Places) -> tf
     return weigh(slots_gXM, gate_gSk)
 
 
-def of_slots(values_gSk: tf.Tensor, places: Places) -> tf.Tensor:
+def of_slots(values_gSk: tf.Tensor, places: SlotIndex) -> tf.Tensor:
     """[g,X]: the value of the choice in each slot, 0 where there is none."""
     groups, size, ranks = shape_of(values_gSk)
     flat = tf.reshape(values_gSk, [groups, size * ranks])
@@ -286,7 +286,7 @@ def of_slots(values_gSk: tf.Tensor, places: Places) -> tf.Tensor:
 
 
 def _sum_of_slots(
-    slots_gXM: tf.Tensor, places: Places, gate_gSk: tf.Tensor | None = None
+    slots_gXM: tf.Tensor, places: SlotIndex, gate_gSk: tf.Tensor | None = None
 ) -> tf.Tensor:
     """[g,S,M]: the (weighted) sum of each token's slots."""
     groups, size, ranks = shape_of(places.slot_gSk)
@@ -316,7 +316,7 @@ def _sum_of_slots(
     )
 
 
-def _token(places: Places) -> tf.Tensor:
+def _token(places: SlotIndex) -> tf.Tensor:
     """[g,X]: the token in each slot, or -1."""
     source_gX = places.source_gX
     return (
@@ -324,7 +324,7 @@ def _token(places: Places) -> tf.Tensor:
     )
 
 
-def _of_choices(values_gX: tf.Tensor, places: Places) -> tf.Tensor:
+def _of_choices(values_gX: tf.Tensor, places: SlotIndex) -> tf.Tensor:
     """[g,S,k]: the value of the slot of each choice, 0 where there is none."""
     values = tf.gather(values_gX, tf.maximum(places.slot_gSk, 0), batch_dims=1)
     return tf.where(places.slot_gSk < 0, tf.zeros([], values.dtype), values)
@@ -401,6 +401,6 @@ def _places(
     expert_index_gSk: tf.Tensor,
     position_gSk: tf.Tensor,
     kept_gSk: tf.Tensor,
-) -> Places:
+) -> SlotIndex:
     slot_gSk = expert_index_gSk * capacity + position_gSk
     return places_of(tf.where(kept_gSk > 0, slot_gSk, -1), experts * capacity)

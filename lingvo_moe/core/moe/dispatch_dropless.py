@@ -21,7 +21,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import (
     Dispatcher,
-    Places,
+    SlotIndex,
     of_slots,
     sorted_places,
     there,
@@ -183,7 +183,7 @@ class DroplessDispatcher(Dispatcher):
         if received:
 
             def send(rows_1RM: tf.Tensor, slot_X1: tf.Tensor, source_1R: tf.Tensor) -> tf.Tensor:
-                places = Places(slot_X1[tf.newaxis], source_1R)
+                places = SlotIndex(slot_X1[tf.newaxis], source_1R)
                 one = tf.cast(slot_X1[tf.newaxis] >= 0, rows_1RM.dtype)
                 rows = weigh_slots(rows_1RM, one, places)
                 return tf.reshape(rows, [1, layout.parts, -1, rows_1RM.shape[-1]])
@@ -197,7 +197,7 @@ class DroplessDispatcher(Dispatcher):
         def weigh(
             rows_1XM: tf.Tensor, gate_nk: tf.Tensor, slot_nk: tf.Tensor, source_1X: tf.Tensor
         ) -> tf.Tensor:
-            places = Places(slot_nk[tf.newaxis], source_1X)
+            places = SlotIndex(slot_nk[tf.newaxis], source_1X)
             return weigh_slots(rows_1XM, gate_nk[tf.newaxis], places)[0]
 
         region = manual_region(
@@ -320,11 +320,11 @@ class _Layout:
 
 def _for_devices(
     expert_nk: tf.Tensor, kept_nk: tf.Tensor, layout: _Layout, buffer: int
-) -> tuple[Places, tf.Tensor]:
+) -> tuple[SlotIndex, tf.Tensor]:
     """The places of choices in Q blocks of B rows, one for each device; those of a block by expert.
 
     Returns:
-        Places with Q B slots, and int32 [Q,e], how many rows of each block belong to each expert.
+        SlotIndex with Q B slots, and int32 [Q,e], how many rows of each block belong to each expert.
     """
     places, sizes_E = sorted_places(expert_nk, kept_nk, layout.parts * layout.local_experts)
     sizes_Qe = tf.reshape(sizes_E, [layout.parts, layout.local_experts])
@@ -342,11 +342,11 @@ def _for_devices(
     source_QB = tf.where(row_QB < 0, -1, source_QB)
     ends_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1), buffer)
     starts_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1, exclusive=True), buffer)
-    blocks = Places(slot_nk[tf.newaxis], tf.reshape(source_QB, [1, layout.parts * buffer]))
+    blocks = SlotIndex(slot_nk[tf.newaxis], tf.reshape(source_QB, [1, layout.parts * buffer]))
     return blocks, ends_Qe - starts_Qe
 
 
-def _from_devices(sizes_Qe: tf.Tensor, buffer: int) -> tuple[Places, tf.Tensor]:
+def _from_devices(sizes_Qe: tf.Tensor, buffer: int) -> tuple[SlotIndex, tf.Tensor]:
     """The places of received rows, Q blocks of B, sorted by expert; and int32 [e], their numbers."""
     parts, experts = sizes_Qe.shape
     ends_Qe = tf.cumsum(sizes_Qe, 1)

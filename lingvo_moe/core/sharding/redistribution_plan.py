@@ -125,7 +125,7 @@ def _plan(
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _AtomGrid:
     """A mesh whose axes are split into atoms; a split of a dimension is a sequence of atoms."""
 
     sizes: tuple[int, ...]  # the sizes of the atoms
@@ -236,7 +236,7 @@ class _Search:
             yield _changed(node, changes), (ALL_TO_ALL, received, ways, (dim, to))
 
     def _Cuts(
-        self, grid: _Grid, dim: int, atoms: tuple[int, ...], free: list[int]
+        self, grid: _AtomGrid, dim: int, atoms: tuple[int, ...], free: list[int]
     ) -> Iterator[tuple[int, ...]]:
         # Any sharding of a replicated dimension is free, also one whose borders a coarser one would not share.
         longest = len(free) if not atoms and self._shape[dim] % math.prod(grid.sizes) else 1
@@ -246,7 +246,7 @@ class _Search:
                     yield more
 
     def _Aligned(
-        self, grid: _Grid, dim: int, coarse: tuple[int, ...], fine: tuple[int, ...]
+        self, grid: _AtomGrid, dim: int, coarse: tuple[int, ...], fine: tuple[int, ...]
     ) -> bool:
         """Whether the parts of `fine` lie inside those of `coarse`, of which there is one a device."""
         size, few, many = self._shape[dim], grid.Ways(coarse), grid.Ways(fine)
@@ -295,7 +295,7 @@ def _atoms(axes: dict[str, tuple[int, ...]], names: tuple[str, ...]) -> tuple[in
 
 
 @functools.lru_cache(maxsize=64)
-def _grids(source: Mesh, target: Mesh, rank: int) -> tuple[_Grid, ...]:
+def _grids(source: Mesh, target: Mesh, rank: int) -> tuple[_AtomGrid, ...]:
     """One grid for both meshes if their axes have the same factors, else one for each."""
     primes = [_factorings(mesh) for mesh in (source, target)]
     for pair in itertools.product(*primes):
@@ -373,11 +373,11 @@ def _merge_neighbours(*factorings: _Factoring) -> list[_Factoring]:
     return merged
 
 
-def _grid(*factorings: _Factoring) -> _Grid:
+def _grid(*factorings: _Factoring) -> _AtomGrid:
     atoms = [a for axis in factorings[0].values() for a in axis]
     numbers = {atom: i for i, atom in enumerate(atoms)}
     devices = len(np.frombuffer(atoms[0][1], np.int64)) if atoms else 1
-    return _Grid(
+    return _AtomGrid(
         sizes=tuple(size for size, _ in atoms),
         digits=np.array([np.frombuffer(d, np.int64) for _, d in atoms]).reshape(-1, devices),
         axes=tuple(

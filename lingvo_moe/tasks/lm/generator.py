@@ -27,7 +27,7 @@ from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.kept_graph import KeptGraph
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
 from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
@@ -93,16 +93,16 @@ class Generator(Exportable, Texts):
     ):
         tf.Module.__init__(self, name="generator")
         self.options = o = options or GenerateOptions()
-        self._tidied, found = tidied, open_vocabulary(vocab, tidied=tidied)
-        self._marks = (found.bos_id, found.eos_id, found.pad_id)
-        size = found.size
+        self._tidied, vocabulary = tidied, open_vocabulary(vocab, tidied=tidied)
+        self._marks = (vocabulary.bos_id, vocabulary.eos_id, vocabulary.pad_id)
+        size = vocabulary.size
         of_ids = [
             tf.TensorSpec([None, None], tf.int32, "ids"),
             tf.TensorSpec([None], tf.int32, "lengths"),
         ]
         prompt = of_ids
-        if isinstance(found, JsonVocabulary):
-            self.vocabulary = found
+        if isinstance(vocabulary, JsonVocabulary):
+            self.vocabulary = vocabulary
         else:
             self._tokenizer = tokenizer(vocab)
             ids = [tf.TensorSpec([None], tf.int32, "ids")]
@@ -115,7 +115,7 @@ class Generator(Exportable, Texts):
             )
         self._weights = PackedWeights(model, theta, o.weights)
         search = PromptSearch(
-            model, o.Search(*self._marks), o.max_length, np.arange(size) != found.unk_id
+            model, o.Search(*self._marks), o.max_length, np.arange(size) != vocabulary.unk_id
         )
         self._search = lambda: search  # tf.Module would track it
         samples = o.beam_size == 1
@@ -123,7 +123,7 @@ class Generator(Exportable, Texts):
         specs = [tf.TensorSpec([None, *SETTINGS[n].shape], SETTINGS[n].dtype, n) for n in names]
         self._arguments = lambda: [*prompt, *specs]
         self.generate = _function(self._Generate, self._arguments())
-        parts = (vars(o), size, found.unk_id, self._marks)
+        parts = (vars(o), size, vocabulary.unk_id, self._marks)
         key = kept_programs.name_of("generate", text, *parts) if text else ""
         variables = self._weights.variables
         self._kept = KeptGraph(self._Continued, [*of_ids, *specs], variables, key)
@@ -144,11 +144,11 @@ class Generator(Exportable, Texts):
         """See Exportable."""
         return {TOKENIZER: self.vocabulary.model_bytes} if self.vocabulary else {}
 
-    def _Generate(self, *given: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _Generate(self, *arguments: tf.Tensor) -> dict[str, tf.Tensor]:
         """The whole way, in graph: what `generate` is.
 
         Args:
-            given: string [N], a prompt of UTF-8 each, whose invalid bytes are read as U+FFFD; with a tokenizer.json
+            arguments: string [N], a prompt of UTF-8 each, whose invalid bytes are read as U+FFFD; with a tokenizer.json
                 int32 [N,P] and [N] instead, the ids of prompts, and how many are of each. Then the settings of each
                 prompt, in the order of SETTINGS; only max_tokens with a beam.
 
@@ -158,18 +158,18 @@ class Generator(Exportable, Texts):
             truncated: bool [N], whether the prompt was too long; prompt_tokens: int32 [N], of how many tokens it was
             read; without a beam log_probs: float32 [N,T], of each token.
         """
-        return self._With(self._Continued, given)
+        return self._With(self._Continued, arguments)
 
     def _With(
-        self, continued: Callable[..., dict[str, tf.Tensor]], given: Sequence[Any]
+        self, continued: Callable[..., dict[str, tf.Tensor]], arguments: Sequence[Any]
     ) -> dict[str, tf.Tensor]:
         """`_Generate` with what continues ids."""
-        ids, truncated = self._Ids(*given[: self._takes])
+        ids, truncated = self._Ids(*arguments[: self._takes])
         lengths = tf.cast(ids.row_lengths(), tf.int32)
-        found = dict(continued(ids.to_tensor(), lengths, *given[self._takes :]))
+        results = dict(continued(ids.to_tensor(), lengths, *arguments[self._takes :]))
         if not self.vocabulary:
-            found["texts"] = self._TextOf(ids, found)
-        return {**found, "truncated": truncated, "prompt_tokens": lengths - 1}
+            results["texts"] = self._TextOf(ids, results)
+        return {**results, "truncated": truncated, "prompt_tokens": lengths - 1}
 
     def _Continued(
         self, ids_NP: tf.Tensor, lengths: tf.Tensor, *settings: tf.Tensor
@@ -180,31 +180,31 @@ class Generator(Exportable, Texts):
         n = tf.shape(lengths)[0]
         longest = tf.reduce_max(tf.concat([self._Settings(settings)[0], [0]], 0))
 
-        def one(start: tf.Tensor, *found: tf.Tensor) -> tuple:
-            now = order[start : start + self.options.rows]
-            alike = tf.equal(tf.gather(lengths, now), lengths[order[start]])
-            now = now[: tf.math.count_nonzero(alike, dtype=tf.int32)]
-            ids_RP = tf.gather(ids, now).to_tensor()
-            most, own = self._Settings([tf.gather(x, now) for x in settings])
-            new = self._search().Search(self._weights.Tensors(), ids_RP, most, own)
-            values = self._Found(new, longest)
-            at = now[:, tf.newaxis]
-            each = zip(found, values.values(), strict=True)
-            return start + tf.shape(now)[0], *(
-                tf.tensor_scatter_nd_update(x, at, y) for x, y in each
+        def one(start: tf.Tensor, *results: tf.Tensor) -> tuple:
+            batch = order[start : start + self.options.rows]
+            alike = tf.equal(tf.gather(lengths, batch), lengths[order[start]])
+            batch = batch[: tf.math.count_nonzero(alike, dtype=tf.int32)]
+            ids_RP = tf.gather(ids, batch).to_tensor()
+            most, of_batch = self._Settings([tf.gather(x, batch) for x in settings])
+            new = self._search().Search(self._weights.Tensors(), ids_RP, most, of_batch)
+            values = self._ColumnsOf(new, longest)
+            at = batch[:, tf.newaxis]
+            columns = zip(results, values.values(), strict=True)
+            return start + tf.shape(batch)[0], *(
+                tf.tensor_scatter_nd_update(x, at, y) for x, y in columns
             )
 
         nothing = {
             name: tf.fill([n, longest][:rank], tf.constant(empty))
             for name, (rank, empty) in self._columns.items()
         }
-        _, *found = tf.while_loop(
+        _, *results = tf.while_loop(
             lambda start, *_: start < n,
             one,
             (tf.constant(0), *nothing.values()),
             parallel_iterations=1,
         )
-        return dict(zip(nothing, found, strict=True))
+        return dict(zip(nothing, results, strict=True))
 
     @property
     def _columns(self) -> dict[str, tuple[int, Any]]:
@@ -233,33 +233,33 @@ class Generator(Exportable, Texts):
         rest = dict(zip(list(SETTINGS)[1:], values[1:]))
         return most, NestedMap(rest) if rest else None
 
-    def _Found(self, new: NestedMap, longest: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _ColumnsOf(self, new: NestedMap, longest: tf.Tensor) -> dict[str, tf.Tensor]:
         """The `_columns` of the new tokens, of T = longest."""
 
         def wide(x: tf.Tensor) -> tf.Tensor:
             missing = tf.maximum(longest - tf.shape(x)[1], 0)
             return tf.pad(x, [[0, 0], [0, missing]])[:, :longest]
 
-        found = {"ids": wide(new.ids_BT), "tokens": new.lengths_B, "finished": new.finished_B}
+        columns = {"ids": wide(new.ids_BT), "tokens": new.lengths_B, "finished": new.finished_B}
         if "log_probs_BT" in new:
-            found["log_probs"] = wide(new.log_probs_BT)
-        return found
+            columns["log_probs"] = wide(new.log_probs_BT)
+        return columns
 
-    def _TextOf(self, ids: tf.RaggedTensor, found: dict[str, tf.Tensor]) -> tf.Tensor:
+    def _TextOf(self, ids: tf.RaggedTensor, columns: dict[str, tf.Tensor]) -> tf.Tensor:
         """The text of the new tokens of prompts with BOS: what the text of all has more than the prompt's."""
-        tokens = tf.RaggedTensor.from_tensor(found["ids"], found["tokens"])
+        tokens = tf.RaggedTensor.from_tensor(columns["ids"], columns["tokens"])
         prompt = ids[:, 1:]
         before = self._tokenizer.detokenize(prompt)
         whole = self._tokenizer.detokenize(tf.concat([prompt, tokens], 1))
         start = tf.strings.length(before)
         return tf.strings.substr(whole, start, tf.strings.length(whole) - start)
 
-    def _Begin(self, *given: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _Begin(self, *arguments: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The arguments of `more` to continue one prompt, and whether it was too long; arguments as `_Generate`."""
-        ids, truncated = self._Ids(*given[: self._takes])
+        ids, truncated = self._Ids(*arguments[: self._takes])
         ids_RP = ids.to_tensor()
-        most, own = self._Settings(given[self._takes :])
-        search = self._search().Begin(self._weights.Tensors(), ids_RP, most, own)
+        most, settings = self._Settings(arguments[self._takes :])
+        search = self._search().Begin(self._weights.Tensors(), ids_RP, most, settings)
         specs = self._search().Specs(search)
         self._structure, self._specs = lambda: search, lambda: specs
         return [ids_RP, *search.Flatten()], truncated[0]
@@ -269,10 +269,10 @@ class Generator(Exportable, Texts):
         search = self._structure().Pack(list(state))
         search, new, over = self._search().More(self._weights.Tensors(), search)
         new = new.Transform(lambda x: x[:1])
-        found = self._Found(new, new.lengths_B[0])
+        columns = self._ColumnsOf(new, new.lengths_B[0])
         if not self.vocabulary:
-            found["texts"] = self._TextOf(tf.RaggedTensor.from_tensor(ids_RP), found)
-        return [ids_RP, *search.Flatten()], found, over
+            columns["texts"] = self._TextOf(tf.RaggedTensor.from_tensor(ids_RP), columns)
+        return [ids_RP, *search.Flatten()], columns, over
 
 
 def load_generator(
@@ -282,7 +282,7 @@ def load_generator(
     trust_run: bool = False,
 ) -> tuple[Generator, dict[str, Any]]:
     """The language model of a run at a checkpoint; arguments, result and errors as load_theta."""
-    run = RunDir(logdir, trust_run=trust_run)
+    run = TextRunDir(logdir, trust_run=trust_run)
     model = run.Task(LmModel)
     theta, about = load_theta(run, model, chosen)
     about["weights"] = options.weights if options else "float32"

@@ -86,10 +86,10 @@ class PromptSearch:
         """
         with use_mesh(single_device()), kernels.using(tensorflow):
             most_B, cache, letters = self._Start(theta, ids_BP, most_B, settings)
-            found = self._search.Run(self._StepFn(theta), cache, _steps(most_B), letters)
-            given = dim(ids_BP, 0)
-            found = found.Transform(lambda x: x[:given] if x.shape.rank else x)
-            return self._Result(found, most_B[:given])
+            results = self._search.Run(self._StepFn(theta), cache, _steps(most_B), letters)
+            num_rows = dim(ids_BP, 0)
+            results = results.Transform(lambda x: x[:num_rows] if x.shape.rank else x)
+            return self._Result(results, most_B[:num_rows])
 
     def Begin(
         self, theta: NestedMap, ids_BP: tf.Tensor, most_B: tf.Tensor, settings: NestedMap | None
@@ -138,12 +138,12 @@ class PromptSearch:
                 over,
             )
 
-    def _Result(self, found: NestedMap, most_B: tf.Tensor) -> NestedMap:
-        lengths_B = found.lengths_BK[:, 0] - 1
-        drawn = "log_probs_BKT" in found
+    def _Result(self, results: NestedMap, most_B: tf.Tensor) -> NestedMap:
+        lengths_B = results.lengths_BK[:, 0] - 1
+        drawn = "log_probs_BKT" in results
         return NestedMap(
-            {"log_probs_BT": found.log_probs_BKT[:, 0]} if drawn else {},
-            ids_BT=found.ids_BKT[:, 0],
+            {"log_probs_BT": results.log_probs_BKT[:, 0]} if drawn else {},
+            ids_BT=results.ids_BKT[:, 0],
             lengths_B=tf.maximum(lengths_B, 0),
             finished_B=lengths_B < most_B,
         )
@@ -167,25 +167,25 @@ class PromptSearch:
             before > 0, lambda: self._Prefilled(theta, ids_BP[:, :-1], cache), lambda: cache
         )
         letters = self._Letters(settings is not None)
-        found = NestedMap(
+        state = NestedMap(
             model=map_structure(self._ForAll, cache, letters.model),
             last=ids_BP[:, -1],
             before=tf.fill([dim(ids_BP, 0)], before),
         )
         if settings is not None:
-            found.settings = settings.Transform(filled)
+            state.settings = settings.Transform(filled)
             rows_BP = tf.zeros_like(ids_BP) + tf.range(dim(ids_BP, 0))[:, tf.newaxis]
             at = tf.reshape(tf.stack([rows_BP, ids_BP], -1), [-1, 2])
             nothing_BV = tf.zeros([dim(ids_BP, 0), self._allowed_V.size], tf.bool)
-            found.seen_BV = tf.tensor_scatter_nd_update(
+            state.seen_BV = tf.tensor_scatter_nd_update(
                 nothing_BV, at, tf.fill(tf.shape(at)[:1], True)
             )
-        return most_B, found, letters
+        return most_B, state, letters
 
     def _Letters(self, samples: bool) -> NestedMap:
         settings = NestedMap(sampling.LETTERS, min_p="B", repetition_penalty="B")
-        own = {"settings": settings, "seen_BV": "BV"} if samples else {}
-        return NestedMap(model=self._model.CacheLetters(), last="B", before="B", **own)
+        more = {"settings": settings, "seen_BV": "BV"} if samples else {}
+        return NestedMap(model=self._model.CacheLetters(), last="B", before="B", **more)
 
     def _Prefilled(self, theta: NestedMap, ids_BP: tf.Tensor, cache: Any) -> Any:
         at_P = tf.range(dim(ids_BP, 1))

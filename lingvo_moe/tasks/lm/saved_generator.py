@@ -84,7 +84,7 @@ class Texts:
         Raises ValueError: a setting that a beam search does not have, or more tokens than options.max_length.
         """
         self._Check(settings)
-        whole = [i for i, each in enumerate(settings) if not each.stop]
+        whole = [i for i, sampling in enumerate(settings) if not sampling.stop]
         rows = self._Together([prompts[i] for i in whole], [settings[i] for i in whole])
         by_prompt = dict(zip(whole, rows, strict=True))
         for i in sorted({*range(len(settings))} - {*whole}):
@@ -110,8 +110,8 @@ class Texts:
         (state, truncated), sent, ends = self.begin(*arguments), 0, False
         prompt_tokens = int(state[0].shape[1]) - 1
         while not ends:
-            state, found, over = self.more(*state)
-            columns = {name: value.numpy() for name, value in found.items()}
+            state, tensors, over = self.more(*state)
+            columns = {name: value.numpy() for name, value in tensors.items()}
             columns |= {"truncated": [bool(truncated)], "prompt_tokens": [prompt_tokens]}
             row = self._Row(ids[0] if ids else [], columns, 0, settings)
             at = min((i for i in map(row.text.find, settings.stop) if i >= 0), default=-1)
@@ -147,7 +147,7 @@ class Texts:
         if not prompts:
             return []
         out = {name: value.numpy() for name, value in self.Call(arguments).items()}
-        return [self._Row(ids[i] if ids else [], out, i, each) for i, each in enumerate(settings)]
+        return [self._Row(ids[i] if ids else [], out, i, one) for i, one in enumerate(settings)]
 
     def _Row(
         self, prompt: Sequence[int], columns: Mapping[str, Any], i: int, settings: Sampling
@@ -166,8 +166,8 @@ class Texts:
                 ]
             else:
                 pieces = self.vocabulary.Pieces(new)
-            each = zip(pieces, columns["log_probs"][i][:tokens].tolist())
-            logprobs = [(p, round(x, 6) if math.isfinite(x) else None) for p, x in each]
+            scored = zip(pieces, columns["log_probs"][i][:tokens].tolist())
+            logprobs = [(p, round(x, 6) if math.isfinite(x) else None) for p, x in scored]
         reason = "stop" if columns["finished"][i] else "length"
         prompt_tokens, truncated = int(columns["prompt_tokens"][i]), bool(columns["truncated"][i])
         return Continuation(text, tokens, prompt_tokens, reason, truncated, logprobs)
@@ -181,13 +181,13 @@ class Texts:
     def _Check(self, settings: Sequence[Sampling]) -> None:
         """Raises ValueError as Generate."""
         most = self.options.max_length
-        for each in settings:
-            if each.max_tokens > most:
+        for sampling in settings:
+            if sampling.max_tokens > most:
                 raise ValueError(
-                    f"max_tokens={each.max_tokens} is more than the {most} that this generator was made for"
+                    f"max_tokens={sampling.max_tokens} is more than the {most} that this generator was made for"
                 )
-            if self.options.beam_size > 1 and (names := each.NotOfABeam()):
-                value = getattr(each, names[0])
+            if self.options.beam_size > 1 and (names := sampling.NotOfABeam()):
+                value = getattr(sampling, names[0])
                 raise ValueError(f"{names[0]}={value} has no effect in a beam search; leave it out")
 
     def _Arguments(
@@ -195,7 +195,7 @@ class Texts:
     ) -> tuple[list[list[int]], list]:
         """The ids that are read of each prompt, of a vocabulary; and what functions take."""
         values = [utf8_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        rows = [each.Values() for each in settings]
+        rows = [sampling.Values() for sampling in settings]
         tensors = [
             tf.constant([row[i] for row in rows], spec.dtype, [len(values), *spec.shape])
             for i, spec in enumerate(SETTINGS.values())
@@ -207,8 +207,8 @@ class Texts:
         ids = self.vocabulary.EncodeBatch([value.decode("utf-8", "replace") for value in values])
         ragged = tf.ragged.constant(ids, tf.int32, ragged_rank=1)
         most = self.options.max_source_length
-        given = [ragged.to_tensor(), tf.cast(ragged.row_lengths(), tf.int32)]
-        return [one[-most:] for one in ids], [*given, *tensors]
+        arguments = [ragged.to_tensor(), tf.cast(ragged.row_lengths(), tf.int32)]
+        return [one[-most:] for one in ids], [*arguments, *tensors]
 
 
 class SavedGenerator(SavedFunctions, Texts):

@@ -128,7 +128,7 @@ class TextIterator(PackedBatches):
             if parts.max() > 1:
                 ends = self._ends[language] = np.cumsum(parts, dtype=np.int64)
                 shards[name] = np.diff(ends[np.cumsum(shards[name]) - 1], prepend=0).tolist()
-        return {name: sum(of) for name, of in shards.items()}, shards
+        return {name: sum(counts) for name, counts in shards.items()}, shards
 
     def _identity(self) -> dict[str, Any]:
         splits = any(ends is not None for ends in self._ends)
@@ -144,10 +144,10 @@ class TextIterator(PackedBatches):
 
     def _lengths(self, language: int, positions: np.ndarray) -> np.ndarray:
         texts, numbers = self._At(language, positions)
-        found, length = super()._lengths(language, texts)[:, [1, 1]], self._shape.target_length
+        lengths, length = super()._lengths(language, texts)[:, [1, 1]], self._shape.target_length
         if self._ends[language] is None:
-            return found
-        return np.minimum(found - (numbers * length)[:, np.newaxis], length - 1)
+            return lengths
+        return np.minimum(lengths - (numbers * length)[:, np.newaxis], length - 1)
 
     def _read(self, language: int, position: int) -> np.ndarray:
         (text,), (number,) = self._At(language, np.array([position]))

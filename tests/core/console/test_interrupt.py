@@ -77,7 +77,7 @@ sys.exit(trainer.main(["--model=toy_task.Line", f"--logdir={sys.argv[1]}", "--nu
 """
 _TOOL = """
 from lingvo_moe.tools import _cli
-with _cli.Progress() as progress:
+with _cli.CompilerProgress() as progress:
     sys.exit(_cli.attempt_compiling("plan", lambda: progress.Watch(compile)))
 """
 

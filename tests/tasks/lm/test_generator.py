@@ -23,7 +23,7 @@ from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
 from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
 from lingvo_moe.tasks.text.decoding.export import export
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
@@ -52,8 +52,8 @@ def generator(run):
 @pytest.fixture(scope="module")
 def next_logits(run):
     """Ids, with BOS -> the logits of the next one, by the pass over all of them."""
-    model, vocab = RunDir(run).Task(LmModel), Vocabulary(toy_text.VOCAB)
-    theta = load_theta(RunDir(run), model)[0].Transform(tf.constant)
+    model, vocab = TextRunDir(run).Task(LmModel), Vocabulary(toy_text.VOCAB)
+    theta = load_theta(TextRunDir(run), model)[0].Transform(tf.constant)
 
     def compute(ids):
         row = tf.constant([ids])
@@ -173,7 +173,7 @@ def test_a_stop_ends_an_answer_and_a_stream_at_the_same_place(generator):
 def test_packed_weights_give_the_logits_of_the_weights_as_they_are(tmp_path, more):
     """8 bits change them by a few hundredths of their deviation."""
     toy_text.save_run(tmp_path, f"task.model_dim=32;{more}".rstrip(";"))
-    model = RunDir(tmp_path).Task(LmModel)
+    model = TextRunDir(tmp_path).Task(LmModel)
     theta = model.InitTheta(make_seed(0, 0))
     ids = tf.constant(np.random.default_rng(0).integers(4, 300, (2, 5)), tf.int32)
     mask, time = tf.linalg.band_part(tf.ones([2, 5, 5]), -1, 0) > 0, tf.range(5)

@@ -14,7 +14,7 @@ from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_trans
 from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.artifacts import task_numbers
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 V = 30
 SMALL = (
@@ -61,7 +61,7 @@ def test_a_run_is_read_back_and_asked_for_languages(tmp_path):
     small = "task.num_encoder_layers=2;task.num_decoder_layers=2;"
     languages = ["af", "de", "sw"]
     toy.save_run(tmp_path, vocab, more=small + BY_LANGUAGE, languages=languages)
-    run = RunDir(tmp_path)
+    run = TextRunDir(tmp_path)
     params = run.Params()
     assert params.task.moe.router.cls is TopKRouter and run.languages == languages
     text = (tmp_path / "params.txt").read_text()

@@ -44,13 +44,13 @@ class BlockJob:
 def blocks_of(path: str | os.PathLike, lines: int) -> Iterator[tuple[int, int]]:
     """Yields where each block of so many lines begins and ends, in bytes. Raises OSError: it cannot be read."""
     with open(path, "rb") as file:
-        start = end = found = 0
+        start = end = count = 0
         while text := file.readline(MAX_LINE_BYTES):
             end += len(text)
-            found += text.endswith(b"\n")
-            if found == lines:
+            count += text.endswith(b"\n")
+            if count == lines:
                 yield start, end
-                start, found = end, 0
+                start, count = end, 0
         if end > start:
             yield start, end
 

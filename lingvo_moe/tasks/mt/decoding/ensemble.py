@@ -37,7 +37,7 @@ class Ensemble:
         self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
     ) -> NestedMap:
         return self._each(
-            lambda model, w, of: model.InitCache(w, of, beam_size, max_length), theta, encoded
+            lambda model, w, x: model.InitCache(w, x, beam_size, max_length), theta, encoded
         )
 
     def CacheLetters(self) -> NestedMap:
@@ -46,16 +46,16 @@ class Ensemble:
     def ExtendStep(
         self, theta: NestedMap, ids: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:
-        """Logarithms of the mean probabilities, in place of logits; arguments and results as of MtModel."""
-        found = self._each(
-            lambda model, w, own: model.ExtendStep(w, ids, own, time, mask), theta, cache
+        """Logarithms of the mean probabilities, in place of logits; arguments and steps as of MtModel."""
+        steps = self._each(
+            lambda model, w, part: model.ExtendStep(w, ids, part, time, mask), theta, cache
         )
-        log_probs = [tf.nn.log_softmax(tf.cast(logits, tf.float32)) for logits, _ in found.values()]
+        log_probs = [tf.nn.log_softmax(tf.cast(logits, tf.float32)) for logits, _ in steps.values()]
         mean = tf.reduce_logsumexp(tf.stack(log_probs), 0) - math.log(len(log_probs))
-        return mean, NestedMap(cache, **{name: own for name, (_, own) in found.items()})
+        return mean, NestedMap(cache, **{name: part for name, (_, part) in steps.items()})
 
-    def _each(self, fn: Any, *of: NestedMap) -> NestedMap:
-        return NestedMap({n: fn(m, *(one[n] for one in of)) for n, m in self._models.items()})
+    def _each(self, fn: Any, *maps: NestedMap) -> NestedMap:
+        return NestedMap({n: fn(m, *(one[n] for one in maps)) for n, m in self._models.items()})
 
 
 def load_ensemble(
@@ -70,12 +70,12 @@ def load_ensemble(
 
     Raises ValueError: their vocabularies or languages differ.
     """
-    found = [read_parts(logdir, chosen, trust_run) for logdir, chosen in runs]
-    about = [{"logdir": str(logdir), **one} for (logdir, _), (_, one) in zip(runs, found)]
-    models, thetas, vocabs, languages = zip(*(parts for parts, _ in found), strict=True)
+    loaded = [read_parts(logdir, chosen, trust_run) for logdir, chosen in runs]
+    about = [{"logdir": str(logdir), **one} for (logdir, _), (_, one) in zip(runs, loaded)]
+    models, thetas, vocabs, languages = zip(*(parts for parts, _ in loaded), strict=True)
     pieces = [(one.source, one.target) for one in vocabs]  # lines are tidied as for the first model
-    for what, of in (("vocabularies", pieces), ("languages", languages)):
-        if other := next((i for i, one in enumerate(of) if one != of[0]), 0):
+    for what, values in (("vocabularies", pieces), ("languages", languages)):
+        if other := next((i for i, one in enumerate(values) if one != values[0]), 0):
             raise ValueError(
                 f"--logdir: {runs[other][0]} has other {what} than {runs[0][0]}; models of an ensemble share them: "
                 "train them on the same data, or with the same input.vocab_dir"

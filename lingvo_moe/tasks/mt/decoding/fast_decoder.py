@@ -78,8 +78,8 @@ class FastDecoder:
         cache.shortlist, union_U = self._shortlist.Lists(src.ids)
         letters.shortlist = LETTERS
         step = self._ShortlistStepFn(self._model.OfTokens(weights, union_U))
-        found = self._search.Run(step, cache, max_lengths_B, letters)
-        return NestedMap(found, ids_BKT=tokens_of_places(cache.shortlist, found.ids_BKT))
+        results = self._search.Run(step, cache, max_lengths_B, letters)
+        return NestedMap(results, ids_BKT=tokens_of_places(cache.shortlist, results.ids_BKT))
 
     def _StepFn(self, weights: NestedMap) -> StepFn:
         def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:

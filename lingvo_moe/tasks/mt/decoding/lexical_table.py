@@ -69,7 +69,7 @@ def lexical_table(
     Returns:
         t(e|f), float32 [source pieces, target pieces], with the likeliest translations of each row first.
     """
-    rows = _Rows(pairs)
+    rows = _SourceTokens(pairs)
     # At first all shares are alike: of each target token, one over the length of its source.
     lengths = np.diff(pairs.source_starts)
     share_sums = np.repeat(lengths, np.diff(pairs.target_starts)).astype(np.float64)
@@ -90,7 +90,7 @@ def lexical_table(
     return table
 
 
-class _Rows:
+class _SourceTokens:
     """The source tokens in the order of their ids, each with the target that it stands beside."""
 
     def __init__(self, pairs: TokenPairs):
@@ -118,8 +118,8 @@ class _Rows:
             length = self._length[some]
             begins = np.cumsum(length) - length
             tokens = np.repeat(self._begin[some] - begins, length) + np.arange(length.sum())
-            own = (self._ids[some].astype(np.int64) - first) * target_size
-            yield np.repeat(own, length) + self._targets[tokens], tokens
+            offsets = (self._ids[some].astype(np.int64) - first) * target_size
+            yield np.repeat(offsets, length) + self._targets[tokens], tokens
             row = some.stop
 
 
@@ -130,7 +130,7 @@ def _blocks(source_size: int, target_size: int) -> Iterator[tuple[int, int]]:
 
 
 def _sums(
-    rows: _Rows,
+    rows: _SourceTokens,
     first: int,
     last: int,
     target_size: int,
@@ -168,8 +168,8 @@ def _best(sums_FE: np.ndarray, keep: int) -> csr_matrix:
     order = np.lexsort((target, -sums, row))
     row, target, sums = row[order], target[order], sums[order]
     starts = np.searchsorted(row, np.arange(len(sums_FE) + 1))
-    kept = np.arange(len(row)) - starts[row] < keep
-    row, target, sums = row[kept], target[kept], sums[kept]
+    among_best = np.arange(len(row)) - starts[row] < keep
+    row, target, sums = row[among_best], target[among_best], sums[among_best]
     totals = np.bincount(row, sums, len(sums_FE))
     starts = np.searchsorted(row, np.arange(len(sums_FE) + 1))
     return csr_matrix(((sums / totals[row]).astype(np.float32), target, starts), sums_FE.shape)

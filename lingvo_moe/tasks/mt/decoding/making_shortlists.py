@@ -31,7 +31,7 @@ class ShortlistOptions:
     per_piece: int = 100
     frequent: int = 200  # how many of the most frequent target pieces are in every line's list
     max_pairs: int = 300_000  # the largest number of pairs to draw
-    temperature: float = 5.0  # that of the draw, as in training
+    temperature: float = 5.0  # the temperature of the draw, as in training
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def make_shortlist(
         DataError: see scan.
     """
     o = options or ShortlistOptions()
-    found = scan(data_dir, languages, progress)
+    scanned = scan(data_dir, languages, progress)
     progress("drawing pairs")
-    texts = sample_pairs(found, o.temperature, o.max_pairs)
+    texts = sample_pairs(scanned, o.temperature, o.max_pairs)
     ids = {side: _tokenised(vocabs[side], texts[side], side, progress) for side in texts}
     pairs = TokenPairs.Join(ids["source"], ids["target"])
     keep = _KEPT_BETWEEN * o.per_piece
@@ -101,9 +101,9 @@ def coverage(
         for source, reference in zip(
             vocabs.source.EncodeBatch(sources), vocabs.target.EncodeBatch(references)
         ):
-            own = shortlist.Of([*source, EOS_ID])
-            lines, size = lines + 1, size + len(own)
-            tokens, inside = tokens + len(reference), inside + int(np.isin(reference, own).sum())
+            pieces = shortlist.Of([*source, EOS_ID])
+            lines, size = lines + 1, size + len(pieces)
+            tokens, inside = tokens + len(reference), inside + int(np.isin(reference, pieces).sum())
     return Coverage(lines, tokens, inside, size / max(lines, 1))
 
 

@@ -120,13 +120,13 @@ class Shortlist:
                 f"{flag} is damaged, or not of this version of tools.shortlist; {_MAKE}"
             )
         try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as found:
-                if found["format"] != _FORMAT:
-                    raise ValueError(f"format {found['format']}, where {_FORMAT} is known")
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                if arrays["format"] != _FORMAT:
+                    raise ValueError(f"format {arrays['format']}, where {_FORMAT} is known")
                 return cls(
-                    found["candidates"].astype(np.int32),
-                    found["always"].astype(np.int32),
-                    {side: found[f"{side}_sha256"].item().decode() for side in _SIDES},
+                    arrays["candidates"].astype(np.int32),
+                    arrays["always"].astype(np.int32),
+                    {side: arrays[f"{side}_sha256"].item().decode() for side in _SIDES},
                     flag,
                 )
         # Of zipfile, zlib and NumPy: bytes with a right digest may be anything.

@@ -34,7 +34,7 @@ from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
 from lingvo_moe.tasks.text.runs.artifacts import target_language_of
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID
 
@@ -82,8 +82,8 @@ class TranslateOptions:
             self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
         )
         if self.xla is None:
-            found = any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
-            object.__setattr__(self, "xla", found)
+            has_accelerator = any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
+            object.__setattr__(self, "xla", has_accelerator)
         if self.rows is None:
             object.__setattr__(self, "rows", 8 if self.xla else 32)
         checks.check_one_of("weights", self.weights, WEIGHTS)
@@ -151,8 +151,8 @@ class Translator(Exportable):
         super().__init__(name="translator")
         o = options or TranslateOptions()
         if o.length_alpha is None:
-            own = model.p.length_alpha if "length_alpha" in model.p else _LENGTH_ALPHA
-            o = replace(o, length_alpha=own)
+            length_alpha = model.p.length_alpha if "length_alpha" in model.p else _LENGTH_ALPHA
+            o = replace(o, length_alpha=length_alpha)
         self.options = o
         self._languages = tuple(languages)
         self.traces = 0  # of searches; grows no more once `translate` was traced
@@ -210,12 +210,12 @@ class Translator(Exportable):
         Raises, where it runs:
             tf.errors.InvalidArgumentError: a language that the model does not know.
         """
-        known = tf.equal(language[:, tf.newaxis], tf.constant(self._languages))
+        matches = tf.equal(language[:, tf.newaxis], tf.constant(self._languages))
         message = f"unknown source language; the model routes by it and knows {', '.join(self._languages)}"
         with tf.control_dependencies(
-            [tf.debugging.Assert(tf.reduce_all(tf.reduce_any(known, 1)), [message, language])]
+            [tf.debugging.Assert(tf.reduce_all(tf.reduce_any(matches, 1)), [message, language])]
         ):
-            tasks = tf.argmax(tf.cast(known, tf.int32), 1, output_type=tf.int32)
+            tasks = tf.argmax(tf.cast(matches, tf.int32), 1, output_type=tf.int32)
         return self._Translate(text, tasks)
 
     def _Translate(self, text: tf.Tensor, tasks: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
@@ -252,21 +252,21 @@ class Translator(Exportable):
         if o.sampling:
             source = self._Draws(source, text)
         shape = [tf.shape(source.lengths)[0], o.Search().top_k]
-        found = tf.fill(shape, ""), tf.zeros(shape)
+        results = tf.fill(shape, ""), tf.zeros(shape)
         if not o.xla:
             lines = tf.argsort(source.lengths, direction="DESCENDING", stable=True)
             lines = lines[: tf.math.count_nonzero(source.lengths, dtype=tf.int32)]
-            found = self._in_batches(source, lines, found)
+            results = self._in_batches(source, lines, results)
         shorter = 0
         for length in o.Buckets() if o.xla else ():
             lines = tf.where((lengths > shorter) & (lengths <= length))[:, 0]
-            found = self._in_batches(source, tf.cast(lines, tf.int32), found, length)
+            results = self._in_batches(source, tf.cast(lines, tf.int32), results, length)
             shorter = length
         if o.sampling:
-            texts, scores = (tf.reshape(x, [n, o.top_k]) for x in found)
+            texts, scores = (tf.reshape(x, [n, o.top_k]) for x in results)
             best = tf.argsort(scores, direction="DESCENDING", stable=True)
-            found = tuple(tf.gather(x, best, batch_dims=1) for x in (texts, scores))
-        return {"translations": found[0], "scores": found[1], "truncated": truncated}
+            results = tuple(tf.gather(x, best, batch_dims=1) for x in (texts, scores))
+        return {"translations": results[0], "scores": results[1], "truncated": truncated}
 
     def _Draws(self, source: NestedMap, text: tf.Tensor) -> NestedMap:
         """The lines, each K times, with `seeds`: int32 [N K], that differ between lines and between draws of a line."""
@@ -278,9 +278,9 @@ class Translator(Exportable):
         return NestedMap(source, seeds=seeds)
 
     def _in_batches(
-        self, source: NestedMap, lines: tf.Tensor, found: tuple, length: int | None = None
+        self, source: NestedMap, lines: tf.Tensor, results: tuple, length: int | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Translates the given lines in their order, and puts them into `found`: texts [N,K] and scores [N,K].
+        """Translates the given lines in their order, and puts them into `results`: texts [N,K] and scores [N,K].
 
         With a `length` XLA compiles the search for it, for batches of exactly `rows` rows, and no line is longer.
         Otherwise the longest lines come first, and rows are padded to the longest of their batch, at a multiple of 16.
@@ -294,25 +294,25 @@ class Translator(Exportable):
                 longest = source.lengths[lines[start]]
                 size = (longest + (_SOURCE_STEP - 1)) // _SOURCE_STEP * _SOURCE_STEP
                 rows = tf.clip_by_value(_MOST_TOKENS // size, 1, o.rows)
-            now = at = lines[start : tf.minimum(start + rows, n)]
-            found = tf.shape(now)[0]
+            batch = at = lines[start : tf.minimum(start + rows, n)]
+            filled = tf.shape(batch)[0]
             n_at = tf.gather(source.lengths, at)
-            shape = tf.stack([found, size])
+            shape = tf.stack([filled, size])
             if length is not None:  # filled up with line 0 at length 0, which costs no step
-                shape, missing = [rows, length], [[0, rows - found]]
+                shape, missing = [rows, length], [[0, rows - filled]]
                 at, n_at = (tf.ensure_shape(tf.pad(x, missing), [rows]) for x in (at, n_at))
             ids = tf.gather(source.tokens, at).to_tensor(PAD_ID, shape=shape)
             of_lines = [tf.gather(source[x], at) for x in ("tasks", "seeds") if x in source]
             text, best = self._texts(*search(ids, n_at, *of_lines))
             texts, scores = (
-                tf.tensor_scatter_nd_update(x, now[:, tf.newaxis], y[:found])
+                tf.tensor_scatter_nd_update(x, batch[:, tf.newaxis], y[:filled])
                 for x, y in ((texts, text), (scores, best))
             )
-            return start + found, texts, scores
+            return start + filled, texts, scores
 
         start = tf.constant(0)
         _, texts, scores = tf.while_loop(
-            lambda start, *_: start < n, one, (start, *found), parallel_iterations=1
+            lambda start, *_: start < n, one, (start, *results), parallel_iterations=1
         )
         return texts, scores
 
@@ -353,8 +353,8 @@ class Translator(Exportable):
                 if o.sampling:
                     src.seeds = of_rows[-1]
                 max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
-                found = find(src, max_lengths)
-            return found.ids_BKT, found.lengths_BK, found.scores_BK
+                results = find(src, max_lengths)
+            return results.ids_BKT, results.lengths_BK, results.scores_BK
 
         return search
 
@@ -407,7 +407,7 @@ def read_parts(
 
     Raises as load_translator.
     """
-    run = RunDir(logdir, trust_run=trust_run)
+    run = TextRunDir(logdir, trust_run=trust_run)
     model, vocabs = run.Task(MtModel), NestedMap(run.vocabs, tidied=run.tidied)
     theta, about = load_theta(run, model, chosen)
     about["trained_languages"] = run.languages or []

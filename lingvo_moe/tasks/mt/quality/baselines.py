@@ -40,20 +40,20 @@ def read_baselines(
     """
     if not Path(directory).is_dir():
         raise ValueError(f"--baselines={directory}: no such directory")
-    found, missing = {}, []
+    baselines, missing = {}, []
     for lang, pairs in devset:
         file = _find(Path(directory), lang)
         if file is None:
             missing.append(lang)
         else:
-            found[lang] = _read(file, lang, pairs)
-    if missing and not found:
+            baselines[lang] = _read(file, lang, pairs)
+    if missing and not baselines:
         raise ValueError(
             f"--baselines={directory}: no scores of {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}; for each "
             "language there must be <lang>/eval/report.json: python -m tools.evaluate "
             f"--logdir={directory}/{missing[0]} --languages={missing[0]}"
         )
-    return found
+    return baselines
 
 
 def add_baselines(report: EvalReport, baselines: Mapping[str, Baseline]) -> None:
@@ -77,9 +77,9 @@ def delta_curve(scores: dict[str, Any], window: int = WINDOW) -> dict[str, Any]:
         languages: those with a baseline, most training pairs first; delta_bleu of each; and smoothed, its mean over a
         window. Empty lists without baselines.
     """
-    found = {lang: one for lang, one in scores["languages"].items() if "delta" in one}
-    ranked = sorted(found, key=lambda lang: (-found[lang]["train_pairs"], lang))
-    deltas = [found[lang]["delta"]["bleu"] for lang in ranked]
+    compared = {lang: one for lang, one in scores["languages"].items() if "delta" in one}
+    ranked = sorted(compared, key=lambda lang: (-compared[lang]["train_pairs"], lang))
+    deltas = [compared[lang]["delta"]["bleu"] for lang in ranked]
     return {
         "languages": ranked,
         "delta_bleu": deltas,
@@ -108,17 +108,17 @@ def _read(file: Path, lang: str, pairs: Sequence[tuple[str, str]]) -> Baseline:
         verify_scores(file.parent, [file.name])
     try:
         report = json.loads(file.read_text("utf-8"))
-        found = report["languages"][lang]
+        scores = report["languages"][lang]
         baseline = Baseline(
-            file, {k: float(found[k]) for k in ("bleu", "chrf")}, dict(report["signatures"])
+            file, {k: float(scores[k]) for k in ("bleu", "chrf")}, dict(report["signatures"])
         )
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"{file}: not a report of tools.evaluate with scores of {lang!r} ({type(e).__name__}: {e})"
         ) from None
-    if found.get("pairs_digest") != pairs_digest(*zip(*pairs)):
+    if scores.get("pairs_digest") != pairs_digest(*zip(*pairs)):
         raise ValueError(
-            f"{file}: {lang!r} was scored on other pairs ({found.get('lines')} of them, here {len(pairs)}): "
+            f"{file}: {lang!r} was scored on other pairs ({scores.get('lines')} of them, here {len(pairs)}): "
             "give both the same --data_dir and --max_per_language"
         )
     return baseline

@@ -38,7 +38,7 @@ def make_bleu(tokenizer: str | None, language: str, references: Iterable[str]) -
         raise ValueError(f"--bleu_tokenizer={tokenizer}: {why}")
     if tokenizer is None:
         scripts = (scripts_of(language) if language else None) or _scripts_in(references)
-        names = next((of for script, of in _OF_SCRIPT.items() if script in scripts), ("13a",))
+        names = next((some for script, some in _OF_SCRIPT.items() if script in scripts), ("13a",))
         tokenizer = next(name for name in names if not _missing(name))
     try:
         return BLEU(tokenize=tokenizer)

@@ -40,8 +40,8 @@ class CheckpointScorer(BaseCheckpointScorer):
         language = target_language_of(artifacts) or inputs.target_language
         self._options = scoring.EvalOptions(language=language)
         data_dir = inputs.p.data_dir
-        known = [lang for lang in DevSet(data_dir).languages if lang in self._train_pairs]
-        self._dev = DevSet(data_dir, lines or ENOUGH_LINES, known)
+        trained = [lang for lang in DevSet(data_dir).languages if lang in self._train_pairs]
+        self._dev = DevSet(data_dir, lines or ENOUGH_LINES, trained)
         self._translator: Translator | None = None
 
     def __call__(self, theta: NestedMap) -> CheckpointScores:
@@ -77,7 +77,7 @@ def _text(mean: dict[str, Any], groups: dict[str, dict[str, Any]]) -> str:
     """'BLEU 7.6 ± 1.2 (high 9.1, mid 7.0, low 6.7), chrF ... of 485 lines'."""
     parts = []
     for name, shown in zip(_SCORES, ("BLEU", "chrF"), strict=True):
-        each = ", ".join(f"{group} {one[name]:.1f}" for group, one in groups.items())
+        by_group = ", ".join(f"{group} {one[name]:.1f}" for group, one in groups.items())
         score = with_margin(mean[name], mean[f"{name}_margin"])
-        parts.append(f"{shown} {score} ({each})")
+        parts.append(f"{shown} {score} ({by_group})")
     return f"{', '.join(parts)} of {mean['lines']:,} lines"

@@ -51,10 +51,10 @@ def margin(metric: "Metric", hypotheses: Sequence[str], references: Sequence[str
 def margin_of_mean(margins: Iterable[float | None]) -> float | None:
     """The margin of the unweighted mean of scores whose lines are independent; None if one of them has none."""
     squares = [None if m is None else m * m for m in margins]
-    known = [square for square in squares if square is not None]
-    if not known or len(known) < len(squares):
+    numbers = [square for square in squares if square is not None]
+    if not numbers or len(numbers) < len(squares):
         return None
-    return sum(known) ** 0.5 / len(known)
+    return sum(numbers) ** 0.5 / len(numbers)
 
 
 def with_margin(score: float, margin: float | None) -> str:

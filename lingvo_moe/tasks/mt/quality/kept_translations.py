@@ -95,13 +95,13 @@ class KeptTranslations:
         file = self._directory / f"{name}.kept"
         warning = "kept translations: %s; the lines are translated again"
         if body := read_sealed(file, lambda why: _log.warning(warning, why)):
-            kept = json.loads(body)
+            saved = json.loads(body)
             if name in self._written:  # the same lines came twice
                 self.translated += len(lines)
             else:
                 self.reused += len(lines)
-            self.seconds += kept["seconds"]
-            return kept["translations"]
+            self.seconds += saved["seconds"]
+            return saved["translations"]
         translations, seconds = self._new(lines, langs)
         content = {"translations": list(translations), "seconds": seconds}
         write_sealed(file, json.dumps(content).encode())

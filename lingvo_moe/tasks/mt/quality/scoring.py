@@ -61,12 +61,12 @@ class LanguageReport:
     """The translations of one language, and their scores (0 to 100)."""
 
     scores: dict[str, float]  # `bleu` and `chrf`
-    margins: dict[str, float | None]  # of the scores; see intervals.margin
-    train_pairs: int  # in training
+    margins: dict[str, float | None]  # the margins of the scores; see intervals.margin
+    train_pairs: int  # the pairs in training
     sources: list[str]
     references: list[str]
     hypotheses: list[str]
-    group: str = ""  # of GROUPS, or ''
+    group: str = ""  # one of GROUPS, or ''
     # `bleu` and `chrf` of another model on the same lines; see baselines.py.
     baseline: dict[str, float] | None = None
 
@@ -171,23 +171,23 @@ class EvalReport:
         the lines of all languages, as comet-score takes them, and `lang.txt` the language of each, to take its scores
         apart again.
         """
-        found = {
+        contents = {
             f"texts/{lang}.{suffix}": _lines(lines)
             for lang, r in self.languages.items()
             for suffix, lines in zip(_SUFFIXES, (r.sources, r.references, r.hypotheses))
         }
         for suffix in _SUFFIXES:
-            texts = (found[f"texts/{lang}.{suffix}"] for lang in self.languages)
-            found[f"comet/{suffix}.txt"] = b"".join(texts)
+            texts = (contents[f"texts/{lang}.{suffix}"] for lang in self.languages)
+            contents[f"comet/{suffix}.txt"] = b"".join(texts)
         langs = [lang for lang, r in self.languages.items() for _ in r.references]
-        found["comet/lang.txt"] = _lines(langs)
-        found["report.json"] = (
+        contents["comet/lang.txt"] = _lines(langs)
+        contents["report.json"] = (
             json.dumps(self.ToDict(), indent=2, ensure_ascii=False).encode() + b"\n"
         )
-        for name, data in found.items():
+        for name, data in contents.items():
             (Path(directory) / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(Path(directory) / name, data)
-        write_manifest(Path(directory), LIST, list(found))
+        write_manifest(Path(directory), LIST, list(contents))
 
 
 def reading_order(group: str, lines: int, train_pairs: int) -> tuple[int, bool, int]:
@@ -244,9 +244,9 @@ def evaluate(
     langs = [lang for lang, pairs in data.items() for _ in pairs]
     translated: list[str] = []
     while len(translated) < len(sources):
-        now = slice(len(translated), len(translated) + options.batch_lines)
-        batch = sources[now]
-        translations = translate(batch, langs[now])
+        window = slice(len(translated), len(translated) + options.batch_lines)
+        batch = sources[window]
+        translations = translate(batch, langs[window])
         if len(translations) != len(batch):
             raise ValueError(f"{len(translations)} translations of {len(batch)} lines")
         translated += translations

@@ -77,13 +77,13 @@ def _curves(report: RunReport) -> list[str]:
     """The pictures of training; none where no metrics are there."""
     if isinstance(report.metrics, Missing):
         return []
-    found = [(_draw_losses(report.metrics, report.held_out), "loss")]
+    pictures = [(_draw_losses(report.metrics, report.held_out), "loss")]
     if report.metrics[-1].get("learning_rate") is not None:
-        found.append((_draw_learning_rates(report.metrics), "learning rate"))
+        pictures.append((_draw_learning_rates(report.metrics), "learning rate"))
     if report.scored:
         for name, label in (("bleu", "BLEU"), ("chrf", "chrF")):
-            found.append((_draw_scores(report.scored, name, label), label))
-    return [drawing.svg(figure, f"{what} by step") for figure, what in found]
+            pictures.append((_draw_scores(report.scored, name, label), label))
+    return [drawing.svg(figure, f"{what} by step") for figure, what in pictures]
 
 
 @styled
@@ -154,5 +154,5 @@ def _draw_deltas(curve: Mapping[str, Any]) -> Figure:
 def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Steps and values, subsampled if there are more than a reader can see."""
     every = -(-len(rows) // _MOST_POINTS)
-    kept = [row for row in [*rows[:-1:every], rows[-1]] if row.get(name) is not None]
-    return [row["step"] for row in kept], [row[name] for row in kept]
+    shown = [row for row in [*rows[:-1:every], rows[-1]] if row.get(name) is not None]
+    return [row["step"] for row in shown], [row[name] for row in shown]

@@ -22,7 +22,7 @@ from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.artifacts import task_numbers
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 
 _STACKS = {"encoder": "src", "decoder": "tgt"}  # and the side of a batch whose tokens it routes
@@ -98,7 +98,7 @@ class RoutingReport:
 
     about: dict[str, Any]  # model, params_override and step of the checkpoint, and num_experts
     pairs: dict[str, int]  # how many held-out pairs of each language were looked at
-    layers: list[LayerRouting]  # in the order of the model
+    layers: list[LayerRouting]  # the layers in the order of the model
 
     @property
     def languages(self) -> list[str]:
@@ -160,7 +160,7 @@ def measure_routing(
         DataError: a language without a usable pair.
         ValueError: a model without experts.
     """
-    run = RunDir(logdir, trust_run=trust_run)
+    run = TextRunDir(logdir, trust_run=trust_run)
     params, task = run.Params(), run.Task(MtModel)
     if not task.MetricLayers():
         raise ValueError(
@@ -245,7 +245,7 @@ class _Tally:
         sums[name] = sums[name] + value if name in sums else value
 
 
-def _layers(task: BaseTask, tallies: Sequence[_Tally], run: RunDir) -> list[LayerRouting]:
+def _layers(task: BaseTask, tallies: Sequence[_Tally], run: TextRunDir) -> list[LayerRouting]:
     """The layers of a model, from the sums of each language."""
     rows = read_metrics(str(run.summaries_dir))
     rows = rows[-max(len(rows) // 10, 1) :]

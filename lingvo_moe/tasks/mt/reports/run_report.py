@@ -19,7 +19,7 @@ from lingvo_moe.tasks.mt.quality.scoring import verify_scores
 from lingvo_moe.tasks.mt.reports import samples
 from lingvo_moe.tasks.mt.reports.routing import RoutingReport
 from lingvo_moe.tasks.mt.reports.samples import Sample
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 _log = logging.getLogger(__name__)
 _VERSIONS = ("tensorflow", "jax", "sentencepiece", "sacrebleu")
@@ -37,11 +37,11 @@ class Missing:
 class RunReport:
     """The contents of the page."""
 
-    name: str  # of the experiment
+    name: str  # the name of the experiment
     settings: list[tuple[str, str]]  # (name, value), to be read
     params: str  # params.txt, all parameters
     metrics: list[dict[str, Any]] | Missing  # rows of `read_metrics`
-    scores: dict[str, Any] | Missing  # as EvalReport.ToDict, or why there are none
+    scores: dict[str, Any] | Missing  # the scores as EvalReport.ToDict, or why there are none
     samples: dict[str, list[Sample]] | Missing  # by kind, or why there are none
     routing: RoutingReport | Missing  # or why there is none
     parameters: int  # how many the model has
@@ -79,7 +79,7 @@ def gather(
     Raises:
         RunDirError: no run, or a damaged one. ValueError: a report in `eval_dir` that is damaged.
     """
-    run = RunDir(logdir, trust_run=trust_run)
+    run = TextRunDir(logdir, trust_run=trust_run)
     directory = Path(eval_dir) if eval_dir else run.path / "eval"
     scores = _scores(run, directory)
     metrics = read_metrics(str(run.summaries_dir))
@@ -102,15 +102,15 @@ def gather(
     )
 
 
-def _train(run: RunDir) -> str:
+def _train(run: TextRunDir) -> str:
     return f"python -m lingvo_moe.trainer --model={run.experiment['model']} --logdir={run.path}"
 
 
-def _evaluate(run: RunDir) -> str:
+def _evaluate(run: TextRunDir) -> str:
     return f"python -m tools.evaluate --logdir={run.path}"
 
 
-def _scores(run: RunDir, directory: Path) -> dict[str, Any] | Missing:
+def _scores(run: TextRunDir, directory: Path) -> dict[str, Any] | Missing:
     file = directory / "report.json"
     if not file.is_file():
         return Missing(f"there is no {file}", _evaluate(run))
@@ -126,7 +126,7 @@ def _scores(run: RunDir, directory: Path) -> dict[str, Any] | Missing:
 
 
 def _samples(
-    run: RunDir, scores: Any, directory: Path, number: int, seed: int
+    run: TextRunDir, scores: Any, directory: Path, number: int, seed: int
 ) -> dict[str, list[Sample]] | Missing:
     if isinstance(scores, Missing):
         return scores
@@ -141,10 +141,10 @@ def _samples(
     return samples.choose(texts, number, seed)
 
 
-def _settings(run: RunDir, scores: Any, metrics: Sequence[dict]) -> list[tuple[str, str]]:
-    found, p = run.experiment, run.Params()
-    out = [("run", str(run.path)), ("experiment", found["model"])]
-    out.append(("overrides", found["params_override"] or "none"))
+def _settings(run: TextRunDir, scores: Any, metrics: Sequence[dict]) -> list[tuple[str, str]]:
+    experiment, p = run.experiment, run.Params()
+    out = [("run", str(run.path)), ("experiment", experiment["model"])]
+    out.append(("overrides", experiment["params_override"] or "none"))
     if run.began_from:
         out.append(("beginning", init_from.describe(run.began_from)))
     out.append(("data", str(p.input.data_dir or "not said")))
@@ -172,7 +172,7 @@ def _settings(run: RunDir, scores: Any, metrics: Sequence[dict]) -> list[tuple[s
     return out
 
 
-def _program(run: RunDir) -> list[tuple[str, str]]:
+def _program(run: TextRunDir) -> list[tuple[str, str]]:
     program = run.program
     if program is None:
         why = "unknown: program.json is missing; only the engine pjrt writes one"
@@ -181,7 +181,7 @@ def _program(run: RunDir) -> list[tuple[str, str]]:
     return [("mesh", program["mesh"]), ("collectives a step", counts or "none")]
 
 
-def _cut_short(run: RunDir, train: Params, metrics: Sequence[dict]) -> list[tuple[str, str]]:
+def _cut_short(run: TextRunDir, train: Params, metrics: Sequence[dict]) -> list[tuple[str, str]]:
     """Says where metrics.jsonl lacks lines that were written before the newest checkpoint was."""
     newest, last = max(run.steps, default=0), metrics[-1]["step"] if metrics else 0
     if last >= newest - newest % train.summary_interval_steps:

@@ -21,7 +21,7 @@ LanguagePairs = tuple[Sequence[Any], int | None]
 Encode = Callable[[str], Sequence[int]]
 
 
-class _Group:
+class _GroupPairs:
     """The pairs of a group, spread evenly by language, and how many of them were drawn."""
 
     def __init__(self, languages: Sequence[LanguagePairs]):
@@ -78,7 +78,7 @@ def held_out_batches(
 
     Each group has languages with at least one pair each; `sized` gives what `batch` takes, as `encoded` does.
     """
-    left = {name: _Group(languages) for name, languages in groups.items() if languages}
+    left = {name: _GroupPairs(languages) for name, languages in groups.items() if languages}
     while left:
         name = min(left, key=lambda name: left[name].share)
         group = left[name]

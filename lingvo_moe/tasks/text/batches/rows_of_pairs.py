@@ -59,7 +59,7 @@ def fill_batch(
     Returns:
         The third fields of the pairs of each row, and the pairs that now wait for the next batch.
     """
-    rows, most = _Rows(shape), shape.max_waiting
+    rows, most = _OpenRows(shape), shape.max_waiting
     left = [pair for pair in waiting if not rows.Add(*pair)]
     full = shape.pack and len(left) >= most
     while rows.open and not full and (pair := next(pairs, None)):
@@ -69,7 +69,7 @@ def fill_batch(
     return rows.pairs, left
 
 
-class _Rows:
+class _OpenRows:
     """The rows of a batch while they are filled.
 
     Attributes:

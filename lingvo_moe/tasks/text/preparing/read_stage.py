@@ -72,10 +72,10 @@ def read_stage(job: ReadJob, report: Callable[[int], None]) -> str:
         DataError: see read_source; or none of the lines of a source can be used.
         OSError: the directory cannot be written.
     """
-    return make_once(job.output, lambda directory: _Reader(job, directory).Run(report))
+    return make_once(job.output, lambda directory: _LineReader(job, directory).Run(report))
 
 
-class _Reader:
+class _LineReader:
     """Goes through the lines of a source."""
 
     def __init__(self, job: ReadJob, directory: Path):

@@ -24,7 +24,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
 from lingvo_moe.tasks.text.runs.artifacts import task_numbers
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.transformer.task import TransformerTask
 
@@ -90,7 +90,7 @@ class Scorer:
         chosen: Chosen = NEWEST,
         trust_run: bool = False,
     ):
-        run = RunDir(logdir, trust_run=trust_run)
+        run = TextRunDir(logdir, trust_run=trust_run)
         self._options = options or ScoreOptions()
         self._task = run.Task(TransformerTask)
         self._input = run.Params().input.cls

@@ -6,7 +6,7 @@ import os
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.transformer.task import TransformerTask
 
@@ -33,7 +33,7 @@ def held_out_loss(
     Raises:
         RunDirError: no run. DataError: no held-out pairs. CheckpointError: no readable checkpoint.
     """
-    run = RunDir(logdir)
+    run = TextRunDir(logdir)
     params, task = run.Params(), run.Task(TransformerTask)
     inputs = params.input.Copy().Set(data_dir=str(data_dir)).Instantiate()
     batches = itertools.islice(inputs.Prepare(artifacts=run.artifacts).HeldOut(), num_batches)

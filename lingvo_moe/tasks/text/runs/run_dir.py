@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.tasks.transformer.task import TransformerTask
 
 
-class RunDir(run_dir.RunDir):
+class TextRunDir(run_dir.RunDir):
     """The description of the run of a task over texts; see core/runs/run_dir.py."""
 
     @property
@@ -81,4 +81,4 @@ def artifacts_of_vocabularies(directory: str | os.PathLike) -> RunArtifacts | No
     directory = Path(directory)
     if directory.name != "vocab" or not (directory.parent / DESCRIPTION).is_file():
         return None
-    return RunDir(directory.parent, "input.vocab_dir").artifacts
+    return TextRunDir(directory.parent, "input.vocab_dir").artifacts

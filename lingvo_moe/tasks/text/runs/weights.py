@@ -6,11 +6,11 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, Checkpo
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen, read_newest, read_weights
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 
 def load_theta(
-    run: RunDir, model: BaseTask, chosen: Chosen = NEWEST
+    run: TextRunDir, model: BaseTask, chosen: Chosen = NEWEST
 ) -> tuple[NestedMap, dict[str, Any]]:
     """The weights of a run's model at a checkpoint, as NumPy arrays.
 

@@ -24,7 +24,7 @@ _SIGNATURES = ("serving_default", "predict")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TextRequest:
     """Lines to translate."""
 
     lines: list[bytes]  # the texts, in order
@@ -35,7 +35,7 @@ class Wanted:
     settings: Sequence[Sampling] = ()  # the settings of each prompt of a language model
 
 
-def parse_translate(body: bytes, limits: Limits, served: Sequence[str]) -> Wanted:
+def parse_translate(body: bytes, limits: Limits, served: Sequence[str]) -> TextRequest:
     """Reads `{"text": "one line, or several", "language": "de"}` or `{"text": ["line", ...]}`.
 
     `served` are the source languages of a model that routes by them.
@@ -63,10 +63,10 @@ def parse_translate(body: bytes, limits: Limits, served: Sequence[str]) -> Wante
     if language is not None and not isinstance(language, str):
         raise RequestError(400, f'"language" is {_kind(language)}; give a string, e.g. "de"')
     _check_sizes(lines, limits)
-    return Wanted(lines, _languages([language] * len(lines), served), "text")
+    return TextRequest(lines, _languages([language] * len(lines), served), "text")
 
 
-def parse_predict(body: bytes, limits: Limits, served: Sequence[str]) -> Wanted:
+def parse_predict(body: bytes, limits: Limits, served: Sequence[str]) -> TextRequest:
     """Reads a predict request in TensorFlow Serving's REST form; arguments and errors as parse_translate."""
     content = _object(body, ("signature_name", "instances", "inputs"))
     name = content.get("signature_name", _SIGNATURES[0])
@@ -85,10 +85,10 @@ def parse_predict(body: bytes, limits: Limits, served: Sequence[str]) -> Wanted:
         if language is not None and not isinstance(language, str):
             raise RequestError(400, f"{form}, language {i} is {_kind(language)}; give a string")
     _check_sizes(lines, limits)
-    return Wanted(lines, _languages(languages, served), form)
+    return TextRequest(lines, _languages(languages, served), form)
 
 
-def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
+def parse_generate(body: bytes, limits: Limits, most: int) -> TextRequest:
     """Reads `{"text": "a prompt" or ["a prompt", ...]}` with fields of Sampling, "n": samples of each, and "stream":
     true, for one text. "stop" may be one string.
 
@@ -134,10 +134,10 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> Wanted:
             400, f"max_tokens={fields['max_tokens']}: this model gives at most {most}"
         )
     _check_sizes(lines, limits)
-    return Wanted(lines, None, "stream" if stream else "prompts", settings)
+    return TextRequest(lines, None, "stream" if stream else "prompts", settings)
 
 
-def answer(wanted: Wanted, translations: list[Translation]) -> dict[str, Any]:
+def answer(wanted: TextRequest, translations: list[Translation]) -> dict[str, Any]:
     """The body for the translations of `wanted.lines`: the best of each, or all K in TensorFlow Serving's forms."""
     truncated = [t.truncated for t in translations]
     if wanted.form == "prompts":

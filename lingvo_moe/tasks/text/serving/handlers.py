@@ -86,7 +86,7 @@ def _log_request(handler: tornado.web.RequestHandler) -> None:
 class _TranslatingHandler(BaseHandler):
     """POST: lines to translations."""
 
-    parse: Callable[[bytes, Limits, Sequence[str]], bodies.Wanted]
+    parse: Callable[[bytes, Limits, Sequence[str]], bodies.TextRequest]
     _work: asyncio.Future | None = None
 
     async def post(self) -> None:
@@ -103,11 +103,11 @@ class _TranslatingHandler(BaseHandler):
         finally:
             service.running -= 1
 
-    async def Reply(self, wanted: bodies.Wanted) -> None:
+    async def Reply(self, wanted: bodies.TextRequest) -> None:
         """Translates and answers; cancelled when the client leaves."""
         await self.Answer(bodies.answer(wanted, await self.service.Translate(wanted)))
 
-    def _wanted(self) -> bodies.Wanted:
+    def _wanted(self) -> bodies.TextRequest:
         """Parses the request from the body, and frees the body."""
         body = self.ReadBody()
         self.service.CheckReady()
@@ -135,7 +135,7 @@ class PredictHandler(_TranslatingHandler):
 class GenerateHandler(_TranslatingHandler):
     """`/generate`, of a language model, see bodies.parse_generate; a stream is of server-sent events."""
 
-    def _wanted(self) -> bodies.Wanted:
+    def _wanted(self) -> bodies.TextRequest:
         body, service = self.ReadBody(), self.service
         service.CheckReady()
         options = service.translator.options
@@ -148,7 +148,7 @@ class GenerateHandler(_TranslatingHandler):
             )
         return wanted
 
-    async def Reply(self, wanted: bodies.Wanted) -> None:
+    async def Reply(self, wanted: bodies.TextRequest) -> None:
         """See _TranslatingHandler; a stream has an event for each token."""
         if wanted.form != "stream":
             return await super().Reply(wanted)

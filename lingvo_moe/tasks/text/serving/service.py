@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.serving.batcher import Batcher, Translation
-from lingvo_moe.tasks.text.serving.bodies import Wanted
+from lingvo_moe.tasks.text.serving.bodies import TextRequest
 from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.limits import Limits
 from lingvo_moe.tasks.text.serving.metrics import Metrics
@@ -100,7 +100,7 @@ class Service:
         if self.state != READY:
             raise RequestError(503, f"the server is {self.state}", 5)
 
-    async def Translate(self, wanted: Wanted) -> list[Translation]:
+    async def Translate(self, wanted: TextRequest) -> list[Translation]:
         """One Translation for each line.
 
         Raises RequestError: 503 while there are too many lines, 504 when it took too long, 500 where the model failed.

@@ -17,7 +17,7 @@ from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
 from lingvo_moe.tasks.text.decoding.export import export
 from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=10, xla=False)
 INT8 = dataclasses.replace(OPTIONS, weights="int8")
@@ -57,7 +57,7 @@ def test_every_product_with_a_weight_is_one_of_8_bits(logdir, translator):
     names = {v.name for v in held.variables} - few
     assert names and all(any(word in name for word in kept) for name in names)
     products = [node for node in _nodes(translator[0]) if node.op == "_QuantizedMatMul"]
-    theta = RunDir(logdir).Task().VariableSpecs()
+    theta = TextRunDir(logdir).Task().VariableSpecs()
     large = [s.shape for _, s in theta.FlattenItems() if len(s.shape) > 1 and s.shape[-1] > 8]
     assert len(products) == len(few) > len(large) / 2 > 5
 
@@ -107,7 +107,7 @@ def test_where_they_cannot_be_it_is_told(logdir, translator):
     with pytest.raises(ValueError, match=r"TensorFlow's own kernels; XLA, .*leave it out"):
         dataclasses.replace(INT8, xla=True)
     with pytest.raises(ValueError, match="cannot be assigned"):
-        translator[0].SetTheta(RunDir(logdir).Task().InitTheta(tf.constant([0, 0])))
+        translator[0].SetTheta(TextRunDir(logdir).Task().InitTheta(tf.constant([0, 0])))
 
 
 def test_an_export_tells_where_it_cannot_run(saved_model, monkeypatch):

@@ -11,7 +11,7 @@ from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.tasks.text.quality.held_out_loss import held_out_loss
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from tools import evaluate
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def _save_run(path, vocab, data):
     more = ";".join(f"input.{side}_vocab_size={size}" for side in ("source", "target"))
     more += f";{toy.SMALL};input.data_dir={registry.escape(str(data))}"
     toy.save_run(path, vocab, more=more, languages=list(_LINES))
-    return RunDir(path).experiment["params_override"]
+    return TextRunDir(path).experiment["params_override"]
 
 
 def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, monkeypatch):
@@ -47,7 +47,7 @@ def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, mon
     )
     assert re.fullmatch(wanted, line), line
 
-    (row,) = read_metrics(str(RunDir(run).scores_dir))
+    (row,) = read_metrics(str(TextRunDir(run).scores_dir))
     assert evaluate.main([f"--logdir={run}", "--max_per_language=8", "--quiet"]) == 0
     report = json.loads((run / "eval" / "report.json").read_text())
     for name in ("bleu", "chrf", "bleu_margin", "chrf_margin"):

@@ -17,7 +17,7 @@ from lingvo_moe.tasks.text.batches.rows_of_pairs import MAX_WAITING
 from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +357,7 @@ def test_vocabularies_of_another_run_come_with_what_it_knows_of_its_texts(
     params, ready, tmp_path, caplog
 ):
     vocabs = ready.vocabs.Transform(lambda v: v.model_bytes)
-    run = RunDir(tmp_path / "run")
+    run = TextRunDir(tmp_path / "run")
     run.Write("mt.M4Tiny", "", text_artifacts(vocabs, (), "zh", 2))
     shutil.copytree(run.path / "vocab", tmp_path / "vocab")
     pairs = list(tsv.read_pairs(Path(params.data_dir) / "aa.tsv.gz"))[:50]

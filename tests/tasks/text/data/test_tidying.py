@@ -22,7 +22,7 @@ from lingvo_moe.tasks.text.preparing.lines import Fields
 from lingvo_moe.tasks.text.preparing.prepare import PrepareOptions, prepare
 from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
 from lingvo_moe.tasks.text.runs.artifacts import tidied_of
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions
 
 _CHARACTERS = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
@@ -79,14 +79,14 @@ def test_keys_forget_what_is_no_letter():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> RunDir:
+def run(tmp_path_factory) -> TextRunDir:
     """A run that does not say how its texts were tidied."""
     path = tmp_path_factory.mktemp("run")
     toy.save_run(path, toy.train_vocab(toy.sentences(200)))
-    return RunDir(path)
+    return TextRunDir(path)
 
 
-def _tidied(run: RunDir, version: int) -> None:
+def _tidied(run: TextRunDir, version: int) -> None:
     found, experiment = run.artifacts, run.experiment
     about = RunArtifacts(found.files, {**found.about, "tidied": version})
     run.Write(experiment["model"], experiment["params_override"], about)

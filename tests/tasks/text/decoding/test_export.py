@@ -22,7 +22,7 @@ from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_trans
 from lingvo_moe.tasks.text.decoding.export import Exportable, export
 from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT, MANIFEST
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def logdir(tmp_path_factory, vocab):
 def translator(logdir):
     found, about = load_translator(logdir, OPTIONS)
     assert (about["model"], about["step"]) == ("mt.M4Tiny", 7)
-    assert about["trained_languages"] == (RunDir(logdir).languages or [])
+    assert about["trained_languages"] == (TextRunDir(logdir).languages or [])
     return found
 
 
@@ -133,7 +133,7 @@ def test_checkpoints_that_do_not_fit(tmp_path, vocab):
     toy.save_run(tmp_path, vocab)
     with pytest.raises(CheckpointError, match=r"no such checkpoint; there are \[7\]"):
         load_translator(tmp_path, chosen=Chosen(8))
-    RunDir(tmp_path).Write(
+    TextRunDir(tmp_path).Write(
         "mt.M4Tiny", "task.model_dim=32", text_artifacts({"source": vocab, "target": vocab})
     )
     with pytest.raises(CheckpointError, match=r"not of this run's model: .* in the model"):

@@ -13,7 +13,7 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, to_batch
 from lingvo_moe.tasks.text.quality.forced_decoding import ScoreOptions, Scorer
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
@@ -24,13 +24,13 @@ TARGETS = toy.sentences(4, 2, 6)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> RunDir:
+def run(tmp_path_factory) -> TextRunDir:
     """A model with more target embeddings than the vocabulary has pieces."""
     path = tmp_path_factory.mktemp("run")
     vocab = toy.train_vocab(toy.sentences(200), bytes_too=False)
     size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
     toy.save_run(path, vocab, more=f"task.target_vocab_size={size + 7};task.repeat=False")
-    return RunDir(path)
+    return TextRunDir(path)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_one_program_has_the_capacities_of_each_length(tmp_path):
     more = "task.moe.router=expert_choice;task.decoder_router=top2;task.moe.dispatcher=einsum"
     toy.save_run(tmp_path, vocab, more=f"{more};task.repeat=False")
     scorer = Scorer(tmp_path, ScoreOptions(max_source_length=32, max_length=32, rows=4))
-    run = RunDir(tmp_path)
+    run = TextRunDir(tmp_path)
     task, theta = run.Task(), load_theta(run, run.Task())[0].Transform(tf.constant)
     rng = np.random.default_rng(0)
     for length in (8, 32):
@@ -113,7 +113,7 @@ def test_a_mean_of_checkpoints(tmp_path):
     vocab = toy.train_vocab(toy.sentences(50), bytes_too=False)
     for step, factor in ((3, 1.0), (5, 2.0), (9, 6.0)):
         toy.save_run(tmp_path, vocab, step=step, planted=lambda _, value, f=factor: value * f)
-    run = RunDir(tmp_path)
+    run = TextRunDir(tmp_path)
     task = run.Task()
     first, last = (load_theta(run, task, Chosen(step))[0] for step in (3, None))
     for step, steps, factor in ((None, [3, 5, 9], 3.0), (5, [3, 5], 1.5)):

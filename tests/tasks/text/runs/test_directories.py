@@ -20,7 +20,7 @@ from lingvo_moe.core.runs.directories import (
     recognise,
 )
 from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 _MARKS = {
     "run": (RUN, "experiment.json"),
@@ -156,4 +156,4 @@ def test_the_lock_of_another_process_marks_a_run(tmp_path):
 def test_a_run_is_nowhere_that_it_could_not_be_read_from():
     for path in ("az://bucket/run", Path("az://bucket/run"), "runs[1]"):
         with pytest.raises(PathError, match=r"^--logdir="):
-            RunDir(path)
+            TextRunDir(path)

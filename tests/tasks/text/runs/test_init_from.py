@@ -21,7 +21,7 @@ from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.sharding import Mesh, single_device
 from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
@@ -35,11 +35,11 @@ def vocab() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def run(vocab, tmp_path_factory) -> RunDir:
+def run(vocab, tmp_path_factory) -> TextRunDir:
     """Checkpoint 7 of a model that routes by language, with one more row than it has languages."""
     path = tmp_path_factory.mktemp("init_from") / "old"
     toy_translation.save_run(path, vocab, more=_BY_TASK.format(3), languages=_OLD_LANGUAGES)
-    return RunDir(path)
+    return TextRunDir(path)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_heads_that_share_keys_are_no_languages(vocab, tmp_path):
     more = "task.num_heads=4;task.num_kv_heads={}"
     toy_translation.save_run(tmp_path, vocab, more=more.format(2), languages=_OLD_LANGUAGES)
     vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
-    task = RunDir(tmp_path).Params().task
+    task = TextRunDir(tmp_path).Params().task
     beginning = begin_from(tmp_path, 7, task, _artifacts(vocabs, _OLD_LANGUAGES[::-1]))
     assert beginning.weights.moved == {} and "languages" not in beginning.about["kept"]
     task.num_kv_heads = 1
@@ -143,7 +143,7 @@ def test_where_there_is_nothing_to_begin_from(run, tmp_path):
         find_step(run.path, 8)
     with pytest.raises(RunDirError, match=r"--init_from=.*no run there"):
         find_step(tmp_path)
-    RunDir(tmp_path).Write("mt.M4Tiny", "", text_artifacts({"source": b"s", "target": b"t"}))
+    TextRunDir(tmp_path).Write("mt.M4Tiny", "", text_artifacts({"source": b"s", "target": b"t"}))
     with pytest.raises(InitFromError, match="has no checkpoint yet"):
         find_step(tmp_path)
 
@@ -166,7 +166,7 @@ def test_experts_grow_out_of_dense_layers(vocab, tmp_path, encoder_layers, exper
     beginning = begin_from(tmp_path, 7, params.task, _artifacts(vocabs, ["de"]))
     assert "out of whose smaller model this one grew" in describe(beginning.about)
     engine = make_engine("tf_graph", single_device())
-    task, dense = params.task.Instantiate(), RunDir(tmp_path).Task()
+    task, dense = params.task.Instantiate(), TextRunDir(tmp_path).Task()
     rng, specs = np.random.RandomState(3), task.VariableSpecs()
     fresh = specs.Transform(lambda s: rng.normal(size=s.shape).astype(s.dtype))
     state = NestedMap(theta=engine.Put(fresh, specs), step=np.int32(0))
@@ -184,7 +184,7 @@ def test_experts_grow_out_of_dense_layers(vocab, tmp_path, encoder_layers, exper
 
         return engine.Get([engine.Build(run, [model.VariableSpecs(), batch_spec])(theta, batch)])[0]
 
-    old = engine.Put(load_theta(RunDir(tmp_path), dense)[0], dense.VariableSpecs())
+    old = engine.Put(load_theta(TextRunDir(tmp_path), dense)[0], dense.VariableSpecs())
     np.testing.assert_allclose(loss(task, theta), loss(dense, old), rtol=1e-6)
 
 

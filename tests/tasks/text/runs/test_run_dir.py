@@ -18,7 +18,7 @@ from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.training.same_run import check_same_run, prepare_run_dir
 
 DESCRIPTION = ["experiment.json", "params.txt", "vocab/source.model", "vocab/target.model"]
@@ -41,30 +41,30 @@ def vocabs() -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def written(vocabs, tmp_path_factory):
     path = tmp_path_factory.mktemp("run_dir") / "run"
-    run = RunDir(path)
+    run = TextRunDir(path)
     run.Write("mt.M4Tiny", "task.num_experts=4", text_artifacts(vocabs, ["de", "sw"]), BEGAN)
     run.WriteProgram(PROGRAM)
     return path
 
 
 @pytest.fixture
-def run(written, tmp_path) -> RunDir:
-    return RunDir(shutil.copytree(written, tmp_path / "run"))
+def run(written, tmp_path) -> TextRunDir:
+    return TextRunDir(shutil.copytree(written, tmp_path / "run"))
 
 
-def _describe(run: RunDir, content: str | bytes) -> None:
+def _describe(run: TextRunDir, content: str | bytes) -> None:
     """Replaces experiment.json, as anybody who makes a run can."""
     content = content.encode() if isinstance(content, str) else content
     (run.path / "experiment.json").write_bytes(content)
     write_manifest(run.path, MANIFEST, DESCRIPTION)
 
 
-def _change(run: RunDir, **values) -> None:
+def _change(run: TextRunDir, **values) -> None:
     found = json.loads((run.path / "experiment.json").read_bytes())
     _describe(run, json.dumps(found | values))
 
 
-def _read(run: RunDir) -> None:
+def _read(run: TextRunDir) -> None:
     """Reads the whole description."""
     _ = run.experiment, run.params_text, run.vocabs, run.languages, run.began_from, run.program
 
@@ -194,9 +194,9 @@ def test_a_run_of_an_older_version_is_read(run, vocabs):
 
 
 def test_a_run_of_another_task_is_no_translation_model(tmp_path):
-    RunDir(tmp_path).Write("image.Digits", "", RunArtifacts())
+    TextRunDir(tmp_path).Write("image.Digits", "", RunArtifacts())
     with pytest.raises(RunDirError, match=r"--logdir=.*: ImageClassifier is no translation model"):
-        RunDir(tmp_path).Task(MtModel)
+        TextRunDir(tmp_path).Task(MtModel)
 
 
 def test_a_run_of_another_task_is_no_run_of_translation(run):
@@ -246,7 +246,7 @@ def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
     link.symlink_to(run.path)
     (run.path / "vocab/source.model").rename(run.path / "vocab/kept.model")
     (run.path / "vocab/source.model").symlink_to("kept.model")
-    assert dict(RunDir(link).vocabs) == vocabs
+    assert dict(TextRunDir(link).vocabs) == vocabs
 
 
 @pytest.mark.parametrize("values, message", [
@@ -276,7 +276,7 @@ def test_another_program_s_file_of_the_same_name_is_not_replaced(tmp_path):
     (tmp_path / "experiment.json").write_bytes(content)
     with RunLock(tmp_path) as lock:
         with pytest.raises(RunDirError, match=r"holds an experiment\.json that is no run's"):
-            prepare_run_dir(RunDir(tmp_path), "mt.M4Tiny", "", lock, restart=False)
+            prepare_run_dir(TextRunDir(tmp_path), "mt.M4Tiny", "", lock, restart=False)
     assert (tmp_path / "experiment.json").read_bytes() == content
 
 

@@ -18,7 +18,7 @@ from lingvo_moe.tasks.lm.saved_generator import SavedGenerator, Texts
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.decoding.export import export
 from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
-from lingvo_moe.tasks.text.runs.run_dir import RunDir
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import (
     CONFIG,
     NAME,
@@ -116,7 +116,7 @@ def test_rows_have_the_tokenizer_s_ids_and_marks(directory, tmp_path):
     np.testing.assert_array_equal(batch.labels[0, : len(ids) + 1], [*ids, END])
     again = params.Instantiate().Prepare(artifacts=inputs.Artifacts())
     np.testing.assert_array_equal(next(iter(again)).ids, batch.ids)
-    RunDir(tmp_path / "run").Write("lm.Tiny", "", inputs.Artifacts())
+    TextRunDir(tmp_path / "run").Write("lm.Tiny", "", inputs.Artifacts())
     of_run = params.Set(vocab_dir=str(tmp_path / "run" / "vocab")).Instantiate().Prepare()
     np.testing.assert_array_equal(next(iter(of_run)).ids, batch.ids)
 
