@@ -21,7 +21,7 @@ from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.files.store import is_address
-from lingvo_moe.core.input.errors import OtherDataError
+from lingvo_moe.core.input.input_errors import OtherDataError
 from lingvo_moe.core.job.meeting import meet
 from lingvo_moe.core.runs.bucket_lock import BucketRunLock, TrainerLock, lock_of
 from lingvo_moe.core.runs.run_description import ProgramAbout

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.base import BaseOptimizer
+from lingvo_moe.core.optimizers.base_optimizer import BaseOptimizer
 
 
 def init_slots(

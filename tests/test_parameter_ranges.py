@@ -19,7 +19,7 @@ from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.config.hyperparams import ParamError, Params
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.layer import ROUTERS
-from lingvo_moe.core.optimizers.base import BaseOptimizer
+from lingvo_moe.core.optimizers.base_optimizer import BaseOptimizer
 from lingvo_moe.core.optimizers.schedules import LearningRateSchedule
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.mt_input import MtInput

@@ -131,10 +131,10 @@ class Comparison:
         from lingvo_moe.core.engine.loop.summaries import read_metrics
         from lingvo_moe.core.task import inspect
         from lingvo_moe.tasks.text.quality.held_out_loss import held_out_loss
-        from lingvo_moe.tasks.text.runs.run_dir import RunDir
+        from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
         from lingvo_moe.tasks.transformer.task import TransformerTask
 
-        task = RunDir(run).Task(TransformerTask)
+        task = TextRunDir(run).Task(TransformerTask)
         held_out = held_out_loss(run, self._corpus, self._args.batches)
         rows = read_metrics(str(run / "train"))
         return {
@@ -151,11 +151,11 @@ class Comparison:
 
     def _results(self) -> dict[str, Any]:
         """All measurements, of now and before, by variant. Raises DataError: a result is damaged."""
-        found = {name: self._out / name / "result.json" for name in VARIANTS}
-        found = {name: file for name, file in found.items() if file.is_file()}
-        for name, file in found.items():
+        files = {name: self._out / name / "result.json" for name in VARIANTS}
+        files = {name: file for name, file in files.items() if file.is_file()}
+        for name, file in files.items():
             file_list.verify_listed(file, f"measure it again with --only={name}")
-        return {name: json.loads(file.read_text()) for name, file in found.items()}
+        return {name: json.loads(file.read_text()) for name, file in files.items()}
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ class Demo:
 
     def _write_page(self, trained: "EvalReport", untrained: "EvalReport") -> None:
         """Writes report.html, and its scores and texts where tools.report looks for them."""
-        from lingvo_moe.tasks.mt.reports import report
+        from lingvo_moe.tasks.mt.reports import report_page
         from lingvo_moe.tasks.mt.reports.routing import measure_routing
         from lingvo_moe.tasks.mt.reports.run_report import gather
         from lingvo_moe.tasks.text.data.dev_set import DevSet
@@ -206,7 +206,7 @@ class Demo:
         scores = f"BLEU {before['bleu']:.1f}, chrF {before['chrf']:.1f}"
         untrained_scores = f"{scores} on {before['lines']:,} of the lines"
         gathered.extra += [("untrained", untrained_scores), ("exported", str(self._saved_model))]
-        page = report.html_report(gathered).encode("utf-8", "replace")
+        page = report_page.html_report(gathered).encode("utf-8", "replace")
         files.write_atomic(self._out / "report.html", page)
 
     def _show(

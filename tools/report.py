@@ -77,13 +77,13 @@ def _run(args: Flags) -> int:
     from lingvo_moe.core.files.files import write_atomic, write_json
     from lingvo_moe.core.pages import drawing
     from lingvo_moe.core.pages.tables import show
-    from lingvo_moe.tasks.mt.reports import report, routing_page
+    from lingvo_moe.tasks.mt.reports import report_page, routing_page
     from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
 
     routing = _routing(args, run)
     gathered = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed, args.trust_run)
     written = [page, numbers]
-    write_atomic(page, report.html_report(gathered).encode("utf-8", "replace"))
+    write_atomic(page, report_page.html_report(gathered).encode("utf-8", "replace"))
     write_json(numbers, gathered.ToDict())
     if not isinstance(routing, Missing):
         for layer in routing.layers if args.png_dir else ():

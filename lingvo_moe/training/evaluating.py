@@ -11,7 +11,7 @@ from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.core.input.errors import NoHeldOutError
+from lingvo_moe.core.input.input_errors import NoHeldOutError
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import EVALUATOR, RunLock
 from lingvo_moe.core.task.base_task import BaseTask

@@ -268,7 +268,7 @@ COMMANDS += [
         **_CLI,
         "lingvo_moe.tasks.mt.reports.routing:measure_routing": _MEASURED,
         "lingvo_moe.tasks.mt.reports.run_report:gather": _GATHERED,
-        "lingvo_moe.tasks.mt.reports.report:html_report": "page",
+        "lingvo_moe.tasks.mt.reports.report_page:html_report": "page",
         "lingvo_moe.tasks.mt.reports.routing_page:plot_layer": None,
         "lingvo_moe.tasks.mt.reports.routing_page:table_of": Table(words("a", "b", "c"), []),
         "lingvo_moe.core.pages.drawing:png": b"",

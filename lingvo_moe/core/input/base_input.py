@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.files.artifacts import RunArtifacts
-from lingvo_moe.core.input.errors import NoHeldOutError
+from lingvo_moe.core.input.input_errors import NoHeldOutError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping
 

@@ -33,7 +33,7 @@ class AppliedByLayer(AppliedDelta):
 
 def is_by_layer(spec: VariableSpec, slot_specs: NestedMap) -> bool:
     """Whether a variable or slots of it are in the host's memory."""
-    return any(each.memory == HOST for each in (spec, *slot_specs.Flatten()))
+    return any(variable.memory == HOST for variable in (spec, *slot_specs.Flatten()))
 
 
 def squares_by_layer(grad: tf.Tensor, spec: VariableSpec) -> tf.Tensor:
@@ -41,8 +41,8 @@ def squares_by_layer(grad: tf.Tensor, spec: VariableSpec) -> tf.Tensor:
     split = _split(spec)
 
     def body(i: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        found = tf.cast(_row(grad, i, split, True), tf.float32)
-        return i + 1, total + kernels.current().sum_of_squares(found)
+        row = tf.cast(_row(grad, i, split, True), tf.float32)
+        return i + 1, total + kernels.current().sum_of_squares(row)
 
     start = (tf.constant(0), tf.constant(0.0))
     with name_scope(f"optimizer.{spec.path}"):
@@ -79,13 +79,15 @@ def update_by_layer(
     ) -> tuple[tf.Tensor, list[tf.Tensor], tf.Tensor]:
         w, g = (_row(x, i, *places[0]) for x in (stacks[0], grad))
         rows = [w, *(_row(x, i, *place) for x, place in zip(stacks[1:], places[1:], strict=True))]
-        weight, slots, found = update(layer, w, g, pack_as(values, rows)[1])
+        weight, slots, row_square = update(layer, w, g, pack_as(values, rows)[1])
         after = [tf.cast(weight, w.dtype), *slots.Flatten()]
-        kept = kernels.current().select(finite, after, rows)
-        kept = [sharded(x, split) for x, (split, _) in zip(kept, places, strict=True)]
-        kept = [to_host(x) if host else x for x, (_, host) in zip(kept, places, strict=True)]
-        stacks = [with_row(x, i, row) for x, row in zip(stacks, kept, strict=True)]
-        return i + 1, stacks, square + found
+        new_rows = kernels.current().select(finite, after, rows)
+        new_rows = [sharded(x, split) for x, (split, _) in zip(new_rows, places, strict=True)]
+        new_rows = [
+            to_host(x) if host else x for x, (_, host) in zip(new_rows, places, strict=True)
+        ]
+        stacks = [with_row(x, i, row) for x, row in zip(stacks, new_rows, strict=True)]
+        return i + 1, stacks, square + row_square
 
     start = (tf.constant(0), flatten(values), tf.constant(0.0))
     _, stacks, square = tf.while_loop(lambda i, *_: i < spec.shape[0], body, start)
@@ -95,8 +97,8 @@ def update_by_layer(
 
 def _row(x: tf.Tensor, i: tf.Tensor, split: DimsMapping, host: bool) -> tf.Tensor:
     """Layer i of a stack, on the device."""
-    found = tf.gather(x, i)
-    return sharded(to_device(found) if host else found, split)
+    row = tf.gather(x, i)
+    return sharded(to_device(row) if host else row, split)
 
 
 def _split(spec: VariableSpec) -> DimsMapping:

@@ -7,7 +7,7 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.base import BaseOptimizer, Numbers, slot_spec
+from lingvo_moe.core.optimizers.base_optimizer import BaseOptimizer, Numbers, slot_spec
 
 
 class Sgd(BaseOptimizer):

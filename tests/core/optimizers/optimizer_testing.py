@@ -9,7 +9,7 @@ from slots import init_slots
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.base import BaseOptimizer
+from lingvo_moe.core.optimizers.base_optimizer import BaseOptimizer
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import dims_mapping
 

@@ -11,7 +11,7 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.base import MASTER
+from lingvo_moe.core.optimizers.base_optimizer import MASTER
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import DimsMapping, Mesh
 from lingvo_moe.core.sharding.letters import (

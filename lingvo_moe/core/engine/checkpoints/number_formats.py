@@ -1,7 +1,7 @@
 """Finds the values of a state in a checkpoint with other number formats, after `task.dtype` has changed.
 
-A weight in bfloat16 has its float32 value in the slot `master` (optimizers/base.py). A float32 weight is restored from
-it, and both from a float32 weight.
+A weight in bfloat16 has its float32 value in the slot `master` (optimizers/base_optimizer.py). A float32 weight is
+restored from it, and both from a float32 weight.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 
-_MASTER = ".master"  # MASTER of optimizers/base.py, which imports TensorFlow
+_MASTER = ".master"  # MASTER of optimizers/base_optimizer.py, which imports TensorFlow
 _FLOATS = ("float32", "bfloat16", "float16")
 
 # The shape and type of each variable of a checkpoint, by name.

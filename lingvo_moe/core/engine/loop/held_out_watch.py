@@ -14,7 +14,7 @@ from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.loop.summaries import Summaries
 from lingvo_moe.core.engine.loop.trained import Trained
 from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch
-from lingvo_moe.core.input.errors import NoHeldOutError
+from lingvo_moe.core.input.input_errors import NoHeldOutError
 from lingvo_moe.core.nested_map import NestedMap, flatten_items
 from lingvo_moe.core.runs.evaluations import Evaluations
 from lingvo_moe.core.runs.run_dir import RunDir

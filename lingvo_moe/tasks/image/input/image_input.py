@@ -27,7 +27,7 @@ from lingvo_moe.core.input.base_input import (
     Progress,
     quiet,
 )
-from lingvo_moe.core.input.errors import NoHeldOutError
+from lingvo_moe.core.input.input_errors import NoHeldOutError
 from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lingvo_moe.core.config.checks import did_you_mean
-from lingvo_moe.core.input.errors import OtherDataError
+from lingvo_moe.core.input.input_errors import OtherDataError
 from lingvo_moe.core.input.permutation import permute
 
 if TYPE_CHECKING:  # it takes a while to import

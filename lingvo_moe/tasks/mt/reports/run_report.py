@@ -1,4 +1,4 @@
-"""Gathers the contents of a run's page (report.py) from its directory; missing parts are named."""
+"""Gathers the contents of a run's page (report_page.py) from its directory; missing parts are named."""
 
 import importlib.metadata
 import json

@@ -1,6 +1,6 @@
 """The exception for data that is missing, broken or too small."""
 
-from lingvo_moe.core.input.errors import NoHeldOutError, OtherDataError
+from lingvo_moe.core.input.input_errors import NoHeldOutError, OtherDataError
 
 
 class DataError(ValueError):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.opening import read_lines
 from lingvo_moe.tasks.text.preparing.lines import Fields, ReadLine, Source, bad, pair, pairs_of_item
-from lingvo_moe.tasks.text.preparing.tables import read_arrow, read_csv
+from lingvo_moe.tasks.text.preparing.tabular_files import read_arrow, read_csv
 from lingvo_moe.tasks.text.preparing.tmx import read_tmx
 
 # (number of a line, its text, its language where the source has one) -> its pairs, good and bad.

@@ -42,7 +42,7 @@ from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 from lingvo_moe.tasks.text.preparing.filters import Rules
 from lingvo_moe.tasks.text.preparing.lines import Fields, Source
 from lingvo_moe.tasks.text.preparing.scripts import LATIN, scripts_of
-from lingvo_moe.tasks.text.preparing.sources import Sources, find_sources
+from lingvo_moe.tasks.text.preparing.source_files import Sources, find_sources
 from lingvo_moe.tasks.text.preparing.table import all_languages
 from lingvo_moe.tasks.text.preparing.workers import run_jobs
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions, load_vocabularies
@@ -85,7 +85,7 @@ def prepare(
     """Writes a prepared data set atomically. Returns the contents of its prepared.json.
 
     Args:
-        inputs: files and directories of parallel text; see sources.py.
+        inputs: files and directories of parallel text; see source_files.py.
         output: the directory to make. Older prepared data there is replaced; anything else is an error.
 
     Raises:

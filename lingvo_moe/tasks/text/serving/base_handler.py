@@ -14,8 +14,8 @@ import tornado.web
 
 from lingvo_moe.core.private.tornado import body_is_whole, forget_body
 from lingvo_moe.tasks.text.serving.callers import check_caller
-from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.metrics import DropReason
+from lingvo_moe.tasks.text.serving.request_error import RequestError
 from lingvo_moe.tasks.text.serving.service import Service
 
 LOG = logging.getLogger("lingvo_moe.serve")

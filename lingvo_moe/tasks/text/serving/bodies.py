@@ -17,8 +17,8 @@ from lingvo_moe.core.config.checks import ParamError, did_you_mean
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
 from lingvo_moe.tasks.text.serving.batcher import Translation
-from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.limits import Limits
+from lingvo_moe.tasks.text.serving.request_error import RequestError
 
 _SIGNATURES = ("serving_default", "predict")
 

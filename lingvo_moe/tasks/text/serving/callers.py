@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import tornado.httputil
 
-from lingvo_moe.tasks.text.serving.errors import RequestError
+from lingvo_moe.tasks.text.serving.request_error import RequestError
 
 
 def check_caller(request: tornado.httputil.HTTPServerRequest, names: Sequence[str] | None) -> None:

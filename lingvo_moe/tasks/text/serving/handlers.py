@@ -15,8 +15,8 @@ from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.pages import rendering
 from lingvo_moe.tasks.text.serving import bodies, metrics
 from lingvo_moe.tasks.text.serving.base_handler import GONE, REQUESTS, BaseHandler
-from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.limits import Limits
+from lingvo_moe.tasks.text.serving.request_error import RequestError
 from lingvo_moe.tasks.text.serving.service import READY, Service
 
 # The page to try a model: one file without external parts, light or dark, for any script and direction.

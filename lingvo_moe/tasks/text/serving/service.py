@@ -8,9 +8,9 @@ from typing import Any, Protocol, cast
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.serving.batcher import Batcher, Translation
 from lingvo_moe.tasks.text.serving.bodies import TextRequest
-from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.limits import Limits
 from lingvo_moe.tasks.text.serving.metrics import Metrics
+from lingvo_moe.tasks.text.serving.request_error import RequestError
 
 WARMING_UP, READY, STOPPING = "warming up", "ready", "stopping"
 

@@ -12,7 +12,7 @@ from PIL import Image
 from refusals import refuses
 
 from lingvo_moe.core.files.artifacts import RunArtifacts
-from lingvo_moe.core.input.errors import NoHeldOutError
+from lingvo_moe.core.input.input_errors import NoHeldOutError
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
 from lingvo_moe.tasks.image.input.image_input import CLASSES_FILE, DigitsInput, FolderInput
 from lingvo_moe.tasks.image.input.sources import (

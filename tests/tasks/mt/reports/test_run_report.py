@@ -11,7 +11,7 @@ from html_page import Page
 
 from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.scoring import evaluate
-from lingvo_moe.tasks.mt.reports import report, run_report, samples
+from lingvo_moe.tasks.mt.reports import report_page, run_report, samples
 from lingvo_moe.tasks.mt.reports.run_report import Missing
 
 _DATA = {
@@ -57,7 +57,7 @@ def _add_scores(run: Path, delta: bool, ema: float = 0.0, data: dict = _DATA) ->
 
 def test_an_empty_run_says_what_is_missing(run):
     found = run_report.gather(run, _NO_ROUTING)
-    page = report.html_report(found)
+    page = report_page.html_report(found)
     text = Page(page).text
     assert text.count("Not shown") == 5
     for command in ("lingvo_moe.trainer --model=mt.M4Tiny", "tools.evaluate", "tools.report"):
@@ -70,7 +70,7 @@ def test_a_page_with_everything(run):
     _add_metrics(run)
     _add_scores(run, delta=True)
     found = run_report.gather(run, _NO_ROUTING, number=2)
-    page = report.html_report(found)
+    page = report_page.html_report(found)
     text = Page(page).text
     assert found.steps == 7  # of its checkpoint; metrics are up to step 4
     bleu = found.scores["average"]["bleu"]
@@ -88,14 +88,14 @@ def test_a_page_with_everything(run):
     assert page.count("#35508f") == 1
     assert "prefers-color-scheme: dark" in page and "@media print" in page
     # The same run, the same page.
-    assert report.html_report(run_report.gather(run, _NO_ROUTING, number=2)) == page
+    assert report_page.html_report(run_report.gather(run, _NO_ROUTING, number=2)) == page
 
 
 def test_scores_have_margins_and_few_lines_are_marked(run):
     many = [(f"source {i}", f"reference <b> {i % 7}") for i in range(intervals.ENOUGH_LINES)]
     _add_scores(run, delta=False, data={"de": _DATA["de"], "ar": many})
     found = run_report.gather(run, _NO_ROUTING)
-    page = report.html_report(found)
+    page = report_page.html_report(found)
     text = Page(page).text
     german, arabic = found.scores["languages"]["de"], found.scores["languages"]["ar"]
     assert german["few_lines"] and not arabic["few_lines"]
@@ -111,7 +111,7 @@ def test_scores_have_margins_and_few_lines_are_marked(run):
     # A report of an older version has no margins.
     for one in (*found.scores["languages"].values(), found.scores["average"]):
         del one["bleu_margin"], one["chrf_margin"]
-    assert f">{arabic['chrf']:.1f}<" in report.html_report(found)
+    assert f">{arabic['chrf']:.1f}<" in report_page.html_report(found)
 
 
 def test_scores_alone(run, caplog):
@@ -120,7 +120,7 @@ def test_scores_alone(run, caplog):
     found = run_report.gather(run, _NO_ROUTING)
     scored = dict(found.settings)["scored"]
     assert scored.startswith("step 7, the moving average of the weights, 10 lines of 2 languages")
-    text = Page(report.html_report(found)).text
+    text = Page(report_page.html_report(found)).text
     assert "ar.hyp is missing" in caplog.text
     assert "ar.hyp is missing" in text and "no bilingual models were scored" in text
     assert "By language" in text

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lingvo_moe.core.input.errors import NoHeldOutError
+from lingvo_moe.core.input.input_errors import NoHeldOutError
 from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.text.batches.held_out_batches import encoded, held_out_batches
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape

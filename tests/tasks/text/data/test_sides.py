@@ -11,7 +11,7 @@ from lingvo_moe.tasks.text.preparing.filters import Rules
 from lingvo_moe.tasks.text.preparing.formats import read_source
 from lingvo_moe.tasks.text.preparing.lines import Fields, Source
 from lingvo_moe.tasks.text.preparing.prepare import PrepareOptions, prepare
-from lingvo_moe.tasks.text.preparing.sources import find_sources
+from lingvo_moe.tasks.text.preparing.source_files import find_sources
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions
 
 _ENGLISH = [

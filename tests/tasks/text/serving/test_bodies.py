@@ -14,8 +14,8 @@ from lingvo_moe.tasks.text.serving.bodies import (
     parse_predict,
     parse_translate,
 )
-from lingvo_moe.tasks.text.serving.errors import RequestError
 from lingvo_moe.tasks.text.serving.limits import Limits
+from lingvo_moe.tasks.text.serving.request_error import RequestError
 
 LIMITS = Limits(max_lines=3, max_line_chars=5)
 

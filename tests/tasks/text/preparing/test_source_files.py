@@ -6,7 +6,7 @@ from refusals import refuses
 
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.preparing.lines import Fields
-from lingvo_moe.tasks.text.preparing.sources import find_sources
+from lingvo_moe.tasks.text.preparing.source_files import find_sources
 
 
 def _touch(directory: Path, *names: str) -> Path:
