@@ -26,7 +26,6 @@ from lingvo_moe.analysis.plans.machines.ring import VIRTUAL_CPU
 from lingvo_moe.analysis.plans.network.mesh_machine import CPU
 from lingvo_moe.analysis.plans.tables import execution_seconds
 from lingvo_moe.analysis.programs.hlo.module import parse_module
-from lingvo_moe.analysis.programs.partitioner.known_faults import OFF
 from lingvo_moe.analysis.search.auto_shard import solver
 from lingvo_moe.analysis.search.auto_shard.strategy import Strategy
 from lingvo_moe.core.config import checks
@@ -35,6 +34,7 @@ from lingvo_moe.core.engine.devices import request_cpu_devices
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
+from lingvo_moe.core.engine.program_analysis import OFF
 from lingvo_moe.core.pages.tables import Table, markdown, words
 from lingvo_moe.core.sharding import Mesh
 from tools import _cli

@@ -6,3 +6,6 @@ from pathlib import Path
 # lingvo_moe.params, ... in both, so that directories of the user's with these names are never taken for them.
 if not Path(__file__).with_name("params").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
+
+# The module that core/engine/program_analysis.py asks about programs; core imports nothing of `analysis`.
+PROGRAM_ANALYSIS = "lingvo_moe.analysis.programs.for_engines"

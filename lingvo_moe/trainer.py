@@ -29,6 +29,12 @@ from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import find_held_lock
 from lingvo_moe.core.runs.time_record import OTHER, PREPARATION, TimeRecord
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.meshes import (
+    check_divisible,
+    check_state_is_sharded,
+    largest_mesh,
+    make_mesh,
+)
 from lingvo_moe.training.beginning import Job, Run, initial_weights, prepare, undo_refused
 from lingvo_moe.training.checks import (
     UsageError,
@@ -38,12 +44,6 @@ from lingvo_moe.training.checks import (
     full_override,
 )
 from lingvo_moe.training.flags import parse_flags
-from lingvo_moe.training.meshes import (
-    check_divisible,
-    check_state_is_sharded,
-    largest_mesh,
-    make_mesh,
-)
 from lingvo_moe.training.same_run import (
     check_not_to_grow,
     dense_logdir,
@@ -405,8 +405,8 @@ def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
 
     See recomputing.py. Called on every process: all choose the same.
     """
-    from lingvo_moe.training.memory import memory_of
-    from lingvo_moe.training.recomputing import chosen_form
+    from lingvo_moe.analysis.plans.recomputing import chosen_form
+    from lingvo_moe.core.engine.device_memory import memory_of
 
     memory = memory_of(run.engine, mesh, run.args.num_processes)
     form, line = chosen_form(run.params, mesh, memory, run.engine)
@@ -445,7 +445,7 @@ def share_run(lock: TrainerLock, begin: Callable[[], None], follow: Callable[[],
 
 def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:
     """Prints the collectives of the compiled step and writes the run's program.json."""
-    from lingvo_moe.core.engine.collectives import count_collectives
+    from lingvo_moe.analysis.programs.hlo.collective_list import count_collectives
 
     seconds = time.monotonic() - started
     if step.program is None:

@@ -107,7 +107,7 @@ def _small(model: str) -> tuple[Any, Any]:
     """The shrunk Params of an experiment, and its mesh of eight devices."""
     from lingvo_moe.analysis.explain.verifying import shrunk
     from lingvo_moe.core.config import registry
-    from lingvo_moe.training.meshes import make_mesh
+    from lingvo_moe.core.task.meshes import make_mesh
 
     mesh = make_mesh(registry.GetParams(model), "", _DEVICES)
     return shrunk(model, mesh), mesh

@@ -12,8 +12,8 @@ from trainer_testing import losses
 
 from lingvo_moe import trainer
 from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.task.meshes import largest_mesh
 from lingvo_moe.training.flags import parse_flags
-from lingvo_moe.training.meshes import largest_mesh
 
 pytestmark = pytest.mark.slow
 

@@ -22,10 +22,10 @@ from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.optimizers.base_optimizer import BaseOptimizer
 from lingvo_moe.core.optimizers.schedules import LearningRateSchedule
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.task.meshes import check_divisible
 from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.text.batches.order import PairOrder
 from lingvo_moe.training.memory import check_memory
-from lingvo_moe.training.meshes import check_divisible
 
 # Small batches and no loop: a step of TensorFlow's own kernels then takes half a second, run eagerly.
 SMALL = (

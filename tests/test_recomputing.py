@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from lingvo_moe.analysis.explain import verifying
-from lingvo_moe.analysis.plans import step_plan
+from lingvo_moe.analysis.plans import recomputing, step_plan
 from lingvo_moe.analysis.plans.machines.topology import Topology
+from lingvo_moe.analysis.plans.recomputing import chosen_form
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine import device_memory
+from lingvo_moe.core.engine.device_memory import Memory
 from lingvo_moe.core.sharding import Mesh, single_device
 from lingvo_moe.core.task.inspect import bytes_per_device
-from lingvo_moe.training import memory as trainer_memory, recomputing
-from lingvo_moe.training.recomputing import Memory, chosen_form
 from lingvo_moe.training.same_run import run_difference
 
 MESH = Mesh.parse("expert:8")
@@ -111,10 +112,10 @@ def test_a_micro_batch_keeps_its_part_and_gradients_have_a_sum(monkeypatch):
 
 
 def test_a_machine_s_memory_is_its_total_without_swap(monkeypatch):
-    monkeypatch.setattr(trainer_memory, "machine_bytes", lambda: 10 * 2**30)
+    monkeypatch.setattr(device_memory, "machine_bytes", lambda: 10 * 2**30)
     swap = SimpleNamespace(total=2 * 2**30)
-    monkeypatch.setattr(trainer_memory.psutil, "swap_memory", lambda: swap)
-    memory = trainer_memory.memory_of("pjrt", MESH)
+    monkeypatch.setattr(device_memory.psutil, "swap_memory", lambda: swap)
+    memory = device_memory.memory_of("pjrt", MESH)
     assert memory == Memory(8 * 2**30, "this machine's", 8)
 
 
@@ -142,7 +143,7 @@ def test_trainer_planner_and_verifier_choose_by_the_same_rule(monkeypatch):
     forms = [chosen_form(params, single_device(), m)[0] for m in (slice_, LARGE)]
     assert forms[0] == forms[1] and forms[0].repeat is False
     for size, repeat in ((2**40, False), (2**30, True)):
-        monkeypatch.setattr(trainer_memory, "machine_bytes", lambda size=size: size)
+        monkeypatch.setattr(device_memory, "machine_bytes", lambda size=size: size)
         swap = SimpleNamespace(total=0)
-        monkeypatch.setattr(trainer_memory.psutil, "swap_memory", lambda swap=swap: swap)
+        monkeypatch.setattr(device_memory.psutil, "swap_memory", lambda swap=swap: swap)
         assert verifying.shrunk("mt.M4Tiny", MESH, "task.repeat=auto").task.repeat is repeat

@@ -4,9 +4,9 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh, single_device
+from lingvo_moe.core.task.meshes import check_divisible, check_state_is_sharded
 from lingvo_moe.training.checks import UsageError
 from lingvo_moe.training.memory import Share, check_memory
-from lingvo_moe.training.meshes import check_divisible, check_state_is_sharded
 
 GiB = 2**30
 _IMAGES = "image.ResNet50Classes130K"

@@ -195,7 +195,7 @@ def define_mesh_flags(flags: Flags, most: int) -> None:
 
 def mesh_of(args: Flags, params: Params) -> "Mesh":
     """The mesh that the flags of define_mesh_flags choose for an experiment."""
-    from lingvo_moe.training.meshes import make_mesh
+    from lingvo_moe.core.task.meshes import make_mesh
 
     return make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or DEVICES)
 
@@ -223,10 +223,10 @@ def beam_runner(args: Flags) -> "BeamRunner | None":
 
 
 def define_known_faults_flag(flags: Flags) -> None:
-    from lingvo_moe.analysis.programs.partitioner import known_faults  # imports NumPy
+    from lingvo_moe.core.engine import program_analysis  # imports NumPy
 
-    kinds = known_faults.ERROR, known_faults.ACTIONS
-    flags.DEFINE_enum("known_faults", *kinds, known_faults.FLAG_HELP)
+    kinds = program_analysis.ERROR, program_analysis.ACTIONS
+    flags.DEFINE_enum("known_faults", *kinds, program_analysis.FLAG_HELP)
 
 
 def define_model_flags(flags: Flags) -> None:

@@ -93,14 +93,14 @@ def make(args: Flags, say: Callable[[str], None]) -> "Explanation":
 def _lower(args: Flags, say: Callable[[str], None]) -> "Program":
     """The program of the experiment's training step."""
     from lingvo_moe.analysis.plans.machines.machine import parse_machine
+    from lingvo_moe.analysis.plans.recomputing import chosen_form
     from lingvo_moe.analysis.plans.step_plan import topology_memory
     from lingvo_moe.core.config import registry
+    from lingvo_moe.core.engine.device_memory import memory_of
     from lingvo_moe.core.engine.loop.steps import train_step
     from lingvo_moe.core.engine.lowering.lowering import lower_step
+    from lingvo_moe.core.task.meshes import check_divisible
     from lingvo_moe.training.checks import strategy_override
-    from lingvo_moe.training.memory import memory_of
-    from lingvo_moe.training.meshes import check_divisible
-    from lingvo_moe.training.recomputing import chosen_form
 
     params = registry.GetParams(args.model, strategy_override(args))
     mesh = _cli.mesh_of(args, params)

@@ -19,6 +19,8 @@ _REGISTRY = "lingvo_moe.core.config.registry"
 _EVERY_EXPERIMENT = "AllNames"  # of the registry
 _PARAMS_OF_A_TASK = re.compile(r"lingvo_moe\.params\.\w+")
 _LOOKED_UP_BY_NAME = "lingvo_moe.params.mt"
+_ENGINES = "lingvo_moe.core.engine."
+_ASKED_BY_ENGINES = "lingvo_moe.analysis.programs.for_engines"  # lingvo_moe.PROGRAM_ANALYSIS
 # Directories beside lingvo_moe whose packages are in it: see lingvo_moe/__init__.py.
 _INSIDE = ("params", "reproduction", "tools")
 
@@ -85,6 +87,9 @@ class ImportGraph:
         inner = path.startswith(("lingvo_moe/core/", "lingvo_moe/tasks/", "params/"))
         if _REGISTRY in self.ImportedNames(path) and not inner:
             names.add(_LOOKED_UP_BY_NAME)
+        outer = not path.startswith(("lingvo_moe/core/", "lingvo_moe/analysis/"))
+        if outer and any(name.startswith(_ENGINES) for name in self.ImportedNames(path)):
+            names.add(_ASKED_BY_ENGINES)
         if path.startswith(f"{TESTS}/"):
             for node in ast.walk(self.Syntax(path)):
                 if isinstance(node, ast.Attribute) and node.attr == _EVERY_EXPERIMENT:

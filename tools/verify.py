@@ -57,7 +57,7 @@ def verified(args: Flags, say: Callable[[str], None]) -> "Iterator[tuple[Mesh, V
     from lingvo_moe.analysis.explain import verifying
     from lingvo_moe.analysis.search.layouts import layouts, proposing
     from lingvo_moe.core.config import registry
-    from lingvo_moe.training.meshes import check_divisible
+    from lingvo_moe.core.task.meshes import check_divisible
 
     overrides = [strategy_override(args)]
     if args.layout:

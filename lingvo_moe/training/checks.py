@@ -5,6 +5,7 @@ import os
 from lingvo_moe.analysis.search.strategies.strategy_file import read_overrides
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.command import UsageError
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.files.paths import absolute, check_local
@@ -13,10 +14,6 @@ from lingvo_moe.core.runs.directories import check_addable, check_logdir, check_
 
 # Flags that set a parameter of the experiment.
 _SHORT_FOR = {"mesh": "train.mesh", "max_steps": "train.max_steps", "data_dir": "input.data_dir"}
-
-
-class UsageError(ValueError):
-    """Raised for flags that contradict each other, or that contradict the run in --logdir."""
 
 
 def check_flags(args: Flags, params: Params) -> None:

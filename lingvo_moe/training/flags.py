@@ -3,13 +3,13 @@
 import os
 from collections.abc import Sequence
 
-from lingvo_moe.analysis.programs.partitioner import known_faults
 from lingvo_moe.analysis.search.strategies.strategy_file import AUTO, LAYOUTS
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.console.flags import BEST_HELP, Flags
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.engines import ENGINES, engine_class
+from lingvo_moe.core.engine.program_analysis import ACTIONS, ERROR, FLAG_HELP
 from lingvo_moe.core.job import launchers
 from lingvo_moe.core.job.launchers import JobError
 
@@ -165,9 +165,7 @@ def _define_machine_flags(flags: Flags) -> None:
     flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
     flags.DEFINE_string("strategy", "", f"{_STRATEGY_HELP}. {_AUTO_HELP}")
     define_layout_flag(flags)
-    flags.DEFINE_enum(
-        "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
-    )
+    flags.DEFINE_enum("known_faults", ERROR, ACTIONS, FLAG_HELP)
     flags.DEFINE_string(
         "dump_programs",
         "",

@@ -414,7 +414,7 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter():
     ("tensorflow jax", "analysis.programs.hlo.module analysis.programs.hlo.parts"),
     ("tensorflow jax", "analysis.programs.partitioner.known_faults"),
     ("tensorflow", "core.engine.lowering.program core.engine.pjrt core.engine.checkpoints.checkpoints"),
-    ("tensorflow", "core.engine.collectives core.engine.devices"),
+    ("tensorflow", "analysis.programs.hlo.collective_list core.engine.devices"),
 ])  # fmt: skip
 def test_modules_are_as_light_as_the_page_on_architecture_says(absent, modules):
     text = _text("docs/architecture.md")

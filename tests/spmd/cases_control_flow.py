@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from spmd_case import Case, floats
 
-from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.sharding.annotate import split
 
 ROWS = ("d", None)

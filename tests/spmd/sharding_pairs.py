@@ -20,11 +20,12 @@ from spmd_case import assert_close, floats
 
 from lingvo_moe.analysis.programs.aot.partition_dump import dump_options, read_before
 from lingvo_moe.analysis.programs.hlo.module import parse_module
-from lingvo_moe.analysis.programs.partitioner.known_faults import OFF, known_faults
+from lingvo_moe.analysis.programs.partitioner.known_faults import known_faults
 from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.program_analysis import OFF
 from lingvo_moe.core.sharding import DimsMapping, Mesh, mesh_split
 
 ROW, GRID = Mesh.parse("a:4"), Mesh.parse("a:2,b:2")

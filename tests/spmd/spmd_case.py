@@ -28,9 +28,9 @@ import numpy as np
 import tensorflow as tf
 from rows import bound
 
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.analysis.programs.hlo.collectives import COLLECTIVES
 from lingvo_moe.analysis.programs.hlo.module import parse_module
-from lingvo_moe.core.engine.collectives import Collective, parse_collectives
 from lingvo_moe.core.engine.lowering.embedding import embedded
 from lingvo_moe.core.engine.lowering.lowering import exported_bytes
 from lingvo_moe.core.engine.lowering.program import Program
@@ -38,6 +38,7 @@ from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.program_analysis import Collective
 from lingvo_moe.core.nested_map import skeleton
 from lingvo_moe.core.sharding import Mesh, annotate, use_mesh
 from lingvo_moe.core.task.step import Step

@@ -5,7 +5,7 @@ import tensorflow as tf
 import toy_moe
 from toy_moe import M, assert_close, eagerly
 
-from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack

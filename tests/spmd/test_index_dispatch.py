@@ -9,7 +9,7 @@ import toy_moe
 from refusals import refuses
 from toy_moe import MESH, B, E, M, T, assert_close, differentiated, eagerly
 
-from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device, use_mesh

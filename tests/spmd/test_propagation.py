@@ -11,8 +11,8 @@ import tensorflow as tf
 import toy_moe
 from spmd_case import floats
 
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.base_layer import BaseLayer
-from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap

@@ -15,9 +15,9 @@ import tensorflow as tf
 from hypothesis import given, settings, strategies as st
 from spmd_case import floats
 
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.analysis.programs.hlo.collectives import collective_use
 from lingvo_moe.analysis.programs.hlo.module import parse_module
-from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.sharding import Mesh, mesh_split, use_mesh
 from lingvo_moe.core.sharding.letters import tile_devices

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from spmd_case import GRADIENT_TOLERANCE, assert_close, count_inner, floats, ints, largest_array
 
-from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lingvo_moe.analysis.programs.hlo.collective_list import count_collectives
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.analysis.programs.partitioner import known_faults, spmd
 from lingvo_moe.analysis.programs.partitioner.explanation import (
@@ -23,7 +24,6 @@ from lingvo_moe.analysis.programs.partitioner.explanation import (
     WrongNumbers,
 )
 from lingvo_moe.core.config.checks import did_you_mean
-from lingvo_moe.core.engine.collectives import count_collectives
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import AUTO
 from lingvo_moe.core.sharding import Mesh, current_mesh

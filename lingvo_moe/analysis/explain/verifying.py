@@ -16,23 +16,23 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.analysis.programs.partitioner.known_faults import OFF
+from lingvo_moe.analysis.plans.recomputing import chosen_form
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import NO_OFFLOAD
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.engine.base import Compiled, Engine
+from lingvo_moe.core.engine.device_memory import memory_of
 from lingvo_moe.core.engine.eager.testing import Collectives, run_sharded, run_single
 from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
+from lingvo_moe.core.engine.program_analysis import OFF
 from lingvo_moe.core.engine.tf_engine import TfEngine, TfGraphEngine
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.step import Step
-from lingvo_moe.training.memory import memory_of
-from lingvo_moe.training.recomputing import chosen_form
 
 # Relative to the largest magnitude of a tensor. Rounding in float32 stays two orders below; faults of the
 # partitioner are errors of several percent at least.

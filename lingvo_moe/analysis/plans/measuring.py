@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from lingvo_moe.analysis.plans.recomputing import chosen_form
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.device_memory import memory_of
 from lingvo_moe.core.engine.loop.steps import initial_state, train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.training.memory import memory_of
-from lingvo_moe.training.meshes import check_divisible
-from lingvo_moe.training.recomputing import chosen_form
+from lingvo_moe.core.task.meshes import check_divisible
 
 _STEPS = 5
 

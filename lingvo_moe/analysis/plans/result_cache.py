@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lingvo_moe
 from lingvo_moe.analysis.explain.verifying import shrunk, verify_model
 from lingvo_moe.analysis.plans import step_plan
 from lingvo_moe.analysis.plans.step_plan import Say
@@ -75,7 +74,7 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 def _key(params: Params, more: Sequence[str]) -> str:
     """A hash of parameters, TensorFlow, this package, classes of the user's, and more."""
     text = params.ToText()
-    package = Path(lingvo_moe.__file__).parent
+    package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for part in (*more, text, version("tensorflow")):
         digest.update(part.encode() + b"\0")

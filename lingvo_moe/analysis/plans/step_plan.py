@@ -22,29 +22,30 @@ from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.machines.slices import machines
 from lingvo_moe.analysis.plans.memory import breakdown, host_link, remedies, state
 from lingvo_moe.analysis.plans.network import interconnect, mesh_order
+from lingvo_moe.analysis.plans.recomputing import chosen_form
+from lingvo_moe.analysis.programs import checking
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.aot.aot_cache import cached
 from lingvo_moe.analysis.programs.hlo.instructions import HloError
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.analysis.programs.hlo.parts import Layers
-from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR, OFF, check_action
 from lingvo_moe.analysis.search.layouts import layouts
 from lingvo_moe.analysis.search.strategies.strategy_file import StrategyError
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console import units
-from lingvo_moe.core.engine import checking
+from lingvo_moe.core.engine.device_memory import Memory
 from lingvo_moe.core.engine.devices import has_fused_kernels
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.engine.program_analysis import ERROR, OFF, check_action
 from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.state.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
 from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.meshes import check_divisible, make_mesh
 from lingvo_moe.core.task.step import Step
-from lingvo_moe.training.meshes import check_divisible, make_mesh
-from lingvo_moe.training.recomputing import Memory, chosen_form
 
 WHATS = ("train", "decode")
 # By how many times a program must exceed a machine's memory to pass over that machine without compiling: the
@@ -64,7 +65,7 @@ class Request:
     mesh: str = ""  # 'axis:size,...'; '': the experiment's own, sized to the topology
     layout: str = ""  # by name, instead of `mesh`: one of strategy_file.LAYOUTS
     token_budget: float = 1e12  # target tokens that a whole training run sees
-    # What to do with a step that XLA's partitioner is known to compute wrongly: one of `known_faults.ACTIONS`.
+    # What to do with a step that XLA's partitioner is known to compute wrongly: one of `program_analysis.ACTIONS`.
     known_faults: str = ERROR
 
 

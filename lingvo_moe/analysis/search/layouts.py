@@ -13,7 +13,7 @@ from lingvo_moe.core.console import units
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.sharding import ShardingError
-from lingvo_moe.training.meshes import check_divisible, make_mesh
+from lingvo_moe.core.task.meshes import check_divisible, make_mesh
 
 
 def layouts(name: str, model: str, override: str, count: int) -> dict[str, str]:
@@ -56,7 +56,7 @@ def layouts(name: str, model: str, override: str, count: int) -> dict[str, str]:
 def fastest_here(args: Flags, override: str, count: int) -> str:
     """The override of --layout; of AUTO the one whose step is fastest on the devices of this process."""
     from lingvo_moe.analysis.plans.measuring import measured_step
-    from lingvo_moe.training.memory import memory_of
+    from lingvo_moe.core.engine.device_memory import memory_of
 
     overrides = layouts(args.layout, args.model, override, count)
     if args.layout != AUTO:

@@ -20,7 +20,6 @@ from lingvo_moe.analysis.plans.machines.slices import machines
 from lingvo_moe.analysis.plans.measuring import measured_step
 from lingvo_moe.analysis.plans.result_cache import cached_plan, cached_verification
 from lingvo_moe.analysis.plans.step_plan import Say
-from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR
 from lingvo_moe.analysis.search.strategies.candidate import Candidate
 from lingvo_moe.analysis.search.strategies.estimates import Estimate
 from lingvo_moe.analysis.search.strategies.mesh_layout import MeshLayout
@@ -36,11 +35,12 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.console.flags import join_overrides
 from lingvo_moe.core.console.mistakes import one_line
+from lingvo_moe.core.engine.device_memory import memory_of
+from lingvo_moe.core.engine.program_analysis import ERROR
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of, axis_of
 from lingvo_moe.core.state.offload import items_of
-from lingvo_moe.training.memory import memory_of
 
 _DTYPES = ("float32", "bfloat16", "float16")  # of activations
 _FEW = 8  # devices on which a winner is run as it is

@@ -24,6 +24,10 @@ _AS_INSTALLED = {
 }
 
 
+class UsageError(ValueError):
+    """Raised for flags that contradict each other, or that contradict the run in --logdir."""
+
+
 def as_typed(text: str) -> str:
     """A text with its commands as this user types them: an installed package has `lingvo-moe plan` for tools.plan."""
     if _IN_CHECKOUT:

@@ -12,15 +12,19 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import gpu_settings, kept_programs, xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
-from lingvo_moe.core.engine.collectives import Collective, parse_collectives
 from lingvo_moe.core.engine.devices import has_fused_kernels
 from lingvo_moe.core.engine.lowering.jax_shardings import named_sharding
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
+from lingvo_moe.core.engine.program_analysis import (
+    ERROR,
+    Collective,
+    check_action,
+    program_analysis,
+)
 from lingvo_moe.core.files.paths import check_local
 from lingvo_moe.core.files.store import LocalStore
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
@@ -53,7 +57,7 @@ class PjrtEngine(Engine):
         Args:
             devices: in logical order; by default the first ones that JAX lists.
             known_faults: what to do with a program that XLA's partitioner is known to compute wrongly:
-                one of `known_faults.ACTIONS`.
+                one of `program_analysis.ACTIONS`.
 
         Raises:
             EngineError: there are fewer devices than the mesh has, or other processes would hold
@@ -203,7 +207,7 @@ class CompiledProgram(Compiled):
         return self._compiled.as_text()
 
     def Collectives(self) -> list[Collective]:
-        return parse_collectives(self.HloText())
+        return program_analysis().parse_collectives(self.HloText())
 
     def Memory(self) -> dict[str, int]:
         return xla.memory(self._compiled)

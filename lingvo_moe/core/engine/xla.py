@@ -6,11 +6,11 @@ from typing import Any
 import jax
 from jax import export
 
-from lingvo_moe.core.engine import checking
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.lowering.jax_shardings import memory_kind, named_sharding
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
+from lingvo_moe.core.engine.program_analysis import OFF, program_analysis
 from lingvo_moe.core.private.jax import ir
 from lingvo_moe.core.sharding import ShardingError
 from lingvo_moe.core.sharding.letters import HOST
@@ -79,7 +79,7 @@ def place_arguments(lowered: Any, program: Program) -> None:
 def compile_for(program: Program, jax_mesh: Any, options: dict[str, Any], known_faults: str) -> Any:
     """A `jax.stages.Compiled` of a program over the devices of `jax_mesh`.
 
-    The program was lowered for a mesh of that shape; `known_faults` is one of `known_faults.ACTIONS`.
+    The program was lowered for a mesh of that shape; `known_faults` is one of `program_analysis.ACTIONS`.
 
     Raises:
         ShardingError: XLA's partitioner is known to compute a part of it wrongly, and `known_faults`
@@ -89,7 +89,9 @@ def compile_for(program: Program, jax_mesh: Any, options: dict[str, Any], known_
     """
     try:
         lowered = trace(program, jax_mesh).lower()
-        return checking.compile_checked(lowered, options, program, known_faults)
+        if known_faults == OFF or program.mesh.size == 1:
+            return lowered.compile(compiler_options=options)
+        return program_analysis().compile_checked(lowered, options, program, known_faults)
     except (ShardingError, EngineError):
         raise
     except ValueError as e:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.analysis.programs.hlo.parts import ATTENTION, EMBEDDING, LOSS
 from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.base_layer import (
     BaseLayer,
@@ -64,7 +63,11 @@ class BaseTask(BaseLayer):
     UNIT: ClassVar[str] = "examples"
     # A task computes its loss beside its layers; `within` names a scope for other computations of its own. The names
     # have capitals, since the functions of a program are in the order of their names: `loss` would change its hash.
-    SCOPES: ClassVar[Mapping[str, str]] = {"Loss": LOSS, "Masks": ATTENTION, "Inputs": EMBEDDING}
+    SCOPES: ClassVar[Mapping[str, str]] = {
+        "Loss": "loss",
+        "Masks": "attention",
+        "Inputs": "embedding",
+    }
     # For each einsum letter, the parameters that set the size of its dimension, e.g. {"E": ("task.num_experts",)}.
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
     # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.

@@ -1,4 +1,4 @@
-"""Forms: two ways to build a task whose parameters leave the choice open (training/recomputing.py chooses)."""
+"""Forms: two ways to build a task whose parameters leave the choice open (analysis/plans/recomputing.py chooses)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -364,7 +364,7 @@ def test_what_the_partitioner_gets_wrong_is_named_with_its_line(forward):
 
 
 def test_what_is_wrong_is_named_for_a_tpu_slice_too():
-    """A plan for it is refused likewise (tests/core/engine/test_checking.py)."""
+    """A plan for it is refused likewise (tests/analysis/programs/test_checking.py)."""
 
     def sum_by_ids(x, ids):
         return tf.math.unsorted_segment_sum(sharding.split(x, 0, 8) + 5.0, ids, 4)

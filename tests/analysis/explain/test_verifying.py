@@ -14,9 +14,9 @@ from lingvo_moe.analysis.explain.verifying import VerifyError
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.task.meshes import check_divisible
 from lingvo_moe.training import flags as trainer_flags
 from lingvo_moe.training.checks import UsageError
-from lingvo_moe.training.meshes import check_divisible
 from tools import verify
 
 MESH = xs.Mesh.parse("a:4,b:2")

@@ -5,11 +5,11 @@ import tensorflow as tf
 
 from lingvo_moe.analysis.plans.costs import costs
 from lingvo_moe.analysis.programs.aot import aot
+from lingvo_moe.analysis.programs.checking import find_faults
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.analysis.programs.hlo.parts import Layers
 from lingvo_moe.core import kernels
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.engine.checking import find_faults
 from lingvo_moe.core.engine.devices import has_fused_kernels
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step

@@ -17,10 +17,10 @@ from lingvo_moe.analysis.search.strategies.strategy_file import LAYOUTS, Strateg
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.devices import device_count
 from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.task.meshes import check_divisible
 from lingvo_moe.reproduction import open_models
 from lingvo_moe.training.checks import UsageError, check_upcycling
 from lingvo_moe.training.flags import parse_flags
-from lingvo_moe.training.meshes import check_divisible
 from tests.made_up_plans import make_plan
 from tools import plan as plan_tool, verify
 

@@ -12,7 +12,7 @@ from lingvo_moe.analysis.explain.verifying import VerifyError
 from lingvo_moe.analysis.plans import result_cache, step_plan as planning
 from lingvo_moe.analysis.plans.errors import PlanError
 from lingvo_moe.analysis.plans.measuring import measured_step
-from lingvo_moe.analysis.search import found_strategy, parallelizing
+from lingvo_moe.analysis.search import parallelizing
 from lingvo_moe.analysis.search.parallelizing import NoneFits, Search
 from lingvo_moe.analysis.search.strategies.strategy_file import StrategyError, read_overrides
 from lingvo_moe.analysis.search.strategies.workload import read_workload
@@ -22,6 +22,7 @@ from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.state.offload import items_of
 from lingvo_moe.trainer import main as trainer
+from lingvo_moe.training import found_strategy
 from lingvo_moe.training.flags import parse_flags
 from tools import parallelize
 

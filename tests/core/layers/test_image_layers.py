@@ -6,7 +6,7 @@ import tensorflow as tf
 from equivalence import assert_same, compare, with_gradients
 from layer_testing import init, normal, single, wave
 
-from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.convolution import Conv2D

@@ -4,7 +4,7 @@ import toy_moe
 from equivalence import compare
 from toy_moe import MESH, E, M
 
-from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_sharded
 
 

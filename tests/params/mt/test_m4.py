@@ -11,8 +11,8 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.task import inspect
+from lingvo_moe.core.task.meshes import check_divisible, make_mesh
 from lingvo_moe.params.mt import dense, m4
-from lingvo_moe.training.meshes import check_divisible, make_mesh
 
 _FAMILY = sorted(
     name

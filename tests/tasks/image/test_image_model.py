@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from equivalence import compare
 
-from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.layers.classifier import Classifier

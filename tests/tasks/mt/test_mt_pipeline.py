@@ -13,7 +13,7 @@ from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.sharding import Mesh, ShardingError
-from lingvo_moe.training.meshes import check_divisible
+from lingvo_moe.core.task.meshes import check_divisible
 
 SIZES = "task.num_encoder_layers=4;task.num_decoder_layers=4;input.batch_size=8;task.num_groups=8"
 STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=2"

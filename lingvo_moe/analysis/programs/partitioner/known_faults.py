@@ -38,16 +38,7 @@ from lingvo_moe.analysis.programs.partitioner import (
 )
 from lingvo_moe.analysis.programs.partitioner.faults_of_products import Dot
 from lingvo_moe.analysis.programs.partitioner.spmd import operation_of
-from lingvo_moe.core.config import checks
 from lingvo_moe.core.sharding import ShardingError
-
-# What to do with a program that has a fault.
-ERROR, WARN, OFF = "error", "warn", "off"
-ACTIONS = (ERROR, WARN, OFF)
-FLAG_HELP = (
-    "what to do with a program that XLA's partitioner is known to compute wrongly: error, warn, or off, which does "
-    "not look for any"
-)
 
 SCATTER = "scatter of unevenly sharded updates"
 BATCHES = "gather in differently sharded batches"
@@ -163,11 +154,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.op or self.instruction}: {self.message}. Instead: {self.remedy}."
-
-
-def check_action(action: str, name: str = "known_faults") -> None:
-    """Raises ShardingError, naming the flag or argument `name`, unless `action` is one of ACTIONS."""
-    checks.check_one_of(name, action, ACTIONS, ShardingError)
 
 
 def known_faults(module: Module) -> list[Fault]:

@@ -20,7 +20,6 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.analysis.plans.network.mesh_machine import mesh_machine
-from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.analysis.search.auto_shard import strategy as strategies
 from lingvo_moe.analysis.search.auto_shard.annotating import annotated
 from lingvo_moe.analysis.search.auto_shard.operators import Argument
@@ -28,6 +27,7 @@ from lingvo_moe.analysis.search.auto_shard.search import Recorded, Search
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.engine.eager.functional import ShardedFunction, tensor_items
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, dtype_name
+from lingvo_moe.core.engine.program_analysis import ERROR, check_action
 from lingvo_moe.core.nested_map import flatten, flatten_items, map_structure, pack_as
 from lingvo_moe.core.private.tensorflow import tapes
 from lingvo_moe.core.sharding import Mesh, ShardingError

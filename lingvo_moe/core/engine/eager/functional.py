@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.engine.eager.functional_op import Operation
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec, dtype_name
 from lingvo_moe.core.engine.lowering.tracing import LoweringError
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
+from lingvo_moe.core.engine.program_analysis import ERROR, check_action
 from lingvo_moe.core.nested_map import flatten, flatten_items, map_structure, pack_as
 from lingvo_moe.core.sharding import Mesh, ShardingError, current_mesh, mesh_split
 

@@ -7,8 +7,8 @@ from gram import gram
 from processes import run_python
 
 from lingvo_moe.analysis.programs.aot import aot, aot_tpu
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.collectives import parse_collectives
 
 # As libtpu words it once it has placed all buffers.
 PLACED = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. \

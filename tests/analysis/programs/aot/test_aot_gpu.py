@@ -12,10 +12,10 @@ from lingvo_moe.analysis.plans.tables import number_formats
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.aot.gpu_targets import TARGETS
 from lingvo_moe.analysis.programs.aot.partition_dump import dump_options
+from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.core.engine import cuda_plugin
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.gpu_memory import usable_bytes
 
 

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from lingvo_moe.analysis.programs.aot import aot, partitioning
 from lingvo_moe.analysis.programs.aot.partitioning import partition
+from lingvo_moe.analysis.programs.hlo.collective_list import count_collectives, parse_collectives
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.collectives import count_collectives, parse_collectives
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.lowering.lowering import lower
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec

@@ -4,7 +4,7 @@ The choice follows from the parameters, the mesh, the engine and the total memor
 moment plays no part, so a run that is resumed on the same machine goes on with the same program, bit for bit.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import tensorflow as tf
 
@@ -14,6 +14,7 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import kept_programs
+from lingvo_moe.core.engine.device_memory import Memory
 from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.tracing import trace
@@ -30,15 +31,6 @@ MOST_BLOCKS = 8
 # for other programs.
 SHARE = 0.5
 _GIVEN = frozenset(("Const", "Placeholder"))  # weights, batch and constants
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The memory of a job's devices."""
-
-    size: int | None  # total bytes; None where they are not known
-    whose: str  # e.g. "this machine's"
-    devices: int = 1  # how many devices share it
 
 
 def chosen_form(

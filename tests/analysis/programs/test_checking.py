@@ -8,10 +8,12 @@ import jax
 import numpy as np
 import pytest
 import tensorflow as tf
+from processes import run_python
 
 from lingvo_moe import xla_sharding as xs
+from lingvo_moe.analysis.programs import checking
 from lingvo_moe.analysis.programs.partitioner import known_faults
-from lingvo_moe.core.engine import checking, xla
+from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.lowering import embedding
@@ -45,6 +47,21 @@ def test_a_known_fault_is_an_error_with_line_and_remedy():
         engine.Build(wrong, SPECS)
     assert "known_faults=warn runs it" in str(error.value)
     assert engine.Build(right, SPECS)(*ARGS).shape == (16,)
+
+
+def test_who_imports_the_engine_alone_is_refused_too(tmp_path):
+    """The check is in another part of the package, which the engine does not import."""
+    lower(wrong, SPECS, MESH).Save(path := str(tmp_path / "wrong"))
+    done = run_python(
+        "-c",
+        "import jax\n"
+        "from lingvo_moe.core.engine.lowering.program import Program\n"
+        "from lingvo_moe.core.engine.pjrt import PjrtEngine\n"
+        "jax.config.update('jax_num_cpu_devices', 8)\n"
+        f"PjrtEngine({str(MESH)!r}).Compile(Program.Load({path!r}))",
+        env={"XLA_FLAGS": None, "JAX_PLATFORMS": "cpu"},
+    )
+    assert "ShardingError: program 'wrong': XLA's partitioner would" in done.stderr
 
 
 def test_a_program_that_xla_itself_then_refuses_is_named_too(monkeypatch):

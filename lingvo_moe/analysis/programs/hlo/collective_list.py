@@ -3,25 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from lingvo_moe.analysis.programs.hlo.collectives import COLLECTIVES, collective_kind
 from lingvo_moe.analysis.programs.hlo.instructions import Instruction
 from lingvo_moe.analysis.programs.hlo.module import parse_instruction
+from lingvo_moe.core.engine.program_analysis import Collective
 
 _MAYBE = re.compile(rf"^.* = .* (?:{'|'.join(COLLECTIVES)}|send)(?:-start)?\(.*$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a compiled program."""
-
-    kind: str  # one of COLLECTIVES
-    name: str  # the name of the HLO instruction
-    # Dtype and dimensions of its results on one device, e.g. (('f32', (8, 16)),).
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    num_bytes: int  # bytes of these results. A loop's body is counted once
-    op_name: str = ""  # the model's operation that it comes from, if XLA names it
 
 
 def parse_collectives(hlo_text: str) -> list[Collective]:

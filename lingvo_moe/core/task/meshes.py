@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.command import UsageError
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE, ScheduleError
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
 from lingvo_moe.core.sharding.letters import GRADIENTS, NONE, SLOTS, axes_of, axis_of
-from lingvo_moe.training.checks import UsageError
 
 if TYPE_CHECKING:  # they import TensorFlow
     from lingvo_moe.core.base_layer import BaseLayer

@@ -9,11 +9,10 @@ import functools
 import hashlib
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import jax
 
 from lingvo_moe.analysis.programs import hlo, partitioner
 from lingvo_moe.analysis.programs.aot import partition_dump
@@ -21,11 +20,11 @@ from lingvo_moe.analysis.programs.aot.partition_dump import dump_options, read_b
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.analysis.programs.partitioner import known_faults
 from lingvo_moe.analysis.programs.partitioner.explanation import CodeLine, WrongNumbers
-from lingvo_moe.analysis.programs.partitioner.known_faults import ERROR, OFF, WARN
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import keeping_if
 from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.engine.program_analysis import ERROR, OFF, WARN
 from lingvo_moe.core.sharding import ShardingError
 
 # Packages and a module whose code decides whether a program has a fault, beside this one.
@@ -35,14 +34,12 @@ _CODE: tuple[ModuleType, ...] = (hlo, partitioner, partition_dump)
 def compile_checked(lowered: Any, options: dict[str, Any], program: Program, action: str) -> Any:
     """Compiles a program and looks for known faults in what its partitioner was given.
 
-        action: one of `known_faults.ACTIONS`: raise, say so, or do not look.
+        action: ERROR to raise, WARN to say so.
 
     Raises:
         ShardingError: there is a fault and `action` is 'error'; names lines and remedies.
         EngineError: XLA does not write down what its partitioner was given, or in another form.
     """
-    if action == OFF or program.mesh.size == 1:
-        return lowered.compile(compiler_options=options)
     with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as directory:
         find = functools.cache(lambda: find_faults(read_before(directory), program))
 
@@ -88,7 +85,7 @@ def find_faults(text: str, program: Program) -> list[WrongNumbers]:
 def _unchecked(program: Program, why: str) -> EngineError:
     return EngineError(
         f"program {program.name!r} cannot be checked for known faults of XLA's partitioner: jaxlib "
-        f"{jax.lib.__version__} {why}; --known_faults={OFF} runs it unchecked (or known_faults={OFF!r} of "
+        f"{version('jaxlib')} {why}; --known_faults={OFF} runs it unchecked (or known_faults={OFF!r} of "
         f"shard_function)"
     )
 
