@@ -102,8 +102,8 @@ _TRANSPOSED = """
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 import_tensorflow()
 import tensorflow as tf
-from lingvo_moe.core.engine.tf_engine import TfEngine
-TfEngine(jit_compile=False)
+from lingvo_moe.core.engine.tf_engine import TfGraphEngine
+TfGraphEngine()
 print(tf.function(tf.transpose)(tf.ones([2, 3], tf.int32)).shape)
 """
 
