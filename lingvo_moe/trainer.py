@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.files.store import is_address
 from lingvo_moe.core.input.input_errors import OtherDataError
 from lingvo_moe.core.job.meeting import meet
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.bucket_lock import BucketRunLock, TrainerLock, lock_of
-from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import find_held_lock
 from lingvo_moe.core.runs.time_record import OTHER, PREPARATION, TimeRecord
@@ -35,7 +35,14 @@ from lingvo_moe.core.task.meshes import (
     largest_mesh,
     make_mesh,
 )
-from lingvo_moe.training.beginning import Job, Run, initial_weights, prepare, undo_refused
+from lingvo_moe.training.beginning import (
+    Job,
+    Run,
+    initial_weights,
+    prepare,
+    report_program,
+    undo_refused,
+)
 from lingvo_moe.training.checks import (
     UsageError,
     check_budget,
@@ -54,7 +61,7 @@ from lingvo_moe.training.same_run import (
     with_overrides_of_run,
 )
 
-if TYPE_CHECKING:  # they import TensorFlow and JAX
+if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.core.task.base_task import BaseTask
 
 
@@ -68,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = parse_flags(argv)
     try:
-        return run(args)
+        job = described_by(args)
+        work = {"inspect_params": print_params, "inspect_model": print_model, "eval": evaluate}
+        return work.get(args.mode, train)(job)
     except Stopped as e:
         from lingvo_moe.core.job import ending
 
@@ -92,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def run(args: Flags) -> int:
-    """Runs one job as main does, but lets exceptions through."""
+def described_by(args: Flags) -> Job:
+    """Builds the experiment that the flags describe, once, and checks the flags with it."""
     limit, times = TimeLimit(args.max_minutes), begun_record(args)
     if args.num_processes > 1:  # now, so that the others learn of its end
         meet(args.coordinator_address, args.num_processes, args.process_id)
@@ -103,35 +112,50 @@ def run(args: Flags) -> int:
 
         args = with_found_strategy(args)
     override = with_overrides_of_run(args, full_override(args))
-    check_data_dir(args)
-    if args.mode == "eval" and args.logdir and not is_address(args.logdir):
-        params = evaluated_params(args, override)
-    else:
-        params = registry.GetParams(args.model, override)
-    if args.mode == "inspect_params":
-        print(params.ToText(with_help=True), end="")
-        return 0
-    if args.mode == "inspect_model":
-        from lingvo_moe.core.task import inspect
+    try:
+        if args.mode == "eval" and args.logdir and not is_address(args.logdir):
+            params = evaluated_params(args, override)
+        else:
+            params = registry.GetParams(args.model, override)
+    except registry.RegistryError:
+        check_data_dir(args)  # if it is that flag, it is named
+        raise
+    engine = ""
+    if args.mode in ("sync", "eval"):
+        check_flags(args, params)
+    if args.mode == "sync":
+        engine = args.engine or fastest_engine(args)
+    return Job(args, params, override, engine, limit, times)
 
-        task = params.task.Instantiate()
-        mesh = make_mesh(params, args.mesh, args.num_devices)
-        check_divisible(params, task, mesh)
-        inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
-        inspect.print_active(task)
-        inspect.print_optimizer(task, mesh)
-        inspect.print_flops(task, params.input.Instantiate().BatchSpec())
-        return 0
-    check_flags(args, params)
-    if args.mode == "eval":
-        from lingvo_moe.core.engine import devices
-        from lingvo_moe.training.evaluating import evaluate_run
 
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
-        devices.find_devices()
-        return evaluate_run(args, override)
-    engine = args.engine or fastest_engine(args)
-    return train(Job(args, params, override, engine, limit, times))
+def print_params(job: Job) -> int:
+    """Mode `inspect_params`: prints all parameters with their help."""
+    print(job.params.ToText(with_help=True), end="")
+    return 0
+
+
+def print_model(job: Job) -> int:
+    """Mode `inspect_model`: prints the variables, their shardings, the optimizer and the FLOPs."""
+    from lingvo_moe.core.task import inspect
+
+    task = job.params.task.Instantiate()
+    mesh = make_mesh(job.params, job.args.mesh, job.args.num_devices)
+    check_divisible(job.params, task, mesh)
+    inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
+    inspect.print_active(task)
+    inspect.print_optimizer(task, mesh)
+    inspect.print_flops(task, job.params.input.Instantiate().BatchSpec())
+    return 0
+
+
+def evaluate(job: Job) -> int:
+    """Mode `eval`: scores the checkpoints of a run while its trainer writes them."""
+    from lingvo_moe.core.engine import devices
+    from lingvo_moe.training.evaluating import evaluate_run
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
+    devices.find_devices()
+    return evaluate_run(job.args, job.override)
 
 
 def begun_record(args: Flags) -> TimeRecord:
@@ -171,13 +195,13 @@ def fastest_engine(args: Flags) -> str:
     return "tf_graph" if alone else "pjrt"
 
 
-def train(of: Job) -> int:
-    """Runs mode `sync`: trains to the last step or until stopped. Resumes the run in --logdir, if there is one.
+def train(job: Job) -> int:
+    """Mode `sync`: trains to the last step or until stopped. Resumes the run in --logdir, if there is one.
 
-    Returns the exit status.
+    With --elastic the processes that are left of a job go on without those that were lost. Returns the exit status.
     """
-    args = of.args
-    check_budget(of.params.train, args.num_processes)
+    args = job.args
+    check_budget(job.params.train, args.num_processes)
     # Imported here, since inspecting a model should not wait for them.
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.job import launchers, survivors
@@ -186,14 +210,16 @@ def train(of: Job) -> int:
 
     if note := launchers.allocation_note():
         say(note)
-    if args.num_devices and engine_class(of.engine).PJRT:
+    if args.num_devices and engine_class(job.engine).PJRT:
         devices.request_cpu_devices(args.num_devices)
-    place = args.coordinator_address, args.num_processes, args.process_id
+    status, place = 0, (args.coordinator_address, args.num_processes, args.process_id)
     while True:
         devices.initialize_distributed(*place, elastic=args.elastic)
-        with watching(of.params.train.stall_seconds, args.elastic):
+        with watching(job.params.train.stall_seconds, args.elastic):
             try:
-                status = train_in_job(of)
+                for model in models_to_train(job):
+                    if status := train_model(model):
+                        break
                 break
             except Exception as e:
                 if not LOST.MayHaveCaused(e) or not (lost := LOST.Await(LOSS_SECONDS)):
@@ -201,91 +227,106 @@ def train(of: Job) -> int:
         # Out of the block of the exception, whose frames hold what is on the devices.
         largest = functools.partial(
             largest_mesh,
-            of.params,
-            of.override,
-            of.args.mesh,
+            job.params,
+            job.override,
+            job.args.mesh,
             devices_each=devices.local_device_count(),
         )
-        place, mesh = survivors.go_on_without(
-            lost, of.args.num_processes, of.args.process_id, largest
-        )
+        place, mesh = survivors.go_on_without(lost, *place[1:], largest)
         names = "coordinator_address", "num_processes", "process_id"
-        values = dict(zip(names, place), mesh=str(mesh), restart=False)
-        of = replace(of, args=of.args.With(**values), times=TimeRecord())
-    if of.args.elastic:
+        flags = job.args.With(**dict(zip(names, place)), mesh=str(mesh), restart=False)
+        job = replace(job, args=flags, times=TimeRecord())
+    if args.elastic:
         survivors.end_together()
     return status
 
 
-def train_in_job(of: Job) -> int:
-    """Trains, after the processes of the job have connected to each other."""
-    until, args = of.params.train.upcycle_at, of.args
+def models_to_train(job: Job) -> Iterator[Job]:
+    """The trainings of a job, one after another: that of the smaller model that it grows out of, and its own.
+
+    The second one is asked for when the first has ended, and does not follow one that has not come to its end.
+    """
+    until, args = job.params.train.upcycle_at, job.args
     grown = args.init_from or (has_begun(RunDir(args.logdir)) and not args.restart)
     if not until and not grown:
-        check_not_to_grow(args, of.params)
+        check_not_to_grow(args, job.params)
     if until and not grown:
-        small = smaller_job(of)
-        status = train_model(small)
-        if status or max(RunDir(small.args.logdir).steps) < until:
-            return status
+        small = smaller_job(job)
+        yield small
+        if max(RunDir(small.args.logdir).steps) < until:
+            return
         args = args.With(init_from=small.args.logdir, init_from_state=True)
-        of = replace(of, args=args, times=TimeRecord())
-    return train_model(of)
+        job = replace(job, args=args, times=TimeRecord())
+    yield job
 
 
-def smaller_job(of: Job) -> Job:
+def smaller_job(job: Job) -> Job:
     """The training of the model that grows into that of a job, in a directory beside its own; see train.upcycle_at."""
-    params = of.params.Copy()
+    params = job.params.Copy()
     differ = params.task.cls.GrowsFrom(params.task)
     params.task.Set(**differ)
-    override = override_without_unused(of.override, params)
+    override = override_without_unused(job.override, params)
     override = join_overrides(override, *(f"task.{name}={value}" for name, value in differ.items()))
-    args = of.args.With(logdir=dense_logdir(of.args.logdir))
+    args = job.args.With(logdir=dense_logdir(job.args.logdir))
     params = registry.GetParams(args.model, override)
-    return replace(of, args=args, params=params, override=override)
+    return replace(job, args=args, params=params, override=override)
 
 
-def train_model(of: Job) -> int:
-    """Trains one model, in a job whose processes are connected."""
+def train_model(job: Job) -> int:
+    """Trains one model, in a job whose processes are connected; returns the exit status."""
+    run, engine = checked_run(job)
+    with (
+        lock_of(job.args.logdir) as lock,  # held until the last checkpoint is complete
+        begun_in_directory(run, lock),
+        loop_of(run, engine, lock) as train_steps,
+    ):
+        result = train_steps()
+    run.times.End(result.last_step, result.status)
+    if job.args.process_id == 0 and not result.status:
+        say(f"written: {job.args.logdir}, up to step {result.last_step}")
+        say(f"next: {run.task.NEXT.format(job.args.logdir)}")
+    return int(result.status)
+
+
+def checked_run(job: Job) -> tuple[Run, Engine]:
+    """Makes the engine, the task and the input of a training, and checks that they go together.
+
+    Nothing is written, and the run directory is not looked at.
+    """
     from lingvo_moe.analysis.search.layouts import fastest_here, proposing
     from lingvo_moe.core.engine import devices, gpu_settings
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.training.memory import Share, check_memory
 
-    args = of.args
+    args, kind = job.args, engine_class(job.engine)
     devices.find_devices()
     enable_compilation_cache()  # before anything is compiled
-    there_are = 1 if engine_class(of.engine).ONE_DEVICE else devices.device_count()
+    there_are = 1 if kind.ONE_DEVICE else devices.device_count()
     with proposing(args, there_are):
         if args.layout:
-            override = fastest_here(args, of.override, there_are)
-            params = registry.GetParams(args.model, override)
-            of = replace(of, override=override, params=params)
-        params = of.params
+            override = fastest_here(args, job.override, there_are)
+            job = replace(job, override=override, params=registry.GetParams(args.model, override))
+        params = job.params
         mesh = make_mesh(params, args.mesh, there_are)
-        engine = make_engine(of.engine, mesh, args.known_faults)
+        engine = make_engine(job.engine, mesh, args.known_faults)
         if args.dump_programs and args.process_id == 0:
             engine.DumpPrograms(args.dump_programs)
         task = params.task.Instantiate()
         inputs = params.input.Instantiate()
         check_divisible(params, task, mesh)
-    check_state_is_sharded(of.override, task, mesh)
+    check_state_is_sharded(job.override, task, mesh)
     task.CheckInput(params.task, params.input)
-    on_cpu = engine_class(of.engine).RunsOnCpu()
+    on_cpu = kind.RunsOnCpu()
     if on_cpu and not args.num_devices and (unused := gpu_settings.unused_gpus()):
         say(unused)
     if args.verify:
-        verify_step(of, mesh, on_cpu)
+        verify_step(job, mesh, on_cpu)
     check_memory(params, task, inputs, mesh, Share(args.num_processes, on_cpu))
-
-    run = Run(**vars(of), task=task, inputs=inputs, run_dir=RunDir(args.logdir))
-    # Held until the last checkpoint is complete.
-    with lock_of(args.logdir) as lock:
-        return train_locked(run, engine, lock)
+    return Run(**vars(job), task=task, inputs=inputs, run_dir=RunDir(args.logdir)), engine
 
 
-def verify_step(of: Job, mesh: Mesh, on_cpu: bool) -> None:
+def verify_step(job: Job, mesh: Mesh, on_cpu: bool) -> None:
     """Compares a small copy of the training step over the mesh with one device; see verifying.py.
 
     Raises:
@@ -300,16 +341,18 @@ def verify_step(of: Job, mesh: Mesh, on_cpu: bool) -> None:
             f"--verify: mesh {mesh} has one device, so there is nothing to compare; leave the flag out, or give "
             f"--num_devices or --mesh"
         )
-    if not on_cpu or of.args.num_processes > 1:
-        given = ["python", "-m", "tools.verify", f"--model={of.args.model}", f"--mesh={mesh}"]
-        command = shlex.join([*given, f"--model_params_override={of.override}"])
+    if not on_cpu or job.args.num_processes > 1:
+        flags = f"--model={job.args.model}", f"--mesh={mesh}"
+        words = ["python", "-m", "tools.verify", *flags, f"--model_params_override={job.override}"]
+        command = shlex.join(words)
         raise UsageError(f"--verify: needs one process on a CPU; run {command} first")
-    found = verify_model(of.args.model, mesh, of.override)
-    say(f"verified over mesh {mesh}: {found}")
+    compared = verify_model(job.args.model, mesh, job.override)
+    say(f"verified over mesh {mesh}: {compared}")
 
 
-def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
-    """Trains; locks the run directory with `lock`, which the caller releases.
+@contextlib.contextmanager
+def begun_in_directory(run: Run, lock: TrainerLock) -> Iterator[None]:
+    """Locks the run directory with `lock`, which the caller releases, and describes the run there, with its data.
 
     What is refused before its first checkpoint leaves nothing of a new run behind.
     """
@@ -323,14 +366,18 @@ def train_locked(run: Run, engine: Engine, lock: TrainerLock) -> int:
         run.times.Switch(PREPARATION)
         try:
             share_run(lock, begin, lambda: run.inputs.Prepare(artifacts=run.run_dir.artifacts))
-            return train_prepared(run, engine, lock)
+            yield
         except OtherDataError as e:
-            remedy = with_its_weights(run.args.logdir, run.args.model, run.override)
+            remedy = with_its_weights(run.args.logdir, run.args.model, run.override, run.params)
             raise UsageError(f"{e}; {remedy}") from None
 
 
-def train_prepared(run: Run, engine: Engine, lock: TrainerLock) -> int:
-    """Trains in the directory of the run, which is described and locked."""
+@contextlib.contextmanager
+def loop_of(run: Run, engine: Engine, lock: TrainerLock) -> Iterator[Callable[[], NestedMap]]:
+    """The training loop of a run whose directory is described and locked, with checkpoints, summaries, evaluations.
+
+    Inside, the function runs the loop and returns what TrainLoop.Run does.
+    """
     from lingvo_moe.core.engine.checkpoints import init_from
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch, read_batches
@@ -349,11 +396,12 @@ def train_prepared(run: Run, engine: Engine, lock: TrainerLock) -> int:
     held_out = ending.together(lambda: read_batches(run.inputs, params.train))
     if first_process:
         say(machine_line(run, engine.mesh))
-    task = trained_task(run, engine.mesh)
+    task = task_in_chosen_form(run, engine.mesh)
     started = time.monotonic()
-    held = lock.held if isinstance(lock, BucketRunLock) else None
+    still_locked = lock.held if isinstance(lock, BucketRunLock) else None
+    most = params.train.save_max_to_keep
     with (
-        Checkpointer(run_dir.checkpoint_dir, params.train.save_max_to_keep, lock=held) as saved,
+        Checkpointer(run_dir.checkpoint_dir, most, lock=still_locked) as saved,
         Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
         contextlib.ExitStack() as stack,
         ending.announcing(),
@@ -375,32 +423,27 @@ def train_prepared(run: Run, engine: Engine, lock: TrainerLock) -> int:
                 run_dir.WriteTrain(params)
                 report_program(step, run_dir, started)
 
-        result = loop.Run(on_compiled=compiled)
+        yield functools.partial(loop.Run, on_compiled=compiled)
         if first_process and not loop.compiled:  # a run that had come to its end
             run_dir.WriteTrain(params)
         times.Switch(OTHER)
         if first_process and loop.compiled:
             say(peak_line(run.engine, engine.mesh, loop.compiled, task))
-    times.End(result.last_step, result.status)
-    if first_process and not result.status:
-        say(f"written: {run.args.logdir}, up to step {result.last_step}")
-        say(f"next: {task.NEXT.format(run.args.logdir)}")
-    return int(result.status)
 
 
-def machine_line(of: Job, mesh: Mesh) -> str:
+def machine_line(job: Job, mesh: Mesh) -> str:
     """The engine and the mesh of a run, as one line, with the reasons for those that no flag names."""
-    engine, devices = f"--engine={of.engine}", f"mesh {mesh}"
-    if of.args.engine is None:
+    engine, devices = f"--engine={job.engine}", f"mesh {mesh}"
+    if job.args.engine is None:
         on_one = "on one CPU device without --mesh"
         elsewhere = "for several devices, GPUs, TPUs and with --mesh"
-        engine += f", the default {on_one if engine_class(of.engine).ONE_DEVICE else elsewhere}"
-    if not of.args.mesh and str(mesh) != of.params.train.mesh:
-        devices += f" (train.mesh={of.params.train.mesh}, resized to the devices)"
+        engine += f", the default {on_one if engine_class(job.engine).ONE_DEVICE else elsewhere}"
+    if not job.args.mesh and str(mesh) != job.params.train.mesh:
+        devices += f" (train.mesh={job.params.train.mesh}, resized to the devices)"
     return f"{engine}; {devices}"
 
 
-def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
+def task_in_chosen_form(run: Run, mesh: Mesh) -> "BaseTask":
     """Returns the task in the form that is trained; prints which one if the parameters leave that open.
 
     See recomputing.py. Called on every process: all choose the same.
@@ -441,26 +484,6 @@ def share_run(lock: TrainerLock, begin: Callable[[], None], follow: Callable[[],
         follow()
 
     ending.together(join_and_follow, on=range(1, processes))
-
-
-def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:
-    """Prints the collectives of the compiled step and writes the run's program.json."""
-    from lingvo_moe.analysis.programs.hlo.collective_list import count_collectives
-
-    seconds = time.monotonic() - started
-    if step.program is None:
-        say(f"made the training step in {seconds:.0f} s")
-        return
-    counts = count_collectives(step.HloText())
-    about: ProgramAbout = {
-        "name": step.program.name,
-        "mesh": str(step.program.mesh),
-        "hash": step.program.hash,
-        "collectives": counts,
-    }
-    run_dir.WriteProgram(about)
-    found = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
-    say(f"compiled the training step in {seconds:.0f} s: {found}")
 
 
 if __name__ == "__main__":

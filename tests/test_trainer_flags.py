@@ -152,7 +152,8 @@ def _prepare(run_dir, model, override, restart):
     """Calls prepare_run_dir with the directory's lock held, like the trainer."""
     with RunLock(run_dir.path) as lock:
         lock.Acquire()
-        same_run.prepare_run_dir(run_dir, model, override, lock, restart)
+        params = registry.GetParams(model, override)
+        same_run.prepare_run_dir(run_dir, model, override, params, lock, restart)
 
 
 def _files(path):

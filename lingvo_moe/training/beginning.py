@@ -1,5 +1,6 @@
 """The training that the flags ask for, and how it begins: its directory, its data and its first weights."""
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.interrupt import TimeLimit
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.runs.bucket_lock import TrainerLock
+from lingvo_moe.core.runs.run_description import ProgramAbout
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.time_record import TimeRecord
 from lingvo_moe.training.checks import UsageError, check_data_exists
@@ -22,6 +24,7 @@ from lingvo_moe.training.same_run import (
 )
 
 if TYPE_CHECKING:  # they import TensorFlow and JAX
+    from lingvo_moe.core.engine.base import Compiled
     from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
     from lingvo_moe.core.task.base_task import BaseTask
 
@@ -69,7 +72,7 @@ def prepare(run: Run, lock: TrainerLock) -> set[str] | None:
                 f"--init_from_state: the run would go on from step {step} of {args.init_from}, but ends at "
                 f"train.max_steps={last}; give --max_steps more than {step}"
             )
-    prepare_run_dir(run_dir, args.model, run.override, lock, restart=args.restart)
+    prepare_run_dir(run_dir, args.model, run.override, run.params, lock, restart=args.restart)
     if goes_on:
         check_began_from(args, run_dir)
     with LineProgress() as progress:
@@ -96,7 +99,7 @@ def prepare(run: Run, lock: TrainerLock) -> set[str] | None:
         ).about
         say(init_from.describe(about))
     before = None if run_dir.exists else {path.name for path in run_dir.path.glob("*")}
-    run_dir.Write(args.model, run.override, artifacts, about)
+    run_dir.Write(args.model, run.override, artifacts, about, run.params)
     return before
 
 
@@ -131,3 +134,23 @@ def initial_weights(run: Run) -> "InitialWeights | None":
         trust_run=run.args.trust_run,
         keep_state=about.get("state", False),
     ).weights
+
+
+def report_program(step: "Compiled", run_dir: RunDir, started: float) -> None:
+    """Prints the collectives of the compiled step and writes the run's program.json."""
+    from lingvo_moe.analysis.programs.hlo.collective_list import count_collectives
+
+    seconds = time.monotonic() - started
+    if step.program is None:
+        say(f"made the training step in {seconds:.0f} s")
+        return
+    counts = count_collectives(step.HloText())
+    about: ProgramAbout = {
+        "name": step.program.name,
+        "mesh": str(step.program.mesh),
+        "hash": step.program.hash,
+        "collectives": counts,
+    }
+    run_dir.WriteProgram(about)
+    listed = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
+    say(f"compiled the training step in {seconds:.0f} s: {listed}")

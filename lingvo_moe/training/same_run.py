@@ -21,13 +21,14 @@ def has_begun(run_dir: RunDir) -> bool:
 
 
 def prepare_run_dir(
-    run_dir: RunDir, model: str, override: str, lock: TrainerLock, restart: bool
+    run_dir: RunDir, model: str, override: str, params: Params, lock: TrainerLock, restart: bool
 ) -> None:
     """Checks that --logdir is unused or holds the run that the flags describe.
 
     With `restart`, renames a run that is there, so that the directory is free.
 
     Args:
+        params: those of the experiment `model`, to which `override` has been applied.
         lock: holds the directory; locks the new one after a rename.
 
     Raises:
@@ -60,19 +61,17 @@ def prepare_run_dir(
             f"--logdir={run_dir.path} holds checkpoints, but does not say of what (experiment.json is missing); "
             "give another --logdir, or --restart to start over"
         )
-    params = registry.GetParams(model, override)
     remedy = "give another --logdir, or --restart to start over"
-    if all(_is_of_data(path) for path in difference(stored_values(run_dir.params_text), params)):
-        remedy += f"; {with_its_weights(run_dir.path, model, override)}"
+    if all(map(_is_of_data, difference(stored_values(run_dir.params_text), params))):
+        remedy += f"; {with_its_weights(run_dir.path, model, override, params)}"
     check_same_run(run_dir, params, remedy)
 
 
-def with_its_weights(logdir: str | os.PathLike, model: str, override: str) -> str:
+def with_its_weights(logdir: str | os.PathLike, model: str, override: str, params: Params) -> str:
     """The end of an error about data: the command that begins another run with the weights of the one in --logdir."""
-    data = registry.GetParams(model, override).input
     flags = {
         "model": model,
-        "data_dir": data.data_dir if "data_dir" in data else "",
+        "data_dir": params.input.data_dir if "data_dir" in params.input else "",
         "logdir": f"{logdir}-2",
         "init_from": str(logdir),
         "model_params_override": registry.part_of(override, lambda path: path != "input.data_dir"),
@@ -220,16 +219,10 @@ def override_without_unused(override: str, params: Params) -> str:
 
 def check_same_input(run_dir: RunDir, params: Params) -> None:
     """Raises UsageError unless the run has the same `input.` parameters, so that its place in the data is one here."""
-    difference = [
-        line
-        for line in run_difference(run_dir.params_text, params).splitlines()
-        if line[2:].startswith("input.")
-    ]
-    if difference:
+    if differing := run_difference(run_dir.params_text, params, "input."):
         raise UsageError(
             f"--init_from_state: {run_dir.path} has other data, so this run cannot go on at its place in them; leave "
-            "the flag out. '>' is the run there, '<' is what would run now:\n"
-            + "\n".join(difference)
+            f"the flag out. '>' is the run there, '<' is what would run now:\n{differing}"
         )
 
 
@@ -249,17 +242,17 @@ def check_began_from(args: Flags, run_dir: RunDir) -> None:
     )
 
 
-def run_difference(was: str, now: Params) -> str:
+def run_difference(stored: str, params: Params, part: str = "") -> str:
     """Returns a diff of the `task.` and `input.` parameters of two experiments, one per line; '' if there is none.
 
-    '>' marks lines of `was`, '<' lines of `now`. Parameters that a run may change (e.g. its length, or how often it is
-    saved) are left out. So is a parameter that `was` lacks and that has its default in `now`: it did not exist when the
-    run began.
+    '>' marks lines of `stored`, the text of a run's, '<' lines of `params`; all paths begin with `part`. Parameters
+    that a run may change (e.g. its length, or how often it is saved) are left out. So is a parameter that `stored`
+    lacks and that has its default in `params`: it did not exist when the run began.
     """
-    there, here = stored_values(was), stored_values(now.ToText())
+    there, here = stored_values(stored), stored_values(params.ToText())
     return "\n".join(
         f"{sign} {path} : {values[path]}"
-        for path in difference(there, now)
+        for path in difference(there, params)
         for sign, values in ((">", there), ("<", here))
-        if path in values
+        if path in values and path.startswith(part)
     )

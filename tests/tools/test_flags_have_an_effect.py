@@ -125,12 +125,12 @@ async def _served(_service: Any, _sockets: Any, name: str, _stop: Any) -> int:
     return 0
 
 
-def _begun(run: Any, *_: Any) -> int:
-    """Does all that a run does before training, but does not train."""
+def _begun(run: Any, *_: Any) -> Any:
+    """Does all that a run does before training; what it returns does not train."""
     trainer.prepare(run, anything())
     trainer.initial_weights(run)
     print(run.override, trainer.machine_line(run, anything()))
-    return 0
+    return contextlib.nullcontext(lambda: NestedMap(last_step=0, status=1))
 
 
 _TRAINER = {
@@ -140,7 +140,8 @@ _TRAINER = {
     "lingvo_moe.trainer:TimeLimit": anything(),
     "lingvo_moe.trainer:lock_of": anything(),
     "lingvo_moe.training.beginning:prepare_run_dir": None,
-    "lingvo_moe.trainer:train_locked": Through(_begun),
+    "lingvo_moe.trainer:begun_in_directory": Through(lambda *_: contextlib.nullcontext()),
+    "lingvo_moe.trainer:loop_of": Through(_begun),
     "lingvo_moe.training.memory:check_memory": None,
     "lingvo_moe.analysis.explain.verifying:verify_model": ["loss"],
     "lingvo_moe.core.job.watcher:watching": Through(lambda *_: contextlib.nullcontext()),

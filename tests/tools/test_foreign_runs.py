@@ -9,6 +9,7 @@ import pytest
 import toy_translation as toy
 
 from lingvo_moe import trainer
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
@@ -127,7 +128,8 @@ def test_a_run_of_the_user_s_own_class_goes_on_without_trust(run, marker, monkey
     marker.unlink()
     del sys.modules["mischief"]
     with RunLock(run) as lock:
-        same_run.prepare_run_dir(described, "mt.M4Tiny", override, lock, restart=False)
+        params = registry.GetParams("mt.M4Tiny", override)
+        same_run.prepare_run_dir(described, "mt.M4Tiny", override, params, lock, restart=False)
     assert marker.exists()  # by what was typed
 
 

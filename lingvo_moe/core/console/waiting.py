@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Self, TextIO, TypeVar
+from typing import Any, Self, TextIO, TypeVar
 
 from lingvo_moe.core.console.command import printable, terminal
 
@@ -106,14 +106,14 @@ class Waiting:
             self._doing, self._since = doing, self._clock()
             self._lines(f"{doing} ...")
 
-    def Watch(self, work: Callable[[], _T]) -> _T:
-        """Runs `work` in a thread, so that signals are handled meanwhile; returns its result or raises its error."""
+    def Watch(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Runs `work(*args)` in a thread, so that signals are handled meanwhile; returns its result or raises as it."""
         future: Future[_T] = Future()
         context = contextvars.copy_context()
 
         def run() -> None:
             try:
-                future.set_result(context.run(work))
+                future.set_result(context.run(work, *args))
             except BaseException as e:
                 future.set_exception(e)
 

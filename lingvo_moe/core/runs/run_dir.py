@@ -158,20 +158,23 @@ class RunDir:
         override: str,
         artifacts: RunArtifacts,
         began_from: Mapping[str, Any] | None = None,
+        params: Params | None = None,
     ) -> None:
         """Describes a run that has not begun: each file atomically, then the list of them.
 
         Killed before the list is written, it leaves a run that cannot be read, and that is described again when the
         trainer starts: it has no checkpoint yet.
 
-        `override` is as `--model_params_override`; `began_from` is Beginning.about of engine/checkpoints/init_from.py.
+        `override` is as `--model_params_override`; `began_from` is Beginning.about of engine/checkpoints/init_from.py;
+        `params` are those of `model` with `override`, where they have been made.
 
         Raises:
             RegistryError: no such experiment or parameter.
             RunDirError: there is a link in the directory, by which a file outside it would be written; or an
                 artifact lies outside of it, or where the run has something else.
         """
-        params = registry.GetParams(model, override)
+        if params is None:
+            params = registry.GetParams(model, override)
         for name in artifacts.files:
             _check_artifact(self.path, name)
         for name in (*artifacts.files, _PARAMS, _FILE, MARK, MANIFEST):

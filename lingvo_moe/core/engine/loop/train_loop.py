@@ -152,7 +152,7 @@ class TrainLoop:
             )
         step = train_step(self._task, self._inputs, num)
         with self._Waiting(f"compiling the training step{of}") as waiting, stop.AtOnce():
-            step_fn = waiting.Watch(lambda: self._engine.BuildStep(step))
+            step_fn = waiting.Watch(self._engine.BuildStep, step)
         if on_compiled is not None:
             on_compiled(step_fn)
         self.compiled = step_fn

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import toy_translation as toy
 
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.files import files
 from lingvo_moe.core.files.artifacts import RunArtifacts
@@ -230,6 +231,11 @@ def test_a_link_that_leads_out_of_the_run_is_neither_read_nor_written(run, vocab
     assert before == (outside.is_file() and outside.read_bytes())
 
 
+def _prepare(run_dir, override, lock):
+    params = registry.GetParams("mt.M4Tiny", override)
+    prepare_run_dir(run_dir, "mt.M4Tiny", override, params, lock, restart=False)
+
+
 @pytest.mark.parametrize("place", ["train/metrics.jsonl", "checkpoints"])
 def test_a_trainer_does_not_go_on_where_it_would_write_elsewhere(run, place):
     outside = run.path.parent / "outside"
@@ -238,7 +244,7 @@ def test_a_trainer_does_not_go_on_where_it_would_write_elsewhere(run, place):
     (run.path / place).symlink_to(outside)
     message = f": {place} is a link that leads out of the run, to {outside}"
     with pytest.raises(RunDirError, match=message), RunLock(run.path) as lock:
-        prepare_run_dir(run, "mt.M4Tiny", "task.num_experts=4", lock, restart=False)
+        _prepare(run, "task.num_experts=4", lock)
 
 
 def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
@@ -276,7 +282,7 @@ def test_another_program_s_file_of_the_same_name_is_not_replaced(tmp_path):
     (tmp_path / "experiment.json").write_bytes(content)
     with RunLock(tmp_path) as lock:
         with pytest.raises(RunDirError, match=r"holds an experiment\.json that is no run's"):
-            prepare_run_dir(TextRunDir(tmp_path), "mt.M4Tiny", "", lock, restart=False)
+            _prepare(TextRunDir(tmp_path), "", lock)
     assert (tmp_path / "experiment.json").read_bytes() == content
 
 
