@@ -200,8 +200,11 @@ def test_an_experiment_that_was_changed_under_its_run_is_noticed(tmp_path):
     )
     (run_dir.path / "params.txt").write_text(was)
     run_dir.ListFiles()
-    with pytest.raises(UsageError, match=r"> task\.aux_loss_weight : 0\.5\n< task\.aux"):
+    with pytest.raises(UsageError, match=r"> task\.aux_loss_weight : 0\.5\n< task\.aux") as e:
         _prepare(run_dir, "mt.M4Tiny", "", restart=False)
+    restored = "task.aux_loss_weight=0.5"
+    assert f"With --model_params_override={restored} added, it goes on" in str(e.value)
+    _prepare(run_dir, "mt.M4Tiny", restored, restart=False)
 
 
 def test_the_same_run_may_be_longer_and_its_data_elsewhere(tmp_path):

@@ -6,13 +6,17 @@ import shlex
 from collections.abc import Collection
 
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.class_names import own_class
 from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.config.param_text import classes_first
 from lingvo_moe.core.config.stored_params import difference, has_effect, stored_values
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.runs.bucket_lock import TrainerLock
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.training.checks import UsageError
+
+_MOST_RESTORED = 8  # parameters that a message tells the user to set
 
 
 def has_begun(run_dir: RunDir) -> bool:
@@ -190,17 +194,39 @@ def dense_logdir(logdir: str) -> str:
 def check_same_run(run_dir: RunDir, params: Params, remedy: str) -> None:
     """Raises UsageError unless the run has these `task.` and `input.` parameters; see run_difference."""
     # The text, not the experiment evaluated again: its definition may have changed since.
-    difference = run_difference(run_dir.params_text, params)
-    if not difference:
+    differing = run_difference(run_dir.params_text, params)
+    if not differing:
         return
     began = run_dir.experiment
     flags = f"--model={began['model']}"
     if override := _part_of_run(began["params_override"], params):
         flags += f" --model_params_override={shlex.quote(override)}"
+    if restored := _restoring(run_dir.params_text, params):
+        flags += f". With --model_params_override={shlex.quote(restored)} added, it goes on"
     raise UsageError(
         f"--logdir={run_dir.path} holds a run of {began['model']} with other parameters; {remedy}. The run began with "
-        f"{flags}. '>' is the run there, '<' is what would run now:\n{difference}"
+        f"{flags}. '>' is the run there, '<' is what would run now:\n{differing}"
     )
+
+
+def _restoring(stored: str, params: Params) -> str:
+    """The override that gives `params` the values of a stored text, also where an experiment was edited since.
+
+    '' if there is none, or one of many parameters, or one that names a class outside this package.
+    """
+    then, restored = stored_values(stored), params.Copy()
+    paths = sorted(difference(then, params), key=classes_first)
+    if len(paths) > _MOST_RESTORED:
+        return ""
+    try:
+        for path in paths:
+            registry.set_from_text(restored, path, then[path], "", own_class)
+        registry.configure(restored)
+    except (KeyError, AttributeError, ValueError):  # it is not there now, or was not then
+        return ""
+    if difference(then, restored):
+        return ""
+    return join_overrides(*(f"{path}={then[path]}".replace(";", r"\;") for path in paths))
 
 
 def _part_of_run(override: str, params: Params) -> str:
