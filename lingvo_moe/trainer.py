@@ -108,10 +108,11 @@ def described_by(args: Flags) -> Job:
         meet(args.coordinator_address, args.num_processes, args.process_id)
     load_tensorflow(args.engine)
     if args.strategy == AUTO:
-        from lingvo_moe.analysis.search.found_strategy import with_found_strategy
+        from lingvo_moe.analysis.search.found_strategy import override_with_strategy
 
-        args = with_found_strategy(args)
-    override = with_overrides_of_run(args, full_override(args))
+        override = override_with_strategy(args)
+    else:
+        override = with_overrides_of_run(args, full_override(args))
     try:
         if args.mode == "eval" and args.logdir and not is_address(args.logdir):
             params = evaluated_params(args, override)

@@ -14,14 +14,14 @@ from lingvo_moe.training.checks import (
     check_flags,
     full_override,
 )
-from lingvo_moe.training.same_run import has_begun
+from lingvo_moe.training.same_run import has_begun, with_overrides_of_run
 
 
-def with_found_strategy(args: Flags) -> Flags:
-    """The flags with the parameters of a strategy before --model_params_override, in the place of --strategy=auto.
+def override_with_strategy(args: Flags) -> str:
+    """The override of a start with --strategy=auto: a strategy, what the run in --logdir remembers, and the flags'.
 
-    They are those of the run in --logdir, if it has begun and its mesh has as many devices as there are; else those of
-    a search.
+    The strategy is that of the run, if it has begun and its mesh has as many devices as there are; else one that is
+    searched.
 
     Raises:
         UsageError: flags that do not go with a search, or with a run.
@@ -33,16 +33,19 @@ def with_found_strategy(args: Flags) -> Flags:
     _check(args)
     check_override(args.model_params_override)
     args = args.With(strategy="")
-    check_data_dir(args)
-    params = registry.GetParams(args.model, full_override(args))
+    override = registry.without_strategy(with_overrides_of_run(args, full_override(args)))
+    try:
+        params = registry.GetParams(args.model, override)
+    except registry.RegistryError:
+        check_data_dir(args)
+        raise
     check_flags(args, params)
     check_data_exists(args, params)
     if args.num_devices:
         devices.request_cpu_devices(args.num_devices)
     devices.find_devices()
     count = devices.device_count()
-    found = _of_run(args, count) or _searched(args, count)
-    return args.With(model_params_override=join_overrides(found, args.model_params_override))
+    return join_overrides(_of_run(args, count) or _searched(args, override, count), override)
 
 
 def _check(args: Flags) -> None:
@@ -73,13 +76,13 @@ def _of_run(args: Flags, num_devices: int) -> str:
     return as_override(found, f"{run_dir.path}")
 
 
-def _searched(args: Flags, num_devices: int) -> str:
+def _searched(args: Flags, override: str, num_devices: int) -> str:
     from lingvo_moe.analysis.search.parallelizing import Search, find
 
     search = Search(
         model=args.model,
         devices=num_devices,
-        override=args.model_params_override,
+        override=override,
         known_faults=args.known_faults,
         # Other devices round differently than the one that the step would be compared with.
         verify=engine_class("pjrt").RunsOnCpu(),

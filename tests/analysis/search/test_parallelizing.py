@@ -1,5 +1,6 @@
 """The search for a strategy: what it hands out, what it refuses, and when it says that nothing fits."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lingvo_moe.analysis.search.parallelizing import NoneFits, Search
 from lingvo_moe.analysis.search.strategies.strategy_file import StrategyError, read_overrides
 from lingvo_moe.analysis.search.strategies.workload import read_workload
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine import devices
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
@@ -343,7 +345,7 @@ def test_a_run_trains_with_the_strategy_that_was_searched_for_it(tmp_path, monke
     assert f"train.mesh={found.best.overrides['train.mesh']}" in trained[0]
 
 
-def test_a_resumed_run_keeps_its_strategy(tmp_path):
+def test_a_resumed_run_keeps_its_strategy(tmp_path, monkeypatch):
     logdir = tmp_path / "run"
     (logdir / "checkpoints" / "3").mkdir(parents=True)
     override = "train.mesh=data:2,expert:4;task.remat=dots;task.hidden_dim=64"
@@ -351,3 +353,17 @@ def test_a_resumed_run_keeps_its_strategy(tmp_path):
     args = parse_flags([f"--model={_MODEL}", f"--logdir={logdir}"])
     assert found_strategy._of_run(args, 8) == "train.mesh=data:2,expert:4;task.remat=dots"
     assert found_strategy._of_run(args, 4) == ""
+    monkeypatch.setattr(devices, "find_devices", lambda: None)
+    for name in ("check_flags", "check_data_exists"):
+        monkeypatch.setattr(found_strategy, name, lambda *_: None)
+    monkeypatch.setattr(
+        found_strategy, "_searched", lambda args, override, count: f"for={override}"
+    )
+    for count, strategy in (
+        (8, "train.mesh=data:2,expert:4;task.remat=dots"),
+        (4, "for=task.hidden_dim=64"),
+    ):
+        monkeypatch.setattr(devices, "device_count", functools.partial(int, count))
+        args = parse_flags([f"--model={_MODEL}", f"--logdir={logdir}", "--strategy=auto"])
+        # What the run remembers beside its strategy stays.
+        assert found_strategy.override_with_strategy(args) == f"{strategy};task.hidden_dim=64"
