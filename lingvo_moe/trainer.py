@@ -38,6 +38,7 @@ from lingvo_moe.core.task.meshes import (
 from lingvo_moe.training.beginning import (
     Job,
     Run,
+    follow,
     initial_weights,
     prepare,
     report_program,
@@ -366,7 +367,7 @@ def begun_in_directory(run: Run, lock: TrainerLock) -> Iterator[None]:
 
         run.times.Switch(PREPARATION)
         try:
-            share_run(lock, begin, lambda: run.inputs.Prepare(artifacts=run.run_dir.artifacts))
+            share_run(lock, begin, functools.partial(follow, run))
             yield
         except OtherDataError as e:
             remedy = with_its_weights(run.args.logdir, run.args.model, run.override, run.params)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import trainer_testing
@@ -14,7 +15,7 @@ from lingvo_moe.core.runs.directories import check_logdir
 from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
-from lingvo_moe.training import same_run
+from lingvo_moe.training import beginning, same_run
 from lingvo_moe.training.checks import UsageError
 
 
@@ -205,6 +206,15 @@ def test_an_experiment_that_was_changed_under_its_run_is_noticed(tmp_path):
     restored = "task.aux_loss_weight=0.5"
     assert f"With --model_params_override={restored} added, it goes on" in str(e.value)
     _prepare(run_dir, "mt.M4Tiny", restored, restart=False)
+
+
+def test_a_process_with_other_parameters_than_the_first_is_refused(tmp_path):
+    run = SimpleNamespace(run_dir=_run(tmp_path, "task.num_experts=16"))
+    run.params = registry.GetParams("mt.M4Tiny")
+    with pytest.raises(
+        UsageError, match=r"all processes of the job the same flags.*num_experts=16"
+    ):
+        beginning.follow(run)
 
 
 def test_the_same_run_may_be_longer_and_its_data_elsewhere(tmp_path):

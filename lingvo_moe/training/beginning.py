@@ -18,6 +18,7 @@ from lingvo_moe.training.checks import UsageError, check_data_exists
 from lingvo_moe.training.same_run import (
     check_began_from,
     check_same_input,
+    check_same_run,
     has_begun,
     prepare_run_dir,
     with_source,
@@ -101,6 +102,16 @@ def prepare(run: Run, lock: TrainerLock) -> set[str] | None:
     before = None if run_dir.exists else {path.name for path in run_dir.path.glob("*")}
     run_dir.Write(args.model, run.override, artifacts, about, run.params)
     return before
+
+
+def follow(run: Run) -> None:
+    """Prepares the data on a process that is not the first, which has described the run in its directory.
+
+    Raises UsageError: this process would train with other parameters, e.g. since its user's home is another, whose key
+    does not know the run that the first one remembers the overrides of.
+    """
+    check_same_run(run.run_dir, run.params, "give all processes of the job the same flags")
+    run.inputs.Prepare(artifacts=run.run_dir.artifacts)
 
 
 def undo_refused(
