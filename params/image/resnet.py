@@ -59,7 +59,7 @@ class ResNet50Pipe4(ResNet50):
 
     def Task(self) -> InstantiableParams:
         p = super().Task().Set(weight_split={"Z": "stage"})
-        p.pipeline.Set(stages=4, micro_batches=16)
+        p.pipeline.Set(stages=4, micro_batches=16, schedule="gpipe")
         return p
 
     def Train(self) -> Params:

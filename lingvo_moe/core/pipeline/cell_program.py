@@ -1,4 +1,7 @@
-"""Runs one cell of a pipeline on packed tensors: forward, and the gradient of a recomputed forward."""
+"""Runs one cell of a pipeline on packed tensors: forward, and the gradient of a recomputed forward.
+
+Letters: K cells, P elements of packed weights, A of packed activations, X of packed extras.
+"""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +17,12 @@ from lingvo_moe.core.pipeline.stage_vectors import Boundary, packed_row, unpacke
 from lingvo_moe.core.tensors import or_zeros, sum_type
 
 Vectors = dict[str, tf.Tensor]
-EXTRAS = "extras"  # the vector of a cell's extras, beside those of its updates
+EXTRAS = "extras"  # the name of the vector of a cell's extras, beside those of its updates
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A stage's layers."""
+    """The layers of one cell."""
 
     specs: NestedMap  # the VariableSpecs of theta
     # (theta, args, seed or None) -> (outputs, extras), as HasExtras.FPropWithExtras.
@@ -30,140 +33,141 @@ class Cell:
 class CellProgram:
     """A cell that was traced for arguments of known shapes."""
 
-    number: int  # k, of the cell
+    number: int  # the cell's number
     cell: Cell  # what it computes
-    weights: NestedMap  # the specs of the packed variables, whose rows k have the cell's weights
+    packed: NestedMap  # the specs of the packed variables, whose rows of this number have the cell's weights
     inputs: Boundary  # the boundary before the cell
-    seeded: bool  # whether it gets a seed
+    # Computes from the extras of a cell the loss that it adds: a mean over rows, or None where it adds none.
+    added_loss: Callable[[NestedMap], tf.Tensor] | None
     # Opens what is in force where the cell runs, e.g. a mesh of one device inside a manual region.
     context: Callable[[], contextlib.AbstractContextManager]
     outputs: Boundary = field(init=False)  # the boundary after it
     extras: NestedMap = field(init=False)  # the specs of its extras, without updates
-    # The paths of the variables whose next values it returns.
-    updated: list[str] = field(init=False)
+    updated: list[str] = field(
+        init=False
+    )  # the paths of the variables whose next values it returns
 
     def __post_init__(self) -> None:
         leaves = [tf.TensorSpec(s.shape, s.dtype) for s in self.cell.specs.Flatten()]
         args = self.inputs.Specs()
-        seeds = [tf.TensorSpec([2], tf.int32)] if self.seeded else []
 
-        def run(*flat: tf.Tensor) -> list[tf.Tensor]:
-            own, given = flat[: len(leaves)], flat[len(leaves) : len(leaves) + len(args)]
-            seed = flat[-1] if self.seeded else None
-            outs, updates, extras = self._Run(list(own), list(given), seed)
+        def run(seed: tf.Tensor, *tensors: tf.Tensor) -> list[tf.Tensor]:
+            weights, arguments = tensors[: len(leaves)], tensors[len(leaves) :]
+            outs, loss, updates, extras = self._Run(weights, arguments, seed)
             self.outputs = self._Outputs(outs)
             self.updated = list(updates)
             self.extras = extras.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-            tensors = [x for x in flatten(outs) if x is not None]
-            return [*tensors, *updates.values(), *extras.Flatten()]
+            tensors_out = [x for x in flatten(outs) if x is not None]
+            return [loss, *tensors_out, *updates.values(), *extras.Flatten()]
 
         traced = tf.function(run, autograph=False)
-        self._traced = traced.get_concrete_function(*leaves, *args, *seeds)
+        seed = tf.TensorSpec([2], tf.int32)
+        self._traced = traced.get_concrete_function(seed, *leaves, *args)
 
     def Forward(
-        self, weights: Vectors, given: Vectors, seed: tf.Tensor | None, sums: Vectors
-    ) -> tuple[Any, Vectors]:
-        """The outputs for a micro-batch, and the sums with its updates and extras added.
+        self, weights: Vectors, inputs: Vectors, seed: tf.Tensor
+    ) -> tuple[Any, tf.Tensor, Vectors]:
+        """The outputs for a micro-batch; the loss that the cell adds, float32; and rows: [P] of each packed variable
+        of which it returns next values, by name, and [X] of its extras.
 
         Args:
-            weights: row k [P] of each packed variable.
-            given: the packed inputs, [D, A] by dtype.
-            sums: [1, P] for each packed variable that has updates, by name, and [1, X] for EXTRAS.
+            weights: row `number` [P] of each packed variable.
+            inputs: the packed inputs, [A] by dtype.
         """
         theta = self._Weights(weights)
-        args = [x for x in flatten(self.inputs.Unpack(given)) if x is not None]
         leaves = [theta[spec.path] for spec in self.cell.specs.Flatten()]
-        found = self._traced(*leaves, *args, *([] if seed is None else [seed]))
-        count = len(self.outputs.Specs())
-        rest = iter(found[:count])
-        outs = [None if spec is None else next(rest) for spec in flatten(self.outputs.tree)]
-        updates = dict(zip(self.updated, found[count:]))
-        extras = found[count + len(updates) :]
-        added = dict(sums)
-        for name in sums.keys() & self._Groups().keys():
-            spec = self._Groups()[name]
-            now = {part.path: theta[part.path] for part in spec.packs[self.number]} | updates
-            row = packed_row(spec, self.number, now)
-            added[name] = sums[name] + tf.cast(row, sums[name].dtype)
-        if extras:
-            flat = [tf.reshape(tf.cast(x, sums[EXTRAS].dtype), [-1]) for x in extras]
-            joined = tf.concat(flat, 0)
-            missing = sums[EXTRAS].shape[1] - joined.shape[0]
-            added[EXTRAS] = sums[EXTRAS] + tf.pad(joined, [[0, missing]])
-        return pack_as(self.outputs.tree, outs), added
+        results = iter(self._traced(seed, *leaves, *self._Arguments(inputs)))
+        loss = next(results)
+        outs = [None if spec is None else next(results) for spec in flatten(self.outputs.tree)]
+        updates = {path: next(results) for path in self.updated}
+        rows = {}
+        for name, spec in self._Groups().items():
+            if any(part.path in updates for part in spec.packs[self.number]):
+                rows[name] = packed_row(spec, self.number, theta | updates)
+        if extras := [tf.reshape(tf.cast(x, sum_type(x.dtype)), [-1]) for x in results]:
+            rows[EXTRAS] = tf.concat(extras, 0)
+        return pack_as(self.outputs.tree, outs), loss, rows
 
     def Backward(
         self,
         weights: Vectors,
-        given: Vectors,
-        seed: tf.Tensor | None,
+        inputs: Vectors,
+        seed: tf.Tensor,
         upstream: Vectors,
-        dextras: tf.Tensor | None,
+        share: float,
+        of: tuple[bool, bool],
     ) -> tuple[Any, Vectors]:
-        """The gradients of the inputs (None for integers), and rows [1, P] of those of the packed variables that are
+        """The gradients of the inputs (None for integers), and rows [P] of those of the packed variables that are
         trained and of which the cell has a part, by name.
 
         Args:
             upstream: the gradients of the outputs, packed, by floating-point dtype.
-            dextras: [1, X], those of the extras; None if no cell has extras.
+            share: the gradient of the loss that the cell adds.
+            of: whether the gradients of the inputs are asked for, and those of the weights.
         """
-        theta = self._Weights(weights)
-        leaves = [theta[spec.path] for spec in self.cell.specs.Flatten()]
-        args = [x for x in flatten(self.inputs.Unpack(given)) if x is not None]
-        trained = [k for k, spec in enumerate(self.cell.specs.Flatten()) if spec.trainable]
-        floating = [k for k, x in enumerate(args) if x.dtype.is_floating]
+        by_path, specs = self._Weights(weights), self.cell.specs.Flatten()
+        leaves = [by_path[spec.path] for spec in specs]
+        args = self._Arguments(inputs)
+        trained = [k for k, spec in enumerate(specs) if spec.trainable and of[1]]
+        floating = [k for k, x in enumerate(args) if x.dtype.is_floating and of[0]]
         sources = [leaves[k] for k in trained] + [args[k] for k in floating]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
-            outs, _, extras = self._Run(leaves, args, seed)
-        douts = flatten(self.outputs.Unpack(upstream))
-        if dextras is not None:
-            douts += self.CutExtras(dextras, 0)
-        pairs = [
-            (y, dy)
-            for y, dy in zip(flatten(outs) + extras.Flatten(), douts, strict=True)
-            if y is not None and dy is not None
-        ]
-        found = tape.gradient([y for y, _ in pairs], sources, [dy for _, dy in pairs])
-        grads = [or_zeros(g, x) for g, x in zip(found, sources, strict=True)]
-        specs = self.cell.specs.Flatten()
-        by_path = {specs[k].path: g for k, g in zip(trained, grads)}
-        dargs = dict(zip(floating, grads[len(trained) :]))
+            outs, loss, _, _ = self._Run(leaves, args, seed)
+        upstreams = zip(flatten(outs), flatten(self.outputs.Unpack(upstream)), strict=True)
+        pairs = [(y, dy) for y, dy in upstreams if y is not None and dy is not None]
+        targets = [y for y, _ in pairs] + [loss]
+        of_loss = tf.constant(share, loss.dtype)
+        grads = tape.gradient(targets, sources, [dy for _, dy in pairs] + [of_loss])
+        dense = [or_zeros(g, x) for g, x in zip(grads, sources, strict=True)]
+        gradients = {specs[k].path: g for k, g in zip(trained, dense, strict=False)}
+        of_inputs = dict(zip(floating, dense[len(trained) :], strict=True))
         rows = {
-            name: packed_row(spec, self.number, by_path)[tf.newaxis]
+            name: packed_row(spec, self.number, gradients)
             for name, spec in self._Groups().items()
-            if spec.trainable
+            if spec.trainable and of[1]
         }
-        return self._InTree(dargs), {
+        return self._InTree(of_inputs), {
             name: tf.cast(x, sum_type(x.dtype)) for name, x in rows.items()
         }
 
+    def CutExtras(self, row: tf.Tensor) -> NestedMap:
+        """The cell's extras from packed ones [X]."""
+        begin, leaves = 0, []
+        for spec in self.extras.Flatten():
+            end = begin + spec.shape.num_elements()
+            leaves.append(tf.reshape(row[begin:end], spec.shape))
+            begin = end
+        return self.extras.Pack(leaves)
+
     def _Groups(self) -> dict[str, VariableSpec]:
         """The packed variables of which this cell has a part."""
-        return {name: spec for name, spec in self.weights.items() if spec.packs[self.number]}
+        return {name: spec for name, spec in self.packed.items() if spec.packs[self.number]}
 
     def _Weights(self, rows: Vectors) -> dict[str, tf.Tensor]:
         """The cell's weights by path."""
-        found: dict[str, tf.Tensor] = {}
-        for name, spec in self._Groups().items():
-            found.update(unpacked_row(spec, self.number, rows[name]))
-        return found
+        return weights_of(self.packed, self.number, rows)
+
+    def _Arguments(self, inputs: Vectors) -> list[tf.Tensor]:
+        return [x for x in flatten(self.inputs.Unpack(inputs)) if x is not None]
 
     def _Run(
-        self, leaves: Sequence[tf.Tensor], args: Sequence[tf.Tensor], seed: tf.Tensor | None
-    ) -> tuple[Args, dict[str, tf.Tensor], NestedMap]:
-        """The cell's outputs, updates by path, and extras without updates."""
+        self, leaves: Sequence[tf.Tensor], args: Sequence[tf.Tensor], seed: tf.Tensor
+    ) -> tuple[Args, tf.Tensor, dict[str, tf.Tensor], NestedMap]:
+        """The cell's outputs, the loss that it adds, updates by path, and extras without updates."""
         with self.context():
             theta = self.cell.specs.Pack(list(leaves))
             outs, extras = self.cell.run(theta, self._InTree(dict(enumerate(args))), seed)
+            adds = self.added_loss if extras else None
+            loss = tf.constant(0.0) if adds is None else adds(extras)
         updates = dict(extras.get("updates", NestedMap()).FlattenItems())
         rest = NestedMap({name: value for name, value in extras.items() if name != "updates"})
         self._CheckExtras(updates, rest)
-        return outs, updates, rest
+        return outs, loss, updates, rest
 
     def _CheckExtras(self, updates: Mapping[str, tf.Tensor], rest: NestedMap) -> None:
-        own = {spec.path for spec in self.cell.specs.Flatten() if not spec.trainable}
-        if unknown := [path for path in updates if path not in own]:
+        untrained = {spec.path for spec in self.cell.specs.Flatten() if not spec.trainable}
+        if unknown := [path for path in updates if path not in untrained]:
             raise ValueError(
                 f"cell {self.number}: {unknown[0]}: an update of what is no variable of this cell with trainable=False"
             )
@@ -185,13 +189,15 @@ class CellProgram:
         tree = map_structure(
             lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), tuple(outs)
         )
-        return Boundary(tree, self.inputs.batch_dim, self.inputs.blocks)
+        return Boundary(tree, self.inputs.batch_dim)
 
-    def CutExtras(self, rows: tf.Tensor, k: int) -> list[tf.Tensor]:
-        """The cell's extras, or their gradients, from row k of packed ones [.., X]."""
-        begin, found = 0, []
-        for spec in self.extras.Flatten():
-            end = begin + spec.shape.num_elements()
-            found.append(tf.cast(tf.reshape(rows[k, begin:end], spec.shape), spec.dtype))
-            begin = end
-        return found
+
+def weights_of(
+    packed: NestedMap, number: int, rows: Mapping[str, tf.Tensor]
+) -> dict[str, tf.Tensor]:
+    """The weights of a cell by path, from its rows [P] of the packed variables by name."""
+    weights: dict[str, tf.Tensor] = {}
+    for name, spec in packed.items():
+        if spec.packs[number]:
+            weights.update(unpacked_row(spec, number, rows[name]))
+    return weights

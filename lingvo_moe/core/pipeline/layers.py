@@ -1,23 +1,21 @@
 """SeqLayer and PipeliningLayer (Lingvo): layers before, cells in order, layers after."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import BaseLayer
-from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
-from lingvo_moe.core.nested_map import NestedMap, flatten
-from lingvo_moe.core.pipeline.cell_program import Cell
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.cell_stack import CellParts, CellStack
 from lingvo_moe.core.pipeline.cells import (
     Args,
     LayerWithExtras,
-    fprop_with_extras,
     join_all_extras,
     meta_of_sequence,
 )
-from lingvo_moe.core.pipeline.gpipe import GPipe, PipelineError
+from lingvo_moe.core.pipeline.parts import Context
 
 _CELLS = "cells"
 
@@ -56,28 +54,13 @@ class SeqLayer(LayerWithExtras):
 
 
 class PipeliningLayer(SeqLayer):
-    """SeqLayer with a stage for each cell, which work on different micro-batches at the same time. See gpipe.py.
+    """SeqLayer whose cells are the stages of a pipeline, where its task trains by stages (core/task/pipelined_step.py).
 
-    Layers before and after see the whole batch, on all devices. `theta` has them by name, and the cells' weights packed
-    in `cells`; `stage_vectors.from_paths` and `by_path` turn it into that of the SeqLayer and back. A mesh axis for
-    letter Z in `weight_split` gives each stage its own devices; the axis has as many devices as there are cells.
-
-    Extras of cells are means over micro-batches. A layer that computes statistics of the batch, e.g. BatchNorm,
-    computes those of a micro-batch.
+    `theta` has the layers before and after by name, and the cells' weights packed in `cells`;
+    `stage_vectors.from_paths` and `by_path` turn it into that of the SeqLayer and back. A mesh axis for letter Z in
+    `weight_split` gives each stage its own weights. A task returns `Parts` of the layer as its PipelineParts; FProp
+    applies the layers to a whole batch one after another.
     """
-
-    @classmethod
-    def Params(cls) -> InstantiableParams:
-        p = super().Params()
-        p.Define("num_micro_batches", 1, "M.", checks.SIZE)
-        p.Define(
-            "micro_batch_size",
-            None,
-            "Rows of a micro-batch; None: those of the batch divided by num_micro_batches.",
-            checks.or_none(checks.SIZE),
-        )
-        p.Define("batch_dim", 0, "The dimension of all inputs that counts rows.", checks.COUNT)
-        return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
@@ -87,60 +70,59 @@ class PipeliningLayer(SeqLayer):
             )
 
     @functools.cached_property
-    def _pipeline(self) -> GPipe:
+    def _stack(self) -> CellStack:
         """Made when the layer's path is known."""
-        layers = [(p.name, self.children[p.name]) for p in self.p.cell_tpl]
-        cells = [Cell(cell.VariableSpecs(), self._Run(name, cell)) for name, cell in layers]
-        return GPipe(self.path, _CELLS, cells, self.p.weight_split, self.p.activation_split)
-
-    def _Run(self, name: str, cell: BaseLayer) -> Any:
-        def run(theta: NestedMap, args: Args, seed: tf.Tensor | None) -> tuple[Args, NestedMap]:
-            return fprop_with_extras(cell, theta, args, cell.FoldSeed(seed, name))
-
-        return run
+        p = self.p
+        cells = [[(cell.name, self.children[cell.name])] for cell in p.cell_tpl]
+        return CellStack(self.path, _CELLS, cells, p.weight_split)
 
     def VariableSpecs(self) -> NestedMap:
         """The specs of the layers before and after, and the packed specs of the cells."""
         specs = super().VariableSpecs()
         for cell in self.p.cell_tpl:
             del specs[cell.name]
-        specs[_CELLS] = self._pipeline.specs
+        specs[_CELLS] = self._stack.specs
         return specs
 
     def FPropWithExtras(
         self, theta: NestedMap, args: Args, seed: tf.Tensor | None
     ) -> tuple[Args, NestedMap]:
-        """See cells.HasExtras; args are those of the first layer.
+        """See cells.HasExtras; args are those of the first layer."""
+        args, extras = self._InSequence(self.p.before_tpl, theta, tuple(args), seed)
+        args, of_cells = self._stack.InSequence(theta[_CELLS], args, seed)
+        join_all_extras(extras, of_cells)
+        args, of_rest = self._InSequence(self.p.after_tpl, theta, args, seed)
+        join_all_extras(extras, of_rest)
+        return args, extras
 
-        Raises:
-            PipelineError: micro_batch_size does not divide the rows, or contradicts num_micro_batches; or as GPipe.Run.
-            ShardingError: as GPipe.Run.
+    def Parts(
+        self,
+        path: str,
+        args: Callable[[Context], Args],
+        loss: Callable[[Args, Context], tuple[tf.Tensor, NestedMap]],
+        **options: Any,
+    ) -> CellParts:
+        """The layer as the parts of its task, whose stages are the cells.
+
+        Args:
+            path: where the task's theta has the layer.
+            args: computes the arguments of the first layer for a micro-batch.
+            loss: computes loss and metrics from the outputs of the last layer, as Parts.loss.
+            options: `metrics`, `added_loss` and `batch_dim` of CellParts. The extras of layers before and after are
+                left out.
         """
-        p = self.p
-        given, extras = self._InSequence(p.before_tpl, theta, tuple(args), seed)
-        num = self._NumMicroBatches(given)
-        outs, found = self._pipeline.Run(theta[_CELLS], given, num, p.batch_dim, seed)
-        by_cell = NestedMap()
-        for name, value in found.items():
-            is_cell = name != "updates"
-            by_cell[p.cell_tpl[int(name.removeprefix("cell_"))].name if is_cell else name] = value
-        join_all_extras(extras, by_cell)
-        outs, found = self._InSequence(p.after_tpl, theta, outs, seed)
-        join_all_extras(extras, found)
-        return outs, extras
 
-    def _NumMicroBatches(self, args: Args) -> int:
-        """M, for arguments of the first cell. Raises PipelineError."""
-        p, size = self.p, self.p.micro_batch_size
-        if size is None:
-            return p.num_micro_batches
-        rows = next(x for x in flatten(args) if x is not None).shape[p.batch_dim]
-        where = f"{self.path}: micro_batch_size={size}"
-        if rows % size:
-            raise PipelineError(f"{where}: does not divide the {rows} rows of the batch")
-        if not p.IsDefault("num_micro_batches") and p.num_micro_batches * size != rows:
-            raise PipelineError(
-                f"{where} and num_micro_batches={p.num_micro_batches}: make {size * p.num_micro_batches} rows, but the "
-                f"batch has {rows}; set one of the two"
-            )
-        return rows // size
+        def outer(
+            layers: Sequence[InstantiableParams], rest: NestedMap, x: Args, at: Context
+        ) -> Args:
+            return self._InSequence(layers, rest.GetItem(path), x, at.seed)[0]
+
+        given: dict[str, Any] = {"metrics": lambda sums, loss, extras: NestedMap(sums, loss=loss)}
+        return CellParts(
+            name=self.p.name,
+            weights=f"{path}.{_CELLS}",
+            stack=self._stack,
+            enter=lambda rest, context: outer(self.p.before_tpl, rest, args(context), context),
+            loss=lambda rest, x, at: loss(outer(self.p.after_tpl, rest, x, at), at),
+            **(given | options),
+        )

@@ -16,7 +16,7 @@ from lingvo_moe.core.base_layer import name_scope
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.pipeline import schedule as schedules
 from lingvo_moe.core.pipeline.schedule import Order, Phase, Schedule, Work
-from lingvo_moe.core.pipeline.stage import Programs
+from lingvo_moe.core.pipeline.stage import Programs, floating
 from lingvo_moe.core.pipeline.stage_layout import StageLayout
 from lingvo_moe.core.tensors import runtime_zeros, sum_type, term_if
 
@@ -108,7 +108,7 @@ class Loops:
         mine.arriving = self._layout.Rolled(work.stack, done.carry, 1)
         if work.stack == len(self._parts.stacks) - 1:
             # The last stage's, which the first one gets next.
-            last = NestedMap({n: mine.arriving[n][0] for n in self._parts.takes})
+            last = self._Last(mine.arriving)
             exits = work.start + self._K * self._V - 1
             slot = (tick - exits) % self._schedule.outputs_kept
             state.outputs = self._layout.WrittenOutputs(state.outputs, slot, last)
@@ -146,7 +146,7 @@ class Loops:
             self._AddGradients(work.stack, mine, done, unit)
         first = self._Unit(work, tick, 0)
         entries = self._do.entries[work.stack]
-        entered = NestedMap({name: done.carry[name][0] for name in entries})
+        entered = NestedMap({name: done.carry[name][0] for name in entries if name in done.carry})
         part = self._layout.Part(self._batch, first.number)
         found = self._do.EnterGradients(work.stack, NestedMap(part, upstream=entered))
         self._AddToRest(state, found.rest, first.valid & (first.chunk == 0))
@@ -157,10 +157,11 @@ class Loops:
         mine = state.stacks[work.stack].upstream
         zeros = mine.Transform(lambda x: self._Zeros(x.shape, x.dtype))
         if work.stack == len(self._parts.stacks) - 1:
-            found = state.pop("from_loss", None)
-            if found is None:
+            of_loss = state.pop("from_loss", None)
+            if of_loss is None:
                 return None
-            return NestedMap(zeros, **found.Transform(lambda x: x[tf.newaxis]))
+            rows = {name: _filled(x[tf.newaxis], zeros[name]) for name, x in of_loss.items()}
+            return NestedMap(zeros, **rows)
         takes = self._parts.stacks[work.stack + 1].takes
         above = before.stacks[work.stack + 1].upstream
         return NestedMap(zeros, **{source: above[name] for name, source in takes.items()})
@@ -221,6 +222,14 @@ class Loops:
 
         return self._layout.OfStages(stack, NestedMap({name: choose(name) for name in elsewhere}))
 
+    def _Last(self, arriving: NestedMap) -> NestedMap:
+        """What the loss takes of the last stage's carry, which the first stage gets next."""
+        cut = self._parts.cut
+        taken = {name: arriving[name] for name in self._parts.takes}
+        return NestedMap(
+            {name: (x[..., : cut[name]] if name in cut else x)[0] for name, x in taken.items()}
+        )
+
     def _InChunk(self, x: tf.Tensor, unit: Unit) -> tf.Tensor:
         """x [K, D, ...] as [K, D, V, ...], zeros except in each stage's chunk."""
         if self._V == 1:
@@ -254,9 +263,9 @@ class Loops:
                 carry[name] = state.stacks[-1].arriving[source]
             mine = self._StackStart(j, self._layout.OfStages(j, carry))
             state.stacks.append(mine)
-            found = self._do.EnterGradients(j, NestedMap(part, upstream=entering))
+            found = self._do.EnterGradients(j, NestedMap(part, upstream=floating(entering)))
             self._RestStart(state, found)
-        last = NestedMap({name: mine.arriving[name][0] for name in self._parts.takes})
+        last = self._Last(mine.arriving)
         found = self._do.Loss(NestedMap(part, carry=last))
         self._RestStart(state, found)
         state.loss = self._Zeros(found.loss.shape, sum_type(found.loss.dtype))
@@ -271,12 +280,12 @@ class Loops:
         work = self._schedule.WorkOf(schedules.FORWARD, j)
         given = self._Given(work, self._Unit(work, tf.constant(0)), carry)
         done = self._do.Forward(j, given)
-        given.parts.upstream = carry
+        given.parts.upstream = floating(carry)
         found = self._do.Gradients(j, given, carry=not self._schedule.splits_backward)
         room = self._layout.Room(j, self._schedule.InputsKept(j), carry, self._float)
         mine = NestedMap(
             arriving=carry,
-            upstream=carry,
+            upstream=floating(carry),
             inputs=room,
             loss=self._Zeros(done.loss.shape, done.loss.dtype),
             extras=done.extras.Transform(lambda x: self._ChunkZeros(x)),
@@ -286,7 +295,7 @@ class Loops:
             of_rest=found.rest.Transform(lambda g: self._Zeros(g.shape, g.dtype)),
         )
         if ticks := self._schedule.GradientsKept(j):
-            mine.gradients = self._layout.Room(j, ticks, carry, self._float)
+            mine.gradients = self._layout.Room(j, ticks, floating(carry), self._float)
         return mine
 
     def _RestStart(self, state: NestedMap, found: NestedMap) -> None:
@@ -301,3 +310,9 @@ class Loops:
 
     def _Zeros(self, shape: Sequence[int], dtype: tf.DType = tf.float32) -> tf.Tensor:
         return runtime_zeros(self._float, dtype, list(shape))
+
+
+def _filled(x: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """x, with zeros after it up to the last dimension of `like`."""
+    missing = like.shape[-1] - x.shape[-1]
+    return tf.pad(x, [*[[0, 0]] * (x.shape.rank - 1), [0, missing]]) if missing else x

@@ -89,22 +89,27 @@ class Settings:
     micro_batches: int  # of a batch
     schedule: str  # one of SCHEDULES
     repeats: int  # V
-    # Whether each device along axis `data` works on micro-batches of its own, as equal stages do
-    # (task/pipelined_step.py). Cells of different shapes (gpipe.py) spread the rows of each micro-batch instead.
-    by_replica: bool
+    # Whether the stages are cells of different shapes (cell_stack.py). Then the devices along axis `data` work on parts
+    # of the rows of one micro-batch; else each of them works on micro-batches of its own.
+    cells: bool = False
     splits: tuple[int, ...] = ()  # the blocks at which stages end; () for stages as equal as can be
 
     @classmethod
-    def Of(cls, p: Params) -> "Settings | None":
+    def Of(cls, p: Params, cells: bool = False) -> "Settings | None":
         """The settings in `pipeline_params`; None for one stage."""
         if p.stages == 1:
             return None
-        return cls(p.stages, p.micro_batches, p.schedule, p.repeats, True, tuple(p.splits))
+        splits = () if cells else tuple(p.splits)
+        return cls(p.stages, p.micro_batches, p.schedule, p.repeats, cells, splits)
+
+    def Devices(self, activation_split: SplitMap, mesh: Mesh) -> int:
+        """D, how many devices of a stage have rows of their own."""
+        by_rows = DATA in mesh.axis_names and DATA in axes_of(activation_split.get("B"))
+        return mesh.axis_size(DATA) if by_rows else 1
 
     def Replicas(self, activation_split: SplitMap, mesh: Mesh) -> int:
-        """D, how many micro-batches are worked on at the same time."""
-        by_rows = DATA in mesh.axis_names and DATA in axes_of(activation_split.get("B"))
-        return mesh.axis_size(DATA) if self.by_replica and by_rows else 1
+        """How many micro-batches are worked on at the same time: D, but 1 where the stages are cells."""
+        return 1 if self.cells else self.Devices(activation_split, mesh)
 
 
 def settings_of(task: InstantiableParams) -> Settings | None:

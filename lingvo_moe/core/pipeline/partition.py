@@ -85,6 +85,24 @@ def optimal_partition(costs: Sequence[int], num_partitions: int) -> Partition:
     return _partition(costs, bounds[::-1])
 
 
+def divided(costs: Sequence[int], num_partitions: int, ends: Sequence[int] = ()) -> Partition:
+    """The parts that end where `ends` says, e.g. (2, 5) for two elements and then three; () for optimal_partition.
+
+    Raises:
+        PartitionError: as optimal_partition; or ends that are not an ascending number for each part.
+    """
+    if not ends:
+        return optimal_partition(costs, num_partitions)
+    starts = (0, *ends[:-1])
+    ascending = all(start < end for start, end in zip(starts, ends, strict=True))
+    if len(ends) != num_partitions or not ascending or ends[-1] != len(costs):
+        raise PartitionError(
+            f"splits={list(ends)}: must be {num_partitions} ascending numbers of layers, of which the last is all "
+            f"{len(costs)}"
+        )
+    return _partition(costs, starts)
+
+
 RULES: dict[str, Callable[[Sequence[int], int], Partition]] = {
     "histogram": histogram_partition,
     "optimal": optimal_partition,

@@ -6,7 +6,8 @@ Letters: K stages, M micro-batches, L blocks of a stack, B rows of a micro-batch
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -27,9 +28,23 @@ class Context:
     shares: NestedMap | None = None
 
 
+class StageWork(Protocol):
+    """The work of all stages in a tick, of a stack whose blocks compute different things (cell_stack.py)."""
+
+    def Forward(self, given: NestedMap, shared: NestedMap) -> NestedMap:
+        """See stage.Programs.Forward."""
+        ...
+
+    def Backward(
+        self, given: NestedMap, shared: NestedMap, carry: bool, weights: bool
+    ) -> NestedMap:
+        """See stage.Programs.Gradients."""
+        ...
+
+
 @dataclass(frozen=True)
 class Stack:
-    """L equal blocks, of which each stage has consecutive ones."""
+    """L blocks, of which each stage has consecutive ones. They are equal, or cells that are packed to look equal."""
 
     name: str  # e.g. 'encoder'; operations carry it
     weights: str  # the path in theta of the stacked weights [L, ...], e.g. 'encoder.blocks'
@@ -40,11 +55,15 @@ class Stack:
     enter: Callable[[Rest, Context], NestedMap]
     # (weights [n, ...], rest, carry, context, which blocks they are) -> the carry after these blocks; the loss that
     # they add, a float32 scalar; what else they return, float32, [n, ...] each, which micro-batches add up.
-    run: Callable[
-        [NestedMap, Rest, NestedMap, Context, Chunk], tuple[NestedMap, tf.Tensor, NestedMap]
-    ]
+    run: (
+        Callable[
+            [NestedMap, Rest, NestedMap, Context, Chunk], tuple[NestedMap, tf.Tensor, NestedMap]
+        ]
+        | None
+    ) = None
     # Entries of `carry` that the stack before it gives, by their names there, e.g. {'memory': 'x'}.
-    takes: Mapping[str, str]
+    takes: Mapping[str, str] = field(default_factory=dict)
+    cells: StageWork | None = None  # the work of the stages in place of `run`, if blocks differ
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,12 @@ class Parts:
     # (sums of the metrics of `loss`, the sum of all losses, what stacks return by their names, [L, ...]) -> metrics of
     # the step, with `updates` if there are any.
     metrics: Callable[[NestedMap, tf.Tensor, NestedMap], NestedMap]
+    # For entries of `takes` of whose last dimension the loss depends on the first elements alone: their number.
+    cut: Mapping[str, int] = field(default_factory=dict)
+
+    def Traced(self, rest: Rest, first: Callable[[], Context], num: int, devices: int) -> "Parts":
+        """These parts; see CellParts.Traced."""
+        return self
 
     def Run(
         self, theta: NestedMap, context: Context
@@ -73,6 +98,7 @@ class Parts:
             taken = {name: carry[before] for name, before in stack.takes.items()}
             carry = NestedMap(stack.enter(theta, context), **taken)
             weights = theta.Get(stack.weights)
+            assert stack.run is not None
             carry, loss, extras[stack.name] = stack.run(weights, theta, carry, context, ALL)
             losses.append(loss)
         return carry, losses, extras
@@ -84,6 +110,11 @@ class Parts:
         loss, metrics = self.loss(theta, left, context)
         loss += tf.add_n(losses)
         return loss, self.metrics(metrics, loss, extras)
+
+    @property
+    def paths(self) -> list[str]:
+        """The path in theta of the weights of each stack."""
+        return [stack.weights for stack in self.stacks]
 
     @property
     def sizes(self) -> list[tuple[str, int]]:

@@ -91,16 +91,25 @@ class Programs:
         self.entries = [[n for n in s.carry if n not in s.takes] for s in parts.stacks]
         self._units, self._shared = units, shared
         count = range(len(parts.stacks))
-        self._forward = [TracedOnce(_of_stages(_Stage(self, j).Forward)) for j in count]
+        self._forward = [TracedOnce(self._Forward(j)) for j in count]
         kinds = ((True, True), (True, False), (False, True))
         self._backward = [
-            {kind: TracedOnce(_of_stages(_Stage(self, j, *kind).Backward)) for kind in kinds}
-            for j in count
+            {kind: TracedOnce(self._Backward(j, *kind)) for kind in kinds} for j in count
         ]
         edges = [_Edge(self, j) for j in count]
         self._enter = [TracedOnce(_of_replicas(edge.Enter)) for edge in edges]
         self._enter_backward = [TracedOnce(_of_replicas(edge.EnterBackward)) for edge in edges]
         self._loss = TracedOnce(_of_replicas(edges[-1].LossAndGradients))
+
+    def _Forward(self, stack: int) -> "_OfAll":
+        if (cells := self.parts.stacks[stack].cells) is not None:
+            return lambda both: cells.Forward(both.given, both.shared)
+        return _of_stages(_Stage(self, stack).Forward)
+
+    def _Backward(self, stack: int, carry: bool, weights: bool) -> "_OfAll":
+        if (cells := self.parts.stacks[stack].cells) is not None:
+            return lambda both: cells.Backward(both.given, both.shared, carry, weights)
+        return _of_stages(_Stage(self, stack, carry, weights).Backward)
 
     def Enter(self, stack: int, parts: NestedMap) -> NestedMap:
         """Computes the activations with which micro-batches enter a stack, [D, ...]."""
@@ -217,6 +226,7 @@ class _Stage:
     ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
         context = self._programs.Context(part, shared)
         chunk = Chunk(given.first, given.get("count"))
+        assert self._stack.run is not None
         return self._stack.run(given.weights, shared.rest, part.carry, context, chunk)
 
 
@@ -234,23 +244,29 @@ class _Edge:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(rest)
             entered = self.Enter(part, shared)
-        found = tape.gradient(entered.Flatten(), rest, part.upstream.Flatten())
-        return NestedMap(rest=_present(found))
+        grads = tape.gradient(floating(entered).Flatten(), rest, part.upstream.Flatten())
+        return NestedMap(rest=_present(grads))
 
     def LossAndGradients(self, part: NestedMap, shared: NestedMap) -> NestedMap:
-        carry, rest = part.carry.Flatten(), shared.rest.Flatten()
+        floats, rest = floating(part.carry), shared.rest.Flatten()
+        carry = floats.Flatten()
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*carry, *rest])
             context = self._programs.Context(part, shared)
             loss, metrics = self._programs.parts.loss(shared.rest, part.carry, context)
-        found = tape.gradient(loss, [*carry, *rest])
-        of_carry = [or_zeros(g, x) for g, x in zip(found, carry, strict=False)]
+        grads = tape.gradient(loss, [*carry, *rest])
+        of_carry = [or_zeros(g, x) for g, x in zip(grads, carry, strict=False)]
         return NestedMap(
             loss=loss,
             metrics=metrics,
-            carry=part.carry.Pack(of_carry),
-            rest=_present(found[len(carry) :]),
+            carry=floats.Pack(of_carry),
+            rest=_present(grads[len(carry) :]),
         )
+
+
+def floating(carry: NestedMap) -> NestedMap:
+    """The entries of a carry that have gradients."""
+    return NestedMap({name: x for name, x in carry.items() if x.dtype.is_floating})
 
 
 def _present(grads: Sequence[tf.Tensor | None]) -> NestedMap:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from lingvo_moe.core.input.base_input import ArraySpec
-from lingvo_moe.core.input.division import Division
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.pipeline.blocks import StageBlocks
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE, Schedule
@@ -38,20 +37,23 @@ class StageLayout:
     def __init__(
         self,
         schedule: Schedule,
-        division: Division,
+        specs: NestedMap,
         stacks: Sequence[StackTensors],
         rest_splits: Mapping[str, DimsMapping],
         ends: tuple[int, ...] = (),
+        devices: int = 1,
     ):
         """
         Args:
-            division: of the batch, whose specs have no axis `data`.
+            specs: the ArraySpecs of the batch, whose `split` has no axis `data`.
             rest_splits: the mesh axes of the other weights, by the names of their gradients (see stage.py).
             ends: StageBlocks.ends of each stack.
+            devices: D, of which each works on rows of its own: on a micro-batch, or on a part of the rows of one.
         """
-        self._K, self._V, self._division = schedule.stages, schedule.repeats, division
+        self._K, self._V, self._M = schedule.stages, schedule.repeats, schedule.micro_batches
+        self._specs = specs
         self._mesh = mesh_of("the layout of a pipeline", None)
-        self.D = division.num // schedule.micro_batches
+        self.D = devices
         self._data = DATA if self.D > 1 else None
         self._carries = [
             {name: (self._data, *without_data(split)) for name, split in stack.carry.items()}
@@ -210,15 +212,15 @@ class StageLayout:
     # --- the batch
 
     def Sets(self, batch: NestedMap) -> NestedMap:
-        """The micro-batches of Division.Stacked, [M D, ...], as M sets: [M, D, ...]."""
+        """The micro-batches of Division.Stacked, [M D, rows, ...] or [M, D rows, ...], as M sets: [M, D, rows, ...]."""
 
         def sets(x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
             if not spec.has_rows:
                 return x
-            shaped = tf.reshape(x, [-1, self.D, *x.shape[1:]])
+            shaped = tf.reshape(x, [self._M, self.D, -1, *x.shape[2:]])
             return sharded(shaped, (None, self._data, *spec.split))
 
-        return map_structure(sets, batch, self._division.specs)
+        return map_structure(sets, batch, self._specs)
 
     def Part(self, batch: NestedMap, number: tf.Tensor) -> NestedMap:
         """NestedMap(batch, number) of the micro-batches of sets.
@@ -235,7 +237,7 @@ class StageLayout:
             split = (*leading, self._data, *spec.split)
             return sharded(tf.gather(x, number), split)
 
-        of_batch = map_structure(taken, batch, self._division.specs)
+        of_batch = map_structure(taken, batch, self._specs)
         numbers = number[..., tf.newaxis] * self.D + tf.range(self.D)
         return NestedMap(batch=of_batch, number=sharded(numbers, (*leading, self._data)))
 

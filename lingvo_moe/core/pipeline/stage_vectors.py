@@ -1,11 +1,11 @@
 """Packs tensors of different shapes into vectors of one length, so that all stages of a pipeline look alike.
 
-Letters: Z stages, F elements of a packed vector, M micro-batches, D blocks of rows.
+Letters: Z stages, F elements of a packed vector.
 """
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,100 +159,43 @@ def from_paths(specs: NestedMap, values: Mapping[str, Any]) -> NestedMap:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The tensors between two cells, for one micro-batch.
-
-    They are packed in D blocks of rows, one for each device that has other rows. Rows come first in a block, whatever
-    their dimension is.
-    """
+    """The tensors between two cells, for the rows of a micro-batch that a device has."""
 
     tree: Any  # their structure: tf.TensorSpecs, and None where an argument is None
     batch_dim: int  # the dimension of every tensor that counts rows
-    # D of these specs: 1 inside a manual region, where the specs are those of a device.
-    blocks: int = 1
 
     def Specs(self) -> list[tf.TensorSpec]:
         """The tensors, without None."""
         return [spec for spec in flatten(self.tree) if spec is not None]
 
-    def Lengths(self, floating: bool = False) -> dict[str, int]:
-        """The elements of a block, by dtype's name; of all dtypes, or of floating-point ones only."""
+    def Lengths(self) -> dict[str, int]:
+        """The number of elements, by dtype's name."""
         lengths: dict[str, int] = {}
         for spec in self.Specs():
-            if spec.dtype.is_floating or not floating:
-                count = spec.shape.num_elements() // self.blocks
-                lengths[spec.dtype.name] = lengths.get(spec.dtype.name, 0) + count
+            count = spec.shape.num_elements()
+            lengths[spec.dtype.name] = lengths.get(spec.dtype.name, 0) + count
         return lengths
 
     def Pack(self, tree: Any, like: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Vectors [D, length] for each dtype in `like`.
+        """Vectors [length] for each dtype in `like`.
 
         Args:
             tree: tensors in this structure; those of other dtypes may be None.
             like: vectors of the wanted lengths. Where this boundary has no tensor of a dtype, the result is that
                 vector itself.
         """
-        names = like.keys()
-        parts = self._ByDtype(
-            tree, lambda x: tf.reshape(self._RowsFirst(x), [self.blocks, -1]), names
-        )
+        parts: dict[str, list[tf.Tensor]] = {}
+        for spec, x in zip(flatten(self.tree), flatten(tree), strict=True):
+            if spec is not None and spec.dtype.name in like:
+                parts.setdefault(spec.dtype.name, []).append(tf.reshape(x, [-1]))
         packed = dict(like)
         for name, vectors in parts.items():
-            joined = tf.concat(vectors, 1)
-            packed[name] = tf.pad(joined, [[0, 0], [0, like[name].shape[1] - joined.shape[1]]])
+            joined = tf.concat(vectors, 0)
+            packed[name] = tf.pad(joined, [[0, like[name].shape[0] - joined.shape[0]]])
         return packed
 
     def Unpack(self, packed: Mapping[str, tf.Tensor]) -> Any:
         """The inverse of Pack. Tensors of dtypes that are not in `packed` become None."""
-        return self._Unpacked(packed, tf.reshape)
-
-    def PackBatch(self, tree: Any, num: int, devices: int) -> dict[str, tf.Tensor]:
-        """Vectors [M, D, length] by dtype: all micro-batches of a batch.
-
-        Micro-batch m has rows m, m + M, m + 2 M, ... So no row changes its device, and micro-batches are those of
-        core/task/micro_batches.py for a task without groups.
-
-        Args:
-            tree: tensors in this structure, with the rows of the batch.
-            devices: D, the devices that have other rows.
-        """
-
-        def blocks(x: tf.Tensor) -> tf.Tensor:
-            x = self._RowsFirst(x)
-            per_device = x.shape[0] // (devices * num)
-            x = tf.reshape(x, [devices, per_device, num, -1])
-            return tf.reshape(moved(x, 2, 0), [num, devices, -1])
-
-        parts = self._ByDtype(tree, blocks, self.Lengths().keys())
-        return {name: tf.concat(vectors, 2) for name, vectors in parts.items()}
-
-    def UnpackBatch(self, packed: Mapping[str, tf.Tensor], num: int, devices: int) -> Any:
-        """The inverse of PackBatch."""
-
-        def rows(x: tf.Tensor, shape: list[int]) -> tf.Tensor:
-            per_device = shape[0] // self.blocks
-            x = moved(tf.reshape(x, [num, devices, per_device, -1]), 0, 2)
-            return tf.reshape(x, [devices * per_device * num, *shape[1:]])
-
-        return self._Unpacked(packed, rows)
-
-    def _RowsFirst(self, x: tf.Tensor) -> tf.Tensor:
-        return moved(x, self.batch_dim, 0)
-
-    def _ByDtype(
-        self, tree: Any, vector: Callable[[tf.Tensor], tf.Tensor], names: Collection[str]
-    ) -> dict[str, list[tf.Tensor]]:
-        parts: dict[str, list[tf.Tensor]] = {}
-        for spec, x in zip(flatten(self.tree), flatten(tree), strict=True):
-            if spec is not None and spec.dtype.name in names:
-                parts.setdefault(spec.dtype.name, []).append(vector(x))
-        return parts
-
-    def _Unpacked(
-        self,
-        packed: Mapping[str, tf.Tensor],
-        rows: Callable[[tf.Tensor, list[int]], tf.Tensor],
-    ) -> Any:
-        """The tree; `rows` makes a tensor whose rows come first from its part of a packed vector, and its shape."""
         begins = dict.fromkeys(packed, 0)
         leaves: list[tf.Tensor | None] = []
         for spec in flatten(self.tree):
@@ -260,26 +203,15 @@ class Boundary:
                 leaves.append(None)
                 continue
             name, begin = spec.dtype.name, begins[spec.dtype.name]
-            begins[name] = end = begin + spec.shape.num_elements() // self.blocks
-            shape = spec.shape.as_list()
-            shape.insert(0, shape.pop(self.batch_dim))
-            leaves.append(moved(rows(packed[name][..., begin:end], shape), 0, self.batch_dim))
+            begins[name] = end = begin + spec.shape.num_elements()
+            leaves.append(tf.reshape(packed[name][begin:end], spec.shape))
         return pack_as(self.tree, leaves)
 
 
-def largest(boundaries: Sequence[Boundary], floating: bool = False) -> dict[str, int]:
-    """The most elements that a block of any of the boundaries has, by dtype; see Boundary.Lengths."""
+def largest(boundaries: Sequence[Boundary]) -> dict[str, int]:
+    """The most elements that any of the boundaries has, by dtype."""
     lengths: dict[str, int] = {}
     for boundary in boundaries:
-        for name, count in boundary.Lengths(floating).items():
+        for name, count in boundary.Lengths().items():
             lengths[name] = max(count, lengths.get(name, 0))
     return dict(sorted(lengths.items()))
-
-
-def moved(x: tf.Tensor, source: int, target: int) -> tf.Tensor:
-    """x with one dimension moved to another place."""
-    if source == target:
-        return x
-    order = [d for d in range(x.shape.rank) if d != source]
-    order.insert(target, source)
-    return tf.transpose(x, order)

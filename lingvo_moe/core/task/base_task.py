@@ -29,6 +29,7 @@ from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.optimizers import moving_average
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.registry import OPTIMIZERS
+from lingvo_moe.core.pipeline.cell_stack import CellParts
 from lingvo_moe.core.pipeline.params import Settings
 from lingvo_moe.core.pipeline.parts import Parts
 from lingvo_moe.core.sharding import Mesh
@@ -261,13 +262,19 @@ class BaseTask(BaseLayer):
             shares: its Units divided by those of the batch, float32 scalars.
         """
         loss, metrics = self.FProp(theta, batch, seed=seed)
+        return self.Terms(loss, metrics, shares)
+
+    def Terms(
+        self, loss: tf.Tensor, metrics: NestedMap, shares: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Loss and metrics of a micro-batch, means over its UNITs, as the terms of MicroBatchTerms."""
         share, whole = shares[self.UNIT], (self.UNIT, "updates")
         scaled = NestedMap({name: m for name, m in metrics.items() if name not in whole})
         scaled = scaled.Transform(lambda metric: metric * share)
         scaled.update({name: metrics[name] for name in whole if name in metrics})
         return loss * share, scaled
 
-    def PipelineParts(self) -> Parts | None:
+    def PipelineParts(self) -> Parts | CellParts | None:
         """Returns the stacks of layers that core/task/pipelined_step.py trains by stages, as `p.pipeline` says
         (core/pipeline/params.py); None if there is one stage."""
         return None

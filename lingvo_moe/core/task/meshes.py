@@ -9,7 +9,7 @@ from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import UsageError
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
-from lingvo_moe.core.pipeline.schedule import DATA, STAGE, ScheduleError
+from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
 from lingvo_moe.core.sharding.letters import GRADIENTS, NONE, SLOTS, axes_of, axis_of
 
@@ -85,8 +85,6 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
         schedule_on(settings, parts.sizes, task.p.activation_split, mesh)
     if mesh.size == 1:
         return
-    if settings is not None and parts is None:
-        _check_stage_axis(settings.stages, task.p.weight_split.get("Z"), mesh)
     layers = [("task", task), *_layers_of(task, "task")]
     for path, layer in layers:
         for name in ("weight_split", "activation_split"):
@@ -134,16 +132,6 @@ def _shards_more(task: "BaseTask", level: str, mesh: Mesh) -> bool:
         )
         specs = [spec for name in names for spec in state[name].Flatten()]
     return mesh.size > 1 and any(spec.StoredSplit(mesh) != spec.split for spec in specs)
-
-
-def _check_stage_axis(stages: int, axis: Axis, mesh: Mesh) -> None:
-    """Raises ScheduleError unless each stage of cells of different shapes has devices of its own."""
-    lacking = [name for name in axes_of(axis) if name not in mesh.axis_names]
-    if not axis or (not lacking and mesh.axis_size(axis) != stages):
-        raise ScheduleError(
-            f"task.pipeline.stages={stages}: mesh {mesh} has no axis with a device for each stage; e.g. --mesh={STAGE}:"
-            f"{stages},{DATA}:{max(1, mesh.size // stages)} and task.weight_split={{'Z': '{STAGE}'}}"
-        )
 
 
 def _check_axes_are_used(
@@ -211,7 +199,7 @@ def _check_part(path: str, params: Params, axis: Axis, mesh: Mesh) -> None:
     """Raises ShardingError if a micro-batch's part of a size is not divisible by the axis that shards it."""
     (name, num), size = micro_batches_of(params), params.Get(path)
     settings = settings_of(params.task)
-    if settings is not None and settings.by_replica:
+    if settings is not None and not settings.cells:
         axis = tuple(a for a in axes_of(axis) if a != DATA)
     parts = mesh.axis_size(axis) if axis else 1
     if size // num % parts:

@@ -14,7 +14,7 @@ from lingvo_moe.core.base_layer import name_scope
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.loops import Loops
 from lingvo_moe.core.pipeline.params import schedule_on, settings_of
-from lingvo_moe.core.pipeline.parts import Parts, Stack
+from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.pipeline.stage import Programs
 from lingvo_moe.core.pipeline.stage_layout import StackTensors, StageLayout, dims_of, without_data
 from lingvo_moe.core.sharding.annotate import mesh_of
@@ -43,36 +43,44 @@ def pipelined_step(
         raise TaskError(f"{task.path}: {name} has no stacks of layers in task.pipeline.stages")
     num = settings.micro_batches
     division, small = divided(task, num, batch_specs, "task.pipeline.micro_batches")
-    parts = small.PipelineParts()
-    assert parts is not None
-    # Rows go to the device of `data` that has their micro-batch.
+    untraced = small.PipelineParts()
+    assert untraced is not None
+    paths = untraced.paths
     by_part = division.specs.Transform(lambda s: replace(s, split=without_data(s.split)))
-    division = replace(division, specs=by_part)
+    if not settings.cells:
+        # Rows go to the device of `data` that has their micro-batch.
+        division = replace(division, specs=by_part)
     specs = task.VariableSpecs()
-    trainable = [
-        [spec.trainable for spec in specs.Get(stack.weights).Flatten()] for stack in parts.stacks
-    ]
-    rest_splits = {f"g{i}": spec.split for i, spec in enumerate(_rest(specs, parts).Flatten())}
+    trainable = [[spec.trainable for spec in specs.Get(path).Flatten()] for path in paths]
+    rest_splits = {f"g{i}": spec.split for i, spec in enumerate(_rest(specs, paths).Flatten())}
 
     def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
         theta, mesh = state.theta, mesh_of(f"the pipeline of {task.path}", None)
-        schedule = schedule_on(settings, parts.sizes, task.p.activation_split, mesh)
+        schedule = schedule_on(settings, untraced.sizes, task.p.activation_split, mesh)
         with name_scope(f"{task.path}.pipeline"):
             shared = NestedMap(
-                rest=_rest(theta, parts),
+                rest=_rest(theta, paths),
                 seed=randomness.make_seed(task.p.seed, state.step),
                 units=task.Units(batch),
             )
+            stacked = division.Stacked(batch)
+
+            def first() -> Context:
+                return Context(division.Part(stacked, tf.constant(0)), shared.seed)
+
+            devices = settings.Devices(task.p.activation_split, mesh)
+            parts = untraced.Traced(shared.rest, first, num, devices)
             layout = StageLayout(
                 schedule,
-                division,
+                by_part,
                 [_tensors(task, stack, theta) for stack in parts.stacks],
                 rest_splits,
                 settings.splits,
+                devices,
             )
             programs = Programs(small.path, small.Units, parts, trainable, shared)
             given = tf.cast(state.step, tf.float32)
-            end = Loops(schedule, programs, layout, division.Stacked(batch), given).Run()
+            end = Loops(schedule, programs, layout, stacked, given).Run()
             loss, metrics = _loss_and_metrics(parts, layout, end)
             updates = metrics.pop("updates", NestedMap()).Transform(lambda x: x * (1.0 / num))
             metrics = task.CombinedMetrics(metrics)
@@ -118,7 +126,7 @@ def _gradients(
         paths = [path for (path, _), t in zip(items, trainable[j], strict=True) if t]
         sums = layout.WeightsInOrder(j, trainable[j], mine.weights)
         found.update({f"{stack.weights}.{path}": g for path, g in zip(paths, sums, strict=True)})
-    for i, (path, _) in enumerate(_rest(theta, parts).FlattenItems()):
+    for i, (path, _) in enumerate(_rest(theta, parts.paths).FlattenItems()):
         name = f"g{i}"
         terms = [tf.reduce_sum(end.rest[name], 0)] if name in end.rest else []
         terms += [
@@ -129,10 +137,10 @@ def _gradients(
     return found
 
 
-def _rest(tree: NestedMap, parts: Parts) -> NestedMap:
-    """A tree in theta's structure without the stacks' weights."""
+def _rest(tree: NestedMap, paths: Sequence[str]) -> NestedMap:
+    """A tree in theta's structure without the weights of stacks, which are at `paths`."""
     rest = tree.Transform(lambda x: x)
-    for stack in parts.stacks:
-        parent, _, name = stack.weights.rpartition(".")
+    for path in paths:
+        parent, _, name = path.rpartition(".")
         del (rest.Get(parent) if parent else rest)[name]
     return rest

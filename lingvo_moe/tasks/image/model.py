@@ -7,19 +7,21 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.base_layer import within
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.elementwise import Dropout
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.params import Settings
+from lingvo_moe.core.pipeline.cell_stack import CellParts
+from lingvo_moe.core.pipeline.params import PARAMETERS, Settings
 from lingvo_moe.core.pipeline.partition import PartitionError
+from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
-from lingvo_moe.tasks.image.networks import ResNet
-from lingvo_moe.tasks.image.pipelined import PARAMETERS as PIPELINE, pipeline_params
+from lingvo_moe.tasks.image.networks import PIPELINE, ResNet, network_pipeline_params
 
 _TOP = 5
 _LARGEST_IMAGE = 16  # rows and columns of a shrunk model's, unless the mesh needs more
@@ -40,7 +42,12 @@ class ImageClassifier(BaseTask):
         "V": ("task.num_classes",),
     }
     DIVIDED: ClassVar[str] = "BYXV"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("activation_split", "weight_split", *PIPELINE)
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        "activation_split",
+        "weight_split",
+        *PARAMETERS,
+        "pipeline.image_size",
+    )
     HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("nll", "top1", "top5")
     NEXT = "python -m tools.evaluate_images --logdir={}"
 
@@ -50,7 +57,8 @@ class ImageClassifier(BaseTask):
         p.Define("num_classes", 1000, "V.", checks.SIZE)
         p.Define("channels", 3, "Channels of the images: 3, or 1 for shades of grey.", checks.SIZE)
         p.Define("network", ResNet.Params(), "From images to features; see networks.py.")
-        p.Define("pipeline", pipeline_params(), "The network in stages on devices of their own.")
+        help_text = "The network in stages of similar FLOPs, on devices of their own."
+        p.Define("pipeline", network_pipeline_params(), help_text)
         p.Define("head", Classifier.Params(), "From features to classes; sizes are set from above.")
         p.Define("dropout", 0.0, "Rate on the features.", checks.SHARE)
         p.Define(
@@ -61,8 +69,8 @@ class ImageClassifier(BaseTask):
         )
         p.Define("pixel_deviation", 0.25, "Pixels are divided by it.", checks.POSITIVE)
         p.Derive("network.input_channels", "channels")
-        for name in ("stages", "micro_batches", "image_size"):
-            p.Derive(f"network.pipeline.{name}", f"pipeline.{name}")
+        for name in (*PARAMETERS, "pipeline.image_size"):
+            p.Derive(f"network.{name}", name)
         p.Derive("head.num_classes", "num_classes")
         p.Derive("head.model_dim", "network")
         p.Derive("head.label_smoothing", "label_smoothing")
@@ -92,8 +100,8 @@ class ImageClassifier(BaseTask):
         if self.p.pipeline.stages == 1:
             return self
         task = self.p.Copy()
-        task.pipeline.Set(stages=1, micro_batches=1)
-        return type(self)(task)
+        one = network_pipeline_params()
+        return type(self)(task.Set(pipeline=one))
 
     @classmethod
     def _Network(cls, p: HyperParams) -> InstantiableParams:
@@ -102,10 +110,7 @@ class ImageClassifier(BaseTask):
 
     @classmethod
     def PipelineSettings(cls, task: HyperParams) -> Settings | None:
-        p = task.pipeline
-        if p.stages == 1:
-            return None
-        return Settings(p.stages, p.micro_batches, "gpipe", 1, by_replica=False)
+        return Settings.Of(task.pipeline, cells=True)
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
@@ -127,7 +132,7 @@ class ImageClassifier(BaseTask):
         """Raises TaskError if the network has fewer layers than the pipeline stages."""
         network = cls._Network(task)
         try:
-            network.cls.PipelineParts(network)
+            network.cls.Partition(network)
         except PartitionError as e:
             raise TaskError(f"task.pipeline.stages={task.pipeline.stages}: {e}") from None
 
@@ -183,7 +188,41 @@ class ImageClassifier(BaseTask):
     ) -> tuple[tf.Tensor, NestedMap]:
         """Returns the loss (float32 scalar) and metrics: loss, nll (without label smoothing), top1 and top5 (the
         share of images whose class is the best-scored one, or one of the five), images, and updates; see BaseTask."""
-        logits, updates = self._Logits(theta, batch.images, seed)
+        x = self._Pixels(batch.images)
+        features, updates = self.network.FProp(theta.network, x, training=seed is not None)
+        loss, metrics = self._Loss(theta, features, batch, seed)
+        return loss, NestedMap(metrics, **updates)
+
+    def PipelineParts(self) -> CellParts | None:
+        """See BaseTask: the stages of the network, each a cell."""
+        if self.network.cells is None:
+            return None
+
+        def loss(
+            rest: NestedMap, features: tuple[tf.Tensor], context: Context
+        ) -> tuple[tf.Tensor, NestedMap]:
+            x = self.network.Shard(features[0], "BM")
+            loss, metrics = self._Loss(rest, x, context.batch, context.seed)
+            assert context.shares is not None
+            return self.Terms(loss, metrics, context.shares)
+
+        return CellParts(
+            name="network",
+            weights=f"network.{PIPELINE}",
+            stack=self.network.cells,
+            enter=lambda rest, context: (self._Pixels(context.batch.images),),
+            loss=loss,
+            metrics=lambda sums, loss, extras: NestedMap(sums, **extras),
+            enter_is_trained=False,
+        )
+
+    @within("Loss")
+    def _Loss(
+        self, theta: NestedMap, features: tf.Tensor, batch: NestedMap, seed: tf.Tensor | None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Loss and metrics from features [B, M]."""
+        features = self.dropout.FProp(theta.dropout, features, self.FoldSeed(seed, "dropout"))
+        logits = self.head.FProp(theta.head, features)
         real = tf.cast(batch.labels >= 0, tf.float32)
         images = tf.reduce_sum(real)
         per_image = real / tf.maximum(images, 1.0)
@@ -196,18 +235,13 @@ class ImageClassifier(BaseTask):
             top5=tf.reduce_sum(in_top_k(logits, batch.labels, _TOP) * per_image),
             images=images,
         )
-        metrics.update(updates)
         return loss, metrics
 
-    def _Logits(
-        self, theta: NestedMap, images: tf.Tensor, seed: tf.Tensor | None
-    ) -> tuple[tf.Tensor, NestedMap]:
-        """Logits [B, V], and the network's extras."""
+    @within("Loss")
+    def _Pixels(self, images: tf.Tensor) -> tf.Tensor:
+        """The images as numbers around 0, in the type of activations."""
         x = tf.cast(self.Shard(images, "BYXI"), tf.float32) * (1 / 255)
-        x = tf.cast((x - self.p.pixel_mean) * (1 / self.p.pixel_deviation), self.fprop_dtype)
-        features, extras = self.network.FProp(theta.network, x, training=seed is not None)
-        features = self.dropout.FProp(theta.dropout, features, self.FoldSeed(seed, "dropout"))
-        return self.head.FProp(theta.head, features), extras
+        return tf.cast((x - self.p.pixel_mean) * (1 / self.p.pixel_deviation), self.fprop_dtype)
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
         """See BaseTask: the stages of the network, and the head."""
@@ -220,5 +254,6 @@ class ImageClassifier(BaseTask):
         if self.p.pipeline.stages == 1:
             return []
         network = self.network.p
-        costs = network.cls.PipelineParts(network).costs  # of one image of pipeline.image_size
-        return [batch.images.shape[0] * cost for cost in costs]
+        costs = network.cls.Partition(network).costs  # for one image of pipeline.image_size
+        stages = self.p.pipeline.stages
+        return [batch.images.shape[0] * sum(costs[k::stages]) for k in range(stages)]

@@ -5,17 +5,38 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.pooling import GlobalAveragePool, Pool2D
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.cell_stack import CellStack
 from lingvo_moe.core.pipeline.cells import metas_in_sequence, sub_layers
-from lingvo_moe.core.pipeline.partition import Partition, flattened, optimal_partition
-from lingvo_moe.tasks.image.pipelined import NamedLayer, PipelinedLayers, at, pipeline_params
+from lingvo_moe.core.pipeline.params import one_stage, pipeline_params
+from lingvo_moe.core.pipeline.partition import (
+    Partition,
+    divided,
+    flattened,
+    partition_of,
+)
 from lingvo_moe.tasks.image.stages import Bottleneck, ConvNorm, ConvPool, Sequential, Stage
 
+PIPELINE = "pipeline"  # where the theta of a network in stages has its packed weights
 _SIZES = checks.ListOf(checks.SIZE, "a list of integers of at least 1")
+
+
+def network_pipeline_params() -> HyperParams:
+    """`pipeline_params`, for the layers of a network."""
+    p = pipeline_params()
+    p.Define(
+        "image_size",
+        224,
+        "Rows and columns of the images for which FLOPs of stages are balanced; it may differ from input.image_size.",
+        checks.SIZE,
+    )
+    p.OnlyWith("image_size", one_stage)
+    return p
 
 
 class Network(Stage):
@@ -26,7 +47,7 @@ class Network(Stage):
         p = super().Params()
         p.Define("input_channels", 3, "Channels of the images; the model sets it.", checks.SIZE)
         p.Define("norm", BatchNorm.Params(), "The normalizations; channels are set from above.")
-        p.Define("pipeline", pipeline_params(), "Stages on devices of their own.")
+        p.Define("pipeline", network_pipeline_params(), "Stages on devices of their own.")
         return p
 
     @classmethod
@@ -56,20 +77,25 @@ class Network(Stage):
         return {**cls.Stages(params), "average": GlobalAveragePool.Params()}
 
     @functools.cached_property
-    def _pipeline(self) -> PipelinedLayers | None:
-        """The layers in a pipeline, if Params ask for one; made when the path is known."""
+    def cells(self) -> CellStack | None:
+        """The layers in stages, if Params ask for some; made when the path is known."""
         if self.p.pipeline.stages == 1:
             return None
-        layers = [NamedLayer(path, at(self.children, path)) for path in self._LayerPaths(self.p)]
-        return PipelinedLayers(self, layers, self.PipelineParts(self.p), self.p.pipeline)
+        layers = [(path, _layer_at(self.children, path)) for path in self._LayerPaths(self.p)]
+        parts = self.Partition(self.p).Parts(layers)
+        return CellStack(self.path, PIPELINE, parts, self.p.weight_split)
 
     @classmethod
-    def PipelineParts(cls, params: HyperParams) -> Partition:
-        """The layers' FLOPs for one image, divided into the stages of the pipeline. Raises PartitionError."""
-        size = params.pipeline.image_size
+    def Partition(cls, params: HyperParams) -> Partition:
+        """The layers' FLOPs for one image, divided into the stages of the pipeline, `repeats` on each of its devices.
+
+        Raises:
+            PartitionError: more stages than layers, or `splits` that are not ascending numbers of layers.
+        """
+        p = params.pipeline
         layers = flattened(list(cls.Layers(params).values()))
-        metas = metas_in_sequence(layers, (1, size, size, params.input_channels))
-        return optimal_partition([meta.flops for meta in metas], params.pipeline.stages)
+        costs = partition_of(layers, (1, p.image_size, p.image_size, params.input_channels)).costs
+        return divided(costs, p.stages * p.repeats, p.splits)
 
     @classmethod
     def _LayerPaths(cls, params: HyperParams) -> list[str]:
@@ -83,9 +109,9 @@ class Network(Stage):
 
     def VariableSpecs(self) -> NestedMap:
         """Specs of the stages' variables, which a pipeline packs; see core/pipeline/stage_vectors.py."""
-        if self._pipeline is None:
+        if self.cells is None:
             return super().VariableSpecs()
-        return self._pipeline.VariableSpecs()
+        return NestedMap({PIPELINE: self.cells.specs})
 
     def FProp(
         self, theta: NestedMap, images: tf.Tensor, training: bool
@@ -94,15 +120,16 @@ class Network(Stage):
 
         Args:
             images: [B, Y, X, channels], of a static shape.
-            training: see BatchNorm. In a pipeline, statistics are those of a micro-batch, on all devices that its
-                rows are spread over, and the next moving averages are means over micro-batches.
+            training: see BatchNorm.
 
         Returns:
             Features [B, M], and extras: in training the `updates` of all normalizations.
         """
-        if self._pipeline is not None:
-            return self._pipeline.FProp(theta, images, training)
-        return super().FProp(theta, images, training)
+        if self.cells is None:
+            return super().FProp(theta, images, training)
+        seed = tf.zeros([2], tf.int32) if training else None  # Nothing is drawn from it.
+        (features,), extras = self.cells.InSequence(theta[PIPELINE], (images,), seed)
+        return self.Shard(features, "BM"), extras
 
     @classmethod
     def FlopsByStage(cls, params: HyperParams, shape: Sequence[int]) -> dict[str, int]:
@@ -204,3 +231,9 @@ class ConvNet(Network):
             stages[f"stage_{i}"] = ConvPool.Params().Set(conv=conv)
             inputs = channels
         return stages
+
+
+def _layer_at(children: NestedMap, path: str) -> BaseLayer:
+    """The layer at a path such as stage_0.stages[2] below a network."""
+    name, _, index = path.partition(".stages[")
+    return children[name].stages[int(index.rstrip("]"))] if index else children[name]

@@ -1,7 +1,9 @@
 """Pipelines that are refused, in one table: the call, and a part of the message."""
 
+from dataclasses import replace
+
 import tensorflow as tf
-from pipeline_toys import Dense, WithExtras, cells, make
+from pipeline_toys import Dense, WithExtras, cell_toy, cells, make
 from refusals import refusals
 
 from lingvo_moe.core.optimizers.adafactor import Adafactor
@@ -11,9 +13,11 @@ from lingvo_moe.core.pipeline.layers import PipeliningLayer
 from lingvo_moe.core.pipeline.params import Settings, schedule_on
 from lingvo_moe.core.pipeline.partition import (
     PartitionSequentialLayers,
+    divided,
     histogram_partition,
     optimal_partition,
 )
+from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.pipeline.schedule import make_schedule
 from lingvo_moe.core.pipeline.stage_vectors import from_paths
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
@@ -28,7 +32,7 @@ class LosesRows(Dense):
 
 
 def _stages(stages, micro_batches, devices="stage:1", name="1f1b", repeats=1, splits=()):
-    settings = Settings(stages, micro_batches, name, repeats, True, splits)
+    settings = Settings(stages, micro_batches, name, repeats, splits=splits)
     return schedule_on(settings, [("decoder", 5)], {"B": "data"}, Mesh.parse(devices))
 
 
@@ -38,10 +42,12 @@ def _sequence(rows=1, **params):
         return layer.FProp(_zeros(layer), tf.ones([rows, 5]))
 
 
-def _gpipe(mesh="stage:1", masked=16, **params):
-    layer = make(PipeliningLayer, **params)
-    with use_mesh(Mesh.parse(mesh)):
-        return layer.FProp(_zeros(layer), tf.ones([16, 5]), tf.ones([masked], tf.int32))
+def _cells(cell=Dense, devices=1, batch_dim=0):
+    task, batch, _ = cell_toy(cell=cell, stages=4, micro_batches=1)
+    parts = replace(task.PipelineParts(), batch_dim=batch_dim)
+    theta, context = _zeros(task), Context(batch.Transform(tf.constant), tf.zeros([2], tf.int32))
+    with use_mesh(single_device()):
+        return parts.Traced(theta, lambda: context, 1, devices)
 
 
 def _zeros(layer):
@@ -68,18 +74,11 @@ test_what_is_refused = refusals((ValueError, KeyError),
     (lambda: optimal_partition([1, 1], 0), "num_partitions=0: must be an integer of at least 1"),
     (lambda: PartitionSequentialLayers(cells(), 2, (8, 5), rule="best"), "rule=best: must be one"),
     (lambda: _sequence(sub=[cells()[0].Set(name="")]), "layer 0 of sub="),
-    (lambda: _gpipe(num_micro_batches=0), "num_micro_batches=0: must be an integer of at least 1"),
-    (lambda: _gpipe(cell_tpl=[]), "cell_tpl=[]: must have at least one cell"),
-    (lambda: _gpipe(num_micro_batches=3), "a batch of 16 rows does not divide into that many equ"),
-    (lambda: _gpipe(micro_batch_size=5), "seq: micro_batch_size=5: does not divide the 16 rows"),
-    (lambda: _gpipe(micro_batch_size=8, num_micro_batches=4), "make 32 rows, but the batch has 16"),
-    (lambda: _gpipe("stage:4,data:2", num_micro_batches=16, activation_split={"B": "data"}, **STAGES),
-     "1 rows of a micro-batch do not divide among the 2 devices"),
-    (lambda: _gpipe("stage:2", **STAGES), "has 2 devices along axis 'stage' of the stages"),
-    (lambda: _gpipe("stage:2,more:2", weight_split={"Z": ("stage", "more")}),
-     "letter Z of the stages to ('stage', 'more'); give it one mesh axis"),
-    (lambda: _gpipe(masked=4, before_tpl=[]), "batch_dim=0 of all of them counts rows"),
-    (lambda: _gpipe(cell_tpl=cells(LosesRows)), "cell 0 returns a tensor of shape (1, 7) for 16"),
+    (lambda: make(PipeliningLayer, cell_tpl=[]), "cell_tpl=[]: must have at least one cell"),
+    (lambda: _cells(devices=3), "16 rows of a micro-batch do not divide among the 3 devices"),
+    (lambda: _cells(batch_dim=1), "dimension batch_dim=1 of all of them counts rows"),
+    (lambda: _cells(LosesRows), "cell 0 returns a tensor of shape (1, 7) for 16"),
+    (lambda: divided([1] * 5, 2, [2, 4]), "splits=[2, 4]: must be 2 ascending numbers of layers"),
     (lambda: from_paths(_packed(), {}), "seq.after.b: there is no value for this variable"),
     (lambda: Sgd.Params().Set(decay_exclude=["seq.c1.w"]).Instantiate().SlotSpecs(_packed()),
      "seq.c0.w decays and seq.c1.w does not"),

@@ -16,6 +16,7 @@ from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.sharding import Mesh, dims_mapping
 from lingvo_moe.core.task.pipelined_step import pipelined_step
 from lingvo_moe.core.task.step import Step
+from tests.core.pipeline.pipeline_toys import Dense, cell_toy
 from tests.core.pipeline.toy_stacks import toy
 
 pytestmark = pytest.mark.skipif(
@@ -29,19 +30,25 @@ BOUNDARY = 4 * ROWS * LENGTH * WIDTH  # bytes of one of the three tensors that p
 
 
 @functools.cache
-def _compiled(num):
+def _compiled(num, cells=False):
     """A step of `num` micro-batches in four stages; the devices along `data` compute the same."""
     pipeline = {"stages": 4, "micro_batches": num, "schedule": "1f1b"}
-    task, _, specs = toy(num * ROWS, width=WIDTH, length=LENGTH, **pipeline)
-    task = type(task)(task.p.Copy().Set(activation_split={}))
+    if cells:
+        task, _, specs = cell_toy(num * ROWS * LENGTH, Dense, sizes=[WIDTH] * 4 + [8], **pipeline)
+    else:
+        task, _, specs = toy(num * ROWS, width=WIDTH, length=LENGTH, **pipeline)
+        task = type(task)(task.p.Copy().Set(activation_split={}))
     specs = specs.Transform(lambda s: replace(s, split=dims_mapping(s.letters, {})))
     step = Step("step", pipelined_step(task, specs), (task.StateSpecs(), specs), donate=(0,))
     return aot.compile_for_topology(lower_step(step, Mesh.parse(MESH)), TOPOLOGY)
 
 
 @pytest.mark.slow
-def test_a_tick_has_one_permute_for_each_tensor_and_no_weights_move():
-    module = parse_module(_compiled(16).hlo_text)
+@pytest.mark.parametrize(
+    ("cells", "tensors", "blocks"), [(False, 3, {"low": 4, "high": 4}), (True, 1, {"seq": 4})]
+)
+def test_a_tick_has_one_permute_for_each_tensor_and_no_weights_move(cells, tensors, blocks):
+    module = parse_module(_compiled(16, cells).hlo_text)
     permutes = 0
     for executed in module.executions():
         use = collective_use(executed.instruction, executed.computation, module.attributes)
@@ -49,11 +56,11 @@ def test_a_tick_has_one_permute_for_each_tensor_and_no_weights_move():
             continue
         assert use.kind in ("collective-permute", "all-reduce"), executed
         permutes += executed.times * use.tensors * (use.kind == "collective-permute")
-    assert permutes == 2 * 3 * (16 + 4 - 1)
-    schedule = PipelineSchedule("1f1b", 4, 16, stacks=(("low", 4), ("high", 4)))
+    assert permutes == 2 * tensors * (16 + 4 - 1)
+    schedule = PipelineSchedule("1f1b", 4, 16, stacks=tuple(blocks.items()))
     (found,) = pipelines(module, costs(module), parse_machine(TOPOLOGY), schedule)
     assert found["bubble"] == pytest.approx(3 / 19)
-    assert (found["blocks"], found["padding"]) == ({"low": 4, "high": 4}, 0)
+    assert (found["blocks"], found["padding"]) == (blocks, 0)
 
 
 @pytest.mark.slow

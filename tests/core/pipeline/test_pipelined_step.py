@@ -12,16 +12,19 @@ from equivalence import assert_same
 from lingvo_moe.analysis.programs.hlo.collectives import collective_use
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.core import kernels
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import stage_layout
 from lingvo_moe.core.pipeline.loops import Loops
 from lingvo_moe.core.pipeline.stage_layout import padded
+from lingvo_moe.core.pipeline.stage_vectors import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh
 from lingvo_moe.core.task.micro_batches import accumulating_step
 from lingvo_moe.core.task.pipelined_step import pipelined_step
 from lingvo_moe.core.task.step import Step
+from tests.core.pipeline.pipeline_toys import SIZES, Dense, cell_toy
 from tests.core.pipeline.toy_stacks import LENGTH, WIDTH, toy
 
 pytestmark = pytest.mark.slow
@@ -45,8 +48,8 @@ def _after(step_of, task, batch, specs):
     step = step_of(task, _sharded(task, specs))
 
     def run(state, batch):
-        _, metrics = step(state, batch)
-        return NestedMap(metrics=metrics, gradients=grads[-1])
+        after, metrics = step(state, batch)
+        return NestedMap(metrics=metrics, gradients=grads[-1], theta=after.theta)
 
     with use_mesh(Mesh(("stage", "data"), (1, 1))), kernels.using(tensorflow):
         state = task.InitState(tf.constant(1))
@@ -77,13 +80,17 @@ def _without_pipeline(num):
     )
 
 
+def _with_nan(x):
+    return x + tf.constant(np.nan if x.dtype.is_floating else 7, x.dtype)
+
+
 def _start_with_nan(start):
     """Makes a stack's state before the first tick: the stages compute on NaN until the first micro-batch comes."""
 
     def with_nan(self, j, carry):
         found = start(self, j, carry)
         for name in ("arriving", "upstream", "inputs"):
-            found[name] = found[name].Transform(lambda x: x + tf.constant(np.nan, x.dtype))
+            found[name] = found[name].Transform(_with_nan)
         return found
 
     return with_nan
@@ -110,6 +117,42 @@ def test_every_schedule_gives_the_step_without_a_pipeline(
         asked["splits"] = list(splits)
     found = _after(pipelined_step, *toy(16, "float64", blocks=5, schedule=schedule, **asked))
     _same(found, _without_pipeline(micro_batches), 1e-10)
+
+
+@functools.cache
+def _cells_in_turn(num):
+    """As _without_pipeline, of cells of different shapes."""
+    task, *args = cell_toy()
+    return _by_variable(
+        task, _after(lambda t, specs: accumulating_step(t, num, specs), task, *args)
+    )
+
+
+def _by_variable(task, found):
+    specs = task.VariableSpecs()
+    trained = [(spec, g) for spec, g in specs.Zip(found.gradients) if spec.trainable]
+    of, values = (NestedMap(x=list(leaves)) for leaves in zip(*trained, strict=True))
+    updates = by_path(*(NestedMap(x=list(x)) for x in zip(*_updates(specs, found), strict=True)))
+    return NestedMap(metrics=found.metrics, gradients=by_path(of, values), updates=updates)
+
+
+def _updates(specs, found):
+    return [(spec, new) for spec, new in specs.Zip(found.theta) if not spec.trainable]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "micro_batches", "repeats"),
+    [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("zb_h1", 4, 2, 1), ("interleaved", 2, 4, 2)],
+)
+def test_every_schedule_gives_the_step_of_cells_in_turn(
+    schedule, stages, micro_batches, repeats, monkeypatch
+):
+    """The cells have shapes, noise, losses and moving averages of their own, and pass on integers."""
+    monkeypatch.setattr(Loops, "_StackStart", _start_with_nan(Loops._StackStart))
+    asked = {"stages": stages, "micro_batches": micro_batches, "schedule": schedule}
+    task, *args = cell_toy(**asked, **({"repeats": repeats} if repeats > 1 else {}))
+    found = _by_variable(task, _after(pipelined_step, task, *args))
+    _same(found, _cells_in_turn(micro_batches), 2e-5)
 
 
 @functools.cache
@@ -142,6 +185,38 @@ def _collectives(module):
         use = collective_use(executed.instruction, executed.computation, module.attributes)
         if use is not None:
             yield use, executed
+
+
+def test_a_sharded_pipeline_of_cells_computes_the_same_and_gives_on_one_boundary_a_tick():
+    """Rows of a micro-batch are spread over two devices of each stage."""
+    plain, batch, specs = cell_toy(cell=Dense)
+    state = run_single(plain.InitState, [np.int32(1)], jit_compile=False)
+    wanted, metrics = run_single(
+        accumulating_step(plain, 8, specs), [state, batch], jit_compile=False
+    )
+    asked = {"stages": 4, "micro_batches": 8, "schedule": "1f1b"}
+    task, _, specs = cell_toy(cell=Dense, split={"B": "data"}, **asked)
+    state, specs = (
+        from_paths(task.StateSpecs(), by_path(plain.StateSpecs(), state)),
+        _sharded(task, specs),
+    )
+    (after, found), collectives = run_sharded(
+        pipelined_step(task, specs),
+        [state, batch],
+        Mesh.parse("stage:4,data:2"),
+        [task.StateSpecs(), specs],
+    )
+    assert_same(found, metrics)
+    assert_same(by_path(task.StateSpecs(), after), by_path(plain.StateSpecs(), wanted))
+    assert not collectives["all-gather"] and not collectives["all-to-all"]
+    boundary, permuted = 4 * max(SIZES), 0
+    for use, executed in _collectives(parse_module(collectives.hlo)):
+        if use.kind == "collective-permute" and "concat" in executed.instruction.op_name:
+            permuted += executed.times * (use.bytes == boundary)
+        # Gradients are exchanged after all loops; within, the loss and the layer before get their stage's tensors.
+        if use.kind == "all-reduce" and executed.loops:
+            assert use.bytes <= boundary
+    assert permuted == 2 * (8 + 4 - 1)
 
 
 def test_stages_give_one_boundary_a_tick_and_no_weights():

@@ -144,7 +144,7 @@ def test_a_run_goes_on_with_other_stages(run, tmp_path, capsys):
         logdir = shutil.copytree(run, tmp_path / str(stages))
         assert _run(logdir, stages, 4) == 0
         found[stages] = losses(logdir), state(logdir)
-        said = f"of 4 micro-batches in {stages} stages, gpipe (task.pipeline)"
+        said = f"of 4 micro-batches in {stages} stages, 1f1b (task.pipeline)"
         assert (said in capsys.readouterr().err) == (stages > 1)
     want, last = found[3]
     assert sorted(want) == [1, 2, 3, 4]
