@@ -29,7 +29,7 @@ def test_a_step_in_stages_has_the_loss_and_the_metrics_of_the_step_without(monke
     """Routing is random; its seeds belong to micro-batches and layers.
 
     Its gradients and its devices are those of tests/core/pipeline/test_pipelined_step.py, whose two stacks give on the
-    same tensors, and with experts beside those of tests/tasks/lm/test_lm_experts.py."""
+    same tensors, and with experts beside those of tests/tasks/transformer/test_transformer_parts.py."""
     monkeypatch.setattr(tf.GradientTape, "gradient", lambda _, y, xs, *more, **named: _zeros(xs))
     _, plain, inputs = _experiment("task.optimizer=sgd")
     # A part has one block: a loop over it would cost as much again.
