@@ -3,47 +3,42 @@
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import WeightParams
-from lingvo_moe.core.config import registry
-from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.input.base_input import ArraySpec, BaseInput, BatchIterator
-from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe import api
 
 
-class LinearModel(BaseTask):
+class LinearModel(api.BaseTask):
     def __init__(self, params):
         super().__init__(params)
-        self.CreateVariable("w", WeightParams((8,), "M", WeightInit.Gaussian(1.0)))
+        self.CreateVariable("w", api.WeightParams((8,), "M", api.WeightInit.Gaussian(1.0)))
 
     def FProp(self, theta, batch, seed=None):
         y = tf.einsum("BM,M->B", self.Shard(batch.x, "BM"), theta.w)
         loss = tf.reduce_mean((y - batch.y) ** 2)
-        return loss, NestedMap(loss=loss, examples=tf.cast(tf.size(y), tf.float32))
+        return loss, api.NestedMap(loss=loss, examples=tf.cast(tf.size(y), tf.float32))
 
     def FlopsByPart(self, batch):
         return {"linear": 2 * batch.x.shape[0] * 8}
 
 
-class Numbers(BaseInput):
+class Numbers(api.BaseInput):
     def BatchSpec(self):
         shape = self.p.batch_size, 8
-        return NestedMap(
-            x=ArraySpec(shape, "float32", "BM"), y=ArraySpec(shape[:1], "float32", "B")
+        return api.NestedMap(
+            x=api.ArraySpec(shape, "float32", "BM"), y=api.ArraySpec(shape[:1], "float32", "B")
         )
 
     def __iter__(self):
         return _Batches(self.p.batch_size)
 
 
-class _Batches(BatchIterator):
+class _Batches(api.BatchIterator):
     def __init__(self, rows=16):
         self._made, self._rows = 0, rows
 
     def __next__(self):
         self._made += 1
         x = np.random.default_rng(self._made).normal(size=(self._rows, 8)).astype(np.float32)
-        return NestedMap(x=x, y=x.sum(1))
+        return api.NestedMap(x=x, y=x.sum(1))
 
     def GetState(self):
         return {"made": self._made}
@@ -52,7 +47,7 @@ class _Batches(BatchIterator):
         self._made = state["made"]
 
 
-class Line(registry.Experiment):
+class Line(api.Experiment):
     def Task(self):
         return LinearModel.Params().Set(name="line", activation_split={"B": "data"})
 

@@ -25,6 +25,7 @@ _HOUSES = (
     ("tools",),
     ("reproduction",),
     ("params",),
+    ("lingvo_moe/api.py",),
     ("lingvo_moe/tasks", "lingvo_moe"),
     ("lingvo_moe/analysis",),
     ("lingvo_moe/core",),
@@ -55,7 +56,7 @@ _PRIVATE = "lingvo_moe/core/private/"
 
 def _house(path: str) -> tuple[int, str] | None:
     found = [(i, house) for i, houses in enumerate(_HOUSES) for house in houses]
-    matches = [(i, house) for i, house in found if path.startswith(house + "/")]
+    matches = [(i, house) for i, house in found if f"{path}/".startswith(f"{house}/")]
     return max(matches, key=lambda match: len(match[1]), default=None)
 
 
