@@ -20,11 +20,11 @@ from scipy.stats import spearmanr
 
 from benchmarks.compile_time import host
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.analysis.plans.costs import costs
 from lingvo_moe.analysis.plans.machines.base import Machine
 from lingvo_moe.analysis.plans.machines.ring import VIRTUAL_CPU
 from lingvo_moe.analysis.plans.network.mesh_machine import CPU
-from lingvo_moe.analysis.plans.tables import execution_seconds
+from lingvo_moe.analysis.plans.work.costs import costs
+from lingvo_moe.analysis.plans.work.seconds import execution_seconds
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.analysis.search.auto_shard import solver
 from lingvo_moe.analysis.search.auto_shard.strategy import Strategy

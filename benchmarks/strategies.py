@@ -57,8 +57,8 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     """Every layout that can be compiled."""
     from lingvo_moe.analysis.plans import step_plan
     from lingvo_moe.analysis.plans.measuring import measured_step
-    from lingvo_moe.analysis.plans.result_cache import cached_plan
     from lingvo_moe.analysis.search import parallelizing
+    from lingvo_moe.analysis.search.result_cache import cached_plan
     from lingvo_moe.analysis.search.strategies.candidate import Candidate
     from lingvo_moe.analysis.search.strategies.estimates import Correction
     from lingvo_moe.analysis.search.strategies.mesh_layout import layouts

@@ -53,6 +53,7 @@ def _guarded(make: Callable[..., Any], path: Path, *args: Any) -> None:
 def make_plan(wanted: Wanted, cache_dir: Path | None, say: Say) -> dict[str, Any]:
     """Makes a plan. Raises ValueError: as step_plan.make_plan, and where no machine of a kind holds the model."""
     from lingvo_moe.analysis.plans import step_plan
+    from lingvo_moe.analysis.search import best_plan
 
-    make = step_plan.make_plan if ":" in wanted.topology else step_plan.smallest_slice
+    make = step_plan.make_plan if ":" in wanted.topology else best_plan.smallest_slice
     return make(step_plan.Request(**asdict(wanted)), cache_dir, say)

@@ -11,8 +11,8 @@ import tensorflow as tf
 from equivalence import with_gradients
 
 from lingvo_moe.analysis.plans import tables
-from lingvo_moe.analysis.plans.costs import costs
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
+from lingvo_moe.analysis.plans.work.costs import costs
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.analysis.programs.hlo.parts import Layers

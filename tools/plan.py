@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
-from lingvo_moe.analysis.plans.machines.prices import check_prices, kind_of, priced, read_prices
 from lingvo_moe.analysis.plans.machines.slices import machines
+from lingvo_moe.analysis.plans.prices import check_prices, kind_of, priced, read_prices
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, same_place
@@ -34,6 +34,9 @@ from lingvo_moe.training.checks import strategy_override
 from lingvo_moe.training.flags import define_experiment_flag, define_strategy_flag
 
 from . import _cli
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from lingvo_moe.analysis.plans.step_plan import Lowering
 
 PLANS = Path(__file__).resolve().parent.parent / "docs" / "plans"  # in a checkout
 
@@ -208,8 +211,10 @@ def planned(
     Raises:
         ValueError: none can be planned.
     """
+    from lingvo_moe.analysis.plans.step_plan import Lowering
     from lingvo_moe.core.files import files
 
+    lowering = Lowering()
     plans, failed = list[dict[str, Any]](), dict[tuple[str, str], ValueError]()
     cache = _cli.plan_cache(args.cache_dir)
     _cli.load_tensorflow()
@@ -219,7 +224,7 @@ def planned(
     with _cli.CompilerProgress() as progress:
         for case, path in zip(cases, outputs or itertools.repeat("")):
             try:
-                plan = progress.Watch(partial(make, args, *case, cache, progress))
+                plan = progress.Watch(partial(make, args, *case, cache, progress, lowering))
             except ValueError as e:
                 if len(args.topology) == 1 or (places(e) and not is_refusal(e)):
                     raise
@@ -235,10 +240,16 @@ def planned(
 
 
 def make(
-    args: Flags, topology: str, variant: str, cache: Path | None, say: Callable[[str], None]
+    args: Flags,
+    topology: str,
+    variant: str,
+    cache: Path | None,
+    say: Callable[[str], None],
+    lowering: "Lowering",
 ) -> dict[str, Any]:
     """The plan of one machine and one variant."""
     from lingvo_moe.analysis.plans import step_plan
+    from lingvo_moe.analysis.search import best_plan
     from lingvo_moe.analysis.search.layouts import command_of, proposing
 
     override = strategy_override(args, variant.strip())
@@ -257,19 +268,18 @@ def make(
         override=override,
         what=args.what,
         mesh=args.mesh,
-        layout=args.layout,
         token_budget=args.token_budget,
         known_faults=args.known_faults,
     )
     if ":" in topology:
         with proposing(named, parse_machine(topology).num_devices):
-            return step_plan.make_plan(request, cache, say)
+            return best_plan.laid_out(args.layout, request, cache, say, lowering)
     try:
-        return step_plan.smallest_slice(request, cache, say)
-    except step_plan.FitsNone as e:
+        return best_plan.smallest_slice(request, cache, say, args.layout)
+    except best_plan.FitsNone as e:
         plain = registry.without_strategy(override)
-        other = replace(request, mesh="", layout="fsdp", override=plain)
-        if args.layout or not any(step_plan.slices_to_try(other)):
+        other = replace(request, mesh="", override=plain)
+        if args.layout or not any(best_plan.slices_to_try(other, "fsdp")):
             raise
         fsdp = named.With(mesh="", strategy="", layout="fsdp", model_params_override=plain)
         command = command_of(fsdp)

@@ -409,7 +409,7 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter():
 @pytest.mark.parametrize("absent, modules", [
     ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
     ("tensorflow jax", "core.engine.lowering.specs core.engine.lowering.signature"),
-    ("tensorflow jax", "analysis.plans.costs analysis.plans.memory.breakdown analysis.plans.report"),
+    ("tensorflow jax", "analysis.plans.work.costs analysis.plans.memory.breakdown analysis.plans.report"),
     ("tensorflow jax", "analysis.plans.golden analysis.plans.network.interconnect analysis.plans.machines.topology"),
     ("tensorflow jax", "analysis.programs.hlo.module analysis.programs.hlo.parts"),
     ("tensorflow jax", "analysis.programs.partitioner.known_faults"),

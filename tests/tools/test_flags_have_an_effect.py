@@ -254,8 +254,8 @@ COMMANDS += [
         [_MACHINE, ["--model=mt.M4Tiny", "--devices=8"]]),
     Command("plan", {
         **_CLI,
-        "lingvo_moe.analysis.plans.step_plan:make_plan": _PLAN,
-        "lingvo_moe.analysis.plans.step_plan:smallest_slice": _PLAN,
+        "lingvo_moe.analysis.search.best_plan:laid_out": _PLAN,
+        "lingvo_moe.analysis.search.best_plan:smallest_slice": _PLAN,
         "lingvo_moe.analysis.plans.report:html_report": "page",
         "lingvo_moe.analysis.plans.report:print_plan": None,
     }, [_MACHINE, ["--compare=plan.json"], ["--validate"]]),

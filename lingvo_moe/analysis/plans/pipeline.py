@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.analysis.plans.costs import Cost
-from lingvo_moe.analysis.plans.errors import PlanError
-from lingvo_moe.analysis.plans.machines.base import Machine
-from lingvo_moe.analysis.plans.tables import execution_seconds
+from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.work.costs import Cost
+from lingvo_moe.analysis.plans.work.seconds import execution_seconds
 from lingvo_moe.analysis.programs.hlo.instructions import Computation, Instruction
 from lingvo_moe.analysis.programs.hlo.module import Executed, Module
 from lingvo_moe.analysis.programs.hlo.pipelines import (

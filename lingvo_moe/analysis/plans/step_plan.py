@@ -5,32 +5,26 @@ not there instead of being run on one that is.
 """
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.analysis.plans import pipeline, tables
-from lingvo_moe.analysis.plans.costs import costs as costs_of
-from lingvo_moe.analysis.plans.errors import PlanError
-from lingvo_moe.analysis.plans.machines.base import Machine
-from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS, Cluster
+from lingvo_moe.analysis.plans import mesh_order, pipeline, tables
+from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
-from lingvo_moe.analysis.plans.machines.slices import machines
 from lingvo_moe.analysis.plans.memory import breakdown, host_link, remedies, state
-from lingvo_moe.analysis.plans.network import interconnect, mesh_order
+from lingvo_moe.analysis.plans.network import interconnect
 from lingvo_moe.analysis.plans.recomputing import chosen_form
+from lingvo_moe.analysis.plans.work.costs import costs as costs_of
 from lingvo_moe.analysis.programs import checking
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.aot.aot_cache import cached
-from lingvo_moe.analysis.programs.hlo.instructions import HloError
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.analysis.programs.hlo.parts import Layers
-from lingvo_moe.analysis.search.layouts import layouts
-from lingvo_moe.analysis.search.strategies.strategy_file import StrategyError
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console import units
@@ -41,16 +35,13 @@ from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.program_analysis import ERROR, OFF, check_action
 from lingvo_moe.core.pipeline.params import settings_of
-from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.state.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.meshes import check_divisible, make_mesh
 from lingvo_moe.core.task.step import Step
 
 WHATS = ("train", "decode")
-# By how many times a program must exceed a machine's memory to pass over that machine without compiling: the
-# compiler's figures are not exactly proportional.
-_WIDE_MARGIN = 1.1
 Say = Callable[[str], None]
 
 
@@ -63,16 +54,39 @@ class Request:
     override: str = ""  # as --model_params_override
     what: str = "train"  # one of WHATS
     mesh: str = ""  # 'axis:size,...'; '': the experiment's own, sized to the topology
-    layout: str = ""  # by name, instead of `mesh`: one of strategy_file.LAYOUTS
     token_budget: float = 1e12  # target tokens that a whole training run sees
     # What to do with a step that XLA's partitioner is known to compute wrongly: one of `program_analysis.ACTIONS`.
     known_faults: str = ERROR
 
 
+class Lowering:
+    """The program that was lowered last: machines with as many devices, and as many fused kernels, take the same."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str | bool, ...], tuple[Program, float]] = {}
+
+    def Of(
+        self, key: tuple[str | bool, ...], lower: Callable[[], Program]
+    ) -> tuple[Program, float]:
+        """The program of a key and the seconds that it took to lower; `lower` is called for another key than before."""
+        if key not in self._last:
+            started = time.monotonic()
+            program = lower()
+            self._last = {key: (program, time.monotonic() - started)}
+        return self._last[key]
+
+
 def make_plan(
-    request: Request, cache_dir: Path | None, say: Say = lambda _: None
+    request: Request,
+    cache_dir: Path | None,
+    say: Say = lambda _: None,
+    lowering: Lowering | None = None,
 ) -> dict[str, Any]:
     """Makes a plan, as docs/plan_json.md describes it; `say` is called with lines about the progress.
+
+    Args:
+        cache_dir: where compiled programs are kept; None to keep none.
+        lowering: what earlier plans were lowered with.
 
     Raises:
         ValueError: of some subclass, with one line that names the flag: an experiment, override,
@@ -81,8 +95,6 @@ def make_plan(
     checks.check_one_of("--what", request.what, WHATS, PlanError)
     check_action(request.known_faults, "--known_faults")
     topology = parse_machine(request.topology)
-    if request.layout:
-        return _laid_out(request, topology.num_devices, cache_dir, say)
     params = registry.GetParams(request.model, request.override)
     form = params.task
     task = form.Instantiate()
@@ -99,9 +111,12 @@ def make_plan(
     step, job = describe_job(request, params, task)
     fused = has_fused_kernels(devices[0])
     key = request.model, request.override, request.what, form.ToText(), str(mesh), fused
-    if key not in _last_lowered:
+
+    def lower() -> Program:
         say(f"lowering the {job.what} step of {request.model} for mesh {mesh}")
-    program, lower_seconds = _lowered(key, step, mesh, fused)
+        return lower_step(step, mesh, fused)
+
+    program, lower_seconds = (lowering or Lowering()).Of(key, lower)
     out: dict[str, Any] = {
         "version": tables.VERSION,
         "model": request.model,
@@ -134,50 +149,6 @@ def make_plan(
     out |= _analyse(compiled, program, topology, job, schedule, layers)
     tables.check(out)
     return out
-
-
-def _laid_out(
-    request: Request, num_devices: int, cache_dir: Path | None, say: Say
-) -> dict[str, Any]:
-    """The plan of a layout; for AUTO the one that fits and has the fastest step, or else misses by the least."""
-    overrides = layouts(request.layout, request.model, request.override, num_devices)
-    plans: list[dict[str, Any]] = []
-    refusal: ValueError | None = None
-    for name, override in overrides.items():
-        say(f"--layout={name}")
-        try:
-            plan = make_plan(replace(request, layout="", override=override), cache_dir, say)
-        except ValueError as e:  # e.g. a known fault of the partitioner
-            say(f"--layout={name}: {e}")
-            refusal = e
-        else:
-            plans.append(plan | {"layout": name, "override": request.override})
-
-    def order(plan: Mapping[str, Any]) -> tuple[bool, float]:
-        fits = plan["memory"]["fits"]
-        return not fits, plan["time"]["step_seconds"] if fits else plan["memory"]["misses_by"]
-
-    if refusal and not plans:
-        raise refusal
-    return min(plans, key=order)
-
-
-_last_lowered: dict[tuple[str | bool, ...], tuple[Program, float]] = {}
-
-
-def _lowered(
-    key: tuple[str | bool, ...], step: Step, mesh: Mesh, fused: bool
-) -> tuple[Program, float]:
-    """The program of a step and how many seconds it took; that of the last plan where `key` is its key.
-
-    The program is the same for all machines of so many devices, with or without fused kernels.
-    """
-    if key not in _last_lowered:
-        _last_lowered.clear()
-        started = time.monotonic()
-        program = lower_step(step, mesh, fused)
-        _last_lowered[key] = program, time.monotonic() - started
-    return _last_lowered[key]
 
 
 def _check_compiled(
@@ -322,79 +293,3 @@ def planned_mesh(params: Params, num_devices: int, text: str = "") -> Mesh:
 def topology_memory(topology: Machine) -> Memory:
     """The memory of a described machine, as recomputing.chosen_form takes it."""
     return Memory(topology.hbm_bytes, "each device's")
-
-
-def smallest_slice(
-    request: Request, cache_dir: Path | None, say: Say = lambda _: None
-) -> dict[str, Any]:
-    """The plan for the smallest machine that the model fits, of the generation or card in `request.topology`.
-
-    Machines that are far too small are passed over: all devices together need no less memory when they are more.
-
-    Raises:
-        FitsNone: it fits no machine of that kind.
-        PlanError: no such generation or card.
-    """
-    tried: list[str] = []
-    needed = 0  # bytes of all devices together, on the machine tried last
-    for name in slices_to_try(request):
-        machine = parse_machine(name)
-        if needed > _WIDE_MARGIN * machine.num_devices * machine.hbm_bytes:
-            continue
-        tried.append(name)
-        made = make_plan(replace(request, topology=name), cache_dir, say)
-        held = made["memory"]
-        if held["fits"]:
-            return made
-        say(f"{name}: misses by {units.size(held['misses_by'], 1)}")
-        needed = machine.num_devices * held["needed"]
-    raise FitsNone(request, tried)
-
-
-class FitsNone(PlanError):
-    """A model that is too large for every slice of a generation, or every cluster of a card.
-
-    Attributes:
-        tried: the machines for which it was compiled.
-    """
-
-    def __init__(self, request: Request, tried: list[str]):
-        self.tried = tried
-        kind = "cluster" if request.topology.strip().lower() in CARDS else "slice"
-        compiled = f"compiled for {', '.join(tried)}" if tried else "none can hold its state"
-        super().__init__(
-            f"{request.model} fits no {kind} of {request.topology} over which it divides: {compiled}"
-        )
-
-
-def slices_to_try(request: Request) -> Iterator[str]:
-    """The slices of a generation, or clusters of a card, over which the experiment divides, smallest first.
-
-    Those are left out whose devices cannot hold its weights and, to train it, slots and gradients at a time.
-    """
-    if request.mesh:
-        Mesh.parse(request.mesh)  # a mistake is no reason to pass over every slice
-
-    @functools.cache
-    def experiment(override: str) -> tuple[Params, BaseTask]:
-        params = registry.GetParams(request.model, override)
-        return params, params.task.Instantiate()
-
-    def needed(count: int) -> Iterator[int]:
-        """Bytes that each of `count` devices has to hold, in the experiment's layout or in those by name."""
-        overrides = [request.override]
-        if request.layout:
-            named = layouts(request.layout, request.model, request.override, count)
-            overrides = [*named.values()]
-        for override in overrides:
-            params, task = experiment(override)
-            mesh = planned_mesh(params, count, request.mesh)
-            check_divisible(params, task, mesh)
-            held = state.held(task, mesh)
-            yield held.total if request.what == "train" else held.weights
-
-    for name in machines(request.topology):
-        topology = parse_machine(name)
-        with contextlib.suppress(HloError, PlanError, ShardingError, StrategyError):
-            if min(needed(topology.num_devices)) <= topology.hbm_bytes:
-                yield name

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lingvo_moe.analysis.plans import figures
 from lingvo_moe.analysis.plans.figures import Plan
-from lingvo_moe.analysis.plans.machines.prices import kind_of
+from lingvo_moe.analysis.plans.prices import kind_of
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console import units
 

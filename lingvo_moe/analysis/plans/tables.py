@@ -19,10 +19,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.analysis.plans.costs import Cost
 from lingvo_moe.analysis.plans.machines.base import Machine
 from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
 from lingvo_moe.analysis.plans.network import interconnect
+from lingvo_moe.analysis.plans.work.costs import Cost
+from lingvo_moe.analysis.plans.work.seconds import (
+    compiler_seconds,
+    compute_seconds,
+    execution_seconds,
+)
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device, count_parameters
@@ -84,37 +89,12 @@ def work(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]]:
         row["compute_seconds"] += cost.times * compute
         row["memory_seconds"] += cost.times * memory
         row["roofline_seconds"] += cost.times * max(compute, memory)
-        row["compiler_seconds"] += cost.times * _compiler_seconds(cost, topology)
+        row["compiler_seconds"] += cost.times * compiler_seconds(cost, topology)
         row["seconds"] += cost.times * execution_seconds(cost, topology)
         if cost.turns and topology.turn_seconds:
             row["turns"] = row.get("turns", 0) + cost.times * cost.turns
     table = [{"part": part, "phase": phase, **row} for (part, phase), row in rows.items()]
     return sorted(table, key=lambda row: -row["seconds"])
-
-
-def compute_seconds(cost: Cost, topology: Machine) -> float:
-    """Seconds of an instruction's matrix products, each at the peak of its number format, in whole tiles."""
-    peaks = topology.peaks
-    return sum(
-        flops / peaks.get(kind, peaks["bfloat16"])
-        for kind, flops in (cost.tiled or cost.formats).items()
-    )
-
-
-def _compiler_seconds(cost: Cost, topology: Machine) -> float:
-    return cost.estimated_cycles / topology.clock_hz if topology.clock_hz else 0.0
-
-
-def execution_seconds(cost: Cost, topology: Machine) -> float:
-    """Estimates the seconds of one execution of an instruction: of its work or, for a collective, on the network."""
-    if use := cost.collective:
-        lies = interconnect.spread(use.devices, topology)
-        return interconnect.seconds(use.kind, use.bytes, use.participants, topology, lies)
-    return max(
-        compute_seconds(cost, topology),
-        cost.bytes / topology.hbm_bandwidth,
-        _compiler_seconds(cost, topology),
-    )
 
 
 def number_formats(costs: Iterable[Cost]) -> dict[str, int]:

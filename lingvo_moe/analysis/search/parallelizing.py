@@ -12,14 +12,13 @@ from typing import Any
 
 from lingvo_moe.analysis.explain.verifying import VerifyError
 from lingvo_moe.analysis.plans import step_plan
-from lingvo_moe.analysis.plans.errors import PlanError
-from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.machines.ring import Ring, here
 from lingvo_moe.analysis.plans.machines.slices import machines
 from lingvo_moe.analysis.plans.measuring import measured_step
-from lingvo_moe.analysis.plans.result_cache import cached_plan, cached_verification
 from lingvo_moe.analysis.plans.step_plan import Say
+from lingvo_moe.analysis.search.result_cache import cached_plan, cached_verification
 from lingvo_moe.analysis.search.strategies.candidate import Candidate
 from lingvo_moe.analysis.search.strategies.estimates import Estimate
 from lingvo_moe.analysis.search.strategies.mesh_layout import MeshLayout

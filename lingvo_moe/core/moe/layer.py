@@ -15,9 +15,9 @@ from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
 from lingvo_moe.core.moe.experts import Experts, Rows, are_packed
-from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
-from lingvo_moe.core.moe.slots import expert_capacity
+from lingvo_moe.core.moe.routers.losses_and_metrics import micro_batch_terms
+from lingvo_moe.core.moe.routers.slots import expert_capacity
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import replicate
 from lingvo_moe.core.tensors import Kept
@@ -83,7 +83,10 @@ class MoELayer(BaseLayer):
             checks.COUNT,
         )
         p.Define(
-            "capacity_factor", 2.0, "C = capacity_factor S / E; see moe/slots.py.", checks.POSITIVE
+            "capacity_factor",
+            2.0,
+            "C = capacity_factor S / E; see moe/routers/slots.py.",
+            checks.POSITIVE,
         )
         p.Define("min_capacity", 4, "The least C, S allowing.", checks.SIZE)
         p.OnlyWith("capacity_factor min_capacity", _without_capacity)
@@ -178,11 +181,11 @@ class MoELayer(BaseLayer):
             context: the entries that the router needs (`Needs`), int32 [B,T] each; other entries are
                 ignored.
             shares: of a micro-batch in its batch, float32 scalars `tokens` and `groups`; loss and metrics are
-                then terms that sum up over micro-batches (see moe/losses_and_metrics.py). None for a whole batch.
+                then terms that sum up over micro-batches (see routers/losses_and_metrics.py). None for a whole batch.
 
         Returns:
             y_BTM in the activation type, and NestedMap(aux_loss: float32 scalar, unscaled by the
-            task's weight for it; metrics: see moe/losses_and_metrics.py; and, where the router has some,
+            task's weight for it; metrics: see routers/losses_and_metrics.py; and, where the router has some,
             updates: see `Routing`).
 
         Raises:

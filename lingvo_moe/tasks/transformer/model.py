@@ -20,7 +20,7 @@ from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import embedding, kept, masks, softmax
 from lingvo_moe.core.layers.attention import AUTO
 from lingvo_moe.core.layers.repeat import Chunk
-from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
+from lingvo_moe.core.moe.routers.losses_and_metrics import combined_metrics
 from lingvo_moe.core.nested_map import NestedMap, map_structure, updates_of
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack

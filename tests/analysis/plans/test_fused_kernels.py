@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.analysis.plans.costs import costs
+from lingvo_moe.analysis.plans.work.costs import costs
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.checking import find_faults
 from lingvo_moe.analysis.programs.hlo.module import parse_module

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from lingvo_moe.analysis.plans import tables
-from lingvo_moe.analysis.plans.costs import Cost
 from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
 from lingvo_moe.analysis.plans.machines.topology import Topology
 from lingvo_moe.analysis.plans.network import interconnect
+from lingvo_moe.analysis.plans.work.costs import Cost
 from lingvo_moe.analysis.programs.hlo.collectives import CollectiveUse
 from lingvo_moe.analysis.programs.hlo.parts import Place
 from lingvo_moe.core.nested_map import NestedMap

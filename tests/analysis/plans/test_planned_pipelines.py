@@ -3,11 +3,11 @@
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.analysis.plans.costs import costs
-from lingvo_moe.analysis.plans.errors import PlanError
+from lingvo_moe.analysis.plans.machines.base import PlanError
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.network.slices_network import SECONDS_PER_STEP
 from lingvo_moe.analysis.plans.pipeline import Loop, PipelineSchedule, bubble, pipelines
+from lingvo_moe.analysis.plans.work.costs import costs
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.hlo.module import Module, parse_module
 from lingvo_moe.analysis.programs.hlo.pipelines import (

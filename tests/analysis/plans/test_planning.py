@@ -19,10 +19,11 @@ from gpu_compiler import needs_gpu_compiler
 from refusals import refuses
 
 from lingvo_moe.analysis.plans import step_plan
-from lingvo_moe.analysis.plans.errors import PlanError
 from lingvo_moe.analysis.plans.golden import differences
+from lingvo_moe.analysis.plans.machines.base import PlanError
 from lingvo_moe.analysis.plans.pipeline import PipelineSchedule
 from lingvo_moe.analysis.programs.aot import aot, aot_tpu
+from lingvo_moe.analysis.search import best_plan
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine import cuda_plugin
 from lingvo_moe.core.engine.base import EngineError
@@ -33,7 +34,7 @@ from tools import plan
 
 pytestmark = pytest.mark.slow
 
-GOLDEN = Path(__file__).parent / "plans" / "M4Tiny-v3_2x2.json"
+GOLDEN = Path(__file__).parents[2] / "plans" / "M4Tiny-v3_2x2.json"
 GOLDEN_GPU = GOLDEN.with_name("M4Tiny-h100_1x8.json")
 # Two blocks a stack: a loop of one is written out. Adam has a third of Adafactor's operations.
 LAYERS = "task.num_encoder_layers=4;task.num_decoder_layers=4;task.optimizer=adam"
@@ -46,16 +47,23 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tiny(cache):
-    return step_plan.make_plan(step_plan.Request("mt.M4Tiny", "v3:2x2", LAYERS), cache)
+def lowering():
+    return step_plan.Lowering()
 
 
 @pytest.fixture(scope="module")
-def on_gpus(tiny):
+def tiny(cache, lowering):
+    request = step_plan.Request("mt.M4Tiny", "v3:2x2", LAYERS)
+    return step_plan.make_plan(request, cache, lowering=lowering)
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tiny, lowering):
     """The plan of the step, which is not lowered again, for as many GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_plan, "lower_step", None)
-        return step_plan.make_plan(step_plan.Request("mt.M4Tiny", "h100:1x8", LAYERS), None)
+        request = step_plan.Request("mt.M4Tiny", "h100:1x8", LAYERS)
+        return step_plan.make_plan(request, None, lowering=lowering)
 
 
 def _params(override=LAYERS, model="mt.M4Tiny"):
@@ -228,7 +236,7 @@ def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
     tried = []
     needed = 17 * 2**30
 
-    def make(request, cache_dir, say):
+    def make(request, *_):
         tried.append(request.topology)
         fits = len(tried) == 2
         memory = {"fits": fits, "misses_by": 2**30, "needed": needed}
@@ -238,19 +246,19 @@ def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
     request = step_plan.Request("mt.M4MoE128E36L", "v5e")
     # Of 15.75 GiB, weights, slots and gradients are 24.4 GiB on 16 chips, 15.4 on 32; 128 experts do
     # not divide over 256 chips.
-    assert list(step_plan.slices_to_try(request)) == ["v5e:4x8", "v5e:8x8", "v5e:8x16"]
-    assert step_plan.smallest_slice(request, None)["topology"] == "v5e:8x8"
+    assert list(best_plan.slices_to_try(request)) == ["v5e:4x8", "v5e:8x8", "v5e:8x16"]
+    assert best_plan.smallest_slice(request, None)["topology"] == "v5e:8x8"
     assert tried == ["v5e:4x8", "v5e:8x8"]
     tried.clear()
     needed = 35 * 2**30  # on 32 devices: more than 64 devices have together, by more than a tenth
-    assert step_plan.smallest_slice(request, None)["topology"] == "v5e:8x16"
+    assert best_plan.smallest_slice(request, None)["topology"] == "v5e:8x16"
     assert tried == ["v5e:4x8", "v5e:8x16"]
-    dense = step_plan.slices_to_try(step_plan.Request("mt.T96L", "v5p"))
+    dense = best_plan.slices_to_try(step_plan.Request("mt.T96L", "v5p"))
     assert next(dense) == "v5p:2x2x2"  # heads are sharded over 8 devices
-    gpus = step_plan.slices_to_try(step_plan.Request("mt.M4MoE128E36L", "a100-40"))
+    gpus = best_plan.slices_to_try(step_plan.Request("mt.M4MoE128E36L", "a100-40"))
     assert next(gpus) == "a100-40:2x8"  # 48.8 GiB on each of 8 GPUs, 24.4 on 16, of 35.5
-    with pytest.raises(step_plan.FitsNone, match=r"v5e.* none can hold its state"):
-        step_plan.smallest_slice(step_plan.Request("mt.M4MoE2048E60L", "v5e"), None)
+    with pytest.raises(best_plan.FitsNone, match=r"v5e.* none can hold its state"):
+        best_plan.smallest_slice(step_plan.Request("mt.M4MoE2048E60L", "v5e"), None)
 
 
 # --- the command
@@ -266,7 +274,7 @@ def test_the_command_compares_recorded_plans(tmp_path, capsys):
 def test_variants_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def make(request, cache, say):
+    def make(request, cache, *_):
         asked.append((request.override, str(cache)))
         made = json.loads(GOLDEN.read_text()) | {"override": request.override}
         made["memory"]["fits"] = "bfloat16" not in request.override
@@ -287,7 +295,7 @@ def test_variants_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, c
 
 
 def test_several_machines_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, capsys):
-    def make(request, cache, say):
+    def make(request, *_):
         if request.topology == "v5p:2x2x1":
             raise step_plan.PlanError("does not divide")
         made = json.loads(GOLDEN.read_text())

@@ -11,7 +11,7 @@ import trainer_testing
 
 from lingvo_moe.analysis.plans import step_plan
 from lingvo_moe.analysis.plans.suggestions import suggestions
-from lingvo_moe.analysis.search import layouts, parallelizing
+from lingvo_moe.analysis.search import best_plan, layouts, parallelizing
 from lingvo_moe.analysis.search.parallelizing import check_override
 from lingvo_moe.analysis.search.strategies.strategy_file import LAYOUTS, StrategyError
 from lingvo_moe.core.config import registry
@@ -96,7 +96,7 @@ def _proposed(said):
 def test_a_plan_of_a_mesh_that_does_not_divide_proposes_a_command_that_does(
     flags, monkeypatch, capsys
 ):
-    monkeypatch.setattr(step_plan, "_lowered", _checked)
+    monkeypatch.setattr(step_plan, "lower_step", _checked)
     assert plan_tool.main([*flags.split(), "--cache_dir="]) == 1
     tool, proposed = _proposed(capsys.readouterr().err.splitlines()[-1])
     assert tool is plan_tool and ("--what=decode" in flags) == ("--what=decode" in proposed)
@@ -105,7 +105,7 @@ def test_a_plan_of_a_mesh_that_does_not_divide_proposes_a_command_that_does(
         args.layout and args.topology[0] in flags and "task.remat" not in args.model_params_override
     )
     with pytest.raises(_Checked):
-        plan_tool.make(args, args.topology[0], "", None, lambda _: None)
+        plan_tool.make(args, args.topology[0], "", None, lambda _: None, step_plan.Lowering())
 
 
 def test_the_command_that_verify_proposes_verifies(capsys):
@@ -148,15 +148,13 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch):
 
     def plan(request, *_):
         mesh = registry.GetParams(request.model, request.override).train.mesh
-        assert not request.layout
         fits = mesh in seconds
         memory = {"fits": fits, "misses_by": 1}
         return {"memory": memory, "time": {"step_seconds": seconds[mesh]} if fits else None}
 
-    make_plan = step_plan.make_plan
     monkeypatch.setattr(step_plan, "make_plan", plan)
-    request = step_plan.Request("lm.MoEDemo", "v5e:2x4", layout="auto", override="task.dropout=0.1")
-    made = make_plan(request, None)
+    request = step_plan.Request("lm.MoEDemo", "v5e:2x4", override="task.dropout=0.1")
+    made = best_plan.laid_out("auto", request, None)
     assert (made["layout"], made["override"]) == ("fsdp+expert", "task.dropout=0.1")
     monkeypatch.setattr(
         "lingvo_moe.analysis.plans.measuring.measured_step",

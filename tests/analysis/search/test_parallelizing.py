@@ -10,10 +10,10 @@ from refusals import refuses
 
 from lingvo_moe import trainer as trainer_module
 from lingvo_moe.analysis.explain.verifying import VerifyError
-from lingvo_moe.analysis.plans import result_cache, step_plan as planning
-from lingvo_moe.analysis.plans.errors import PlanError
+from lingvo_moe.analysis.plans import step_plan as planning
+from lingvo_moe.analysis.plans.machines.base import PlanError
 from lingvo_moe.analysis.plans.measuring import measured_step
-from lingvo_moe.analysis.search import parallelizing
+from lingvo_moe.analysis.search import parallelizing, result_cache
 from lingvo_moe.analysis.search.parallelizing import NoneFits, Search
 from lingvo_moe.analysis.search.strategies.strategy_file import StrategyError, read_overrides
 from lingvo_moe.analysis.search.strategies.workload import read_workload
@@ -237,7 +237,7 @@ def test_a_plan_is_made_again_after_any_file_of_the_package_has_changed(monkeypa
     made, read = [], Path.read_bytes
     monkeypatch.setattr(planning, "make_plan", lambda *_: made.append(1) or {"plan": len(made)})
     request = planning.Request(_MODEL, "v5e:2x4")
-    for changed in ("nothing", "analysis/plans/costs.py", "core/engine/loop/steps.py"):
+    for changed in ("nothing", "analysis/plans/work/costs.py", "core/engine/loop/steps.py"):
         name = f"/{changed}"
         monkeypatch.setattr(
             Path, "read_bytes", lambda p, end=name: b"#" if p.as_posix().endswith(end) else read(p)

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.kernels import grouped_matmul as gm, tpu, xla
-from lingvo_moe.core.kernels.pallas import calls
+from lingvo_moe.core.kernels import grouped_matmul as gm, xla
+from lingvo_moe.core.kernels.pallas import calls, tpu
 
 M, H = 3, 5
 

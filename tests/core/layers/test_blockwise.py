@@ -14,8 +14,8 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.lowering import lowering
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.kernels import tensorflow, tpu, xla
-from lingvo_moe.core.kernels.pallas import attention as fused_attention, calls
+from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.kernels.pallas import attention as fused_attention, calls, tpu
 from lingvo_moe.core.layers import positions
 from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.extended_attention import ExtendedAttention

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingvo_moe.core.moe.slots import expert_capacity
+from lingvo_moe.core.moe.routers.slots import expert_capacity
 
 
 @pytest.mark.parametrize(("group_size", "num_experts", "factor", "minimum", "expected"), [

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from hypothesis import given, settings, strategies as st
 
-from lingvo_moe.core.moe.losses_and_metrics import Choice, routing_metrics
+from lingvo_moe.core.moe.routers.losses_and_metrics import Choice, routing_metrics
 
 
 def _metrics(want: dict, real: np.ndarray, num_experts: int, capacity: int | None, **kw):

@@ -9,9 +9,9 @@ from router_testing import route, router
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.experts import BaseExperts
 from lingvo_moe.core.moe.layer import ROUTERS, MoELayer
-from lingvo_moe.core.moe.losses_and_metrics import Choice
 from lingvo_moe.core.moe.routers.base import LearnedRouter
-from lingvo_moe.core.moe.slots import top_k
+from lingvo_moe.core.moe.routers.losses_and_metrics import Choice
+from lingvo_moe.core.moe.routers.slots import top_k
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings, strategies as st
 
-from lingvo_moe.core.moe.slots import assign_slots
+from lingvo_moe.core.moe.routers.slots import assign_slots
 
 
 def one_at_a_time(index_GSk, wanted_GSk, num_experts, capacity):

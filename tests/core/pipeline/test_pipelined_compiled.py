@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lingvo_moe.analysis.plans.costs import costs
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.pipeline import PipelineSchedule, pipelines
+from lingvo_moe.analysis.plans.work.costs import costs
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.hlo.collectives import collective_use
 from lingvo_moe.analysis.programs.hlo.module import parse_module

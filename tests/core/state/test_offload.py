@@ -8,9 +8,9 @@ from gpu_compiler import needs_gpu_compiler
 from refusals import refuses
 from toy_stack import MESH, ROWS, H, L, M, Rows, batch_of, begun, compiled_step, stack_task, trained
 
-from lingvo_moe.analysis.plans.costs import costs as costs_of
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.memory import host_link
+from lingvo_moe.analysis.plans.work.costs import costs as costs_of
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.hlo.module import parse_module
 from lingvo_moe.core.config import registry

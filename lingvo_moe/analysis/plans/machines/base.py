@@ -8,6 +8,10 @@ from typing import Any
 from lingvo_moe.analysis.plans.machines.pace import AS_RATED, Pace
 
 
+class PlanError(ValueError):
+    """A request cannot be planned; the message names the value and what would be right."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Equal devices. A device is what JAX calls a device; rates are those of one device, in one direction."""

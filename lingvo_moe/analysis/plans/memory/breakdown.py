@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import ml_dtypes  # noqa: F401  teaches NumPy the names of its types
 import numpy as np
 
-from lingvo_moe.analysis.plans.costs import Placer
 from lingvo_moe.analysis.plans.memory.advice import Peak, advise
 from lingvo_moe.analysis.plans.memory.liveness import Buffer, Liveness, Value, liveness
+from lingvo_moe.analysis.plans.work.costs import Placer
 from lingvo_moe.analysis.programs.hlo.module import Executed, Module, parse_module
 from lingvo_moe.analysis.programs.hlo.parts import LOOP, NO_LAYERS, Layers, Place
 from lingvo_moe.core.sharding import DimsMapping, Mesh

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.analysis.plans.costs import Cost
 from lingvo_moe.analysis.plans.machines.base import Machine
-from lingvo_moe.analysis.plans.tables import execution_seconds
-from lingvo_moe.analysis.plans.traffic import FREE
+from lingvo_moe.analysis.plans.work.costs import Cost
+from lingvo_moe.analysis.plans.work.seconds import execution_seconds
+from lingvo_moe.analysis.plans.work.traffic import FREE
 from lingvo_moe.analysis.programs.hlo.instructions import Array, Computation, Instruction
 from lingvo_moe.analysis.programs.hlo.module import Module
 

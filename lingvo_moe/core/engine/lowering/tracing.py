@@ -18,7 +18,8 @@ from lingvo_moe.core.console.mistakes import noting_places
 from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.sources import remembering_forward
 from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
-from lingvo_moe.core.kernels import tensorflow, tpu, xla
+from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.kernels.pallas import tpu
 from lingvo_moe.core.nested_map import first_difference, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh, use_mesh
 from lingvo_moe.core.sharding.manual_check import check_regions

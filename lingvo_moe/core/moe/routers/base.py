@@ -20,14 +20,14 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.losses_and_metrics import (
+from lingvo_moe.core.moe.routers.losses_and_metrics import (
     AuxLoss,
     Choice,
     add_losses,
     aux_loss_of,
     routing_metrics,
 )
-from lingvo_moe.core.moe.slots import GATES, Gate, assign_slots
+from lingvo_moe.core.moe.routers.slots import GATES, Gate, assign_slots
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import Kept
 
@@ -303,7 +303,7 @@ class LearnedRouter(Router):
             "gate",
             "softmax",
             "From logits to the weights of the experts' outputs: 'softmax' over experts, or each logit's own 'sigmoid' "
-            "(moe/slots.py).",
+            "(moe/routers/slots.py).",
             checks.one_of(GATES),
         )
         define_level(p)

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
-from lingvo_moe.core.moe.losses_and_metrics import Choice
 from lingvo_moe.core.moe.routers.base import LearnedRouter, all_experts, check_choices
-from lingvo_moe.core.moe.slots import top_k
+from lingvo_moe.core.moe.routers.losses_and_metrics import Choice
+from lingvo_moe.core.moe.routers.slots import top_k
 
 _BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
+from lingvo_moe.core.moe.routers.slots import top_k
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter
-from lingvo_moe.core.moe.slots import top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 HASHES = ("cross_polytope", "hyperplanes")

@@ -10,15 +10,15 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.losses_and_metrics import (
+from lingvo_moe.core.moe.routers.base import LearnedRouter
+from lingvo_moe.core.moe.routers.losses_and_metrics import (
     AuxLoss,
     Choice,
     cv_squared,
     importance,
     smooth_load,
 )
-from lingvo_moe.core.moe.routers.base import LearnedRouter
-from lingvo_moe.core.moe.slots import count_choices, top_k
+from lingvo_moe.core.moe.routers.slots import count_choices, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.moe.routers.slots import top_k
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter, spread
-from lingvo_moe.core.moe.slots import top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 

@@ -8,8 +8,8 @@ Letters: G group, S token in group, k choice rank (k = E here), E expert.
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.losses_and_metrics import Choice
 from lingvo_moe.core.moe.routers.base import LearnedRouter, all_experts
+from lingvo_moe.core.moe.routers.losses_and_metrics import Choice
 
 
 class SoftRouter(LearnedRouter):

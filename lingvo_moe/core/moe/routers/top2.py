@@ -8,9 +8,9 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
-from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, Choice, load_balance
 from lingvo_moe.core.moe.routers.base import LearnedRouter
-from lingvo_moe.core.moe.slots import count_choices, normalize, pick
+from lingvo_moe.core.moe.routers.losses_and_metrics import AuxLoss, Choice, load_balance
+from lingvo_moe.core.moe.routers.slots import count_choices, normalize, pick
 
 _CHOICES = {
     "reading": ("paper", "lingvo"),

@@ -13,15 +13,15 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.losses_and_metrics import (
+from lingvo_moe.core.moe.routers.base import LearnedRouter
+from lingvo_moe.core.moe.routers.losses_and_metrics import (
     AuxLoss,
     Choice,
     load_balance,
     log_partition,
     z_loss,
 )
-from lingvo_moe.core.moe.routers.base import LearnedRouter
-from lingvo_moe.core.moe.slots import count_choices, normalize, pick, top_k
+from lingvo_moe.core.moe.routers.slots import count_choices, normalize, pick, top_k
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import shape_of
 
@@ -86,7 +86,7 @@ class TopKRouter(LearnedRouter):
         p.Define(
             "load_balance_weight",
             1.0,
-            "Of E sum_e f_e P_e, 1 at balance; see moe/losses_and_metrics.py.",
+            "Of E sum_e f_e P_e, 1 at balance; see moe/routers/losses_and_metrics.py.",
             checks.NOT_NEGATIVE,
         )
         p.Define(

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.moe.losses_and_metrics import Choice
 from lingvo_moe.core.moe.routers.base import Router, real_tokens
+from lingvo_moe.core.moe.routers.losses_and_metrics import Choice
 from lingvo_moe.core.nested_map import NestedMap
 
 

@@ -6,10 +6,10 @@ from hypothesis import given, strategies as st
 from toy_moe import planned_collectives
 
 from lingvo_moe.analysis.plans import tables
-from lingvo_moe.analysis.plans.costs import costs
 from lingvo_moe.analysis.plans.machines.topology import Topology
 from lingvo_moe.analysis.plans.network import interconnect, slices_network
 from lingvo_moe.analysis.plans.network.two_levels import Spread
+from lingvo_moe.analysis.plans.work.costs import costs
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.hlo.collectives import COLLECTIVES
 from lingvo_moe.analysis.programs.hlo.module import parse_module

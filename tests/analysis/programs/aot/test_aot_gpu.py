@@ -7,8 +7,8 @@ from gpu_compiler import needs_gpu_compiler
 from gram import gram
 from processes import run_python
 
-from lingvo_moe.analysis.plans.costs import costs
 from lingvo_moe.analysis.plans.tables import number_formats
+from lingvo_moe.analysis.plans.work.costs import costs
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.aot.gpu_targets import TARGETS
 from lingvo_moe.analysis.programs.aot.partition_dump import dump_options

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lingvo_moe.analysis.plans.errors import PlanError
 from lingvo_moe.analysis.plans.figures import Plan
+from lingvo_moe.analysis.plans.machines.base import PlanError
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.topology_names import TopologyName
 

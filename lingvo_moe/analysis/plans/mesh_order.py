@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.analysis.plans.costs import Cost
 from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
 from lingvo_moe.analysis.plans.network import cluster_network, interconnect, two_levels
+from lingvo_moe.analysis.plans.work.costs import Cost
 from lingvo_moe.analysis.programs.hlo.collectives import CollectiveUse
 from lingvo_moe.analysis.programs.hlo.groups import Groups
 from lingvo_moe.core.console import units

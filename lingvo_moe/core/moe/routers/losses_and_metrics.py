@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.slots import effective_capacity_factor, normalize
+from lingvo_moe.core.moe.routers.slots import effective_capacity_factor, normalize
 from lingvo_moe.core.nested_map import NestedMap
 
 _TINY = 1e-20  # the least squared mean, so that the variation of zeros is 0

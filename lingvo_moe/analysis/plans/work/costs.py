@@ -7,8 +7,8 @@ model of network/interconnect.py needs.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lingvo_moe.analysis.plans import traffic
-from lingvo_moe.analysis.plans.flops import MatmulFlops, MatrixProduct, in_tiles, number_format
+from lingvo_moe.analysis.plans.work import traffic
+from lingvo_moe.analysis.plans.work.flops import MatmulFlops, MatrixProduct, in_tiles, number_format
 from lingvo_moe.analysis.programs.hlo import attributes, module as hlo, parts
 from lingvo_moe.analysis.programs.hlo.collectives import (
     CollectiveUse,

@@ -6,9 +6,10 @@ import jax
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lingvo_moe.analysis.plans import costs as costs_lib, tables
-from lingvo_moe.analysis.plans.costs import costs
+from lingvo_moe.analysis.plans import tables
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
+from lingvo_moe.analysis.plans.work import costs as costs_lib
+from lingvo_moe.analysis.plans.work.costs import costs
 from lingvo_moe.analysis.programs.hlo import module as hlo
 from lingvo_moe.analysis.programs.hlo.collectives import CollectiveUse
 from tests.tiny_layers import tiny_layers

@@ -3,9 +3,10 @@
 import pytest
 
 from lingvo_moe.analysis.plans import tables
-from lingvo_moe.analysis.plans.costs import costs
 from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
+from lingvo_moe.analysis.plans.work.costs import costs
+from lingvo_moe.analysis.plans.work.seconds import compute_seconds
 from lingvo_moe.analysis.programs.hlo import module as hlo
 from lingvo_moe.analysis.programs.hlo.instructions import HloError
 from tests.tiny_layers import tiny_layers
@@ -132,7 +133,7 @@ def test_each_number_format_has_its_peak():
     for dtype, kind in dtypes.items():
         found = _costs(_cublas(_DIMS, dtype)).values()
         assert tables.number_formats(found) == {kind: 2 * 3 * 4 * 16 * 8}
-        seconds = sum(tables.compute_seconds(cost, h100) for cost in found)
+        seconds = sum(compute_seconds(cost, h100) for cost in found)
         assert seconds == pytest.approx(2 * 3 * 4 * 16 * 8 / CARDS["h100"].peak_flops[kind])
 
 
