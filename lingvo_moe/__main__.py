@@ -27,8 +27,8 @@ def commands() -> dict[str, str]:
     names = (
         module.name for module in pkgutil.iter_modules(importlib.import_module(_TOOLS).__path__)
     )
-    found = [name for name in names if name[0] != "_" and name not in _OF_THE_REPOSITORY]
-    return {"train": "lingvo_moe.trainer"} | {name: f"{_TOOLS}.{name}" for name in found}
+    public = [name for name in names if name[0] != "_" and name not in _OF_THE_REPOSITORY]
+    return {"train": "lingvo_moe.trainer"} | {name: f"{_TOOLS}.{name}" for name in public}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,20 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status where no command was run: 0 for the list, 2 for an unknown name. A command ends the process.
     """
     name, *rest = (sys.argv[1:] if argv is None else argv) or ("help",)
-    known = commands()
+    modules = commands()
     if name in ("help", "-h", "--help"):
         print("lingvo-moe COMMAND --flag=value ...; lingvo-moe COMMAND --help shows its flags\n")
-        for each, module in known.items():
-            print(f"  {each:<17} {_title(module)}")
+        for command, module in modules.items():
+            print(f"  {command:<17} {_title(module)}")
         return 0
-    if name not in known:
-        say(f"lingvo-moe: no command {name!r}{did_you_mean(name, known)}; lingvo-moe lists them")
+    if name not in modules:
+        say(f"lingvo-moe: no command {name!r}{did_you_mean(name, modules)}; lingvo-moe lists them")
         return 2
     if os.getcwd() not in sys.path and "" not in sys.path:
         # Last: for experiments that the user names, and not in place of a package.
         sys.path.append(os.getcwd())
     sys.argv = [name, *rest]
-    runpy.run_module(known[name], run_name="__main__", alter_sys=True)
+    runpy.run_module(modules[name], run_name="__main__", alter_sys=True)
     return 0
 
 

@@ -76,7 +76,7 @@ def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, overri
             if new:
                 tried.add(new[0])
                 try:
-                    step, found = scorer.Score(None if once else new[0])
+                    step, scores = scorer.Score(None if once else new[0])
                 except CheckpointError as e:
                     if once or run_dir.identity != run:
                         raise
@@ -84,10 +84,10 @@ def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, overri
                     why = "its checkpoint has made place for newer ones" if gone else str(e)
                     say(f"step {new[0]}: {why}")
                     continue
-                summaries.Write(step, found.metrics)
-                for name, text in found.notes.items():
+                summaries.Write(step, scores.metrics)
+                for name, text in scores.notes.items():
                     summaries.Text(name, text)
-                say(f"step {step}: {found.text}")
+                say(f"step {step}: {scores.text}")
                 scored.add(step)
                 if not once:
                     continue  # the next look may find that others are gone

@@ -140,10 +140,10 @@ def _directory_of_entries(directory: str | os.PathLike | None) -> Path:
 
 def _check_private(directory: Path) -> None:
     """Raises CacheError if code in this directory may be somebody else's."""
-    found = directory.stat()
-    if found.st_uid != os.geteuid():
-        raise CacheError(f"{directory} belongs to user {found.st_uid}, not to this one")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = directory.stat()
+    if status.st_uid != os.geteuid():
+        raise CacheError(f"{directory} belongs to user {status.st_uid}, not to this one")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CacheError(
             f"others can write in {directory}; delete it, and the programs in it that they may have written"
         )
@@ -157,8 +157,8 @@ def _make_room(directory: Path) -> None:
     entries = []
     for file in directory.glob(f"*{_SUFFIX}*"):
         with contextlib.suppress(OSError):
-            found = file.stat()
-            entries.append((found.st_mtime, found.st_size, file))
+            status = file.stat()
+            entries.append((status.st_mtime, status.st_size, file))
     size = sum(entry[1] for entry in entries)
     for _, bytes_, file in sorted(entries):
         if size <= _MOST_BYTES:

@@ -53,12 +53,12 @@ def load() -> None:
     if can_run():
         return
     hide()
-    found = importlib.metadata.distribution(PACKAGE).locate_file(_MODULE.replace(".", "/"))
+    directory = importlib.metadata.distribution(PACKAGE).locate_file(_MODULE.replace(".", "/"))
     spec = importlib.util.spec_from_file_location(
-        "lingvo_moe_cuda_plugin", Path(str(found)) / "__init__.py"
+        "lingvo_moe_cuda_plugin", Path(str(directory)) / "__init__.py"
     )
     if spec is None or spec.loader is None:
-        raise EngineError(f"the GPU compiler cannot be loaded from {found}")
+        raise EngineError(f"the GPU compiler cannot be loaded from {directory}")
     plugin = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plugin)
     logging.getLogger(spec.name).setLevel(logging.ERROR)  # it misses the half that runs programs

@@ -24,8 +24,8 @@ _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 def compiler_options(environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
     """XLA's options for programs on GPUs, without those that XLA_FLAGS sets."""
-    given = set(re.findall(r"--(\w+)", environ.get("XLA_FLAGS", "")))
-    return {name: value for name, value in _OPTIONS.items() if name not in given}
+    names = set(re.findall(r"--(\w+)", environ.get("XLA_FLAGS", "")))
+    return {name: value for name, value in _OPTIONS.items() if name not in names}
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -42,11 +42,11 @@ def count_gpus(directory: Path = Path("/dev")) -> int:
 
 def unused_gpus(directory: Path = Path("/dev")) -> str:
     """A line for the user of a machine that has NVIDIA GPUs, where JAX found none; '' where it has none."""
-    found = count_gpus(directory)
-    if not found or os.environ.get("JAX_PLATFORMS"):
+    count = count_gpus(directory)
+    if not count or os.environ.get("JAX_PLATFORMS"):
         return ""
     return (
-        f"this machine has {found} NVIDIA GPU{'s' * (found > 1)}, but JAX found none and uses the CPU; "
+        f"this machine has {count} NVIDIA GPU{'s' * (count > 1)}, but JAX found none and uses the CPU; "
         "make install GPU=1 installs what it needs (docs/gpus.md)"
     )
 

@@ -168,9 +168,9 @@ class _Tiles:
         def step(e: tf.Tensor, start: tf.Tensor, rows: tf.Tensor, dw: tf.Tensor) -> tf.Tensor:
             x_RM = _rows_from(x, start, size)
             dy_RH = _rows_from(dy, start, size)
-            own = tf.range(size)[:, tf.newaxis] < rows
-            x_RM = tf.where(own, x_RM, tf.zeros([], x_RM.dtype))
-            dy_RH = tf.where(own, dy_RH, tf.zeros([], dy_RH.dtype))
+            in_group = tf.range(size)[:, tf.newaxis] < rows
+            x_RM = tf.where(in_group, x_RM, tf.zeros([], x_RM.dtype))
+            dy_RH = tf.where(in_group, dy_RH, tf.zeros([], dy_RH.dtype))
             more = tf.cast(tf.matmul(x_RM, dy_RH, transpose_a=True), dw.dtype)
             return _update(dw, (tf.gather(dw, e) + more)[tf.newaxis], [e, 0, 0])
 

@@ -76,7 +76,7 @@ def in_top_k(logits: tf.Tensor, labels: tf.Tensor, k: int) -> tf.Tensor:
     """
     classes = tf.range(logits.shape[-1], dtype=labels.dtype)
     is_label = labels[:, tf.newaxis] == classes
-    own = tf.reduce_sum(tf.where(is_label, logits, 0.0), axis=-1, keepdims=True)
-    better = (logits > own) | ((logits == own) & (classes < labels[:, tf.newaxis]))
+    label_logit = tf.reduce_sum(tf.where(is_label, logits, 0.0), axis=-1, keepdims=True)
+    better = (logits > label_logit) | ((logits == label_logit) & (classes < labels[:, tf.newaxis]))
     rank = tf.reduce_sum(tf.cast(better, tf.float32), axis=-1)
-    return tf.cast((rank < k) & tf.math.is_finite(own[:, 0]), tf.float32)
+    return tf.cast((rank < k) & tf.math.is_finite(label_logit[:, 0]), tf.float32)

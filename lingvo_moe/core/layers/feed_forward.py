@@ -98,8 +98,8 @@ class FeedForward(BaseLayer):
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """Two projections, or three if the activation is gated, 2 M H each, for each token."""
         batch, time, dim = input_shapes[0]
-        each = 2 * batch * time * dim * params.hidden_dim
+        projection = 2 * batch * time * dim * params.hidden_dim
         return NestedMap(
-            flops=ACTIVATIONS[params.activation].products * each,
+            flops=ACTIVATIONS[params.activation].products * projection,
             out_shapes=((batch, time, dim),),
         )

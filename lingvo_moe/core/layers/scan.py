@@ -53,14 +53,14 @@ class Loop:
     # Whether the activations that are stored for the backward pass are there too.
     stored_there: bool
 
-    def Run(self, theta: NestedMap, carry: tf.Tensor, given: Given) -> tuple[tf.Tensor, NestedMap]:
+    def Run(self, theta: NestedMap, carry: tf.Tensor, args: Given) -> tuple[tf.Tensor, NestedMap]:
         """See Repeat.FProp."""
         # Of carries of unknown size (serving) nothing is kept: there is nothing to differentiate.
         keep = carry.shape.is_fully_defined()
         names, stored_there = self.names, self.stored_there
-        if not keep or not given.seeds:
+        if not keep or not args.seeds:
             names, stored_there = (), False
-        one = _Repetition(self, theta, carry, given, names)
+        one = _Repetition(self, theta, carry, args, names)
         num, num_theta = theta.Flatten()[0].shape[0], len(flatten(theta))
         num_extras = len(flatten(one.extras))
 
@@ -100,19 +100,19 @@ class Loop:
 
             return [y, *extras], grad
 
-        y, *extras = run(carry, *flatten((theta, given)))
+        y, *extras = run(carry, *flatten((theta, args)))
         return y, pack_as(one.extras, extras)
 
 
 class _Repetition:
-    """One repetition as a function of flat lists of tensors: its theta, and the tensors of `given`."""
+    """One repetition as a function of flat lists of tensors: its theta, and the tensors of `args`."""
 
     def __init__(
         self,
         loop: Loop,
         theta: NestedMap,
         carry: tf.Tensor,
-        given: Given,
+        args: Given,
         names: tuple[str, ...],
     ):
         """Traces the body once, as `forward`: (i, carry, *theta, *given) -> [carry, *extras, *activations with these
@@ -121,7 +121,7 @@ class _Repetition:
         Raises: as Repeat.FProp.
         """
         self.on_host, self.names = loop.on_host, names
-        self._body, self._structure = loop.body, (theta, given)
+        self._body, self._structure = loop.body, (theta, args)
         num_theta = len(flatten(theta))
 
         def spec(t: tf.Tensor) -> tf.TensorSpec:
@@ -137,7 +137,7 @@ class _Repetition:
             tf.TensorSpec([], tf.int32),
             spec(carry),
             *(tf.TensorSpec(w.shape[1:], w.dtype) for w in flatten(theta)),
-            *(spec(t) for t in flatten(given)),
+            *(spec(t) for t in flatten(args)),
         )
         y = self.forward.outputs[0]
         if y.dtype != carry.dtype or not carry.shape.is_compatible_with(y.shape):
@@ -153,10 +153,10 @@ class _Repetition:
         self.extras = map_structure(spec, self.extras)
 
     def Call(
-        self, i: tf.Tensor, x: tf.Tensor, theta: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
+        self, i: tf.Tensor, x: tf.Tensor, theta: Sequence[tf.Tensor], args: Sequence[tf.Tensor]
     ) -> tuple[tf.Tensor, NestedMap]:
         """(carry, extras) of repetition i, whose carry is x."""
-        theta_i, given_ = pack_as(self._structure, [*theta, *given])
+        theta_i, given_ = pack_as(self._structure, [*theta, *args])
         return self._body(i, theta_i, x, given_)
 
     def Slices(self, weights: list[tf.Tensor], i: tf.Tensor) -> list[tf.Tensor]:
@@ -197,7 +197,7 @@ def _backward(
     used: set[int] = set()
 
     def step(i: tf.Tensor, dx: tf.Tensor, dweights: list, drest: list) -> tuple:
-        x, *activations = [each.Of(i) for each in stored]
+        x, *activations = [stack.Of(i) for stack in stored]
         slices = one.Slices(weights, i)
         sources = [x, *slices, *(rest[k] for k in floating)]
         with (
@@ -251,11 +251,11 @@ def fetched(x: tf.Tensor, on_host: bool) -> tf.Tensor:
 
 
 def _rows(
-    num: int, dtype: tf.DType, shape: tf.TensorShape, given: tf.Tensor, on_host: bool
+    num: int, dtype: tf.DType, shape: tf.TensorShape, like: tf.Tensor, on_host: bool
 ) -> _Rows:
     """Room for what a loop collects, [num, *shape]: an array, or where slices are vectorized a tensor."""
     if traced_slices() or on_host:
-        return runtime_zeros(given, dtype, [num, *shape])
+        return runtime_zeros(like, dtype, [num, *shape])
     return tf.TensorArray(dtype, num, element_shape=shape, clear_after_read=False)
 
 

@@ -77,9 +77,9 @@ def describe_padding(
     if not uneven:
         return ""
     times = f" {repeats} x" if repeats > 1 else ""
-    each = ", ".join(
+    listed = ", ".join(
         f"{stages} stages of{times} {blocks.largest} blocks have the {blocks.num} blocks of the {name}"
         for name, blocks in uneven
     )
     share = padding([StageBlocks(num, stages, repeats, ends) for _, num in stacks])
-    return f"{each}: {100 * share:.3g}% of the stages' blocks are padding"
+    return f"{listed}: {100 * share:.3g}% of the stages' blocks are padding"

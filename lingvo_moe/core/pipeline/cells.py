@@ -61,8 +61,8 @@ def fprop_in_sequence(
     """
     extras = NestedMap()
     for (name, layer), theta in zip(layers, thetas, strict=True):
-        args, found = fprop_with_extras(layer, theta, args, layer.FoldSeed(seed, name))
-        join_extras(extras, name, found)
+        args, more = fprop_with_extras(layer, theta, args, layer.FoldSeed(seed, name))
+        join_extras(extras, name, more)
     return args, extras
 
 
@@ -85,18 +85,18 @@ def meta_of_sequence(
     return NestedMap(flops=sum(meta.flops for meta in metas), out_shapes=metas[-1].out_shapes)
 
 
-def join_extras(extras: NestedMap, name: str, found: NestedMap) -> None:
+def join_extras(extras: NestedMap, name: str, more: NestedMap) -> None:
     """Adds a layer's extras to those of a sequence: `updates` to its updates, the rest below the layer's name."""
-    rest = NestedMap({key: value for key, value in found.items() if key != "updates"})
+    rest = NestedMap({key: value for key, value in more.items() if key != "updates"})
     if rest:
         extras[name] = rest
-    for path, value in found.get("updates", NestedMap()).FlattenItems():
+    for path, value in more.get("updates", NestedMap()).FlattenItems():
         extras.Set(f"updates.{path}", value)
 
 
-def join_all_extras(extras: NestedMap, found: NestedMap) -> None:
+def join_all_extras(extras: NestedMap, more: NestedMap) -> None:
     """Adds all extras of a sequence, as fprop_in_sequence returns them, to those of another."""
-    for name, value in found.items():
+    for name, value in more.items():
         join_extras(extras, name, NestedMap(updates=value) if name == "updates" else value)
 
 
@@ -105,8 +105,8 @@ def sub_layers(params: InstantiableParams) -> list[InstantiableParams] | None:
 
     A class of sequences has a class method `SubLayers(params)` that returns them.
     """
-    found = getattr(params.cls, "SubLayers", None)
-    return None if found is None else found(params)
+    method = getattr(params.cls, "SubLayers", None)
+    return None if method is None else method(params)
 
 
 class LayerWithExtras(BaseLayer):

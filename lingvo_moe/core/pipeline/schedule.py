@@ -88,8 +88,8 @@ class Schedule:
         last = WEIGHTS if self.splits_backward else BACKWARD
         forward = self.WorkOf(FORWARD, stack)
         gap = self.WorkOf(last, stack).start - forward.start
-        kept = gap + (1 if self.splits_backward else self.stages * self.repeats)
-        return min(kept, forward.ticks)
+        ticks = gap + (1 if self.splits_backward else self.stages * self.repeats)
+        return min(ticks, forward.ticks)
 
     def GradientsKept(self, stack: int) -> int:
         """The number of ticks for which a stage keeps the gradient of its output, if weights come later; else 0."""

@@ -71,20 +71,20 @@ class BucketLock:
 
     def _Take(self) -> bytes:
         """Returns the generation of the object that this writer wrote."""
-        found = self._place.Version(WRITER)
+        before = self._place.Version(WRITER)
         until = time.monotonic() + PATIENCE
         while True:
             # An absent object, and one that has ended or stayed the same for so long, is replaced, unless somebody else
             # was quicker.
-            if found.value is None or _has_ended(found.value) or time.monotonic() > until:
-                if taken := self._place.Replace(WRITER, self._Content(), found.generation):
+            if before.value is None or _has_ended(before.value) or time.monotonic() > until:
+                if taken := self._place.Replace(WRITER, self._Content(), before.generation):
                     return taken
                 raise self._Refusal(self._place.Version(WRITER).value)
             time.sleep(min(1.0, PATIENCE / 10))
-            now = self._place.Version(WRITER)
-            if now.generation != found.generation and now.value and not _has_ended(now.value):
-                raise self._Refusal(now.value)
-            found = now
+            new = self._place.Version(WRITER)
+            if new.generation != before.generation and new.value and not _has_ended(new.value):
+                raise self._Refusal(new.value)
+            before = new
 
     def _Refusal(self, content: bytes | None) -> RunLockError:
         by = in_words(holder_in(content or b""))
@@ -110,11 +110,11 @@ class BucketLock:
         """Replaces the object, and returns its generation. Raises RunLockError: it is another writer's."""
         if renewed := self._place.Replace(WRITER, self._Content(), self._generation):
             return renewed
-        now = self._place.Version(WRITER)
+        new = self._place.Version(WRITER)
         # An earlier renewal that counts as failed may have been done all the same.
-        if holder_in(now.value or b"").get("token") != self._token:
-            raise self._Refusal(now.value)
-        return now.generation
+        if holder_in(new.value or b"").get("token") != self._token:
+            raise self._Refusal(new.value)
+        return new.generation
 
 
 def _has_ended(content: bytes) -> bool:

@@ -37,8 +37,8 @@ class Evaluations:
 
     def BestOf(self, steps: Collection[int]) -> Evaluation | None:
         """The lowest finite loss at some steps; None if none of them was evaluated."""
-        known = [e for e in self.done if e.step in steps and math.isfinite(e.loss)]
-        return min(known, key=lambda e: (e.loss, e.step), default=None)
+        finite = [e for e in self.done if e.step in steps and math.isfinite(e.loss)]
+        return min(finite, key=lambda e: (e.loss, e.step), default=None)
 
     @property
     def without_best(self) -> int:
@@ -76,9 +76,9 @@ class Evaluations:
 def read_evaluations(file: Path, content: bytes) -> Evaluations:
     """The evaluations in `evaluations.json`. Raises RunDirError: it is not what Evaluations.ToBytes wrote."""
     try:
-        found = json.loads(content.decode("utf-8"))
-        losses = [Evaluation(int(s), _loss(v)) for s, v in found["losses"]]
-        evaluations = Evaluations(str(found["batches"]), tuple(losses))
+        saved = json.loads(content.decode("utf-8"))
+        losses = [Evaluation(int(s), _loss(v)) for s, v in saved["losses"]]
+        evaluations = Evaluations(str(saved["batches"]), tuple(losses))
     except (ValueError, KeyError, TypeError, RecursionError):
         evaluations = None
     if evaluations is None or evaluations.ToBytes() != content:

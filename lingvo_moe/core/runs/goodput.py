@@ -227,10 +227,10 @@ def account(segments: Sequence[Segment]) -> Goodput:
     for segment in reversed(segments):
         for kind, value in segment.seconds.items():
             seconds[kind] += value
-        kept, done = segment.StepSeconds(lasted), segment.StepSeconds(math.inf)
+        lasting, done = segment.StepSeconds(lasted), segment.StepSeconds(math.inf)
         seconds[STARTUP] += segment.seconds.get(STEP, 0.0) - done
-        seconds[STEP] += kept - segment.seconds.get(STEP, 0.0)
-        seconds[WASTED] += done - kept
+        seconds[STEP] += lasting - segment.seconds.get(STEP, 0.0)
+        seconds[WASTED] += done - lasting
         lasted = min(lasted, math.inf if segment.first is None else segment.first)
     gaps = [_gap(*pair) for pair in itertools.pairwise(segments)]
     seconds[RECOVERY] = sum(gaps)

@@ -62,15 +62,15 @@ def read_experiment(file: Path, content: bytes) -> Experiment:
 
     Raises RunDirError: not JSON, or not of the shape of Experiment; names the key and the value.
     """
-    found = _read_json(file, content)
-    if isinstance(found, dict) and "vocab" in found:
-        found = _modernised(file, found)
-    return _checked(file, found, _EXPERIMENT, ("began_from", "version"))
+    value = _read_json(file, content)
+    if isinstance(value, dict) and "vocab" in value:
+        value = _modernised(file, value)
+    return _checked(file, value, _EXPERIMENT, ("began_from", "version"))
 
 
-def _modernised(file: Path, found: dict[str, Any]) -> dict[str, Any]:
+def _modernised(file: Path, stored: dict[str, Any]) -> dict[str, Any]:
     """An older run's experiment.json as runs have it now: there, all runs were of translation."""
-    old = _checked(file, found, _OLD_EXPERIMENT, ("languages", "began_from"))
+    old = _checked(file, stored, _OLD_EXPERIMENT, ("languages", "began_from"))
     new = {key: value for key, value in old.items() if key not in ("vocab", "languages")}
     about = {"languages": old["languages"]} if "languages" in old else {}
     return {**new, "files": list(old["vocab"].values()), "input": about}
@@ -84,8 +84,8 @@ def write_program(about: ProgramAbout) -> bytes:
 
 def read_program(file: Path, content: bytes) -> ProgramAbout:
     """`program.json` from its bytes. Raises RunDirError: not what write_program wrote."""
-    found = _read_json(file, content)
-    about = {k: v for k, v in found.items() if k != "sha256"} if isinstance(found, dict) else {}
+    value = _read_json(file, content)
+    about = {k: v for k, v in value.items() if k != "sha256"} if isinstance(value, dict) else {}
     checked = _checked(file, about, _PROGRAM)
     if write_program(checked) != content:
         raise RunDirError(
@@ -109,19 +109,19 @@ def _read_json(file: Path, content: bytes) -> Any:
 _Shape = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 
-def _checked(file: Path, found: Any, shape: _Shape, optional: Container[str] = ()) -> Any:
-    """`found`, of the shape: for each key a test of its value, and what that would be in words."""
-    if not isinstance(found, dict):
+def _checked(file: Path, value: Any, shape: _Shape, optional: Container[str] = ()) -> Any:
+    """`value`, of the shape: for each key a test of its value, and what that would be in words."""
+    if not isinstance(value, dict):
         raise RunDirError(
-            f"{file}: must be an object with {', '.join(shape)}, but is {_shown(found)}"
+            f"{file}: must be an object with {', '.join(shape)}, but is {_shown(value)}"
         )
-    missing = [key for key in shape if key not in found and key not in optional]
+    missing = [key for key in shape if key not in value and key not in optional]
     if missing:
         raise RunDirError(f"{file}: {' and '.join(missing)} missing")
     for key, (fits, what) in shape.items():
-        if key in found and not fits(found[key]):
-            raise RunDirError(f"{file}: {key} must be {what}, but is {_shown(found[key])}")
-    return found
+        if key in value and not fits(value[key]):
+            raise RunDirError(f"{file}: {key} must be {what}, but is {_shown(value[key])}")
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -137,12 +137,12 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_mapping(value: Any, of: Callable[[Any], bool]) -> bool:
-    return isinstance(value, dict) and all(of(v) for v in value.values())
+def _is_mapping(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(fits(v) for v in value.values())
 
 
-def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(of(v) for v in value)
+def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(fits(v) for v in value)
 
 
 def _is_beginning(value: Any) -> bool:

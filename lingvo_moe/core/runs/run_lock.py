@@ -293,10 +293,10 @@ def _read(path: Path) -> dict[str, Any]:
 def holder_in(content: bytes) -> dict[str, Any]:
     """The holder that a lock's contents describe; an empty dict if they are empty, half written or damaged."""
     try:
-        found = json.loads(content)
+        holder = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _release(handle: int) -> None:

@@ -155,8 +155,8 @@ class Commit(NamedTuple):
     def Of(cls, step: int, content: bytes) -> "Commit":
         """Reads the object of a step."""
         match = _COMMIT.fullmatch(content)
-        found = cls(match[1].decode(), (match[2] or b"").decode()) if match else cls("", "")
-        return found if not found.writer or found.ToBytes(step) == content else cls("", "")
+        commit = cls(match[1].decode(), (match[2] or b"").decode()) if match else cls("", "")
+        return commit if not commit.writer or commit.ToBytes(step) == content else cls("", "")
 
     def ToBytes(self, step: int) -> bytes:
         """The object of a step, with a checksum."""
@@ -179,8 +179,8 @@ class StepsInBucket(SavedSteps):
         return sorted(s for s, names in self._Found().items() if self._Commit(s, names))
 
     def Uncommitted(self) -> list[int]:
-        found = self._Found().items()
-        listed = ((s, names) for s, names in found if any(Path(n).name == LIST for n in names))
+        items = self._Found().items()
+        listed = ((s, names) for s, names in items if any(Path(n).name == LIST for n in names))
         return sorted(s for s, names in listed if not self._Commit(s, names))
 
     def Has(self, step: int) -> bool:
@@ -245,9 +245,9 @@ class StepsInBucket(SavedSteps):
 
     def _Found(self) -> dict[int, set[str]]:
         """The names of the files of each step of which there is something."""
-        found: dict[int, set[str]] = {}
+        names: dict[int, set[str]] = {}
         for name in self.store.List():
             step, _, rest = name.partition("/")
             if _STEP.fullmatch(step):
-                found.setdefault(int(step), set()).add(rest)
-        return found
+                names.setdefault(int(step), set()).add(rest)
+        return names

@@ -63,9 +63,9 @@ class TimeRecord:
 
     def Switch(self, kind: str) -> None:
         """Counts what follows as this kind."""
-        now = time.monotonic()
-        self._seconds[self._kind] += now - self._since
-        self._kind, self._since = kind, now
+        switched = time.monotonic()
+        self._seconds[self._kind] += switched - self._since
+        self._kind, self._since = kind, switched
 
     @contextlib.contextmanager
     def In(self, kind: str) -> Iterator[None]:

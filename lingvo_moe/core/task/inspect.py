@@ -62,8 +62,8 @@ def print_variables(
 
 def _of_hosts(specs: Iterable[VariableSpec], mesh: Mesh) -> str:
     """Says how many bytes of a device's variables are in its host's memory; '' for none."""
-    held = sum(bytes_per_device(spec, mesh) for spec in specs if spec.memory == HOST)
-    return f", {units.size(held, 1)} of them in the memory of its host" if held else ""
+    size = sum(bytes_per_device(spec, mesh) for spec in specs if spec.memory == HOST)
+    return f", {units.size(size, 1)} of them in the memory of its host" if size else ""
 
 
 def active_parameters(task: BaseTask) -> dict[str, int]:
@@ -91,8 +91,8 @@ def active_parameters(task: BaseTask) -> dict[str, int]:
 def print_active(task: BaseTask) -> None:
     """Prints the active parameters, and the bytes of a decoder's cache, of a task that has them."""
     if counts := active_parameters(task):
-        each = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-        print(f"parameters active for a token: {each}")
+        listed = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+        print(f"parameters active for a token: {listed}")
     if cache := task.CacheBytes():
         print(f"cache of a decoder: {cache:,} bytes a token")
 
@@ -106,10 +106,10 @@ def print_optimizer(task: BaseTask, mesh: Mesh) -> None:
     count = count_parameters(s for s in state.theta.Flatten() if s.trainable)
 
     def size(part: NestedMap) -> str:
-        held = sum(bytes_per_device(spec, mesh) for spec in part.Flatten())
+        on_device = sum(bytes_per_device(spec, mesh) for spec in part.Flatten())
         total = sum(map(bytes_of, part.Flatten()))
         there = _of_hosts(part.Flatten(), mesh)
-        return f"{total / count:.2g} bytes a parameter, {units.size(held, 1)} on each device{there}"
+        return f"{total / count:.2g} bytes a parameter, {units.size(on_device, 1)} on each device{there}"
 
     lines = [f"optimizer {type(task.optimizer).__name__}: {size(state.slots)}"]
     if task.optimizer.p.weight_decay:
@@ -150,10 +150,10 @@ def print_flops(task: BaseTask, batch: NestedMap) -> None:
         "the forward pass, without dispatch and what the backward pass computes again"
     )
     if stages := task.StageFlops(batch):
-        each = ", ".join(units.work(flops / count) for flops in stages)
+        listed = ", ".join(units.work(flops / count) for flops in stages)
         spread = max(stages) * len(stages) / sum(stages)
         print(
-            f"a pipeline of {len(stages)} stages: {per} {each}; the largest is {spread:.3f} times their mean"
+            f"a pipeline of {len(stages)} stages: {per} {listed}; the largest is {spread:.3f} times their mean"
         )
 
 

@@ -60,6 +60,6 @@ def evaluate(
         run.checkpoint_dir, lambda saved, at: (at, read_weights(saved, task, at, use_ema)), step
     )
     evaluate_on = Evaluator(task, inputs, TfGraphEngine())
-    found = evaluate_on(theta, inputs.HeldOut())
-    means = (float(found[name]) for name in task.HELD_OUT_METRICS)
-    return Scores(scored, use_ema, int(found.images), *means)
+    metrics = evaluate_on(theta, inputs.HeldOut())
+    means = (float(metrics[name]) for name in task.HELD_OUT_METRICS)
+    return Scores(scored, use_ema, int(metrics.images), *means)

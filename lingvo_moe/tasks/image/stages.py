@@ -58,14 +58,14 @@ def in_order(
     layers: Iterable[tuple[BaseLayer, NestedMap]], x: tf.Tensor, training: bool
 ) -> tuple[tf.Tensor, NestedMap]:
     """Applies layers with their weights one after another, and joins their updates."""
-    found = []
+    all_extras = []
     for layer, theta in layers:
         if isinstance(layer, Stage | BatchNorm):
             x, extras = layer.FProp(theta, x, training)
-            found.append(extras)
+            all_extras.append(extras)
         else:
             x = layer.FProp(theta, x)
-    return x, updates_of(*found)
+    return x, updates_of(*all_extras)
 
 
 class ConvNorm(Stage):

@@ -162,11 +162,11 @@ def read(
         for name in targets
     ]
     arrays = [future.result() for future in opening]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for group in _groups(list(zip(targets, arrays)), lambda item: _bytes(item[1])):
         begun = [(name, _begun(array, targets[name])) for name, array in group]
-        found |= {name: result() for name, result in begun}
-    return found
+        values |= {name: result() for name, result in begun}
+    return values
 
 
 def _bytes(array: Any) -> int:

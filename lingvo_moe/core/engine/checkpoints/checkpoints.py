@@ -441,7 +441,7 @@ class Checkpointer:
         """Reads, as _read_onto does, tensors whose variables the checkpoint holds in tensors of another packing."""
         variables = {s.name: packing.Variables(s.name) for s in specs}
         sources = {name: stored.Tensors(names) for name, names in variables.items()}
-        found: dict[str, Any] = {}
+        packed: dict[str, Any] = {}
         tensors: dict[str, np.ndarray] = {}
         for spec in sorted(specs, key=lambda s: sources[s.name]):
             needed = sources[spec.name]
@@ -449,8 +449,8 @@ class Checkpointer:
             if missing := [name for name in needed if name not in tensors]:
                 tensors |= self._read_numpy(step, stored, missing)
             values = {name: stored.Variable(name, tensors) for name in variables[spec.name]}
-            found[spec.name] = engine.Put([packing.Packed(spec, values)], [spec])[0]
-        return found
+            packed[spec.name] = engine.Put([packing.Packed(spec, values)], [spec])[0]
+        return packed
 
     def _check_model(self, step: int, about: dict[str, Any], packing: PackedLayout) -> None:
         specs = [TensorSpec.Of(spec, path) for path, spec in flatten_items(packing.unpacked)]

@@ -46,11 +46,11 @@ class Beginning:
 
 def describe(about: Mapping[str, Any]) -> str:
     """A sentence for Beginning.about: 'began from RUN at step 500; 310 of 320 source pieces were there'."""
-    kept = ", ".join(f"{n:,} of {total:,} {name}" for name, (n, total) in about["kept"].items())
+    shares = ", ".join(f"{n:,} of {total:,} {name}" for name, (n, total) in about["kept"].items())
     grown = ", out of whose smaller model this one grew" if about.get("grown") else ""
     how = "goes on" if about.get("state") else "began"
     return f"{how} from {about['logdir']} at step {about['step']}{grown}" + (
-        f"; {kept} were there" if kept else ""
+        f"; {shares} were there" if shares else ""
     )
 
 
@@ -103,19 +103,19 @@ def begin_from(
     run = RunDir(logdir, _FLAG, trust_run)
     old, new, grows = _models(run, task)
     rows = new.NamedRows()
-    kinds = dict.fromkeys(found.kind for found in rows.values())
+    kinds = dict.fromkeys(named.kind for named in rows.values())
     names = {
         kind: (old.RowNames(kind, run.artifacts), new.RowNames(kind, artifacts)) for kind in kinds
     }
     before, after = old.VariableSpecs(), new.VariableSpecs()
     moved = {}
-    for path, found in rows.items():
-        sizes = before.GetItem(path).shape[found.dim], after.GetItem(path).shape[found.dim]
-        places = _places(*names[found.kind], *sizes)
+    for path, named in rows.items():
+        sizes = before.GetItem(path).shape[named.dim], after.GetItem(path).shape[named.dim]
+        places = _places(*names[named.kind], *sizes)
         if sizes[0] != sizes[1] or (places != np.arange(sizes[1])).any():
-            moved[path] = Places(found.dim, places)
-    kept = {kind: [len({*a} & {*b}), len(b)] for kind, (a, b) in names.items()}
-    about: dict[str, Any] = {"logdir": absolute(logdir), "step": step, "kept": kept}
+            moved[path] = Places(named.dim, places)
+    shared = {kind: [len({*a} & {*b}), len(b)] for kind, (a, b) in names.items()}
+    about: dict[str, Any] = {"logdir": absolute(logdir), "step": step, "kept": shared}
     if grows:
         about["grown"] = True
     more: tuple[str, ...] = ()
@@ -172,8 +172,8 @@ def _differences(old: BaseTask, new: BaseTask) -> list[tuple[str, str, str]]:
     rows = new.NamedRows()
     there, here = (_described(model.VariableSpecs(), rows) for model in (old, new))
     paths = dict.fromkeys((*there, *here))
-    found = ((path, there.get(path, "not"), here.get(path, "not")) for path in paths)
-    return [row for row in found if row[1] != row[2]]
+    descriptions = ((path, there.get(path, "not"), here.get(path, "not")) for path in paths)
+    return [row for row in descriptions if row[1] != row[2]]
 
 
 def _places(old: Sequence[str], new: Sequence[str], old_size: int, new_size: int) -> np.ndarray:
@@ -196,7 +196,7 @@ def _misfit(
     lines = [f"  {path}: {there} there, {here} here" for path, there, here in differ[:_SHOWN]]
     if len(differ) > _SHOWN:
         lines.append(f"  and {len(differ) - _SHOWN} more")
-    sized_by = tuple({f"{found.sized_by} :" for found in new.NamedRows().values()})
+    sized_by = tuple({f"{named.sized_by} :" for named in new.NamedRows().values()})
     params_before, params_after = (_lines(p, sized_by) for p in (before, after))
     only = set(params_before) ^ set(params_after)
     lines += [f"> {line}" for line in params_before if line in only]
@@ -210,13 +210,13 @@ def _misfit(
 
 def _described(specs: NestedMap, rows: Mapping[str, NamedRows]) -> dict[str, str]:
     """The type and shape of each variable, with a letter in place of the number of named rows."""
-    found = {}
+    described = {}
     for path, spec in specs.FlattenItems():
         shape = [str(n) for n in spec.shape]
         if path in rows and rows[path].dim < len(shape):
             shape[rows[path].dim] = spec.letters[rows[path].dim]
-        found[path] = f"{spec.dtype}[{','.join(shape)}]"
-    return found
+        described[path] = f"{spec.dtype}[{','.join(shape)}]"
+    return described
 
 
 def _lines(task: Params, sized_by: tuple[str, ...]) -> list[str]:

@@ -90,17 +90,17 @@ class InitialWeights:
         named = {path.removeprefix(f"{part}."): TensorSpec.Of(s, path) for path, s in items}
         whole = [path for path in named if path not in fresh]
         tensors = saved.RestoreTensors([named[p] for p in whole], engine, self.step, packing)
-        found = dict(zip(whole, tensors, strict=True))
+        weights = dict(zip(whole, tensors, strict=True))
         for path in fresh.copy():
             old, _ = saved.RestoreToNumpy(f"theta.{path}", self.step)
             table = moved(old, engine.Get([fresh.pop(path)])[0], self.moved[path])
-            found[path] = engine.Put([table], [named[path]])[0]
-        return pack(skeleton(specs), [found[path] for path in named])
+            weights[path] = engine.Put([table], [named[path]])[0]
+        return pack(skeleton(specs), [weights[path] for path in named])
 
 
 def moved(old: Any, fresh: Any, places: Places) -> np.ndarray:
     """Copies the elements of `old` to their new indices in `fresh` along `places.dim`."""
-    out, known = np.array(fresh), places.before >= 0
+    out, is_old = np.array(fresh), places.before >= 0
     rows, old_rows = (np.moveaxis(table, places.dim, 0) for table in (out, np.asarray(old)))
-    rows[known] = old_rows[places.before[known]]
+    rows[is_old] = old_rows[places.before[is_old]]
     return out

@@ -45,14 +45,14 @@ class PackedLayout:
 
     def Unpacked(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
         """The specs of the variables in tensors of the tree."""
-        known = dict(flatten_items(self.unpacked)) if self.rows else {}
-        found = []
+        tree = dict(flatten_items(self.unpacked)) if self.rows else {}
+        unpacked = []
         for spec in specs:
             if spec.name in self.rows:
-                found += [TensorSpec.Of(known[name], name) for name in self.Variables(spec.name)]
+                unpacked += [TensorSpec.Of(tree[name], name) for name in self.Variables(spec.name)]
             else:
-                found.append(spec)
-        return found
+                unpacked.append(spec)
+        return unpacked
 
     def Packed(self, spec: TensorSpec, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """A tensor of the tree from its variables, by their paths."""

@@ -45,13 +45,13 @@ def read_newest(
     """
     while True:
         with Checkpointer(os.fspath(directory), read_only=True) as checkpointer:
-            found = checkpointer.LatestStep() if step is None else step
-            if found is None:
+            chosen = checkpointer.LatestStep() if step is None else step
+            if chosen is None:
                 raise CheckpointError(f"{checkpointer.directory}: there is no checkpoint")
             try:
-                return read(checkpointer, found)
+                return read(checkpointer, chosen)
             except CheckpointError:
-                if step is not None or not was_deleted(directory, found):
+                if step is not None or not was_deleted(directory, chosen):
                     raise
 
 

@@ -135,11 +135,11 @@ class Operation:
             with tf.GradientTape() as tape:
                 tape.watch([args[i] for i in wanted])
                 out = self._fn(*args)
-            found = tape.gradient(
+            grads = tape.gradient(
                 [out[i] for i in chosen], [args[i] for i in wanted], output_gradients=cotangents
             )
-            connected[:] = [i for i, g in zip(wanted, found) if g is not None]
-            return [tf.convert_to_tensor(g) for g in found if g is not None]  # IndexedSlices too
+            connected[:] = [i for i, g in zip(wanted, grads) if g is not None]
+            return [tf.convert_to_tensor(g) for g in grads if g is not None]  # IndexedSlices too
 
         splits = [()] * len(self.results) if self._splits is AUTO else self._splits
         taken = {spec.name for spec in self.args}
@@ -148,7 +148,7 @@ class Operation:
             replace(self.results[i], split=splits[i], name=name) for i, name in zip(chosen, names)
         ]
 
-        def as_arguments(found: list[TensorSpec]) -> list[Any]:
+        def as_arguments(specs: list[TensorSpec]) -> list[Any]:
             return [self.args[i].split for i in connected]
 
         args = [*self.args, *cotangents]
@@ -173,13 +173,13 @@ class Operation:
         if not chosen or not any(_is_differentiable(self.args[i]) for i in wanted):
             return gradients
         pairs = [(self.results[i], cotangents[i]) for i in chosen]
-        given = [
+        upstream = [
             tf.zeros(spec.shape, spec.dtype) if dy is None else tf.convert_to_tensor(dy)
             for spec, dy in pairs
         ]
         operation, connected = self._GradientBy(wanted)
-        found = operation(*tensors, *given, placed=on_devices) if connected else []
-        for i, g in zip(connected, found, strict=True):
+        results = operation(*tensors, *upstream, placed=on_devices) if connected else []
+        for i, g in zip(connected, results, strict=True):
             gradients[i] = g
         return gradients
 

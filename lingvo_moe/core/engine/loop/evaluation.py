@@ -44,9 +44,9 @@ class Evaluator:
         weights = self._engine.Put(weights, self._step.arg_specs[0])
         rows: dict[str, list[np.ndarray]] = {}  # of each group
         for one in batches:
-            found = self._engine.Get(step(weights, one.batch))
-            units = float(found[self._task.UNIT])
-            of_batch = units * np.array([1.0, *(float(found[name]) for name in names)])
+            metrics = self._engine.Get(step(weights, one.batch))
+            units = float(metrics[self._task.UNIT])
+            of_batch = units * np.array([1.0, *(float(metrics[name]) for name in names)])
             rows.setdefault(one.group, []).append(of_batch)
         total = np.sum([row for of_group in rows.values() for row in of_group], axis=0)
         if not rows or not total[0]:

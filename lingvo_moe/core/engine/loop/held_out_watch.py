@@ -110,15 +110,15 @@ class HeldOutWatch:
         self._summaries.Write(step, metrics)
         self._Record(self._evaluations.With(step, loss))
         best = self._evaluations.best
-        now = time.monotonic()
-        share = f", {(now - start) / max(now - self._done_at, 1e-9):.0%} of the time"
+        end = time.monotonic()
+        share = f", {(end - start) / max(end - self._done_at, 1e-9):.0%} of the time"
         if step == self._first:  # nothing was trained since the start
             share = ""
-        self._done_at = now
+        self._done_at = end
         what = f"best {best.loss:.4f} at step {best.step}" if best else "not finite"
         if is_best := best is not None and best.step == step:
             what = "best so far"
-        say(f"step {step}: held-out loss {in_words}, {what} ({now - start:.1f} s{share})")
+        say(f"step {step}: held-out loss {in_words}, {what} ({end - start:.1f} s{share})")
         return is_best
 
 

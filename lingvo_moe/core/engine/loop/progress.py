@@ -98,8 +98,8 @@ class StepProgress:
             The speed since the last call.
         """
         self._waiting.close()
-        now = time.monotonic()
-        elapsed = max(now - self._seen_at, 1e-9)
+        seen_at = time.monotonic()
+        elapsed = max(seen_at - self._seen_at, 1e-9)
         speed = self._speed(units, step - self._seen, elapsed, waited)
         # A first step alone also traces, compiles or warms up: it says nothing of the others.
         is_first = step <= self._first + 1
@@ -109,7 +109,7 @@ class StepProgress:
             # down.
             past = self._seconds_a_step or latest
             self._seconds_a_step = 0.5 * past + 0.5 * latest
-        self._seen, self._seen_at = step, now
+        self._seen, self._seen_at = step, seen_at
         text = f"loss {loss:.4f}"
         if not is_first:
             text += self._speed_text(speed)

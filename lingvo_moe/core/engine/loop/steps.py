@@ -50,11 +50,11 @@ def _determined_by(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1
     """The classes and parameters that the programs of a task follow from; '' for what only looks like an input."""
     if not isinstance(inputs, BaseInput):
         return ""
-    found = (
+    texts = (
         f"type/{type(one).__module__}/{type(one).__qualname__}\n{one.p.ToText()}"
         for one in (task, inputs)
     )
-    return f"{''.join(found)}{num_micro_batches}"
+    return f"{''.join(texts)}{num_micro_batches}"
 
 
 def batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:

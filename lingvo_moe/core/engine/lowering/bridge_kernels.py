@@ -116,10 +116,10 @@ def _product(equation: str, shapes: list[tf.TensorShape]) -> _Product | None:
     """Returns the Einsum of these shapes, of operands and of the result, as one product; None if it is none."""
     operands, _, result = equation.partition("->")
     first, _, second = operands.partition(",")
-    known = set(first) | set(second)
+    letters_in = set(first) | set(second)
     both = set(first) & set(second)
     once = all(len(set(letters)) == len(letters) for letters in (first, second, result))
-    summed = known - set(result)
+    summed = letters_in - set(result)
     if not (
         once
         and second
@@ -127,7 +127,7 @@ def _product(equation: str, shapes: list[tf.TensorShape]) -> _Product | None:
         and equation.replace("->", "").replace(",", "").isalpha()
     ):
         return None
-    if not (summed <= both and set(result) <= known):
+    if not (summed <= both and set(result) <= letters_in):
         return None
     out = [c for c in first if c in both - summed]
     out += [c for c in first + second if c not in both]

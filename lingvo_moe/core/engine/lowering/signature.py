@@ -36,9 +36,9 @@ class Signature:
                 f"{self.name}: takes {len(names)} argument(s) ({', '.join(names)}), got {len(args)}"
             )
         items = [item for name, tree in zip(names, args) for item in flatten_items(tree, name)]
-        found, expected = [path for path, _ in items], [spec.name for spec in self.args]
-        if found != expected:
-            raise SpecError(f"{self.name}: argument {first_difference(expected, found)}")
+        paths, expected = [path for path, _ in items], [spec.name for spec in self.args]
+        if paths != expected:
+            raise SpecError(f"{self.name}: argument {first_difference(expected, paths)}")
         return [leaf for _, leaf in items]
 
     def PackResults(self, leaves: list[Any]) -> Any:

@@ -172,7 +172,7 @@ def _forward_op(op_name: str, inputs: Any, outputs: Any) -> Any:
 
 def _takes(op: Any, inputs: Any) -> bool:
     return len(op.inputs) == len(inputs) and all(
-        given is None or given.name == taken.name for given, taken in zip(inputs, op.inputs)
+        want is None or want.name == taken.name for want, taken in zip(inputs, op.inputs)
     )
 
 
@@ -183,7 +183,7 @@ def _annotations_of_gradients(operations: list[Any]) -> dict[str, Any]:
     matches are paired in reverse order.
     """
     waiting: dict[tuple, list[Any]] = {}
-    found: dict[str, Any] = {}
+    originals: dict[str, Any] = {}
     for op in operations:
         if op.type != _ANNOTATION:
             continue
@@ -195,8 +195,8 @@ def _annotations_of_gradients(operations: list[Any]) -> dict[str, Any]:
             waiting.setdefault(key, []).append(op)
         elif waiting.get(key):
             same = waiting[key]
-            found[op.name] = same.pop() if len(same) > 1 else same[0]
-    return found
+            originals[op.name] = same.pop() if len(same) > 1 else same[0]
+    return originals
 
 
 def _user_line(traceback: Any) -> SourceLine | None:

@@ -106,8 +106,8 @@ class TensorSpec:
             if self.split is None
             else [list(a) if isinstance(a, tuple) else a for a in self.split]
         )
-        found = {"name": self.name, "shape": self.shape, "dtype": self.dtype, "split": split}
-        return found if self.memory == DEVICE else found | {"memory": self.memory}
+        about = {"name": self.name, "shape": self.shape, "dtype": self.dtype, "split": split}
+        return about if self.memory == DEVICE else about | {"memory": self.memory}
 
     @classmethod
     def FromJson(cls, value: Mapping[str, Any]) -> "TensorSpec":

@@ -155,19 +155,19 @@ def _result_specs(
         arg = [a for a in args if _root(a.name, names) == number]
         prefix = f"result[{number}]" if flat_fn.is_tuple else "result"
         wanted = [replace(a, name=prefix + a.name[len(names[number]) :]) for a in arg]
-        found = [s for s in specs if re.match(re.escape(prefix) + r"($|[.\[])", s.name)]
-        placed.update(_match(name, f"donated argument {names[number]!r}", wanted, found))
+        of_argument = [s for s in specs if re.match(re.escape(prefix) + r"($|[.\[])", s.name)]
+        placed.update(_match(name, f"donated argument {names[number]!r}", wanted, of_argument))
     return [placed.get(s.name, replace(s, split=())) for s in specs]
 
 
 def _match(
-    name: str, what: str, wanted: list[TensorSpec], found: list[TensorSpec]
+    name: str, what: str, wanted: list[TensorSpec], results: list[TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """The specs of `wanted` by name, once it is sure that `found` has the same names, shapes and dtypes."""
-    if [s.name for s in wanted] != [s.name for s in found]:
-        difference = first_difference([s.name for s in wanted], [s.name for s in found])
+    """The specs of `wanted` by name, once it is sure that `results` has the same names, shapes and dtypes."""
+    if [s.name for s in wanted] != [s.name for s in results]:
+        difference = first_difference([s.name for s in wanted], [s.name for s in results])
         raise LoweringError(f"{name}: the results do not fit {what}: {difference}")
-    for want, have in zip(wanted, found):
+    for want, have in zip(wanted, results):
         if (want.shape, want.dtype) != (have.shape, have.dtype):
             raise LoweringError(
                 f"{name}: {have.name} is {have.dtype}{list(have.shape)}, but {what} has "

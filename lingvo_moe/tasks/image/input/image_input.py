@@ -215,8 +215,8 @@ class ImageIterator(base_input.BatchIterator):
         epochs = places // size
         examples = np.empty_like(places)
         for epoch in np.unique(epochs):
-            own = epochs == epoch
-            examples[own] = permute(places[own] % size, size, self._p.seed, "images", int(epoch))
+            same = epochs == epoch
+            examples[same] = permute(places[same] % size, size, self._p.seed, "images", int(epoch))
         rows = range(self._p.batch_size) if self.rows is None else sorted(self.rows)
         begun = self._reader.Begin([(int(examples[row]), int(epochs[row])) for row in rows])
         return zip(rows, begun, strict=True)

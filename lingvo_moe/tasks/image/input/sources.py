@@ -147,15 +147,15 @@ def folder_splits(
             hint = did_you_mean(name, there)
             raise ImageDataError(f"{data_dir}: has no directory {name!r}{hint}; expected {_LAYOUT}")
     held_out = held_out or next((name for name in HELD_OUT_SPLITS if name in there), "")
-    found = {name: _by_class(root / name, began) for name in filter(None, (train, held_out))}
-    classes = sorted({label for each in found.values() for label in each})
-    splits = {name: _split(each, classes, root) for name, each in found.items()}
+    by_split = {name: _by_class(root / name, began) for name in filter(None, (train, held_out))}
+    classes = sorted({label for by_class in by_split.values() for label in by_class})
+    splits = {name: _split(by_class, classes, root) for name, by_class in by_split.items()}
     return classes, splits[train], splits.get(held_out)
 
 
 def _by_class(directory: Path, began: Collection[str]) -> dict[str, list[Path]]:
     """The image files of a split by class, sorted. Logs how many other files there are."""
-    found, others = dict[str, list[Path]](), list[Path]()
+    images, others = dict[str, list[Path]](), list[Path]()
     for folder in _listed(directory, began):
         if not folder.is_dir():
             continue
@@ -166,9 +166,9 @@ def _by_class(directory: Path, began: Collection[str]) -> dict[str, list[Path]]:
                 f"{folder}: a class without images: it holds {_some(paths)}; remove it, or put images there:"
                 f" expected {_LAYOUT}"
             )
-        found[folder.name] = files
+        images[folder.name] = files
         others += [path for path in paths if not path.name.lower().endswith(SUFFIXES)]
-    if not found:
+    if not images:
         raise ImageDataError(f"{directory}: holds no images; expected {_LAYOUT}")
     if others:
         _log.warning(
@@ -177,7 +177,7 @@ def _by_class(directory: Path, began: Collection[str]) -> dict[str, list[Path]]:
             len(others),
             others[0].relative_to(directory),
         )
-    return found
+    return images
 
 
 def _listed(directory: Path, hidden: Collection[str] = ()) -> list[Path]:
@@ -185,15 +185,15 @@ def _listed(directory: Path, hidden: Collection[str] = ()) -> list[Path]:
 
     Raises ImageDataError: a name is not UTF-8, so that no run could list it.
     """
-    found = sorted(p for p in directory.iterdir() if p.name[0] != "." or p.name in hidden)
-    for path in found:
+    paths = sorted(p for p in directory.iterdir() if p.name[0] != "." or p.name in hidden)
+    for path in paths:
         try:
             path.name.encode()
         except UnicodeEncodeError:
             raise ImageDataError(
                 f"{directory}: the name {bytes(Path(path.name))!r} is not UTF-8; rename it"
             ) from None
-    return found
+    return paths
 
 
 def _some(paths: Sequence[Path]) -> str:
