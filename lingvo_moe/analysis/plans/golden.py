@@ -30,18 +30,18 @@ def _identity(golden: dict[str, Any], plan: dict[str, Any]) -> list[str]:
         if golden[key] != plan[key]:
             out.append(f"{key} is {plan[key]!r}, was {golden[key]!r}")
     for key in ("count", "bytes_total", "bytes", "slot_bytes"):
-        was, now = golden["parameters"][key], plan["parameters"][key]
-        if was != now:
-            out.append(f"parameters.{key} is {now:,}, was {was:,}")
+        was, new = golden["parameters"][key], plan["parameters"][key]
+        if was != new:
+            out.append(f"parameters.{key} is {new:,}, was {was:,}")
     return out
 
 
 def _collectives(golden: list[dict[str, Any]], plan: list[dict[str, Any]]) -> list[str]:
     """Compares counts and total bytes a step by layer, part, phase and kind of collective."""
-    was, now = _communication(golden), _communication(plan)
+    was, new = _communication(golden), _communication(plan)
     out = []
-    for key in sorted(was.keys() | now.keys()):
-        (old_count, old_bytes), (count, num_bytes) = was.get(key, (0, 0)), now.get(key, (0, 0))
+    for key in sorted(was.keys() | new.keys()):
+        (old_count, old_bytes), (count, num_bytes) = was.get(key, (0, 0)), new.get(key, (0, 0))
         layer, part, phase, kind = key
         where = f"{layer or 'outside of layers'}, {part}, {phase}"
         if count != old_count:
@@ -63,24 +63,24 @@ def _communication(rows: list[dict[str, Any]]) -> dict[tuple[str, ...], tuple[in
 def _work(golden: list[dict[str, Any]], plan: list[dict[str, Any]]) -> list[str]:
     """Compares FLOPs by part and phase; where the partitioner replicates a part, its FLOPs multiply."""
     was = {(row["part"], row["phase"]): row["flops"] for row in golden}
-    now = {(row["part"], row["phase"]): row["flops"] for row in plan}
+    new = {(row["part"], row["phase"]): row["flops"] for row in plan}
     floor = FLOPS_TOLERANCE * max([*was.values(), 1])  # below it, a part is too small to judge
     return [
-        f"{part}, {phase}: {now.get((part, phase), 0):.4g} FLOPs a device, were {old:.4g}"
-        for (part, phase), old in sorted({**dict.fromkeys(now, 0), **was}.items())
-        if abs(now.get((part, phase), 0) - old) > max(FLOPS_TOLERANCE * old, 0.01 * floor)
+        f"{part}, {phase}: {new.get((part, phase), 0):.4g} FLOPs a device, were {old:.4g}"
+        for (part, phase), old in sorted({**dict.fromkeys(new, 0), **was}.items())
+        if abs(new.get((part, phase), 0) - old) > max(FLOPS_TOLERANCE * old, 0.01 * floor)
     ]
 
 
 def _memory(golden: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     out = []
     for key in ("arguments", "peak"):
-        was, now = golden.get(key), plan.get(key)
-        if was is None or now is None:
+        was, new = golden.get(key), plan.get(key)
+        if was is None or new is None:
             continue
-        if abs(now - was) > MEMORY_TOLERANCE * was:
+        if abs(new - was) > MEMORY_TOLERANCE * was:
             out.append(
-                f"memory.{key} is {now:,} bytes a device, was {was:,}{_holder(golden, plan)}"
+                f"memory.{key} is {new:,} bytes a device, was {was:,}{_holder(golden, plan)}"
             )
     return out
 
@@ -95,9 +95,9 @@ def _holder(golden: dict[str, Any], plan: dict[str, Any]) -> str:
             table[key] = table.get(key, 0) + row["bytes"]
         return table
 
-    was, now = held(golden), held(plan)
-    if not was or not now:
+    was, new = held(golden), held(plan)
+    if not was or not new:
         return ""
-    change = {key: now.get(key, 0) - was.get(key, 0) for key in was.keys() | now.keys()}
+    change = {key: new.get(key, 0) - was.get(key, 0) for key in was.keys() | new.keys()}
     layer, part = max(change, key=lambda key: abs(change[key]))
     return f"; most of it in {layer or 'no layer'}, {part}: {change[layer, part]:+,} bytes"

@@ -118,19 +118,19 @@ def mesh_plan(costs: Iterable[Cost], mesh: Mesh, cluster: Cluster) -> dict[str, 
 
 
 def _advice(by_order: dict[str, Moved], cluster: Cluster) -> str:
-    (given, now), *others = by_order.items()
+    (order, here), *others = by_order.items()
     if not others:
-        return f"The mesh {given} has one axis of several devices, so its order cannot be changed."
+        return f"The mesh {order} has one axis of several devices, so its order cannot be changed."
     if cluster.nodes == 1:
         return "All devices are in one node, so the order of the mesh's axes does not matter."
     best, then = min(others, key=lambda item: item[1].seconds)
-    if now.seconds - then.seconds < _WORTH * now.seconds or not now.seconds:
-        return f"No other order of the mesh's axes is faster than {given}."
+    if here.seconds - then.seconds < _WORTH * here.seconds or not here.seconds:
+        return f"No other order of the mesh's axes is faster than {order}."
     then_sends, now_sends = (
         f"{units.size(round(moved.inside))} inside its node and {units.size(round(moved.between))} to others"
-        for moved in (then, now)
+        for moved in (then, here)
     )
-    takes = [units.duration(s) for s in (then.seconds, now.seconds, now.seconds - then.seconds)]
+    takes = [units.duration(s) for s in (then.seconds, here.seconds, here.seconds - then.seconds)]
     return (
         f"--mesh={best}, or train.mesh={best} beside --layout, is faster: in a step each GPU would send {then_sends}, "
         f"instead of {now_sends}, and the collectives would take {takes[0]} instead of {takes[1]}, which saves "

@@ -78,15 +78,15 @@ def pipelines(
         PlanError: the loops have fewer ticks than the schedule's micro-batches need.
     """
     reader = _Reader(module, costs, machine)
-    found: dict[str, list[Loop]] = defaultdict(list)
+    loops_of: dict[str, list[Loop]] = defaultdict(list)
     for loop in reader.loops:
         name = pipeline_loop(loop.instruction.op_name)
         assert name is not None
-        found[name.pipeline].append(reader.Read(loop, name))
+        loops_of[name.pipeline].append(reader.Read(loop, name))
     for name, runs in reader.Removed().items():
-        if name not in {loop.name for loop in found[name.pipeline]}:
-            found[name.pipeline].append(Loop(name, 1, runs, None))
-    return [_describe(name, loops, schedule) for name, loops in found.items()]
+        if name not in {loop.name for loop in loops_of[name.pipeline]}:
+            loops_of[name.pipeline].append(Loop(name, 1, runs, None))
+    return [_describe(name, loops, schedule) for name, loops in loops_of.items()]
 
 
 def _describe(name: str, loops: list[Loop], schedule: PipelineSchedule | None) -> dict[str, Any]:
@@ -204,24 +204,24 @@ class _Reader:
         It is known by the names of what it computes or sends.
         """
         within = {loop.instruction.name for loop in self.loops}
-        found: dict[PipelineLoop, int] = {}
+        removed: dict[PipelineLoop, int] = {}
         for cost in self._costs:
             works = cost.opcode == "fusion" or cost.flops or cost.collective is not None
             if works and not within & set(cost.loops):
                 name = loop_of_operation(self._inside[cost.name].by_name[cost.name].op_name)
                 if name is not None:
-                    found[name] = cost.times
-        return found
+                    removed[name] = cost.times
+        return removed
 
     def Read(self, executed: Executed, name: PipelineLoop) -> Loop:
         loop = executed.instruction
         body = self._module.computation(loop.attribute("body"))
         in_all = self._times.get(body.root.name, 0)  # ticks in one run of the program
-        found = Loop(name, in_all // max(executed.times, 1), executed.times, 0.0)
+        result = Loop(name, in_all // max(executed.times, 1), executed.times, 0.0)
         if not in_all:
-            return found
+            return result
         inside = [cost for cost in self._costs if loop.name in cost.loops]
-        found.seconds = sum(cost.times * self._one[cost.name] for cost in inside) / in_all
+        result.seconds = sum(cost.times * self._one[cost.name] for cost in inside) / in_all
         rows: dict[int, dict[str, Any]] = {}
         for cost in inside:
             if cost.collective is None or cost.collective.kind != _PERMUTE:
@@ -234,8 +234,8 @@ class _Reader:
             row["count"] += count
             row["seconds"] += count * one
             row["overlapped_seconds"] += count * min(one, self._meanwhile(cost.name))
-        found.permutes = sorted(rows.values(), key=lambda row: -row["seconds"])
-        return found
+        result.permutes = sorted(rows.values(), key=lambda row: -row["seconds"])
+        return result
 
     def _meanwhile(self, name: str) -> float:
         """Seconds of the work that is scheduled between the start and the end of a transfer; 0 if it has no start."""
@@ -254,11 +254,11 @@ class _Reader:
     def _work(self, instruction: Instruction) -> float:
         """Seconds of an instruction's work without collectives; of a loop's, what its body does in all."""
         if instruction.opcode == "while":
-            own = self._times.get(instruction.name, 0)
+            times = self._times.get(instruction.name, 0)
             nested = (
                 c for c in self._costs if instruction.name in c.loops and c.collective is None
             )
-            return sum(c.times * self._one[c.name] for c in nested) / max(own, 1)
+            return sum(c.times * self._one[c.name] for c in nested) / max(times, 1)
         return (
             0.0 if instruction.name in self._collectives else self._one.get(instruction.name, 0.0)
         )
@@ -273,7 +273,7 @@ def _received(start: Instruction, inside: Computation) -> Instruction | None:
         return None
     for instruction in inside.instructions:
         if instruction.opcode == "recv":
-            found = _RENDEZVOUS.search(instruction.attributes)
-            if found is not None and found[1] == sent[1]:
+            match = _RENDEZVOUS.search(instruction.attributes)
+            if match is not None and match[1] == sent[1]:
                 return instruction
     return None

@@ -18,21 +18,21 @@ def read_prices(text: str) -> tuple[tuple[str, float], ...]:
 
     Raises ValueError: with what would be right.
     """
-    found: dict[str, float] = {}
+    prices: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        kind, _, given = part.partition(":")
+        kind, _, number = part.partition(":")
         try:
-            price = float(given)
+            price = float(number)
         except ValueError:
             price = math.nan
         if not (0 < price < math.inf):
             raise ValueError(
                 f"{part!r} is no price of a chip-hour; a price is e.g. v5p:4.2, and several are separated by commas"
             )
-        if kind.lower() in found:
+        if kind.lower() in prices:
             raise ValueError(f"two prices of {kind}")
-        found[kind.lower()] = price
-    return tuple(found.items())
+        prices[kind.lower()] = price
+    return tuple(prices.items())
 
 
 def check_prices(prices: Mapping[str, float], kinds: Iterable[str]) -> None:

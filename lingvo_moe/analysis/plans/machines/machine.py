@@ -19,8 +19,8 @@ def parse_machine(name: str) -> Machine:
         return Topology.parse(name)
     if kind in CARDS:
         return Cluster.parse(name)
-    known = [*CHIPS, *CARDS]
+    names = [*CHIPS, *CARDS]
     raise PlanError(
-        f"topology {name!r}: no TPU generation and no GPU {kind!r}{did_you_mean(kind, known)}; a topology is e.g."
+        f"topology {name!r}: no TPU generation and no GPU {kind!r}{did_you_mean(kind, names)}; a topology is e.g."
         " v3:32x32 or h100:32x8"
     )

@@ -45,8 +45,8 @@ def peak_flops(device_kind: str) -> float | None:
     words = _words(device_kind)
     # Of several names the most special one.
     fitting = (name for name in _GPUS if _words(name) <= words)
-    found = max(fitting, key=lambda name: len(_words(name)), default=None)
-    return None if found is None else _GPUS[found]
+    card = max(fitting, key=lambda name: len(_words(name)), default=None)
+    return None if card is None else _GPUS[card]
 
 
 def _words(name: str) -> set[str]:

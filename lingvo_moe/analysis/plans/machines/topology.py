@@ -172,7 +172,7 @@ class Topology(Machine):
         _check_dims(name, chip, parsed.sizes, example)
         _check_slices(name, chip, parsed)
         dims, slices = parsed.sizes, parsed.slices
-        each, chips = chip.devices_per_chip, math.prod(dims)
+        chip_devices, chips = chip.devices_per_chip, math.prod(dims)
         one_host_of_eight = chip.host_of_eight and sorted(dims) == [2, 4]
         source = "stated" if chip.generation in ("v4", "v6e") else "assumed"
         return cls(
@@ -180,7 +180,7 @@ class Topology(Machine):
             chip=chip,
             dims=dims,
             slices=slices,
-            num_devices=slices * chips * each,
+            num_devices=slices * chips * chip_devices,
             num_chips=slices * chips,
             hbm_bytes=chip.hbm_bytes,
             hbm_bandwidth=chip.hbm_bandwidth,
@@ -189,10 +189,10 @@ class Topology(Machine):
             tile=chip.tile,
             pace=pace_of(generation),
             clock_hz=chip.clock_hz,
-            node_devices=chips * each if slices > 1 else 0,
-            host_devices=(8 if one_host_of_eight else min(4, chips)) * each,
+            node_devices=chips * chip_devices if slices > 1 else 0,
+            host_devices=(8 if one_host_of_eight else min(4, chips)) * chip_devices,
             host_memory_bytes=chip.host_memory * (2 if one_host_of_eight else 1),
-            host_bandwidth=chip.host_bandwidth / each,
+            host_bandwidth=chip.host_bandwidth / chip_devices,
             host_source=f"{source}, after How to Scale Your Model (2025); no data sheet has it",
         )
 
@@ -268,8 +268,8 @@ def _check_slices(name: str, chip: Chip, parsed: TopologyName) -> None:
             f" {parsed.one_slice}*2"
         )
     if parsed.slices > 1 and not chip.dcn_bandwidth:
-        known = [c.generation for c in CHIPS.values() if c.dcn_bandwidth]
+        generations = [c.generation for c in CHIPS.values() if c.dcn_bandwidth]
         raise PlanError(
             f"topology {name!r}: no rate of the data-centre network between slices of {chip.generation} is published;"
-            f" several slices can be of {either(known)}"
+            f" several slices can be of {either(generations)}"
         )

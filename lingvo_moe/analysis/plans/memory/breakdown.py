@@ -149,13 +149,13 @@ def misfit_plan(error: Misfit, signature: Signature, layers: Layers = NO_LAYERS)
     kinds["temporaries"] = max(needed - sum(kinds.values()), 0)
     groups: dict[tuple[str, str, str, str], int] = defaultdict(int)
     for holder in error.holders:
-        found = layers.place(holder.op_name, False)
-        groups["temporaries", found.layer, found.part, found.phase] += holder.bytes
+        place = layers.place(holder.op_name, False)
+        groups["temporaries", place.layer, place.part, place.phase] += holder.bytes
     replicated, divisible = _replicated_and_divisible(signature)
     # A training step has a gradient for each weight; gradients do not shrink with the batch.
     gradients = min(kinds["weights"], kinds["temporaries"]) if kinds["slots"] else 0
     scaling = kinds["inputs"] + kinds["temporaries"] - gradients
-    held = Peak(kinds | {"gradients": gradients}, replicated, divisible, scaling)
+    peak = Peak(kinds | {"gradients": gradients}, replicated, divisible, scaling)
     return {
         "arguments": sum(kinds[kind] for kind in ARGUMENTS),
         "peak": needed,
@@ -165,14 +165,14 @@ def misfit_plan(error: Misfit, signature: Signature, layers: Layers = NO_LAYERS)
         "misses_by": max(needed - hbm, 0),
         "kinds": kinds,
         "holders": _rows(groups),
-        "advice": advise(held, needed, hbm),
+        "advice": advise(peak, needed, hbm),
     }
 
 
 def _traced_misfit(error: Misfit, signature: Signature, layers: Layers) -> dict[str, Any]:
     """`misfit_plan` for an error that carries the schedule of the refused module."""
-    held = argument_bytes(signature)
-    arguments = sum(held[kind] for kind in ARGUMENTS)
+    by_kind = argument_bytes(signature)
+    arguments = sum(by_kind[kind] for kind in ARGUMENTS)
     reported = {
         "arguments": arguments,
         "outputs": 0,
@@ -239,8 +239,8 @@ class _Attribution:
         """Bytes of activations live where the first loop with gradients begins; 0 without such a loop."""
         if self._traced.backward >= self._traced.length:
             return 0
-        kept = [n for n in self._live(self._traced.backward) if self._kind(n) == "activations"]
-        return sum(self._traced.buffers[number].num_bytes for number in kept)
+        live = [n for n in self._live(self._traced.backward) if self._kind(n) == "activations"]
+        return sum(self._traced.buffers[number].num_bytes for number in live)
 
     def _live(self, at: int) -> list[int]:
         return [i for i, b in enumerate(self._traced.buffers) if b.start <= at <= b.end]
@@ -277,8 +277,8 @@ class _Attribution:
     def _is_forward(self, value: Value) -> bool:
         if value.instruction.opcode in ("broadcast", "constant"):
             return False
-        found = self._placer.place(value.producer)
-        return found.phase == "forward" and found.part != "other"
+        place = self._placer.place(value.producer)
+        return place.phase == "forward" and place.part != "other"
 
     def _all_weights(self, arguments: Iterable[int]) -> bool:
         return all(_kind_of_argument(self._args[a].name) == "weights" for a in arguments)
@@ -287,8 +287,8 @@ class _Attribution:
         if _kind_of_argument(self._args[number].name) == "inputs":
             return Place("other", "", "")
         scope = _scope(self._layers.root, self._args[number].name)
-        found = self._layers.place(scope, False)
-        return Place(found.part, found.layer, "", found.path)
+        place = self._layers.place(scope, False)
+        return Place(place.part, place.layer, "", place.path)
 
     def _place(self, number: int, kind: str) -> Place:
         """Returns the part, layer and phase of a buffer, from the instructions that write or read it.
@@ -306,9 +306,9 @@ class _Attribution:
             for reader in self._readers.get(number, ()):
                 name = reader.instruction.op_name
                 if _OPTIMIZER in name:
-                    found = self._placer.place_name(name.replace(_OPTIMIZER, ""), False)
-                    if found.is_clear:
-                        return Place(found.part, found.layer, "backward", found.path)
+                    place = self._placer.place_name(name.replace(_OPTIMIZER, ""), False)
+                    if place.is_clear:
+                        return Place(place.part, place.layer, "backward", place.path)
         places = [self._placer.place(v.producer) for v in reversed(buffer.values)]
         readers = (self._placer.place(r) for r in self._readers.get(number, ()))
         clear = next((p for p in places if p.is_clear), None)
@@ -317,20 +317,20 @@ class _Attribution:
 
     def _trace_sources(self) -> dict[str, frozenset[int]]:
         """Finds the values of the entry that are computed from arguments alone, and the numbers of those arguments."""
-        found: dict[str, frozenset[int]] = {}
+        roots: dict[str, frozenset[int]] = {}
         for instruction in self._module.entry.instructions:
             if instruction.opcode == "parameter":
-                found[instruction.name] = frozenset((int(instruction.literal),))
+                roots[instruction.name] = frozenset((int(instruction.literal),))
             elif instruction.opcode in ("constant", "iota"):
-                found[instruction.name] = frozenset()
-            elif instruction.opcode != "while" and all(o in found for o in instruction.operands):
-                sources = (found[o] for o in instruction.operands)
-                found[instruction.name] = frozenset().union(*sources)
-        return found
+                roots[instruction.name] = frozenset()
+            elif instruction.opcode != "while" and all(o in roots for o in instruction.operands):
+                sources = (roots[o] for o in instruction.operands)
+                roots[instruction.name] = frozenset().union(*sources)
+        return roots
 
     def _trace_readers(self) -> dict[int, list[Executed]]:
         """Finds the instructions of the entry that read each buffer, without tuples, views and loops."""
-        found: dict[int, list[Executed]] = defaultdict(list)
+        readers: dict[int, list[Executed]] = defaultdict(list)
         entry = self._module.entry
         silent = ("tuple", "get-tuple-element", "bitcast", "while")
         for instruction in entry.instructions:
@@ -339,8 +339,8 @@ class _Attribution:
             for operand in instruction.operands:
                 for number in self._traced.buffer_of[operand]:
                     if number is not None:
-                        found[number].append(Executed(instruction, entry, 1, False))
-        return found
+                        readers[number].append(Executed(instruction, entry, 1, False))
+        return readers
 
 
 def _scope(root: str, name: str) -> str:
@@ -363,8 +363,8 @@ def _grouped(live: Iterable[_Live]) -> list[dict[str, Any]]:
 
 def _rows(groups: Mapping[tuple[str, str, str, str], int]) -> list[dict[str, Any]]:
     rows = [
-        {"kind": kind, "layer": layer, "part": part, "phase": phase, "bytes": held}
-        for (kind, layer, part, phase), held in groups.items()
+        {"kind": kind, "layer": layer, "part": part, "phase": phase, "bytes": size}
+        for (kind, layer, part, phase), size in groups.items()
     ]
     return sorted(rows, key=lambda row: -row["bytes"])
 
@@ -378,25 +378,25 @@ def _replicated_and_divisible(signature: Signature) -> tuple[int, int]:
     for spec in signature.args:
         if _kind_of_argument(spec.name) == "inputs" or spec.memory != DEVICE:
             continue
-        held = _bytes(spec, signature.mesh)
+        local = _bytes(spec, signature.mesh)
         sharded = [
             size
             for size, axis in zip(_local_shape(spec, signature.mesh), _split(spec, signature.mesh))
             if axis is not None
         ]
-        replicated += held if not sharded else 0
-        divisible += held if any(size > 1 for size in sharded) else 0
+        replicated += local if not sharded else 0
+        divisible += local if any(size > 1 for size in sharded) else 0
     return replicated, divisible
 
 
 def _float32(live: Iterable[_Live]) -> dict[str, int]:
     """Bytes of activations and of temporaries that are float32."""
-    found = dict.fromkeys(("activations", "temporaries"), 0)
+    by_kind = dict.fromkeys(("activations", "temporaries"), 0)
     for item in live:
         first = item.buffer.values[0]
-        if item.kind in found and first.instruction.arrays[first.index].dtype == "f32":
-            found[item.kind] += item.buffer.num_bytes
-    return found
+        if item.kind in by_kind and first.instruction.arrays[first.index].dtype == "f32":
+            by_kind[item.kind] += item.buffer.num_bytes
+    return by_kind
 
 
 def _held(signature: Signature, kinds: Mapping[str, int], float32: Mapping[str, int]) -> Peak:

@@ -39,16 +39,16 @@ def host_plan(
     Args:
         reported: the compiler's sizes in bytes: host_arguments and host_temporaries, where there are any.
     """
-    held = {name: int(reported.get(f"host_{name}", 0)) for name in ("arguments", "temporaries")}
-    if not any(held.values()):
+    uses = {name: int(reported.get(f"host_{name}", 0)) for name in ("arguments", "temporaries")}
+    if not any(uses.values()):
         return {}
     reader = _Reader(module, costs, machine)
     waiting = reader.Waiting()
-    needed = sum(held.values())
+    needed = sum(uses.values())
     rows = reader.Rows()
     seconds = sum(row["seconds"] for row in rows)
     return {
-        **held,
+        **uses,
         "needed": needed,
         "host_devices": machine.host_devices,
         "needed_by_host": needed * machine.host_devices,
@@ -73,20 +73,20 @@ def move_of(inside: Computation, instruction: Instruction) -> HostTransfer | Non
     if kind in FREE or kind.endswith("-done") or not (instruction.operands and instruction.arrays):
         return None
     operands = inside.operands(instruction)
-    given = [array for operand in operands for array in operand.arrays]
-    target = _target(instruction, given)
-    from_host = any(array.memory_space == HOST_SPACE for array in given)
+    inputs = [array for operand in operands for array in operand.arrays]
+    target = _target(instruction, inputs)
+    from_host = any(array.memory_space == HOST_SPACE for array in inputs)
     if target.memory_space == HOST_SPACE:
-        sources = [array.padded_bytes for array in given if array.memory_space != HOST_SPACE]
+        sources = [array.padded_bytes for array in inputs if array.memory_space != HOST_SPACE]
         return HostTransfer(OUT, max(sources, default=target.padded_bytes))
     return HostTransfer(IN, target.padded_bytes) if from_host else None
 
 
-def _target(instruction: Instruction, given: Sequence[Array]) -> Array:
+def _target(instruction: Instruction, inputs: Sequence[Array]) -> Array:
     """The array that is written; the results of most starts begin with their operands."""
     arrays = instruction.arrays
     if instruction.opcode.endswith("-start") and instruction.opcode != "copy-start":
-        arrays = arrays[len(given) :] or arrays  # an all-reduce-start has results alone
+        arrays = arrays[len(inputs) :] or arrays  # an all-reduce-start has results alone
     return arrays[0]
 
 
@@ -96,17 +96,17 @@ class _Link:
     def __init__(self) -> None:
         self._taken: list[tuple[str, float, float]] = []  # name, from, to
 
-    def Begin(self, name: str, now: float, seconds: float) -> None:
+    def Begin(self, name: str, time: float, seconds: float) -> None:
         """A move is begun now, and takes so long."""
-        start = max(now, self._taken[-1][2]) if self._taken else now
+        start = max(time, self._taken[-1][2]) if self._taken else time
         self._taken.append((name, start, start + seconds))
 
-    def Wait(self, name: str, now: float) -> Iterator[tuple[str, float]]:
+    def Wait(self, name: str, time: float) -> Iterator[tuple[str, float]]:
         """The moves that are carried from now on until that one is done, and their seconds in that time."""
-        for each, start, end in self._taken:
-            if end > now:
-                yield each, end - max(start, now)
-            if each == name:
+        for move, start, end in self._taken:
+            if end > time:
+                yield move, end - max(start, time)
+            if move == name:
                 return
 
 
@@ -132,10 +132,10 @@ class _Reader:
         for name, move in self._moves.items():
             cost = self._costs[name]
             place = cost.place
-            found = sums[move.direction, place.layer, place.part, place.phase, move.bytes]
-            found[0] += cost.times
-            found[1] += cost.times * self._Seconds(move)
-            found[2] += cost.times * self._waits[name]
+            row = sums[move.direction, place.layer, place.part, place.phase, move.bytes]
+            row[0] += cost.times
+            row[1] += cost.times * self._Seconds(move)
+            row[2] += cost.times * self._waits[name]
         keys = ("direction", "layer", "part", "phase", "bytes")
         rows = [
             {
@@ -153,7 +153,7 @@ class _Reader:
 
     def _Follow(self, inside: Computation) -> tuple[float, float]:
         """(seconds of one execution of a computation, those of them that are spent waiting)."""
-        now, waited = 0.0, 0.0
+        time, waited = 0.0, 0.0
         links = {IN: _Link(), OUT: _Link()}
         begun: dict[str, HostTransfer] = {}
         for instruction in inside.instructions:
@@ -164,16 +164,16 @@ class _Reader:
             move = move_of(inside, instruction)
             if move is not None:
                 self._moves[name] = begun[name] = move
-                links[move.direction].Begin(name, now, self._Seconds(move))
+                links[move.direction].Begin(name, time, self._Seconds(move))
             ended = name if move is not None else (instruction.operands or ("",))[0]
             if ended in begun and not instruction.opcode.endswith("-start"):
-                for each, wait in links[begun.pop(ended).direction].Wait(ended, now):
-                    self._waits[each] += wait
-                    now, waited = now + wait, waited + wait
+                for carried, wait in links[begun.pop(ended).direction].Wait(ended, time):
+                    self._waits[carried] += wait
+                    time, waited = time + wait, waited + wait
                 continue
             took, of_it = self._Work(instruction, cost)
-            now, waited = now + took, waited + of_it
-        return now, waited
+            time, waited = time + took, waited + of_it
+        return time, waited
 
     def _Work(self, instruction: Instruction, cost: Cost) -> tuple[float, float]:
         """(seconds of one execution of an instruction, those of them that are spent waiting)."""
@@ -184,6 +184,6 @@ class _Reader:
             return trips * took, trips * waited
         if instruction.opcode in _NESTED:
             called = map(self._module.computation, instruction.called)
-            each = [self._Follow(one) for one in called]
-            return sum(took for took, _ in each), sum(waited for _, waited in each)
+            times = [self._Follow(one) for one in called]
+            return sum(took for took, _ in times), sum(waited for _, waited in times)
         return execution_seconds(cost, self._machine), 0.0

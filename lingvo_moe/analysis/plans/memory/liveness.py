@@ -64,11 +64,11 @@ class Liveness:
         for buffer in self.buffers:
             change[buffer.start] += buffer.num_bytes
             change[buffer.end + 1] -= buffer.num_bytes
-        best, held, place = 0, 0, 0
+        best, live, place = 0, 0, 0
         for at, delta in enumerate(change):
-            held += delta
-            if held > best:
-                best, place = held, at
+            live += delta
+            if live > best:
+                best, place = live, at
         return place, best
 
 
@@ -202,9 +202,9 @@ class _Tracer:
             called = self._module.computation(name)
             self._clock += 1
             self._visit(called, backward)
-            given = [operands[branch + 1]] if several and branch + 1 < len(operands) else operands
+            passed = [operands[branch + 1]] if several and branch + 1 < len(operands) else operands
             inner = [value for p in called.parameters for value in self._ids[p.name]]
-            for value, source in zip(inner, (v for operand in given for v in operand)):
+            for value, source in zip(inner, (v for operand in passed for v in operand)):
                 self._forward_value(value, source)
             for out, value in zip(ids, self._ids[called.root.name]):
                 self._forward_value(out, value)
@@ -233,9 +233,9 @@ class _Tracer:
         self._parent[max(a, b)] = min(a, b)
 
     def _collect(self, arguments: dict[int, int]) -> Liveness:
-        found: dict[int, Buffer] = {}
+        buffers: dict[int, Buffer] = {}
         for value, written in enumerate(self._written):
-            buffer = found.setdefault(self._find(value), Buffer())
+            buffer = buffers.setdefault(self._find(value), Buffer())
             buffer.end = max(buffer.end, self._read[value])
             buffer.carried = buffer.carried or value in self._carried
             if written is not None:
@@ -248,13 +248,13 @@ class _Tracer:
                 buffer.values.append(entry)
             if value in arguments:
                 buffer.argument = arguments[value]
-        kept = {root: b for root, b in found.items() if b.num_bytes and b.values}
-        for buffer in kept.values():
+        used = {root: b for root, b in buffers.items() if b.num_bytes and b.values}
+        for buffer in used.values():
             if buffer.argument is not None:
                 buffer.start, buffer.end = 0, self._clock
-        number = {root: i for i, root in enumerate(kept)}
+        number = {root: i for i, root in enumerate(used)}
         return Liveness(
-            list(kept.values()),
+            list(used.values()),
             self._clock,
             self._backward if self._backward >= 0 else self._clock,
             {
@@ -287,10 +287,10 @@ def _overwritten(module: Module, inside: Computation, value: Instruction) -> int
         if value.opcode == "parameter":
             return int(value.literal) if updated else None
         if value.opcode == "fusion":
-            found = dict(_updated_in_place(module, inside, value))
-            if 0 not in found:
+            sources = dict(_updated_in_place(module, inside, value))
+            if 0 not in sources:
                 return None
-            updated, value = True, inside.by_name[found[0]]
+            updated, value = True, inside.by_name[sources[0]]
         elif value.opcode in ("dynamic-update-slice", "scatter"):
             updated, value = True, inside.by_name[value.operands[0]]
         elif value.opcode in ("bitcast", "reshape"):

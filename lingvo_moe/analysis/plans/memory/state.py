@@ -118,7 +118,7 @@ def state_plan(task: BaseTask, mesh: Mesh, offloaded: Mapping[str, BaseTask]) ->
             {"shard_state": level, "bytes": tally(variables, level).total} for level in STATE_LEVELS
         ],
         "offloads": [
-            {"offload": name, "bytes": held(each, mesh).total} for name, each in offloaded.items()
+            {"offload": name, "bytes": held(one, mesh).total} for name, one in offloaded.items()
         ],
     }
 
@@ -126,9 +126,9 @@ def state_plan(task: BaseTask, mesh: Mesh, offloaded: Mapping[str, BaseTask]) ->
 def _rows(task: BaseTask, mesh: Mesh) -> list[dict[str, Any]]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for part, spec in state_variables(task):
-        found = sums[part, spec.dtype, spec.memory]
-        found[0] += bytes_of(spec)
-        found[1] += bytes_per_device(spec, mesh)
+        sizes = sums[part, spec.dtype, spec.memory]
+        sizes[0] += bytes_of(spec)
+        sizes[1] += bytes_per_device(spec, mesh)
     return [
         {
             "part": part,

@@ -89,17 +89,17 @@ class StateSize:
 
 def tally(variables: Iterable[Sharded], level: str) -> StateSize:
     """Adds up a state under a level of train.shard_state."""
-    held, own = StateSize(), dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
-    for each in variables:
-        there = held.hosted if each.hosted else own
-        there[each.part] += each.parted if shards(level, each.part) else each.whole
-        if each.part == GRADIENTS:
-            held.synced[each.terms] += each.whole
-        if each.part == WEIGHTS and level != NONE and each.parted < each.whole:
-            held.gathered += each.whole
+    size, here = StateSize(), dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
+    for variable in variables:
+        there = size.hosted if variable.hosted else here
+        there[variable.part] += variable.parted if shards(level, variable.part) else variable.whole
+        if variable.part == GRADIENTS:
+            size.synced[variable.terms] += variable.whole
+        if variable.part == WEIGHTS and level != NONE and variable.parted < variable.whole:
+            size.gathered += variable.whole
             if level == WEIGHTS:
-                held.at_once += each.whole // each.blocks
-            elif not each.hosted:
-                held.written += each.whole
-    held.weights, held.gradients, held.slots = own[WEIGHTS], own[GRADIENTS], own[SLOTS]
-    return held
+                size.at_once += variable.whole // variable.blocks
+            elif not variable.hosted:
+                size.written += variable.whole
+    size.weights, size.gradients, size.slots = here[WEIGHTS], here[GRADIENTS], here[SLOTS]
+    return size

@@ -27,10 +27,10 @@ def sent(kind: str, num_bytes: float, lies: Spread, cluster: Cluster) -> Sent:
 
     Without NVLink an all-to-all sends only what is for its own node inside the node.
     """
-    found = two_levels.sent(kind, num_bytes, lies)
+    moved = two_levels.sent(kind, num_bytes, lies)
     if cluster.card.nvlink_bandwidth or kind not in ("all-to-all", "ragged-all-to-all"):
-        return found
-    return Sent(found.inside / lies.nodes, found.between)
+        return moved
+    return Sent(moved.inside / lies.nodes, moved.between)
 
 
 def seconds(kind: str, num_bytes: float, lies: Spread, cluster: Cluster) -> float:

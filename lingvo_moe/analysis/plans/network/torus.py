@@ -47,8 +47,8 @@ def seconds(
     group = _group(participants, topology, on_chip)
     bandwidth = topology.chip.link_bandwidth
     # A permute's group is a pair, and most pairs lie on two chips where nothing is said.
-    known = lies is not None or kind != "collective-permute" or topology.slice_chips == 1
-    if group.chips == 1 and known:
+    placed = lies is not None or kind != "collective-permute" or topology.slice_chips == 1
+    if group.chips == 1 and placed:
         # All participants are on one chip, so the data goes through its memory and over no link.
         return SECONDS_PER_OPERATION + num_bytes / topology.chip.hbm_bandwidth
     link_bytes, hops = _load(kind, num_bytes, group)

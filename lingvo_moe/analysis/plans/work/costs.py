@@ -75,7 +75,7 @@ def costs(
     """
     flops = MatmulFlops(module)
     placer = Placer(module, layers)
-    found: list[Cost] = []
+    priced: list[Cost] = []
     carried: dict[str, int] = {}  # bytes of the loops that may count as one kernel
     for executed in module.executions(once, branches=_LongestBranch(module, flops)):
         instruction, inside = executed.instruction, executed.computation
@@ -90,7 +90,7 @@ def costs(
             if place.part == ATTENTION or turns is not None:
                 carried[instruction.name] = sum(map(traffic.in_hbm, instruction.arrays))
         counts = instruction.opcode not in _NO_CYCLES
-        found.append(
+        priced.append(
             Cost(
                 place=place,
                 opcode=instruction.opcode,
@@ -106,18 +106,18 @@ def costs(
                 turns=turns or 0,
             )
         )
-    return _with_kernels(found, carried)
+    return _with_kernels(priced, carried)
 
 
-def _with_kernels(found: Sequence[Cost], carried: Mapping[str, int]) -> list[Cost]:
+def _with_kernels(priced: Sequence[Cost], carried: Mapping[str, int]) -> list[Cost]:
     """The costs in which loops are kernels; one of experts only where it carries less than its trips move.
 
     Products of experts count with the loop, whose rows stream through them; those of attention stay where they are.
     """
     kernels: dict[str, Cost] = {}
     merged: set[str] = set()  # whose products count with the loop
-    for loop in (cost for cost in found if cost.name in carried):
-        inside = [cost for cost in found if loop.name in cost.loops]
+    for loop in (cost for cost in priced if cost.name in carried):
+        inside = [cost for cost in priced if loop.name in cost.loops]
         once = dataclasses.replace(loop, bytes=carried[loop.name])
         if loop.place.part == ATTENTION:
             kernels[loop.name] = once
@@ -129,7 +129,7 @@ def _with_kernels(found: Sequence[Cost], carried: Mapping[str, int]) -> list[Cos
                 formats=_of_one_run(loop, inside, "formats"),
                 tiled=_of_one_run(loop, inside, "tiled"),
             )
-    return [kernels.get(cost.name) or _inside_kernels(cost, kernels, merged) for cost in found]
+    return [kernels.get(cost.name) or _inside_kernels(cost, kernels, merged) for cost in priced]
 
 
 def _of_one_run(loop: Cost, inside: Sequence[Cost], field: str) -> dict[str, int]:
@@ -204,21 +204,21 @@ class Placer:
           products: names of the matrix products that it computes, the largest first.
         """
         instruction = at.instruction
-        own = self.place_name(at.op_name, at.in_backward_loop)
+        named = self.place_name(at.op_name, at.in_backward_loop)
         if instruction.opcode in ("parameter", "constant", "tuple", "while"):
-            return own
+            return named
         if instruction.opcode == "send" and (sent := self._of_sent(at)):
             return sent
         if combined := self._combined(at):
             return combined
         for op_name in [*products, at.op_name]:
-            found = self.place_name(op_name, at.in_backward_loop)
-            if found.is_clear:
-                return found
+            place = self.place_name(op_name, at.in_backward_loop)
+            if place.is_clear:
+                return place
         near = self._by_insides(instruction, at.in_backward_loop)
         if near is None:
-            near = self._of_sum(at) if own.part == LOOP else self._by_neighbours(at)
-        return near or own
+            near = self._of_sum(at) if named.part == LOOP else self._by_neighbours(at)
+        return near or named
 
     def _of_sent(self, at: Executed) -> Place | None:
         """Place of the value that is sent to another TPU slice: that of its nearest named producer.
@@ -235,12 +235,12 @@ class Placer:
             piece = max(sources, key=lambda source: source.num_bytes)
             if collective_kind(piece) is not None and len(piece.operands) > index:
                 piece = inside.operands(piece)[index]
-            found = self.place_name(piece.op_name, at.in_backward_loop)
-            if not found.is_clear:  # inside a fusion an index may have another's name
-                found = self._by_insides(piece, at.in_backward_loop) or found
-                nearest = nearest or (found if found.is_clear else None)
-            if found.is_clear and (found.layer or piece.op_name):
-                return found
+            place = self.place_name(piece.op_name, at.in_backward_loop)
+            if not place.is_clear:  # inside a fusion an index may have another's name
+                place = self._by_insides(piece, at.in_backward_loop) or place
+                nearest = nearest or (place if place.is_clear else None)
+            if place.is_clear and (place.layer or piece.op_name):
+                return place
         return nearest
 
     def _combined(self, at: Executed) -> Place | None:
@@ -256,9 +256,9 @@ class Placer:
             return None
         pieces = inside.operands(joins[0])
         for piece in sorted(pieces, key=lambda i: -i.num_bytes):
-            found = self._of_piece(dataclasses.replace(at, instruction=piece))
-            if found.is_clear:
-                return found
+            place = self._of_piece(dataclasses.replace(at, instruction=piece))
+            if place.is_clear:
+                return place
         return None
 
     def _joins(self, operand: Instruction) -> bool:
@@ -271,12 +271,12 @@ class Placer:
         piece = dataclasses.replace(piece, instruction=source)
         op_name = piece.instruction.op_name
         scope = parts.scope_of_call(op_name)
-        found = self.place_name(scope, piece.in_backward_loop)
-        if scope != op_name and found.is_clear and found.layer:
-            return found
+        place = self.place_name(scope, piece.in_backward_loop)
+        if scope != op_name and place.is_clear and place.layer:
+            return place
         # The instructions inside a fusion may decide here, which need not be those of its result.
         near = self.place(piece)
-        return near if near.is_clear else found
+        return near if near.is_clear else place
 
     def _of_sum(self, at: Executed) -> Place | None:
         """Place of the addends of a sum of gradients in a loop's own scope, where they have the same; None for others.
@@ -284,16 +284,18 @@ class Placer:
         The gradient of a value that a layer uses several times, e.g. for queries, keys and values, is summed outside of
         the layer's scope. One addend may be the sum over the loop's earlier steps.
         """
-        own = self.place_name(at.op_name, at.in_backward_loop)
-        if (own.part, own.phase) != (LOOP, "backward") or not parts.is_sum(at.op_name):
+        named = self.place_name(at.op_name, at.in_backward_loop)
+        if (named.part, named.phase) != (LOOP, "backward") or not parts.is_sum(at.op_name):
             return None
         addends = [_uncopied(at.computation, o) for o in at.computation.operands(at.instruction)]
-        found = {
-            dataclasses.replace(self.place_name(addend.op_name, at.in_backward_loop), path=own.path)
+        places = {
+            dataclasses.replace(
+                self.place_name(addend.op_name, at.in_backward_loop), path=named.path
+            )
             for addend in addends
             if not _carries(at.computation, addend, at.instruction)
         }
-        place = found.pop() if len(found) == 1 else None
+        place = places.pop() if len(places) == 1 else None
         return place if place and place.is_clear else None
 
     def _of_sum_over_loop(self, at: Executed) -> Place | None:
@@ -317,9 +319,9 @@ class Placer:
             return None
         called = self._module.computation(instruction.called[0])
         for inner in sorted(called.instructions, key=lambda i: -i.num_bytes):
-            found = self.place_name(inner.op_name, backward)
-            if found.is_clear:
-                return found
+            place = self.place_name(inner.op_name, backward)
+            if place.is_clear:
+                return place
             if inner.opcode == "fusion" and (deeper := self._by_insides(inner, backward)):
                 return deeper
         return None
@@ -334,9 +336,9 @@ class Placer:
                 for neighbour in look(here):
                     if summed := self._of_sum_over_loop(neighbour):
                         return summed
-                    found = self.place_name(neighbour.op_name, neighbour.in_backward_loop)
-                    if found.part != "other":
-                        return found
+                    place = self.place_name(neighbour.op_name, neighbour.in_backward_loop)
+                    if place.part != "other":
+                        return place
                     if inner := self._by_insides(neighbour.instruction, neighbour.in_backward_loop):
                         return inner
                     reached.append(neighbour)
@@ -354,10 +356,10 @@ class Placer:
         Tuples and while loops are left out. For a value that enters a loop, the get-tuple-elements that extract it in
         the loop's body are returned.
         """
-        found = []
+        consumers = []
         for user in at.computation.users.get(at.instruction.name, ()):
             if user.opcode != "tuple":
-                found.append(dataclasses.replace(at, instruction=user))
+                consumers.append(dataclasses.replace(at, instruction=user))
                 continue
             index = str(user.operands.index(at.instruction.name))
             for loop in at.computation.users.get(user.name, ()):
@@ -365,12 +367,12 @@ class Placer:
                     continue
                 body = self._module.computation(loop.attribute("body"))
                 backward = at.in_backward_loop or hlo.is_backward(loop, body)
-                found += [
+                consumers += [
                     Executed(i, body, 1, backward)
                     for i in body.users.get(body.parameters[0].name, ())
                     if i.opcode == "get-tuple-element" and i.attribute("index") == index
                 ]
-        return found
+        return consumers
 
 
 def _uncopied(inside: Computation, instruction: Instruction) -> Instruction:

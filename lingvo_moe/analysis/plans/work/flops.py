@@ -77,18 +77,18 @@ class _Kernel(NamedTuple):
 def _kernel_of(instruction: Instruction, inside: Computation) -> _Kernel | None:
     """Reads a call of one; None for other instructions."""
     attention, grouped = (form.search(instruction.op_name) for form in (_ATTENTION, _GROUPED))
-    found = attention or grouped
-    if instruction.opcode != "custom-call" or not found:
+    match = attention or grouped
+    if instruction.opcode != "custom-call" or not match:
         return None
     operands = inside.operands(instruction)
-    floats = [each for each in operands if not each.arrays[0].dtype.startswith("s")]
-    about = int(found[1])
+    floats = [operand for operand in operands if not operand.arrays[0].dtype.startswith("s")]
+    about = int(match[1])
     if attention:  # queries, keys and values [B,N,T,K], or, where B is 1, [N,T,K]
-        q, _, v = (each.arrays[0].dims for each in floats[:3])
+        q, _, v = (operand.arrays[0].dims for operand in floats[:3])
         of_keys, of_values = _PHASES[attention[2]]
-        each = of_keys * q[-1] + of_values * v[-1]
-        return _Kernel(2 * about * math.prod(q[:-1]) * each, floats, q[-1:])
-    arrays = [instruction.arrays[0], *(each.arrays[0] for each in floats)]
+        depth = of_keys * q[-1] + of_values * v[-1]
+        return _Kernel(2 * about * math.prod(q[:-1]) * depth, floats, q[-1:])
+    arrays = [instruction.arrays[0], *(operand.arrays[0] for operand in floats)]
     (weights,) = (array.dims for array in arrays if len(array.dims) == 3)  # or their gradient
     return _Kernel(2 * about * math.prod(weights[1:]), floats, weights[1:])
 
@@ -174,9 +174,9 @@ class MatmulFlops:
         return [MatrixProduct(flops, instruction, inside)] if flops else []
 
     def _of_computation(self, name: str) -> list[MatrixProduct]:
-        found = self._inside.get(name)
-        if found is None:
+        products = self._inside.get(name)
+        if products is None:
             called = self._module.computation(name)
-            found = [p for i in called.instructions for p in self.products(i, called)]
-            self._inside[name] = found
-        return found
+            products = [p for i in called.instructions for p in self.products(i, called)]
+            self._inside[name] = products
+        return products

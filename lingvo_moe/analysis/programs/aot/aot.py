@@ -118,11 +118,11 @@ def _peak(reported: int, memory: Mapping[str, int], on_host: Mapping[str, int]) 
     temporaries are live at that time is not known, so that this may be more than the device needs. But it never needs
     more than all of its arguments, results and temporaries.
     """
-    found = reported - on_host["host_arguments"]
+    peak = reported - on_host["host_arguments"]
     if not on_host["host_temporaries"]:
-        return found
+        return peak
     whole = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
-    return min(found, whole)
+    return min(peak, whole)
 
 
 def _compiled(compiler: Compiler, program: Program, topology: str, lowered: Any) -> tuple[Any, str]:

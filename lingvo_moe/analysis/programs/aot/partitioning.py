@@ -42,9 +42,9 @@ def partition(program: Program, topology: str = "") -> Partitioned:
                 lowered.compile(compiler_options=options | dump_options(directory))
         except Exception as e:  # Also of JAX, about results; the partitioner was done by then.
             error = e
-        found = read_dump(directory)
-    if found is not None:
-        return found
+        dump = read_dump(directory)
+    if dump is not None:
+        return dump
     if error is not None:
         raise EngineError(
             f"program {program.name!r} could not be partitioned for mesh {program.mesh}: "

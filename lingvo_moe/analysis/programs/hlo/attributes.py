@@ -79,5 +79,5 @@ def dims_list(instruction: Instruction, key: str) -> tuple[int, ...]:
 
 def estimated_cycles(instruction: Instruction) -> int:
     """The compiler's own estimate of one execution, in clock cycles; 0 without an estimate."""
-    found = _CYCLES.search(instruction.attributes)
-    return int(found[1]) if found else 0
+    match = _CYCLES.search(instruction.attributes)
+    return int(match[1]) if match else 0

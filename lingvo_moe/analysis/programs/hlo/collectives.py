@@ -89,11 +89,11 @@ def executed_collective(
         return collective_use(instruction, inside, module.attributes)
     fused = module.computation(instruction.called[0])
     if fused.name.startswith("async_collective_fusion") or any(
-        '"AsyncCollectiveDone"' in each.attributes for each in fused.instructions
+        '"AsyncCollectiveDone"' in inner.attributes for inner in fused.instructions
     ):
         return None
-    for each in fused.instructions:
-        use = collective_use(each, fused, module.attributes)
+    for inner in fused.instructions:
+        use = collective_use(inner, fused, module.attributes)
         if use is not None:
             scatters = use.kind == "all-reduce"
             return dataclasses.replace(use, kind="reduce-scatter") if scatters else use

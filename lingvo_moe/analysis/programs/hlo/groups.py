@@ -34,8 +34,8 @@ _TALKING = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 def num_devices(module_attributes: str) -> int:
     """The number of devices that a program is for, of its first line; 0 where that does not say it."""
-    found = _PARTITIONS.search(module_attributes)
-    return int(found[1]) if found else 0
+    match = _PARTITIONS.search(module_attributes)
+    return int(match[1]) if match else 0
 
 
 def device_groups(instruction: Instruction, module_attributes: str = "") -> Groups:

@@ -36,8 +36,8 @@ class Instruction:
 
     def attribute(self, key: str) -> str:
         """The text after `key=`, including its braces; '' without the attribute."""
-        found = re.search(rf"(?:^|[ ,]){re.escape(key)}=", self.attributes)
-        return balanced(self.attributes, found.end()) if found else ""
+        match = re.search(rf"(?:^|[ ,]){re.escape(key)}=", self.attributes)
+        return balanced(self.attributes, match.end()) if match else ""
 
     @property
     def num_bytes(self) -> int:
@@ -62,8 +62,8 @@ class Computation:
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
         """The parameters, in the order of their numbers."""
-        found = [i for i in self.instructions if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: int(i.literal))
+        parameters = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(parameters, key=lambda i: int(i.literal))
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:

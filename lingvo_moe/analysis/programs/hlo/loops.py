@@ -63,9 +63,9 @@ def trip_count(computation: _Computations, inside: Computation, loop: Instructio
     Raises:
       HloError: the condition does not follow from constants, or never becomes false.
     """
-    known = _KNOWN.search(loop.attributes)
-    if known:
-        return int(known[1])
+    match = _KNOWN.search(loop.attributes)
+    if match:
+        return int(match[1])
     condition = computation(loop.attribute("condition"))
     body = computation(loop.attribute("body"))
     state: dict[int | None, _Value] = {}
@@ -117,8 +117,8 @@ def _evaluate(
     instruction = inside.by_name[name]
     opcode, operands = instruction.opcode, instruction.operands
 
-    def value(index: int, of: int | None = None) -> _Value:
-        return _evaluate(computation, inside, operands[index], of, parameters)
+    def value(index: int, element: int | None = None) -> _Value:
+        return _evaluate(computation, inside, operands[index], element, parameters)
 
     if opcode == "parameter":
         number = int(instruction.literal)
@@ -148,14 +148,14 @@ def _scalar(instruction: Instruction, values: list[_Value]) -> _Value:
         return 1
     if opcode == "select":
         return None if values[0] is None else values[1] if values[0] else values[2]
-    known = [v for v in values if v is not None]
-    if len(known) < len(values):
+    numbers = [v for v in values if v is not None]
+    if len(numbers) < len(values):
         return None
     if opcode == "compare":
-        return int(_COMPARE[instruction.attribute("direction")](*known))
+        return int(_COMPARE[instruction.attribute("direction")](*numbers))
     if opcode in ("and", "or"):
-        return (operator.and_ if opcode == "and" else operator.or_)(*known)
-    return _ARITHMETIC[opcode](*known)
+        return (operator.and_ if opcode == "and" else operator.or_)(*numbers)
+    return _ARITHMETIC[opcode](*numbers)
 
 
 def _literal(text: str) -> _Value:

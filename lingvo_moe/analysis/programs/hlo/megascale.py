@@ -37,15 +37,15 @@ def transfer_kind(instruction: Instruction) -> str | None:
     """
     if instruction.opcode != "send":
         return None
-    found = _TYPE.search(instruction.attributes)
-    if found is None:
+    match = _TYPE.search(instruction.attributes)
+    if match is None:
         return None
-    if found[1] not in _KINDS:
+    if match[1] not in _KINDS:
         raise HloError(
-            f"send {instruction.name}: unknown type of transfer between slices {found[1]!r}; known are"
+            f"send {instruction.name}: unknown type of transfer between slices {match[1]!r}; known are"
             f" {', '.join(_KINDS)}"
         )
-    return _KINDS[found[1]]
+    return _KINDS[match[1]]
 
 
 def transfer_groups(
@@ -59,10 +59,10 @@ def transfer_groups(
     Raises:
         HloError: the target cannot be read.
     """
-    found = _TARGET.search(instruction.attributes)
-    groups = _groups(found[1] or found[2], devices_per_slice) if found else ()
+    match = _TARGET.search(instruction.attributes)
+    groups = _groups(match[1] or match[2], devices_per_slice) if match else ()
     if not groups or len({len(group) for group in groups}) != 1:
-        text = (found[0] if found else instruction.attributes)[:80]
+        text = (match[0] if match else instruction.attributes)[:80]
         raise HloError(f"send {instruction.name}: cannot read the devices of {text}")
     return groups
 
@@ -81,8 +81,8 @@ def _groups(text: str, devices_per_slice: int) -> tuple[tuple[int, ...], ...]:
 
 def _numbers(text: str) -> list[int]:
     """Reads '1,2' and '0:3', which is 0 to 3."""
-    found: list[int] = []
+    numbers: list[int] = []
     for piece in text.split(","):
         first, _, last = piece.partition(":")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers

@@ -132,10 +132,10 @@ class Module:
         Raises:
           HloError: there is none.
         """
-        found = self.computations.get(name.lstrip("%"))
-        if found is None:
+        computation = self.computations.get(name.lstrip("%"))
+        if computation is None:
             raise HloError(f"module {self.name} calls {name!r}, which its text does not contain")
-        return found
+        return computation
 
 
 def is_backward(loop: Instruction, body: Computation) -> bool:
@@ -234,13 +234,13 @@ def _called(attributes: str) -> tuple[str, ...]:
 
 def parse_shape(text: str) -> tuple[Array, ...]:
     """Parses a printed shape, with tuples flattened: `(f32[8]{0}, /*index=1*/s32[])` gives two arrays."""
-    return tuple(_array(*found) for found in _ARRAY.findall(text))
+    return tuple(_array(*match) for match in _ARRAY.findall(text))
 
 
 @functools.cache
 def _array(dtype: str, dims_text: str, layout: str) -> Array:
     dims = tuple(int(d.strip().lstrip("<=")) for d in dims_text.split(",") if d.strip())
-    bits = 8 if dtype == "pred" else int(found[1]) if (found := _BITS.match(dtype)) else 0
+    bits = 8 if dtype == "pred" else int(match[1]) if (match := _BITS.match(dtype)) else 0
     order, _, tiling = layout.partition(":")
     minor_to_major = [int(d) for d in order.split(",") if d.strip().isdigit()]
     physical = [dims[d] for d in reversed(minor_to_major)] if minor_to_major else list(dims)
@@ -263,7 +263,7 @@ def _tile(dims: list[int], text: str) -> list[int]:
     """
     tile = [piece.strip() for piece in text.split(",")]
     dims = [1] * (len(tile) - len(dims)) + dims
-    kept, tiled = dims[: len(dims) - len(tile)], dims[len(dims) - len(tile) :]
+    outside, tiled = dims[: len(dims) - len(tile)], dims[len(dims) - len(tile) :]
     sizes: list[int] = []
     outer: list[int] = []
     pending = 1
@@ -275,4 +275,4 @@ def _tile(dims: list[int], text: str) -> list[int]:
         outer.append(-(-dim * pending // size))
         sizes.append(size)
         pending = 1
-    return kept + outer + sizes
+    return outside + outer + sizes

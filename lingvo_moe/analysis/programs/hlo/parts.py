@@ -87,11 +87,11 @@ def phase(op_name: str, in_backward_loop: bool) -> str:
 
     Of joined names, the first one counts whose operation is in a scope, and not only in that of a loop.
     """
-    found = _scopes(op_name)
-    if not found:
+    scopes = _scopes(op_name)
+    if not scopes:
         return "backward" if in_backward_loop else "forward"
-    scoped = (names for names in found if len(names) > 1 and not any(map(_LOOP.match, names)))
-    return _phase(next(scoped, found[0]), in_backward_loop)
+    scoped = (names for names in scopes if len(names) > 1 and not any(map(_LOOP.match, names)))
+    return _phase(next(scoped, scopes[0]), in_backward_loop)
 
 
 def _phase(names: Sequence[str], in_backward_loop: bool) -> str:
@@ -126,9 +126,9 @@ class Layers:
         return self._place(op_name, in_backward_loop)
 
     def _Find(self, op_name: str, in_backward_loop: bool) -> Place:
-        found = [self._PlaceOne(names, in_backward_loop) for names in _scopes(op_name)]
-        clear = [place for place in found if place.is_clear]
-        return (clear or found or [Place("other", "", phase(op_name, in_backward_loop))])[0]
+        places = [self._PlaceOne(names, in_backward_loop) for names in _scopes(op_name)]
+        clear = [place for place in places if place.is_clear]
+        return (clear or places or [Place("other", "", phase(op_name, in_backward_loop))])[0]
 
     def _PlaceOne(self, names: tuple[str, ...], in_backward_loop: bool) -> Place:
         when = _phase(names, in_backward_loop)
@@ -157,8 +157,8 @@ class Layers:
         """The part and name of the innermost layer in whose scope an operation is."""
         start = above.index(self.root) if self.root in above else len(above)
         for end in range(len(above), start, -1):
-            if found := self._declared.get("/".join(above[start:end])):
-                return found
+            if declared := self._declared.get("/".join(above[start:end])):
+                return declared
         return "", ""
 
 

@@ -73,10 +73,10 @@ def loop_of_operation(op_name: str) -> PipelineLoop | None:
 
 def _match(op_name: str, inside: bool) -> PipelineLoop | None:
     for joined in op_name.split(";"):
-        found = _LOOP.match(joined)
-        if found is None or bool(found[3]) != inside:
+        match = _LOOP.match(joined)
+        if match is None or bool(match[3]) != inside:
             continue
-        phase = found[2].removeprefix("pipeline")[1:]
-        for scope in parts.operations(f"{found[1]}pipeline"):
+        phase = match[2].removeprefix("pipeline")[1:]
+        for scope in parts.operations(f"{match[1]}pipeline"):
             return PipelineLoop(_AROUND.sub("", scope).removesuffix("pipeline").strip("/"), phase)
     return None

@@ -114,9 +114,9 @@ class TensorSharding:
         self._check_rank(len(part))
         if not all(0 <= i < n for i, n in zip(part, self.tiles, strict=True)):
             raise HloError(f"part {tuple(part)}: there are {'x'.join(map(str, self.tiles))} parts")
-        held = math.prod(count for _, count in self.subgroups)
-        first = int(np.ravel_multi_index(tuple(part), self.tiles)) * held if self.tiles else 0
-        return self.devices[first : first + held]
+        copies = math.prod(count for _, count in self.subgroups)
+        first = int(np.ravel_multi_index(tuple(part), self.tiles)) * copies if self.tiles else 0
+        return self.devices[first : first + copies]
 
     def Extent(self, shape: Sequence[int], part: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Returns (begin, end) of a part in each dimension, without padding; it may be empty."""
@@ -194,10 +194,10 @@ def _parse(text: str, num_devices: int) -> tuple[TensorSharding, ...]:
     single = re.match(r"maximal device=(\d+)", inner)
     if single:
         return (TensorSharding("maximal", devices=(int(single[1]),)),)
-    found = _DEVICES.match(inner)
-    if not found and inner:
+    match = _DEVICES.match(inner)
+    if not match and inner:
         raise HloError(f"cannot read the sharding {text[:120]!r}")
-    return (_tiled(inner, found),) if found else ()
+    return (_tiled(inner, match),) if match else ()
 
 
 def _pieces(text: str) -> list[str]:
@@ -214,9 +214,9 @@ def _pieces(text: str) -> list[str]:
     return pieces
 
 
-def _tiled(inner: str, found: re.Match[str]) -> TensorSharding:
-    dims = tuple(int(n) for n in found[1].split(",") if n)
-    devices = tuple(device_ids(found[2] or found[3]).flatten().tolist())
+def _tiled(inner: str, match: re.Match[str]) -> TensorSharding:
+    dims = tuple(int(n) for n in match[1].split(",") if n)
+    devices = tuple(device_ids(match[2] or match[3]).flatten().tolist())
     kinds: list[str] = []
     named = _SUBGROUPS.search(inner)
     if named:

@@ -58,8 +58,8 @@ class ShardedTensor:
 
         None if axes of the mesh cannot express the sharding.
         """
-        found = self.sharding.OnMesh(self.mesh)
-        return (None,) * len(self.shape) if found == () else found
+        mapping = self.sharding.OnMesh(self.mesh)
+        return (None,) * len(self.shape) if mapping == () else mapping
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -117,8 +117,8 @@ class Exchange:
         """Returns a plain dict; `Explanation.ToJson` describes its fields."""
         out = dataclasses.asdict(self.what)
         for key in ("source", "target"):
-            found = getattr(self.what, key)
-            out[key] = found and found.Text()
+            sharding = getattr(self.what, key)
+            out[key] = sharding and sharding.Text()
         out["shape"] = list(self.what.shape)
         out["tensor"] = self.tensor
         for key in ("line", "op_line"):
@@ -193,7 +193,7 @@ class Explanation:
         Raises ShardingError: `wrong` has operations whose faults do not depend on the values of arguments; the message
         names each with its line and remedy.
         """
-        certain = [found for found in self.wrong if not found.fault.is_conditional]
+        certain = [wrong for wrong in self.wrong if not wrong.fault.is_conditional]
         known_faults.refuse(certain, self.name)
 
     def ToJson(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Explanation:
             "annotated": [tensor.ToJson() for tensor in self.tensors],
             "exchanges": [exchange.ToJson() for exchange in self.exchanges],
             "compiled": dict(self.compiled),
-            "wrong": [found.ToJson() for found in self.wrong],
+            "wrong": [wrong.ToJson() for wrong in self.wrong],
         }
 
     def ToHtml(self) -> str:
@@ -224,9 +224,9 @@ class Explanation:
             ("in all, one device, one run", units.size(self.Bytes()), ""),
         ]
         reasons = [
-            Piece(reason, _COLOURS[reason], held, units.size(held))
+            Piece(reason, _COLOURS[reason], size, units.size(size))
             for reason in spmd.REASONS
-            if (held := self.Bytes(reason))
+            if (size := self.Bytes(reason))
         ]
         return rendering.html(
             __package__,
@@ -248,7 +248,7 @@ class Explanation:
     def __str__(self) -> str:
         parts = [f"Program {self.name!r} on mesh {self.mesh}, {self.mesh.size} devices"]
         if self.wrong:
-            parts += ["", "WRONG NUMBERS will come out of", *(f"  {found}" for found in self.wrong)]
+            parts += ["", "WRONG NUMBERS will come out of", *(f"  {wrong}" for wrong in self.wrong)]
         parts += ["", *self._annotated_text(), "", *self._exchanges_text()]
         return "\n".join(parts)
 
@@ -283,8 +283,8 @@ class Explanation:
         )
         said = [title, *_lines(_exchanges_table(self, _MOST_ROWS))]
         if rest := self._Largest()[_MOST_ROWS:]:
-            held = units.size(sum(e.total_bytes for e in rest))
-            said.append(f"  {len(rest)} more, {held}")
+            size = units.size(sum(e.total_bytes for e in rest))
+            said.append(f"  {len(rest)} more, {size}")
         return said + self._compiled_text()
 
     def _Largest(self) -> list[Exchange]:
@@ -310,7 +310,7 @@ def _lines(table: Table) -> list[str]:
 def _exchanges_table(explained: Explanation, most: int) -> Table:
     """A row for each of `most` exchanges, the largest first."""
     columns = [*numbers("bytes", "times", "devices"), *words("collective", "why", "tensor", "from")]
-    rows = [_exchange_row(each, explained.mesh) for each in explained._Largest()[:most]]
+    rows = [_exchange_row(exchange, explained.mesh) for exchange in explained._Largest()[:most]]
     return Table([*columns, *words("to", "line")], rows)
 
 

@@ -25,8 +25,8 @@ def disagree_on_batch(
     False if either is sharded along other dimensions too: those are right.
     """
     operand, indices = shardings
-    for own, of_indices in _batches(gather, operands[1], inside):
-        (count,), (beside,) = parts(operand, [own]), parts(indices, [of_indices])
+    for of_operand, of_indices in _batches(gather, operands[1], inside):
+        (count,), (beside,) = parts(operand, [of_operand]), parts(indices, [of_indices])
         alone = math.prod(operand.tiles) == count and math.prod(indices.tiles) == beside
         if alone and count % beside and beside % count:
             return True
@@ -41,10 +41,10 @@ def _batches(
         indices = inside.operands(indices)[0]
     if indices.opcode == "concatenate":
         targets = dims_list(gather, "start_index_map")
-        for piece, own in zip(inside.operands(indices), targets):
+        for piece, target in zip(inside.operands(indices), targets):
             counted = _counted_dim(piece, inside)
             if counted is not None:
-                yield own, counted
+                yield target, counted
 
 
 def _counted_dim(piece: Instruction, inside: Computation) -> int | None:

@@ -24,9 +24,9 @@ def parts(sharding: TensorSharding, dims: Sequence[int]) -> tuple[int, ...]:
 
 def places(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Maps each device of a tiled tensor to the indices of its part along `dims`."""
-    held = len(sharding.devices) // math.prod(sharding.tiles)
+    copies = len(sharding.devices) // math.prod(sharding.tiles)
     every = itertools.product(*map(range, sharding.tiles))
-    of_devices = zip(sharding.devices, (part for part in every for _ in range(held)), strict=True)
+    of_devices = zip(sharding.devices, (part for part in every for _ in range(copies)), strict=True)
     return {device: tuple(part[d] for d in dims) for device, part in of_devices}
 
 

@@ -96,8 +96,8 @@ def _is_sent(
     of_target = places(target, window)
     if math.prod(parts(updates, inner)) > 1:
         return of_target != places(updates, inner)
-    held = places(updates, range(len(updates.tiles)))
-    slices = {(held[device], part) for device, part in of_target.items()}
+    of_updates = places(updates, range(len(updates.tiles)))
+    slices = {(of_updates[device], part) for device, part in of_target.items()}
     return len(slices) < math.prod(updates.tiles) * math.prod(parts(target, window))
 
 
@@ -113,15 +113,15 @@ def reads_another_row(
     slice of an unsharded tensor, XLA reads that tensor at the index, so that another row is written.
     """
     target, shape = operands[0], operands[2].arrays[0].dims
-    inner, found = dims_list(scatter, "update_window_dims"), sharding(target)
+    inner, current = dims_list(scatter, "update_window_dims"), sharding(target)
     is_one = all(size == 1 for d, size in enumerate(shape) if d not in inner)
     scattered = dims_list(scatter, "scatter_dims_to_operand_dims")
-    if not is_one or found is None or math.prod(parts(found, scattered)) == 1:
+    if not is_one or current is None or math.prod(parts(current, scattered)) == 1:
         return False
-    while target.opcode in ("copy", "reshape", "transpose") and found and found.is_sharded:
+    while target.opcode in ("copy", "reshape", "transpose") and current and current.is_sharded:
         target = inside.operands(target)[0]
-        found = sharding(target)
-    return found is not None and not found.is_sharded and target.opcode != "broadcast"
+        current = sharding(target)
+    return current is not None and not current.is_sharded and target.opcode != "broadcast"
 
 
 def count_on(indices: Instruction, inside: Computation) -> bool:

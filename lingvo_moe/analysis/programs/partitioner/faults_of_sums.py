@@ -61,11 +61,11 @@ class Sum:
             return False
         where = _with_copies(self.dot.result)
         rest = [d for d in range(len(self.dot.result.tiles)) if d not in self.sliced]
-        found = {
+        orders = {
             tuple(tuple(where[device][d] for d in rest) for device in group)
             for group in self.groups
         }
-        return len(found) == 1 and any(list(indices) != sorted(indices) for indices in found)
+        return len(orders) == 1 and any(list(indices) != sorted(indices) for indices in orders)
 
     def ReshardsBatch(self) -> bool:
         """Whether XLA returns the elements of a batch dimension in a wrong order.
@@ -110,26 +110,26 @@ class Sum:
         if self._GroupsBatch():
             return True
         return any(
-            places(sharding, own) == places(self.dot.result, of_result)
-            for sharding, own, of_result in self._MatchedDims()
+            places(sharding, dims) == places(self.dot.result, of_result)
+            for sharding, dims, of_result in self._MatchedDims()
         )
 
     def _MatchedDims(self) -> Sequence[tuple[TensorSharding, Sequence[int], Sequence[int]]]:
         """(sharding, dimensions, the result's): free dimensions with as many parts in an operand as in the result."""
         dot = self.dot
         pairs = [(dot.lhs, *dot.free[0]), (dot.rhs, *dot.free[1])]
-        counts = [(parts(s, own), parts(dot.result, to)) for s, own, to in pairs]
-        found = [
+        counts = [(parts(s, dims), parts(dot.result, to)) for s, dims, to in pairs]
+        equal = [
             pair
             for pair, (n, m) in zip(pairs, counts, strict=True)
             if math.prod(n) == math.prod(m) > 1
         ]
-        if found:
-            return found
-        for (sharding, own, to), (n, m) in zip(pairs, counts, strict=True):
+        if equal:
+            return equal
+        for (sharding, dims, to), (n, m) in zip(pairs, counts, strict=True):
             same = [i for i, count in enumerate(n) if count == m[i] > 1]
             if same:
-                return [(sharding, [own[i] for i in same], [to[i] for i in same])]
+                return [(sharding, [dims[i] for i in same], [to[i] for i in same])]
         return []
 
     def _NestsInOperand(self) -> bool:
@@ -141,9 +141,9 @@ class Sum:
         is_sum = [math.prod(sharding.tiles) == len(self.groups) for sharding in (dot.lhs, dot.rhs)]
         if is_sum[0] == is_sum[1]:
             return False
-        operand, (own, to) = (dot.rhs, dot.kept[1]) if is_sum[0] else (dot.lhs, dot.kept[0])
-        outer, inner = places(operand, own), places(dot.result, to)
-        ratios = [m / n for n, m in zip(parts(operand, own), parts(dot.result, to), strict=True)]
+        operand, (dims, to) = (dot.rhs, dot.kept[1]) if is_sum[0] else (dot.lhs, dot.kept[0])
+        outer, inner = places(operand, dims), places(dot.result, to)
+        ratios = [m / n for n, m in zip(parts(operand, dims), parts(dot.result, to), strict=True)]
         return all(
             ratio.is_integer() and inner[device][i] // int(ratio) == outer[device][i]
             for device in outer
@@ -184,9 +184,9 @@ def _groups(sharding: TensorSharding, dims: Sequence[int]) -> tuple[tuple[int, .
 
 def _with_copies(sharding: TensorSharding) -> dict[int, tuple[int, ...]]:
     """Maps each device to the indices of its part, and to its number among the copies of that part."""
-    found: dict[int, tuple[int, ...]] = {}
+    numbered: dict[int, tuple[int, ...]] = {}
     seen: dict[tuple[int, ...], int] = {}
     for device, index in places(sharding, range(len(sharding.tiles))).items():
         seen[index] = seen.get(index, -1) + 1
-        found[device] = (*index, seen[index])
-    return found
+        numbered[device] = (*index, seen[index])
+    return numbered

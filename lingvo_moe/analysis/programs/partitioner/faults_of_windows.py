@@ -80,8 +80,8 @@ class Convolution:
     def _cut_windows(self) -> list[int]:
         """Indices of the window dimensions along which the reference operand is sharded, but for sums."""
         dims, cut = (self._left, self._right)[self._reference], self._cut
-        found = [i for i, n in enumerate(parts(cut, dims)) if n > 1]
-        return [i for i in found if i not in self._sums]
+        sharded = [i for i, n in enumerate(parts(cut, dims)) if n > 1]
+        return [i for i in sharded if i not in self._sums]
 
     @property
     def _cut(self) -> TensorSharding:
@@ -105,10 +105,10 @@ class Convolution:
         """
         if not self._is_plain or self._cut.copies == 1 or not self._exchanges():
             return False
-        own = [parts(s, [d])[0] for s, d in zip((self._lhs, self._rhs), self._own)]
-        is_alone = own[self._reference] == 1  # Whether XLA may shard the other operand alike.
+        counts = [parts(s, [d])[0] for s, d in zip((self._lhs, self._rhs), self._own)]
+        is_alone = counts[self._reference] == 1  # Whether XLA may shard the other operand alike.
         if self._has_groups:
-            return self._adds_in_groups() if is_alone else self._adds_within_groups(own)
+            return self._adds_in_groups() if is_alone else self._adds_within_groups(counts)
         sides = ((self._lhs, self._left), (self._rhs, self._right))
         windows = [parts(s, [dims[i] for i in self._convolved]) for s, dims in sides]
         outer = parts(self._result, [self._outer[i] for i in self._convolved])
@@ -121,11 +121,11 @@ class Convolution:
         if min(summed) > 1:
             rest = [math.prod(s.tiles) // n for (s, _), n in zip(sides, summed)]
             wanted = [parts(self._result, [d])[0] for d in self._of_own]
-            is_next = all(n != count or n == 1 for n, count in zip(own, wanted))
+            is_next = all(n != count or n == 1 for n, count in zip(counts, wanted))
             return is_alone and summed[0] == summed[1] and min(rest) > 1 and is_next
-        return is_alone or (summed[self._reference] == 1 and self._adds_within_own(own))
+        return is_alone or (summed[self._reference] == 1 and self._adds_within_own(counts))
 
-    def _adds_within_own(self, own: Sequence[int]) -> bool:
+    def _adds_within_own(self, counts: Sequence[int]) -> bool:
         """Whether XLA first groups the devices by the reference operand's own dimension, which the result shards alike.
 
         Within a group that operand's own dimension is no longer sharded. It has to be the larger operand there too.
@@ -133,28 +133,28 @@ class Convolution:
         many of those are right.
 
         Args:
-            own: into how many parts each operand shards its own dimension.
+            counts: into how many parts each operand shards its own dimension.
         """
         at, other = self._reference, 1 - self._reference
         wanted = [parts(self._result, [d])[0] for d in self._of_own]
         size, beside = (self._operands[i].arrays[0].num_bytes for i in (at, other))
         return (
-            own[at] == wanted[at]
+            counts[at] == wanted[at]
             and wanted[other] > 1
             and (self._lhs, self._rhs)[other].copies > 1
-            and size // own[at] > beside
+            and size // counts[at] > beside
         )
 
-    def _adds_within_groups(self, own: Sequence[int]) -> bool:
+    def _adds_within_groups(self, counts: Sequence[int]) -> bool:
         """Whether XLA first groups the devices by the batch groups, which reference operand and result shard."""
-        count, beside = own[self._reference], own[1 - self._reference]
+        count, beside = counts[self._reference], counts[1 - self._reference]
         sides = (self._lhs, self._rhs)
         other = sides[1 - self._reference]
         return (
             self._batch_groups > 1
             and parts(self._result, [self._of_own[1]])[0] == count
             and (beside == count or (beside == 1 and other.copies % count == 0))
-            and all(math.prod(s.tiles) > n for s, n in zip(sides, own))
+            and all(math.prod(s.tiles) > n for s, n in zip(sides, counts))
         )
 
     def _adds_in_groups(self) -> bool:
@@ -203,10 +203,10 @@ class Convolution:
             return False
         groups = parts(self._result, [self._of_own[1]])[0]
         sides = (self._lhs, self._rhs)
-        own = [parts(s, [d])[0] for s, d in zip(sides, self._own)]
-        beside = [s.is_sharded and math.prod(s.tiles) > n for s, n in zip(sides, own)]
-        fits = (n == groups or (n == 1 and s.copies % groups == 0) for s, n in zip(sides, own))
-        is_known = all(fits) and max(own) == groups
+        counts = [parts(s, [d])[0] for s, d in zip(sides, self._own)]
+        beside = [s.is_sharded and math.prod(s.tiles) > n for s, n in zip(sides, counts)]
+        fits = (n == groups or (n == 1 and s.copies % groups == 0) for s, n in zip(sides, counts))
+        is_known = all(fits) and max(counts) == groups
         return is_known and not (all(beside) and self._exchanges())
 
     def _exchanges(self) -> bool:

@@ -51,20 +51,20 @@ def product_sharding(
         None if the local products are partial sums (a contracted dimension is sharded), or if both
         operands are sharded along free dimensions.
     """
-    for side, own, across, other in (("lhs", lhs, "rhs", rhs), ("rhs", rhs, "lhs", lhs)):
-        if own is None or not own.is_sharded or own.manual > 1:
+    for side, side_sharding, across, other in (("lhs", lhs, "rhs", rhs), ("rhs", rhs, "lhs", lhs)):
+        if side_sharding is None or not side_sharding.is_sharded or side_sharding.manual > 1:
             continue
         summed = dims_list(dot, f"{side}_contracting_dims")
         shared = dims_list(dot, f"{across}_batch_dims")
         beside = other.tiles if other is not None and other.is_sharded else ()
-        if any(own.tiles[d] > 1 for d in summed) or any(
+        if any(side_sharding.tiles[d] > 1 for d in summed) or any(
             count > 1 for d, count in enumerate(beside) if d not in shared
         ):
             return None
-        kept, of_result = kept_dims(dot, side, len(own.tiles))
+        dims, of_result = kept_dims(dot, side, len(side_sharding.tiles))
         tiles = [1] * len(dot.arrays[0].dims)
-        for d, to in zip(kept, of_result, strict=True):
-            tiles[to] = own.tiles[d]
-        devices = _devices(own, (*kept, *summed))
-        return TensorSharding("tiled", tuple(tiles), devices, own.subgroups)
+        for d, to in zip(dims, of_result, strict=True):
+            tiles[to] = side_sharding.tiles[d]
+        devices = _devices(side_sharding, (*dims, *summed))
+        return TensorSharding("tiled", tuple(tiles), devices, side_sharding.subgroups)
     return None

@@ -124,8 +124,8 @@ class Propagated:
     def shardings(self, instruction: Instruction) -> tuple[TensorSharding, ...]:
         """The shardings of an instruction, one for each array of its result; () if it has none."""
         text = instruction.attribute("sharding")
-        found = parse_sharding(text, self.num_devices) if text else ()
-        return found * len(instruction.arrays) if len(found) == 1 else found
+        shardings = parse_sharding(text, self.num_devices) if text else ()
+        return shardings * len(instruction.arrays) if len(shardings) == 1 else shardings
 
     @functools.cached_property
     def by_op_name(self) -> dict[str, list[Executed]]:
@@ -150,31 +150,31 @@ class Propagated:
         An operation may have become several instructions. Those that other operations read count; if
         they differ in shape (e.g. because of broadcast constants), only the last one counts.
         """
-        found: list[PropagatedTensor] = []
+        tensors: list[PropagatedTensor] = []
         places: dict[str, list[Executed]] = {}
         for at in self.by_operation.get(operation, ()):
             places.setdefault(at.computation.name, []).append(at)
         for inside in places.values():
-            own = {at.instruction.name for at in inside}
-            leaving = [at for at in inside if self._leaves(at, own)] or inside[-1:]
+            names = {at.instruction.name for at in inside}
+            leaving = [at for at in inside if self._leaves(at, names)] or inside[-1:]
             shapes = {at.instruction.arrays: at for at in leaving}
             if len(leaving) > 1 and len(shapes) > 1:  # Broadcast constants and the like.
                 leaving = leaving[-1:]
             for at in leaving:
-                found += self._tensors(at, operation)
-        return found
+                tensors += self._tensors(at, operation)
+        return tensors
 
     def Annotations(self) -> list[Annotation]:
         """All annotated tensors, in program order."""
-        found = []
+        annotations = []
         for name, places in self.by_operation.items():
             if not _ANNOTATION.search(name):
                 continue
             for at in places:
                 if at.instruction.opcode not in ("copy", "custom-call"):
                     continue
-                found += [Annotation(t, self._made_by(at)) for t in self._tensors(at, name)]
-        return found
+                annotations += [Annotation(t, self._made_by(at)) for t in self._tensors(at, name)]
+        return annotations
 
     def _made_by(self, at: Executed) -> str:
         """The operation that produces the operand of the copy `at`; '' if it has no name."""
@@ -190,9 +190,9 @@ class Propagated:
                 return operation_of(instruction.op_name)
         return ""
 
-    def _leaves(self, at: Executed, own: set[str]) -> bool:
+    def _leaves(self, at: Executed, names: set[str]) -> bool:
         users = at.computation.users.get(at.instruction.name, ())
-        return at.instruction.is_root or any(user.name not in own for user in users)
+        return at.instruction.is_root or any(user.name not in names for user in users)
 
     def _tensors(self, at: Executed, operation: str) -> Iterator[PropagatedTensor]:
         instruction = at.instruction
@@ -210,7 +210,7 @@ def operation_of(op_name: str) -> str:
 
 def communications(before: Propagated, after: Module) -> list[Communication]:
     """Returns the collectives of a partitioned module in program order, each with its cause."""
-    found = []
+    inserted = []
     loops: dict[str, str] = {}  # Name of a loop's body -> the loop's operation.
     for executed in after.executions(unknown=0):
         instruction = executed.instruction
@@ -220,7 +220,7 @@ def communications(before: Propagated, after: Module) -> list[Communication]:
         use = collective_use(instruction, executed.computation, after.attributes)
         if use is not None:
             cause = _Cause(before, executed, loops)
-            found.append(
+            inserted.append(
                 Communication(
                     kind=use.kind,
                     reason=cause.reason,
@@ -236,7 +236,7 @@ def communications(before: Propagated, after: Module) -> list[Communication]:
                     **cause.change,
                 )
             )
-    return found
+    return inserted
 
 
 class _Cause:
@@ -322,8 +322,8 @@ class _Cause:
         return product_sharding(at.instruction, *(self._sharding(i) for i in operands))
 
     def _sharding(self, instruction: Instruction) -> TensorSharding | None:
-        found = self._before.shardings(instruction)
-        return found[0] if len(found) == 1 else None
+        shardings = self._before.shardings(instruction)
+        return shardings[0] if len(shardings) == 1 else None
 
     def _same_place(self, group: list[Executed]) -> list[Executed]:
         """The instructions of `group` in the same computation as the collective, or all if none is."""
@@ -335,11 +335,11 @@ class _Cause:
         """The instruction before partitioning that the collective was inserted for."""
         if self._is_inner:
             same = [at for at in self._group if at.instruction.opcode == self._origin.opcode]
-            found = same or self._group
-            return found[-1] if found else None
+            candidates = same or self._group
+            return candidates[-1] if candidates else None
         reading = [at for at in self._group if self._moved_operand(at) is not None]
-        found = reading or self._group
-        return found[0] if found else None
+        candidates = reading or self._group
+        return candidates[0] if candidates else None
 
     def _moved_operand(self, at: Executed) -> Instruction | None:
         operands = (at.computation.by_name.get(name) for name in at.instruction.operands)
@@ -419,8 +419,8 @@ class _Cause:
         return ""
 
     def _tiles(self, instruction: Instruction) -> list[int] | None:
-        found = self._sharding(instruction)
-        return None if found is None else sorted(n for n in found.tiles if n > 1)
+        sharding = self._sharding(instruction)
+        return None if sharding is None else sorted(n for n in sharding.tiles if n > 1)
 
 
 def _is_annotation(instruction: Instruction) -> bool:

@@ -109,7 +109,7 @@ class Search:
         """
         start = time.perf_counter()
         try:
-            found = solver.solve(self.costs.choices, self.costs.edges, memory_limit)
+            solution = solver.solve(self.costs.choices, self.costs.edges, memory_limit)
         except solver.NoSolution:
             raise ShardingError(self._Lacking(memory_limit or 0.0)) from None
         solving = time.perf_counter() - start
@@ -121,9 +121,9 @@ class Search:
             "costs_seconds": self.seconds,
             "solving_seconds": solving,
         }
-        return self.AsStrategy(found, sizes)
+        return self.AsStrategy(solution, sizes)
 
-    def AsStrategy(self, found: solver.Solution, search: dict[str, Any]) -> Strategy:
+    def AsStrategy(self, solution: solver.Solution, search: dict[str, Any]) -> Strategy:
         """Chosen shardings as a strategy."""
         notes = [
             *self.notes,
@@ -132,15 +132,15 @@ class Search:
                 for kind, first in sorted(self.operators.without_rule.items())
             ),
         ]
-        if not found.optimal:
+        if not solution.optimal:
             notes.append("the solver ran out of time: a better strategy may exist")
         arguments = tuple(
-            Tensor(v.name, v.shape, self._AtBorder(v, found))
+            Tensor(v.name, v.shape, self._AtBorder(v, solution))
             for v in self.operators.values
             if v.op == -1
         )
-        operators = tuple(self._Made(found))
-        chosen = (c.choices[k] for c, k in zip(self.costs.choices, found.chosen))
+        operators = tuple(self._Made(solution))
+        chosen = (c.choices[k] for c, k in zip(self.costs.choices, solution.chosen))
         if self._on.mesh.size > 1 and not any(
             axis is not None for choice in chosen for axis in choice
         ):
@@ -150,12 +150,12 @@ class Search:
         return Strategy(
             mesh=self._on.mesh,
             machine=self._on.machine.name,
-            seconds=found.seconds,
-            num_bytes=round(found.kept + found.working),
+            seconds=solution.seconds,
+            num_bytes=round(solution.kept + solution.working),
             arguments=arguments,
-            results=tuple(self._ResultTensors(found)),
+            results=tuple(self._ResultTensors(solution)),
             operators=operators,
-            reads=tuple(self._Reads(found)),
+            reads=tuple(self._Reads(solution)),
             notes=tuple(notes),
             search=search,
         )
@@ -169,19 +169,19 @@ class Search:
             return (None,) * op.outputs[0].shape.rank
         return mapping
 
-    def _Mapping(self, value: Value, found: solver.Solution) -> DimsMapping:
+    def _Mapping(self, value: Value, solution: solver.Solution) -> DimsMapping:
         number = self.costs.number[value.number]
-        choice = self.costs.choices[number].choices[found.chosen[number]]
-        held = self.operators.home[value.number].holds[value]
-        return mapping_of(self.costs.LayoutOf(held, choice))
+        choice = self.costs.choices[number].choices[solution.chosen[number]]
+        layout = self.operators.home[value.number].holds[value]
+        return mapping_of(self.costs.LayoutOf(layout, choice))
 
-    def _AtBorder(self, value: Value, found: solver.Solution) -> DimsMapping:
+    def _AtBorder(self, value: Value, solution: solver.Solution) -> DimsMapping:
         """The sharding of an argument or a result; replicated where an annotation inside shards it unevenly."""
-        mapping = self._Mapping(value, found)
+        mapping = self._Mapping(value, solution)
         even = is_even(value.shape, mapping, self._on.mesh)
         return mapping if even else (None,) * len(value.shape)
 
-    def _Made(self, found: solver.Solution):
+    def _Made(self, solution: solver.Solution):
         """The result of each operator, and what other operators read of it."""
         crossing: dict[int, set[Value]] = defaultdict(set)
         for c in self.costs.crossings:
@@ -194,18 +194,18 @@ class Search:
             for value in sorted(made, key=lambda v: v.number):
                 if value.shape and value.num_bytes:
                     op = self._traced.operations[value.op]
-                    mapping = self._Mapping(value, found)
+                    mapping = self._Mapping(value, solution)
                     yield Tensor(value.name, value.shape, mapping, value.op, value.index, op.type)
 
-    def _Reads(self, found: solver.Solution):
+    def _Reads(self, solution: solver.Solution):
         for c in self.costs.crossings:
             ends = [
-                self.costs.choices[n].choices[found.chosen[n]] for n in (c.producer, c.consumer)
+                self.costs.choices[n].choices[solution.chosen[n]] for n in (c.producer, c.consumer)
             ]
-            held = self.costs.LayoutOf(c.held, ends[0])
+            made = self.costs.LayoutOf(c.held, ends[0])
             used = self.costs.LayoutOf(c.used, ends[1])
             forward, backward = self.costs.ExchangesOf(c, *ends)
-            if not c.value.shape or (held == used and not backward):
+            if not c.value.shape or (made == used and not backward):
                 continue
             path = self.operators.operators[c.consumer].name
             yield Annotation(
@@ -215,17 +215,17 @@ class Search:
                 operand=c.operand,
                 shape=c.value.shape,
                 mapping=mapping_of(used),
-                made=mapping_of(held),
+                made=mapping_of(made),
                 collectives=_texts(forward),
                 backward=_texts(backward),
             )
 
-    def _ResultTensors(self, found: solver.Solution):
+    def _ResultTensors(self, solution: solver.Solution):
         for x, (path, mapping) in zip(self._traced.results, self._results, strict=True):
             value = self.operators.ValueOf(x)
             shape = tuple(x.shape.as_list())
             if mapping is None:
-                mapping = self._AtBorder(value, found) if value else (None,) * len(shape)
+                mapping = self._AtBorder(value, solution) if value else (None,) * len(shape)
             yield Tensor(path, shape, mapping)
 
     def _Lacking(self, limit: float) -> str:

@@ -58,17 +58,18 @@ def cost(choices: Sequence[Choices], edges: Sequence[Edge], chosen: Sequence[int
     for edge in edges:
         (a, b), (rows, columns) = edge.ends, edge.classes
         seconds += float(edge.seconds[rows[chosen[a]], columns[chosen[b]]])
-    kept = sum(float(c.kept[k]) for c, k in zip(choices, chosen))
+    stays = sum(float(c.kept[k]) for c, k in zip(choices, chosen))
     working = max((float(c.working[k]) for c, k in zip(choices, chosen)), default=0.0)
-    return Solution(tuple(int(k) for k in chosen), seconds, kept, working, True)
+    return Solution(tuple(int(k) for k in chosen), seconds, stays, working, True)
 
 
 def least_memory(choices: Sequence[Choices]) -> float:
     """Bytes on a device that every answer needs at least."""
-    kept = [c.kept for c in choices]
-    total = sum(float(k.min()) for k in kept)
+    stays = [c.kept for c in choices]
+    total = sum(float(k.min()) for k in stays)
     return max(
-        (total + float((k - k.min() + c.working).min()) for k, c in zip(kept, choices)), default=0.0
+        (total + float((k - k.min() + c.working).min()) for k, c in zip(stays, choices)),
+        default=0.0,
     )
 
 
@@ -87,23 +88,23 @@ def _eliminated(
     while changed:
         n = min(changed)
         changed.discard(n)
-        kept = _survivors(n, choices[n], alive, tables[n], memory_limit is not None)
-        if len(kept) < len(alive[n]):
-            alive[n] = kept
+        surviving = _survivors(n, choices[n], alive, tables[n], memory_limit is not None)
+        if len(surviving) < len(alive[n]):
+            alive[n] = surviving
             changed |= {other for other, _ in tables[n]} | {n}
     return alive
 
 
 def _survivors(
     n: int,
-    own: Choices,
+    choices: Choices,
     alive: list[np.ndarray],
     tables: list[tuple[int, np.ndarray]],
     memory_matters: bool,
 ) -> np.ndarray:
     mine = alive[n]
     # worst[i, j]: how much better j is than i at least.
-    gain = own.seconds[mine][:, None] - own.seconds[mine][None, :]
+    gain = choices.seconds[mine][:, None] - choices.seconds[mine][None, :]
     for other, table in tables:
         part = table[np.ix_(mine, alive[other])]
         gain = gain + (part[:, None, :] - part[None, :, :]).min(axis=2)
@@ -112,7 +113,7 @@ def _survivors(
     order = np.arange(len(mine))
     better |= (gain == 0) & (gain.T == 0) & (order[:, None] > order[None, :])
     if memory_matters:
-        for size in (own.kept[mine], own.working[mine]):
+        for size in (choices.kept[mine], choices.working[mine]):
             better &= size[:, None] >= size[None, :]
     dropped: list[int] = []
     for i in order:
@@ -213,7 +214,7 @@ def _limit_memory(
     rows: _Rows,
 ) -> None:
     """Requires that the kept tensors and the working memory of any one operator fit into the limit together."""
-    kept = [
+    stays = [
         (start + i, c.kept[k] / limit)
         for c, left, start in zip(choices, alive, first)
         for i, k in enumerate(left)
@@ -225,9 +226,9 @@ def _limit_memory(
             peaks.append((float(c.working[left].max()), n))
     largest = sorted(peaks, reverse=True)
     least = max((float(c.working[left].min()) for c, left in zip(choices, alive)), default=0.0)
-    rows.Add([(j, v) for j, v in kept], -np.inf, 1.0 - least / limit)
+    rows.Add([(j, v) for j, v in stays], -np.inf, 1.0 - least / limit)
     for most, n in largest:
         if most <= least:
             break
         extra = {first[n] + i: choices[n].working[k] / limit for i, k in enumerate(alive[n])}
-        rows.Add([(j, v + extra.get(j, 0.0)) for j, v in kept], -np.inf, 1.0)
+        rows.Add([(j, v + extra.get(j, 0.0)) for j, v in stays], -np.inf, 1.0)

@@ -90,7 +90,7 @@ class Strategy:
 
     def Text(self) -> str:
         """The strategy as JSON, the same bytes in every run."""
-        found = {
+        fields = {
             "version": _VERSION,
             "mesh": str(self.mesh),
             "device_ids": list(self.mesh.device_ids),
@@ -100,25 +100,25 @@ class Strategy:
                 if name not in ("mesh", "search")
             },
         }
-        return json.dumps(found, indent=1) + "\n"
+        return json.dumps(fields, indent=1) + "\n"
 
     @classmethod
     def FromText(cls, text: str, what: str = "strategy") -> "Strategy":
         """Reads what `Text` wrote. Raises ShardingError: any other text."""
         try:
-            found = json.loads(text)
-            version = found.pop("version")
+            fields = json.loads(text)
+            version = fields.pop("version")
             if version != _VERSION:
                 raise ShardingError(f"{what}: is of version {version}; this reads {_VERSION}")
-            mesh = Mesh.parse(found.pop("mesh"), what)
-            mesh = Mesh(mesh.axis_names, mesh.shape, tuple(found.pop("device_ids")))
+            mesh = Mesh.parse(fields.pop("mesh"), what)
+            mesh = Mesh(mesh.axis_names, mesh.shape, tuple(fields.pop("device_ids")))
             rest: dict[str, Any] = {
-                name: tuple(Tensor(**_tuples(t)) for t in found.pop(name))
+                name: tuple(Tensor(**_tuples(t)) for t in fields.pop(name))
                 for name in ("arguments", "results", "operators")
             }
-            reads = tuple(Annotation(**_tuples(r)) for r in found.pop("reads"))
-            notes = tuple(found.pop("notes"))
-            return cls(mesh=mesh, reads=reads, notes=notes, **rest, **found)
+            reads = tuple(Annotation(**_tuples(r)) for r in fields.pop("reads"))
+            notes = tuple(fields.pop("notes"))
+            return cls(mesh=mesh, reads=reads, notes=notes, **rest, **fields)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise ShardingError(f"{what}: is no text of a strategy ({e!r})") from None
 

@@ -31,8 +31,8 @@ class Rule:
     @property
     def reduced(self) -> frozenset[Letter]:
         """The letters over which results are reduced."""
-        kept = {letter for dims in self.outputs for letter in dims}
-        return frozenset(letter for letter in self.sizes if letter not in kept)
+        letters = {letter for dims in self.outputs for letter in dims}
+        return frozenset(letter for letter in self.sizes if letter not in letters)
 
 
 RuleOf = Callable[[Any], Rule | None]
@@ -59,9 +59,11 @@ def rule(
 
     def kept(tensor: Any, dims: Dims) -> Dims:
         shape = known_shape(tensor)
-        own = tuple(d if n > 1 else None for d, n in zip(dims, shape, strict=True))
-        sizes.update({d: math.gcd(sizes.get(d, 0), n) for d, n in zip(own, shape) if d is not None})
-        return own
+        wide = tuple(d if n > 1 else None for d, n in zip(dims, shape, strict=True))
+        sizes.update(
+            {d: math.gcd(sizes.get(d, 0), n) for d, n in zip(wide, shape) if d is not None}
+        )
+        return wide
 
     read = tuple(None if d is None else kept(x, d) for x, d in zip(op.inputs, inputs, strict=True))
     made = tuple(kept(y, d) for y, d in zip(op.outputs, outputs, strict=True))

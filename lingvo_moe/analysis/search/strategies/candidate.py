@@ -111,7 +111,7 @@ def _remats(work: Workload) -> list[str | tuple[str, ...]]:
     """Values of task.remat. Outputs of layers save more time for their bytes than what is inside of layers."""
 
     def having(kind: Kept) -> tuple[str, ...]:
-        return tuple(name for name, each in work.names.items() if each & kind)
+        return tuple(name for name, kinds in work.names.items() if kinds & kind)
 
     outputs, moved = having(Kept.OUTPUT), having(Kept.MOVED)
     lists = [outputs]

@@ -78,11 +78,11 @@ def layouts(work: Workload, num_devices: int) -> Iterator[MeshLayout]:
 
 def letter_sizes(work: Workload) -> dict[str, set[int]]:
     """The sizes that the dimensions of a letter have."""
-    found: dict[str, set[int]] = defaultdict(set)
+    sizes: dict[str, set[int]] = defaultdict(set)
     for product in work.products:
         for letter, size in product.sizes:
-            found[letter].add(size)
-    return dict(found)
+            sizes[letter].add(size)
+    return dict(sizes)
 
 
 def layout_of(sizes: Mapping[str, int], inside: str, experts: bool) -> MeshLayout:

@@ -62,13 +62,13 @@ def named_layout(name: str, sizes: Sizes, count: int) -> Candidate:
     Raises:
         StrategyError: the model does not divide so.
     """
-    found = FUNCTIONS[name](sizes, count)
-    if found is None:
+    axes = FUNCTIONS[name](sizes, count)
+    if axes is None:
         what = "experts" if name == "fsdp+expert" else "heads and hidden units"
         raise StrategyError(
             f"--layout={name}: {count} devices have no divisor that divides this model's {what}"
         )
     layout = layout_of(
-        {name: found[0].get(name, 1) for name in (DATA, EXPERT, MODEL)}, found[1], "E" in sizes
+        {name: axes[0].get(name, 1) for name in (DATA, EXPERT, MODEL)}, axes[1], "E" in sizes
     )
     return Candidate(layout, WEIGHTS if count > 1 else NONE)

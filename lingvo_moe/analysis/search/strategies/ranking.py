@@ -53,13 +53,13 @@ class Ranking:
 
         Where nothing fits, neither of those that were tried nor by estimate, it is the smallest that was not tried.
         """
-        seen = {each.candidate for each in self.tried}
+        seen = {tried.candidate for tried in self.tried}
         left = [c for c in self.estimates if c not in seen]
         by = {c: self.Correction(c) for c in left}
         misfits = sum(not t.plan["memory"]["fits"] for t in self.tried if t.plan is not None)
         memory = self.memory * _CAUTION**misfits
         fitting = [c for c in left if self.estimates[c].Bytes(by[c]) <= memory]
-        best = min((each.step_seconds for each in self.tried), default=math.inf)
+        best = min((tried.step_seconds for tried in self.tried), default=math.inf)
         if not fitting and best == math.inf and left:
             return [min(left, key=lambda c: self.estimates[c].Bytes(by[c]))]
         seconds = {c: self.estimates[c].Seconds(by[c]) for c in fitting}
@@ -82,8 +82,8 @@ class Ranking:
     @property
     def best(self) -> Tried | None:
         """The fastest that fits; the first of equals."""
-        found = min(self.tried, key=lambda each: each.step_seconds, default=None)
-        return found if found is not None and found.step_seconds < math.inf else None
+        fastest = min(self.tried, key=lambda tried: tried.step_seconds, default=None)
+        return fastest if fastest is not None and fastest.step_seconds < math.inf else None
 
 
 def likeness(one: Candidate, other: Candidate) -> tuple[bool, ...]:

@@ -32,8 +32,8 @@ class Estimates:
     def Fastest(self, memory: int) -> float | None:
         """The least seconds of those that fit by their estimate, or else of those that may fit; None where none may."""
         by = Correction()
-        fit = [each for each in self.kept.values() if each.Bytes(by) <= memory]
-        return min((each.Seconds(by) for each in fit or self.kept.values()), default=None)
+        fit = [estimate for estimate in self.kept.values() if estimate.Bytes(by) <= memory]
+        return min((estimate.Seconds(by) for estimate in fit or self.kept.values()), default=None)
 
 
 class Space:
@@ -47,8 +47,8 @@ class Space:
         self, params: Params, work: Workload, machine: Machine, dtypes: Sequence[str] = ("",)
     ):
         self._params, self._work, self._machine = params, work, machine
-        own = params.task.fprop_dtype or params.task.dtype
-        self._itemsizes = {d: itemsize_of(d or own or "float32") for d in dtypes}
+        dtype = params.task.fprop_dtype or params.task.dtype
+        self._itemsizes = {d: itemsize_of(d or dtype or "float32") for d in dtypes}
         self._states: dict[tuple[str, tuple[str, ...]], StateBytes] = {}
         self.estimator = Estimator(work, self._State, machine, self._itemsizes)
 
@@ -64,11 +64,11 @@ class Space:
         Args:
             memory: bytes that a program may use on a device.
         """
-        found = Estimates({}, None)
-        self._Add(found, (NO_OFFLOAD,), memory)
-        if not any(each.Bytes(Correction()) <= memory for each in found.kept.values()):
-            self.AddOffloads(found, memory)
-        return found
+        estimates = Estimates({}, None)
+        self._Add(estimates, (NO_OFFLOAD,), memory)
+        if not any(estimate.Bytes(Correction()) <= memory for estimate in estimates.kept.values()):
+            self.AddOffloads(estimates, memory)
+        return estimates
 
     def AddOffloads(self, to: Estimates, memory: int) -> None:
         """Adds the candidates that offload, if the machine has hosts; changes nothing the second time."""

@@ -32,8 +32,8 @@ class StateBytes:
         # Axes with the names of letters tell which dimensions follow which letter.
         task = params.task.cls.WithoutStrategy(params.task)
         task.Set(weight_split={n: n for n in WEIGHT_LETTERS})
-        given = {"fprop_dtype": fprop_dtype, "offload": list(offload)}
-        task.Set(**{name: value for name, value in given.items() if value})
+        options = {"fprop_dtype": fprop_dtype, "offload": list(offload)}
+        task.Set(**{name: value for name, value in options.items() if value})
         # How many variables of each kind a part of the state has.
         self._variables: dict[VariableSpec, Counter[str]] = defaultdict(Counter)
         for part, spec in state_variables(task.Instantiate()):
@@ -65,5 +65,5 @@ def _on_device(spec: VariableSpec, layout: MeshLayout) -> Sharded:
         of_weights = {"V": STAGE, **of_weights, "L": STAGE}
     split = dims_mapping(spec.letters, of_weights)
     used = {a for axis in split for a in axes_of(axis)}
-    found = sharded(spec, split, layout.mesh)
-    return replace(found, terms=tuple(a for a in layout.Axes("B") if a not in used))
+    on_device = sharded(spec, split, layout.mesh)
+    return replace(on_device, terms=tuple(a for a in layout.Axes("B") if a not in used))

@@ -49,7 +49,7 @@ def read_overrides(path: str | Path, model: str) -> str:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise StrategyError(f"--strategy={path}: {getattr(e, 'strerror', None) or e}") from None
-    params, found = registry.GetParams(model), dict[str, str]()
+    params, values = registry.GetParams(model), dict[str, str]()
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -61,14 +61,14 @@ def read_overrides(path: str | Path, model: str) -> str:
             raise StrategyError(
                 f"{where}: {name!r} is no part of a strategy{did_you_mean(name, PATHS)}; these are {', '.join(PATHS)}"
             )
-        if name in found:
+        if name in values:
             raise StrategyError(f"{where}: {name} has a value already")
         as_override({name: value}, where)
         registry.set_from_text(params, name, value, where)
-        found[name] = value
-    if not found:
+        values[name] = value
+    if not values:
         raise StrategyError(f"--strategy={path}: no line of the form path=value")
-    return as_override(found, f"--strategy={path}")
+    return as_override(values, f"--strategy={path}")
 
 
 def as_override(values: Mapping[str, str], source: str) -> str:
