@@ -13,8 +13,8 @@ LINK = "https://arxiv.org/abs/2006.16668"
 class Row:
     """A row of tables 1 and 3. None: the paper gives none."""
 
-    label: str  # as the paper writes the model
-    parameters: float  # as it rounds them
+    label: str  # the paper's name of the model
+    parameters: float  # the paper's rounded number
     cores: int  # TPU v3 cores
     steps_per_second: float | None  # measured
     batch_tokens: int  # tokens a step, in millions
@@ -40,7 +40,7 @@ DENSE = Row("T(96L)", 2.3e9, 2048, None, 4, 235.5, 42.0)
 class Claim:
     """A statement of the text."""
 
-    says: str  # in our words
+    says: str  # the claim in our words
     where: str  # table, figure or section
     value: float = 0.0  # its number, where it has one
 

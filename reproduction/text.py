@@ -14,7 +14,7 @@ DASH = units.DASH
 class Finding(NamedTuple):
     """A row of the page's summary."""
 
-    claim: str  # in words, with its place in the paper
+    claim: str  # the claim in words, with its place in the paper
     # `paper`, `ours`: the figures.
     paper: str
     ours: str

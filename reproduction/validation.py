@@ -25,7 +25,7 @@ class Validated:
     """A published step beside the estimate for it."""
 
     row: Row
-    time: Mapping[str, Any]  # of the plan
+    time: Mapping[str, Any]  # the time of the plan
 
     @property
     def ratio(self) -> float:

@@ -136,6 +136,6 @@ def _address(process: subprocess.Popen) -> str:
     said = []
     for line in process.stderr or ():
         said.append(line)
-        if found := re.search(r"DevTools listening on ws://([^/]+)/", line):
-            return found[1]
+        if match := re.search(r"DevTools listening on ws://([^/]+)/", line):
+            return match[1]
     raise AssertionError(f"chromium did not start: {''.join(said)[-2000:]}")

@@ -66,8 +66,8 @@ class Echo:
         if b"panic" in lines:
             raise BaseException("panicked at main.rs")
         settings = settings or [SimpleNamespace(seed=0, number=0)] * len(lines)
-        each = zip(lines, settings)
-        texts = [f"{line.decode()} {s.seed}.{s.number}" for line, s in each]
+        pairs = zip(lines, settings)
+        texts = [f"{line.decode()} {s.seed}.{s.number}" for line, s in pairs]
         count = len(lines)
         return NestedMap(
             translations=[[text] for text in texts],
@@ -149,7 +149,7 @@ def running(
         max_batch_lines: as Service has it.
     """
     started = threading.Event()
-    found: list[Running] = []
+    servers: list[Running] = []
     status: list[int] = []
 
     async def work() -> None:
@@ -158,14 +158,14 @@ def running(
         about = {"model": "mt.Test", "step": 3}
         service = Service(translator, about, limits or Limits(), max_batch_lines)
         port = sockets[0].getsockname()[1]
-        found.append(Running(port, service, lambda: loop.call_soon_threadsafe(stop.set), status))
+        servers.append(Running(port, service, lambda: loop.call_soon_threadsafe(stop.set), status))
         started.set()
         status.append(await server.serve(service, sockets, "translator", stop))
 
     thread = threading.Thread(target=lambda: asyncio.run(work()))
     thread.start()
     assert started.wait(20)
-    it = found[0]
+    it = servers[0]
     try:
         if wait:
             it.Until(lambda: it.service.state == READY)

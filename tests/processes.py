@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def _options(env: Mapping[str, str | None], given: dict[str, Any]) -> dict[str, Any]:
+def _options(env: Mapping[str, str | None], more: dict[str, Any]) -> dict[str, Any]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env}
-    return {"text": True, "env": {k: v for k, v in env.items() if v is not None}, **given}
+    return {"text": True, "env": {k: v for k, v in env.items() if v is not None}, **more}
 
 
 def run_python(

@@ -43,9 +43,9 @@ def refuses(error: Errors, *rows: tuple[Any, ...], plain: bool = False) -> Calla
             with pytest.raises(refused_with, match=message):
                 cause(**named)
 
-        own = list(inspect.signature(test, follow_wrapped=False).parameters.values())[:2]
-        test.__signature__ = inspect.Signature([*own, *arguments])  # type: ignore[attr-defined]
-        names = [a.name for a in arguments[: len(table[0]) - 2]] + [a.name for a in own]
+        first = list(inspect.signature(test, follow_wrapped=False).parameters.values())[:2]
+        test.__signature__ = inspect.Signature([*first, *arguments])  # type: ignore[attr-defined]
+        names = [a.name for a in arguments[: len(table[0]) - 2]] + [a.name for a in first]
         return pytest.mark.parametrize(names, table, ids=[row[-1][:60] for row in rows])(test)
 
     return decorate

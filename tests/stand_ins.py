@@ -56,8 +56,8 @@ class StandIns:
             *parents, last = name.split(".")
             for parent in parents:
                 owner = getattr(owner, parent)
-            of = result.value if isinstance(result, Through) else self._Recorder(name, result)
-            monkeypatch.setattr(owner, last, of)
+            stub = result.value if isinstance(result, Through) else self._Recorder(name, result)
+            monkeypatch.setattr(owner, last, stub)
 
     def _Recorder(self, name: str, result: Any) -> Callable[..., Any]:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -88,8 +88,8 @@ class StandIns:
             sys.stdin = stdin
         out.flush()
         said = re.sub(r"[\d.,]+ (s|min|a second)\b", "TIME", out.buffer.getvalue().decode())  # type: ignore[attr-defined]
-        found = (path for path in sorted(place.rglob("*")) if path.is_file())
-        written = {str(path.relative_to(place)): _digest(path) for path in found}
+        made = (path for path in sorted(place.rglob("*")) if path.is_file())
+        written = {str(path.relative_to(place)): _digest(path) for path in made}
         return Done(status or 0, said, tuple(self.calls), tuple(written.items()))
 
 

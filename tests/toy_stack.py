@@ -87,8 +87,8 @@ def trained(level, steps=5, **others):
     """Losses and gradient norms [steps, 2], and the state after them as NumPy arrays."""
     task, engine, step = compiled_step(level, **others)
     state = begun(task, engine)
-    found = []
+    rows = []
     for i in range(steps):
         state, metrics = step(state, batch_of(i))
-        found.append([float(metrics.loss), float(metrics.grad_norm)])
-    return np.array(found), state.Transform(np.asarray)
+        rows.append([float(metrics.loss), float(metrics.grad_norm)])
+    return np.array(rows), state.Transform(np.asarray)

@@ -70,8 +70,8 @@ def write_corpus(
             english = rng.choices(words, k=rng.randint(*words_of_a_pair))
             source = " ".join(Path(name).stem[0] + word[::-1] for word in english)
             pairs.append(f"{source}\t{' '.join(english)}\n")
-        kept = pairs[:held_out] if name != [*sizes][-1] else []
-        for file, lines in {directory / name: pairs, directory / "dev" / name: kept}.items():
+        for_dev = pairs[:held_out] if name != [*sizes][-1] else []
+        for file, lines in {directory / name: pairs, directory / "dev" / name: for_dev}.items():
             if lines:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.with_suffix(".tsv").write_text("".join(lines), "utf-8")
@@ -95,11 +95,11 @@ def keep_compiled() -> None:
 
     from lingvo_moe.core.engine import engines
 
-    make_engine, kept = engines.make_engine, dict[Any, Any]()
+    make_engine, engines_made = engines.make_engine, dict[Any, Any]()
 
     def make_once(name: str, mesh: Any, known_faults: str = "error") -> Any:
         key = (name, str(mesh), known_faults)
-        if key not in kept:
+        if key not in engines_made:
             engine, built = make_engine(name, mesh, known_faults), {}
             build = engine.BuildStep
 
@@ -109,8 +109,8 @@ def keep_compiled() -> None:
                 return built[step.name]
 
             engine.BuildStep = build_once
-            kept[key] = engine
-        return kept[key]
+            engines_made[key] = engine
+        return engines_made[key]
 
     engines.make_engine = make_once
 

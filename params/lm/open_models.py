@@ -24,7 +24,7 @@ class OpenModel(registry.Experiment):
     """The parts of nearly all of these models: RMS normalization, SwiGLU, rotary positions, a softmax of its own."""
 
     EPSILON = 1e-5
-    BASE = 10000.0  # of rotary positions
+    BASE = 10000.0  # the base of rotary positions
 
     def Task(self) -> InstantiableParams:
         inside = {"N": "model", "H": "model", "V": "model"}

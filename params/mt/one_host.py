@@ -15,7 +15,7 @@ class M4MoE200E60LOneHost(m4.M4Base):
     """
 
     LAYERS, EXPERTS, CORES, BATCH_TOKENS = 60, 200, 8, 2**18
-    GROUP_TOKENS = 2048  # as in the paper's largest models
+    GROUP_TOKENS = 2048  # the number in the paper's largest models
 
     def Task(self) -> InstantiableParams:
         groups = self.BATCH_TOKENS // self.GROUP_TOKENS

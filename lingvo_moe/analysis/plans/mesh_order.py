@@ -33,7 +33,7 @@ class Moved:
     # `inside`, `between`: bytes that one GPU sends inside its node, and between nodes.
     inside: float = 0.0
     between: float = 0.0
-    seconds: float = 0.0  # of all executions together
+    seconds: float = 0.0  # the sum over all executions
 
     def Add(self, use: CollectiveUse, times: int, groups: Groups, cluster: Cluster) -> None:
         """Adds `times` executions of a collective among `groups`."""

@@ -142,7 +142,7 @@ class CacheShape:
     hypotheses: int  # J
     heads: int  # A
     size: int  # K
-    dtype: tf.DType  # of the activations
+    dtype: tf.DType  # the activations' type
 
 
 def project_heads(
@@ -349,7 +349,7 @@ class AppliedDelta:
 class AdafactorRecipe:
     """The numbers of one step of Adafactor for one variable; see optimizers/adafactor.py."""
 
-    decay: tf.Tensor  # of the second moment, float32 scalar
+    decay: tf.Tensor  # the decay of the second moment, float32 scalar
     rate: tf.Tensor  # the learning rate, float32 scalar
     # `epsilon1` to `multiply_by_parameter_scale`: the optimizer's parameters.
     epsilon1: float

@@ -48,7 +48,7 @@ class Loop:
     body: Body
     # Of a carry, or of a stack of them, whose letters start with the prefix given.
     shard_carry: Annotate
-    names: tuple[str, ...]  # of the activations that are kept
+    names: tuple[str, ...]  # the names of the activations that are kept
     on_host: tuple[bool, ...]  # for each weight, whether it is in the host's memory
     # Whether the activations that are stored for the backward pass are there too.
     stored_there: bool

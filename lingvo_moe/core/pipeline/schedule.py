@@ -38,8 +38,8 @@ class Work:
     kind: str  # FORWARD, BACKWARD, WEIGHTS or LOSS
     stack: int  # the number of the stack of layers
     start: int  # the first tick, in which the first stage in order gets to the first micro-batch
-    ticks: int  # in how many ticks it exists
-    order: Order  # of the stages
+    ticks: int  # the number of ticks in which it exists
+    order: Order  # the order of the stages
 
     @property
     def stop(self) -> int:

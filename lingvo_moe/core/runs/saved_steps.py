@@ -148,7 +148,7 @@ class StepsOnDisk(SavedSteps):
 class Commit(NamedTuple):
     """The content of an object COMMIT; of older versions the digest alone."""
 
-    digest: str  # of the list of the step's files; '' where the object is damaged
+    digest: str  # the digest of the list of the step's files; '' where the object is damaged
     writer: str  # below whose name they are; '': in the step itself
 
     @classmethod

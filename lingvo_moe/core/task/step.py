@@ -9,7 +9,7 @@ from typing import Any
 class Step:
     """A function with all that compiling it needs but the mesh."""
 
-    name: str  # of the program; '' for the function's own
+    name: str  # the name of the program; '' for the function's own
     # A TensorFlow function of trees of tensors (NestedMaps, lists) that returns such a tree or a tuple of them.
     fn: Callable[..., Any]
     arg_specs: Sequence[Any]  # for each argument a tree of TensorSpecs or VariableSpecs

@@ -16,7 +16,7 @@ from lingvo_moe.tasks.image.model import ImageClassifier
 class Scores:
     """The scores of one checkpoint on held-out images."""
 
-    step: int  # of the checkpoint
+    step: int  # the checkpoint's step
     ema: bool  # whether the weights were their moving average
     images: int  # how many images were scored
     nll: float  # nats an image

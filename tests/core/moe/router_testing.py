@@ -56,21 +56,21 @@ def route_logits(
 
 def check(routing: Routing, paddings_GS: Any) -> None:
     """Checks what dispatchers rely on; see `Routing`."""
-    index, gate, kept = (v.numpy() for v in (routing.expert_index, routing.gate, routing.kept))
+    index, gate, is_kept = (v.numpy() for v in (routing.expert_index, routing.gate, routing.kept))
     real = 1 - np.asarray(paddings_GS)
-    assert index.dtype == np.int32 and gate.dtype == kept.dtype == np.float32
+    assert index.dtype == np.int32 and gate.dtype == is_kept.dtype == np.float32
     assert ((index >= 0) & (index < routing.num_experts)).all()
-    assert set(np.unique(kept)) <= {0.0, 1.0}
-    assert not kept[real == 0].any(), "padding is routed"
-    assert not gate[kept == 0].any()
+    assert set(np.unique(is_kept)) <= {0.0, 1.0}
+    assert not is_kept[real == 0].any(), "padding is routed"
+    assert not gate[is_kept == 0].any()
     for row in index.reshape(-1, index.shape[-1]):
         assert len(set(row.tolist())) == row.size, "a token's experts must differ"
     if routing.capacity is None:
-        assert (kept == real[..., None]).all()
+        assert (is_kept == real[..., None]).all()
         return
     position = routing.position.numpy()
     for g in range(index.shape[0]):
-        at = kept[g] > 0
+        at = is_kept[g] > 0
         seats = list(zip(index[g][at].tolist(), position[g][at].tolist()))
         assert len(set(seats)) == len(seats), "two in one slot"
         assert all(0 <= seat < routing.capacity for _, seat in seats)

@@ -40,7 +40,7 @@ class Remedy:
 
     # The parameters that differ from those of the plan, and their values. No entries: the plan's own.
     changes: Mapping[str, str]
-    held: StateSize  # of the training state
+    held: StateSize  # the bytes of the training state
     weight_size: int  # bytes of a weight's element
     narrow: bool  # whether activations are bfloat16
     # Bytes of the inputs of all blocks, where more than these is recomputed than in the plan.

@@ -22,7 +22,7 @@ class Sharded:
     whole: int  # bytes if devices hold copies along the axes that the variable leaves out
     parted: int  # bytes if these axes shard it too, where they can
     hosted: bool = False  # whether it is in the memory of the hosts
-    blocks: int = 1  # of the stack of layers that it belongs to; 1 outside of stacks
+    blocks: int = 1  # the blocks of its stack of layers; 1 outside of stacks
     # The mesh axes along which devices have terms of the gradient's sum.
     terms: tuple[str, ...] = ()
     part: str = SLOTS  # or WEIGHTS or GRADIENTS
@@ -45,7 +45,7 @@ class StateSize:
     hosted: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys((WEIGHTS, GRADIENTS, SLOTS), 0)
     )
-    gathered: int = 0  # of the weights that a step gathers, when they are whole
+    gathered: int = 0  # the whole size of the weights that a step gathers
     # Of weights that are gathered while they are used: those outside of stacks, and one block of each stack.
     at_once: int = 0
     # Of weights that are gathered after the update, and are then there beside the old ones.

@@ -14,7 +14,7 @@ from lingvo_moe.core.engine.base import EngineError
 class Compiler(abc.ABC):
     """Compiles programs for devices of one kind that this machine does not have."""
 
-    label: str  # in messages, e.g. 'the TPU compiler'
+    label: str  # its name in messages, e.g. 'the TPU compiler'
     platform: str  # JAX's name of the platform to lower for
     environment: tuple[str, ...]  # variables whose flags change what is compiled
 

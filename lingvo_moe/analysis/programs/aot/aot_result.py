@@ -23,7 +23,7 @@ class OutOfMemory(EngineError):
     program: str  # its name
     topology: str
     needed_bytes: int  # on one device, as exact as the compiler says it
-    limit_bytes: int  # that a device has for a program, likewise
+    limit_bytes: int  # the bytes that a device has for a program, likewise
     # The largest buffers, largest first; empty if the compiler listed none, as when it rejects a program at once.
     holders: Sequence[Holder] = ()
     compiler_message: str = ""

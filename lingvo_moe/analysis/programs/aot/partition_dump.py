@@ -16,7 +16,7 @@ class Partitioned:
 
     before: str  # after sharding propagation: whole shapes, a sharding on every instruction
     after: str  # after partitioning: one device's shapes, with collectives
-    final: str  # as it runs; '' where the compiler did not come so far
+    final: str  # the module as it runs; '' where the compiler did not come so far
 
 
 def dump_options(directory: str | Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Instruction:
     op_name: str  # the TensorFlow operation that it came from, with its name scope; '' if unknown
     called: tuple[str, ...]  # names of the computations that it calls
     attributes: str  # the rest of the line as text; `attribute` finds one of them
-    literal: str = ""  # of a constant or a parameter, the text in its parentheses
+    literal: str = ""  # the text in the parentheses of a constant or a parameter
     is_root: bool = False  # whether it is the result of its computation
 
     def attribute(self, key: str) -> str:

@@ -27,7 +27,7 @@ _SUM = re.compile(r"/(?:AddN|add)(?:_\d+)?$")
 class Place:
     """The part of the model that an instruction belongs to."""
 
-    part: str  # as its layer or its task declares it (`BaseLayer.PART`), or optimizer, loop, other
+    part: str  # the `BaseLayer.PART` of its layer or task, or optimizer, loop, other
     layer: str  # e.g. 'encoder.moe'; '' if unknown
     phase: str  # one of PHASES
     path: str = ""  # the dotted name scope; '' if unknown

@@ -41,7 +41,7 @@ class Choices:
     """The choices of one operator."""
 
     choices: tuple[Choice, ...]  # the shardings
-    seconds: np.ndarray  # of each
+    seconds: np.ndarray  # the seconds of each
     # Bytes on a device of each: arguments, their gradients, and what the gradient needs.
     kept: np.ndarray
     working: np.ndarray  # bytes of its own operands and results

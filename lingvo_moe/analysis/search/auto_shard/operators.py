@@ -31,13 +31,13 @@ class Value:
 
     number: int  # counted in the order in which tensors are made, arguments first
     op: int  # the number of the operation that makes it; -1 for an argument
-    index: int  # of the result, or of the argument
+    index: int  # the index of the result, or of the argument
     name: str  # for people
     # `shape`, `itemsize`: elements, and bytes of each.
     shape: tuple[int, ...]
     itemsize: int
     has_gradient: bool  # whether its gradient is computed
-    is_argument: bool = False  # of the function, also as an annotation inside passes it on
+    is_argument: bool = False  # whether the function takes it, or an annotation of it
 
     @property
     def num_bytes(self) -> int:
@@ -50,12 +50,12 @@ class Member:
     """An operation of an operator."""
 
     op: int  # its number
-    type: str  # of the operation
+    type: str  # the operation's type
     letters: frozenset[int]  # all that it runs over
     uses: tuple[tuple[int, Value, Letters], ...]  # (number of the operand, the tensor, its letters)
     makes: tuple[tuple[Value, Letters], ...] = ()  # (the tensor, its letters)
     reduced: frozenset[int] = frozenset()  # those over which its results are reduced
-    flops: int = 0  # of products, over all devices
+    flops: int = 0  # the FLOPs of products, over all devices
 
     @property
     def is_pin(self) -> bool:
@@ -72,8 +72,8 @@ class Member:
 class Operator:
     """Operations for which one choice is made."""
 
-    name: str  # of the operation that gives it its name
-    kind: str  # that operation's type; 'argument' where there is none
+    name: str  # the name of the operation that names it
+    kind: str  # the type of that operation; 'argument' where there is none
     # The size of each letter, which every number of parts divides.
     sizes: dict[int, int] = field(default_factory=dict)
     members: list[Member] = field(default_factory=list)  # its operations, in order
@@ -104,7 +104,7 @@ class _Node:
 class Argument:
     """A tensor argument of the function."""
 
-    tensor: Any  # as it is traced
+    tensor: Any  # the traced tensor
     path: str  # its name
     mapping: DimsMapping | None  # its sharding where the caller gave one
     has_gradient: bool  # whether the gradient by it is wanted

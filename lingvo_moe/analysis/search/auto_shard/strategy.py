@@ -23,9 +23,9 @@ class Annotation:
     # The number of the operation; -1 for a result of the function, which is wanted in this sharding.
     op: int
     name: str  # its name; of an argument or a result its path
-    type: str  # of the operation
+    type: str  # the operation's type
     operand: int  # which of its operands
-    shape: tuple[int, ...]  # of the tensor
+    shape: tuple[int, ...]  # the tensor's shape
     mapping: DimsMapping  # a mesh axis, axes or None for each dimension
     made: DimsMapping = ()  # the mapping in which the tensor was made
     collectives: tuple[str, ...] = ()  # what brings the one to the other, forward
@@ -43,7 +43,7 @@ class Tensor:
     # function.
     op: int = -1
     index: int = 0
-    type: str = ""  # of that operation
+    type: str = ""  # the operation's type
 
 
 @dataclass(frozen=True)

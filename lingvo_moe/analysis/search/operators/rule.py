@@ -22,9 +22,9 @@ class Rule:
 
     # Of each operand; None for one that is a number of the operation, such as a permutation.
     inputs: tuple[Dims | None, ...]
-    outputs: tuple[Dims, ...]  # of each result
-    sizes: Mapping[Letter, int] = field(default_factory=dict)  # of each letter
-    flops: int = 0  # of products, over all devices
+    outputs: tuple[Dims, ...]  # the letters of each result
+    sizes: Mapping[Letter, int] = field(default_factory=dict)  # the size of each letter
+    flops: int = 0  # the FLOPs of products, over all devices
     # Whether it is an operator of its own. One that is not takes the sharding of what it reads.
     heavy: bool = False
 

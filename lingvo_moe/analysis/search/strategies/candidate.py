@@ -31,9 +31,9 @@ class Candidate:
     """A strategy for a model on a machine."""
 
     layout: MeshLayout  # mesh and letters
-    shard_state: str = "none"  # of checks.STATE_LEVELS
+    shard_state: str = "none"  # one of checks.STATE_LEVELS
     remat: str | tuple[str, ...] = FULL  # what a loop over blocks keeps: see layers/kept.py
-    fprop_dtype: str = ""  # of activations; '' for the experiment's own
+    fprop_dtype: str = ""  # the activations' dtype; '' for the experiment's own
     # Of a pipeline, those that pass through each device of axis `data`; else those of a step.
     micro_batches: int = 1
     offload: tuple[str, ...] = ()  # what is in the memory of the hosts, () or one of OFFLOADS

@@ -29,11 +29,13 @@ _PASSES = 12
 class Correction:
     """The factors by which figures of compiled programs differ from estimates."""
 
-    work: dict[str, float] = field(default_factory=dict)  # of the seconds of each part's products
-    rest: float = 1.0  # of the seconds of all else on the devices
-    network: float = 1.0  # of the seconds of collectives
-    memory: float = 1.0  # of the bytes of activations and temporaries
-    waiting: float = 1.0  # of the seconds of moves from and to the hosts
+    # Factors: of the seconds of each part's products, of all else on the devices, of collectives; of the bytes of
+    # activations and temporaries; of the seconds of moves from and to the hosts.
+    work: dict[str, float] = field(default_factory=dict)
+    rest: float = 1.0
+    network: float = 1.0
+    memory: float = 1.0
+    waiting: float = 1.0
 
 
 @dataclass(frozen=True)

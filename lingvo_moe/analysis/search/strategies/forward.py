@@ -31,7 +31,7 @@ class Saved:
     # Of products, by part.
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     network: float = 0.0  # seconds of collectives
-    bytes: float = 0.0  # of these activations
+    bytes: float = 0.0  # the size of these activations
 
 
 @dataclass
@@ -44,8 +44,8 @@ class ForwardWork:
     of_blocks: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     # Seconds of collectives: all-reduces of partial results, and all-to-alls to the experts and back.
     network: float = 0.0
-    network_of_blocks: float = 0.0  # of these, the seconds in blocks
-    moves: float = 0.0  # of these, the seconds of all-to-alls
+    network_of_blocks: float = 0.0  # the seconds of these in blocks
+    moves: float = 0.0  # the seconds of these in all-to-alls
     backward_sums: float = 0.0  # seconds of the all-reduces of gradients of activations
     boundaries: float = 0.0  # bytes of the inputs of all blocks
     results: float = 0.0  # bytes of what all blocks' products with weights give
@@ -65,7 +65,7 @@ class _Local:
 
     product: Product  # the product
     times: float  # how often a device computes it
-    seconds: float  # of all these
+    seconds: float  # the seconds of all these
     # The operands and the result, with their bytes on a device.
     tensors: tuple[tuple[Operand, float], ...]
     axes: Mapping[str, tuple[str, ...]]  # the mesh axes along which it is divided, by letter

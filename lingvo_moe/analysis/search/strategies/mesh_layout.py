@@ -31,7 +31,7 @@ _MOST_STAGES = 16
 class MeshLayout:
     """A mesh and the axes of letters."""
 
-    mesh: Mesh  # of all devices
+    mesh: Mesh  # the mesh of all devices
     activations: tuple[tuple[str, Axis], ...]  # (letter, axis or axes) of activations
     weights: tuple[tuple[str, Axis], ...]  # the same of weights
 

@@ -22,7 +22,7 @@ class Tried:
     name: str  # what the report calls it
     overrides: Mapping[str, str]  # the parameters that set it, by path
     seconds: float  # the estimate before it was compiled
-    plan: dict[str, Any] | None = None  # of its program; None if there is none
+    plan: dict[str, Any] | None = None  # the plan of its program; None if there is none
     refused: str = ""  # why there is none, or why it was not taken in spite of it; ''
 
     @property
@@ -37,7 +37,7 @@ class Tried:
 class Ranking:
     """Candidates in the order of their corrected estimates."""
 
-    estimates: Mapping[Candidate, Estimate]  # of every candidate that could fit
+    estimates: Mapping[Candidate, Estimate]  # the estimate of every candidate that could fit
     memory: float  # bytes that a program may use on a device
     tried: list[Tried] = field(default_factory=list)  # those that were compiled, in order
     # The corrections by their plans.

@@ -45,11 +45,11 @@ class Operand:
 class Product:
     """An einsum of two operands, or a lookup of rows in a table."""
 
-    part: str  # as the layer declares it (`BaseLayer.PART`)
+    part: str  # the layer's `BaseLayer.PART`
     stack: str  # the path of the stack of layers that it is in; '' outside of stacks
     operands: tuple[Operand, Operand]  # the two
     result: Operand  # what it makes
-    sizes: tuple[tuple[str, int], ...]  # of each letter, ordered by letter
+    sizes: tuple[tuple[str, int], ...]  # the size of each letter, ordered by letter
     # How many products with weights read the same activation, of which there is one gradient.
     readers: int = 1
     lookup: bool = False  # whether rows are looked up: no arithmetic
@@ -75,8 +75,8 @@ class Workload:
     products: Mapping[Product, int]
     blocks: Mapping[str, int]  # how many blocks each stack has, by path
     boundaries: Mapping[str, int]  # elements of the input of one block of each stack, by path
-    names: Mapping[str, Kept]  # of what this model's loops over blocks can keep
-    passes: int  # of an update over gradients and weights: BaseOptimizer.PASSES
+    names: Mapping[str, Kept]  # the activations that loops over blocks can keep
+    passes: int  # an update's BaseOptimizer.PASSES
     stages: bool = True  # whether its blocks can be stages of a pipeline
 
 

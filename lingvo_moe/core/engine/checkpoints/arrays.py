@@ -28,8 +28,8 @@ _AHEAD = 1 << 30  # bytes that are written, or read, at the same time
 class Piece:
     """A part of a tensor that this process writes."""
 
-    name: str  # of the tensor
-    shape: tuple[int, ...]  # of the tensor
+    name: str  # the tensor's name
+    shape: tuple[int, ...]  # the tensor's shape
     begin: tuple[int, ...]  # where it lies in the tensor
     chunk: tuple[int, ...]  # the shape of the tensor's parts, which divide it
     values: np.ndarray  # a copy

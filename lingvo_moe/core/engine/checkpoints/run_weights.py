@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 class Chosen:
     """The choice of the weights that are read from a run."""
 
-    step: int | None = None  # of the checkpoint; None for the newest
+    step: int | None = None  # the checkpoint's step; None for the newest
     average_last: int = 1  # how many checkpoints, this one the last, to take the mean of
     # Whether the moving average of the weights is read, of a run with task.ema_decay.
     use_ema: bool = False

@@ -18,5 +18,5 @@ class Trained:
     inputs: BaseInput  # prepared
     engine: Engine
     train: Params  # registry.TrainParams
-    checkpointer: Checkpointer  # of the run
+    checkpointer: Checkpointer  # the run's checkpoints
     times: TimeRecord = field(default_factory=TimeRecord)  # where the time goes

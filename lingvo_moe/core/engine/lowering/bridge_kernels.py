@@ -108,7 +108,7 @@ class _Product:
     # Of both operands and of the product: what both have and the result keeps, then what only the first has, then what
     # only the second has.
     letters: tuple[str, str, str]
-    shape: list[int]  # of the product
+    shape: list[int]  # the shape of the product
     permutation: list[int] | None  # from the product to the result; None where they are the same
 
 

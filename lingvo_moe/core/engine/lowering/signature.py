@@ -16,7 +16,7 @@ from lingvo_moe.core.sharding import Mesh
 class Signature:
     """Names, shapes, dtypes and shardings of a function's flat tensors, and the trees that they form."""
 
-    name: str  # of the function
+    name: str  # the function's name
     mesh: Mesh  # the mesh that its shardings speak of
     # `args`, `results`: the flat tensors; names are paths such as `state.theta.w` and `result[0].theta.w`.
     args: tuple[TensorSpec, ...]
