@@ -33,13 +33,13 @@ def compilers(plans: Plans) -> list[str]:
     return sorted({text.listed([f"{k} {version}" for k, version in one.items()]) for one in found})
 
 
-def _paper_rows() -> dict[str, paper.Row]:
+def _paper_rows() -> dict[str, paper.PaperRow]:
     """The paper's rows by the name of our plan, the largest first."""
     rows = {requests.TABLE3[key]: row for key, row in paper.MOE.items()}
     return rows | {requests.DENSE_NAME: paper.DENSE}
 
 
-def _apart(plan: Plan, row: paper.Row) -> float:
+def _apart(plan: Plan, row: paper.PaperRow) -> float:
     return plan["parameters"]["count"] / row.parameters - 1
 
 
@@ -70,7 +70,7 @@ def speed_table(plans: Plans) -> str:
     return text.table(head, [_speed_row(row, plan, note) for row, plan, note in entries])
 
 
-def _speed_row(row: paper.Row, plan: Plan, note: str) -> list[str]:
+def _speed_row(row: paper.PaperRow, plan: Plan, note: str) -> list[str]:
     def given(value: float | None, form: str = ".1f") -> str:
         return DASH if value is None else f"{value:{form}}"
 

@@ -10,7 +10,7 @@ LINK = "https://arxiv.org/abs/2006.16668"
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """A row of tables 1 and 3. None: the paper gives none."""
 
     label: str  # the paper's name of the model
@@ -25,15 +25,15 @@ class Row:
 
 # Tables 1 and 3, by (experts, layers).
 MOE = {
-    (2048, 60): Row("MoE(2048E, 60L)", 1e12, 2048, None, 4, None, None),
-    (2048, 36): Row("MoE(2048E, 36L)", 600e9, 2048, 0.72, 4, 22.4, 4.0),
-    (2048, 12): Row("MoE(2048E, 12L)", 200e9, 2048, 2.15, 4, 7.5, 1.4),
-    (512, 36): Row("MoE(512E, 36L)", 150e9, 512, 1.05, 1, 15.5, 11.0),
-    (512, 12): Row("MoE(512E, 12L)", 50e9, 512, 3.28, 1, 4.9, 3.5),
-    (128, 36): Row("MoE(128E, 36L)", 37e9, 128, 0.67, 1, 6.1, 17.3),
-    (128, 12): Row("MoE(128E, 12L)", 12.5e9, 128, 2.16, 1, 1.9, 5.4),
+    (2048, 60): PaperRow("MoE(2048E, 60L)", 1e12, 2048, None, 4, None, None),
+    (2048, 36): PaperRow("MoE(2048E, 36L)", 600e9, 2048, 0.72, 4, 22.4, 4.0),
+    (2048, 12): PaperRow("MoE(2048E, 12L)", 200e9, 2048, 2.15, 4, 7.5, 1.4),
+    (512, 36): PaperRow("MoE(512E, 36L)", 150e9, 512, 1.05, 1, 15.5, 11.0),
+    (512, 12): PaperRow("MoE(512E, 12L)", 50e9, 512, 3.28, 1, 4.9, 3.5),
+    (128, 36): PaperRow("MoE(128E, 36L)", 37e9, 128, 0.67, 1, 6.1, 17.3),
+    (128, 12): PaperRow("MoE(128E, 12L)", 12.5e9, 128, 2.16, 1, 1.9, 5.4),
 }
-DENSE = Row("T(96L)", 2.3e9, 2048, None, 4, 235.5, 42.0)
+DENSE = PaperRow("T(96L)", 2.3e9, 2048, None, 4, 235.5, 42.0)
 
 
 @dataclass(frozen=True)

@@ -89,13 +89,13 @@ def test_the_same_files_whatever_the_workers_also_after_a_kill(texts, tmp_path, 
     done = {path.name for path in work.glob("read-*/0000?")}
     assert done and not (tmp_path / "killed").exists()
     read: list[str] = []
-    run = read_stage._Reader.Run
+    run = read_stage._LineReader.Run
 
     def noted(self, told: Callable[[int], None]) -> None:
         read.append(Path(self._job.output).name)
         run(self, told)
 
-    monkeypatch.setattr(read_stage._Reader, "Run", noted)
+    monkeypatch.setattr(read_stage._LineReader, "Run", noted)
     assert prepare.main([*_flags(texts, tmp_path / "killed"), *runner_flags(1)]) == 0
     assert not done & set(read) and done | set(read) == {f"0000{i}" for i in range(4)}
     assert _contents(tmp_path / "killed") == local

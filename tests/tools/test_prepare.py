@@ -172,12 +172,12 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from lingvo_moe.tasks.text.preparing import read_stage
 from tools import prepare
-run = read_stage._Reader.Run
+run = read_stage._LineReader.Run
 def stopped(self, report):
     if os.path.basename(self._job.output) == "00001":
         os.kill(os.getpid(), signal.SIGINT)
     run(self, report)
-read_stage._Reader.Run = stopped
+read_stage._LineReader.Run = stopped
 sys.exit(prepare.main(sys.argv[1:]))
 """
 
@@ -194,13 +194,13 @@ def test_stopped_and_gone_on_gives_the_same(texts, data, tmp_path, monkeypatch):
     done = {path.parent.name for path in work.glob("read-*/*/summary.json")}
     assert "00000" in done
     read: list[str] = []
-    run = read_stage._Reader.Run
+    run = read_stage._LineReader.Run
 
     def noted(self, told: Callable[[int], None]) -> None:
         read.append(Path(self._job.output).name)
         run(self, told)
 
-    monkeypatch.setattr(read_stage._Reader, "Run", noted)
+    monkeypatch.setattr(read_stage._LineReader, "Run", noted)
     left, other = tmp_path / ".data.0123456789ab", tmp_path / ".data.of_mine"
     (left / "dev").mkdir(parents=True)  # as a kill leaves it while all is put in place
     other.mkdir()

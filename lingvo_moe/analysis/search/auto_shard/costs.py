@@ -26,7 +26,7 @@ from lingvo_moe.analysis.search.auto_shard.operators import (
     Member,
     Operator,
     Operators,
-    Value,
+    TracedTensor,
 )
 
 # Bytes that the update of a weight with one slot moves, for each byte of the weight: a device does so for its part.
@@ -60,7 +60,7 @@ class Edge:
 class Crossing:
     """A tensor that an operation of one operator reads from another."""
 
-    value: Value  # the tensor
+    value: TracedTensor  # the tensor
     # `producer`, `consumer`: numbers of the operators.
     producer: int
     consumer: int
@@ -91,7 +91,7 @@ class Costs:
         number = {id(operator): i for i, operator in enumerate(self._operators)}
         self.number = {v: number[id(op)] for v, op in operators.home.items()}
         self.crossings = list(self._Crossings())
-        self._leaves: dict[int, set[Value]] = defaultdict(set)
+        self._leaves: dict[int, set[TracedTensor]] = defaultdict(set)
         for crossing in self.crossings:
             if not (crossing.member.is_pin or crossing.value.is_argument):
                 self._leaves[crossing.producer].add(crossing.value)
@@ -163,7 +163,7 @@ class Costs:
     def _Look(self, number: int, operator: Operator) -> tuple:
         """All that the costs of an operator depend on: those of equal layers are computed once."""
 
-        def look(value: Value, letters: Letters) -> tuple:
+        def look(value: TracedTensor, letters: Letters) -> tuple:
             home = self.number[value.number]
             here = operator.holds[value] if home == number else None
             of_value = value.num_bytes, value.itemsize, value.has_gradient, value.is_argument
@@ -204,7 +204,7 @@ class Costs:
     def _Along(self, letters: Sequence[int], choice: Choice) -> tuple[str, ...]:
         return tuple(a for a, c in zip(self.axes, choice) if c is not None and c in letters)
 
-    def _Bytes(self, value: Value, letters: Letters, choice: Choice) -> float:
+    def _Bytes(self, value: TracedTensor, letters: Letters, choice: Choice) -> float:
         return value.num_bytes / self._Parts(letters, choice)
 
     def _Own(self, number: int, operator: Operator, choice: Choice) -> tuple[float, float, float]:
@@ -264,7 +264,7 @@ class Costs:
         )
 
     def _Inside(
-        self, operator: Operator, member: Member, value: Value, used: Letters, choice: Choice
+        self, operator: Operator, member: Member, value: TracedTensor, used: Letters, choice: Choice
     ) -> float:
         """Seconds of what an operation reads from its own operator."""
         held = operator.holds[value]

@@ -16,7 +16,7 @@ from lingvo_moe.core.sharding.mesh import Mesh
 Layout = tuple[tuple[str, ...], ...]
 
 
-class Exchange(NamedTuple):
+class LayoutExchange(NamedTuple):
     """One collective: its kind, the share of the whole tensor on a device (of operand or result, whichever is larger),
     and the axes along which devices exchange."""
 
@@ -26,7 +26,7 @@ class Exchange(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def exchanges(mesh: Mesh, source: Layout, target: Layout) -> tuple[Exchange, ...]:
+def exchanges(mesh: Mesh, source: Layout, target: Layout) -> tuple[LayoutExchange, ...]:
     """The collectives between two layouts of a tensor that they shard evenly."""
     if source == target:
         return ()
@@ -53,21 +53,21 @@ def exchanges(mesh: Mesh, source: Layout, target: Layout) -> tuple[Exchange, ...
             moved[way] = (*moved.get(way, ()), axis)
     for (start, end), axes in moved.items():
         kind = "collective-permute" if start == end else "all-to-all"
-        steps.append(Exchange(kind, share, axes))
+        steps.append(LayoutExchange(kind, share, axes))
     gone: dict[int, tuple[str, ...]] = {}
     for axis, dim in leaving.items():
         if axis not in coming:
             gone[dim] = (*gone.get(dim, ()), axis)
     for _, axes in sorted(gone.items(), key=lambda item: mesh.axis_size(item[1])):
         share *= mesh.axis_size(axes)
-        steps.append(Exchange("all-gather", share, axes))
+        steps.append(LayoutExchange("all-gather", share, axes))
     return tuple(steps)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def gradient_exchanges(
     mesh: Mesh, used: Layout, held: Layout, partial: tuple[str, ...], scatters: bool
-) -> tuple[Exchange, ...]:
+) -> tuple[LayoutExchange, ...]:
     """The collectives that bring a gradient back.
 
     Args:
@@ -86,15 +86,15 @@ def gradient_exchanges(
         ]
         for dim, axis in kept:
             if held[dim][: len(used[dim]) + 1] == (*used[dim], axis):
-                steps.append(Exchange("reduce-scatter", _share(mesh, used), (axis,)))
+                steps.append(LayoutExchange("reduce-scatter", _share(mesh, used), (axis,)))
                 used = (*used[:dim], (*used[dim], axis), *used[dim + 1 :])
                 partial = tuple(a for a in partial if a != axis)
     if partial:
-        steps.append(Exchange("all-reduce", _share(mesh, used), partial))
+        steps.append(LayoutExchange("all-reduce", _share(mesh, used), partial))
     return (*steps, *exchanges(mesh, used, held))
 
 
-def seconds(on: MeshMachine, steps: tuple[Exchange, ...], num_bytes: int) -> float:
+def seconds(on: MeshMachine, steps: tuple[LayoutExchange, ...], num_bytes: int) -> float:
     """The seconds that `steps` take for a tensor of `num_bytes` in all."""
     return sum(on.Seconds(step.kind, step.share * num_bytes, step.axes) for step in steps)
 

@@ -26,7 +26,7 @@ Letters = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class Value:
+class TracedTensor:
     """A tensor."""
 
     number: int  # counted in the order in which tensors are made, arguments first
@@ -52,8 +52,10 @@ class Member:
     op: int  # its number
     type: str  # the operation's type
     letters: frozenset[int]  # all that it runs over
-    uses: tuple[tuple[int, Value, Letters], ...]  # (number of the operand, the tensor, its letters)
-    makes: tuple[tuple[Value, Letters], ...] = ()  # (the tensor, its letters)
+    uses: tuple[
+        tuple[int, TracedTensor, Letters], ...
+    ]  # (number of the operand, the tensor, its letters)
+    makes: tuple[tuple[TracedTensor, Letters], ...] = ()  # (the tensor, its letters)
     reduced: frozenset[int] = frozenset()  # those over which its results are reduced
     flops: int = 0  # the FLOPs of products, over all devices
 
@@ -78,13 +80,15 @@ class Operator:
     sizes: dict[int, int] = field(default_factory=dict)
     members: list[Member] = field(default_factory=list)  # its operations, in order
     # The tensors that it makes or stores, with their letters.
-    holds: dict[Value, Letters] = field(default_factory=dict)
-    arguments: list[Value] = field(default_factory=list)  # those of the function that it stores
+    holds: dict[TracedTensor, Letters] = field(default_factory=dict)
+    arguments: list[TracedTensor] = field(
+        default_factory=list
+    )  # those of the function that it stores
     # The mesh axes of each letter where an annotation says so.
     fixed: dict[int, tuple[str, ...]] | None = None
 
     @property
-    def root(self) -> tuple[tuple[Value, Letters], ...]:
+    def root(self) -> tuple[tuple[TracedTensor, Letters], ...]:
         """The results that its other tensors follow: those of its first product, else of its first operation."""
         products = (m.makes for m in self.members if m.flops)
         return next(products, self.members[0].makes if self.members else ())
@@ -96,8 +100,8 @@ class _Node:
 
     number: int
     op: Any
-    used: Sequence[Value | None]
-    made: Sequence[Value]
+    used: Sequence[TracedTensor | None]
+    made: Sequence[TracedTensor]
 
 
 @dataclass(frozen=True)
@@ -132,10 +136,10 @@ class Operators:
         has its path, and its sharding where the caller gave one."""
         self.operators: list[Operator] = []
         self.home: dict[int, Operator] = {}
-        self.values: list[Value] = []
+        self.values: list[TracedTensor] = []
         self.without_rule: dict[str, str] = {}
         self._mesh, self._mapping_of = mesh, mapping_of
-        self._by_tensor: dict[Any, Value] = {}
+        self._by_tensor: dict[Any, TracedTensor] = {}
         self._dims: dict[int, Letters] = {}
         self._pending: set[int] = set()  # ids of operators that no other operator has taken yet
         self._parents: list[int | None] = []  # of letters: the one that replaces it; None: whole
@@ -148,15 +152,15 @@ class Operators:
             self._Result(tensor, path, mapping)
         self._Finish()
 
-    def ValueOf(self, tensor: Any) -> Value | None:
+    def ValueOf(self, tensor: Any) -> TracedTensor | None:
         """The value of a tensor of the trace; None for a constant."""
         return self._by_tensor.get(tensor.ref())
 
     def _NewValue(
         self, op: int, index: int, tensor: Any, name: str, gradient: bool, passed: bool = False
-    ) -> Value:
+    ) -> TracedTensor:
         """`passed`: whether it is what an annotation passes on of an argument."""
-        value = Value(
+        value = TracedTensor(
             len(self.values),
             op,
             index,
@@ -358,7 +362,7 @@ class Operators:
         if letter is not None:
             self._sizes[letter] = math.gcd(self._sizes[letter], size)
 
-    def _Hold(self, operator: Operator, value: Value, letters: Letters) -> None:
+    def _Hold(self, operator: Operator, value: TracedTensor, letters: Letters) -> None:
         self.home[value.number], self._dims[value.number] = operator, letters
         operator.holds[value] = letters
 

@@ -10,12 +10,12 @@ import tensorflow as tf
 from lingvo_moe.analysis.plans.network.mesh_machine import MeshMachine
 from lingvo_moe.analysis.search.auto_shard import solver
 from lingvo_moe.analysis.search.auto_shard.costs import Costs
-from lingvo_moe.analysis.search.auto_shard.exchanges import Exchange
+from lingvo_moe.analysis.search.auto_shard.exchanges import LayoutExchange
 from lingvo_moe.analysis.search.auto_shard.operators import (
     ANNOTATION,
     Argument,
     Operators,
-    Value,
+    TracedTensor,
     is_even,
 )
 from lingvo_moe.analysis.search.auto_shard.recording import Recording
@@ -169,13 +169,13 @@ class Search:
             return (None,) * op.outputs[0].shape.rank
         return mapping
 
-    def _Mapping(self, value: Value, solution: solver.Solution) -> DimsMapping:
+    def _Mapping(self, value: TracedTensor, solution: solver.Solution) -> DimsMapping:
         number = self.costs.number[value.number]
         choice = self.costs.choices[number].choices[solution.chosen[number]]
         layout = self.operators.home[value.number].holds[value]
         return mapping_of(self.costs.LayoutOf(layout, choice))
 
-    def _AtBorder(self, value: Value, solution: solver.Solution) -> DimsMapping:
+    def _AtBorder(self, value: TracedTensor, solution: solver.Solution) -> DimsMapping:
         """The sharding of an argument or a result; replicated where an annotation inside shards it unevenly."""
         mapping = self._Mapping(value, solution)
         even = is_even(value.shape, mapping, self._on.mesh)
@@ -183,7 +183,7 @@ class Search:
 
     def _Made(self, solution: solver.Solution):
         """The result of each operator, and what other operators read of it."""
-        crossing: dict[int, set[Value]] = defaultdict(set)
+        crossing: dict[int, set[TracedTensor]] = defaultdict(set)
         for c in self.costs.crossings:
             crossing[c.producer].add(c.value)
         for i, operator in enumerate(self.operators.operators):
@@ -245,5 +245,5 @@ class Search:
         )
 
 
-def _texts(steps: Sequence[Exchange]) -> tuple[str, ...]:
+def _texts(steps: Sequence[LayoutExchange]) -> tuple[str, ...]:
     return tuple(f"{step.kind} over {'+'.join(step.axes)}" for step in steps)

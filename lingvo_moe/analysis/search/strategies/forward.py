@@ -86,7 +86,7 @@ def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) 
     Args:
         itemsize: bytes of an element of activations.
     """
-    reader = _Reader(layout, itemsize, on)
+    reader = _ForwardReader(layout, itemsize, on)
     for product, count in work.products.items():
         reader.Add(product, count)
     found = reader.found
@@ -97,7 +97,7 @@ def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) 
     return found
 
 
-class _Reader:
+class _ForwardReader:
     """Adds up the forward pass, product by product."""
 
     def __init__(self, layout: MeshLayout, itemsize: int, on: MeshMachine):

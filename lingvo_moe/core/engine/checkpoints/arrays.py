@@ -25,7 +25,7 @@ _AHEAD = 1 << 30  # bytes that are written, or read, at the same time
 
 
 @dataclass(frozen=True)
-class Piece:
+class ArrayPiece:
     """A part of a tensor that this process writes."""
 
     name: str  # the tensor's name
@@ -40,7 +40,7 @@ class Piece:
         return tuple(slice(b, b + n) for b, n in zip(self.begin, self.values.shape))
 
 
-def own_pieces(tensors: Mapping[str, Any]) -> list[Piece]:
+def own_pieces(tensors: Mapping[str, Any]) -> list[ArrayPiece]:
     """Copies of the shards that this process is to write: jax.Arrays, or others that NumPy takes, of process 0.
 
     Of the replicas of a shard, one is written, by whichever process the tensor's name says.
@@ -57,11 +57,11 @@ def own_pieces(tensors: Mapping[str, Any]) -> list[Piece]:
     for name, shard in mine:
         shape = tensors[name].shape
         values = np.array(shard.data)
-        pieces.append(Piece(name, shape, _begin(shard.index, shape), values.shape, values))
+        pieces.append(ArrayPiece(name, shape, _begin(shard.index, shape), values.shape, values))
     for name, tensor in tensors.items():
         if not isinstance(tensor, jax.Array) and jax.process_index() == 0:
             values = np.array(tensor)
-            pieces.append(Piece(name, values.shape, (0,) * values.ndim, values.shape, values))
+            pieces.append(ArrayPiece(name, values.shape, (0,) * values.ndim, values.shape, values))
     return pieces
 
 
@@ -86,7 +86,7 @@ def part_of(process: int) -> str:
     return f"{_STATE}/ocdbt.process_{process}"
 
 
-def write(step: Store, process: int, pieces: list[Piece]) -> None:
+def write(step: Store, process: int, pieces: list[ArrayPiece]) -> None:
     """Writes the pieces of a process. Raises Exception: what TensorStore raises, e.g. for a full disk."""
     database, context = _database(step, part_of(process)), fresh_context()
     for group in _groups(pieces, lambda piece: piece.values.nbytes):
@@ -98,7 +98,7 @@ def write(step: Store, process: int, pieces: list[Piece]) -> None:
             done.result()
 
 
-def _open_to_write(database: Mapping[str, Any], piece: Piece, context: Any) -> Any:
+def _open_to_write(database: Mapping[str, Any], piece: ArrayPiece, context: Any) -> Any:
     """A future of the array that a piece is of."""
     metadata = {
         "shape": piece.shape,

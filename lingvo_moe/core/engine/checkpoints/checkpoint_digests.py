@@ -33,7 +33,7 @@ class NotListedError(ManifestError):
     """A step without a list of digests, so that damage could not be detected."""
 
 
-def write_part(step: Store, process: int, pieces: list[arrays.Piece]) -> None:
+def write_part(step: Store, process: int, pieces: list[arrays.ArrayPiece]) -> None:
     """Writes and lists what a process has of a step, maybe nothing. Raises Exception: as arrays.write, or OSError."""
     arrays.write(step, process, pieces)
     # Without a piece there is no directory yet.

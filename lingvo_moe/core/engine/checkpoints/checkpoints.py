@@ -172,7 +172,7 @@ class Checkpointer:
             self._pending = self._thread.submit(self._write, step, pieces, about, stays)
 
     def _write(
-        self, step: int, pieces: list[arrays.Piece], about: Mapping[str, Any], stays: Rotation
+        self, step: int, pieces: list[arrays.ArrayPiece], about: Mapping[str, Any], stays: Rotation
     ) -> None:
         """Writes what this process has of a step; process 0 completes it, and deletes those that make place."""
         steps, process = self._steps, jax.process_index()

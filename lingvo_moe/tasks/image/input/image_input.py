@@ -136,7 +136,7 @@ class ImageInput(BaseInput):
         self.Prepare()
         if self._held_out is None:
             raise NoHeldOutError(f"{self.p.name}: no images are held out")
-        reader = _Reader(self.p, self._held_out)
+        reader = _ImageReader(self.p, self._held_out)
         numbers = np.arange(len(self._held_out))
         # Files are sorted by class; a keyed order lets the first batches represent all.
         order = permute(numbers, len(numbers), "held out").tolist()
@@ -196,7 +196,7 @@ class ImageIterator(base_input.BatchIterator):
 
     def __init__(self, params: HyperParams, split: Split):
         self._p, self._split = params, split
-        self._reader = _Reader(params, split)
+        self._reader = _ImageReader(params, split)
         self._position = 0  # examples before the next batch
 
     def __next__(self) -> NestedMap:
@@ -240,7 +240,7 @@ class ImageIterator(base_input.BatchIterator):
         return {"images": self._split.Key(), "seed": self._p.seed}
 
 
-class _Reader:
+class _ImageReader:
     """Reads and crops images of a split, several at a time."""
 
     def __init__(self, params: HyperParams, split: Split):

@@ -42,7 +42,7 @@ from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 from lingvo_moe.tasks.text.preparing.filters import Rules
 from lingvo_moe.tasks.text.preparing.lines import Fields, Source
 from lingvo_moe.tasks.text.preparing.scripts import LATIN, scripts_of
-from lingvo_moe.tasks.text.preparing.source_files import Sources, find_sources
+from lingvo_moe.tasks.text.preparing.source_files import TextSources, find_sources
 from lingvo_moe.tasks.text.preparing.table import all_languages
 from lingvo_moe.tasks.text.preparing.workers import run_jobs
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import VocabOptions, load_vocabularies
@@ -114,7 +114,12 @@ class _Preparation:
     """The stages, in order."""
 
     def __init__(
-        self, sources: Sources, work: Path, options: PrepareOptions, keys: int, progress: Progress
+        self,
+        sources: TextSources,
+        work: Path,
+        options: PrepareOptions,
+        keys: int,
+        progress: Progress,
     ):
         size = sum(path.stat().st_size for source in sources.train for path in source.files)
         self._workers = 1 if size < _SMALL else options.workers

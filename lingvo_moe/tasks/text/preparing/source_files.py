@@ -55,7 +55,7 @@ _FORMS = (
 
 
 @dataclasses.dataclass
-class Sources:
+class TextSources:
     """Sources of training pairs and of held-out pairs, and what was left out, in words."""
 
     train: list[Source]
@@ -63,14 +63,14 @@ class Sources:
     notes: list[str]
 
 
-def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Sources:
+def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> TextSources:
     """The sources of files and directories; those in `<directory>/dev` are held-out pairs.
 
     Raises DataError: a file or directory does not exist or is given twice, a file is of an unknown form or lacks its
     other side, or two files of a directory hold the same; or a directory that tools.prepare or tools.build_corpus made
     is damaged.
     """
-    sources = Sources([], [], [])
+    sources = TextSources([], [], [])
     paths: dict[Path, str] = {}
     for path in map(Path, inputs):
         if not path.exists():
