@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     from lingvo_moe.core.layers.positions import Positions as Positions, Rotary as Rotary
     from lingvo_moe.core.moe.dispatch import Dispatcher as Dispatcher
     from lingvo_moe.core.moe.layer import MoELayer as MoELayer
-    from lingvo_moe.core.moe.losses_and_metrics import Choice as Choice
     from lingvo_moe.core.moe.routers.base import LearnedRouter as LearnedRouter, Router as Router
-    from lingvo_moe.core.moe.slots import top_k as top_k
+    from lingvo_moe.core.moe.routers.losses_and_metrics import Choice as Choice
+    from lingvo_moe.core.moe.routers.slots import top_k as top_k
     from lingvo_moe.core.nested_map import NestedMap as NestedMap
-    from lingvo_moe.core.optimizers.base import BaseOptimizer as BaseOptimizer
+    from lingvo_moe.core.optimizers.base_optimizer import BaseOptimizer as BaseOptimizer
     from lingvo_moe.core.optimizers.schedules import LearningRateSchedule as LearningRateSchedule
     from lingvo_moe.core.pipeline.layers import (
         PipeliningLayer as PipeliningLayer,
