@@ -8,7 +8,8 @@ from toy_moe import M, assert_close, eagerly
 from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.layers import masks
-from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
+from lingvo_moe.core.layers.transformer import TransformerStack
+from lingvo_moe.core.layers.transformer_layer import TransformerLayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh

@@ -13,12 +13,14 @@ from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import custom_gradient
 
+SCALE_HELP = "The factor of an embedding that is looked up, e.g. 1.0; None: sqrt(M)."
+
 
 class Embedding(BaseLayer):
-    """A table of token embeddings, scaled by sqrt(M) when looked up.
+    """A table of token embeddings, scaled when looked up.
 
-    The table starts with a standard deviation of 1/sqrt(M), so that embeddings start at unit size,
-    and so do the logits when a softmax shares the table.
+    The table starts with a standard deviation of 1/sqrt(M), so that embeddings that are scaled by sqrt(M) start at unit
+    size, and so do the logits when a softmax shares the table.
     """
 
     PART: ClassVar[str] = "embedding"
@@ -29,6 +31,7 @@ class Embedding(BaseLayer):
         p = super().Params()
         p.Define("vocab_size", 0, "V.", checks.IDS)
         p.Define("model_dim", 0, "M.", checks.SIZE)
+        p.Define("scale", None, SCALE_HELP, checks.or_none(checks.POSITIVE))
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -39,9 +42,8 @@ class Embedding(BaseLayer):
 
     def FProp(self, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
         """Looks up ids, int32 [B, T] with values in [0, V): embeddings [B, T, M]."""
-        x = self.Cast(_lookup(theta.table, ids)) * tf.constant(
-            math.sqrt(self.p.model_dim), self.fprop_dtype
-        )
+        scale = math.sqrt(self.p.model_dim) if self.p.scale is None else self.p.scale
+        x = self.Cast(_lookup(theta.table, ids)) * tf.constant(scale, self.fprop_dtype)
         return self.Shard(x, "BTM")
 
     @classmethod

@@ -43,7 +43,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 class FeedForward(BaseLayer):
-    """y = wo . dropout(f(wi . x)), the same interface as the mixture-of-experts layer's.
+    """y = wo . dropout(f(wi . x)), with biases added to the products if it has them; the same interface as the
+    mixture-of-experts layer's.
 
     f is the activation: elementwise, or gated, of wi_gate . x and wi . x (`ACTIVATIONS`).
     """
@@ -58,6 +59,7 @@ class FeedForward(BaseLayer):
         p.Define("hidden_dim", 0, "H.", checks.SIZE)
         p.Define("activation", "relu", "f, by its name.", checks.one_of(ACTIVATIONS))
         p.Define("relu_dropout_prob", 0.0, "Dropout between the two projections.", checks.SHARE)
+        p.Define("use_bias", False, "Whether each projection has a bias.")
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -66,6 +68,10 @@ class FeedForward(BaseLayer):
         for name in ACTIVATIONS[self.p.activation].weights:
             self.CreateVariable(name, WeightParams((m, h), "MH", WeightInit.FanIn(m)))
         self.CreateVariable("wo", WeightParams((h, m), "HM", WeightInit.FanIn(h)))
+        if self.p.use_bias:
+            for name, weight in list(self._weights.items()):
+                bias = WeightParams.Vector(weight.shape[1:], weight.letters[1:], 0.0)
+                self.CreateVariable(f"{name}_bias", bias)
 
     def FProp(
         self,
@@ -81,18 +87,25 @@ class FeedForward(BaseLayer):
         `paddings` [B, T], `context` and `shares` are not needed: a position depends on no other, and
         nothing is chosen. `seed` None means inference.
         """
-        product, activation = kernels.current().product, ACTIVATIONS[self.p.activation]
+        activation = ACTIVATIONS[self.p.activation]
         products = [
-            self.Keep(product(x, self.Cast(theta[name])), "hidden", "BTH")
-            for name in activation.weights
+            self.Keep(self._Product(theta, name, x), "hidden", "BTH") for name in activation.weights
         ]
         h = self.Shard(activation.function(*products), "BTH")
         h = kernels.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))
-        y = self.Keep(product(h, self.Cast(theta.wo)), "feed_forward", "BTM")
+        y = self.Keep(self._Product(theta, "wo", h), "feed_forward", "BTM")
         return y, NestedMap()
 
+    def _Product(self, theta: NestedMap, name: str, x: tf.Tensor) -> tf.Tensor:
+        y = kernels.current().product(x, self.Cast(theta[name]))
+        return y + self.Cast(theta[f"{name}_bias"]) if self.p.use_bias else y
+
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        return theta.Transform(lambda w: packing.Matrix(self.Cast(w)))
+        """See BaseLayer; biases stay as they are."""
+        matrices = {
+            name: packing.Matrix(self.Cast(theta[name])) for name in theta if "bias" not in name
+        }
+        return NestedMap(theta, **matrices)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

@@ -68,6 +68,9 @@ class PositionalEmbedding(Positions):
             "The longest wavelength over 2*pi, in tokens.",
             checks.POSITIVE,
         )
+        p.Define(
+            "offset", 0, "The position of a text's first token, e.g. 2 in fairseq.", checks.COUNT
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -85,6 +88,8 @@ class PositionalEmbedding(Positions):
         num = p.model_dim // 2
         step = math.log(p.max_timescale / p.min_timescale) / max(1, num - 1)
         rates = tf.constant([math.exp(-i * step) / p.min_timescale for i in range(num)])
+        if p.offset:
+            segment_pos += p.offset
         angles = tf.cast(segment_pos, tf.float32)[..., tf.newaxis] * rates
         waves = tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)
         return self.Cast(waves)

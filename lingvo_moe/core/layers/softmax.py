@@ -14,9 +14,11 @@ from lingvo_moe.core.kernels.packed_weights import PackAs
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.nested_map import NestedMap
 
+SCALE_HELP = "The factor of the logits, e.g. 1/sqrt(M) where the table of embeddings of T5 is the softmax's too."
+
 
 class Softmax(BaseLayer):
-    """Logits x . table^T, and the label-smoothed cross-entropy of each token.
+    """Logits scale x . table^T, and the label-smoothed cross-entropy of each token.
 
     With `p.tied` the layer has no variable: the model passes the target embedding's table as
     `theta=NestedMap(table=theta.target_embedding.table)`.
@@ -31,6 +33,7 @@ class Softmax(BaseLayer):
         p.Define("vocab_size", 0, "V.", checks.IDS)
         p.Define("model_dim", 0, "M.", checks.SIZE)
         p.Define("tied", False, "Whether the table is another layer's, passed in theta.")
+        p.Define("scale", 1.0, SCALE_HELP, checks.POSITIVE)
         p.Define(
             "label_smoothing", 0.0, "The share of the target that is uniform over V.", checks.SHARE
         )
@@ -46,7 +49,10 @@ class Softmax(BaseLayer):
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits of x [B, T, M]: float32 [B, T, V]."""
         table = theta.packed_table if "packed_table" in theta else theta.table
-        return kernels.current().logits(x, table, self.Shard)
+        return kernels.current().logits(self._Scaled(x), table, self.Shard)
+
+    def _Scaled(self, x: tf.Tensor) -> tf.Tensor:
+        return x if self.p.scale == 1.0 else x * tf.constant(self.p.scale, x.dtype)
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
         """See BaseLayer: `packed_table` stands beside a tied table, of which an embedding reads rows."""
@@ -84,7 +90,7 @@ class Softmax(BaseLayer):
             (xent, nll, correct), float32 [B, T], all times the weight: see `Kernels.token_losses`.
         """
         return kernels.current().token_losses(
-            x, theta.table, labels, weights, self.p.label_smoothing, self.Shard
+            self._Scaled(x), theta.table, labels, weights, self.p.label_smoothing, self.Shard
         )
 
     @classmethod

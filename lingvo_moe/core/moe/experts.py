@@ -128,19 +128,9 @@ class Experts(BaseExperts):
 
     @classmethod
     def Shared(cls, params: HyperParams, count: int) -> InstantiableParams:
-        """See `BaseExperts`; with the activation and dropout of the routed experts.
-
-        Raises ValueError: experts with biases, which a dense layer has not.
-        """
-        if params.biases:
-            raise ValueError(
-                "experts.biases=True: shared experts have none; set num_shared_experts=0"
-            )
-        return (
-            super()
-            .Shared(params, count)
-            .Set(activation=params.activation, relu_dropout_prob=params.relu_dropout_prob)
-        )
+        """See `BaseExperts`; with the activation, the dropout and the biases of the routed experts."""
+        shared = super().Shared(params, count).Set(use_bias=params.biases)
+        return shared.Set(activation=params.activation, relu_dropout_prob=params.relu_dropout_prob)
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)

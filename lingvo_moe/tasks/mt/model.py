@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.decode.ranges import LENGTH_ALPHA
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input.base_input import BaseInput
@@ -79,6 +79,11 @@ class MtModel(TransformerTask):
         p = super().Params()
         p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", checks.IDS)
         p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", checks.IDS)
+        p.Define(
+            "shared_embedding",
+            False,
+            "Whether source and target, whose vocabularies are the same then, have one table of embeddings.",
+        )
         p.Define("num_encoder_layers", 18, "Layers of the encoder.", checks.LAYERS)
         p.Define("num_decoder_layers", 18, "Layers of the decoder.", checks.LAYERS)
         p.Define(
@@ -97,6 +102,16 @@ class MtModel(TransformerTask):
         for name in ("model_dim", "num_experts"):
             p.Derive(f"decoder_router.{name}", name)
         return p
+
+    def __init__(self, params: InstantiableParams):
+        source, target = params.source_vocab_size, params.target_vocab_size
+        if params.shared_embedding and source != target:
+            why = f"needs vocabularies of one size; task.source_vocab_size={source}, task.target_vocab_size={target}"
+            raise ParamError("task.shared_embedding", "True", why)
+        super().__init__(params)
+
+    def Table(self, stack: TaskStack) -> str:
+        return "embedding" if self.p.shared_embedding else super().Table(stack)
 
     @classmethod
     def RoutesByTask(cls, params: HyperParams) -> bool:
@@ -120,7 +135,14 @@ class MtModel(TransformerTask):
             inputs.task_ids = True
 
     def CheckData(self, inputs: BaseInput) -> None:
-        """See BaseTask: a router that chooses by language has a place for each."""
+        """See BaseTask: a router that chooses by language has a place for each; a shared table is of one vocabulary."""
+        if self.p.shared_embedding:
+            vocabs = vocabs_of(inputs.Artifacts())
+            if vocabs.source != vocabs.target:
+                raise TaskError(
+                    "task.shared_embedding=True: the vocabularies of source and target differ; have one file twice in "
+                    "input.vocab_dir, or set this to False"
+                )
         if not self.RoutesByTask(self.p):
             return
         languages = inputs.Artifacts().about["languages"]

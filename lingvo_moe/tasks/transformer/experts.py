@@ -75,6 +75,8 @@ def moe_params(
     )
     ffn.router = _configured(p, name, router, causal, vocab_size)
     ffn.experts.relu_dropout_prob = p.dropout
+    if p.use_bias:
+        ffn.experts.biases = True
     if "activation" in ffn.experts:
         ffn.experts.activation = p.activation
     return ffn

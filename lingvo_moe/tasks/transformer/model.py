@@ -62,12 +62,10 @@ class Transformer(BaseTask):
         super().__init__(params)
         self._CheckAttention()
         for stack in self.STACKS:
-            self.CreateChild(
-                stack.embedding,
-                embedding.Embedding.Params().Set(
-                    vocab_size=self.p.Get(stack.vocab_size), model_dim=self.p.model_dim
-                ),
-            )
+            if self.Table(stack) not in self.children:
+                table = embedding.Embedding.Params().Set(vocab_size=self.p.Get(stack.vocab_size))
+                table.Set(model_dim=self.p.model_dim, scale=self.p.embedding_scale)
+                self.CreateChild(self.Table(stack), table)
         position = self.p.position.Copy()
         position.cls.SetModelDim(position, self.p.model_dim)
         self.CreateChild("position", position)
@@ -86,8 +84,17 @@ class Transformer(BaseTask):
         table = softmax.Softmax.Params().Set(
             vocab_size=p.Get(stack.vocab_size), tied=p.tied_softmax
         )
-        table.Set(model_dim=p.model_dim, label_smoothing=p.label_smoothing)
+        table.Set(model_dim=p.model_dim, label_smoothing=p.label_smoothing, scale=p.softmax_scale)
         self.CreateChild("softmax", table)
+
+    def Table(self, stack: TaskStack) -> str:
+        """The name of the child that embeds the tokens of a stack."""
+        return stack.embedding
+
+    @property
+    def softmax_table(self) -> str:
+        """The name of the child with the weights of the softmax: the last stack's embeddings, or the softmax itself."""
+        return self.Table(self.STACKS[-1]) if self.p.tied_softmax else "softmax"
 
     def _CheckAttention(self) -> None:
         """Raises ParamError for what attention and first layers cannot do together with other parameters."""
@@ -171,7 +178,7 @@ class Transformer(BaseTask):
     def _Embedded(self, stack: TaskStack, theta: NestedMap, context: Context) -> tf.Tensor:
         seed = self.FoldSeed(context.seed, stack.seed) if stack.seed else context.seed
         seed = self.FoldSeed(seed, "embedding" if stack.seed else stack.embedding)
-        return self.Embed(theta, stack.embedding, stack.Row(context.batch), seed)
+        return self.Embed(theta, self.Table(stack), stack.Row(context.batch), seed)
 
     def _RunFirst(
         self, stack: TaskStack, theta: NestedMap, x: tf.Tensor, aux: NestedMap, context: Context
@@ -206,8 +213,8 @@ class Transformer(BaseTask):
         """`Aux` with the normalized output of the stack before, if cross-attention reads it."""
         if not stack.memory:
             return self.Aux(stack, context)
-        before = self.children[stack.memory].final_norm
-        memory = before.FProp(theta[stack.memory].final_norm, carry.memory)
+        before = self.children[stack.memory]
+        memory = before.Normalized(theta[stack.memory], carry.memory)
         return NestedMap(self.Aux(stack, context), memory=memory)
 
     @within("Inputs")
@@ -271,8 +278,8 @@ class Transformer(BaseTask):
         self, theta: NestedMap, carry: NestedMap, context: Context
     ) -> tuple[tf.Tensor, NestedMap]:
         """See pipeline.parts.Parts: the loss of the last stack's output `carry.x` [B,T,M], and its metrics."""
-        stack, table = self.STACKS[-1], self._SoftmaxTable(theta)
-        y = self.children[stack.name].final_norm.FProp(theta[stack.name].final_norm, carry.x)
+        stack, table = self.STACKS[-1], theta[self.softmax_table]
+        y = self.children[stack.name].Normalized(theta[stack.name], carry.x)
         loss, metrics = self.TokenLosses(table, y, stack.Row(context.batch), context.shares)
         if "multi_token" not in self.children:
             return loss, metrics
@@ -315,13 +322,14 @@ class Transformer(BaseTask):
         """
         stack = self.STACKS[-1]
         row, seed = stack.Row(context.batch), self.FoldSeed(context.seed, "multi_token")
-        tokens = self.children[stack.embedding].FProp(theta[stack.embedding], row.labels)
+        table = self.Table(stack)
+        tokens = self.children[table].FProp(theta[table], row.labels)
         tokens = self.position.Add(tokens, row.segment_pos + 1)
         y, extras = self.multi_token.FProp(theta.multi_token, x, tokens, aux, seed)
         ahead = [tf.pad(ids[:, 1:], [[0, 0], [0, 1]]) for ids in (row.labels, row.segment_ids)]
         real = tf.cast(row.segment_ids > 0, tf.float32)
         there = real * tf.cast(tf.equal(ahead[1], row.segment_ids), tf.float32)
-        xent, nll, _ = self.softmax.Losses(self._SoftmaxTable(theta), y, ahead[0], there)
+        xent, nll, _ = self.softmax.Losses(theta[self.softmax_table], y, ahead[0], there)
         per_token = _share_of_token(tf.reduce_sum(real), context.shares)
         loss = self.p.multi_token_weight * per_token * tf.reduce_sum(xent)
         if extras:
@@ -363,16 +371,12 @@ class Transformer(BaseTask):
                 None for all.
         """
         stack, (carry, _, _) = self.STACKS[-1], self.Forward().Run(theta, Context(batch))
-        y = self.children[stack.name].final_norm.FProp(theta[stack.name].final_norm, carry.x)
-        row, logits = stack.Row(batch), self.softmax.FProp(self._SoftmaxTable(theta), y)
+        y = self.children[stack.name].Normalized(theta[stack.name], carry.x)
+        row, logits = stack.Row(batch), self.softmax.FProp(theta[self.softmax_table], y)
         logits = logits[..., :vocab_size]
         nll = kernels.current().cross_entropy(logits, row.labels, 0.0)
         likeliest = tf.gather(logits, row.labels, batch_dims=2) >= tf.reduce_max(logits, -1)
         return tf.where(row.segment_ids > 0, -nll, 0.0), likeliest
-
-    def _SoftmaxTable(self, theta: NestedMap) -> NestedMap:
-        """The weights of the softmax: those of the embeddings of the tokens that it predicts, or its own."""
-        return theta[self.STACKS[-1].embedding if self.p.tied_softmax else "softmax"]
 
     # --- decoding
 
@@ -380,7 +384,7 @@ class Transformer(BaseTask):
         """See BaseLayer; the table of a tied softmax is that of embeddings."""
         packed = self.PackChildren(theta, packing)
         if self.p.tied_softmax:
-            name = self.STACKS[-1].embedding
+            name = self.softmax_table
             packed[name] = self.softmax.PackWeights(theta[name], packing)
         return packed
 
@@ -402,7 +406,8 @@ class Transformer(BaseTask):
         """
         stack = self.STACKS[-1]
         at = tf.zeros_like(ids) + tf.reshape(time, [1, -1])
-        x = self.position.Add(self.children[stack.embedding].FProp(theta[stack.embedding], ids), at)
+        table = self.Table(stack)
+        x = self.position.Add(self.children[table].FProp(theta[table], ids), at)
         row, aux = NestedMap(ids=ids), NestedMap(self_mask=mask)
         if "task_ids" in cache:
             row.task_ids = tf.tile(cache.task_ids[:, tf.newaxis], [1, tf.shape(ids)[1]])
@@ -413,7 +418,7 @@ class Transformer(BaseTask):
         y, extended = layers.ExtendStep(
             theta[stack.name], x, cache[stack.name], time, aux, cache.get("memory")
         )
-        logits = self.softmax.FProp(self._SoftmaxTable(theta), y)
+        logits = self.softmax.FProp(theta[self.softmax_table], y)
         return logits, NestedMap(cache, **{stack.name: extended})
 
 

@@ -13,7 +13,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.normalization import LayerNorm
-from lingvo_moe.core.layers.transformer import TransformerLayer
+from lingvo_moe.core.layers.transformer_layer import TransformerLayer
 from lingvo_moe.core.nested_map import NestedMap
 
 

@@ -7,10 +7,11 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.kernels.blockwise import BLOCK, FROM_LENGTH
-from lingvo_moe.core.layers import kept, normalization, positions
+from lingvo_moe.core.layers import embedding, kept, normalization, positions, softmax
 from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.layers.normalization import NORMS
+from lingvo_moe.core.layers.transformer_layer import NORM_PLACES, NORM_PLACES_HELP
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.tasks.transformer import experts
 
@@ -77,6 +78,15 @@ def _define_sizes(p: InstantiableParams) -> None:
         choices=positions.POSITIONS,
     )
     p.Define("norm", normalization.LayerNorm.Params(), "Normalizations.", choices=NORMS)
+    p.Define("norm_place", "before", NORM_PLACES_HELP, checks.one_of(NORM_PLACES))
+    p.Define(
+        "use_bias",
+        False,
+        "Whether all projections of attention, feed-forward layers and experts have biases. False: those whose own "
+        "parameters say so.",
+    )
+    p.Define("embedding_scale", None, embedding.SCALE_HELP, checks.or_none(checks.POSITIVE))
+    p.Define("softmax_scale", 1.0, softmax.SCALE_HELP, checks.POSITIVE)
     p.Define(
         "tied_softmax",
         True,

@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass
 
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
-from lingvo_moe.core.layers import attention, feed_forward, transformer
+from lingvo_moe.core.layers import attention, feed_forward
+from lingvo_moe.core.layers.transformer import TransformerStack
+from lingvo_moe.core.layers.transformer_layer import TransformerLayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.transformer import experts
 from lingvo_moe.tasks.transformer.params import BLOCK_WORDS
@@ -34,7 +36,7 @@ class TaskStack:
 
     @property
     def embedding(self) -> str:
-        """The name of the child that embeds its tokens."""
+        """The name of the child that embeds its tokens, if no other stack's does."""
         return f"{self.prefix}embedding"
 
     @property
@@ -77,7 +79,7 @@ def stack_params(p: HyperParams, stack: TaskStack) -> InstantiableParams:
             f"must be a multiple of {len(block)}, after which task.moe_every and task.nth_attention_every begin again"
             f"{than}",
         )
-    params = transformer.TransformerStack.Params().Set(
+    params = TransformerStack.Params().Set(
         num_blocks=(layers - before) // len(block),
         block=block,
         repeat=p.repeat is not False,  # also where the choice is open
@@ -85,6 +87,7 @@ def stack_params(p: HyperParams, stack: TaskStack) -> InstantiableParams:
         parts=p.pipeline.stages * p.pipeline.repeats,
         model_dim=p.model_dim,
         final_norm_tpl=p.norm.Copy(),
+        has_final_norm=p.norm_place != "after",
     )
     return params.Set(first=layer_params(p, stack, 0), num_first=before) if before else params
 
@@ -99,13 +102,17 @@ def layer_params(p: HyperParams, stack: TaskStack, number: int) -> InstantiableP
         ffn = experts.moe_params(p, name, router, stack.causal, p.Get(stack.vocab_size))
     else:
         ffn = feed_forward.FeedForward.Params().Set(
-            hidden_dim=p.hidden_dim, activation=p.activation, relu_dropout_prob=p.dropout
+            hidden_dim=p.hidden_dim,
+            activation=p.activation,
+            relu_dropout_prob=p.dropout,
+            use_bias=p.use_bias,
         )
-    return transformer.TransformerLayer.Params().Set(
+    return TransformerLayer.Params().Set(
         self_atten_tpl=_self_attention(p, stack, atten.Copy()),
         cross_atten_tpl=_sized(p, attention.CrossAttention.Params()) if stack.memory else None,
         ffn_tpl=ffn.Set(model_dim=p.model_dim),
         norm_tpl=p.norm.Copy(),
+        norm_place=p.norm_place,
         residual_dropout_prob=p.dropout,
     )
 
@@ -127,7 +134,13 @@ def _self_attention(
 
 
 def _sized(p: HyperParams, atten: InstantiableParams) -> InstantiableParams:
-    """Attention with the task's sizes and dropout."""
+    """Attention with the task's sizes, dropout and biases."""
+    if p.use_bias:
+        name = next((name for name in ("use_bias", "biases") if name in atten), None)
+        if name is None:
+            why = f"{atten.cls.__name__} has no biases; choose task.attention=extended, or set this to False"
+            raise ParamError("task.use_bias", "True", why)
+        atten.Set(**{name: True})
     if "num_kv_heads" in atten:
         atten.num_kv_heads = p.num_kv_heads
     return atten.Set(

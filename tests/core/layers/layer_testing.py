@@ -9,7 +9,8 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.attention import MultiHeadAttention
-from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
+from lingvo_moe.core.layers.transformer import TransformerStack
+from lingvo_moe.core.layers.transformer_layer import TransformerLayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh

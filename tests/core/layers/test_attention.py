@@ -12,7 +12,7 @@ from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels, xla
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.positions import Rotary
-from lingvo_moe.core.layers.transformer import TransformerLayer
+from lingvo_moe.core.layers.transformer_layer import TransformerLayer
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.tasks.transformer.params import ATTENTIONS
 

@@ -5,6 +5,9 @@ import tensorflow as tf
 from equivalence import compare, with_gradients
 from layer_testing import SPLITS, init, normal, single, wave
 
+from lingvo_moe.core import kernels
+from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.kernels.packed_weights import PackAs
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
@@ -21,6 +24,17 @@ def test_formula():
     expected = np.maximum(x.numpy() @ theta.wi.numpy(), 0) @ theta.wo.numpy()
     np.testing.assert_allclose(y, expected, atol=1e-5)
     assert extras == NestedMap()
+
+
+def test_biases_are_added_to_both_products_of_packed_weights_too():
+    layer = _layer(use_bias=True, activation="gelu")
+    theta = init(layer).Transform(lambda w: normal(w.shape.rank, *w.shape))
+    x = normal(0, 2, 3, 4)
+    hidden = tf.nn.gelu(x @ theta.wi + theta.wi_bias).numpy()
+    with kernels.using(tensorflow):
+        for weights in (theta, layer.PackWeights(theta, PackAs())):
+            y, _ = single(layer.FProp, weights, x, tf.zeros([2, 3]))
+            np.testing.assert_allclose(y, hidden @ theta.wo + theta.wo_bias, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_in_training_only():

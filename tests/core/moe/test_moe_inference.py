@@ -13,7 +13,7 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.kernels.packed_weights import PackAs
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS
-from lingvo_moe.core.layers.transformer import TransformerLayer
+from lingvo_moe.core.layers.transformer_layer import TransformerLayer
 from lingvo_moe.core.moe.experts import BaseExperts, Experts
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.base import LearnedRouter

@@ -62,7 +62,7 @@ def next_logits(run):
         with use_mesh(single_device()):
             carry, _, _ = model.Forward().Run(theta, Context(batch))
             y = model.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
-            logits = model.softmax.FProp(model._SoftmaxTable(theta), y)
+            logits = model.softmax.FProp(theta[model.softmax_table], y)
         return logits[0, -1, : vocab.size].numpy()
 
     return vocab, compute

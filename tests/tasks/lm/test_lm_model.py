@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import assert_same, with_gradients
+from refusals import refuses
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.layers.extended_attention import ExtendedAttention
+from lingvo_moe.core.layers.latent_attention import LatentAttention
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
@@ -74,23 +77,45 @@ def _softmax(x):
     return x / x.sum(-1, keepdims=True)
 
 
-def _numpy_logits(theta, batch):
+def _numpy_branch(x, part, place, norm, output_norm):
+    """x plus a part of a layer, with its normalizations."""
+    if place == "after":
+        return _norm(x + part(x), norm)
+    if place == "output":
+        return x + _norm(part(x), norm)
+    y = part(_norm(x, norm))
+    return x + (_norm(y, output_norm) if place == "both" else y)
+
+
+def _numpy_logits(theta, batch, place="before", scale=M**0.5, softmax_scale=1.0, offset=0):
     """The model in inference, written out."""
-    waves = 10000.0 ** (-np.arange(M // 2) / (M // 2 - 1)) * batch.segment_pos[..., None]
-    x = theta.embedding.table[batch.ids] * np.sqrt(M)
+    at = batch.segment_pos[..., None] + offset
+    waves = 10000.0 ** (-np.arange(M // 2) / (M // 2 - 1)) * at
+    x = theta.embedding.table[batch.ids] * scale
     x = x + np.concatenate([np.sin(waves), np.cos(waves)], -1)
     seg, pos = batch.segment_ids, batch.segment_pos
     sees = (seg[:, :, None] == seg[:, None, :]) & (pos[:, :, None] >= pos[:, None, :])
     for i in range(L):
         w = theta.decoder.blocks.body.layers[0].Transform(lambda stacked, i=i: stacked[i])
-        y = _norm(x, w.self_norm)
-        q, k, v = (np.einsum("BTM,MNK->BNTK", y, w.self_atten[name]) for name in "qkv")
-        scores = np.einsum("BNTK,BNSK->BNTS", q, k) / np.sqrt(K)
-        probs = _softmax(np.where(sees[:, None], scores, -1e9))
-        x = x + np.einsum("BNTS,BNSK,NKM->BTM", probs, v, w.self_atten.o)
-        y = _norm(x, w.ffn_norm)
-        x = x + np.maximum(y @ w.ffn.wi, 0) @ w.ffn.wo
-    return _norm(x, theta.decoder.final_norm) @ theta.embedding.table.T
+
+        def attend(y, w=w.self_atten):
+            q, k, v = (
+                np.einsum("BTM,MNK->BNTK", y, w[name])
+                + w.get(f"{name}_bias", np.zeros((N, K)))[:, None]
+                for name in "qkv"
+            )
+            scores = np.einsum("BNTK,BNSK->BNTS", q, k) / np.sqrt(K)
+            probs = _softmax(np.where(sees[:, None], scores, -1e9))
+            return np.einsum("BNTS,BNSK,NKM->BTM", probs, v, w.o) + w.get("o_bias", 0)
+
+        def feed_forward(y, w=w.ffn):
+            hidden = np.maximum(y @ w.wi + w.get("wi_bias", 0), 0)
+            return hidden @ w.wo + w.get("wo_bias", 0)
+
+        for name, part in (("self", attend), ("ffn", feed_forward)):
+            x = _numpy_branch(x, part, place, w[f"{name}_norm"], w.get(f"{name}_output_norm"))
+    x = x if place == "after" else _norm(x, theta.decoder.final_norm)
+    return softmax_scale * x @ theta.embedding.table.T
 
 
 def test_the_loss_is_that_of_a_decoder_in_numpy(theta):
@@ -107,6 +132,40 @@ def test_the_loss_is_that_of_a_decoder_in_numpy(theta):
     assert metrics.loss == loss
     right = logits.argmax(-1) == batch.labels
     np.testing.assert_allclose(metrics.accuracy, right[real].mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("params", "numpy_options"), [
+    ({"norm_place": "after"}, {"place": "after"}),
+    ({"norm_place": "both"}, {"place": "both"}),
+    ({"norm_place": "output"}, {"place": "output"}),
+    ({"embedding_scale": 1.5, "softmax_scale": 0.3}, {"scale": 1.5, "softmax_scale": 0.3}),
+    ({"position.offset": 2}, {"offset": 2}),
+    ({"use_bias": True, "attention": ExtendedAttention.Params()}, {}),
+], ids=["after", "both", "output", "scales", "offset", "biases"])  # fmt: skip
+def test_a_parameter_gives_the_log_probabilities_of_numpy(params, numpy_options):
+    """Weights that start as ones or zeros are others here."""
+    model, rng, batch = _model(**params), np.random.RandomState(3), _batch()
+    theta = model.InitTheta(make_seed(1, 0))
+    theta = theta.Transform(lambda w: w.numpy() + 0.3 * rng.randn(*w.shape).astype("float32"))
+    got, _ = model.LogProbs(*_constants(theta, batch))
+    log_probs = np.log(_softmax(_numpy_logits(theta, batch, **numpy_options)))
+    want = np.take_along_axis(log_probs, batch.labels[..., None], -1)[..., 0]
+    np.testing.assert_allclose(got, np.where(batch.segment_ids > 0, want, 0), rtol=2e-4, atol=1e-5)
+
+
+@refuses(
+    ValueError,
+    ({"norm_place": "behind"}, "norm_place='behind': must be one of before, after, both, output"),
+    ({"embedding_scale": 0.0}, "embedding_scale=0.0: must be a positive number"),
+    ({"softmax_scale": -1.0}, "softmax_scale=-1.0: must be a positive number"),
+    ({"position.offset": -1}, "offset=-1: must be an integer"),
+    (
+        {"use_bias": True, "attention": LatentAttention.Params()},
+        "task.use_bias=True: LatentAttention has no biases; choose task.attention=extended",
+    ),
+)
+def test_a_value_without_meaning_is_refused(params):
+    _model(**params)
 
 
 def _constants(*trees):

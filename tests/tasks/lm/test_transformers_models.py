@@ -89,7 +89,7 @@ def test_logits(name):
     with use_mesh(single_device()):  # without the axes of the experiment
         carry, _, _ = model.Forward().Run(theta, Context(batch))
         y = model.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
-        logits = model.softmax.FProp(model._SoftmaxTable(theta), y)
+        logits = model.softmax.FProp(theta[model.softmax_table], y)
     np.testing.assert_allclose(logits, recorded.logits, atol=1e-4, rtol=1e-4)
 
 

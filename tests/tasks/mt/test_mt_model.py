@@ -9,18 +9,22 @@ import pytest
 import tensorflow as tf
 from equivalence import assert_same
 
+from lingvo_moe.core.config.hyperparams import ParamError
+from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.text.runs.artifacts import VOCAB_FILES
 
 V_SOURCE, V, M, H, N, K, E, G = 11, 13, 8, 16, 2, 4, 4, 3
 STEP = make_seed(5, 7)
 
 
-@pytest.fixture(scope="module")
-def model():
-    p = MtModel.Params().Set(
+def _params():
+    return MtModel.Params().Set(
         name="mt",
         source_vocab_size=V_SOURCE,
         target_vocab_size=V,
@@ -37,7 +41,11 @@ def model():
         activation_split={},
         weight_split={},
     )
-    return p.Instantiate()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return _params().Instantiate()
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +152,45 @@ def test_what_stands_in_the_padding_moves_nothing(step):
             side[name] = np.where(side.segment_ids > 0, side[name], noise).astype(np.int32)
     assert_same(step(loud), quiet, floor=1.0)
     assert all(np.abs(gradient).max() > 0 for gradient in quiet.grads.Flatten())
+
+
+def test_a_shared_table_is_the_same_one_for_source_and_target():
+    """Its gradient is the sum of those of two equal tables."""
+    sizes = {"source_vocab_size": V, "num_experts": 0, "num_encoder_layers": 1}
+    apart = _params().Set(num_decoder_layers=1, **sizes).Instantiate()
+    shared = _params().Set(num_decoder_layers=1, shared_embedding=True, **sizes).Instantiate()
+    assert apart.Table(apart.STACKS[0]) == "source_embedding"
+    theta = shared.InitTheta(make_seed(1, 0))
+    tables = dict.fromkeys(("source_embedding", "target_embedding"), theta.embedding)
+    others = {name: theta[name] for name in ("encoder", "decoder", "softmax") if name in theta}
+    batch = _batch().Transform(tf.constant)
+
+    def step(model, theta):
+        leaves = theta.Flatten()
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(leaves)
+            loss, _ = model.FProp(theta, batch)
+        return loss, theta.Pack(tape.gradient(loss, leaves))
+
+    copies = NestedMap(tables, **others).Transform(tf.identity)
+    (got, grads), (want, both) = step(shared, theta), step(apart, copies)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    total = both.source_embedding.table + both.target_embedding.table
+    np.testing.assert_allclose(grads.embedding.table, total, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ParamError, match="shared_embedding=True: needs vocabularies of one size"):
+        _params().Set(shared_embedding=True).Instantiate()
+
+
+class _OfTwoVocabularies(MtInput):
+    def Artifacts(self):
+        vocabs = {"source": b"one", "target": b"another"}
+        return RunArtifacts(files={VOCAB_FILES[side]: model for side, model in vocabs.items()})
+
+
+def test_a_shared_table_is_of_one_vocabulary():
+    model = _params().Set(source_vocab_size=V, shared_embedding=True).Instantiate()
+    with pytest.raises(TaskError, match="vocabularies of source and target differ"):
+        model.CheckData(_OfTwoVocabularies(MtInput.Params()))
 
 
 def test_a_batch_of_padding_alone_is_finite(step):

@@ -31,7 +31,7 @@ BOTH = pytest.mark.parametrize("model", [LM, MT])
 
 
 def _experiment(model, *overrides, layers=5):
-    override = ";".join((SIZES[model], EXPERTS, *overrides))
+    override = ";".join((SIZES[model], EXPERTS, *filter(None, overrides)))
     numbers = {LM: ("num_layers",), MT: ("num_encoder_layers", "num_decoder_layers")}[model]
     override += "".join(f";task.{number}={layers}" for number in numbers)
     params = registry.GetParams(model, override)
@@ -74,6 +74,11 @@ WINDOWS = (
     "task.optimizer=sgd;task.moe.dispatcher=dropless"
 )
 
+
+# Those of Marian, T5 and fairseq, as far as they go together.
+OTHER = (
+    "task.norm_place=after;task.embedding_scale=1.0;task.softmax_scale=0.4;task.position.offset=2"
+)
 
 STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=2;task.pipeline.schedule=gpipe"
 # Of 8 tokens; the plain step computes attention at once.
@@ -144,10 +149,12 @@ def test_experts_grow_out_of_dense_layers_of_every_kind(model):
 
 
 @BOTH
-@pytest.mark.parametrize("parts", ["", LATENT, WINDOWS], ids=["plain", "latent", "windows"])
+@pytest.mark.parametrize("parts", [LATENT, WINDOWS, OTHER], ids=["latent", "windows", "other"])
 def test_steps_of_decoding_give_what_the_whole_pass_gives(model, parts):
-    """Also with a table of the softmax of its own, in translation."""
-    _, task, inputs = _experiment(model, parts, "task.tied_softmax=False", layers=3)
+    more = {LATENT: "task.tied_softmax=False", OTHER: "task.norm_place=both"}.get(parts, "")
+    if (model, parts) == (MT, OTHER):
+        more = "task.source_vocab_size=40;input.source_vocab_size=40;task.shared_embedding=True"
+    _, task, inputs = _experiment(model, parts, more, layers=3)
     batch = task.SampleBatch(inputs, np.random.RandomState(0))
     for row in batch.values() if model == MT else [batch]:
         row.segment_ids = np.ones_like(row.ids)
@@ -179,7 +186,6 @@ def test_steps_of_decoding_give_what_the_whole_pass_gives(model, parts):
     ("task.moe.gate_inputs=True", "gate_inputs=True: .* gives a token 2 experts; choose"),
     ("task.moe.router.expert_groups=3", "expert_groups=3: 4 experts do not fall into"),
     ("task.moe.router.expert_groups=4", "groups_per_token=1: 2 experts .* from 2 to 4 groups"),
-    ("task.moe.experts.biases=True", "shared experts have none; set num_shared_experts=0"),
     ("task.position=llama3;task.position.high_turns=0.5", "high_turns=0.5: must be at least"),
     ("task.position=yarn;task.position.fast_turns=0.5", "fast_turns=0.5: must be at least"),
 )

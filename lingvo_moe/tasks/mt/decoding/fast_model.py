@@ -1,5 +1,7 @@
 """The weights of a translation model as variables: as they are, or packed for TensorFlow's kernels on a CPU."""
 
+from typing import Any
+
 import tensorflow as tf
 
 from lingvo_moe.core.nested_map import NestedMap
@@ -33,5 +35,6 @@ class FastModel(PackedWeights):
             raise ValueError(
                 f"a shortlist is for models that pack their weights; {type(self.model).__name__} scores all tokens"
             )
-        some = self.model.softmax.OfTokens(weights.target_embedding, ids)  # type: ignore[attr-defined]
-        return NestedMap(weights, target_embedding=some)
+        model: Any = self.model
+        some = model.softmax.OfTokens(weights[model.softmax_table], ids)
+        return NestedMap(weights, **{model.softmax_table: some})

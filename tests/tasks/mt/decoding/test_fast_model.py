@@ -17,7 +17,7 @@ from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.layers.normalization import RmsNorm
 from lingvo_moe.core.layers.positions import Rotary
-from lingvo_moe.core.layers.transformer import TransformerLayer
+from lingvo_moe.core.layers.transformer_layer import TransformerLayer
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
