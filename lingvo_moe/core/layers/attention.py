@@ -16,8 +16,9 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels.blockwise import BLOCK
-from lingvo_moe.core.kernels.scores import Seen
+from lingvo_moe.core.kernels.scores import Bias, Seen
 from lingvo_moe.core.kernels.weights import Packing
+from lingvo_moe.core.layers.positions import ScoreBias
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import Kept, dim
 
@@ -59,7 +60,9 @@ class MultiHeadAttention(BaseLayer):
         )
         p.Define("dim_per_head", 0, "K; 0 takes M / N.", checks.COUNT)
         p.Define(
-            "position", None, "Params of the Positions of queries and keys; None: they have none."
+            "position",
+            None,
+            "Params of the Positions of queries and keys, or of scores; None: they have none.",
         )
         p.Define(
             "block",
@@ -76,7 +79,7 @@ class MultiHeadAttention(BaseLayer):
         scored, turned = self._CreateWeights()
         self._scale = scored**-0.5
         if self.p.position is not None:
-            self.CreateChild("position", self.p.position)
+            self.CreateChild("position", _position_params(self.p))
             self.position.CheckHeads(turned)
             self._scale *= self.position.ScoreScale()
 
@@ -104,8 +107,9 @@ class MultiHeadAttention(BaseLayer):
         Args:
             query: [B, T, M].
             source: [B, S, M]; the query itself in self-attention.
-            mask: [B, T or 1, S], bool or 0/1. Or, for a packed decoder's self-attention by blocks, without dropout on
-                probabilities, the int32 `segments` and `positions` [B, T] from which its mask follows.
+            mask: [B, T or 1, S], bool or 0/1. Or a NestedMap: that `mask`; or, for a packed decoder's self-attention by
+                blocks, without dropout on probabilities, the int32 `segments` and `positions` [B, T] from which it
+                follows; and `shared`, the weights of positions that all layers of a stack share, if there are any.
             seed: int32 [2]; None means inference, without dropout.
             positions: int32 [B, T], in self-attention whose queries and keys take them.
 
@@ -135,13 +139,34 @@ class MultiHeadAttention(BaseLayer):
     ) -> Seen:
         """The keys that queries look at, from FProp's mask and the positions of both."""
         p = self.p
-        common = {"sinks_N": theta.get("sinks"), "split": p.activation_split}
-        if not isinstance(mask, NestedMap):
-            near = self._Near(mask, query_at, key_at)
+        rows = mask if isinstance(mask, NestedMap) else NestedMap(mask=mask)
+        common = {
+            "bias": self._Bias(rows.get("shared", theta.get("position", NestedMap()))),
+            "sinks_N": theta.get("sinks"),
+            "split": p.activation_split,
+        }
+        if "mask" in rows:
+            near = self._Near(rows.mask, query_at, key_at)
             return Seen(near, query_at, key_at, **common)
-        block, reach = None if p.block == AUTO else p.block, self._Reach()
-        segments, at = self._Segments(mask), mask.positions
-        return Seen(None, at, at, segments, reach, block, **common)
+        return Seen(
+            query_at=rows.positions,
+            key_at=rows.positions,
+            segments=self._Segments(rows),
+            reach=self._Reach(),
+            block=None if p.block == AUTO else p.block,
+            **common,
+        )
+
+    def _Bias(self, weights: NestedMap) -> Bias | None:
+        """What positions add to scores, by their weights."""
+        position = self.children.get("position")
+        if not isinstance(position, ScoreBias):
+            return None
+
+        def function(query_at: tf.Tensor, key_at: tf.Tensor, *flat: tf.Tensor) -> tf.Tensor:
+            return position.Bias(weights.Pack(list(flat)), query_at, key_at)
+
+        return Bias(function, tuple(weights.Flatten()))
 
     def _Segments(self, rows: NestedMap) -> tf.Tensor:
         """Numbers [B, T], the same for tokens one of which may look at the other: those of the packed texts."""
@@ -242,7 +267,7 @@ class MultiHeadAttention(BaseLayer):
             time: int32 scalar, the step, in [0, length); or, with one hypothesis, int32 [P], consecutive steps at
                 once: x and what comes back are [B, P, M] then, and mask is [B, P, length].
             mask: [B, J, length * J], bool or 0/1; must allow a hypothesis its own new position,
-                time * J + j.
+                time * J + j. Or a NestedMap of it and `shared`: see FProp.
 
         Returns:
             ([B, J, M], the new cache).
@@ -256,13 +281,18 @@ class MultiHeadAttention(BaseLayer):
         return self._Back(theta, ops.attend_cache(q, k, v, seen)), NestedMap(k=k, v=v)
 
     def _SeenInCache(
-        self, theta: NestedMap, mask: tf.Tensor, time: tf.Tensor, query_at: tf.Tensor | None
+        self,
+        theta: NestedMap,
+        mask: tf.Tensor | NestedMap,
+        time: tf.Tensor,
+        query_at: tf.Tensor | None,
     ) -> Seen:
         """The cached keys that the queries of a step look at; see ExtendStep."""
-        if not self.NEEDS_POSITIONS:
+        if not (self.NEEDS_POSITIONS or isinstance(self.children.get("position"), ScoreBias)):
             return self._Seen(theta, mask, None, None)
-        hypotheses = 1 if time.shape.rank else dim(mask, 1)
-        key_at = tf.range(dim(mask, 2))[tf.newaxis] // hypotheses
+        pairs = mask.mask if isinstance(mask, NestedMap) else mask
+        hypotheses = 1 if time.shape.rank else dim(pairs, 1)
+        key_at = tf.range(dim(pairs, 2))[tf.newaxis] // hypotheses
         return self._Seen(theta, mask, query_at, key_at)
 
     def _Positioned(self, heads: tf.Tensor, positions: tf.Tensor | None) -> tf.Tensor:
@@ -277,7 +307,7 @@ class MultiHeadAttention(BaseLayer):
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
         """See BaseLayer: one product projects an input that is both query and source."""
         q, k, v, o = self._ToPack(theta)
-        return NestedMap(qkv=packing.Heads(q, k, v), o=packing.Matrix(o))
+        return NestedMap(_others(theta), qkv=packing.Heads(q, k, v), o=packing.Matrix(o))
 
     def _ToPack(self, theta: NestedMap) -> tuple[tf.Tensor, ...]:
         """q [M, N, K] times the scale, k and v [M, A, K] and o [N K, M], in the type of the activations."""
@@ -300,7 +330,28 @@ class CrossAttention(MultiHeadAttention):
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
         q, k, v, o = self._ToPack(theta)
-        return NestedMap(q=packing.Heads(q), kv=packing.Heads(k, v), o=packing.Matrix(o))
+        packed = {"q": packing.Heads(q), "kv": packing.Heads(k, v), "o": packing.Matrix(o)}
+        return NestedMap(_others(theta), **packed)
+
+
+def shared_position(p: HyperParams) -> InstantiableParams | None:
+    """Params of the layer that has the weights of positions which all layers of a stack share, from the Params of their
+    attention; None if they share none."""
+    position = None if p.position is None else _position_params(p)
+    if position is None or not issubclass(position.cls, ScoreBias):
+        return None
+    return position.cls.OfStack(position)
+
+
+def _position_params(p: HyperParams) -> InstantiableParams:
+    """Params of attention's positions, for its heads."""
+    position = p.position.Copy()
+    return position.Set(num_heads=p.num_heads) if "num_heads" in position else position
+
+
+def _others(theta: NestedMap) -> NestedMap:
+    """The weights that stay as they are where those of products are packed."""
+    return NestedMap({name: value for name, value in theta.items() if name not in "qkvo"})
 
 
 def head_dim(p: HyperParams) -> int:

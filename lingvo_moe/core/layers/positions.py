@@ -1,6 +1,6 @@
-"""Positions of tokens: added to their embeddings, or given to the queries and keys of attention.
+"""Positions of tokens: added to their embeddings, given to the queries and keys of attention, or added to its scores.
 
-Letters: B batch, T time, M model, K key dimension.
+Letters: B batch, T time or query, S key, M model, N head, K key dimension, W bucket of distances.
 """
 
 import itertools
@@ -11,19 +11,20 @@ from typing import ClassVar
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
+from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 
 
 class Positions(BaseLayer):
     """No positions: a causal mask alone tells them apart (Haviv et al. 2022, "Transformer Language Models without
-    Positional Encodings Still Learn Positional Information"). Other kinds derive from it, and have no weights."""
+    Positional Encodings Still Learn Positional Information"). Other kinds derive from it."""
 
     PART: ClassVar[str] = "embedding"
     NAMES_ITS_PARTS: ClassVar[bool] = True
-    IN_ATTENTION: ClassVar[bool] = False  # whether queries and keys take them
+    IN_ATTENTION: ClassVar[bool] = False  # whether attention takes them, not embeddings
 
     @classmethod
     def SetModelDim(cls, params: HyperParams, model_dim: int) -> None:
@@ -207,10 +208,10 @@ class Llama3Rotary(ScaledRotary):
         def scaled(rate: float) -> float:
             turns = p.original_length * rate / (2 * math.pi)
             if p.low_turns <= turns <= p.high_turns:
-                kept = (turns - p.low_turns) / max(p.high_turns - p.low_turns, 1e-9)
+                share = (turns - p.low_turns) / max(p.high_turns - p.low_turns, 1e-9)
             else:
-                kept = float(turns > p.high_turns)
-            return kept * rate + (1 - kept) * rate / p.factor
+                share = float(turns > p.high_turns)
+            return share * rate + (1 - share) * rate / p.factor
 
         return [scaled(rate) for rate in super().Rates(size)]
 
@@ -266,10 +267,133 @@ class YarnRotary(ScaledRotary):
         return self._Scale(self.p.mscale_all) ** 2
 
 
+class ScoreBias(Positions):
+    """Positions as numbers that are added to the scores of self-attention, by head, query and key."""
+
+    PART: ClassVar[str] = "attention"
+    NAMES_ITS_PARTS: ClassVar[bool] = False
+    IN_ATTENTION: ClassVar[bool] = True
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("num_heads", 1, "N.", checks.SIZE, parent_sets="attention sets it to its heads")
+        return p
+
+    @classmethod
+    def OfStack(cls, params: InstantiableParams) -> InstantiableParams | None:
+        """Params of a layer with the weights that all layers of a stack share; None: they share none."""
+        return None
+
+    @scoped
+    def Bias(self, theta: NestedMap, query_at: tf.Tensor, key_at: tf.Tensor) -> tf.Tensor:
+        """The numbers, float32 [B, N, T, S], in which B, N and T may be 1 for all rows, heads or queries.
+
+        Args:
+            theta: the weights, if there are any: its own, or those that the layers of a stack share.
+            query_at: int32 [B, T], the positions of queries in their segments; in a step of a search [1, 1], or [1, P].
+            key_at: int32 [B, S]; in a step of a search [1, S].
+        """
+        raise NotImplementedError(f"{type(self).__name__}.Bias")
+
+
+class Alibi(ScoreBias):
+    """Subtracts from each score a slope of its head times the distance of query and key (Press et al. 2021, "Train
+    Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", section 3).
+
+    With N a power of two the slopes are 2^(-8/N), 2^(-16/N), ... 2^-8. With any other N they are those of the next
+    smaller power of two, and then every second one of the next larger power, as in the authors' code. In an encoder,
+    the distance of later keys counts as that of earlier ones.
+    """
+
+    def Slopes(self) -> list[float]:
+        """The slope of each head."""
+        power = 1 << (self.p.num_heads.bit_length() - 1)
+        more = [2.0 ** (-4 * i / power) for i in range(1, 2 * power, 2)]
+        slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
+        return slopes + more[: self.p.num_heads - power]
+
+    def Bias(self, theta: NestedMap, query_at: tf.Tensor, key_at: tf.Tensor) -> tf.Tensor:
+        slopes = self.Shard(tf.constant(self.Slopes()), "N")
+        distance = tf.abs(query_at[:, :, tf.newaxis] - key_at[:, tf.newaxis])
+        return tf.cast(-distance, tf.float32)[:, tf.newaxis] * slopes[:, tf.newaxis, tf.newaxis]
+
+
+class RelativeBuckets(ScoreBias):
+    """Adds to each score a learned number of its head and of the bucket that the distance of query and key lies in
+    (Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section
+    2.1).
+
+    Half of the buckets have one distance each; the others grow with its logarithm up to `max_distance`, and the last
+    one has all that is farther. In an encoder half of all buckets are for keys after the query.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("num_buckets", 32, "W, even in an encoder.", checks.SIZE)
+        p.Define("max_distance", 128, "From this distance on all are in one bucket.", checks.SIZE)
+        p.Define("shared", True, "Whether all layers of a stack have one table; else each has one.")
+        p.Define(
+            "bidirectional",
+            False,
+            "Whether keys after the query have buckets of their own.",
+            parent_sets="a model sets it for its encoder",
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        least = 4 if p.bidirectional else 2
+        if p.num_buckets < least or p.num_buckets % (least // 2):
+            why = f"must be at least {least}" + (", and even, in an encoder" if least == 4 else "")
+            raise ParamError(f"{self.path}.num_buckets", str(p.num_buckets), why)
+        single = p.num_buckets // least
+        if p.max_distance <= single:
+            why = f"must be more than {single}, as num_buckets={p.num_buckets} has so many for one distance each"
+            raise ParamError(f"{self.path}.max_distance", str(p.max_distance), why)
+        if not p.shared:
+            shape, init = (p.num_buckets, p.num_heads), WeightInit.FanIn(p.num_buckets)
+            self.CreateVariable("table", WeightParams(shape, "WN", init))
+
+    @classmethod
+    def OfStack(cls, params: InstantiableParams) -> InstantiableParams | None:
+        return params.Copy().Set(shared=False) if params.shared else None
+
+    def Ranges(self) -> list[tuple[int, int]]:
+        """The least and the largest distance of each bucket, query minus key; of an empty one the least is larger."""
+        p, far = self.p, 2**30
+        num = p.num_buckets // 2 if p.bidirectional else p.num_buckets
+        single = num // 2
+        growth = (p.max_distance / single) ** (1 / (num - single))
+        # Rounded up, but for the error of a power that is a whole number.
+        first = [math.ceil(single * growth**i * (1 - 1e-9)) for i in range(num - single)]
+        first = [*range(single), *first, far]
+        before = [(low, high - 1) for low, high in itertools.pairwise(first)]
+        if not p.bidirectional:
+            return [(-far, 0), *before[1:]]
+        return before + [(-high, -max(low, 1)) for low, high in before]
+
+    def Bias(self, theta: NestedMap, query_at: tf.Tensor, key_at: tf.Tensor) -> tf.Tensor:
+        if "table" not in theta:
+            raise ValueError(
+                f"{self.path}: the layers of a stack share the table; a layer of its own needs shared=False"
+            )
+        # A product with a matrix of zeros and ones, whose gradient is another: it partitions as products do.
+        least, most = (tf.constant(bounds) for bounds in zip(*self.Ranges(), strict=True))
+        distance = (query_at[:, :, tf.newaxis] - key_at[:, tf.newaxis])[..., tf.newaxis]
+        inside = tf.logical_and(distance >= least, distance <= most)
+        table = self.Shard(tf.cast(theta.table, tf.float32), "WN")
+        return tf.einsum("BTSW,WN->BNTS", tf.cast(inside, tf.float32), table)
+
+
 POSITIONS: Mapping[str, type[Positions]] = {
+    "alibi": Alibi,
     "llama3": Llama3Rotary,
     "none": Positions,
     "rotary": Rotary,
     "sinusoidal": PositionalEmbedding,
+    "t5": RelativeBuckets,
     "yarn": YarnRotary,
 }

@@ -14,6 +14,7 @@ from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers import kept
+from lingvo_moe.core.layers.attention import shared_position
 from lingvo_moe.core.layers.normalization import LayerNorm
 from lingvo_moe.core.layers.repeat import ALL, Chunk, Repeat, slices
 from lingvo_moe.core.layers.transformer_layer import TransformerLayer, with_dim
@@ -103,6 +104,17 @@ class TransformerStack(BaseLayer):
         self.CreateChild("blocks", _repeat_params(p, p.block, p.num_blocks))
         if p.has_final_norm:
             self.CreateChild("final_norm", with_dim(p, p.final_norm_tpl))
+        positions = [shared_position(layer.self_atten_tpl) for layer in p.block]
+        if position := next(filter(None, positions), None):
+            self.CreateChild("position", position)
+
+    def WithShared(self, theta: NestedMap, aux: NestedMap) -> NestedMap:
+        """aux with the weights of positions that all layers share, if there are any: RunBlocks needs them in it."""
+        if "position" not in self.children:
+            return aux
+        mask = aux.self_mask
+        rows = mask if isinstance(mask, NestedMap) else NestedMap(mask=mask)
+        return NestedMap(aux, self_mask=NestedMap(rows, shared=theta.position))
 
     def FProp(
         self,
@@ -118,7 +130,7 @@ class TransformerStack(BaseLayer):
             [L, ...].
         """
         x = self.RunFirst(theta, x, aux, seed)
-        x, extras = self.RunBlocks(theta.blocks, x, aux, seed)
+        x, extras = self.RunBlocks(theta.blocks, x, self.WithShared(theta, aux), seed)
         return self.Normalized(theta, x), extras
 
     def Normalized(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
@@ -132,6 +144,7 @@ class TransformerStack(BaseLayer):
         """The layers before the blocks, as in FProp; their extras are left out: they have no experts."""
         if not self.p.num_first:
             return x
+        aux = self.WithShared(theta, aux)
         return self.first.FProp(theta.first, x, aux, self.FoldSeed(seed, "first"))[0]
 
     @scoped
@@ -232,6 +245,7 @@ class TransformerStack(BaseLayer):
         """
         if "paddings" not in aux:
             aux = NestedMap(aux, paddings=tf.zeros(tf.shape(x)[:2]))
+        aux = self.WithShared(theta, aux)
         new_cache = []
         for b, layers in enumerate(self._Layers()):
             thetas, row = self._Weights(theta, b), []

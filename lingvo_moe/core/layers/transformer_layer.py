@@ -4,7 +4,7 @@ Letters: B batch, T time, S source time, M model, J beam hypothesis.
 
 Layers share `aux`, a NestedMap:
     paddings: float [B, T], 1 at padding.
-    self_mask: bool [B, T, T] (see masks.py); or the NestedMap that attention by blocks takes instead (attention.py).
+    self_mask: bool [B, T, T] (see masks.py); or a NestedMap that self-attention takes instead (attention.py).
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
     context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/base.py); only if it
         needs some.

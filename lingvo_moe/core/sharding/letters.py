@@ -15,7 +15,7 @@ import numpy as np
 from lingvo_moe.core.config.checks import STATE_LEVELS, did_you_mean
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 
-# The letters that split maps accept. The module of a layer with a new letter adds it: WEIGHT_LETTERS["W"] = "windows".
+# The letters that split maps accept. The module of a layer with a new letter adds it: WEIGHT_LETTERS["F"] = "filters".
 WEIGHT_LETTERS = {
     "A": "heads of keys and values, where queries have more",
     "E": "experts",
@@ -29,6 +29,7 @@ WEIGHT_LETTERS = {
     "R": "latent units of attention",
     "U": "tasks",
     "V": "vocabulary, or classes",
+    "W": "buckets of distances",
     "X": "columns of an image or a kernel",
     "Y": "rows of an image or a kernel",
     "Z": "stages of a pipeline",

@@ -17,7 +17,7 @@ from lingvo_moe.core.config.checks import ParamError, nearest
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.blockwise import FROM_LENGTH
 from lingvo_moe.core.kernels.weights import Packing
-from lingvo_moe.core.layers import embedding, kept, masks, softmax
+from lingvo_moe.core.layers import embedding, kept, masks, positions, softmax
 from lingvo_moe.core.layers.attention import AUTO
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe.routers.losses_and_metrics import combined_metrics
@@ -67,6 +67,8 @@ class Transformer(BaseTask):
                 table.Set(model_dim=self.p.model_dim, scale=self.p.embedding_scale)
                 self.CreateChild(self.Table(stack), table)
         position = self.p.position.Copy()
+        if issubclass(position.cls, positions.ScoreBias):
+            position = positions.Positions.Params()  # embeddings take none
         position.cls.SetModelDim(position, self.p.model_dim)
         self.CreateChild("position", position)
         for stack in self.STACKS:
@@ -210,12 +212,15 @@ class Transformer(BaseTask):
     def _WithMemory(
         self, stack: TaskStack, theta: NestedMap, carry: NestedMap, context: Context
     ) -> NestedMap:
-        """`Aux` with the normalized output of the stack before, if cross-attention reads it."""
+        """`Aux` with the normalized output of the stack before, if cross-attention reads it; and with the weights that
+        all layers of the stack share."""
+        layers = self.children[stack.name]
         if not stack.memory:
-            return self.Aux(stack, context)
+            return layers.WithShared(theta[stack.name], self.Aux(stack, context))
         before = self.children[stack.memory]
         memory = before.Normalized(theta[stack.memory], carry.memory)
-        return NestedMap(self.Aux(stack, context), memory=memory)
+        aux = NestedMap(self.Aux(stack, context), memory=memory)
+        return layers.WithShared(theta[stack.name], aux)
 
     @within("Inputs")
     def Embed(

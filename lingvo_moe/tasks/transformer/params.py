@@ -74,7 +74,8 @@ def _define_sizes(p: InstantiableParams) -> None:
     p.Define(
         "position",
         positions.PositionalEmbedding.Params(),
-        "Positions of tokens, added to their embeddings or given to queries and keys of self-attention.",
+        "Positions of tokens, added to their embeddings, given to queries and keys of self-attention, or added to its "
+        "scores.",
         choices=positions.POSITIONS,
     )
     p.Define("norm", normalization.LayerNorm.Params(), "Normalizations.", choices=NORMS)

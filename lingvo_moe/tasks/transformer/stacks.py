@@ -130,6 +130,8 @@ def _self_attention(
         atten.norm_epsilon = p.norm.epsilon
     if p.position.cls.IN_ATTENTION:
         atten.position = p.position.Copy()
+        if "bidirectional" in atten.position:
+            atten.position.bidirectional = not stack.causal
     return _sized(p, atten)
 
 
