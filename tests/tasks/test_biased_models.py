@@ -73,6 +73,15 @@ def test_tables_are_one_a_stack_or_one_a_layer():
         assert found == {f"{stack}.{path}": shape for stack in ("encoder", "decoder")}
 
 
+def test_cross_attention_has_the_biases_and_the_scale_of_self_attention():
+    model, _ = _experiment("mt.M4Tiny", "task.attention.biases=True;task.attention.score_scale=1")
+    layer = model.decoder.blocks.body.layers[0]
+    specs = layer.VariableSpecs()
+    for name in ("self_atten", "cross_atten"):
+        assert layer.children[name].p.score_scale == 1.0
+        assert {f"{projection}_bias" for projection in "qkvo"} < specs[name].keys()
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_a_bias_from_outside_the_package_trains(name):
     model, inputs = _experiment(name, OWN)

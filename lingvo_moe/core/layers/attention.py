@@ -6,6 +6,7 @@ hypothesis, L decoding step (in caches).
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import tensorflow as tf
@@ -26,7 +27,7 @@ AUTO = "auto"
 
 
 class MultiHeadAttention(BaseLayer):
-    """softmax(q k^T / sqrt(K)) v over N heads, projected back to M. No biases.
+    """softmax(s q k^T) v over N heads, projected back to M; s is K^-0.5 unless `score_scale` is set.
 
     The softmax is computed in float32 whatever the activations' type. Heads may share keys and values
     (kernels/xla.py, `by_head`). The heads of keys and values then have a letter of their own, A, so that a split of N
@@ -71,13 +72,21 @@ class MultiHeadAttention(BaseLayer):
             f"fused kernel in a program for TPUs (kernels/pallas/attention.py), in others {BLOCK}.",
             checks.SizeOr((AUTO,)),
         )
+        p.Define("biases", False, "Whether all four projections have biases.")
+        p.Define(
+            "score_scale",
+            None,
+            "What the products of queries and keys are multiplied by, e.g. 1 as in T5; None: K^-0.5. Queries begin "
+            "with weights that are smaller by as much as it is larger.",
+            checks.or_none(checks.POSITIVE),
+        )
         p.Define("atten_dropout_prob", 0.0, "Dropout on the attention probabilities.", checks.SHARE)
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         scored, turned = self._CreateWeights()
-        self._scale = scored**-0.5
+        self._scale = self.p.score_scale or scored**-0.5
         if self.p.position is not None:
             self.CreateChild("position", _position_params(self.p))
             self.position.CheckHeads(turned)
@@ -89,9 +98,20 @@ class MultiHeadAttention(BaseLayer):
         self._kv = "N" if a == n else "A"  # the letter of the heads of keys and values
         for name, heads, letter in (("q", n, "N"), ("k", a, self._kv), ("v", a, self._kv)):
             shape, letters = (m, heads, k), f"M{letter}K"
-            self.CreateVariable(name, WeightParams(shape, letters, WeightInit.FanIn(m)))
+            init = self._QueryInit(m, k) if name == "q" else WeightInit.FanIn(m)
+            self.CreateVariable(name, WeightParams(shape, letters, init))
         self.CreateVariable("o", WeightParams((n, k, m), "NKM", WeightInit.FanIn(n * k)))
+        if self.p.biases:
+            for name, heads, letter in (("q", n, "N"), ("k", a, self._kv), ("v", a, self._kv)):
+                bias = WeightParams.Vector((heads, k), f"{letter}K", 0.0)
+                self.CreateVariable(f"{name}_bias", bias)
+            self.CreateVariable("o_bias", WeightParams.Vector((m,), "M", 0.0))
         return k, k
+
+    def _QueryInit(self, fan_in: int, size: int) -> WeightInit:
+        """Initial weights of queries of so many numbers, with which scores vary as much as without a score_scale."""
+        init, scale = WeightInit.FanIn(fan_in), self.p.score_scale
+        return replace(init, scale=init.scale * size**-0.5 / scale) if scale else init
 
     def FProp(
         self,
@@ -141,7 +161,7 @@ class MultiHeadAttention(BaseLayer):
         p = self.p
         rows = mask if isinstance(mask, NestedMap) else NestedMap(mask=mask)
         common = {
-            "bias": self._Bias(rows.get("shared", theta.get("position", NestedMap()))),
+            "bias": self._BiasOfScores(rows.get("shared", theta.get("position", NestedMap()))),
             "sinks_N": theta.get("sinks"),
             "split": p.activation_split,
         }
@@ -157,7 +177,7 @@ class MultiHeadAttention(BaseLayer):
             **common,
         )
 
-    def _Bias(self, weights: NestedMap) -> Bias | None:
+    def _BiasOfScores(self, weights: NestedMap) -> Bias | None:
         """What positions add to scores, by their weights."""
         position = self.children.get("position")
         if not isinstance(position, ScoreBias):
@@ -188,6 +208,12 @@ class MultiHeadAttention(BaseLayer):
         Without a query, or without a source, None stands in the place of what would be made of it.
         """
         q, k, v = kernels.current().project_heads(query, source, theta, self._scale, self.Shard)
+        if self.p.biases:
+            scales = (self._scale, 1.0, 1.0)
+            q, k, v = (
+                x if x is None else x + self._HeadsBias(theta[f"{name}_bias"], scale)
+                for name, x, scale in zip("qkv", (q, k, v), scales, strict=True)
+            )
         return self._Positioned(q, positions), self._Positioned(k, positions), v
 
     def _Near(
@@ -196,9 +222,15 @@ class MultiHeadAttention(BaseLayer):
         """The mask without what the layer does not look at, by int32 positions [B or 1, T or 1] and [B or 1, S]."""
         return mask
 
+    def _HeadsBias(self, bias_NK: tf.Tensor, scale: float) -> tf.Tensor:
+        """A bias of heads times a scale, in the layout of the kernels in use."""
+        bias = self.Cast(bias_NK) * tf.constant(scale, self.fprop_dtype)
+        return kernels.current().in_layout(bias[tf.newaxis, tf.newaxis])
+
     def _Back(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
         """The heads' results [B, T, N, K] projected to [B, T, M]."""
-        return kernels.current().project_back(context, theta.o)
+        y = kernels.current().project_back(context, theta.o)
+        return y + self.Cast(theta.o_bias) if "o_bias" in theta else y
 
     @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:

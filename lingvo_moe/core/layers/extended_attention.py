@@ -20,7 +20,7 @@ _QK_NORMS = ("none", "head", "projection", "unit")
 
 
 class ExtendedAttention(MultiHeadAttention):
-    """MultiHeadAttention with biases, normalized queries and keys, sinks, windows, chunks and layers without positions.
+    """MultiHeadAttention with normalized queries and keys, sinks, windows, chunks and layers without positions.
 
     A decoder's masks stay as they are: a window or a chunk only takes keys away. Without any of the parts it computes
     what MultiHeadAttention does.
@@ -33,7 +33,6 @@ class ExtendedAttention(MultiHeadAttention):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("biases", False, "Whether all four projections have biases (gpt-oss).")
         p.Define(
             "qk_norm",
             "none",
@@ -83,10 +82,6 @@ class ExtendedAttention(MultiHeadAttention):
         sizes = super()._CreateWeights()
         p, vector = self.p, WeightParams.Vector
         shapes = {name: (w.shape[1:], w.letters[1:]) for name, w in self._weights.items()}
-        if p.biases:
-            for name in "qkv":
-                self.CreateVariable(f"{name}_bias", vector(*shapes[name], 0.0))
-            self.CreateVariable("o_bias", vector((p.model_dim,), "M", 0.0))
         if p.qk_norm in ("head", "projection"):
             for name in "qk":
                 shape, letters = shapes[name]
@@ -172,7 +167,3 @@ class ExtendedAttention(MultiHeadAttention):
                 f"{self.path}: window, chunk and temperature_length go by positions; FProp needs `positions`"
             )
         return positions
-
-    def _Back(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
-        y = super()._Back(theta, context)
-        return y + self.Cast(theta.o_bias) if self.p.biases else y

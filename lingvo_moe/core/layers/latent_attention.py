@@ -35,7 +35,7 @@ class LatentAttention(MultiHeadAttention):
 
     @classmethod
     def Params(cls) -> InstantiableParams:
-        p = super().Params().Delete("num_kv_heads")
+        p = super().Params().Delete("num_kv_heads", "biases")
         p.Define("rank", 512, "Of keys and values (kv_lora_rank elsewhere).", checks.SIZE)
         p.Define(
             "query_rank",
@@ -64,7 +64,8 @@ class LatentAttention(MultiHeadAttention):
             self.CreateVariable("q_down", WeightParams((m, p.query_rank), "MR", fan_in(m)))
             self.CreateVariable("q_norm", WeightParams.Vector((p.query_rank,), "R", 1.0))
         source, letter = (p.query_rank, "R") if p.query_rank else (m, "M")
-        self.CreateVariable("q", WeightParams((source, n, size), f"{letter}NK", fan_in(source)))
+        init = self._QueryInit(source, size)
+        self.CreateVariable("q", WeightParams((source, n, size), f"{letter}NK", init))
         self.CreateVariable("down", WeightParams((m, p.rank + p.turned_dim), "MR", fan_in(m)))
         self.CreateVariable("norm", WeightParams.Vector((p.rank,), "R", 1.0))
         self.CreateVariable("k", WeightParams((p.rank, n, k), "RNK", fan_in(p.rank)))

@@ -109,7 +109,7 @@ def layer_params(p: HyperParams, stack: TaskStack, number: int) -> InstantiableP
         )
     return TransformerLayer.Params().Set(
         self_atten_tpl=_self_attention(p, stack, atten.Copy()),
-        cross_atten_tpl=_sized(p, attention.CrossAttention.Params()) if stack.memory else None,
+        cross_atten_tpl=_cross_attention(p) if stack.memory else None,
         ffn_tpl=ffn.Set(model_dim=p.model_dim),
         norm_tpl=p.norm.Copy(),
         norm_place=p.norm_place,
@@ -133,6 +133,15 @@ def _self_attention(
         if "bidirectional" in atten.position:
             atten.position.bidirectional = not stack.causal
     return _sized(p, atten)
+
+
+def _cross_attention(p: HyperParams) -> InstantiableParams:
+    """Cross-attention, with the biases and the scale of scores of self-attention, if its kind has them."""
+    cross = attention.CrossAttention.Params()
+    for name in ("biases", "score_scale"):
+        if name in p.attention:
+            cross.Set(**{name: p.attention.Get(name)})
+    return _sized(p, cross)
 
 
 def _sized(p: HyperParams, atten: InstantiableParams) -> InstantiableParams:

@@ -22,15 +22,27 @@ def _layer(**kwargs):
     return p.Set(**SPLITS).Set(**kwargs).Instantiate()
 
 
-def _numpy(theta, x, source, mask):
+def _numpy(theta, x, source, mask, scale=3**-0.5):
     q, k, v = (
-        np.einsum("btm,mnk->btnk", a, w)
-        for a, w in ((x, theta.q), (source, theta.k), (source, theta.v))
+        np.einsum("btm,mnk->btnk", a, theta[name]) + theta.get(f"{name}_bias", 0.0)
+        for a, name in ((x, "q"), (source, "k"), (source, "v"))
     )
-    logits = np.einsum("btnk,bsnk->bnts", q, k) / np.sqrt(3)
+    logits = np.einsum("btnk,bsnk->bnts", q, k) * scale
     e = np.exp(logits) * np.asarray(mask)[:, None]
     probs = e / e.sum(-1, keepdims=True)
-    return np.einsum("bnts,bsnk,nkm->btm", probs, v, theta.o)
+    return np.einsum("bnts,bsnk,nkm->btm", probs, v, theta.o) + theta.get("o_bias", 0.0)
+
+
+@pytest.mark.parametrize("ops", [xla, tensorflow_kernels], ids=["xla", "tensorflow"])
+def test_formula_with_biases_and_a_scale_of_scores(ops):
+    layer = _layer(biases=True, score_scale=1.5)
+    theta, plain = init(layer), init(_layer())
+    np.testing.assert_allclose(theta.q, plain.q / (1.5 * np.sqrt(3)), rtol=1e-5)
+    theta = theta.Transform(lambda w: w + 0.3 * normal(w.shape.rank, *w.shape))
+    x, source, mask = normal(0, 2, 4, 8), normal(1, 2, 5, 8), np.ones([2, 1, 5])
+    with kernels.using(ops):
+        y = single(layer.FProp, theta, x, source, tf.constant(mask))
+    np.testing.assert_allclose(y, _numpy(theta, x, source, mask, 1.5), rtol=1e-4, atol=1e-4)
 
 
 def test_formula_and_masks():
@@ -79,7 +91,7 @@ def test_flat_beam_equals_separate_sequences():
 
 # Every parameter of a registered attention that changes attention to a memory.
 OF_MEMORY = {
-    "multi_head": {"num_kv_heads": 1},
+    "multi_head": {"num_kv_heads": 1, "biases": True, "score_scale": 1.0},
     "extended": {"biases": True, "sinks": True, "qk_norm": "projection"},
     "extended by head": {"num_kv_heads": 1, "qk_norm": "unit", "use_positions": False},
     "latent": {"rank": 6, "query_rank": 5, "turned_dim": 4, "value_dim": 5},

@@ -21,8 +21,9 @@ DRAW = np.random.default_rng(0)
 
 def _layer(kv_heads: int, cls: type = MultiHeadAttention) -> tuple[MultiHeadAttention, NestedMap]:
     p = cls.Params().Set(name="atten", model_dim=M, num_heads=N, dim_per_head=K)
-    layer = p.Set(num_kv_heads=kv_heads).Instantiate()
-    return layer, layer.InitTheta(make_seed(0, 0))
+    layer = p.Set(num_kv_heads=kv_heads, biases=True, score_scale=0.7).Instantiate()
+    theta = layer.InitTheta(make_seed(0, 0))  # whose biases are 0
+    return layer, theta.Transform(lambda w: w + 0.1 * _normal(*w.shape))
 
 
 def _normal(*shape: int) -> tf.Tensor:
