@@ -130,7 +130,7 @@ def _begun(run: Any, *_: Any) -> Any:
     trainer.prepare(run, anything())
     trainer.initial_weights(run)
     print(run.override, trainer.machine_line(run, anything()))
-    return contextlib.nullcontext(lambda: NestedMap(last_step=0, status=1))
+    return contextlib.nullcontext(lambda: NestedMap(last_step=0, status=0))
 
 
 _TRAINER = {
