@@ -32,6 +32,13 @@ MOVED = {
     f"{_CORE}.base_task": f"{_CORE}.task.base_task",
     f"{_CORE}.engine.loop.interrupt": f"{_CORE}.console.interrupt",
     f"{_CORE}.engine.aot": f"{_ANALYSIS}.programs.aot",
+    f"{_CORE}.engine.checking": f"{_ANALYSIS}.programs.checking",
+    f"{_CORE}.engine.collectives": f"{_ANALYSIS}.programs.hlo.collective_list",
+    f"{_CORE}.kernels.tpu": f"{_CORE}.kernels.pallas.tpu",
+    f"{_CORE}.planner.errors": f"{_ANALYSIS}.plans.machines.base",
+    **{f"{_CORE}.planner.{n}": f"{_ANALYSIS}.plans.work.{n}" for n in ("costs", "flops", "traffic")},
+    f"{_CORE}.planner.machines.prices": f"{_ANALYSIS}.plans.prices",
+    f"{_CORE}.planner.network.mesh_order": f"{_ANALYSIS}.plans.mesh_order",
     **{f"{_CORE}.{n}": f"{_ANALYSIS}.programs.{n}" for n in ("hlo", "partitioner")},
     f"{_CORE}.planner": f"{_ANALYSIS}.plans",
     **{f"{_CORE}.{n}": f"{_ANALYSIS}.search.{n}" for n in ("strategies", "auto_shard", "operators")},
@@ -39,6 +46,8 @@ MOVED = {
     "lingvo_moe.planning.found_strategy": "lingvo_moe.training.found_strategy",
     "lingvo_moe.planning": f"{_ANALYSIS}.plans",
     "lingvo_moe.inspecting": f"{_ANALYSIS}.explain",
+    "lingvo_moe.training.meshes": f"{_CORE}.task.meshes",
+    "lingvo_moe.training.recomputing": f"{_ANALYSIS}.plans.recomputing",
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import shlex
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lingvo_moe.analysis.search.strategies.strategy_file import AUTO
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.console.command import run as run_command, say
+from lingvo_moe.core.console.command import flags_line, run as run_command, say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.console.interrupt import Stopped, TimeLimit
 from lingvo_moe.core.console.mistakes import report
@@ -344,10 +343,10 @@ def verify_step(job: Job, mesh: Mesh, on_cpu: bool) -> None:
             f"--num_devices or --mesh"
         )
     if not on_cpu or job.args.num_processes > 1:
-        flags = f"--model={job.args.model}", f"--mesh={mesh}"
-        words = ["python", "-m", "tools.verify", *flags, f"--model_params_override={job.override}"]
-        command = shlex.join(words)
-        raise UsageError(f"--verify: needs one process on a CPU; run {command} first")
+        flags = flags_line(model=job.args.model, mesh=mesh, model_params_override=job.override)
+        raise UsageError(
+            f"--verify: needs one process on a CPU; run python -m tools.verify {flags} first"
+        )
     compared = verify_model(job.args.model, mesh, job.override)
     say(f"verified over mesh {mesh}: {compared}")
 

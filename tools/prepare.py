@@ -11,7 +11,6 @@ otherwise some pairs are held out. After Ctrl-C or another interruption the same
 
 import logging
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.console.command import as_typed
+from lingvo_moe.core.console.command import as_typed, flags_line
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.runs.directories import PREPARED
@@ -289,11 +288,8 @@ def _trainer_command(
     if args.temperature and args.temperature != experiment.temperature:
         override.append(f"input.temperature={args.temperature:g}")
     override += rows
-    flags = {"model": model, "data_dir": args.output, "logdir": logdir}
-    if override:
-        flags["model_params_override"] = ";".join(override)
-    values = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
-    return f"python -m lingvo_moe.trainer {values}"
+    flags = {"data_dir": args.output, "logdir": logdir, "model_params_override": ";".join(override)}
+    return f"python -m lingvo_moe.trainer {flags_line(model=model, **flags)}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shlex
 from collections.abc import Collection
 
 from lingvo_moe.core.config import registry
@@ -10,7 +9,7 @@ from lingvo_moe.core.config.class_names import own_class
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.config.param_text import classes_first
 from lingvo_moe.core.config.stored_params import difference, has_effect, stored_values
-from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.command import flags_line, say
 from lingvo_moe.core.console.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.runs.bucket_lock import TrainerLock
 from lingvo_moe.core.runs.run_dir import RunDir
@@ -80,8 +79,9 @@ def with_its_weights(logdir: str | os.PathLike, model: str, override: str, param
         "init_from": str(logdir),
         "model_params_override": registry.part_of(override, lambda path: path != "input.data_dir"),
     }
-    shown = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items() if value)
-    return f"or begin another run with its weights: python -m lingvo_moe.trainer {shown}"
+    return (
+        f"or begin another run with its weights: python -m lingvo_moe.trainer {flags_line(**flags)}"
+    )
 
 
 def _is_of_data(path: str) -> bool:
@@ -113,7 +113,7 @@ def overrides_of_run(run_dir: RunDir, override: str, left_out: Collection[str] =
     taken = registry.part_of(rest, lambda path: not is_in(path, left_out))
     train = registry.part_of(rest, lambda path: is_in(path, {"train"} & {*left_out}))
     if taken:
-        say(f"--model_params_override={shlex.quote(taken)}: from the run in {run_dir.path}")
+        say(f"{flags_line(model_params_override=taken)}: from the run in {run_dir.path}")
     if train:
         say(f"not from the run, whose last command had them: {train}")
     return taken
@@ -198,11 +198,10 @@ def check_same_run(run_dir: RunDir, params: Params, remedy: str) -> None:
     if not differing:
         return
     began = run_dir.experiment
-    flags = f"--model={began['model']}"
-    if override := _part_of_run(began["params_override"], params):
-        flags += f" --model_params_override={shlex.quote(override)}"
-    if restored := _restoring(run_dir.params_text, params):
-        flags += f". With --model_params_override={shlex.quote(restored)} added, it goes on"
+    override = _part_of_run(began["params_override"], params)
+    flags = flags_line(model=began["model"], model_params_override=override)
+    if restored := flags_line(model_params_override=_restoring(run_dir.params_text, params)):
+        flags += f". With {restored} added, it goes on"
     raise UsageError(
         f"--logdir={run_dir.path} holds a run of {began['model']} with other parameters; {remedy}. The run began with "
         f"{flags}. '>' is the run there, '<' is what would run now:\n{differing}"

@@ -1,6 +1,5 @@
 """Says what would make a planned step fit, or its machine be used better."""
 
-import shlex
 from collections.abc import Iterator
 
 from lingvo_moe.analysis.plans import figures
@@ -8,6 +7,7 @@ from lingvo_moe.analysis.plans.figures import Plan
 from lingvo_moe.analysis.plans.prices import kind_of
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console import units
+from lingvo_moe.core.console.command import flags_line
 
 _TIGHT = 0.8  # of the memory; below, what would save memory helps nobody
 _FAR_TOO_LARGE = 4  # times the devices that memory asks for
@@ -40,9 +40,8 @@ def _too_large(plan: Plan) -> list[str]:
         return []
     layout, override = plan.get("layout", ""), plan.get("override") or ""
     which = {"what": plan["what"] * (plan["what"] != "train"), "layout": layout}
-    command = _command(
-        plan, "plan", model_params_override=override, **which, topology=kind_of(plan)
-    )
+    flags = {"model": plan["model"], "model_params_override": override, **which}
+    command = f"python -m tools.plan {flags_line(**flags, topology=kind_of(plan))}"
     # What a device holds of the same batch grows at most as the devices become fewer.
     return [
         f"The machine is large for this model: by memory alone, one device in {times:,} would do (a device needs "
@@ -96,12 +95,5 @@ def _search(plan: Plan) -> list[str]:
         return []
     own = registry.without_strategy(plan.get("override") or "")
     topology = plan["topology"]["name"]
-    command = _command(plan, "parallelize", model_params_override=own, topology=topology)
-    return [f"`{command}` searches for a faster layout."]
-
-
-def _command(plan: Plan, tool: str, **flags: str) -> str:
-    """A complete command for the plan's model."""
-    given = {"model": plan["model"], **flags}.items()
-    quoted = (f"--{name}={shlex.quote(value)}" for name, value in given if value)
-    return " ".join([f"python -m tools.{tool}", *quoted])
+    flags = flags_line(model=plan["model"], model_params_override=own, topology=topology)
+    return [f"`python -m tools.parallelize {flags}` searches for a faster layout."]

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,11 @@ def as_typed(text: str) -> str:
     for command, installed in _AS_INSTALLED.items():
         text = text.replace(command, installed)
     return _TOOL.sub(r"lingvo-moe \1", text)
+
+
+def flags_line(**flags: object) -> str:
+    """Flags as a shell takes them, e.g. "--model=mt.M4Tiny --mesh=expert:8"; those without a value are left out."""
+    return " ".join(f"--{name}={shlex.quote(str(value))}" for name, value in flags.items() if value)
 
 
 def is_command() -> bool:

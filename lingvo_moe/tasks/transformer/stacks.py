@@ -147,11 +147,10 @@ def _cross_attention(p: HyperParams) -> InstantiableParams:
 def _sized(p: HyperParams, atten: InstantiableParams) -> InstantiableParams:
     """Attention with the task's sizes, dropout and biases."""
     if p.use_bias:
-        name = next((name for name in ("use_bias", "biases") if name in atten), None)
-        if name is None:
-            why = f"{atten.cls.__name__} has no biases; choose task.attention=extended, or set this to False"
+        if "biases" not in atten:
+            why = f"{atten.cls.__name__} has no biases; choose task.attention=multi_head, or set this to False"
             raise ParamError("task.use_bias", "True", why)
-        atten.Set(**{name: True})
+        atten.biases = True
     if "num_kv_heads" in atten:
         atten.num_kv_heads = p.num_kv_heads
     return atten.Set(
