@@ -16,8 +16,8 @@ class LinearModel(api.BaseTask):
         loss = tf.reduce_mean((y - batch.y) ** 2)
         return loss, api.NestedMap(loss=loss, examples=tf.cast(tf.size(y), tf.float32))
 
-    def FlopsByPart(self, batch):
-        return {"linear": 2 * batch.x.shape[0] * 8}
+    def Costs(self):
+        return api.TaskCosts(self.UNIT, lambda batch: {"linear": 2 * batch.x.shape[0] * 8})
 
 
 class Numbers(api.BaseInput):

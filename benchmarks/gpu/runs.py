@@ -86,7 +86,7 @@ def write(args: Flags) -> int:
         "loss": task.HELD_OUT_METRICS[0],
         "decay_share": _decay_share(task.optimizer.learning_rate),
         "parameters": inspect.count_parameters(task.VariableSpecs().Flatten()),
-        "flops": task.StepFlops(inputs.BatchSpec()),
+        "flops": task.Costs().StepFlops(inputs.BatchSpec()),
     }
     files.write_json(directory / MANIFEST, manifest)
     return 0

@@ -20,7 +20,7 @@ def test_the_page_has_each_models_counts_and_the_bytes_of_its_cache():
         total = count_parameters(task.VariableSpecs().Flatten())
         active = active_parameters(task)["with both embeddings"]
         shown = "all" if active == total else f"{active:,}"
-        assert f"| `{name}` | {total:,} | {shown} | {task.CacheBytes():,} |" in PAGE, name
+        assert f"| `{name}` | {total:,} | {shown} | {task.Costs().CacheBytes():,} |" in PAGE, name
 
 
 def test_the_page_has_counts_rows_and_meshes_of_models_with_measured_steps():

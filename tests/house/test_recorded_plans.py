@@ -34,7 +34,7 @@ def test_parameters_are_those_of_the_experiment_to_the_unit(name):
 def test_forward_operations_are_the_hand_count_of_the_einsums(name):
     plan = PLANS[name]
     params = registry.GetParams(plan["model"], plan["override"])
-    parts = params.task.Instantiate().FlopsByPart(params.input.Instantiate().BatchSpec())
+    parts = params.task.Instantiate().Costs().FlopsByPart(params.input.Instantiate().BatchSpec())
     hand = sum(parts.values()) / plan["topology"]["devices"]
     forward = sum(row["flops"] for row in plan["work"] if row["phase"] == "forward")
     assert forward == pytest.approx(hand, rel=0.02)

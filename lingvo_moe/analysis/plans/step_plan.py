@@ -262,11 +262,11 @@ def pipeline_schedule(
 def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step, tables.Job]:
     """The step to lower, and what one run of it takes in and puts out."""
     inputs = params.input.Instantiate()
-    counts = task.BatchCounts(inputs.BatchSpec())
+    counts = task.Costs().BatchCounts(inputs.BatchSpec())
     if request.what == "train":
         step = train_step(task, inputs, params.train.num_micro_batches)
         budget = request.token_budget if task.UNIT == "tokens" else 0.0
-        flops = task.StepFlops(inputs.BatchSpec())
+        flops = task.Costs().StepFlops(inputs.BatchSpec())
     else:
         step, budget, flops = task.DecodeStep(inputs), 0.0, 0
         # It takes in nothing, and puts out one unit for each row.

@@ -45,11 +45,11 @@ class Job:
     model: str
     override: str
     what: str  # 'train' or 'decode'
-    # What one run of the program takes in and puts out, as BaseTask.BatchCounts names it; the last number counts units.
+    # What one run of the program takes in and puts out, as TaskCosts.BatchCounts names it; the last one is of units.
     batch: dict[str, int]
     unit: str  # what is counted, e.g. 'tokens'
     budget: float  # units of the whole job; 0: none
-    # BaseTask.StepFlops, of all devices together; 0 where they are not known, as in decoding.
+    # TaskCosts.StepFlops, of all devices together; 0 where they are not known, as in decoding.
     model_flops: int = 0
 
 

@@ -36,6 +36,7 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, shards
 from lingvo_moe.core.state.offload import check_offload, items_of
 from lingvo_moe.core.state.state_sharding import weights_in_use
+from lingvo_moe.core.task.costs import TaskCosts
 from lingvo_moe.core.task.forms import Forms
 from lingvo_moe.core.task.named_rows import NamedRows
 from lingvo_moe.core.task.step import Step
@@ -181,41 +182,9 @@ class BaseTask(BaseLayer):
     def CheckData(self, inputs: BaseInput) -> None:
         """Raises TaskError if the input's data does not suit the task. Called after the input's `Prepare`."""
 
-    def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
-        """Counts what a full batch (given as ArraySpecs) holds, by name. The last count is of UNITs, with padding."""
-        return {self.UNIT: batch.Flatten()[0].shape[0]}
-
-    def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """FLOPs of a forward pass over a full batch (given as ArraySpecs), by part of the model; empty if unknown.
-
-        A part `*.dispatch` is what no token needs: products with dispatch masks, and those of empty slots of experts.
-        """
-        return {}
-
-    def StageFlops(self, batch: NestedMap) -> list[int]:
-        """FLOPs of a forward pass over a full batch (given as ArraySpecs), by pipeline stage; empty without one."""
-        return []
-
-    def StepFlops(self, batch: NestedMap) -> int:
-        """Model FLOPs of a training step over a full batch, as MFU counts them (Chowdhery et al. 2022, appendix B).
-
-        Each product of the forward pass has two in the backward pass: six for each active parameter and token, and
-        those of attention, as if every token saw all of its row. Recomputation and dispatch do not count.
-        """
-        parts = self.FlopsByPart(batch).items()
-        return 3 * sum(flops for part, flops in parts if not part.endswith("dispatch"))
-
-    def BlockInputs(self, batch: NestedMap) -> dict[str, int]:
-        """Elements of the inputs of all blocks over a full batch (given as ArraySpecs), by the path of their stack."""
-        return {}
-
-    def LargestInside(self, batch: NestedMap) -> int:
-        """Elements of the largest activation inside of a block that no form of the step does without; 0 if unknown."""
-        return 0
-
-    def CacheBytes(self) -> int:
-        """The bytes that decoding keeps of each token of a text; 0 for a task that keeps nothing or does not say."""
-        return 0
+    def Costs(self) -> TaskCosts:
+        """Returns what a step costs."""
+        return TaskCosts(self.UNIT)
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
         """Returns the parameters that set the size of dimension `letter` of the variable at `path`."""
@@ -251,6 +220,19 @@ class BaseTask(BaseLayer):
         """Returns the training loss (float32 scalar) and metrics, of a batch; nothing is random without a seed."""
         raise NotImplementedError(f"{type(self).__name__}.FProp")
 
+    def _LossAndMetrics(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Returns what FProp returns. Raises TaskError where that is not a loss and metrics."""
+        result = self.FProp(theta, batch, seed=seed)
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], NestedMap):
+            return result
+        count = f" of {len(result)}" if isinstance(result, tuple) else ""
+        raise TaskError(
+            f"{type(self).__name__}.FProp returned a {type(result).__name__}{count}; it has to return "
+            "(loss, metrics), a scalar and a NestedMap"
+        )
+
     @within("Loss")
     def MicroBatchTerms(
         self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
@@ -261,7 +243,7 @@ class BaseTask(BaseLayer):
             seed: int32 [2] or None, of this micro-batch.
             shares: its Units divided by those of the batch, float32 scalars.
         """
-        loss, metrics = self.FProp(theta, batch, seed=seed)
+        loss, metrics = self._LossAndMetrics(theta, batch, seed)
         return self.Terms(loss, metrics, shares)
 
     def Terms(
@@ -390,7 +372,7 @@ class BaseTask(BaseLayer):
         """
         seed = randomness.make_seed(self.p.seed, state.step)
         loss, metrics, grads = self.Differentiate(
-            state.theta, lambda: self.FProp(self.InUse(state.theta), batch, seed=seed)
+            state.theta, lambda: self._LossAndMetrics(self.InUse(state.theta), batch, seed)
         )
         updates = metrics.pop("updates", NestedMap())
         with name_scope("optimizer"):
@@ -441,7 +423,7 @@ class BaseTask(BaseLayer):
     @scoped
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """Returns the metrics of FProp with nothing random and no token dropped."""
-        return self.FProp(theta, batch, seed=None)[1]
+        return self._LossAndMetrics(theta, batch, None)[1]
 
     def HeldOutStep(self, weights: NestedMap, batch: NestedMap) -> NestedMap:
         """Returns the HELD_OUT_METRICS of a held-out batch, and how many UNITs it has.

@@ -93,7 +93,7 @@ def print_active(task: BaseTask) -> None:
     if counts := active_parameters(task):
         listed = ", ".join(f"{count:,} {name}" for name, count in counts.items())
         print(f"parameters active for a token: {listed}")
-    if cache := task.CacheBytes():
+    if cache := task.Costs().CacheBytes():
         print(f"cache of a decoder: {cache:,} bytes a token")
 
 
@@ -132,11 +132,11 @@ def print_flops(task: BaseTask, batch: NestedMap) -> None:
 
     Prints nothing for a task that does not say. `batch` holds ArraySpecs of a full batch.
     """
-    parts = task.FlopsByPart(batch)
+    parts = task.Costs().FlopsByPart(batch)
     total = sum(parts.values())
     if not total:
         return
-    counted, count = list(task.BatchCounts(batch).items())[-1]
+    counted, count = list(task.Costs().BatchCounts(batch).items())[-1]
     counted = counted.replace("_", " ")
     per = f"forward FLOPs per {counted.removesuffix('s')}"
     rows = [
@@ -146,10 +146,10 @@ def print_flops(task: BaseTask, batch: NestedMap) -> None:
     print()
     show(Table(words("part") + numbers(per, "share"), rows), Console(width=140))
     print(
-        f"a training step: {units.work(task.StepFlops(batch))} for {count:,} {counted}, padding included: three times "
-        "the forward pass, without dispatch and what the backward pass computes again"
+        f"a training step: {units.work(task.Costs().StepFlops(batch))} for {count:,} {counted}, padding included: "
+        "three times the forward pass, without dispatch and what the backward pass computes again"
     )
-    if stages := task.StageFlops(batch):
+    if stages := task.Costs().StageFlops(batch):
         listed = ", ".join(units.work(flops / count) for flops in stages)
         spread = max(stages) * len(stages) / sum(stages)
         print(

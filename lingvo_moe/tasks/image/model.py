@@ -21,6 +21,7 @@ from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
+from lingvo_moe.core.task.costs import TaskCosts
 from lingvo_moe.tasks.image.networks import PIPELINE, ResNet, network_pipeline_params
 
 _TOP = 5
@@ -243,17 +244,27 @@ class ImageClassifier(BaseTask):
         x = tf.cast(self.Shard(images, "BYXI"), tf.float32) * (1 / 255)
         return tf.cast((x - self.p.pixel_mean) * (1 / self.p.pixel_deviation), self.fprop_dtype)
 
+    def Costs(self) -> "_Costs":
+        return _Costs(self)
+
+
+class _Costs(TaskCosts):
+    """The costs of a network and its head."""
+
+    def __init__(self, model: ImageClassifier):
+        super().__init__(model.UNIT)
+        self._model = model
+
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask: the stages of the network, and the head."""
-        rows, network, head = batch.images.shape[0], self.network.p, self.head.p
+        """See TaskCosts: the stages of the network, and the head."""
+        rows, network, head = batch.images.shape[0], self._model.network.p, self._model.head.p
         flops = network.cls.FlopsByStage(network, batch.images.shape)
         flops["head"] = Classifier.FPropMeta(head, (rows, head.model_dim)).flops
         return flops
 
     def StageFlops(self, batch: NestedMap) -> list[int]:
-        if self.p.pipeline.stages == 1:
+        network, stages = self._model.network.p, self._model.p.pipeline.stages
+        if stages == 1:
             return []
-        network = self.network.p
         costs = network.cls.Partition(network).costs  # for one image of pipeline.image_size
-        stages = self.p.pipeline.stages
         return [batch.images.shape[0] * sum(costs[k::stages]) for k in range(stages)]

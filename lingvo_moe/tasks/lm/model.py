@@ -12,7 +12,8 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.nested_map import NestedMap, flatten
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.transformer.costs import TransformerCosts
 from lingvo_moe.tasks.transformer.stacks import TaskStack
 from lingvo_moe.tasks.transformer.task import TransformerTask
 
@@ -48,5 +49,5 @@ class LmModel(TransformerTask):
         """The letters of InitCache's tensors."""
         return NestedMap(decoder=self.decoder.CacheLetters())
 
-    def CacheBytes(self) -> int:
-        return sum(x.shape.num_elements() * x.dtype.size for x in flatten(self.InitCache(1, 1)))
+    def Costs(self) -> TransformerCosts:
+        return TransformerCosts(self, self.InitCache)

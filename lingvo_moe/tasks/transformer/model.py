@@ -254,11 +254,11 @@ class Transformer(BaseTask):
         if not stack.causal:
             return masks.segment_mask(row.segment_ids, row.segment_ids)
         tokens = NestedMap(segments=row.segment_ids, positions=row.segment_pos)
-        if self._ByBlocks(stack, row.segment_ids.shape[1]):
+        if self.ScoresByBlocks(stack, row.segment_ids.shape[1]):
             return tokens
         return masks.causal_segment_mask_of(tokens, tokens)
 
-    def _ByBlocks(self, stack: TaskStack, length: int | None) -> bool:
+    def ScoresByBlocks(self, stack: TaskStack, length: int | None) -> bool:
         """Whether self-attention in rows of that length is computed by blocks."""
         if not stack.causal:
             return False

@@ -12,15 +12,15 @@ import tensorflow as tf
 
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
-from lingvo_moe.core.layers import kept, softmax
+from lingvo_moe.core.layers import kept
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.core.task.forms import Forms
 from lingvo_moe.tasks.transformer import experts
+from lingvo_moe.tasks.transformer.costs import TransformerCosts
 from lingvo_moe.tasks.transformer.model import Transformer
-from lingvo_moe.tasks.transformer.multi_token import MultiTokenHead
 from lingvo_moe.tasks.transformer.shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer.stacks import layers_before, layers_of_block
 
@@ -151,10 +151,6 @@ class TransformerTask(Transformer):
         vocab_sizes = {stack.row: self.p.Get(stack.vocab_size) for stack in self.STACKS}
         return sample_rows(inputs.BatchSpec(), vocab_sizes, rng)
 
-    def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
-        shapes = {f"{stack.prefix}tokens": stack.Row(batch).ids.shape for stack in self.STACKS}
-        return {name: rows * length for name, (rows, length) in shapes.items()}
-
     def Units(self, batch: NestedMap) -> NestedMap:
         """See BaseTask: by stack, e.g. `source_tokens`, what experts.units counts; `tokens` are those of the last."""
         units = NestedMap()
@@ -164,22 +160,6 @@ class TransformerTask(Transformer):
             units.update({f"{stack.prefix}{name}": count for name, count in counts.items()})
         units.tokens = units[f"{stack.prefix}tokens"]
         return units
-
-    def BlockInputs(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask: model_dim numbers for each token of the stack."""
-        counts = zip(self.STACKS, self.BatchCounts(batch).values(), strict=True)
-        return {
-            f"{self.path}.{stack.name}.blocks": self.children[stack.name].p.num_blocks
-            * tokens
-            * self.p.model_dim
-            for stack, tokens in counts
-        }
-
-    def LargestInside(self, batch: NestedMap) -> int:
-        """See BaseTask: the scores of one head; blocks of attention make no such scores."""
-        shapes = [(stack, *stack.Row(batch).ids.shape) for stack in self.STACKS]
-        whole = [rows * time**2 for stack, rows, time in shapes if not self._ByBlocks(stack, time)]
-        return max(whole, default=0)
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
         """See BaseTask; the layers are those of the variable's stack."""
@@ -203,17 +183,5 @@ class TransformerTask(Transformer):
             for stack in self.STACKS
         }
 
-    def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """See BaseTask: parts such as 'decoder.ffn'."""
-        shapes = {s.name: (*s.Row(batch).ids.shape, self.p.model_dim) for s in self.STACKS}
-        flops: dict[str, int] = {}
-        for stack in self.STACKS:
-            x, *memory = (shapes[name] for name in (stack.name, stack.memory) if name)
-            flops |= experts.flops_of(stack.name, self.children[stack.name].p, x, *memory)
-        flops["softmax"] = softmax.Softmax.FPropMeta(self.softmax.p, x).flops
-        if "multi_token" in self.children:
-            head = MultiTokenHead.FPropMeta(self.multi_token.p, x, *memory)
-            flops["multi_token"] = head.flops - head.dispatch
-            flops["multi_token.dispatch"] = head.dispatch
-            flops["softmax"] *= 2
-        return flops
+    def Costs(self) -> TransformerCosts:
+        return TransformerCosts(self)

@@ -210,7 +210,7 @@ def test_the_search_reads_dropless_models():
     work = parallelizing.read_workload(params)
     flops = sum(times * product.flops for product, times in work.products.items())
     batch = params.input.Instantiate().BatchSpec()
-    assert 3 * flops == params.task.Instantiate().StepFlops(batch)
+    assert 3 * flops == params.task.Instantiate().Costs().StepFlops(batch)
     assert not work.stages
 
 

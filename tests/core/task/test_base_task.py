@@ -16,7 +16,7 @@ from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.moving_average import average_specs, first_average, next_average
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
-from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.base_task import BaseTask, TaskError
 
 
 class Regression(BaseTask):
@@ -164,6 +164,16 @@ def test_evaluation_is_without_chance_and_without_change():
         batch = _batch().Transform(tf.constant)
         error = np.square(batch.x.numpy() @ theta.w.numpy().T - 1).sum() / 64
         np.testing.assert_allclose(task.EvalStep(theta, batch).error, error, rtol=1e-6)
+
+
+def test_a_forward_pass_that_returns_its_loss_alone_is_refused():
+    class LossAlone(BaseTask):
+        def FProp(self, theta, batch, seed=None):
+            return tf.constant(1.0)
+
+    task, batch = LossAlone.Params().Set(name="task").Instantiate(), NestedMap(x=tf.ones([2]))
+    with pytest.raises(TaskError, match=r"LossAlone.FProp returned a \w*Tensor; it has to return"):
+        task.EvalStep(NestedMap(), batch)
 
 
 def test_a_variable_that_the_loss_does_not_use_is_named():

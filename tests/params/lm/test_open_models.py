@@ -85,4 +85,6 @@ def test_model_flops_are_those_of_mfu(name, dispatcher):
     active = active_parameters(task)["without that of the input"]
     heads = p.num_heads * (p.key_dim or p.model_dim // p.num_heads)
     want = params.input.batch_size * length * (6 * active + 12 * p.num_layers * heads * length)
-    assert task.StepFlops(params.input.Instantiate().BatchSpec()) == pytest.approx(want, rel=1e-3)
+    assert task.Costs().StepFlops(params.input.Instantiate().BatchSpec()) == pytest.approx(
+        want, rel=1e-3
+    )

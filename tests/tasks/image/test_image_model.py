@@ -36,7 +36,7 @@ def test_resnet_50_has_the_known_size():
     sizes = [(s.trainable, int(np.prod(s.shape))) for s in specs]
     assert sum(n for trainable, n in sizes if trainable) == 25_557_032
     assert sum(n for trainable, n in sizes if not trainable) == 53_120  # moving averages
-    by_part = task.FlopsByPart(NestedMap(images=NestedMap(shape=(2, 224, 224, 3))))
+    by_part = task.Costs().FlopsByPart(NestedMap(images=NestedMap(shape=(2, 224, 224, 3))))
     # 4.1e9 products and as many sums, and the rest
     assert sum(by_part.values()) / 2 == pytest.approx(8.3e9, rel=0.02)
 

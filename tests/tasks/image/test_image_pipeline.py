@@ -106,7 +106,7 @@ def test_the_experiment_has_the_weights_of_resnet_50():
     assert sorted(s.path for s in [*parts, *own]) == sorted(
         s.path for s in plain.VariableSpecs().Flatten()
     )
-    flops = task.StageFlops(ResNet50Pipe4().Input().Instantiate().BatchSpec())
+    flops = task.Costs().StageFlops(ResNet50Pipe4().Input().Instantiate().BatchSpec())
     assert len(flops) == 4
     mesh = Mesh.parse(ResNet50Pipe4().Train().mesh)
     assert mesh.axis_size("stage") == 4

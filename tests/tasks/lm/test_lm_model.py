@@ -216,7 +216,7 @@ def test_a_softmax_of_its_own_has_a_table_and_its_gradients(theta, trained):
 
 def test_flops_are_those_of_the_matrix_products():
     model = _model()
-    flops = model.FlopsByPart(NestedMap(ids=np.zeros((4, 6))))
+    flops = model.Costs().FlopsByPart(NestedMap(ids=np.zeros((4, 6))))
     tokens, heads = 4 * 6, N * K
     assert flops == {
         "decoder.self_atten": L * tokens * (2 * 4 * M * heads + 2 * 2 * 6 * heads),

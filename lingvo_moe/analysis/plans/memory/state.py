@@ -39,12 +39,12 @@ def held(task: BaseTask, mesh: Mesh) -> StateSize:
 
 def block_inputs(task: BaseTask, batch: NestedMap) -> int:
     """Bytes of the inputs of all blocks, on all devices together: what recomputation keeps of a batch (ArraySpecs)."""
-    return task.fprop_dtype.size * sum(task.BlockInputs(batch).values())
+    return task.fprop_dtype.size * sum(task.Costs().BlockInputs(batch).values())
 
 
 def least_activations(task: BaseTask, batch: NestedMap) -> int:
     """A lower bound of the bytes of activations that a step needs, on all devices together."""
-    return block_inputs(task, batch) + task.fprop_dtype.size * task.LargestInside(batch)
+    return block_inputs(task, batch) + task.fprop_dtype.size * task.Costs().LargestInside(batch)
 
 
 def _on_mesh(task: BaseTask, mesh: Mesh) -> list[Sharded]:

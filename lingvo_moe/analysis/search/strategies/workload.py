@@ -125,7 +125,7 @@ def read_workload(params: Params) -> Workload:
     if not products:
         raise WorkloadError(f"{task.path}: its forward pass has no einsum whose letters are known")
     names = {name: kind for name, kind in declared.items() if name in marked.names}
-    inputs, passes = task.BlockInputs(batch), task.optimizer.PASSES
+    inputs, passes = task.Costs().BlockInputs(batch), task.optimizer.PASSES
     stages = kind.HasStages(params.task)
     return Workload(products, forms.num_blocks, inputs, names, passes, stages)
 

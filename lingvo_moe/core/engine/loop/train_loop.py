@@ -74,7 +74,7 @@ class TrainLoop:
         # Units of steps that the budget does not know of, arrays of the engine's.
         self._uncounted: list[Any] = []
         self._shown = 0.0  # units of the steps that progress has shown
-        self._work = StepWork(task.StepFlops(self._inputs.BatchSpec()), peak)
+        self._work = StepWork(task.Costs().StepFlops(self._inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()
         self._packing = PackedLayout.Of(self._state_specs, task.Unpacked().StateSpecs())
 

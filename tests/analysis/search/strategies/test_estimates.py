@@ -64,7 +64,7 @@ def test_the_work_is_the_model_s():
     params = registry.GetParams(_MODEL)
     task, inputs = params.task.Instantiate(), params.input.Instantiate()
     forward = sum(p.flops * times for p, times in _work().products.items())
-    parts = task.FlopsByPart(inputs.BatchSpec())
+    parts = task.Costs().FlopsByPart(inputs.BatchSpec())
     assert forward == pytest.approx(sum(parts.values()), rel=0.01)
 
 
