@@ -49,7 +49,7 @@ def test_every_nth_layer_after_the_dense_ones_has_experts(model):
         assert shapes[f"{body}.layers_1.ffn.experts.wi"] == (2, 4, 16, 24)
         assert shapes[f"{body}.layers_1.ffn.shared_experts.wi"] == (2, 16, 24)
         assert task.MetricLayers()[f"moe/{stack.name}"] == ["layer_2", "layer_4"]
-    flops = task.FlopsByPart(inputs.BatchSpec())
+    flops = task.Costs().FlopsByPart(inputs.BatchSpec())
     parts = {
         f"{stack.name}.{part}" for stack in task.STACKS for part in ("self_atten", "ffn", "moe")
     }
