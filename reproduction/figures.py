@@ -26,9 +26,9 @@ def _new(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequenc
 def _stack(axes: Axes, names: Sequence[str], heights: Mapping[str, Sequence[float]]) -> list[float]:
     """Draws a bar for each name, stacked of these labelled heights; returns how high the bars are."""
     tops = [0.0] * len(names)
-    for (label, each), colour in zip(heights.items(), _COLOURS):
-        axes.bar(names, each, width=0.6, bottom=tops, color=colour, label=label)
-        tops = [top + height for top, height in zip(tops, each)]
+    for (label, bars), colour in zip(heights.items(), _COLOURS):
+        axes.bar(names, bars, width=0.6, bottom=tops, color=colour, label=label)
+        tops = [top + height for top, height in zip(tops, bars)]
     return tops
 
 
@@ -57,7 +57,7 @@ def memory(bars: Mapping[str, Mapping[str, Plan]]) -> Figure:
     plans = [plan for panel in bars.values() for plan in panel.values()]
     limit = plans[0]["memory"]["hbm"] / _GIB
     for axes, (title, panel) in zip(panels, bars.items()):
-        held = {label: measures.needed(plan) / _GIB for label, plan in panel.items()}
+        size = {label: measures.needed(plan) / _GIB for label, plan in panel.items()}
         kinds = [
             measures.memory_kinds(plan) if measures.fits(plan) else {} for plan in panel.values()
         ]
@@ -68,9 +68,9 @@ def memory(bars: Mapping[str, Mapping[str, Plan]]) -> Figure:
         tops = _stack(axes, list(panel), heights)
         for (label, plan), top in zip(panel.items(), tops):
             if not top:  # only the sum is known
-                axes.bar([label], [held[label]], 0.6, color="white", edgecolor=SOFT, hatch="///")
+                axes.bar([label], [size[label]], 0.6, color="white", edgecolor=SOFT, hatch="///")
             said = "" if measures.fits(plan) else "\ndoes not fit"
-            _above(axes, label, max(held[label], top), f"{held[label]:.1f}{said}")
+            _above(axes, label, max(size[label], top), f"{size[label]:.1f}{said}")
         axes.axhline(limit, color=INK, linewidth=1, linestyle=(0, (4, 3)))
         axes.set(title=title, xlabel="experts")
     at = {"xycoords": ("axes fraction", "data"), "va": "bottom"}

@@ -36,8 +36,8 @@ def read(directory: Path, name: str) -> dict[str, Any] | None:
 
 def read_all(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Reads the recorded plans among `names`, by name; a name without one is left out."""
-    found = {name: read(directory, name) for name in dict.fromkeys(names)}
-    return {name: plan for name, plan in found.items() if plan is not None}
+    plans = {name: read(directory, name) for name in dict.fromkeys(names)}
+    return {name: plan for name, plan in plans.items() if plan is not None}
 
 
 def write(directory: Path, name: str, plan: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ def _dump(value: Any) -> str:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """One sentence for each difference of `new` from the recorded `old`; see analysis/plans/golden.py."""
     out = []
-    was, now = old["topology"]["name"], new["topology"]["name"]
-    if was != now:
-        out.append(f"topology is {now}, was {was}")
+    old_name, new_name = old["topology"]["name"], new["topology"]["name"]
+    if old_name != new_name:
+        out.append(f"topology is {new_name}, was {old_name}")
     return out + golden.differences(compact(old), compact(new))

@@ -92,7 +92,7 @@ def largest_bounds(plans: Plans, card: str) -> list[str]:
         share = bounds(plan)
         most = max(share, key=lambda key: share[key])
         largest.setdefault(most, []).append(" in ".join(model(plan)))
-    return [f"{_BOUNDS[key]} for {text.listed(of)}" for key, of in largest.items()]
+    return [f"{_BOUNDS[key]} for {text.listed(models)}" for key, models in largest.items()]
 
 
 def beside(plans: Plans) -> str:
@@ -107,7 +107,7 @@ def beside(plans: Plans) -> str:
         for bf16, kind in _TYPES.items():
             head = f"{card.upper()}, {kind}"
             names[head] = [requests.on_gpus(one, card, bf16) for one in models]
-    columns = {head: [_days(plans.get(name)) for name in of] for head, of in names.items()}
+    columns = {head: [_days(plans.get(name)) for name in row] for head, row in names.items()}
     rows = [[LABELS[one], *cells] for one, cells in zip(models, zip(*columns.values()))]
     return text.table(["model", *columns], rows)
 

@@ -139,11 +139,11 @@ def attributed(plan: Plan, what: str) -> float:
 
 def without_layer(plan: Plan) -> dict[str, list[Mapping[str, Any]]]:
     """The collectives that belong to no layer, by part."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    by_part: dict[str, list[Mapping[str, Any]]] = {}
     for row in plan["collectives"]:
         if not row["layer"]:
-            found.setdefault(row["part"], []).append(row)
-    return found
+            by_part.setdefault(row["part"], []).append(row)
+    return by_part
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -29,8 +29,8 @@ def machines(plans: Plans) -> str:
 
 
 def compilers(plans: Plans) -> list[str]:
-    found = [plan["compiler"] for plan in plans.values() if "compiler" in plan]
-    return sorted({text.listed([f"{k} {version}" for k, version in one.items()]) for one in found})
+    built = [plan["compiler"] for plan in plans.values() if "compiler" in plan]
+    return sorted({text.listed([f"{k} {version}" for k, version in one.items()]) for one in built})
 
 
 def _paper_rows() -> dict[str, paper.PaperRow]:
@@ -104,22 +104,22 @@ def own_tokens() -> tuple[float, float]:
 
 def speeds(plans: Plans) -> tuple[list[str], list[float], list[float]]:
     """Labels, the paper's steps/s and ours, of the models that have both."""
-    found = [
+    speeds_of = [
         (row.label, row.steps_per_second, plans[name]["time"]["steps_per_second"])
         for name, row in _paper_rows().items()
         if row.steps_per_second and measures.has_time(plans[name])
     ]
-    return [f[0] for f in found], [f[1] for f in found], [f[2] for f in found]
+    return [f[0] for f in speeds_of], [f[1] for f in speeds_of], [f[2] for f in speeds_of]
 
 
 def ratios(plans: Plans) -> dict[str, list[str]]:
     """The models that are 'faster' here than in the paper, 'slower', and about the 'same'."""
-    found = {label: ours / measured for label, measured, ours in zip(*speeds(plans))}
+    by_model = {label: ours / measured for label, measured, ours in zip(*speeds(plans))}
     out = {
-        key: [f"{m} {r**sign:.2f} times" for m, r in found.items() if r**sign > thresholds.RATIO]
+        key: [f"{m} {r**sign:.2f} times" for m, r in by_model.items() if r**sign > thresholds.RATIO]
         for key, sign in (("faster", 1), ("slower", -1))
     }
-    same = [m for m, r in found.items() if thresholds.times_apart(r) <= thresholds.RATIO]
+    same = [m for m, r in by_model.items() if thresholds.times_apart(r) <= thresholds.RATIO]
     return out | {"same": same}
 
 
@@ -194,5 +194,5 @@ def today(plans: Plans) -> str:
 def findings_of_today(plans: Plans) -> list[Finding]:
     """The rows of the summary of the smallest slices."""
     claim = "smallest {} slice for MoE(2048E, 36L), and chip-days for 1T tokens"
-    found = {g: measures.machine_and_days(plans[requests.today(g)]) for g in requests.GENERATIONS}
-    return [Finding(claim.format(g), DASH, ours, "estimated") for g, ours in found.items()]
+    costs = {g: measures.machine_and_days(plans[requests.today(g)]) for g in requests.GENERATIONS}
+    return [Finding(claim.format(g), DASH, ours, "estimated") for g, ours in costs.items()]

@@ -29,7 +29,7 @@ def write(plans: Plans, compiling: Mapping[str, Any] | None) -> tuple[str, Pictu
             f"{COMPILE_TIME} is missing in docs/plans; python -m benchmarks.compile_time makes it"
         )
     forward = scaling.forward(plans)
-    found = [
+    findings = [
         *models.findings(plans),
         scaling.finding_of_compiling(compiling),
         scaling.finding_of_memory(plans),
@@ -44,7 +44,7 @@ def write(plans: Plans, compiling: Mapping[str, Any] | None) -> tuple[str, Pictu
         plans=plans,
         compiling=compiling,
         forward=forward,
-        findings=found,
+        findings=findings,
         **{module.__name__.rpartition(".")[2]: module for module in _MODULES},
     )
 

@@ -17,8 +17,8 @@ _TORI = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16", "16x32", "32x32")
 
 
 def _collectives(plans: Plans, compiling: Mapping[str, Any]) -> list[dict[str, int]]:
-    found = (plans[requests.COMPILED[entry["devices"]]] for entry in compiling["entries"])
-    return [measures.collective_counts(plan) for plan in found]
+    compiled = (plans[requests.COMPILED[entry["devices"]]] for entry in compiling["entries"])
+    return [measures.collective_counts(plan) for plan in compiled]
 
 
 def same_collectives(plans: Plans, compiling: Mapping[str, Any]) -> bool:
@@ -71,11 +71,11 @@ def _memory_rows(plans: Plans) -> Iterator[tuple[str, list[Plan]]]:
 
 def memory_spreads(plans: Plans) -> dict[str, float]:
     """The largest memory by the smallest of each row of figure 7, the largest ratio first."""
-    found = {
+    spreads = {
         label: measures.spread([measures.needed(plan) for plan in row])
         for label, row in _memory_rows(plans)
     }
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return dict(sorted(spreads.items(), key=lambda item: -item[1]))
 
 
 def memory_table(plans: Plans) -> str:
@@ -128,23 +128,23 @@ class ForwardPasses:
 
 def forward(plans: Plans) -> ForwardPasses:
     """Figure 8: the forward pass by part."""
-    found = {experts: plans[requests.weak(experts, 36)] for experts in requests.CORES}
-    parts = {e: measures.forward_seconds(plan) for e, plan in found.items()}
+    by_experts = {experts: plans[requests.weak(experts, 36)] for experts in requests.CORES}
+    parts = {e: measures.forward_seconds(plan) for e, plan in by_experts.items()}
     totals = {e: sum(seconds.values()) for e, seconds in parts.items()}
-    network = {e: parts[e]["dispatch_network"] / totals[e] for e in found}
-    dispatch = {e: network[e] + parts[e]["dispatch_combine"] / totals[e] for e in found}
-    roofline = {e: measures.forward_roofline(plan) for e, plan in found.items()}
-    return ForwardPasses(found, parts, totals, network, dispatch, roofline)
+    network = {e: parts[e]["dispatch_network"] / totals[e] for e in by_experts}
+    dispatch = {e: network[e] + parts[e]["dispatch_combine"] / totals[e] for e in by_experts}
+    roofline = {e: measures.forward_roofline(plan) for e, plan in by_experts.items()}
+    return ForwardPasses(by_experts, parts, totals, network, dispatch, roofline)
 
 
-def dispatch_off(found: ForwardPasses) -> list[str]:
+def dispatch_off(passes: ForwardPasses) -> list[str]:
     """The shares of dispatch and combine that differ from the paper's."""
-    return _off(found.dispatch, paper.DISPATCH, paper.DISPATCH)
+    return _off(passes.dispatch, paper.DISPATCH, paper.DISPATCH)
 
 
-def roofline_off(found: ForwardPasses) -> list[str]:
+def roofline_off(passes: ForwardPasses) -> list[str]:
     """The shares of the roofline that differ from the paper's, whose 'more than 70%' has no upper end."""
-    return _off(found.roofline, paper.ROOFLINE, set(paper.ROOFLINE) - {FEW})
+    return _off(passes.roofline, paper.ROOFLINE, set(paper.ROOFLINE) - {FEW})
 
 
 def _off(
@@ -159,41 +159,41 @@ def _off(
     ]
 
 
-def forward_table(found: ForwardPasses) -> str:
+def forward_table(passes: ForwardPasses) -> str:
     """Figure 8: milliseconds of the forward pass by part."""
-    parts = found.parts
+    parts = passes.parts
     rows = []
     for key, name in measures.FORWARD.items():
         few, many = parts[FEW][key], parts[MANY][key]
         ratio = f"{many / few:.2f}" if few else DASH
         rows.append([name, *(f"{1e3 * seconds[key]:.1f}" for seconds in parts.values()), ratio])
-    totals = [f"{1e3 * total:.1f}" for total in found.totals.values()]
-    rows.append(["all", *totals, f"{found.ratio:.2f}"])
+    totals = [f"{1e3 * total:.1f}" for total in passes.totals.values()]
+    rows.append(["all", *totals, f"{passes.ratio:.2f}"])
     for name, shares in (
-        ("share of dispatch and combine", found.dispatch),
-        ("share of their all-to-all alone", found.network),
-        ("share of the roofline", found.roofline),
+        ("share of dispatch and combine", passes.dispatch),
+        ("share of their all-to-all alone", passes.network),
+        ("share of the roofline", passes.roofline),
     ):
         rows.append([name, *map(text.percent, shares.values()), ""])
     return text.table(["ms", *(f"{e:,} experts" for e in parts), f"{MANY:,} by {FEW}"], rows)
 
 
-def findings_of_forward(found: ForwardPasses) -> list[Finding]:
+def findings_of_forward(passes: ForwardPasses) -> list[Finding]:
     """The rows of the summary of figure 8."""
 
     def both(shares: Mapping[int, float]) -> str:
         return f"{text.percent(shares[FEW])}, {text.percent(shares[MANY])}"
 
-    papers = [{e: c.value for e, c in of.items()} for of in (paper.DISPATCH, paper.ROOFLINE)]
+    papers = [{e: c.value for e, c in row.items()} for row in (paper.DISPATCH, paper.ROOFLINE)]
     experts = f"{FEW} and {MANY} experts, figure 8"
     rows = (
         (
             f"time of {MANY // FEW} times the experts, figure 8",
             f"{paper.STEP_RATIO.value:g} times",
-            f"{found.ratio:.2f} times",
+            f"{passes.ratio:.2f} times",
         ),
-        (f"share of dispatch and combine, {experts}", both(papers[0]), both(found.dispatch)),
-        (f"share of the roofline, {experts}", f"> {both(papers[1])}", both(found.roofline)),
+        (f"share of dispatch and combine, {experts}", both(papers[0]), both(passes.dispatch)),
+        (f"share of the roofline, {experts}", f"> {both(papers[1])}", both(passes.roofline)),
     )
     return [Finding(*row, "estimated") for row in rows]
 
@@ -244,9 +244,9 @@ def collectives_table() -> str:
 def exponents_off() -> list[str]:
     """The exponents that differ from the paper's."""
     return [
-        f"{kind} of {size / 1e6:.0f} MB has {_exponent(found)} for {paper.EXPONENTS[kind].value:g}"
-        for (kind, size), found in _exponents().items()
-        if abs(found - paper.EXPONENTS[kind].value) > thresholds.EXPONENT
+        f"{kind} of {size / 1e6:.0f} MB has {_exponent(exponent)} for {paper.EXPONENTS[kind].value:g}"
+        for (kind, size), exponent in _exponents().items()
+        if abs(exponent - paper.EXPONENTS[kind].value) > thresholds.EXPONENT
     ]
 
 

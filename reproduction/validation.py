@@ -67,8 +67,8 @@ def held(plans: Path) -> list[Validated]:
             f"no plan of a published step is recorded in {plans}; python -m tools.reproduce --plans --only=published "
             "--update makes them, in a checkout"
         )
-    found = [(row, recorded[row.name]) for row in ROWS if row.name in recorded]
-    return [Validated(row, _time(row, plan)) for row, plan in found]
+    pairs = [(row, recorded[row.name]) for row in ROWS if row.name in recorded]
+    return [Validated(row, _time(row, plan)) for row, plan in pairs]
 
 
 def _time(row: Row, plan: dict[str, Any]) -> Mapping[str, Any]:
@@ -86,23 +86,23 @@ def table(rows: Iterable[Validated]) -> Table:
         *words("row", "step", "machine"),
         *numbers("measured", "estimated", "error", "at least", "at most"),
     ]
-    return Table([*columns, *words("fitted")], [_cells(each) for each in rows])
+    return Table([*columns, *words("fitted")], [_cells(row) for row in rows])
 
 
-def _cells(each: Validated) -> list[str]:
+def _cells(validated: Validated) -> list[str]:
     times = ("step_seconds", "lower_seconds", "upper_seconds")
-    estimated, least, most = (units.duration(each.time[name]) for name in times)
-    outside = "" if each.bounded else " (outside)"
+    estimated, least, most = (units.duration(validated.time[name]) for name in times)
+    outside = "" if validated.bounded else " (outside)"
     return [
-        each.row.number + ("*" if each.row.doubt else ""),
-        each.row.what,
-        each.row.wanted.topology,
-        units.duration(each.row.seconds),
+        validated.row.number + ("*" if validated.row.doubt else ""),
+        validated.row.what,
+        validated.row.wanted.topology,
+        units.duration(validated.row.seconds),
         estimated,
-        f"{each.ratio - 1:+.1%}",
+        f"{validated.ratio - 1:+.1%}",
         least,
         most + outside,
-        "yes" if each.row.fitted else "",
+        "yes" if validated.row.fitted else "",
     ]
 
 
@@ -118,14 +118,14 @@ def errors(rows: Sequence[Validated]) -> Table:
         [
             [
                 name,
-                str(len(of)),
-                str(sum(h.row.fitted for h in of)),
-                _median(of),
-                _median([h for h in of if h.row.fitted]),
-                _median([h for h in of if not h.row.fitted]),
+                str(len(group)),
+                str(sum(h.row.fitted for h in group)),
+                _median(group),
+                _median([h for h in group if h.row.fitted]),
+                _median([h for h in group if not h.row.fitted]),
                 _median([h for h in groups[name] if h.row.doubt]),
             ]
-            for name, of in clear.items()
+            for name, group in clear.items()
         ],
     )
 
@@ -142,12 +142,12 @@ def _median(rows: Sequence[Validated]) -> str:
 def ratios(rows: Sequence[Validated]) -> Table:
     """Two rows of one model each, which need no fit: how much longer the step of the second is."""
     by = {h.row.number: h for h in rows}
-    found = []
+    cells = []
     for one, other, what in published.RATIOS:
         if one in by and other in by:
             measured = by[other].row.seconds / by[one].row.seconds
             estimated = by[other].time["step_seconds"] / by[one].time["step_seconds"]
-            found.append(
+            cells.append(
                 [
                     f"{one} to {other}",
                     what,
@@ -156,14 +156,14 @@ def ratios(rows: Sequence[Validated]) -> Table:
                     f"{estimated / measured - 1:+.1%}",
                 ]
             )
-    return Table(words("rows", "what changes") + numbers("measured", "estimated", "error"), found)
+    return Table(words("rows", "what changes") + numbers("measured", "estimated", "error"), cells)
 
 
 def paces() -> Table:
     """The fitted numbers by machine."""
     rows = [
-        [kind, f"{each.efficiency:.2f}", f"{each.overlap:.1f}", each.source]
-        for kind, each in pace.PACES.items()
+        [kind, f"{fitted.efficiency:.2f}", f"{fitted.overlap:.1f}", fitted.source]
+        for kind, fitted in pace.PACES.items()
     ]
     columns = [*words("machine"), *numbers("efficiency", "overlap"), *words("fitted to steps of")]
     return Table(columns, rows)
@@ -171,10 +171,10 @@ def paces() -> Table:
 
 def sources(rows: Sequence[Validated]) -> list[tuple[str, str]]:
     """Each source and the numbers of its rows."""
-    found: dict[str, list[str]] = {}
-    for each in rows:
-        found.setdefault(each.row.source, []).append(each.row.number)
-    return [(source, ", ".join(numbers)) for source, numbers in found.items()]
+    numbers_of: dict[str, list[str]] = {}
+    for validated in rows:
+        numbers_of.setdefault(validated.row.source, []).append(validated.row.number)
+    return [(source, ", ".join(numbers)) for source, numbers in numbers_of.items()]
 
 
 def page(plans: Path) -> str:

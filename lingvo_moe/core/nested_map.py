@@ -81,8 +81,8 @@ class NestedMap(dict):
             try:
                 value = value[part]
             except (KeyError, IndexError, TypeError):
-                known = value if isinstance(value, Mapping) else ()
-                hint = did_you_mean(str(part), known)
+                names = value if isinstance(value, Mapping) else ()
+                hint = did_you_mean(str(part), names)
                 raise KeyError(f"no {path!r}: {part!r} is missing{hint}") from None
         return value
 
@@ -133,9 +133,9 @@ class NestedMap(dict):
         for key in sorted(self):
             value = self[key]
             if isinstance(value, NestedMap):
-                kept = value.Filter(fn)
-                if kept:
-                    out[key] = kept
+                part = value.Filter(fn)
+                if part:
+                    out[key] = part
             elif fn(value):
                 out[key] = value
         return out
@@ -193,11 +193,11 @@ def pack(structure: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
     return _map_plain(structure, lambda number: leaves[number], NestedMap)
 
 
-def first_difference(expected: Sequence[str], found: Sequence[str]) -> str:
+def first_difference(expected: Sequence[str], paths: Sequence[str]) -> str:
     """A phrase naming the first path that only one of two structures has."""
-    known, given = set(expected), set(found)
-    missing = [path for path in expected if path not in given]
-    extra = [path for path in found if path not in known]
+    expected_paths, all_paths = set(expected), set(paths)
+    missing = [path for path in expected if path not in all_paths]
+    extra = [path for path in paths if path not in expected_paths]
     if missing:
         return f"{missing[0]!r} is missing" + (f", {extra[0]!r} is unknown" if extra else "")
     return f"{extra[0]!r} is unknown" if extra else "the order of leaves differs"

@@ -125,9 +125,9 @@ class Repeat(BaseLayer):
                 are not floating point.
         """
         numbers = NestedMap({n: v for n, v in vars(chunk).items() if v is not None})
-        given = Given(shared, [] if seed is None else [seed], numbers)
+        args = Given(shared, [] if seed is None else [seed], numbers)
         if self.p.unroll or _is_packed(theta):
-            return self._Unrolled(theta, carry, given)
+            return self._Unrolled(theta, carry, args)
         loop = Loop(
             self._Numbered,
             self._ShardCarry,
@@ -135,20 +135,20 @@ class Repeat(BaseLayer):
             self._OnHost(),
             of_activations(self.p.offload),
         )
-        return loop.Run(theta, carry, given)
+        return loop.Run(theta, carry, args)
 
     @scoped
     def SliceTheta(self, theta: NestedMap, i: int) -> NestedMap:
         """The theta of repetition i's body, on the device, for use outside of FProp (e.g. decoding)."""
         if _is_packed(theta):
             return theta.body[i]
-        found = [fetched(w[i], there) for w, there in zip(theta.Flatten(), self._OnHost())]
-        return self._ShardTheta(theta.Pack(found).body)
+        weights = [fetched(w[i], there) for w, there in zip(theta.Flatten(), self._OnHost())]
+        return self._ShardTheta(theta.Pack(weights).body)
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
         """See BaseLayer: a list of the weights of each repetition."""
-        each = [self.SliceTheta(theta, i) for i in range(self.p.num_repeats)]
-        return NestedMap(body=[self.body.PackWeights(one, packing) for one in each])
+        thetas = [self.SliceTheta(theta, i) for i in range(self.p.num_repeats)]
+        return NestedMap(body=[self.body.PackWeights(one, packing) for one in thetas])
 
     def ScansLayers(self) -> bool:
         return not self.p.unroll
@@ -158,7 +158,7 @@ class Repeat(BaseLayer):
         return tuple(spec.memory == HOST for spec in self.VariableSpecs().Flatten())
 
     def _Unrolled(
-        self, theta: NestedMap, carry: tf.Tensor, given: Given
+        self, theta: NestedMap, carry: tf.Tensor, args: Given
     ) -> tuple[tf.Tensor, NestedMap]:
         all_extras = []
         if _is_packed(theta):
@@ -166,16 +166,16 @@ class Repeat(BaseLayer):
         else:
             thetas = slices(theta)
         for i, theta_i in enumerate(thetas):
-            carry, extras = self._Numbered(tf.constant(i), theta_i, carry, given)
+            carry, extras = self._Numbered(tf.constant(i), theta_i, carry, args)
             all_extras.append(extras)
         stacked = map_structure(lambda *values: tf.stack(values), *all_extras)
         return carry, stacked
 
     def _Numbered(
-        self, i: tf.Tensor, theta: NestedMap, carry: tf.Tensor, given: Given
+        self, i: tf.Tensor, theta: NestedMap, carry: tf.Tensor, args: Given
     ) -> tuple[tf.Tensor, NestedMap]:
         """Applies row i of theta: repetition i + numbers.first, or none from row numbers.count on."""
-        shared, seeds, numbers = given
+        shared, seeds, numbers = args
         seed = seeds[0] if seeds else None
         number = i + numbers.first if "first" in numbers else i
         if "count" not in numbers:

@@ -137,37 +137,37 @@ def accumulate(
 
     def run(i: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
         nonlocal structure
-        given = inputs.Pack(list(flat))
-        structure = terms(i, given.part, given.shared)
+        values = inputs.Pack(list(flat))
+        structure = terms(i, values.part, values.shared)
         return structure.Flatten()
 
-    given = NestedMap(part=division.PartSpecs(), shared=shared).Flatten()
+    specs = NestedMap(part=division.PartSpecs(), shared=shared).Flatten()
     traced = tf.function(run, autograph=False).get_concrete_function(
-        tf.TensorSpec([], tf.int32), *(tf.TensorSpec(x.shape, x.dtype) for x in given)
+        tf.TensorSpec([], tf.int32), *(tf.TensorSpec(x.shape, x.dtype) for x in specs)
     )
     names = [path for path, _ in structure.FlattenItems()]
-    kept = [splits.get(name, ()) for name in names]
+    term_splits = [splits.get(name, ()) for name in names]
 
     def body(i: tf.Tensor, sums: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        now = NestedMap(part=division.Part(stacked, i), shared=shared)
-        found = traced(i, *now.Flatten())
+        micro_batch = NestedMap(part=division.Part(stacked, i), shared=shared)
+        added = traced(i, *micro_batch.Flatten())
         sums = [
             sharded(total + tf.cast(term, total.dtype), split)
-            for total, term, split in zip(sums, found, kept, strict=True)
+            for total, term, split in zip(sums, added, term_splits, strict=True)
         ]
         return i + 1, sums
 
     floating = next(x for x in shared.Flatten() if x.dtype.is_floating)
     zeros = [
         sharded(_zeros(name, term, floating), split)
-        for name, term, split in zip(names, traced.outputs, kept, strict=True)
+        for name, term, split in zip(names, traced.outputs, term_splits, strict=True)
     ]
     _, sums = tf.while_loop(lambda i, _: i < division.num, body, (tf.constant(0), zeros))
     return structure.Pack(sums)
 
 
-def _zeros(name: str, term: tf.Tensor, given: tf.Tensor) -> tf.Tensor:
-    """Zeros for the sum of one term; `given` as for runtime_zeros."""
+def _zeros(name: str, term: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Zeros for the sum of one term; `like` as for runtime_zeros."""
     if not term.dtype.is_floating:
         raise TypeError(f"{name} is {term.dtype.name}; what micro-batches add up is floating point")
-    return runtime_zeros(given, sum_type(term.dtype), term.shape)
+    return runtime_zeros(like, sum_type(term.dtype), term.shape)

@@ -59,13 +59,13 @@ class Budget:
 
     def Count(self, step: int, units: float) -> None:
         """Counts the units since the last call, and the time. To be called after the first step, then at any."""
-        now = self._clock()
+        counted_at = self._clock()
         self._used["units"] += units
         if self._since is None:
             self._since = step, dict(self._used)
         else:
-            self._used["cpu_seconds"] += now - self._counted
-        self._counted = now
+            self._used["cpu_seconds"] += counted_at - self._counted
+        self._counted = counted_at
         first, used = self._since
         self._Predict(step, step - first, used)
 
