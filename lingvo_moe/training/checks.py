@@ -117,12 +117,12 @@ def strategy_override(args: Flags, more: str = "") -> str:
         "--variants": more,
     }
     for where, text in texts.items():
-        given = dict(registry.split_override(text))
+        values = dict(registry.split_override(text))
         for flag, path in _SHORT_FOR.items():
             value = args[flag].value if flag in args else None
-            if value not in (None, "") and given.get(path, str(value)) != str(value):
+            if value not in (None, "") and values.get(path, str(value)) != str(value):
                 raise UsageError(
-                    f"--{flag}={value}: {where} has {path}={given[path]}, which would have no effect; leave one out"
+                    f"--{flag}={value}: {where} has {path}={values[path]}, which would have no effect; leave one out"
                 )
     return join_overrides(*texts.values())
 

@@ -49,17 +49,17 @@ def override_with_strategy(args: Flags) -> str:
 
 
 def _check(args: Flags) -> None:
-    given = f"--strategy={AUTO}"
+    flag = f"--strategy={AUTO}"
     if args.mode != "sync":
-        raise UsageError(f"{given}: goes with --mode=sync, not with --mode={args.mode}")
+        raise UsageError(f"{flag}: goes with --mode=sync, not with --mode={args.mode}")
     if args.mesh:
-        raise UsageError(f"{given}: chooses the mesh; leave out --mesh={args.mesh}")
+        raise UsageError(f"{flag}: chooses the mesh; leave out --mesh={args.mesh}")
     if args.num_processes > 1:
         raise UsageError(
-            f"{given}: needs one process; for several, run python -m tools.parallelize first and give its file"
+            f"{flag}: needs one process; for several, run python -m tools.parallelize first and give its file"
         )
     if args.engine and not engine_class(args.engine).PJRT:
-        raise UsageError(f"{given}: goes with --engine=pjrt, not {args.engine}")
+        raise UsageError(f"{flag}: goes with --engine=pjrt, not {args.engine}")
 
 
 def _of_run(args: Flags, num_devices: int) -> str:
@@ -68,12 +68,12 @@ def _of_run(args: Flags, num_devices: int) -> str:
     if args.restart or not run_dir.exists or not has_begun(run_dir):
         return ""
     override = run_dir.experiment["params_override"]
-    found = {path: value for path, value in registry.split_override(override) if path in PATHS}
-    mesh = found.get("train.mesh")
+    strategy = {path: value for path, value in registry.split_override(override) if path in PATHS}
+    mesh = strategy.get("train.mesh")
     if not mesh or Mesh.parse(mesh, "train.mesh").size != num_devices:
         return ""
     say(f"--strategy={AUTO}: that of the run, over mesh {mesh}")
-    return as_override(found, f"{run_dir.path}")
+    return as_override(strategy, f"{run_dir.path}")
 
 
 def _searched(args: Flags, override: str, num_devices: int) -> str:
@@ -87,9 +87,9 @@ def _searched(args: Flags, override: str, num_devices: int) -> str:
         # Other devices round differently than the one that the step would be compared with.
         verify=engine_class("pjrt").RunsOnCpu(),
     )
-    found = find(search, None, say)
-    best = found.best
+    outcome = find(search, None, say)
+    best = outcome.best
     say(f"--strategy={AUTO}: {best.name}")
-    if found.ended:
-        say(f"{found.ended}, as flags of tools.parallelize, whose file --strategy takes")
+    if outcome.ended:
+        say(f"{outcome.ended}, as flags of tools.parallelize, whose file --strategy takes")
     return as_override(best.overrides, "the search")

@@ -89,10 +89,10 @@ def check_memory(
 
 def _sizes_of(params: Params, task: BaseTask, spec: VariableSpec) -> list[str]:
     """Returns the paths of the parameters that set a variable's dimensions, the largest dimension first."""
-    found: list[str] = []
+    sized_by: list[str] = []
     for size, letter in sorted(zip(spec.shape, spec.letters, strict=True), reverse=True):
         paths = task.SizeParams(spec.path, letter)
         if letter != "L":  # a stack's L counts blocks, the parameter counts layers
             paths = tuple(path for path in paths if params.Get(path) == size)
-        found += paths[:1]
-    return found
+        sized_by += paths[:1]
+    return sized_by

@@ -131,13 +131,13 @@ class _Names:
 
     def Of(self, op: str) -> str:
         """The name of an operation; for an argument its path."""
-        found = _ARGUMENT.fullmatch(op)
-        return self._arguments[int(found[1])] if found else op
+        match = _ARGUMENT.fullmatch(op)
+        return self._arguments[int(match[1])] if match else op
 
     def Line(self, op: str) -> CodeLine | None:
         """The source line of an operation; None if unknown."""
-        found = self._sources.Line(op) if self._sources is not None and op else None
-        return CodeLine(str(found), found.text) if found else None
+        line = self._sources.Line(op) if self._sources is not None and op else None
+        return CodeLine(str(line), line.text) if line else None
 
     def Annotated(self, annotation: spmd.Annotation) -> str:
         """The operation or argument that an annotation annotates."""
@@ -182,12 +182,12 @@ class _Names:
         if self._sources is not None:
             candidates = self._sources.Same(wanted)
         for candidate in candidates:
-            found = self._exactly(candidate)
-            if found:
-                return self._numbered(name, found, number)
-        found = self._in_scope(wanted.replace(".", "/").strip("/"))
-        if found:
-            return found
+            tensors = self._exactly(candidate)
+            if tensors:
+                return self._numbered(name, tensors, number)
+        tensors = self._in_scope(wanted.replace(".", "/").strip("/"))
+        if tensors:
+            return tensors
         raise ExplainError(self._unknown(wanted))
 
     def _exactly(self, name: str) -> list[ShardedTensor]:
@@ -202,28 +202,32 @@ class _Names:
                 return path
         return ""
 
-    def _numbered(self, name: str, found: list[ShardedTensor], number: str) -> list[ShardedTensor]:
+    def _numbered(
+        self, name: str, tensors: list[ShardedTensor], number: str
+    ) -> list[ShardedTensor]:
         if not number or number == "0":
-            return found
-        if not number.isdecimal() or int(number) >= len(found):
-            raise ExplainError(f"get_sharding: {name!r}: {found[0].name} has {len(found)} tensors")
-        return [found[int(number)]]
+            return tensors
+        if not number.isdecimal() or int(number) >= len(tensors):
+            raise ExplainError(
+                f"get_sharding: {name!r}: {tensors[0].name} has {len(tensors)} tensors"
+            )
+        return [tensors[int(number)]]
 
     def _in_scope(self, scope: str) -> list[ShardedTensor]:
         """All tensors of a scope, or of operations whose name ends with it."""
-        known = self._before.by_operation
-        within = [op for op in known if op.startswith(f"{scope}/") or op == scope]
-        within = within or [op for op in known if f"/{op}/".endswith(f"/{scope}/")]
-        within = within or [op for op in known if f"/{scope}/" in f"/{op}"]
+        operations = self._before.by_operation
+        within = [op for op in operations if op.startswith(f"{scope}/") or op == scope]
+        within = within or [op for op in operations if f"/{op}/".endswith(f"/{scope}/")]
+        within = within or [op for op in operations if f"/{scope}/" in f"/{op}"]
         return [self.Tensor(t) for op in within[:_MOST_IN_SCOPE] for t in self._before.Tensors(op)]
 
     def _unknown(self, name: str) -> str:
-        known = {self.Of(op) for op in self._before.by_operation}
-        known |= {"/".join(op.split("/")[:n]) for op in known for n in range(1, op.count("/") + 1)}
+        names = {self.Of(op) for op in self._before.by_operation}
+        names |= {"/".join(op.split("/")[:n]) for op in names for n in range(1, op.count("/") + 1)}
         if self._sources is not None:
             passed_on = ((n, self._sources.Same(n)) for n in self._sources.names())
-            known |= {n for n, same in passed_on if len(same) > 1 and same[-1] in known}
+            names |= {n for n, same in passed_on if len(same) > 1 and same[-1] in names}
         text = f"get_sharding: program {self._program.name!r} has no tensor {name!r}"
         if self._sources is not None and name in self._sources:
             text += "; it was written, but the compiler has made it part of something else"
-        return text + did_you_mean(name, known)
+        return text + did_you_mean(name, names)

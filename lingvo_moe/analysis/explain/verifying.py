@@ -101,8 +101,8 @@ def verify(fn: Any, mesh: Mesh | str, *args: Any, tolerance: float = TOLERANCE) 
             out = [tf.convert_to_tensor(y) for _, y in flatten_items(fn(*trees))]
             loss = tf.add_n([tf.zeros([])] + [_weighted(y) for y in out if y.dtype.is_floating])
         zero = tf.UnconnectedGradients.ZERO
-        found = tape.gradient(loss, watched, unconnected_gradients=zero)
-        return [*out, *(tf.convert_to_tensor(g) for g in found)]
+        gradients = tape.gradient(loss, watched, unconnected_gradients=zero)
+        return [*out, *(tf.convert_to_tensor(g) for g in gradients)]
 
     got, _ = run_sharded(values_and_gradients, flat, mesh, results=None)
     want = run_single(values_and_gradients, flat, mesh)
@@ -155,8 +155,8 @@ def verify_model(
     one_device = TfGraphEngine()
     start = one_device.Get(initial_state(alone, one_device, 1234))
 
-    def step_of(each: BaseTask) -> Step:
-        return _with_gradients(each, train_step(each, inputs, params.train.num_micro_batches))
+    def step_of(part: BaseTask) -> Step:
+        return _with_gradients(part, train_step(part, inputs, params.train.num_micro_batches))
 
     def results(engine: Engine, run: Compiled) -> dict[str, np.ndarray]:
         state, rest = (engine.Get(tree) for tree in run(start, batch))
@@ -245,13 +245,13 @@ def _compare(
     tolerance: float,
     letters: dict[str, str] | None = None,
 ) -> list[Difference]:
-    found = []
+    differences = []
     for name, g, w in zip(names, got, want, strict=True):
         g, w = np.asarray(g), np.asarray(w)
         error = _error(g, w)
         if not error <= _tolerance(w.dtype, tolerance):
-            found.append(Difference(name, error, np.shape(w), (letters or {}).get(name, "")))
-    return found
+            differences.append(Difference(name, error, np.shape(w), (letters or {}).get(name, "")))
+    return differences
 
 
 def _error(got: np.ndarray, want: np.ndarray) -> float:

@@ -42,10 +42,10 @@ def measured_step(
     engine = PjrtEngine(mesh, known_faults=known_faults)
     step = train_step(task, inputs, params.train.num_micro_batches)
     run = engine.Compile(lower_step(step, mesh))
-    held = run.Memory()
-    needed = held["arguments"] + held["outputs"] - held["aliased"] + held["temporaries"]
+    used = run.Memory()
+    needed = used["arguments"] + used["outputs"] - used["aliased"] + used["temporaries"]
     fits = needed <= memory
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "memory": {
             "fits": fits,
             "needed": needed,
@@ -64,5 +64,5 @@ def measured_step(
             state, metrics = run(state, batch)
             engine.Get(metrics)  # waits for the step
             seconds.append(time.perf_counter() - began)
-        found["time"] = {"step_seconds": statistics.median(seconds), "collective_seconds": None}
-    return found
+        measured["time"] = {"step_seconds": statistics.median(seconds), "collective_seconds": None}
+    return measured

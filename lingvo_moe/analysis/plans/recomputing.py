@@ -55,13 +55,13 @@ def chosen_form(
         why = f"it is not known how much memory there is ({memory.whose})"
     else:
         need = memory.devices * step_bytes(forms, params, mesh, engine)
-        of = f"{memory.whose} {units.size(memory.size, 1)}"
+        size = f"{memory.whose} {units.size(memory.size, 1)}"
         if need > SHARE * memory.size:
-            why = f"without recomputation the step needs about {units.size(need, 1)}, more than {SHARE:.0%} of {of}"
+            why = f"without recomputation the step needs about {units.size(need, 1)}, more than {SHARE:.0%} of {size}"
     name = forms.parameter
     if why:
         return forms.recomputing, f"{name}: on, since {why}; {name}=False turns it off"
-    fits = f"the step needs about {units.size(need, 1)} of {of} without recomputation"
+    fits = f"the step needs about {units.size(need, 1)} of {size} without recomputation"
     return forms.keeping, f"{name}: off, since {fits}; {name}=True recomputes"
 
 
@@ -94,30 +94,30 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
     state, batch = step.arg_specs
     text = f"{step.text}{engine} {forms.num_blocks}" if step.text else ""
     key = kept_programs.key_of(replace(step, name="activation_bytes", text=text), mesh)
-    if (found := kept_programs.find_bytes(key)) is not None:
-        return int(found)
+    if (saved := kept_programs.find_bytes(key)) is not None:
+        return int(saved)
     forward: set[str] = set()
 
     def gradients(theta: NestedMap, batch: NestedMap, step: tf.Tensor) -> list[tf.Tensor]:
         def compute() -> tuple[tf.Tensor, NestedMap]:
-            found = task.FProp(theta, batch, seed=randomness.make_seed(task.p.seed, step))
-            forward.update(op.name for op in found[0].graph.get_operations())
-            return found
+            result = task.FProp(theta, batch, seed=randomness.make_seed(task.p.seed, step))
+            forward.update(op.name for op in result[0].graph.get_operations())
+            return result
 
         return [g for g in task.Differentiate(theta, compute)[2].Flatten() if g is not None]
 
     specs = (state.theta, batch, state.step)
     # As the engine will trace it: TensorFlow's kernels keep other values than XLA's.
     graph = trace(Step("gradients", gradients, specs), mesh, engine_class(engine).XLA).graph
-    kept = {
+    values = {
         value.ref(): value
         for op in graph.get_operations()
         if op.name not in forward
         for value in map(origin, op.inputs)
         if value.op.name in forward and value.op.type not in _GIVEN
     }
-    total = BESIDE * max(map(_num_bytes, kept.values()), default=0)
-    for value in kept.values():
+    total = BESIDE * max(map(_num_bytes, values.values()), default=0)
+    for value in values.values():
         total += _num_bytes(value) * forms.num_blocks.get(forms.StackOf(value.op.name), 1)
     kept_programs.keep_bytes(key, str(total).encode())
     return total

@@ -75,11 +75,11 @@ def find_faults(text: str, program: Program) -> list[WrongNumbers]:
         faults = known_faults.known_faults(parse_module(text))
     except ValueError as e:  # an HloError, or a number that is none
         raise _unchecked(program, f"wrote a module that cannot be read ({e})") from e
-    found = []
+    wrong = []
     for fault in faults:
         line = program.sources.Line(fault.op) if program.sources and fault.op else None
-        found.append(WrongNumbers(fault, CodeLine(str(line), line.text) if line else None))
-    return found
+        wrong.append(WrongNumbers(fault, CodeLine(str(line), line.text) if line else None))
+    return wrong
 
 
 def _unchecked(program: Program, why: str) -> EngineError:
@@ -95,14 +95,14 @@ def act_on(faults: list[WrongNumbers], program_name: str, action: str) -> None:
 
     Those that depend on the values of arguments are printed in either case.
     """
-    conditional = [found for found in faults if found.fault.is_conditional]
+    conditional = [wrong for wrong in faults if wrong.fault.is_conditional]
     try:
         known_faults.refuse(conditional, program_name, "may")
     except ShardingError as e:
         if action != OFF:
             say(f"warning: {e}")
     try:
-        known_faults.refuse([found for found in faults if found not in conditional], program_name)
+        known_faults.refuse([wrong for wrong in faults if wrong not in conditional], program_name)
     except ShardingError as e:
         if action == ERROR:
             raise ShardingError(

@@ -110,5 +110,5 @@ def proposal(args: Flags, count: int) -> str:
 
 def command_of(args: Flags) -> str:
     """The line for a shell that gives these flags; defaults are left out."""
-    given = (args[name] for name in args.Names() if args[name].value != args[name].default)
-    return f"{args.command} {shlex.join(flag.serialize() for flag in given)}"
+    changed = (args[name] for name in args.Names() if args[name].value != args[name].default)
+    return f"{args.command} {shlex.join(flag.serialize() for flag in changed)}"

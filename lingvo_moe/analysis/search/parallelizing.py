@@ -83,11 +83,11 @@ class Found:
         """The strategy file of the winner."""
         plan = self.best.plan
         assert plan is not None
-        held, hosted = plan["memory"], plan.get("host")
+        memory, hosted = plan["memory"], plan.get("host")
         how = "measured" if isinstance(self.machine, Ring) else "estimated"
         about = [
             f"{self.search.model} on {self.machine.name}: {units.duration(self.best.step_seconds)} a step "
-            f"({how}), {units.size(held['needed'])} of {units.size(held['hbm'])} on each device"
+            f"({how}), {units.size(memory['needed'])} of {units.size(memory['hbm'])} on each device"
             + (f", {units.size(hosted['needed'])} of its host's memory" if hosted else ""),
             *(
                 [f"beside --model_params_override='{self.search.override}'"]
@@ -371,8 +371,8 @@ def _dtypes(search: Search, params: Params) -> tuple[str, ...]:
             raise StrategyError(
                 f"--activations={dtype}: must be {either(_DTYPES)}{did_you_mean(dtype, _DTYPES)}"
             )
-    own = params.task.fprop_dtype or params.task.dtype or "float32"
-    return ("", *(d for d in search.dtypes if d != own))
+    default = params.task.fprop_dtype or params.task.dtype or "float32"
+    return ("", *(d for d in search.dtypes if d != default))
 
 
 def _as_written(params: Params, num_devices: int) -> Candidate | None:

@@ -14,7 +14,7 @@ _MAYBE = re.compile(rf"^.* = .* (?:{'|'.join(COLLECTIVES)}|send)(?:-start)?\(.*$
 
 def parse_collectives(hlo_text: str) -> list[Collective]:
     """All collectives of a compiled module that devices carry out themselves, in order of appearance."""
-    found = []
+    collectives = []
     for kind, instruction in _parse(hlo_text):
         results = instruction.arrays
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
@@ -22,7 +22,7 @@ def parse_collectives(hlo_text: str) -> list[Collective]:
             # (operands, results, contexts); a permute in place has its result and places among its operands.
             results = results[count : 2 * count] or results[1:2]
         if instruction.opcode != "send":
-            found.append(
+            collectives.append(
                 Collective(
                     kind,
                     instruction.name,
@@ -31,7 +31,7 @@ def parse_collectives(hlo_text: str) -> list[Collective]:
                     instruction.op_name,
                 )
             )
-    return found
+    return collectives
 
 
 def count_collectives(hlo_text: str) -> dict[str, int]:

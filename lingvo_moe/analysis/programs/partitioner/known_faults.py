@@ -184,15 +184,15 @@ def refuse(faults: Iterable[object], program_name: str, would: str = "would") ->
 
     Raises ShardingError: there is a fault; the message names each operation, what goes wrong and the remedy.
     """
-    found = list(dict.fromkeys(str(fault) for fault in faults))
-    if not found:
+    texts = list(dict.fromkeys(str(fault) for fault in faults))
+    if not texts:
         return
-    lines = [f"- {text}" for text in found[:_MOST_NAMED]]
-    if len(found) > _MOST_NAMED:
-        lines.append(f"- and {len(found) - _MOST_NAMED} more")
+    lines = [f"- {text}" for text in texts[:_MOST_NAMED]]
+    if len(texts) > _MOST_NAMED:
+        lines.append(f"- and {len(texts) - _MOST_NAMED} more")
     raise ShardingError(
         f"program {program_name!r}: XLA's partitioner {would} compute wrong numbers for "
-        f"{len(found)} operation{'s' * (len(found) > 1)}:\n" + "\n".join(lines)
+        f"{len(texts)} operation{'s' * (len(texts) > 1)}:\n" + "\n".join(lines)
     )
 
 
@@ -214,9 +214,9 @@ class _At:
     @functools.cached_property
     def shardings(self) -> list[TensorSharding]:
         """The shardings of the operands, then of the result; [] if any is maximal, manual or unknown."""
-        found = [self.Sharding(i) for i in (*self.operands, self.instruction)]
-        known = [s for s in found if s is not None and s.kind in ("replicated", "tiled")]
-        return known if len(known) == len(found) and all(s.manual == 1 for s in known) else []
+        shardings = [self.Sharding(i) for i in (*self.operands, self.instruction)]
+        plain = [s for s in shardings if s is not None and s.kind in ("replicated", "tiled")]
+        return plain if len(plain) == len(shardings) and all(s.manual == 1 for s in plain) else []
 
     def UnevenDims(self, instruction: Instruction) -> list[int]:
         """The dimensions along which some parts of an instruction's result are padded."""
@@ -291,8 +291,8 @@ def _in_scatter(at: _At) -> _Found:
         return
     if scatters.reads_another_row(at.instruction, at.operands, at.inside, at.Sharding):
         yield ONE_INDEX, {}
-    found = scatters.padded_dim(at.instruction, at.operands, at.shardings[:3])
-    if found is None:
+    padded = scatters.padded_dim(at.instruction, at.operands, at.shardings[:3])
+    if padded is None:
         return
     _, indices, updates = at.operands
     if scatters.count_on(indices, at.inside):
@@ -302,14 +302,14 @@ def _in_scatter(at: _At) -> _Found:
         return
     if combine == ["add"] and scatters.padding_is_zero(updates, at.inside, at.UnevenDims):
         return
-    yield SCATTER, found
+    yield SCATTER, padded
 
 
 def _in_slice(at: _At) -> _Found:
     if at.inside is at.module.entry:
-        found = slices.unbounded_dim(at.instruction, at.operands, at.shardings[-1], at.inside)
-        if found:
-            yield REPLACED if at.instruction.opcode == slices.REPLACES else SLICE, found
+        unbounded = slices.unbounded_dim(at.instruction, at.operands, at.shardings[-1], at.inside)
+        if unbounded:
+            yield REPLACED if at.instruction.opcode == slices.REPLACES else SLICE, unbounded
 
 
 _CHECKS: Mapping[str, Callable[[_At], _Found]] = {

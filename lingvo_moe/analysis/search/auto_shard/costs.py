@@ -110,12 +110,12 @@ class Costs:
     def ExchangesOf(self, crossing: Crossing, producer: Choice, consumer: Choice):
         """The collectives of a crossing: forward, and of the gradient."""
         mesh = self._on.mesh
-        held, used = self.LayoutOf(crossing.held, producer), self.LayoutOf(crossing.used, consumer)
-        forward = exchanges.exchanges(mesh, held, used)
+        made, used = self.LayoutOf(crossing.held, producer), self.LayoutOf(crossing.used, consumer)
+        forward = exchanges.exchanges(mesh, made, used)
         if not (crossing.value.has_gradient and crossing.member.has_gradient):
             return forward, ()
         partial = self._Along(crossing.summed, consumer)
-        return forward, exchanges.gradient_exchanges(mesh, used, held, partial, self._on.scatters)
+        return forward, exchanges.gradient_exchanges(mesh, used, made, partial, self._on.scatters)
 
     def _Crossings(self):
         for i, operator in enumerate(self._operators):
@@ -123,42 +123,44 @@ class Costs:
                 for operand, value, used in member.uses:
                     producer = self.number[value.number]
                     if producer != i:
-                        held = self._operators[producer].holds[value]
+                        made = self._operators[producer].holds[value]
                         summed = tuple(sorted(member.letters.difference(used)))
-                        yield Crossing(value, producer, i, member, operand, held, used, summed)
+                        yield Crossing(value, producer, i, member, operand, made, used, summed)
 
     def _Choices(self, number: int, operator: Operator) -> Choices:
         key = self._Look(number, operator)
         if key not in self._known_choices:
             choices = self._AsAnnotated(operator, tuple(self._Enumerate(operator)))
             figures = [self._Own(number, operator, choice) for choice in choices]
-            seconds, kept, working = (np.array(column, float) for column in zip(*figures))
-            self._known_choices[key] = Choices(choices, seconds, kept, working)
+            seconds, stays, working = (np.array(column, float) for column in zip(*figures))
+            self._known_choices[key] = Choices(choices, seconds, stays, working)
         return self._known_choices[key]
 
     def _Annotated(self, operator: Operator) -> list[tuple[Letters, Layout]]:
         """The annotated layout of each operand of a product; empty unless all of them are annotated."""
-        found = []
+        layouts = []
         for member in operator.members:
             for _, value, used in member.uses if member.flops else ():
                 home = self._operators[self.number[value.number]]
                 if home.kind != ANNOTATION or home.fixed is None:
                     return []
-                held = home.holds[value]
-                found.append((used, tuple(home.fixed.get(d, ()) for d in held if d is not None)))
-                if None in held:
+                letters = home.holds[value]
+                layouts.append(
+                    (used, tuple(home.fixed.get(d, ()) for d in letters if d is not None))
+                )
+                if None in letters:
                     return []
-        return found
+        return layouts
 
     def _AsAnnotated(self, operator: Operator, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
         """Keeps the choices that read a product's operands in their annotated layouts; all choices if none does."""
         wanted = self._Annotated(operator)
-        kept = tuple(
+        agreeing = tuple(
             choice
             for choice in choices
             if all(self.LayoutOf(used, choice) == layout for used, layout in wanted)
         )
-        return kept or choices
+        return agreeing or choices
 
     def _Look(self, number: int, operator: Operator) -> tuple:
         """All that the costs of an operator depend on: those of equal layers are computed once."""
@@ -236,15 +238,15 @@ class Costs:
             total += (1 + backward) * self._on.Computing(flops, moved, itemsize)
         passes = 3 if gradients else 1
         total += passes * traffic / self._on.machine.hbm_bandwidth
-        held = sum(self._Bytes(v, operator.holds[v], choice) for v in operator.arguments)
+        arguments = sum(self._Bytes(v, operator.holds[v], choice) for v in operator.arguments)
         wanted = sum(
             self._Bytes(v, operator.holds[v], choice) for v in operator.arguments if v.has_gradient
         )
         # Also so that of equal choices one is taken that stores less.
-        total += (_UPDATED * wanted + 0.01 * held) / self._on.machine.hbm_bandwidth
-        kept = held + wanted + (traffic if gradients else 0.0)
+        total += (_UPDATED * wanted + 0.01 * arguments) / self._on.machine.hbm_bandwidth
+        stays = arguments + wanted + (traffic if gradients else 0.0)
         working = self._Working(operator, choice)
-        return total, kept, working
+        return total, stays, working
 
     def _Working(self, operator: Operator, choice: Choice) -> float:
         sizes = [
@@ -267,11 +269,11 @@ class Costs:
         self, operator: Operator, member: Member, value: TracedTensor, used: Letters, choice: Choice
     ) -> float:
         """Seconds of what an operation reads from its own operator."""
-        held = operator.holds[value]
+        letters = operator.holds[value]
         gradient = value.has_gradient and member.has_gradient
         summed = tuple(member.letters.difference(used)) if gradient else ()
         partial = self._Along(summed, choice)
-        before, after = self.LayoutOf(held, choice), self.LayoutOf(used, choice)
+        before, after = self.LayoutOf(letters, choice), self.LayoutOf(used, choice)
         return self._Bring(before, after, partial, value.num_bytes, gradient)
 
     def _Edges(self) -> list[Edge]:
@@ -280,7 +282,7 @@ class Costs:
         for c in self.crossings:
             key = (c.value.number, c.used, c.summed, c.member.has_gradient)
             pairs[c.producer, c.consumer].setdefault(key, c)
-        return [self._Edge(ends, list(found.values())) for ends, found in pairs.items()]
+        return [self._Edge(ends, list(crossings.values())) for ends, crossings in pairs.items()]
 
     def _Edge(self, ends: tuple[int, int], crossings: Sequence[Crossing]) -> Edge:
         first, second = (self.choices[i].choices for i in ends)
@@ -305,22 +307,22 @@ class Costs:
             table = np.zeros((len(row_of), len(column_of)))
             for row, i in row_of.items():
                 for column, j in column_of.items():
-                    for look, held, (used, partial) in zip(looks, row, column):
-                        table[i, j] += self._Bring(held, used, partial, look[0], look[-1])
+                    for look, made, (used, partial) in zip(looks, row, column):
+                        table[i, j] += self._Bring(made, used, partial, look[0], look[-1])
             classes = [row_of[row] for row in rows], [column_of[column] for column in columns]
             self._known_tables[key] = (np.array(classes[0]), np.array(classes[1])), table
         return Edge(ends, *self._known_tables[key])
 
     def _Bring(
-        self, held: Layout, used: Layout, partial: tuple[str, ...], num_bytes: int, gradient: bool
+        self, made: Layout, used: Layout, partial: tuple[str, ...], num_bytes: int, gradient: bool
     ) -> float:
         """Seconds to bring a tensor from one layout to another, and its gradient back."""
-        if held == used and not partial:
+        if made == used and not partial:
             return 0.0
         mesh = self._on.mesh
-        total = exchanges.seconds(self._on, exchanges.exchanges(mesh, held, used), num_bytes)
+        total = exchanges.seconds(self._on, exchanges.exchanges(mesh, made, used), num_bytes)
         if gradient:
-            back = exchanges.gradient_exchanges(mesh, used, held, partial, self._on.scatters)
+            back = exchanges.gradient_exchanges(mesh, used, made, partial, self._on.scatters)
             total += exchanges.seconds(self._on, back, num_bytes)
         return total
 

@@ -74,8 +74,8 @@ def auto_shard(
         PlanError: no such machine. It is raised by the first call, as is a machine with fewer devices than the mesh.
     """
     if fn is None:
-        given = {name: value for name, value in locals().items() if name != "fn"}
-        return functools.partial(auto_shard, **given)
+        options = {name: value for name, value in locals().items() if name != "fn"}
+        return functools.partial(auto_shard, **options)
     if not callable(fn):
         raise ShardingError(f"auto_shard: {fn!r} is no function")
     check_action(known_faults, "auto_shard: known_faults")
@@ -83,9 +83,9 @@ def auto_shard(
         raise ShardingError(
             f"auto_shard: memory_limit={memory_limit} has to be a number of bytes above 0"
         )
-    found = AutoSharded(fn, in_shardings, out_shardings, mesh, max_programs, known_faults)
-    found.Configure(differentiate, topology, memory_limit, _read(strategy))
-    return found
+    sharded = AutoSharded(fn, in_shardings, out_shardings, mesh, max_programs, known_faults)
+    sharded.Configure(differentiate, topology, memory_limit, _read(strategy))
+    return sharded
 
 
 class AutoSharded(ShardedFunction):
@@ -145,7 +145,7 @@ class AutoSharded(ShardedFunction):
                 n: [path for path, _ in tensor_items({n: arguments[n]})]
                 for n in self._differentiate
             }
-            paths = {path for found in chosen.values() for path in found}
+            paths = {path for some in chosen.values() for path in some}
             return [path in paths for path, _ in leaves]
         names = tuple(path for path, _ in leaves)
         trained = [
@@ -172,10 +172,10 @@ class AutoSharded(ShardedFunction):
             _check(self._given, self._name, mesh, specs, traced)
             return self._given, structure
         search, structure = self._Search(arguments, mesh, wanted)
-        found = search.Run(self._memory_limit)
-        for note in found.notes:
+        best = search.Run(self._memory_limit)
+        for note in best.notes:
             warnings.warn(f"auto_shard: {self._name}: {note}", stacklevel=6)
-        return found, structure
+        return best, structure
 
     def _Trace(
         self, arguments: dict[str, Any], mesh: Mesh
@@ -202,9 +202,9 @@ class AutoSharded(ShardedFunction):
         paths = [path for path, _ in flatten_items(structure, "result")]
         splits = self.InSplits(arguments, mesh)
         results = pack_as(structure, [TensorSpec.Of(y, "") for y in traced.results])
-        given = [()] * len(paths)
+        splits_out = [()] * len(paths)
         if self._out_shardings is not None:
-            given = self.OutSplits(results, mesh)
+            splits_out = self.OutSplits(results, mesh)
         search = Search(
             self._name,
             traced,
@@ -212,7 +212,7 @@ class AutoSharded(ShardedFunction):
                 Argument(x, spec.name, splits[spec.name] or None, gradient)
                 for x, spec, gradient in zip(traced.arguments, specs, wanted, strict=True)
             ],
-            [(path, split or None) for path, split in zip(paths, given, strict=True)],
+            [(path, split or None) for path, split in zip(paths, splits_out, strict=True)],
             mesh_machine(mesh, self._topology),
         )
         return search, structure
@@ -274,7 +274,7 @@ def _check(
     for t in placed:
         op = traced.operations[t.op] if t.op < len(traced.operations) else None
         if op is None or op.type != t.type:
-            found = f"{op.type} {op.name!r}" if op is not None else "missing"
+            here = f"{op.type} {op.name!r}" if op is not None else "missing"
             raise ShardingError(
-                f"{what} is for another function: operation {t.op} was {t.type} {t.name!r}, and is {found} here"
+                f"{what} is for another function: operation {t.op} was {t.type} {t.name!r}, and is {here} here"
             )

@@ -100,27 +100,27 @@ class Estimator:
     def _On(self, layout: MeshLayout) -> MeshMachine:
         return MeshMachine(layout.mesh, self._machine)
 
-    def _Combined(self, candidate: Candidate, once: ForwardWork, held: StateSize) -> Estimate:
+    def _Combined(self, candidate: Candidate, once: ForwardWork, state: StateSize) -> Estimate:
         parts, idle = candidate.micro_batches, self._Idle(candidate)
-        whole = self._Gathered(candidate, held)
-        least = held.kept + whole
+        whole = self._Gathered(candidate, state)
+        least = state.kept + whole
         activations = self._Activations(candidate, once)
-        hosted, moved = float(sum(held.hosted.values())), float(held.Moved())
+        hosted, moved = float(sum(state.hosted.values())), float(state.Moved())
         if ACTIVATIONS in candidate.offload:
             hosted, moved, activations = hosted + activations, moved + 2 * parts * activations, 0.0
         elif candidate.layout.stages == 1:
             least += int(once.boundaries / parts)
         # One block is on its way in and one on its way out.
         passing = 2 * hosted / max(sum(self._work.blocks.values()), 1)
-        kept = activations + self._Copies(candidate, held) + passing
+        beside = activations + self._Copies(candidate, state) + passing
         return Estimate(
             work=_work(candidate, once),
-            rest=(_PASSES * once.boundaries + held.Updating(self._work.passes, parts))
+            rest=(_PASSES * once.boundaries + state.Updating(self._work.passes, parts))
             / self._machine.hbm_bandwidth,
-            network=_network(candidate, once, idle) + self._OfState(candidate, held),
-            state=held.total,
+            network=_network(candidate, once, idle) + self._OfState(candidate, state),
+            state=state.total,
             least=least,
-            activations=whole + kept + BESIDE * once.block / parts,
+            activations=whole + beside + BESIDE * once.block / parts,
             idle=idle,
             hosted=hosted,
             moves=moved / self._machine.host_bandwidth,
@@ -139,25 +139,25 @@ class Estimator:
     def _Activations(self, candidate: Candidate, once: ForwardWork) -> float:
         """Bytes that are kept from the forward to the backward pass of a micro-batch, or of those in a pipeline."""
         stages, parts, repeats = candidate.layout.stages, candidate.micro_batches, candidate.repeats
-        kept = once.boundaries + sum(saved.bytes for saved in once.SavedBy(candidate.remat))
+        stored = once.boundaries + sum(saved.bytes for saved in once.SavedBy(candidate.remat))
         if stages == 1:
-            return kept / parts
+            return stored / parts
         # A stage keeps inputs of its own, and of each stack before another one for the ticks of that one too.
         one = once.boundaries / max(sum(self._work.blocks.values()), 1) / parts
         ticks = [2 * repeats * stages * (i + 1) - 1 for i in range(len(self._work.blocks))]
-        inputs = one * sum(min(each, repeats * parts + stages - 1) for each in ticks)
-        return inputs + kept / stages / parts
+        inputs = one * sum(min(n, repeats * parts + stages - 1) for n in ticks)
+        return inputs + stored / stages / parts
 
-    def _Copies(self, candidate: Candidate, held: StateSize) -> float:
+    def _Copies(self, candidate: Candidate, state: StateSize) -> float:
         """Bytes of copies of the state that micro-batches and pipelines need beside it."""
         if candidate.layout.stages > 1:
-            return held.weights + held.gradients if self._Exchanges(candidate) else 0
+            return state.weights + state.gradients if self._Exchanges(candidate) else 0
         if candidate.micro_batches == 1:
             return 0.0
         # XLA casts weights before the loop over micro-batches, all at once and in several layouts: 1.5 times their
         # bytes in a plan of MoE(2048E, 36L) for v5p:4x4x4.
         narrow = self._itemsizes[candidate.fprop_dtype] == 2
-        return held.Sums(candidate.micro_batches) + (1.5 * held.weights if narrow else 0)
+        return state.Sums(candidate.micro_batches) + (1.5 * state.weights if narrow else 0)
 
     def _Exchanges(self, candidate: Candidate) -> bool:
         """Whether a step begins by moving weights to the stages that need them: of interleaved and uneven stages."""
@@ -165,23 +165,23 @@ class Estimator:
         uneven = any(n % stages for n in self._work.blocks.values())
         return stages > 1 and (candidate.repeats > 1 or uneven)
 
-    def _Gathered(self, candidate: Candidate, held: StateSize) -> int:
+    def _Gathered(self, candidate: Candidate, state: StateSize) -> int:
         """Bytes of the sharded weights that are whole at a time: those of a stage, else those of a block."""
         if candidate.shard_state != WEIGHTS:
             return 0
-        return held.gathered if candidate.layout.stages > 1 else held.at_once
+        return state.gathered if candidate.layout.stages > 1 else state.at_once
 
-    def _OfState(self, candidate: Candidate, held: StateSize) -> float:
+    def _OfState(self, candidate: Candidate, state: StateSize) -> float:
         """Seconds to sum gradients and to gather weights."""
         layout, on = candidate.layout, self._On(candidate.layout)
-        total = sum(on.Seconds("all-reduce", size, axes) for axes, size in held.synced.items())
+        total = sum(on.Seconds("all-reduce", size, axes) for axes, size in state.synced.items())
         times = candidate.micro_batches if layout.stages == 1 else 1
         gathers = {NONE: 0, SLOTS: 1, GRADIENTS: 1, WEIGHTS: 2 * times}
         copies = [a for a in layout.mesh.axis_names if a != STAGE]
-        one = on.Seconds("all-gather", held.gathered, copies)
+        one = on.Seconds("all-gather", state.gathered, copies)
         seconds = total * times + gathers[candidate.shard_state] * one
         if self._Exchanges(candidate):  # and gradients move back
-            seconds += on.Seconds("all-to-all", held.weights + held.gradients, [STAGE])
+            seconds += on.Seconds("all-to-all", state.weights + state.gradients, [STAGE])
         return seconds
 
 

@@ -89,12 +89,12 @@ def forward(work: Workload, layout: MeshLayout, itemsize: int, on: MeshMachine) 
     reader = _ForwardReader(layout, itemsize, on)
     for product, count in work.products.items():
         reader.Add(product, count)
-    found = reader.found
-    found.names = work.names
+    total = reader.total
+    total.names = work.names
     inputs = sum(elements * work.blocks[stack] for stack, elements in work.boundaries.items())
-    found.boundaries = inputs * itemsize / layout.rows
-    found.block = (found.results + found.boundaries) / sum(work.blocks.values())
-    return found
+    total.boundaries = inputs * itemsize / layout.rows
+    total.block = (total.results + total.boundaries) / sum(work.blocks.values())
+    return total
 
 
 class _ForwardReader:
@@ -102,19 +102,19 @@ class _ForwardReader:
 
     def __init__(self, layout: MeshLayout, itemsize: int, on: MeshMachine):
         self._layout, self._itemsize, self._on = layout, itemsize, on
-        self.found = ForwardWork()
+        self.total = ForwardWork()
 
     def Add(self, product: Product, count: int) -> None:
         """Adds `count` executions of a product, and its collectives."""
-        here, found = self._OnDevice(product, count), self.found
-        found.work[product.part] += here.seconds
+        here, total = self._OnDevice(product, count), self.total
+        total.work[product.part] += here.seconds
         if product.stack:
-            found.of_blocks[product.part] += here.seconds
+            total.of_blocks[product.part] += here.seconds
             if product.of_weight:
-                found.results += here.times * here.tensors[2][1]
+                total.results += here.times * here.tensors[2][1]
         summed = self._AddSums(here)
         if product.name:
-            saved = found.saved[product.name]
+            saved = total.saved[product.name]
             saved.seconds[product.part] += here.seconds
             saved.network += summed
             if product.name != DISPATCHED:
@@ -127,39 +127,39 @@ class _ForwardReader:
         axes = _axes_of_letters(product, layout)
         sizes = {n: s / mesh.axis_size(axes[n]) if n in axes else s for n, s in product.sizes}
         tensors = (*product.operands, product.result)
-        held = [self._itemsize * math.prod(sizes[n] for n in x.letters) for x in tensors]
-        parts = mesh.axis_size([a for each in axes.values() for a in each])
+        sizes_here = [self._itemsize * math.prod(sizes[n] for n in x.letters) for x in tensors]
+        parts = mesh.axis_size([a for some in axes.values() for a in some])
         times = count / layout.stages if product.stack else count
-        seconds = times * self._on.Computing(product.flops / parts, sum(held), self._itemsize)
-        return _Local(product, times, seconds, tuple(zip(tensors, held, strict=True)), axes)
+        seconds = times * self._on.Computing(product.flops / parts, sum(sizes_here), self._itemsize)
+        return _Local(product, times, seconds, tuple(zip(tensors, sizes_here, strict=True)), axes)
 
     def _AddSums(self, here: _Local) -> float:
         """Adds the all-reduces of partial results and of activations' gradients; returns the seconds of the former."""
-        product, inside, found = here.product, here.product.result.letters, self.found
+        product, inside, total = here.product, here.product.result.letters, self.total
         over, size = here.AxesWithout(inside), here.tensors[2][1]
         seconds = here.times * self._on.Seconds("all-reduce", size, over)
-        found.network += seconds
+        total.network += seconds
         if product.stack:
-            found.network_of_blocks += seconds
+            total.network_of_blocks += seconds
         if product.of_weight and not product.lookup:
             for operand, size in here.tensors[:2]:
                 if not operand.weight:
                     over = here.AxesWithout(operand.letters, among=inside)
                     one = self._on.Seconds("all-reduce", size, over)
-                    found.backward_sums += here.times * one / product.readers
+                    total.backward_sums += here.times * one / product.readers
         return seconds
 
     def _AddMoves(self, here: _Local) -> None:
         """Adds the all-to-alls of a product of the experts: of tokens to them, or back."""
-        found = self.found
+        total = self.total
         for tensor, size in here.tensors:
             if tensor.weight or "M" not in tensor.letters:
                 continue
             seconds = here.times * self._on.Seconds("all-to-all", size, self._layout.Axes("E"))
-            found.network += seconds
-            found.network_of_blocks += seconds
-            found.moves += seconds
-            saved = found.saved[RETURNED if tensor is here.product.result else DISPATCHED]
+            total.network += seconds
+            total.network_of_blocks += seconds
+            total.moves += seconds
+            saved = total.saved[RETURNED if tensor is here.product.result else DISPATCHED]
             saved.network += seconds
             if tensor is not here.product.result:
                 saved.bytes += here.times * size
@@ -168,14 +168,14 @@ class _ForwardReader:
 def _axes_of_letters(product: Product, layout: MeshLayout) -> dict[str, tuple[str, ...]]:
     """The mesh axes along which a product is divided, by letter; those of activations come first."""
     used: set[str] = set()
-    found: dict[str, tuple[str, ...]] = {}
+    axes_of_letter: dict[str, tuple[str, ...]] = {}
     order = sorted(product.operands, key=lambda operand: operand.weight)
     for operand in (*order, product.result):
         split = layout.weights if operand.weight else layout.activations
         mapping = dims_mapping(operand.letters, dict(split))
         for letter, axis in zip(operand.letters, mapping, strict=True):
             axes = tuple(a for a in axes_of(axis) if a not in used)
-            if axes and letter not in found:
-                found[letter] = axes
+            if axes and letter not in axes_of_letter:
+                axes_of_letter[letter] = axes
                 used.update(axes)
-    return found
+    return axes_of_letter

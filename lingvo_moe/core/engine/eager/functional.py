@@ -65,8 +65,8 @@ def shard_function(
             'error', 'warn' or 'off'.
     """
     if fn is None:
-        given = {name: value for name, value in locals().items() if name != "fn"}
-        return functools.partial(shard_function, **given)
+        options = {name: value for name, value in locals().items() if name != "fn"}
+        return functools.partial(shard_function, **options)
     if not callable(fn):
         raise ShardingError(f"shard_function: {fn!r} is no function; for a tensor there is `shard`")
     check_action(known_faults, "shard_function: known_faults")
@@ -253,8 +253,8 @@ class ShardedFunction:
     def OutSplits(self, results: Any, mesh: Mesh) -> list[Any]:
         """The checked split of each result; `results` is a tree of tensors or specs."""
         what = f"{self._name}: out_shardings"
-        found = _splits(what, "result", results, self._out_shardings, mesh)
-        return [found[path] for path, _ in flatten_items(results, "result")]
+        splits = _splits(what, "result", results, self._out_shardings, mesh)
+        return [splits[path] for path, _ in flatten_items(results, "result")]
 
 
 class _Bound:
@@ -280,11 +280,11 @@ class _Bound:
             self._structure = map_structure(lambda _: 0, out)
             return [_result(name, path, y) for path, y in flatten_items(out, "result")]
 
-        def choose(found: list[TensorSpec]) -> Any:
+        def choose(results: list[TensorSpec]) -> Any:
             wanted = function._out_shardings
             if wanted is AUTO:
                 return AUTO
-            return function.OutSplits(pack_as(self._structure, found), mesh)
+            return function.OutSplits(pack_as(self._structure, results), mesh)
 
         self.operation = Operation(name, flat, specs, _engine(mesh, function._known_faults), choose)
         if not self.operation.results:
