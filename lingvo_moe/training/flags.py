@@ -98,13 +98,13 @@ def show_experiments() -> None:
 def define_strategy_flag(flags: Flags) -> None:
     """Defines --strategy for a command that takes a strategy file and does not search."""
 
-    def read(given: str) -> str:
-        if given == AUTO:
+    def read(text: str) -> str:
+        if text == AUTO:
             raise ValueError(
                 "only the trainer searches, for the devices that it runs on; run python -m tools.parallelize "
                 "--model=... --topology=... --output=FILE, then give --strategy=FILE"
             )
-        return given
+        return text
 
     flags.DEFINE_parsed("strategy", "", _STRATEGY_HELP, read)
     define_layout_flag(flags)

@@ -120,9 +120,9 @@ def code_digest(root: Path, before: float) -> str:
 
 def packages() -> list[str]:
     """The installed packages, with their versions."""
-    found = set[str]()
+    names = set[str]()
     for place in filter(None, sys.path):
         with contextlib.suppress(OSError):  # an archive, or a directory that cannot be read
-            names = os.listdir(place)
-            found |= {name for name in names if name.endswith((".dist-info", ".egg-info"))}
-    return sorted(found)
+            entries = os.listdir(place)
+            names |= {name for name in entries if name.endswith((".dist-info", ".egg-info"))}
+    return sorted(names)

@@ -34,10 +34,10 @@ def trace(program: Program, jax_mesh: Any) -> Any:
     on_device = "device" if any(s.memory == HOST for s in signature.args) else None
 
     def sharding(spec: TensorSpec) -> Any:
-        found = named_sharding(spec, program.mesh, jax_mesh)
-        if found is None or on_device is None or spec.memory == HOST:
-            return found
-        return found.with_memory_kind(on_device)
+        plain = named_sharding(spec, program.mesh, jax_mesh)
+        if plain is None or on_device is None or spec.memory == HOST:
+            return plain
+        return plain.with_memory_kind(on_device)
 
     def shardings(specs: tuple[TensorSpec, ...]) -> tuple[Any, ...]:
         return tuple(map(sharding, specs))
@@ -70,9 +70,9 @@ def place_arguments(lowered: Any, program: Program) -> None:
         for name, specs in (("arg_attrs", signature.args), ("res_attrs", signature.results)):
             placed = []
             for attributes, spec in zip(main.attributes[name], specs, strict=True):
-                found = {each.name: each.attr for each in ir.DictAttr(attributes)}
-                found["mhlo.memory_kind"] = ir.StringAttr.get(memory_kind(spec) or "device")
-                placed.append(ir.DictAttr.get(found))
+                by_name = {attribute.name: attribute.attr for attribute in ir.DictAttr(attributes)}
+                by_name["mhlo.memory_kind"] = ir.StringAttr.get(memory_kind(spec) or "device")
+                placed.append(ir.DictAttr.get(by_name))
             main.attributes[name] = ir.ArrayAttr.get(placed)
 
 

@@ -133,8 +133,8 @@ def _slurm(variables: _Variables) -> Launch:
 
 def _tasks_of_nodes(text: str) -> list[int]:
     """Reads Slurm's "2(x3),1" as [2, 2, 2, 1]."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
 
 
 def _tpu(variables: _Variables, workers: list[str]) -> Launch:
@@ -249,8 +249,8 @@ def local_gpus(
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = there_are if visible is None else len(list(filter(None, visible.split(","))))
     number, count = launch.local
-    each = gpus // count
-    return list(range(number * each, (number + 1) * each)) if count > 1 and each else None
+    share = gpus // count
+    return list(range(number * share, (number + 1) * share)) if count > 1 and share else None
 
 
 def _port(job: str) -> int:
@@ -266,13 +266,13 @@ def _is_here(host: str, patience: float) -> bool:
     end = time.monotonic() + patience
     while True:
         try:
-            found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
             break
         except OSError:
             if time.monotonic() >= end:
                 return False
             time.sleep(min(1.0, patience))
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as s:
                 s.bind(address)

@@ -102,10 +102,10 @@ class Meeting:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             with contextlib.suppress(OSError):
-                found = socket.create_connection((self._host, self._port), _PATIENCE)
-                if found.getsockname() != found.getpeername():  # its own, of a port that was free
-                    return found
-                found.close()
+                link = socket.create_connection((self._host, self._port), _PATIENCE)
+                if link.getsockname() != link.getpeername():  # its own, of a port that was free
+                    return link
+                link.close()
             time.sleep(0.2)
         raise JobError(
             f"{self._flag}: process {self._number} of {self._count} could not join the job: nobody "

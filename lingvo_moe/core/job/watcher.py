@@ -64,7 +64,7 @@ class Progress:
         self._heard: dict[int, tuple[int, float]] = {}
         self._moved: dict[int, tuple[int, float]] = {}
 
-    def Why(self, reports: Mapping[int, Report], now: float, silence: float | None = None) -> str:
+    def Why(self, reports: Mapping[int, Report], at: float, silence: float | None = None) -> str:
         """Returns a line about the processes that hold up the job; '' if there are none.
 
         A process counts once it has begun a step: what comes before may take long on one alone, as compiling does.
@@ -76,16 +76,16 @@ class Progress:
         self.silent, silent, behind = [], [], []
         for number, report in sorted(reports.items()):
             if self._heard.get(number, (0, 0.0))[0] != report.beats:
-                self._heard[number] = report.beats, now
+                self._heard[number] = report.beats, at
             if self._moved.get(number, (0, 0.0))[0] != report.begun or report.begun == most:
-                self._moved[number] = report.begun, now
+                self._moved[number] = report.begun, at
             if not report.begun:
                 continue
             who = f"process {number} on {report.host}, at step {report.begun}"
-            if now - self._heard[number][1] > silence:
+            if at - self._heard[number][1] > silence:
                 silent.append(who)
                 self.silent.append(number)
-            elif report.begun < most and 0 < self._stall < now - self._moved[number][1]:
+            elif report.begun < most and 0 < self._stall < at - self._moved[number][1]:
                 behind.append(who)
         if silent:
             return f"{'; '.join(silent)}: has not answered for {silence:.0f} s; it was killed, stopped or cut off"
@@ -197,23 +197,23 @@ class _Watcher:
 
     def _leave_lost(self, numbers: list[int], line: str) -> None:
         """Tells this process of those that are gone, and ends it where it still waits for them after a while."""
-        now = time.monotonic()
+        at = time.monotonic()
         if self._number in numbers:
             say(f"error: this process was taken for lost: {line}")
             ending.end(ending.STATUS)
         if not self._lost:
-            self._lost = now
+            self._lost = at
             say(line)
             LOST.Tell(numbers)
-        elif now - self._lost > _LEAVING and not LOST.left:
+        elif at - self._lost > _LEAVING and not LOST.left:
             say(f"error: what was begun with the others could not be given up in {_LEAVING:.0f} s")
             ending.leave(ending.STATUS, line=line, wait=False)
 
     def _judge(self) -> None:
-        found = self._client.key_value_dir_get(_AT)
-        reports = {int(key.rpartition("/")[2]): Report(**json.loads(text)) for key, text in found}
-        now = time.monotonic()
-        self._clock, self._looked = self._clock + min(now - self._looked, 2 * _INTERVAL), now
+        entries = self._client.key_value_dir_get(_AT)
+        reports = {int(key.rpartition("/")[2]): Report(**json.loads(text)) for key, text in entries}
+        at = time.monotonic()
+        self._clock, self._looked = self._clock + min(at - self._looked, 2 * _INTERVAL), at
         suspected = any(report.suspects for report in reports.values())
         if why := self._progress.Why(reports, self._clock, _SUSPECT if suspected else SILENCE):
             if (gone := self._progress.silent) and LOST.elastic:

@@ -95,7 +95,7 @@ class CellProgram:
         seed: tf.Tensor,
         upstream: Vectors,
         share: float,
-        of: tuple[bool, bool],
+        wanted: tuple[bool, bool],
     ) -> tuple[Any, Vectors]:
         """The gradients of the inputs (None for integers), and rows [P] of those of the packed variables that are
         trained and of which the cell has a part, by name.
@@ -103,13 +103,13 @@ class CellProgram:
         Args:
             upstream: the gradients of the outputs, packed, by floating-point dtype.
             share: the gradient of the loss that the cell adds.
-            of: whether the gradients of the inputs are asked for, and those of the weights.
+            wanted: whether the gradients of the inputs are asked for, and those of the weights.
         """
         by_path, specs = self._Weights(weights), self.cell.specs.Flatten()
         leaves = [by_path[spec.path] for spec in specs]
         args = self._Arguments(inputs)
-        trained = [k for k, spec in enumerate(specs) if spec.trainable and of[1]]
-        floating = [k for k, x in enumerate(args) if x.dtype.is_floating and of[0]]
+        trained = [k for k, spec in enumerate(specs) if spec.trainable and wanted[1]]
+        floating = [k for k, x in enumerate(args) if x.dtype.is_floating and wanted[0]]
         sources = [leaves[k] for k in trained] + [args[k] for k in floating]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
@@ -125,7 +125,7 @@ class CellProgram:
         rows = {
             name: packed_row(spec, self.number, gradients)
             for name, spec in self._Groups().items()
-            if spec.trainable and of[1]
+            if spec.trainable and wanted[1]
         }
         return self._InTree(of_inputs), {
             name: tf.cast(x, sum_type(x.dtype)) for name, x in rows.items()

@@ -205,7 +205,7 @@ class CellStages:
                 extras.Set(f"updates.{self._parts.stack.specs[name].path}", total)
         return extras
 
-    def Forward(self, given: NestedMap, shared: NestedMap) -> NestedMap:
+    def Forward(self, args: NestedMap, shared: NestedMap) -> NestedMap:
         """See Programs.Forward. Loss and extras have a dimension D, over which they are added up at the end."""
         extras = self._ExtraLengths()
 
@@ -229,11 +229,9 @@ class CellStages:
                 ),
             )
 
-        return self._InStages(work, given, shared)
+        return self._InStages(work, args, shared)
 
-    def Backward(
-        self, given: NestedMap, shared: NestedMap, carry: bool, weights: bool
-    ) -> NestedMap:
+    def Backward(self, args: NestedMap, shared: NestedMap, carry: bool, weights: bool) -> NestedMap:
         """See Programs.Gradients. Those of weights have a dimension D, over which they are added up at the end."""
         trained = {n: s for n, s in self._parts.stack.specs.items() if s.trainable and weights}
 
@@ -259,12 +257,12 @@ class CellStages:
                 )
             return result
 
-        return self._InStages(work, given, shared)
+        return self._InStages(work, args, shared)
 
     def _InStages(
         self,
         work: Callable[[int, NestedMap], NestedMap],
-        given: NestedMap,
+        args: NestedMap,
         shared: NestedMap,
     ) -> NestedMap:
         """`work(cell, what the stage has)` of every stage's cell, zeros where it has no micro-batch.
@@ -272,41 +270,41 @@ class CellStages:
         Tensors of a stage have a leading dimension 1, and those that differ by row a dimension 1 of D.
         """
         stage = NestedMap(
-            weights=given.weights,
-            carry=given.parts.carry,
-            number=given.parts.number,
-            first=given.first[:, tf.newaxis],
-            valid=given.valid[:, tf.newaxis],
-            seed=tf.broadcast_to(shared.seed, [given.first.shape[0], 2]),
+            weights=args.weights,
+            carry=args.parts.carry,
+            number=args.parts.number,
+            first=args.first[:, tf.newaxis],
+            valid=args.valid[:, tf.newaxis],
+            seed=tf.broadcast_to(shared.seed, [args.first.shape[0], 2]),
         )
-        if "upstream" in given.parts:
-            stage.upstream = given.parts.upstream
+        if "upstream" in args.parts:
+            stage.upstream = args.parts.upstream
         structure = NestedMap()
-        K, numbers = given.first.shape[0], range(len(self._programs))
+        K, numbers = args.first.shape[0], range(len(self._programs))
 
-        def of_stage(cells: Sequence[int], index: tf.Tensor, own: NestedMap) -> list[tf.Tensor]:
+        def of_stage(cells: Sequence[int], index: tf.Tensor, part: NestedMap) -> list[tf.Tensor]:
             """The work of the cell of which `index` is the place in `cells`, or of none."""
-            own.zero = tf.minimum(own.number[0, 0], 0)
+            part.zero = tf.minimum(part.number[0, 0], 0)
             specs: list[tf.TensorSpec] = []
 
             def branch(k: int) -> list[tf.Tensor]:
                 nonlocal structure
-                structure = work(k, own)
+                structure = work(k, part)
                 specs[:] = [tf.TensorSpec(x.shape, x.dtype) for x in structure.Flatten()]
                 return structure.Flatten()
 
             def idle() -> list[tf.Tensor]:
-                return [tf.fill(s.shape, tf.cast(own.zero, s.dtype)) for s in specs]
+                return [tf.fill(s.shape, tf.cast(part.zero, s.dtype)) for s in specs]
 
-            index = tf.where(own.valid[0, 0], index, len(cells))
+            index = tf.where(part.valid[0, 0], index, len(cells))
             branches: list[Any] = [lambda k=k: branch(k) for k in cells]
             return flatten(tf.switch_case(index, [*branches, idle]))
 
         if self._mesh is None:
             stages = []
             for s in range(K):
-                own = stage.Pack([x[s : s + 1] for x in stage.Flatten()])
-                stages.append(of_stage(numbers[s::K], own.first[0, 0] // K, own))
+                part = stage.Pack([x[s : s + 1] for x in stage.Flatten()])
+                stages.append(of_stage(numbers[s::K], part.first[0, 0] // K, part))
             return structure.Pack([tf.concat(parts, 0) for parts in zip(*stages, strict=True)])
 
         data = DATA if self._devices > 1 else None
@@ -318,8 +316,8 @@ class CellStages:
         outs: list[DimsMapping] = []
 
         def region(*local: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            own = stage.Pack(list(local))
-            results = of_stage(numbers, own.first[0, 0], own)
+            part = stage.Pack(list(local))
+            results = of_stage(numbers, part.first[0, 0], part)
             outs.extend((STAGE, data) + (None,) * (x.shape.rank - 2) for x in results)
             return tuple(results)
 
@@ -342,7 +340,7 @@ class CellStages:
     def _ExtraLengths(self) -> dict[str, tuple[int, tf.DType]]:
         """The length and the dtype of each row of extras: P of each packed variable with updates, and X."""
         updated = {path for program in self._programs for path in program.updated}
-        found = {
+        lengths = {
             name: (spec.shape[1], sum_type(tf.as_dtype(spec.dtype)))
             for name, spec in self._parts.stack.specs.items()
             if any(part.path in updated for row in spec.packs for part in row)
@@ -351,8 +349,8 @@ class CellStages:
         if any(extras):
             wide = any(x.dtype == tf.float64 for cell in extras for x in cell)
             length = max(sum(x.shape.num_elements() for x in cell) for cell in extras)
-            found[EXTRAS] = (length, tf.float64 if wide else tf.float32)
-        return found
+            lengths[EXTRAS] = (length, tf.float64 if wide else tf.float32)
+        return lengths
 
 
 def _cell(layers: Sequence[tuple[str, BaseLayer]]) -> Cell:

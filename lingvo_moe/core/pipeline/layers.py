@@ -117,12 +117,12 @@ class PipeliningLayer(SeqLayer):
         ) -> Args:
             return self._InSequence(layers, rest.GetItem(path), x, at.seed)[0]
 
-        given: dict[str, Any] = {"metrics": lambda sums, loss, extras: NestedMap(sums, loss=loss)}
+        base: dict[str, Any] = {"metrics": lambda sums, loss, extras: NestedMap(sums, loss=loss)}
         return CellParts(
             name=self.p.name,
             weights=f"{path}.{_CELLS}",
             stack=self._stack,
             enter=lambda rest, context: outer(self.p.before_tpl, rest, args(context), context),
             loss=lambda rest, x, at: loss(outer(self.p.after_tpl, rest, x, at), at),
-            **(given | options),
+            **(base | options),
         )

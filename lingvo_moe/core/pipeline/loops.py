@@ -48,9 +48,9 @@ class Loops:
         programs: Programs,
         layout: StageLayout,
         batch: NestedMap,
-        given: tf.Tensor,
+        like: tf.Tensor,
     ):
-        self._float = given
+        self._float = like
         self._schedule, self._do, self._layout = schedule, programs, layout
         self._batch = layout.Sets(batch)
         self._parts = programs.parts
@@ -118,13 +118,13 @@ class Loops:
         slot = (tick - work.start) % self._schedule.outputs_kept
         carry = state.outputs.Transform(lambda rows: tf.gather(rows, slot))
         part = self._layout.Part(self._batch, unit.number)
-        found = self._do.Loss(NestedMap(part, carry=carry))
-        state.loss += term_if(unit.valid, found.loss)
+        results = self._do.Loss(NestedMap(part, carry=carry))
+        state.loss += term_if(unit.valid, results.loss)
         state.metrics = map_structure(
-            lambda total, x: total + term_if(unit.valid, x), state.metrics, found.metrics
+            lambda total, x: total + term_if(unit.valid, x), state.metrics, results.metrics
         )
-        self._AddToRest(state, found.rest, unit.valid)
-        state.from_loss = found.carry
+        self._AddToRest(state, results.rest, unit.valid)
+        state.from_loss = results.carry
 
     def _Backward(self, work: Work, tick: tf.Tensor, before: NestedMap, state: NestedMap) -> None:
         mine, unit = state.stacks[work.stack], self._Unit(work, tick)
@@ -136,20 +136,20 @@ class Loops:
         since = work.start - forward.start + self._K - 1 - 2 * self._stages
         since += (self._V - 1 - 2 * unit.chunk) * self._K
         carry = self._layout.Read(work.stack, mine.inputs, tick - since - forward.start)
-        given = self._Given(work, unit, carry, upstream)
+        args = self._Given(work, unit, carry, upstream)
         if self._schedule.splits_backward:
-            done = self._do.Gradients(work.stack, given, weights=False)
+            done = self._do.Gradients(work.stack, args, weights=False)
             slot = (tick - work.start) % self._schedule.GradientsKept(work.stack)
             mine.gradients = self._layout.Written(work.stack, mine.gradients, slot, upstream)
         else:
-            done = self._do.Gradients(work.stack, given)
+            done = self._do.Gradients(work.stack, args)
             self._AddGradients(work.stack, mine, done, unit)
         first = self._Unit(work, tick, 0)
         entries = self._do.entries[work.stack]
         entered = NestedMap({name: done.carry[name][0] for name in entries if name in done.carry})
         part = self._layout.Part(self._batch, first.number)
-        found = self._do.EnterGradients(work.stack, NestedMap(part, upstream=entered))
-        self._AddToRest(state, found.rest, first.valid & (first.chunk == 0))
+        results = self._do.EnterGradients(work.stack, NestedMap(part, upstream=entered))
+        self._AddToRest(state, results.rest, first.valid & (first.chunk == 0))
         mine.upstream = self._layout.Rolled(work.stack, done.carry, -1)
 
     def _FromAbove(self, work: Work, before: NestedMap, state: NestedMap) -> NestedMap | None:
@@ -175,9 +175,9 @@ class Loops:
         upstream = self._layout.Read(
             work.stack, mine.gradients, number + self._K - 1 - self._stages
         )
-        given = self._Given(work, unit, carry, upstream)
-        found = self._do.Gradients(work.stack, given, carry=False)
-        self._AddGradients(work.stack, mine, found, unit)
+        args = self._Given(work, unit, carry, upstream)
+        results = self._do.Gradients(work.stack, args, carry=False)
+        self._AddGradients(work.stack, mine, results, unit)
 
     # --- helpers
 
@@ -206,11 +206,11 @@ class Loops:
         self, work: Work, unit: Unit, carry: NestedMap, upstream: NestedMap | None = None
     ) -> NestedMap:
         """The arguments of the stages' work: see stage.py."""
-        own = self._layout.Weights(work.stack, unit.chunk)
+        weights = self._layout.Weights(work.stack, unit.chunk)
         parts = NestedMap(self._layout.Part(self._batch, unit.number), carry=carry)
         if upstream is not None:
             parts.upstream = upstream
-        return NestedMap(own, valid=unit.valid, parts=parts)
+        return NestedMap(weights, valid=unit.valid, parts=parts)
 
     def _Chosen(
         self, stack: int, where: tf.Tensor, there: NestedMap, elsewhere: NestedMap
@@ -238,16 +238,16 @@ class Loops:
         here = tf.reshape(here, [self._K, 1, self._V] + [1] * (x.shape.rank - 2))
         return tf.where(here, x[:, :, tf.newaxis], tf.zeros([], x.dtype))
 
-    def _AddGradients(self, stack: int, mine: NestedMap, found: NestedMap, unit: Unit) -> None:
+    def _AddGradients(self, stack: int, mine: NestedMap, more: NestedMap, unit: Unit) -> None:
         sums = [
             total + self._InChunk(g, unit)
-            for total, g in zip(mine.weights, found.weights, strict=True)
+            for total, g in zip(mine.weights, more.weights, strict=True)
         ]
         mine.weights = self._layout.WeightSums(stack, self._do.trainable[stack], sums)
-        mine.of_rest = map_structure(tf.add, mine.of_rest, found.rest)
+        mine.of_rest = map_structure(tf.add, mine.of_rest, more.rest)
 
-    def _AddToRest(self, state: NestedMap, found: NestedMap, valid: tf.Tensor) -> None:
-        for name, g in found.items():
+    def _AddToRest(self, state: NestedMap, more: NestedMap, valid: tf.Tensor) -> None:
+        for name, g in more.items():
             state.rest[name] = self._layout.OfRest(name, state.rest[name] + term_if(valid, g))
 
     # --- the state before the first tick
@@ -263,13 +263,13 @@ class Loops:
                 carry[name] = state.stacks[-1].arriving[source]
             mine = self._StackStart(j, self._layout.OfStages(j, carry))
             state.stacks.append(mine)
-            found = self._do.EnterGradients(j, NestedMap(part, upstream=floating(entering)))
-            self._RestStart(state, found)
+            results = self._do.EnterGradients(j, NestedMap(part, upstream=floating(entering)))
+            self._RestStart(state, results)
         last = self._Last(mine.arriving)
-        found = self._do.Loss(NestedMap(part, carry=last))
-        self._RestStart(state, found)
-        state.loss = self._Zeros(found.loss.shape, sum_type(found.loss.dtype))
-        state.metrics = found.metrics.Transform(lambda x: self._Zeros(x.shape, sum_type(x.dtype)))
+        results = self._do.Loss(NestedMap(part, carry=last))
+        self._RestStart(state, results)
+        state.loss = self._Zeros(results.loss.shape, sum_type(results.loss.dtype))
+        state.metrics = results.metrics.Transform(lambda x: self._Zeros(x.shape, sum_type(x.dtype)))
         rows = self._schedule.outputs_kept
         state.outputs = self._layout.Outputs(
             last.Transform(lambda x: self._Zeros([rows, *x.shape], x.dtype))
@@ -278,10 +278,10 @@ class Loops:
 
     def _StackStart(self, j: int, carry: NestedMap) -> NestedMap:
         work = self._schedule.WorkOf(schedules.FORWARD, j)
-        given = self._Given(work, self._Unit(work, tf.constant(0)), carry)
-        done = self._do.Forward(j, given)
-        given.parts.upstream = floating(carry)
-        found = self._do.Gradients(j, given, carry=not self._schedule.splits_backward)
+        args = self._Given(work, self._Unit(work, tf.constant(0)), carry)
+        done = self._do.Forward(j, args)
+        args.parts.upstream = floating(carry)
+        results = self._do.Gradients(j, args, carry=not self._schedule.splits_backward)
         room = self._layout.Room(j, self._schedule.InputsKept(j), carry, self._float)
         mine = NestedMap(
             arriving=carry,
@@ -290,16 +290,16 @@ class Loops:
             loss=self._Zeros(done.loss.shape, done.loss.dtype),
             extras=done.extras.Transform(lambda x: self._ChunkZeros(x)),
             weights=self._layout.WeightSums(
-                j, self._do.trainable[j], [self._ChunkZeros(g) for g in found.weights]
+                j, self._do.trainable[j], [self._ChunkZeros(g) for g in results.weights]
             ),
-            of_rest=found.rest.Transform(lambda g: self._Zeros(g.shape, g.dtype)),
+            of_rest=results.rest.Transform(lambda g: self._Zeros(g.shape, g.dtype)),
         )
         if ticks := self._schedule.GradientsKept(j):
             mine.gradients = self._layout.Room(j, ticks, floating(carry), self._float)
         return mine
 
-    def _RestStart(self, state: NestedMap, found: NestedMap) -> None:
-        for name, g in found.rest.items():
+    def _RestStart(self, state: NestedMap, results: NestedMap) -> None:
+        for name, g in results.rest.items():
             if name not in state.rest:
                 state.rest[name] = self._layout.OfRest(
                     name, self._Zeros(g.shape, sum_type(g.dtype))

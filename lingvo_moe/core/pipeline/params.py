@@ -75,7 +75,7 @@ def with_stage_axes(task: InstantiableParams, **sizes: Sequence[int]) -> Instant
         sizes: for further letters of what lies outside of the stages, e.g. V, the sizes of their dimensions; they are
             sharded likewise if the number of stages divides these.
     """
-    others = [n for n, each in sizes.items() if not any(i % task.pipeline.stages for i in each)]
+    others = [n for n, values in sizes.items() if not any(i % task.pipeline.stages for i in values)]
     of_weights = {**dict.fromkeys(["L", *others], STAGE), **(task.weight_split or {})}
     of_activations = {**dict.fromkeys(others, STAGE), **(task.activation_split or {})}
     return task.Copy().Set(weight_split=of_weights, activation_split=of_activations)
@@ -180,13 +180,13 @@ def _check_splits(settings: Settings, name: str, blocks: int) -> None:
     splits = settings.splits
     if not splits:
         return
-    given = f"task.pipeline.splits={list(splits)}"
+    setting = f"task.pipeline.splits={list(splits)}"
     if settings.repeats > 1:
-        raise ScheduleError(f"{given}: goes with task.pipeline.repeats=1")
+        raise ScheduleError(f"{setting}: goes with task.pipeline.repeats=1")
     ascending = all(a < b for a, b in zip((0, *splits), splits, strict=False))
     if len(splits) != settings.stages or not ascending or splits[-1] != blocks:
         raise ScheduleError(
-            f"{given}: must be {settings.stages} ascending numbers of blocks, one for each of "
+            f"{setting}: must be {settings.stages} ascending numbers of blocks, one for each of "
             f"task.pipeline.stages, of which the last is the {blocks} of the {name}"
         )
 

@@ -31,13 +31,11 @@ class Context:
 class StageWork(Protocol):
     """The work of all stages in a tick, of a stack whose blocks compute different things (cell_stack.py)."""
 
-    def Forward(self, given: NestedMap, shared: NestedMap) -> NestedMap:
+    def Forward(self, args: NestedMap, shared: NestedMap) -> NestedMap:
         """See stage.Programs.Forward."""
         ...
 
-    def Backward(
-        self, given: NestedMap, shared: NestedMap, carry: bool, weights: bool
-    ) -> NestedMap:
+    def Backward(self, args: NestedMap, shared: NestedMap, carry: bool, weights: bool) -> NestedMap:
         """See stage.Programs.Gradients."""
         ...
 

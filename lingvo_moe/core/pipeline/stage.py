@@ -31,9 +31,9 @@ class TracedOnce:
         self._concrete: Any = None
         self._structure = NestedMap()
 
-    def __call__(self, given: NestedMap) -> NestedMap:
-        specs = given.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-        return self.Results(specs).Pack(list(self._Concrete(specs)(*given.Flatten())))
+    def __call__(self, args: NestedMap) -> NestedMap:
+        specs = args.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
+        return self.Results(specs).Pack(list(self._Concrete(specs)(*args.Flatten())))
 
     def Results(self, specs: NestedMap) -> NestedMap:
         """TensorSpecs of the results, given those of the arguments."""
@@ -57,7 +57,7 @@ class Programs:
 
     `parts` has the D micro-batches that the devices along axis `data` work on at the same time, each on one: a
     NestedMap of tensors [D, ...]: batch; number, int32; and where a function needs it carry, or upstream, the
-    gradients of the carry afterwards. `given`, of all stages' work, is a NestedMap of tensors [K, ...]: weights,
+    gradients of the carry afterwards. `args`, of all stages' work, is a NestedMap of tensors [K, ...]: weights,
     [K, n, ...]; first, int32, the number of the first block; count, int32, how many of the n blocks are no padding,
     or None if all stages have n; valid, bool, false in the bubble; and parts, [K, D, ...].
 
@@ -123,17 +123,17 @@ class Programs:
         """NestedMap(loss, metrics, carry, rest) of micro-batches, [D, ...]; `carry` and `rest` are gradients."""
         return self._loss(NestedMap(given=parts, shared=self._shared))
 
-    def Forward(self, stack: int, given: NestedMap) -> NestedMap:
+    def Forward(self, stack: int, args: NestedMap) -> NestedMap:
         """NestedMap(carry, loss, extras), [K, D, ...]: what stages give on, and what they add to sums, zeros in the
         bubble."""
-        return self._forward[stack](NestedMap(given=given, shared=self._shared))
+        return self._forward[stack](NestedMap(given=args, shared=self._shared))
 
     def Gradients(
-        self, stack: int, given: NestedMap, carry: bool = True, weights: bool = True
+        self, stack: int, args: NestedMap, carry: bool = True, weights: bool = True
     ) -> NestedMap:
         """NestedMap(carry, weights, rest): gradients of the carry, if asked for; and of weights, if asked for: a list,
         of those that are trainable, [K, D, n, ...], and [K, D, ...], zeros in the bubble."""
-        return self._backward[stack][carry, weights](NestedMap(given=given, shared=self._shared))
+        return self._backward[stack][carry, weights](NestedMap(given=args, shared=self._shared))
 
     def Context(self, part: NestedMap, shared: NestedMap) -> Context:
         """The context of a micro-batch."""
@@ -147,8 +147,8 @@ _OfAll = Callable[[NestedMap], NestedMap]
 
 
 def _of_stages(fn: Callable[[NestedMap, NestedMap], NestedMap]) -> _OfAll:
-    """`fn(given, shared)` of one stage, for all."""
-    return lambda both: _mapped(lambda given: fn(given, both.shared), STAGE, both.given)
+    """`fn(args, shared)` of one stage, for all."""
+    return lambda both: _mapped(lambda args: fn(args, both.shared), STAGE, both.given)
 
 
 def _of_replicas(fn: Callable[[NestedMap, NestedMap], NestedMap]) -> _OfAll:
@@ -183,51 +183,49 @@ class _Stage:
         self._trainable = programs.trainable[stack]
         self._carry, self._weights = carry, weights
 
-    def Forward(self, given: NestedMap, shared: NestedMap) -> NestedMap:
+    def Forward(self, args: NestedMap, shared: NestedMap) -> NestedMap:
         def forward(part: NestedMap) -> NestedMap:
-            carry, loss, extras = self._Run(part, given, shared)
+            carry, loss, extras = self._Run(part, args, shared)
             sums = NestedMap(loss=loss, extras=extras)
-            return NestedMap(carry=carry, **sums.Transform(lambda x: term_if(given.valid, x)))
+            return NestedMap(carry=carry, **sums.Transform(lambda x: term_if(args.valid, x)))
 
-        return _mapped_over_data(forward, given.parts)
+        return _mapped_over_data(forward, args.parts)
 
-    def Backward(self, given: NestedMap, shared: NestedMap) -> NestedMap:
-        return _mapped_over_data(
-            lambda part: self._BackwardOfPart(part, given, shared), given.parts
-        )
+    def Backward(self, args: NestedMap, shared: NestedMap) -> NestedMap:
+        return _mapped_over_data(lambda part: self._BackwardOfPart(part, args, shared), args.parts)
 
-    def _BackwardOfPart(self, part: NestedMap, given: NestedMap, shared: NestedMap) -> NestedMap:
-        trains = zip(given.weights.Flatten(), self._trainable, strict=True)
+    def _BackwardOfPart(self, part: NestedMap, args: NestedMap, shared: NestedMap) -> NestedMap:
+        trains = zip(args.weights.Flatten(), self._trainable, strict=True)
         weights = [w for w, trainable in trains if trainable] if self._weights else []
         rest = shared.rest.Flatten() if self._weights else []
         inputs = part.carry.Flatten() if self._carry else []
         watched = [*inputs, *weights, *rest]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(watched)
-            after, loss, _ = self._Run(part, given, shared)
+            after, loss, _ = self._Run(part, args, shared)
         upstream = [*part.upstream.Flatten(), tf.ones_like(loss)]
-        found = tape.gradient([*after.Flatten(), loss], watched, upstream)
-        of_weights = found[len(inputs) : len(inputs) + len(weights)]
-        of_rest = _present(found[len(inputs) + len(weights) :])
+        gradients = tape.gradient([*after.Flatten(), loss], watched, upstream)
+        of_weights = gradients[len(inputs) : len(inputs) + len(weights)]
+        of_rest = _present(gradients[len(inputs) + len(weights) :])
         result = NestedMap(
             weights=[
-                term_if(given.valid, or_zeros(g, w))
+                term_if(args.valid, or_zeros(g, w))
                 for g, w in zip(of_weights, weights, strict=True)
             ],
-            rest=of_rest.Transform(lambda g: term_if(given.valid, g)),
+            rest=of_rest.Transform(lambda g: term_if(args.valid, g)),
         )
         if self._carry:
-            dense = [or_zeros(g, x) for g, x in zip(found, inputs, strict=False)]
+            dense = [or_zeros(g, x) for g, x in zip(gradients, inputs, strict=False)]
             result.carry = part.carry.Pack(dense)
         return result
 
     def _Run(
-        self, part: NestedMap, given: NestedMap, shared: NestedMap
+        self, part: NestedMap, args: NestedMap, shared: NestedMap
     ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
         context = self._programs.Context(part, shared)
-        chunk = Chunk(given.first, given.get("count"))
+        chunk = Chunk(args.first, args.get("count"))
         assert self._stack.run is not None
-        return self._stack.run(given.weights, shared.rest, part.carry, context, chunk)
+        return self._stack.run(args.weights, shared.rest, part.carry, context, chunk)
 
 
 class _Edge:

@@ -60,7 +60,7 @@ class StageLayout:
             for stack in stacks
         ]
         self._outside, self._rest = [stack.splits for stack in stacks], rest_splits
-        self._splits = [[without(STAGE, s[1:]) for s in each] for each in self._outside]
+        self._splits = [[without(STAGE, s[1:]) for s in splits] for splits in self._outside]
         self._blocks, self._weights = list[StageBlocks](), list[NestedMap]()
         for j, stack in enumerate(stacks):
             leaves = stack.weights.Flatten()
@@ -155,11 +155,11 @@ class StageLayout:
 
         return self.OfStages(stack, self.OfStages(stack, carry).Transform(roll))
 
-    def Room(self, stack: int, ticks: int, carry: NestedMap, given: tf.Tensor) -> NestedMap:
+    def Room(self, stack: int, ticks: int, carry: NestedMap, like: tf.Tensor) -> NestedMap:
         """Room for the carries [K, ...] of so many ticks: zeros [K, R, ...]."""
 
         def room(x: tf.Tensor) -> tf.Tensor:
-            return runtime_zeros(given, x.dtype, [x.shape[0], ticks, *x.shape[1:]])
+            return runtime_zeros(like, x.dtype, [x.shape[0], ticks, *x.shape[1:]])
 
         return self._Rows(stack, carry.Transform(room))
 
@@ -177,15 +177,15 @@ class StageLayout:
         def read(x_KR: tf.Tensor, slot_K: tf.Tensor) -> tf.Tensor:
             return tf.gather(x_KR, slot_K, batch_dims=1)
 
-        found = NestedMap()
+        at_ticks = NestedMap()
         for name, x in rows.items():
             # Each stage reads its own rows: the partitioner would not know it.
             split = self._carries[stack][name]
             ins = [(STAGE, None, *split), (STAGE,)]
             slots = tf.math.floormod(ticks, x.shape[1])
             fn = read if self._mesh.size == 1 else manual_region(read, ins, (STAGE, *split))
-            found[name] = fn(x, slots)
-        return found
+            at_ticks[name] = fn(x, slots)
+        return at_ticks
 
     def WrittenOutputs(self, rows: NestedMap, slot: tf.Tensor, last: NestedMap) -> NestedMap:
         """The rows [R, ...] of the last stage's outputs, which all stages share, with one more of them."""

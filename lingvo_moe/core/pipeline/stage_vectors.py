@@ -90,12 +90,12 @@ def _length(specs: Sequence[VariableSpec]) -> int:
 def unpacked_row(spec: VariableSpec, k: int, row: tf.Tensor) -> dict[str, tf.Tensor]:
     """The variables in row k of a packed variable, by their paths."""
     reshape = tf.reshape if isinstance(row, tf.Tensor) else np.reshape
-    begin, found = 0, {}
+    begin, variables = 0, {}
     for part in spec.packs[k]:
         end = begin + math.prod(part.shape)
-        found[part.path] = reshape(row[begin:end], part.shape)
+        variables[part.path] = reshape(row[begin:end], part.shape)
         begin = end
-    return found
+    return variables
 
 
 def packed_row(spec: VariableSpec, k: int, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
@@ -115,16 +115,16 @@ def by_path(specs: NestedMap, values: NestedMap) -> dict[str, Any]:
     Raises:
         ValueError: two variables have the same path.
     """
-    found: dict[str, Any] = {}
+    opened_values: dict[str, Any] = {}
     for spec, value in specs.Zip(values):
         opened = [unpacked_row(spec, k, value[k]) for k in range(len(spec.packs))]
         for values_of in opened or [{spec.path: value}]:
-            if twice := sorted(found.keys() & values_of.keys()):
+            if twice := sorted(opened_values.keys() & values_of.keys()):
                 raise ValueError(
                     f"{twice[0]}: two variables have this path; open their trees apart"
                 )
-            found.update(values_of)
-    return found
+            opened_values.update(values_of)
+    return opened_values
 
 
 def from_paths(specs: NestedMap, values: Mapping[str, Any]) -> NestedMap:

@@ -128,10 +128,10 @@ class RunDir:
     def identity(self) -> tuple[int, int] | None:
         """Tells the run here from one that was begun in its place later; None where no run was described."""
         try:
-            found = os.stat(self.path / _FILE)
+            status = os.stat(self.path / _FILE)
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns
 
     @property
     def steps(self) -> list[int]:

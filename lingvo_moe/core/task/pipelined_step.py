@@ -79,15 +79,15 @@ def pipelined_step(
                 devices,
             )
             programs = Programs(small.path, small.Units, parts, trainable, shared)
-            given = tf.cast(state.step, tf.float32)
-            end = Loops(schedule, programs, layout, stacked, given).Run()
+            like = tf.cast(state.step, tf.float32)
+            end = Loops(schedule, programs, layout, stacked, like).Run()
             loss, metrics = _loss_and_metrics(parts, layout, end)
             updates = metrics.pop("updates", NestedMap()).Transform(lambda x: x * (1.0 / num))
             metrics = task.CombinedMetrics(metrics)
-            found = _gradients(theta, parts, layout, trainable, end)
+            by_path = _gradients(theta, parts, layout, trainable, end)
         with name_scope("optimizer"):
             flat = [(path, spec.trainable) for path, spec in specs.FlattenItems()]
-            grads = task.Gradients(theta, [found.get(path) for path, trains in flat if trains])
+            grads = task.Gradients(theta, [by_path.get(path) for path, trains in flat if trains])
             return task.Apply(state, loss, metrics, grads, updates)
 
     return step
@@ -120,12 +120,12 @@ def _gradients(
     end: NestedMap,
 ) -> dict[str, tf.Tensor]:
     """The gradients by path in theta, from the state after all ticks."""
-    found: dict[str, tf.Tensor] = {}
+    by_path: dict[str, tf.Tensor] = {}
     for j, (stack, mine) in enumerate(zip(parts.stacks, end.stacks, strict=True)):
         items = theta.Get(stack.weights).FlattenItems()
         paths = [path for (path, _), t in zip(items, trainable[j], strict=True) if t]
         sums = layout.WeightsInOrder(j, trainable[j], mine.weights)
-        found.update({f"{stack.weights}.{path}": g for path, g in zip(paths, sums, strict=True)})
+        by_path.update({f"{stack.weights}.{path}": g for path, g in zip(paths, sums, strict=True)})
     for i, (path, _) in enumerate(_rest(theta, parts.paths).FlattenItems()):
         name = f"g{i}"
         terms = [tf.reduce_sum(end.rest[name], 0)] if name in end.rest else []
@@ -133,8 +133,8 @@ def _gradients(
             tf.reduce_sum(mine.of_rest[name], [0, 1]) for mine in end.stacks if name in mine.of_rest
         ]
         if terms:
-            found[path] = tf.add_n(terms)
-    return found
+            by_path[path] = tf.add_n(terms)
+    return by_path
 
 
 def _rest(tree: NestedMap, paths: Sequence[str]) -> NestedMap:

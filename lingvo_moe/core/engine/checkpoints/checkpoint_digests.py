@@ -50,15 +50,15 @@ def join_parts(
 
     Returns the digest of the list. Raises Exception: as write_part, and as `renew`.
     """
-    known: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for process in range(processes):
         name = arrays.part_of(process)
         part = step.Below(name)
         await_true(partial(_has_part, part, renew))
-        known |= {f"{name}/{path}": d for path, d in read_manifest(part, _PART).items()}
+        digests |= {f"{name}/{path}": d for path, d in read_manifest(part, _PART).items()}
     arrays.join(step, processes)
     step.Write(ABOUT, json.dumps(about).encode())
-    write_manifest(step, LIST, digest=XXH128, digests=known)
+    write_manifest(step, LIST, digest=XXH128, digests=digests)
     return _digest(step)
 
 
