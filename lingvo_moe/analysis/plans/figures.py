@@ -69,8 +69,8 @@ def time_by_part(plan: Plan) -> list[PartTime]:
 
 def kinds(plan: Plan) -> list[tuple[str, int]]:
     """Returns (kind, bytes on a device) for the kinds of memory in use, in the order of KINDS."""
-    held = (plan.get("memory") or {}).get("kinds") or {}
-    return [(kind, held[kind]) for kind in KINDS if held.get(kind)]
+    by_kind = (plan.get("memory") or {}).get("kinds") or {}
+    return [(kind, by_kind[kind]) for kind in KINDS if by_kind.get(kind)]
 
 
 def name(plan: Plan) -> str:
@@ -99,10 +99,10 @@ def verdict(plan: Plan) -> str:
     """One sentence that says whether the program fits, and how much memory is left or missing."""
     memory = plan["memory"]
     need, hbm = needed(plan), memory.get("hbm")
-    held = f"{units.size(need)} of {units.size(hbm)} on each device"
+    uses = f"{units.size(need)} of {units.size(hbm)} on each device"
     if memory.get("fits"):
-        return f"Fits: {held}, {units.size(max(hbm - need, 0))} to spare."
-    return f"Does not fit: {held}, {units.size(memory.get('misses_by'))} too much."
+        return f"Fits: {uses}, {units.size(max(hbm - need, 0))} to spare."
+    return f"Does not fit: {uses}, {units.size(memory.get('misses_by'))} too much."
 
 
 def compiler_figures(plan: Plan) -> str:
@@ -114,8 +114,8 @@ def compiler_figures(plan: Plan) -> str:
     if memory.get("traced_peak"):
         out += f" Peak traced through its schedule: {units.size(memory['traced_peak'])}."
     if memory.get("kept_for_backward"):
-        kept = units.size(memory["kept_for_backward"])
-        out += f" Activations held where the backward pass begins: {kept}."
+        activations = units.size(memory["kept_for_backward"])
+        out += f" Activations held where the backward pass begins: {activations}."
     return out
 
 
@@ -145,11 +145,11 @@ def budget(plan: Plan) -> float | None:
 
 def for_budgets(plans: Sequence[Plan]) -> str:
     """Says for how many tokens or images the days and costs of several plans are; '' where no plan has a budget."""
-    budgets = sorted({(found, unit(plan)) for plan in plans if (found := budget(plan))})
+    budgets = sorted({(size, unit(plan)) for plan in plans if (size := budget(plan))})
     if not budgets:
         return ""
     costs = "Cost in all, days" if any(get(plan, "time.price") for plan in plans) else "Days"
-    wholes = " or ".join(f"{units.quantity(found)} {counted}" for found, counted in budgets)
+    wholes = " or ".join(f"{units.quantity(size)} {counted}" for size, counted in budgets)
     return f"{costs}, chip-days and device-years are for {wholes}."
 
 
@@ -231,17 +231,17 @@ def bubble(plan: Plan) -> float | None:
 
     Several pipelines count by the seconds of their loops.
     """
-    found = [p for p in plan.get("pipelines") or () if p.get("bubble") is not None]
-    whole = sum(p["seconds"] for p in found)
+    timed = [p for p in plan.get("pipelines") or () if p.get("bubble") is not None]
+    whole = sum(p["seconds"] for p in timed)
     if not whole:
-        return max((p["bubble"] for p in found), default=None)
-    return sum(p["seconds"] * p["bubble"] for p in found) / whole
+        return max((p["bubble"] for p in timed), default=None)
+    return sum(p["seconds"] * p["bubble"] for p in timed) / whole
 
 
 def costs(plan: Plan) -> list[str]:
     """The costs of a step and of the budget, in the unit of the plan's price."""
-    found = [get(plan, f"time.{figure}") for figure in ("step_cost", "budget_cost")]
-    return [f"{c:.2g}" if c is not None and c < 0.1 else units.number(c) for c in found]
+    amounts = [get(plan, f"time.{figure}") for figure in ("step_cost", "budget_cost")]
+    return [f"{c:.2g}" if c is not None and c < 0.1 else units.number(c) for c in amounts]
 
 
 def compile_figures(plan: Plan) -> list[tuple[str, str]]:

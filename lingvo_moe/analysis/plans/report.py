@@ -94,10 +94,10 @@ def _down(table: Table) -> RichTable:
 def _memory(plan: Plan) -> list[RenderableType]:
     hbm = plan["memory"].get("hbm") or 1
 
-    def cells(what: str, held: int) -> list[str]:
-        return [what, units.size(held), units.share(held / hbm), bar(held / hbm, _BAR)]
+    def cells(what: str, size: int) -> list[str]:
+        return [what, units.size(size), units.share(size / hbm), bar(size / hbm, _BAR)]
 
-    rows = [cells(figures.KINDS[kind], held) for kind, held in figures.kinds(plan)]
+    rows = [cells(figures.KINDS[kind], size) for kind, size in figures.kinds(plan)]
     needed = plan["memory"].get("needed")
     foot = cells("in all", needed) if needed else ()
     table = Table([*words(""), *numbers("bytes", "of HBM"), *words("")], rows, foot)
@@ -131,8 +131,8 @@ def _collectives(plan: Plan) -> Section | None:
     if table is None:
         return None
     totals = "; ".join(
-        f"{count:,} {kind} of {units.size(held)} in {units.duration(seconds)}"
-        for kind, count, held, seconds in figures.collective_totals(plan)
+        f"{count:,} {kind} of {units.size(size)} in {units.duration(seconds)}"
+        for kind, count, size, seconds in figures.collective_totals(plan)
     )
     title, aside = "Collectives of a step", " (seconds estimated)"
     return Section(title, [replace(table, foot=())], [f"In all: {totals}."], aside)

@@ -20,9 +20,9 @@ def _place(item: Mapping[str, Any]) -> list[str]:
 
 def memory_pieces(plan: Plan) -> list[Piece]:
     """The kinds of memory of a device; one piece for all that a program needs which the compiler refused."""
-    found = [Piece(figures.KINDS[k], k, n, units.size(n)) for k, n in figures.kinds(plan)]
+    pieces = [Piece(figures.KINDS[k], k, n, units.size(n)) for k, n in figures.kinds(plan)]
     needed = figures.needed(plan)
-    return found or [Piece("needed", "temporaries", needed, units.size(needed))]
+    return pieces or [Piece("needed", "temporaries", needed, units.size(needed))]
 
 
 def time_pieces(parts: Iterable[PartTime]) -> list[Piece]:
@@ -35,8 +35,8 @@ def time_pieces(parts: Iterable[PartTime]) -> list[Piece]:
 
 def holders(plan: Plan, most: int) -> Section | None:
     """The largest buffers that are live at the peak."""
-    found = plan["memory"].get("holders")
-    if not found:
+    buffers = plan["memory"].get("holders")
+    if not buffers:
         return None
     rows = [
         [
@@ -44,11 +44,11 @@ def holders(plan: Plan, most: int) -> Section | None:
             *_place(row),
             units.size(row["bytes"]),
         ]
-        for row in found[:most]
+        for row in buffers[:most]
     ]
-    if rest := found[most:]:
-        held = units.size(sum(row["bytes"] for row in rest))
-        rows.append([PageCell(f"{len(rest)} more"), "", "", "", held])
+    if rest := buffers[most:]:
+        size = units.size(sum(row["bytes"] for row in rest))
+        rows.append([PageCell(f"{len(rest)} more"), "", "", "", size])
     columns = words("what", "layer", "part", "phase") + numbers("bytes")
     aside = " (traced through the compiled schedule)"
     return Section("What is live at the peak", [Table(columns, rows)], aside=aside)
@@ -56,8 +56,8 @@ def holders(plan: Plan, most: int) -> Section | None:
 
 def state(plan: Plan) -> Section | None:
     """The parts of the training state, and what a device would hold with other levels of train.shard_state."""
-    found = plan.get("state")
-    if not found:
+    about = plan.get("state")
+    if not about:
         return None
     columns = words("part", "type", "memory") + numbers("in all", "of a device", "copies")
     rows = [
@@ -66,13 +66,13 @@ def state(plan: Plan) -> Section | None:
             *(units.size(row[key]) for key in ("bytes_total", "bytes")),
             f"{row['copies']:,.4g}",
         ]
-        for row in found["parts"]
+        for row in about["parts"]
     ]
-    held = {row["shard_state"]: units.size(row["bytes"]) for row in found["levels"]}
-    now = held.pop(found["shard_state"])
-    others = ", ".join(f"{size} with {level}" for level, size in held.items())
-    notes = [f"train.shard_state={found['shard_state']} holds {now}; {others}."]
-    if offloads := found.get("offloads"):
+    by_level = {row["shard_state"]: units.size(row["bytes"]) for row in about["levels"]}
+    chosen = by_level.pop(about["shard_state"])
+    others = ", ".join(f"{size} with {level}" for level, size in by_level.items())
+    notes = [f"train.shard_state={about['shard_state']} holds {chosen}; {others}."]
+    if offloads := about.get("offloads"):
         others = ", ".join(f"{units.size(row['bytes'])} with {row['offload']}" for row in offloads)
         notes.append(f"With train.offload a device holds {others}.")
     return Section("Training state", [Table(columns, rows)], notes)
@@ -80,8 +80,8 @@ def state(plan: Plan) -> Section | None:
 
 def hosts(plan: Plan, most: int | None = None) -> Section | None:
     """The moves from and to the hosts' memory, the longest first, and the memory that a host needs."""
-    found = plan.get("host")
-    if not found:
+    host = plan.get("host")
+    if not host:
         return None
     columns = [*words("move"), *_PLACE, *numbers("a step", "bytes of one")]
     columns += [Column(heading, estimated=True) for heading in (_SECONDS, "waiting")]
@@ -93,32 +93,32 @@ def hosts(plan: Plan, most: int | None = None) -> Section | None:
             units.size(row["bytes"]),
             *(units.duration(row[key]) for key in ("seconds", "waiting_seconds")),
         ]
-        for row in found["moves"]
+        for row in host["moves"]
     ]
     return Section(
-        "Memory of the hosts", [Table(columns, rows).First(most)], _of_hosts(found), _ASIDE
+        "Memory of the hosts", [Table(columns, rows).First(most)], _of_hosts(host), _ASIDE
     )
 
 
 def _of_hosts(host: Mapping[str, Any]) -> list[str]:
     """Says how much memory a host needs, and how many seconds its link costs."""
     has = f" of {units.size(host['host_memory'])}" if host["host_memory"] else ""
-    found = [
+    sentences = [
         f"Each device needs {units.size(host['needed'])} in its host's memory; a host of {host['host_devices']}"
         f" devices {units.size(host['needed_by_host'])}{has}."
     ]
     if host["host_memory"] and host["needed_by_host"] > host["host_memory"]:
         missing = units.size(host["needed_by_host"] - host["host_memory"])
-        found.append(f"A host does not have that much: {missing} are missing.")
+        sentences.append(f"A host does not have that much: {missing} are missing.")
     if host["seconds"]:
-        found.append(
+        sentences.append(
             f"The link to the host ({units.rate(host['link_bandwidth'], 'B')} each way; {host['link_source']}) is busy "
             f"for {units.duration(host['seconds'])}, both directions added. The device waits for "
             f"{units.duration(host['waiting_seconds'])} of it, which counts in the step; "
             f"{units.share(host['hidden_seconds'] / host['seconds'])} is hidden behind other work or by the other "
             "direction."
         )
-    return found
+    return sentences
 
 
 def time(plan: Plan) -> Table | None:
@@ -144,7 +144,7 @@ def _times(name: str, parts: Sequence[PartTime]) -> list[str]:
         name,
         units.work(sum(part.flops for part in parts) or None),
         units.size(sum(part.num_bytes for part in parts) or None),
-        *(units.duration(each or None) for each in seconds),
+        *(units.duration(value or None) for value in seconds),
     ]
 
 
@@ -196,7 +196,7 @@ def _schedule(pipeline: Mapping[str, Any]) -> str:
     if "bubble" not in pipeline:
         return f"{name}: its schedule is not known, so neither is its bubble."
     repeats = f", {pipeline['repeats']} chunks a stage" if pipeline["repeats"] > 1 else ""
-    found = (
+    bubble = (
         "The bubble is not known: seconds of each kind of work do not follow from these loops."
         if pipeline["bubble"] is None
         else f"The bubble is {units.share(pipeline['bubble'])} of a stage's time in these loops."
@@ -205,7 +205,7 @@ def _schedule(pipeline: Mapping[str, Any]) -> str:
     padding = describe_padding(stacks, pipeline["stages"], pipeline["repeats"])
     return (
         f"{name}: {pipeline['schedule']} of {pipeline['stages']} stages and {pipeline['micro_batches']}"
-        f" micro-batches{repeats}. {found}{padding and f' {padding}.'}"
+        f" micro-batches{repeats}. {bubble}{padding and f' {padding}.'}"
     )
 
 
@@ -278,15 +278,15 @@ def between_slices(plan: Plan, most: int | None = None) -> Section | None:
 
 def mesh_axes(plan: Plan) -> Section | None:
     """The bytes that each GPU of a cluster sends, by mesh axis and by order of the axes; None for a TPU slice."""
-    found = plan.get("mesh_axes")
-    if not found:
+    about = plan.get("mesh_axes")
+    if not about:
         return None
     moved = [*numbers("a step", "sent inside nodes", "sent between nodes")]
     moved += [Column(_SECONDS, estimated=True)]
     tables = []
     for heading, key, rows in (
-        ("axis", "axes", found["by_axis"]),
-        ("order", "mesh", found["orders"]),
+        ("axis", "axes", about["by_axis"]),
+        ("order", "mesh", about["orders"]),
     ):
         cells = [
             [
@@ -299,7 +299,7 @@ def mesh_axes(plan: Plan) -> Section | None:
         ]
         if heading == "axis" or len(cells) > 1:
             tables.append(Table([*words(heading), *moved], cells))
-    return Section("Mesh axes and nodes", tables, [found["advice"]], _ASIDE)
+    return Section("Mesh axes and nodes", tables, [about["advice"]], _ASIDE)
 
 
 def compared(plans: Sequence[Plan]) -> Table:

@@ -24,29 +24,29 @@ class Peak:
     float32: Mapping[str, int] = field(default_factory=dict)
 
 
-def advise(held: Peak, needed: int, hbm: int) -> list[str]:
+def advise(peak: Peak, needed: int, hbm: int) -> list[str]:
     """Returns suggestions as sentences, the largest saving first.
 
     If the program does not fit, each sentence says whether it would fit after that change alone. Of a training step,
     whose gradients shrink with the type of activations too, remedies.py says what parameters could do then.
 
     Args:
-        held: what the device holds at the peak.
+        peak: what the device holds at the peak.
         needed: bytes that the program needs on a device.
         hbm: HBM capacity of a device in bytes.
     """
     missing = needed - hbm
-    types = [] if missing > 0 and held.by_kind.get("gradients") else [_bfloat16(held)]
-    found = [s for s in (*types, *_sharding(held)) if s[0] >= _WORTH * hbm]
-    tokens = _tokens(held, missing)
+    types = [] if missing > 0 and peak.by_kind.get("gradients") else [_bfloat16(peak)]
+    savings = [s for s in (*types, *_sharding(peak)) if s[0] >= _WORTH * hbm]
+    tokens = _tokens(peak, missing)
     if tokens:
-        found.append(tokens)
-    found.sort(key=lambda item: -item[0])
+        savings.append(tokens)
+    savings.sort(key=lambda item: -item[0])
     if missing <= 0:
-        return [text for _, text in found]
+        return [text for _, text in savings]
     return [
         text if (saving, text) == tokens else f"{text} {_verdict(saving, missing)}"
-        for saving, text in found
+        for saving, text in savings
     ]
 
 
@@ -56,45 +56,45 @@ def _verdict(saving: int, missing: int) -> str:
     return f"That alone is not enough: {units.size(missing - saving)} would still be missing."
 
 
-def _bfloat16(held: Peak) -> tuple[int, str]:
-    float32 = sum(held.float32.values())
+def _bfloat16(peak: Peak) -> tuple[int, str]:
+    float32 = sum(peak.float32.values())
     return float32 // 2, (
         f"Activations in bfloat16 throughout would take up to {units.size(float32 // 2)} less: at the peak "
         f"{units.size(float32)} of them are float32."
     )
 
 
-def _tokens(held: Peak, missing: int) -> tuple[int, str] | None:
+def _tokens(peak: Peak, missing: int) -> tuple[int, str] | None:
     """The saving from fewer tokens a device."""
-    if held.scaling <= 0:
+    if peak.scaling <= 0:
         return None
     if missing <= 0:
-        saving = held.scaling // 2
+        saving = peak.scaling // 2
         text = f"Half the tokens a device would take about {units.size(saving)} less."
         return saving, text
-    if missing >= held.scaling:
-        return held.scaling, (
+    if missing >= peak.scaling:
+        return peak.scaling, (
             f"Fewer tokens a device cannot make it fit: all that grows with them is "
-            f"{units.size(held.scaling)}, and {units.size(missing)} are missing."
+            f"{units.size(peak.scaling)}, and {units.size(missing)} are missing."
         )
-    share = 1 - missing / held.scaling
+    share = 1 - missing / peak.scaling
     return missing, (
         f"{math.floor(100 * share)}% of the tokens a device would fit, if what grows with them "
-        f"({units.size(held.scaling)}) shrinks in proportion."
+        f"({units.size(peak.scaling)}) shrinks in proportion."
     )
 
 
-def _sharding(held: Peak) -> list[tuple[int, str]]:
+def _sharding(peak: Peak) -> list[tuple[int, str]]:
     """The savings from more devices for the sharded weights, and from sharding the replicated ones."""
-    stored = held.by_kind["weights"] + held.by_kind["slots"]
+    stored = peak.by_kind["weights"] + peak.by_kind["slots"]
     if not stored:
         return []
     # Gradients and copies of weights are sharded like the weights.
-    derived = held.by_kind.get("gradients", 0) + held.by_kind.get("weight_copies", 0)
+    derived = peak.by_kind.get("gradients", 0) + peak.by_kind.get("weight_copies", 0)
     factor = 1 + derived / stored
     with_all = " with their slots, gradients and copies" if derived else " with their slots"
-    half_of_sharded = round(held.divisible * factor / 2)
-    half_of_replicated = round(held.replicated * factor / 2)
+    half_of_sharded = round(peak.divisible * factor / 2)
+    half_of_replicated = round(peak.replicated * factor / 2)
     return [
         (
             half_of_sharded,
@@ -103,7 +103,7 @@ def _sharding(held: Peak) -> list[tuple[int, str]]:
         ),
         (
             half_of_replicated,
-            f"Sharding the replicated weights ({units.size(held.replicated)} with their slots) in two "
+            f"Sharding the replicated weights ({units.size(peak.replicated)} with their slots) in two "
             f"would take about {units.size(half_of_replicated)} less.",
         ),
     ]

@@ -40,7 +40,7 @@ class Remedy:
 
     # The parameters that differ from those of the plan, and their values. No entries: the plan's own.
     changes: Mapping[str, str]
-    held: StateSize  # the bytes of the training state
+    state: StateSize  # the bytes of the training state
     weight_size: int  # bytes of a weight's element
     narrow: bool  # whether activations are bfloat16
     # Bytes of the inputs of all blocks, where more than these is recomputed than in the plan.
@@ -76,12 +76,12 @@ def advice(
                     carries = inputs // parts_of_batch(changed, params, mesh)
                 yield _choice(changes, changed, mesh, carries)
 
-    alone = list(choices(each for each in combined if len(each) == 1))
-    several = sorted((each for each in combined if len(each) > 1), key=len)
+    alone = list(choices(changes for changes in combined if len(changes) == 1))
+    several = sorted((changes for changes in combined if len(changes) > 1), key=len)
     return remedies(memory, _choice({}, planned, mesh), alone, choices(several))
 
 
-def saved(memory: Mapping[str, Any], now: Remedy, other: Remedy) -> int:
+def saved(memory: Mapping[str, Any], planned: Remedy, other: Remedy) -> int:
     """Estimates by how many bytes a device needs less with another choice; negative: more.
 
     * Weights and slots are those of the specs. So are gradients, as the share that is live at the peak. While weights
@@ -91,17 +91,17 @@ def saved(memory: Mapping[str, Any], now: Remedy, other: Remedy) -> int:
 
     Args:
         memory: the plan's `memory`.
-        now: the plan's own choice.
+        planned: the plan's own choice.
         other: the other one.
     """
     kinds, float32 = memory["kinds"], memory.get("float32", {})
-    halves = other.narrow and not now.narrow
+    halves = other.narrow and not planned.narrow
 
     def left(kind: str) -> float:
-        held = kinds.get(kind, 0)
-        return held - (float32.get(kind, 0) / 2 if halves else 0)
+        size = kinds.get(kind, 0)
+        return size - (float32.get(kind, 0) / 2 if halves else 0)
 
-    was, then = now.held, other.held
+    was, then = planned.state, other.state
     gradients = kinds.get("gradients", min(was.gradients, kinds["temporaries"]))
     ratio = max(then.gradients, then.written) / max(was.gradients, was.written, 1)
     copies = kinds.get("weight_copies", 0)
@@ -118,47 +118,47 @@ def saved(memory: Mapping[str, Any], now: Remedy, other: Remedy) -> int:
 
 
 def remedies(
-    memory: Mapping[str, Any], now: Remedy, alone: Sequence[Remedy], several: Iterable[Remedy]
+    memory: Mapping[str, Any], planned: Remedy, alone: Sequence[Remedy], several: Iterable[Remedy]
 ) -> list[str]:
     """Sentences that say which changes make a program fit, alone or together, and the bytes of each, largest first.
 
     Args:
         memory: the plan's `memory`, of a program that does not fit.
-        now: the plan's own choice.
+        planned: the plan's own choice.
         alone: choices with one change.
         several: choices with several changes, the fewest first; of these the first that is enough is proposed.
     """
     missing = memory["misses_by"]
-    by_choice = [(saved(memory, now, each), each) for each in alone]
+    by_choice = [(saved(memory, planned, choice), choice) for choice in alone]
     less = sorted((c for c in by_choice if c[0] >= _WORTH * missing), key=lambda c: -c[0])
-    found = []
+    sentences = []
     if less:
-        listed = ", ".join(f"{units.size(n)} with {_named(each)}" for n, each in less)
-        found.append(f"By estimate a device would need less: {listed}.")
-    enough = [_named(each) for n, each in less if n >= missing]
+        listed = ", ".join(f"{units.size(n)} with {_named(choice)}" for n, choice in less)
+        sentences.append(f"By estimate a device would need less: {listed}.")
+    enough = [_named(choice) for n, choice in less if n >= missing]
     if enough:
         one = "That is" if len(enough) == 1 else "Each of these is"
         return [
-            *found,
+            *sentences,
             f"{either(enough)} would make it fit. {one} enough for {units.size(missing)}.",
         ]
     most = max((n for n, _ in by_choice), default=0)
-    names = {name for each in alone for name in each.changes}
-    for each in several:
-        n = saved(memory, now, each)
+    names = {name for choice in alone for name in choice.changes}
+    for choice in several:
+        n = saved(memory, planned, choice)
         if n >= missing:
-            found.append(
-                f"None of them alone makes it fit. By estimate {_named(each)} together do: {units.size(n)} less, and "
+            sentences.append(
+                f"None of them alone makes it fit. By estimate {_named(choice)} together do: {units.size(n)} less, and "
                 f"{units.size(missing)} are missing."
             )
-            return found
-        most, names = max(most, n), names | each.changes.keys()
+            return sentences
+        most, names = max(most, n), names | choice.changes.keys()
     if names:
-        found.append(
+        sentences.append(
             f"None of {', '.join(sorted(names))} makes it fit, nor do they together: by estimate "
             f"{units.size(max(most, 0))} less at most, and {units.size(missing)} are missing."
         )
-    return found
+    return sentences
 
 
 def _named(choice: Remedy) -> str:
@@ -173,8 +173,8 @@ def _changed(
     p = task.Copy()
     for path, value in changes.items():
         name = path.partition(".")[2]
-        now = planned.p.Get(name)
-        if now == value or (name == "shard_state" and shards(now, value)):
+        present = planned.p.Get(name)
+        if present == value or (name == "shard_state" and shards(present, value)):
             return None
         p.Set(**{name: value})
     try:
@@ -190,7 +190,7 @@ def _choice(
 ) -> Remedy:
     return Remedy(
         changes={name: _text(value) for name, value in changes.items()},
-        held=held(task, mesh),
+        state=held(task, mesh),
         weight_size=2 if task.p.dtype == _NARROW else 4,
         narrow=task.p.fprop_dtype == _NARROW,
         carries=carries,

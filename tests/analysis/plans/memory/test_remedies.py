@@ -24,8 +24,10 @@ MEMORY = {
 
 def _choice(name="a", value="1", changes=None, **other):
     """The choice NOW with other figures, of which some are the state's."""
-    held = {key: other.pop(key) for key in list(other) if hasattr(NOW.held, key)}
-    return replace(NOW, changes=changes or {name: value}, held=replace(NOW.held, **held), **other)
+    changed = {key: other.pop(key) for key in list(other) if hasattr(NOW.state, key)}
+    return replace(
+        NOW, changes=changes or {name: value}, state=replace(NOW.state, **changed), **other
+    )
 
 
 @pytest.mark.parametrize("changes, gib", [
