@@ -29,7 +29,6 @@ MOVED = {
     f"{_CORE}.base_input": f"{_CORE}.input.base_input",
     f"{_CORE}.optimizers.base": f"{_CORE}.optimizers.base_optimizer",
     **{f"{_CORE}.moe.{n}": f"{_CORE}.moe.routers.{n}" for n in ("losses_and_metrics", "slots")},
-    f"{_CORE}.input.errors": f"{_CORE}.input.input_errors",
     f"{_CORE}.base_task": f"{_CORE}.task.base_task",
     f"{_CORE}.engine.loop.interrupt": f"{_CORE}.console.interrupt",
     f"{_CORE}.engine.aot": f"{_ANALYSIS}.programs.aot",
