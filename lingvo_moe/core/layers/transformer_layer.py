@@ -103,8 +103,8 @@ class TransformerLayer(BaseLayer):
             return self.self_atten.FProp(theta.self_atten, h, h, aux.self_mask, **more), NestedMap()
 
         def attend_memory(h: tf.Tensor) -> tuple[tf.Tensor, NestedMap]:
-            memory, more = self.Shard(aux.memory, "BSM"), self.FoldSeed(seed, "cross_atten")
-            h = self.cross_atten.FProp(theta.cross_atten, h, memory, aux.cross_mask, seed=more)
+            memory, own_seed = self.Shard(aux.memory, "BSM"), self.FoldSeed(seed, "cross_atten")
+            h = self.cross_atten.FProp(theta.cross_atten, h, memory, aux.cross_mask, seed=own_seed)
             return h, NestedMap()
 
         wiring = _Wiring(attend, attend_memory, seed, "BTM")

@@ -6,14 +6,16 @@ from lingvo_moe.core.layers import softmax
 from lingvo_moe.core.nested_map import NestedMap, flatten
 from lingvo_moe.core.task.costs import TaskCosts
 from lingvo_moe.tasks.transformer import experts
-from lingvo_moe.tasks.transformer.model import Transformer
+from lingvo_moe.tasks.transformer.model import TransformerModel
 from lingvo_moe.tasks.transformer.multi_token import MultiTokenHead
 
 
 class TransformerCosts(TaskCosts):
     """The costs of all stacks, of the softmax, and of the head for further tokens."""
 
-    def __init__(self, model: Transformer, cache: Callable[[int, int], NestedMap] | None = None):
+    def __init__(
+        self, model: TransformerModel, cache: Callable[[int, int], NestedMap] | None = None
+    ):
         """
         Args:
             cache: makes the caches of decoding for some texts and tokens; None where there is no cache of texts alone.

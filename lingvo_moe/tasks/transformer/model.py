@@ -1,4 +1,4 @@
-"""Transformer: stacks of layers over packed rows of token ids, their embeddings, their loss and their decoding steps.
+"""A Transformer: stacks of layers over packed rows of token ids, their embeddings, loss and decoding steps.
 
 Letters: B batch, T time, S source time, J hypotheses, P consecutive tokens, M model, V vocabulary.
 """
@@ -31,7 +31,7 @@ from lingvo_moe.tasks.transformer.params import BLOCK_WORDS, define_parameters
 from lingvo_moe.tasks.transformer.stacks import TaskStack, layers_before, layers_of_block
 
 
-class Transformer(BaseTask):
+class TransformerModel(BaseTask):
     """A model of one stack or two: embeddings, layers, loss, metrics and the steps of decoding.
 
     A subclass says in `STACKS` which stacks it has; the loss is that of the labels of the last one's rows, unless

@@ -20,12 +20,12 @@ from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.core.task.forms import Forms
 from lingvo_moe.tasks.transformer import experts
 from lingvo_moe.tasks.transformer.costs import TransformerCosts
-from lingvo_moe.tasks.transformer.model import Transformer
+from lingvo_moe.tasks.transformer.model import TransformerModel
 from lingvo_moe.tasks.transformer.shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer.stacks import layers_before, layers_of_block
 
 
-class TransformerTask(Transformer):
+class TransformerTask(TransformerModel):
     """A Transformer as a task: its sizes, forms, growth, smallest copy and costs."""
 
     UNIT = "tokens"
