@@ -263,10 +263,11 @@ def test_nothing_but_tests_imports_tests():
 
 def test_a_layer_can_be_read_in_one_sitting():
     """The files of this project that the MoE layer imports, directly or not, but for the door to TensorFlow's private
-    parts; and with the parts that it takes by name, its default router and dispatchers."""
+    parts; and with the parts that it takes by name, its default router and dispatchers. Two of them are attention's,
+    scores and blocks, which a set of kernels has too."""
     door = {f"{_PRIVATE}tensorflow.py"}
     files = set(GRAPH.Closure("lingvo_moe/core/moe/layer.py"))
-    assert len(files - door) <= 22, "\n".join(sorted(files))
+    assert len(files - door) <= 24, "\n".join(sorted(files))
     for part in ("routers/top2", "dispatch", "dispatch_dropless"):
         files |= {
             f"lingvo_moe/core/moe/{part}.py",

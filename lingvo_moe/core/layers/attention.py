@@ -178,7 +178,7 @@ class MultiHeadAttention(BaseLayer):
         )
 
     def _BiasOfScores(self, weights: NestedMap) -> Bias | None:
-        """What positions add to scores, by their weights."""
+        """The numbers that positions add to scores, from their weights."""
         position = self.children.get("position")
         if not isinstance(position, ScoreBias):
             return None
