@@ -24,7 +24,7 @@ class ProcessSteps:
         """
         self.several, self.asks, self.begun = several, False, 0
         self._tell = tell
-        self._held = False
+        self._paused = False
         self._last: int | None = None
 
     def Begin(self, step: int, asks: bool) -> bool:
@@ -36,7 +36,7 @@ class ProcessSteps:
             return not asks
         with self._changed:
             self.asks = self.asks or asks
-            while self._held and self._last is None:
+            while self._paused and self._last is None:
                 self._changed.wait()
             if self._last is not None and step >= self._last:
                 return False
@@ -50,14 +50,14 @@ class ProcessSteps:
         self.begun = 0
 
     @property
-    def held(self) -> bool:
+    def paused(self) -> bool:
         """Whether no further step begins before StopAfter is called."""
-        return self._held
+        return self._paused
 
     def Hold(self) -> None:
         """Lets no further step begin, so that `begun` stays until StopAfter is called."""
         with self._changed:
-            self._held = True
+            self._paused = True
 
     def StopAfter(self, last: int) -> None:
         """Lets steps begin up to the last one, which is at least `begun` of each process."""

@@ -42,7 +42,7 @@ class Report:
     beats: int
     begun: int
     asks: bool
-    held: bool
+    paused: bool
     host: str
     suspects: bool = False
 
@@ -143,7 +143,7 @@ class _Watcher:
 
     def Exchange(self) -> None:
         """Reports and reads until Stop is called."""
-        while not self._over.wait(0.1 if PACE.held and self._order == _HOLD else _INTERVAL):
+        while not self._over.wait(0.1 if PACE.paused and self._order == _HOLD else _INTERVAL):
             try:
                 to_all = dict(self._client.key_value_dir_get(ending.TO_ALL))
                 failure = ending.failure(to_all)
@@ -190,7 +190,7 @@ class _Watcher:
     def _report(self) -> None:
         with self._reporting:
             self._beats += 1
-            at = Report(self._beats, PACE.begun, PACE.asks, PACE.held, self._host, LOST.suspected)
+            at = Report(self._beats, PACE.begun, PACE.asks, PACE.paused, self._host, LOST.suspected)
             self._client.key_value_set(
                 f"{_AT}{self._number}", json.dumps(asdict(at)), allow_overwrite=True
             )
@@ -223,6 +223,6 @@ class _Watcher:
             ending.leave(ending.STATUS, line=why, wait=False)
         if not self._order and any(report.asks for report in reports.values()):
             self._client.key_value_set(_ORDER, _HOLD)
-        elif self._order == _HOLD and sum(r.held for r in reports.values()) == self._count:
+        elif self._order == _HOLD and sum(r.paused for r in reports.values()) == self._count:
             last = max(report.begun for report in reports.values())
             self._client.key_value_set(_ORDER, str(last), allow_overwrite=True)

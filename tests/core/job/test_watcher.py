@@ -150,6 +150,6 @@ def test_held_steps_go_on_to_the_last_one():
     assert pace.Begin(0, asks=False) and pace.Begin(1, asks=True)
     assert (pace.begun, pace.asks) == (2, True)
     pace.Hold()
-    assert pace.held
+    assert pace.paused
     pace.StopAfter(4)
     assert [pace.Begin(step, asks=False) for step in (2, 3, 4)] == [True, True, False]

@@ -139,9 +139,9 @@ class TrainLoop:
         self, stop: StopRequest, on_compiled: Callable[[Compiled], None] | None
     ) -> Compiled:
         num = self._train.num_micro_batches
-        of = f" of {num} micro-batches (train.num_micro_batches)" if num > 1 else ""
+        parts_text = f" of {num} micro-batches (train.num_micro_batches)" if num > 1 else ""
         if (p := settings_of(self._task.p)) is not None:
-            of = f" of {p.micro_batches} micro-batches in {p.stages} stages, {p.schedule} (task.pipeline)"
+            parts_text = f" of {p.micro_batches} micro-batches in {p.stages} stages, {p.schedule} (task.pipeline)"
             parts = self._task.PipelineParts()
             padding = describe_padding(parts.sizes, p.stages, p.repeats, p.splits) if parts else ""
             if padding:
@@ -151,7 +151,7 @@ class TrainLoop:
                 f"train.offload={self._task.p.offload}: CPU devices have one memory, so it frees none here"
             )
         step = train_step(self._task, self._inputs, num)
-        with self._Waiting(f"compiling the training step{of}") as waiting, stop.AtOnce():
+        with self._Waiting(f"compiling the training step{parts_text}") as waiting, stop.AtOnce():
             step_fn = waiting.Watch(self._engine.BuildStep, step)
         if on_compiled is not None:
             on_compiled(step_fn)
@@ -349,10 +349,10 @@ class TrainLoop:
 
 def _speeds(unit: str, speed: Speed) -> NestedMap:
     """A speed as metrics, those that are known."""
-    found = {
+    values = {
         f"{unit}_per_second": speed.units,
         "model_flops_per_second": speed.flops,
         "utilisation": speed.utilisation,
         "input_wait": speed.input_wait,
     }
-    return NestedMap({k: np.float32(v) for k, v in found.items() if v is not None})
+    return NestedMap({k: np.float32(v) for k, v in values.items() if v is not None})
