@@ -375,9 +375,9 @@ def test_lines_of_plans_are_those_of_the_recorded_one():
     assert not shown - printed, "paste again what report.print_plan prints of it"
 
 
-def test_the_page_on_planning_has_the_data_sheets_figures():
+def test_the_page_on_machines_has_the_data_sheets_figures():
     rows = re.findall(
-        r"^\| `((?:v|tpu)\d\w*)` \| (.*) \|$", _text("docs/planning.md"), re.MULTILINE
+        r"^\| `((?:v|tpu)\d\w*)` \| (.*) \|$", _text("docs/machines.md"), re.MULTILINE
     )
     assert [name for name, _ in rows] == list(CHIPS)
     for name, cells in rows:
@@ -393,8 +393,8 @@ def test_the_page_on_planning_has_the_data_sheets_figures():
         ]
 
 
-def test_the_page_on_planning_lists_every_flag():
-    text = _text("docs/planning.md")
+def test_the_pages_on_planning_list_every_flag():
+    text = _text("docs/planning.md") + _text("docs/machines.md")
     flags = plan.define_flags().Names()
     assert not {flag for flag in flags if not re.search(rf"--{flag}[=`]", text)}
 
