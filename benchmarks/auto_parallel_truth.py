@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.compile_time import host
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.base_machine import Machine
 from lingvo_moe.analysis.plans.machines.ring import VIRTUAL_CPU
 from lingvo_moe.analysis.plans.network.mesh_machine import CPU
 from lingvo_moe.analysis.plans.work.costs import costs

@@ -26,7 +26,7 @@ class Variant:
     group: str
     experts: int  # E; 1 for the dense model
     says: str  # a short description
-    override: str = ""  # as --model_params_override
+    override: str = ""  # the text of --model_params_override
     model: str = "mt.M4Experts"  # the experiment that it is a variant of
 
     @property

@@ -57,7 +57,7 @@ class Difference:
     # The largest difference of finite values, relative to the largest finite magnitude on one device; infinite where a
     # value that is not finite is another one over the mesh.
     error: float
-    shape: tuple[int, ...]  # of the tensor
+    shape: tuple[int, ...]  # the tensor's shape
     letters: str = ""  # the einsum letters of its dimensions; '' where they are not known
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def verify(fn: Any, mesh: Mesh | str, *args: Any, tolerance: float = TOLERANCE) 
 class Verified(NamedTuple):
     """A training step that is over a mesh what it is on one device."""
 
-    names: list[str]  # of the tensors that were compared, in order
+    names: list[str]  # the names of the tensors that were compared, in order
     program: CompiledProgram  # over the mesh
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import Machine, PlanError
 from lingvo_moe.analysis.plans.work.costs import Cost
 from lingvo_moe.analysis.plans.work.seconds import execution_seconds
 from lingvo_moe.analysis.programs.hlo.instructions import Computation, Instruction
@@ -50,10 +50,10 @@ class PipelineSchedule:
 
 
 @dataclass
-class Loop:
+class TimedLoop:
     """A loop over ticks."""
 
-    name: PipelineLoop  # of the pipeline and of what its ticks do
+    name: PipelineLoop  # the name of the pipeline and of what its ticks do
     ticks: int  # its trip count
     runs: int  # how often a run of the program enters it
     # Of one tick, estimated: work and collectives, which are taken not to overlap. None for a single tick whose loop
@@ -77,19 +77,21 @@ def pipelines(
     Raises:
         PlanError: the loops have fewer ticks than the schedule's micro-batches need.
     """
-    reader = _Reader(module, costs, machine)
-    loops_of: dict[str, list[Loop]] = defaultdict(list)
+    reader = _LoopReader(module, costs, machine)
+    loops_of: dict[str, list[TimedLoop]] = defaultdict(list)
     for loop in reader.loops:
         name = pipeline_loop(loop.instruction.op_name)
         assert name is not None
         loops_of[name.pipeline].append(reader.Read(loop, name))
     for name, runs in reader.Removed().items():
         if name not in {loop.name for loop in loops_of[name.pipeline]}:
-            loops_of[name.pipeline].append(Loop(name, 1, runs, None))
+            loops_of[name.pipeline].append(TimedLoop(name, 1, runs, None))
     return [_describe(name, loops, schedule) for name, loops in loops_of.items()]
 
 
-def _describe(name: str, loops: list[Loop], schedule: PipelineSchedule | None) -> dict[str, Any]:
+def _describe(
+    name: str, loops: list[TimedLoop], schedule: PipelineSchedule | None
+) -> dict[str, Any]:
     out: dict[str, Any] = {
         "name": name,
         "loops": [
@@ -128,7 +130,7 @@ def _blocks(schedule: PipelineSchedule) -> dict[str, Any]:
     return {"blocks": dict(schedule.stacks), "padding": padding(stacks)}
 
 
-def bubble(name: str, loops: Iterable[Loop], schedule: PipelineSchedule) -> float | None:
+def bubble(name: str, loops: Iterable[TimedLoop], schedule: PipelineSchedule) -> float | None:
     """The share of a stage's time in a pipeline's loops in which it is idle.
 
     Args:
@@ -162,7 +164,7 @@ def bubble(name: str, loops: Iterable[Loop], schedule: PipelineSchedule) -> floa
     return None if idle is None or not in_all else idle / in_all
 
 
-def _seconds(ticks: Mapping[TickWork, int], loops: Sequence[Loop]) -> float | None:
+def _seconds(ticks: Mapping[TickWork, int], loops: Sequence[TimedLoop]) -> float | None:
     """Seconds of so many ticks of each kind of work; None if they do not follow from the seconds of the loops."""
     timed = [loop for loop in loops if loop.seconds is not None]
     works = sorted({*ticks, *(work for loop in timed for work in loop.name.works)})
@@ -177,7 +179,7 @@ def _seconds(ticks: Mapping[TickWork, int], loops: Sequence[Loop]) -> float | No
     return float(times @ np.array([loop.seconds for loop in timed], float))
 
 
-class _Reader:
+class _LoopReader:
     """Reads the loops over ticks."""
 
     def __init__(self, module: Module, costs: Sequence[Cost], machine: Machine):
@@ -213,11 +215,11 @@ class _Reader:
                     removed[name] = cost.times
         return removed
 
-    def Read(self, executed: Executed, name: PipelineLoop) -> Loop:
+    def Read(self, executed: Executed, name: PipelineLoop) -> TimedLoop:
         loop = executed.instruction
         body = self._module.computation(loop.attribute("body"))
         in_all = self._times.get(body.root.name, 0)  # ticks in one run of the program
-        result = Loop(name, in_all // max(executed.times, 1), executed.times, 0.0)
+        result = TimedLoop(name, in_all // max(executed.times, 1), executed.times, 0.0)
         if not in_all:
             return result
         inside = [cost for cost in self._costs if loop.name in cost.loops]

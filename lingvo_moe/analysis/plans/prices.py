@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lingvo_moe.analysis.plans.figures import Plan
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.topology_names import TopologyName
 

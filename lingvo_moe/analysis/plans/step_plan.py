@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.analysis.plans import mesh_order, pipeline, tables
-from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import Machine, PlanError
 from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.memory import breakdown, host_link, remedies, state

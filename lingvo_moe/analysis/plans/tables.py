@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.base_machine import Machine
 from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
 from lingvo_moe.analysis.plans.network import interconnect
 from lingvo_moe.analysis.plans.work.costs import Cost

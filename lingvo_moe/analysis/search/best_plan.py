@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.analysis.plans import step_plan
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.machines.slices import machines

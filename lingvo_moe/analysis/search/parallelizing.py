@@ -12,7 +12,7 @@ from typing import Any
 
 from lingvo_moe.analysis.explain.verifying import VerifyError
 from lingvo_moe.analysis.plans import step_plan
-from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import Machine, PlanError
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.machines.ring import Ring, here
 from lingvo_moe.analysis.plans.machines.slices import machines
@@ -52,8 +52,9 @@ class Search:
     model: str  # an experiment
     # As step_plan.Request; without sizes where the objective chooses the machine; '' for what is here.
     topology: str = ""
-    devices: int = 0  # of this process, where `topology` is ''; the best few are measured on them
-    override: str = ""  # as --model_params_override
+    # The devices of this process, where `topology` is ''; the best few are measured on them.
+    devices: int = 0
+    override: str = ""  # the text of --model_params_override
     # Types of activations that are allowed beside the experiment's own.
     dtypes: tuple[str, ...] = ()
     objective: str = SPEED  # one of objectives.OBJECTIVES
@@ -61,7 +62,7 @@ class Search:
     compiles: int = 6  # at most so many programs are compiled
     # No program is begun that should end after these; the first one always is.
     seconds: float = 600.0
-    known_faults: str = ERROR  # as step_plan.Request; a strategy that meets one is refused
+    known_faults: str = ERROR  # see step_plan.Request; a strategy that meets one is refused
     verify: bool = True  # whether the winner runs, shrunk, before it is handed out
 
 

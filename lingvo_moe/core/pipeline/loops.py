@@ -28,7 +28,7 @@ class Unit:
     Or scalars, of one stage.
     """
 
-    number: tf.Tensor  # of the set of micro-batches, in 0..M-1
+    number: tf.Tensor  # the number of the set of micro-batches, in 0..M-1
     chunk: tf.Tensor  # which of the stage's V parts
     valid: tf.Tensor  # false in the bubble
 

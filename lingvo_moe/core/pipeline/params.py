@@ -86,7 +86,7 @@ class Settings:
     """The settings of a pipeline, as the Params of a task have them."""
 
     stages: int  # K
-    micro_batches: int  # of a batch
+    micro_batches: int  # the micro-batches of a batch
     schedule: str  # one of SCHEDULES
     repeats: int  # V
     # Whether the stages are cells of different shapes (cell_stack.py). Then the devices along axis `data` work on parts

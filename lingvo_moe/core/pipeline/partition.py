@@ -22,7 +22,7 @@ class Partition:
 
     # Part j has the elements from bounds[j] up to bounds[j + 1], which is not in it.
     bounds: tuple[int, ...]
-    costs: tuple[int, ...]  # of each part, e.g. in FLOPs
+    costs: tuple[int, ...]  # the cost of each part, e.g. in FLOPs
 
     @property
     def imbalance(self) -> float:

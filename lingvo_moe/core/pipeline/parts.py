@@ -68,7 +68,7 @@ class Stack:
 class Parts:
     """A task, as its stacks, its loss and its metrics."""
 
-    stacks: tuple[Stack, ...]  # in order; the first takes nothing
+    stacks: tuple[Stack, ...]  # the stacks in order; the first takes nothing
     takes: tuple[str, ...]  # the entries of the last stack's carry that the loss depends on
     # (rest, these entries, context) -> the loss of a micro-batch, a float32 scalar, and metrics, both terms that
     # micro-batches add up.

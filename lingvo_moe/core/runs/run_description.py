@@ -22,7 +22,7 @@ class BeganFrom(TypedDict):
     state: NotRequired[bool]
 
 
-class Experiment(TypedDict):
+class SavedExperiment(TypedDict):
     """`experiment.json`; see RunDir.Write.
 
     Keys:
@@ -57,10 +57,10 @@ class ProgramAbout(TypedDict):
     collectives: dict[str, int]
 
 
-def read_experiment(file: Path, content: bytes) -> Experiment:
+def read_experiment(file: Path, content: bytes) -> SavedExperiment:
     """`experiment.json` from its bytes.
 
-    Raises RunDirError: not JSON, or not of the shape of Experiment; names the key and the value.
+    Raises RunDirError: not JSON, or not of the shape of SavedExperiment; names the key and the value.
     """
     value = _read_json(file, content)
     if isinstance(value, dict) and "vocab" in value:

@@ -48,9 +48,9 @@ from lingvo_moe.core.runs.evaluations import FILE as _EVALUATIONS, Evaluations, 
 from lingvo_moe.core.runs.own_runs import is_own, make_mark
 from lingvo_moe.core.runs.run_description import (
     BeganFrom,
-    Experiment,
     ProgramAbout,
     RunDirError,
+    SavedExperiment,
     read_experiment,
     read_program,
     write_program,
@@ -319,7 +319,7 @@ class RunDir:
         return best.step if best else None
 
     @property
-    def experiment(self) -> Experiment:
+    def experiment(self) -> SavedExperiment:
         """The content of `experiment.json`. Checks all files of the description.
 
         Raises RunDirError: no run, or a damaged description.
@@ -341,7 +341,7 @@ class RunDir:
         files = {name: contents[name] for name in experiment["files"]}
         return RunArtifacts(files, experiment["input"])
 
-    def _Read(self) -> tuple[Experiment, dict[str, bytes]]:
+    def _Read(self) -> tuple[SavedExperiment, dict[str, bytes]]:
         """The description, and the contents of its files by name, all of them as they were listed."""
         if not self.path.is_dir():
             raise RunDirError(f"{self._flag}={self.path}: no such directory")

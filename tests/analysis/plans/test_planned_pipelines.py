@@ -3,10 +3,10 @@
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.network.slices_network import SECONDS_PER_STEP
-from lingvo_moe.analysis.plans.pipeline import Loop, PipelineSchedule, bubble, pipelines
+from lingvo_moe.analysis.plans.pipeline import PipelineSchedule, TimedLoop, bubble, pipelines
 from lingvo_moe.analysis.plans.work.costs import costs
 from lingvo_moe.analysis.programs.aot import aot
 from lingvo_moe.analysis.programs.hlo.module import Module, parse_module
@@ -146,20 +146,20 @@ def test_what_ticks_do():
 
 
 def test_loops_of_another_schedule_are_refused():
-    loops = [Loop(_name("forward"), 7, 1, 1.0), Loop(_name("backward"), 7, 1, 2.0)]
+    loops = [TimedLoop(_name("forward"), 7, 1, 1.0), TimedLoop(_name("backward"), 7, 1, 2.0)]
     with pytest.raises(PlanError, match="'m4' has 7 forward ticks, too few for micro_batches=8"):
         bubble("m4", loops, PipelineSchedule("gpipe", 4, 8))
 
 
 def test_interleaved_chunks_and_weight_gradients_apart():
-    chunks = [Loop(_name(phase), 2 * 8 + 3, 1, 1.0) for phase in ("forward", "backward")]
+    chunks = [TimedLoop(_name(phase), 2 * 8 + 3, 1, 1.0) for phase in ("forward", "backward")]
     assert bubble("m4", chunks, PipelineSchedule("interleaved", 4, 8, 2)) == pytest.approx(3 / 19)
     # By hand: 3 (F + B) of 11 (F + B) and 8 W, with F = 1, B = 1.5, W = 0.5.
     loops = [
-        Loop(_name("forward"), 3, 1, 1.0),
-        Loop(_name("forward_backward"), 8, 1, 2.5),
-        Loop(_name("backward"), 3, 1, 1.5),
-        Loop(_name("weight_gradients"), 8, 1, 0.5),
+        TimedLoop(_name("forward"), 3, 1, 1.0),
+        TimedLoop(_name("forward_backward"), 8, 1, 2.5),
+        TimedLoop(_name("backward"), 3, 1, 1.5),
+        TimedLoop(_name("weight_gradients"), 8, 1, 0.5),
     ]
     found = bubble("m4", loops, PipelineSchedule("zb_h1", 4, 8))
     assert found == pytest.approx(3 * 2.5 / (11 * 2.5 + 8 * 0.5))
@@ -167,7 +167,9 @@ def test_interleaved_chunks_and_weight_gradients_apart():
 
 def test_one_stage_has_no_bubble():
     assert (
-        bubble("m4", [Loop(_name("forward_backward"), 8, 1, 3.0)], PipelineSchedule("1f1b", 1, 8))
+        bubble(
+            "m4", [TimedLoop(_name("forward_backward"), 8, 1, 3.0)], PipelineSchedule("1f1b", 1, 8)
+        )
         == 0.0
     )
 
@@ -175,26 +177,30 @@ def test_one_stage_has_no_bubble():
 def test_stacks_that_follow_each_other():
     # 1F1B of an encoder and a decoder: 2 stages, 4 micro-batches, 5 ticks of each kind of work.
     loops = [
-        Loop(_name("encoder_forward"), 2, 1, 1.0),
-        Loop(_name("encoder_forward__decoder_forward"), 1, 1, 3.0),
-        Loop(_name("encoder_forward__decoder_forward__decoder_loss__decoder_backward"), 2, 1, 8.0),
-        Loop(_name("decoder_forward__decoder_loss__decoder_backward__encoder_backward"), 2, 1, 9.0),
-        Loop(_name("decoder_backward__encoder_backward"), 1, 1, 5.0),
-        Loop(_name("encoder_backward"), 2, 1, 2.0),
+        TimedLoop(_name("encoder_forward"), 2, 1, 1.0),
+        TimedLoop(_name("encoder_forward__decoder_forward"), 1, 1, 3.0),
+        TimedLoop(
+            _name("encoder_forward__decoder_forward__decoder_loss__decoder_backward"), 2, 1, 8.0
+        ),
+        TimedLoop(
+            _name("decoder_forward__decoder_loss__decoder_backward__encoder_backward"), 2, 1, 9.0
+        ),
+        TimedLoop(_name("decoder_backward__encoder_backward"), 1, 1, 5.0),
+        TimedLoop(_name("encoder_backward"), 2, 1, 2.0),
     ]
     assert bubble("m4", loops, PipelineSchedule("1f1b", 2, 4)) == pytest.approx(1 / 5)
 
 
 def test_a_bubble_that_hangs_on_seconds_of_removed_loops_is_not_known():
     loops = [
-        Loop(_name("forward"), 1, 1, None),
-        Loop(_name("forward_backward"), 8, 1, 2.5),
-        Loop(_name("backward"), 1, 1, None),
-        Loop(_name("weight_gradients"), 8, 1, 0.5),
+        TimedLoop(_name("forward"), 1, 1, None),
+        TimedLoop(_name("forward_backward"), 8, 1, 2.5),
+        TimedLoop(_name("backward"), 1, 1, None),
+        TimedLoop(_name("weight_gradients"), 8, 1, 0.5),
     ]
     # F and B have equally many ticks, so their sum is enough.
     assert bubble("m4", loops, PipelineSchedule("zb_h1", 2, 8)) == pytest.approx(
         2.5 / (9 * 2.5 + 8 * 0.5)
     )
-    loops[3] = Loop(_name("weight_gradients"), 8, 1, None)
+    loops[3] = TimedLoop(_name("weight_gradients"), 8, 1, None)
     assert bubble("m4", loops, PipelineSchedule("zb_h1", 2, 8)) is None

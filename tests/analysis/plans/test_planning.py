@@ -20,7 +20,7 @@ from refusals import refuses
 
 from lingvo_moe.analysis.plans import step_plan
 from lingvo_moe.analysis.plans.golden import differences
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.analysis.plans.pipeline import PipelineSchedule
 from lingvo_moe.analysis.programs.aot import aot, aot_tpu
 from lingvo_moe.analysis.search import best_plan

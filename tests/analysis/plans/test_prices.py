@@ -3,7 +3,7 @@
 import pytest
 
 from lingvo_moe.analysis.plans import figures, sections
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.analysis.plans.prices import check_prices, priced, read_prices
 from tests.made_up_plans import make_plan, make_plan_of_a_cluster, make_plan_that_misses
 

@@ -11,7 +11,7 @@ from refusals import refuses
 from lingvo_moe import trainer as trainer_module
 from lingvo_moe.analysis.explain.verifying import VerifyError
 from lingvo_moe.analysis.plans import step_plan as planning
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.analysis.plans.measuring import measured_step
 from lingvo_moe.analysis.search import parallelizing, result_cache
 from lingvo_moe.analysis.search.parallelizing import NoneFits, Search

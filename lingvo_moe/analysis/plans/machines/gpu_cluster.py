@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import Machine, PlanError
 from lingvo_moe.analysis.plans.machines.pace import pace_of
 from lingvo_moe.core.config.checks import either
 from lingvo_moe.core.gpu_memory import MEMORY_BYTES, usable_bytes

@@ -1,6 +1,6 @@
 """The machine that a plan is for: a TPU slice or a GPU cluster, by name."""
 
-from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import Machine, PlanError
 from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS, Cluster
 from lingvo_moe.analysis.plans.machines.topology import CHIPS, Topology
 from lingvo_moe.core.config.checks import did_you_mean

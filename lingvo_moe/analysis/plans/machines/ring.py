@@ -5,7 +5,7 @@ Its figures only order strategies. Machines with names are in topology.py and gp
 
 from dataclasses import dataclass, replace
 
-from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.base_machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS
 from lingvo_moe.analysis.plans.machines.topology import CHIPS
 from lingvo_moe.core.config.checks import did_you_mean

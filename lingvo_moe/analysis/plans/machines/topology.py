@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import Machine, PlanError
 from lingvo_moe.analysis.plans.machines.pace import pace_of
 from lingvo_moe.core.config.checks import did_you_mean, either
 from lingvo_moe.core.topology_names import TopologyName

@@ -28,7 +28,7 @@ TRACED = ("weight_copies", "activations", "gradients", "temporaries")
 _OPTIMIZER = "optimizer/"
 
 
-class Argument(Protocol):
+class ArgumentSpec(Protocol):
     """One argument of a program, e.g. an `engine.lowering.specs.TensorSpec`."""
 
     @property
@@ -43,13 +43,13 @@ class Argument(Protocol):
     def memory(self) -> str: ...
 
 
-class Signature(Protocol):
-    """A program's arguments and its mesh, e.g. an `engine.signature.Signature`."""
+class Arguments(Protocol):
+    """A program's arguments and its mesh, e.g. a `lowering.signature.Signature`."""
 
     @property
     def mesh(self) -> Mesh: ...
     @property
-    def args(self) -> Sequence[Argument]: ...
+    def args(self) -> Sequence[ArgumentSpec]: ...
 
 
 class Misfit(Protocol):
@@ -82,7 +82,7 @@ class _Live:
 def memory_plan(
     program: Module | str,
     reported: Mapping[str, int],
-    signature: Signature,
+    signature: Arguments,
     hbm: int,
     layers: Layers = NO_LAYERS,
 ) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def memory_plan(
     }
 
 
-def misfit_plan(error: Misfit, signature: Signature, layers: Layers = NO_LAYERS) -> dict[str, Any]:
+def misfit_plan(error: Misfit, signature: Arguments, layers: Layers = NO_LAYERS) -> dict[str, Any]:
     """Returns a plan's `memory` for a program that the compiler refused for its size.
 
     If the error carries the refused module, buffers are traced through its schedule. Otherwise all
@@ -169,7 +169,7 @@ def misfit_plan(error: Misfit, signature: Signature, layers: Layers = NO_LAYERS)
     }
 
 
-def _traced_misfit(error: Misfit, signature: Signature, layers: Layers) -> dict[str, Any]:
+def _traced_misfit(error: Misfit, signature: Arguments, layers: Layers) -> dict[str, Any]:
     """`misfit_plan` for an error that carries the schedule of the refused module."""
     by_kind = argument_bytes(signature)
     arguments = sum(by_kind[kind] for kind in ARGUMENTS)
@@ -187,7 +187,7 @@ def _traced_misfit(error: Misfit, signature: Signature, layers: Layers) -> dict[
     return out | {"fits": False, "misses_by": max(error.needed_bytes - error.limit_bytes, 0)}
 
 
-def argument_bytes(signature: Signature) -> dict[str, int]:
+def argument_bytes(signature: Arguments) -> dict[str, int]:
     """Bytes of weights, optimizer slots and other arguments in one device's memory, without padding."""
     kinds = dict.fromkeys(ARGUMENTS, 0)
     for spec in signature.args:
@@ -201,15 +201,15 @@ def _kind_of_argument(name: str) -> str:
     return "weights" if "theta" in heads else "slots" if {"slots", "ema"} & {*heads} else "inputs"
 
 
-def _bytes(spec: Argument, mesh: Mesh) -> int:
+def _bytes(spec: ArgumentSpec, mesh: Mesh) -> int:
     return math.prod(_local_shape(spec, mesh)) * np.dtype(spec.dtype).itemsize
 
 
-def _local_shape(spec: Argument, mesh: Mesh) -> tuple[int, ...]:
+def _local_shape(spec: ArgumentSpec, mesh: Mesh) -> tuple[int, ...]:
     return part_shape(spec.shape, _split(spec, mesh), mesh)
 
 
-def _split(spec: Argument, mesh: Mesh) -> DimsMapping:
+def _split(spec: ArgumentSpec, mesh: Mesh) -> DimsMapping:
     """The mesh axis or axes of each dimension; all None for a replicated tensor."""
     if mesh.size == 1 or not spec.split:
         return (None,) * len(spec.shape)
@@ -219,7 +219,7 @@ def _split(spec: Argument, mesh: Mesh) -> DimsMapping:
 class _Attribution:
     """Finds the kind of each buffer and the layer it belongs to."""
 
-    def __init__(self, module: Module, traced: Liveness, signature: Signature, layers: Layers):
+    def __init__(self, module: Module, traced: Liveness, signature: Arguments, layers: Layers):
         self._module = module
         self._traced = traced
         self._args = signature.args
@@ -369,7 +369,7 @@ def _rows(groups: Mapping[tuple[str, str, str, str], int]) -> list[dict[str, Any
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def _replicated_and_divisible(signature: Signature) -> tuple[int, int]:
+def _replicated_and_divisible(signature: Arguments) -> tuple[int, int]:
     """Returns bytes on a device of replicated weights and slots, and of those that can be split further.
 
     A sharded tensor can be split further if a sharded dimension has more than one element a device.
@@ -399,7 +399,7 @@ def _float32(live: Iterable[_Live]) -> dict[str, int]:
     return by_kind
 
 
-def _held(signature: Signature, kinds: Mapping[str, int], float32: Mapping[str, int]) -> Peak:
+def _held(signature: Arguments, kinds: Mapping[str, int], float32: Mapping[str, int]) -> Peak:
     replicated, divisible = _replicated_and_divisible(signature)
     return Peak(
         kinds,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.base_machine import Machine
 from lingvo_moe.analysis.plans.work.costs import Cost
 from lingvo_moe.analysis.plans.work.seconds import execution_seconds
 from lingvo_moe.analysis.plans.work.traffic import FREE
@@ -27,8 +27,8 @@ _NESTED = ("call", "conditional")
 class HostTransfer:
     """A transfer between a device and its host."""
 
-    direction: str  # IN or OUT
-    bytes: int  # of one execution, with the padding of tiles
+    direction: str  # either IN or OUT
+    bytes: int  # the bytes of one execution, with the padding of tiles
 
 
 def host_plan(
@@ -42,7 +42,7 @@ def host_plan(
     uses = {name: int(reported.get(f"host_{name}", 0)) for name in ("arguments", "temporaries")}
     if not any(uses.values()):
         return {}
-    reader = _Reader(module, costs, machine)
+    reader = _LinkReader(module, costs, machine)
     waiting = reader.Waiting()
     needed = sum(uses.values())
     rows = reader.Rows()
@@ -110,7 +110,7 @@ class _Link:
                 return
 
 
-class _Reader:
+class _LinkReader:
     """Follows a program in the order of its schedule."""
 
     def __init__(self, module: Module, costs: Sequence[Cost], machine: Machine):

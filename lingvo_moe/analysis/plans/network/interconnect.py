@@ -1,6 +1,6 @@
 """Estimates how long a collective takes, by the interconnect model of the machine: TPU slices or GPU cluster."""
 
-from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import Machine, PlanError
 from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
 from lingvo_moe.analysis.plans.machines.ring import Ring
 from lingvo_moe.analysis.plans.machines.topology import Topology

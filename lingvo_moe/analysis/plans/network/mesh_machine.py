@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lingvo_moe.analysis.plans.machines.base import Machine, PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import Machine, PlanError
 from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.machines.ring import ACCELERATOR, VIRTUAL_CPU

@@ -1,6 +1,6 @@
 """Estimates how long an instruction takes on a machine."""
 
-from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.base_machine import Machine
 from lingvo_moe.analysis.plans.network import interconnect
 from lingvo_moe.analysis.plans.work.costs import Cost
 

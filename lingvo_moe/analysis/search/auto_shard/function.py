@@ -23,7 +23,7 @@ from lingvo_moe.analysis.plans.network.mesh_machine import mesh_machine
 from lingvo_moe.analysis.search.auto_shard import strategy as strategies
 from lingvo_moe.analysis.search.auto_shard.annotating import annotated
 from lingvo_moe.analysis.search.auto_shard.operators import Argument
-from lingvo_moe.analysis.search.auto_shard.search import Recorded, Search
+from lingvo_moe.analysis.search.auto_shard.search import Recorded, StrategySearch
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.engine.eager.functional import ShardedFunction, tensor_items
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, dtype_name
@@ -158,7 +158,7 @@ class AutoSharded(ShardedFunction):
             self._watched[names] = trained
         return self._watched.get(names, [True] * len(leaves))
 
-    def Searched(self, *args: Any, **kwargs: Any) -> Search:
+    def Searched(self, *args: Any, **kwargs: Any) -> StrategySearch:
         """The search for such arguments, not yet run: its operators, their choices and costs."""
         arguments = self.Bind(args, kwargs)
         return self._Search(arguments, self.MeshInForce(), self._Wanted(arguments))[0]
@@ -197,7 +197,7 @@ class AutoSharded(ShardedFunction):
 
     def _Search(
         self, arguments: dict[str, Any], mesh: Mesh, wanted: Sequence[bool]
-    ) -> tuple[Search, Any]:
+    ) -> tuple[StrategySearch, Any]:
         traced, specs, structure = self._Trace(arguments, mesh)
         paths = [path for path, _ in flatten_items(structure, "result")]
         splits = self.InSplits(arguments, mesh)
@@ -205,7 +205,7 @@ class AutoSharded(ShardedFunction):
         splits_out = [()] * len(paths)
         if self._out_shardings is not None:
             splits_out = self.OutSplits(results, mesh)
-        search = Search(
+        search = StrategySearch(
             self._name,
             traced,
             [
@@ -267,7 +267,7 @@ def _check(
         wrong = next((h for h, w in zip(have, want) if h != w), None)
         text = f"{wrong[0]} has shape {list(wrong[1])}" if wrong else f"{len(have)} arguments"
         raise ShardingError(f"{what} is for other arguments: here {text}")
-    placed: list[strategies.Tensor | strategies.Annotation] = [
+    placed: list[strategies.Tensor | strategies.ReadSharding] = [
         *strategy.operators,
         *(read for read in strategy.reads if read.op >= 0),
     ]

@@ -19,7 +19,12 @@ from lingvo_moe.analysis.search.auto_shard.operators import (
     is_even,
 )
 from lingvo_moe.analysis.search.auto_shard.recording import Recording
-from lingvo_moe.analysis.search.auto_shard.strategy import Annotation, Strategy, Tensor, mapping_of
+from lingvo_moe.analysis.search.auto_shard.strategy import (
+    ReadSharding,
+    Strategy,
+    Tensor,
+    mapping_of,
+)
 from lingvo_moe.core.console.mistakes import noting_places
 from lingvo_moe.core.console.units import size
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
@@ -63,7 +68,7 @@ class Recorded:
         self.seconds = time.perf_counter() - start
 
 
-class Search:
+class StrategySearch:
     """One search.
 
     Attributes:
@@ -208,7 +213,7 @@ class Search:
             if not c.value.shape or (made == used and not backward):
                 continue
             path = self.operators.operators[c.consumer].name
-            yield Annotation(
+            yield ReadSharding(
                 op=c.member.op,
                 name=path if c.member.op < 0 else self._traced.operations[c.member.op].name,
                 type=c.member.type,

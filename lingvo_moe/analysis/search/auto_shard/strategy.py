@@ -17,7 +17,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True)
-class Annotation:
+class ReadSharding:
     """The sharding of a tensor as one operation reads it."""
 
     # The number of the operation; -1 for a result of the function, which is wanted in this sharding.
@@ -58,7 +58,7 @@ class Strategy:
     arguments: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
     operators: tuple[Tensor, ...]  # the result of each operator
-    reads: tuple[Annotation, ...]  # tensors that an operation reads otherwise than they were made
+    reads: tuple[ReadSharding, ...]  # tensors that an operation reads otherwise than they were made
     notes: tuple[str, ...] = ()  # what is not as one might expect, e.g. operations without a rule
     # How large the search was and how long it took; no part of the text.
     search: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -116,7 +116,7 @@ class Strategy:
                 name: tuple(Tensor(**_tuples(t)) for t in fields.pop(name))
                 for name in ("arguments", "results", "operators")
             }
-            reads = tuple(Annotation(**_tuples(r)) for r in fields.pop("reads"))
+            reads = tuple(ReadSharding(**_tuples(r)) for r in fields.pop("reads"))
             notes = tuple(fields.pop("notes"))
             return cls(mesh=mesh, reads=reads, notes=notes, **rest, **fields)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:

@@ -7,7 +7,7 @@ correct them: see Correction.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.base_machine import Machine
 from lingvo_moe.analysis.plans.machines.pace import AS_RATED, Pace
 from lingvo_moe.analysis.plans.memory.step_bytes import BESIDE, StateSize
 from lingvo_moe.analysis.plans.network.mesh_machine import MeshMachine

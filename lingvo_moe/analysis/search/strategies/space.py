@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lingvo_moe.analysis.plans.machines.base import Machine
+from lingvo_moe.analysis.plans.machines.base_machine import Machine
 from lingvo_moe.analysis.search.strategies.candidate import OFFLOADS, Candidate, candidates
 from lingvo_moe.analysis.search.strategies.estimates import Correction, Estimate, Estimator
 from lingvo_moe.analysis.search.strategies.mesh_layout import layouts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS, Cluster
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.machines.topology import Topology

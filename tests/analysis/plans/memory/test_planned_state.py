@@ -3,7 +3,7 @@
 import pytest
 
 from lingvo_moe.analysis.plans import step_plan
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.sharding import Mesh

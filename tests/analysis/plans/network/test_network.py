@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 from refusals import refuses
 
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.machines.topology import Topology

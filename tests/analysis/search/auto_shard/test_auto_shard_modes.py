@@ -11,7 +11,7 @@ from auto_shard_functions import spec
 from refusals import refuses
 
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.analysis.plans.machines.base import PlanError
+from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.analysis.plans.machines.ring import ring
 from lingvo_moe.analysis.plans.network import mesh_machine
 from lingvo_moe.analysis.programs.partitioner.spmd import RESHARD

@@ -17,7 +17,7 @@ class Machine:
     """Equal devices. A device is what JAX calls a device; rates are those of one device, in one direction."""
 
     name: str  # e.g. 'v3:32x32', 'v5p:4x4x4*2' for two slices, or 'h100:32x8'
-    num_devices: int = sys.maxsize  # as many as are asked for, where nothing is said
+    num_devices: int = sys.maxsize  # the default is any number
     num_chips: int = 0
     hbm_bytes: int = 0  # memory of a device that a program may use; 0: unknown
     hbm_bandwidth: float  # bytes/s between a device and its memory
