@@ -35,7 +35,7 @@ MOVED = {
     f"{_CORE}.engine.checking": f"{_ANALYSIS}.programs.checking",
     f"{_CORE}.engine.collectives": f"{_ANALYSIS}.programs.hlo.collective_list",
     f"{_CORE}.kernels.tpu": f"{_CORE}.kernels.pallas.tpu",
-    f"{_CORE}.planner.errors": f"{_ANALYSIS}.plans.machines.base",
+    **{f"{_CORE}.planner.{n}": f"{_ANALYSIS}.plans.machines.base_machine" for n in ("errors", "machines.base")},
     **{f"{_CORE}.planner.{n}": f"{_ANALYSIS}.plans.work.{n}" for n in ("costs", "flops", "traffic")},
     f"{_CORE}.planner.machines.prices": f"{_ANALYSIS}.plans.prices",
     f"{_CORE}.planner.network.mesh_order": f"{_ANALYSIS}.plans.mesh_order",

@@ -18,8 +18,10 @@ _POINTING = {"each", "found", "given", "held", "kept", "known", "now", "of", "ow
 # A comment of a field that begins so says no noun: not "of the stages" but "the order of the stages".
 _HEADLESS = {"as", "in", "of", "that"}
 _PACKAGES = ("lingvo_moe", "params", "reproduction", "tools")
+# `demo.py` has two modules of experiments and a command, which users call by these names.
+_SAME_NAMES = {"__init__.py", "demo.py"}
 # How many places there may still be; a lower number replaces one when it is reached.
-_LIMITS = {"variables": 838, "parameters": 168, "comments": 113, "files": 7, "classes": 22}
+_LIMITS = {"variables": 60, "parameters": 5, "comments": 3, "files": 2, "classes": 3}
 
 
 def _python_files() -> list[Path]:
@@ -79,7 +81,7 @@ def test_names_and_comments_say_what_a_thing_is(kind):
 def test_files_have_names_of_their_own():
     paths_of = collections.defaultdict(list)
     for path in _python_files():
-        if path.name != "__init__.py":
+        if path.name not in _SAME_NAMES:
             paths_of[path.name].append(path.relative_to(ROOT).as_posix())
     _assert_few("files", _shared(paths_of, most=2))
 

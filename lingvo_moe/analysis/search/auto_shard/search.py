@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from lingvo_moe.analysis.plans.network.mesh_machine import MeshMachine
 from lingvo_moe.analysis.search.auto_shard import solver
-from lingvo_moe.analysis.search.auto_shard.costs import Costs
+from lingvo_moe.analysis.search.auto_shard.choice_costs import Costs
 from lingvo_moe.analysis.search.auto_shard.exchanges import LayoutExchange
 from lingvo_moe.analysis.search.auto_shard.operators import (
     ANNOTATION,

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from lingvo_moe.analysis.search.auto_shard.costs import Choices, Edge
+from lingvo_moe.analysis.search.auto_shard.choice_costs import Choices, Edge
 
 _SECONDS_LIMIT = 120.0
 _MICRO = 1e6  # the objective is in microseconds: solvers have absolute tolerances

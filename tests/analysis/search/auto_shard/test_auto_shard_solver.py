@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lingvo_moe.analysis.search.auto_shard.costs import Choices, Edge
+from lingvo_moe.analysis.search.auto_shard.choice_costs import Choices, Edge
 from lingvo_moe.analysis.search.auto_shard.solver import NoSolution, cost, least_memory, solve
 
 _SIZES = (3, 4, 2, 3, 1)
