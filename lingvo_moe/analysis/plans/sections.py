@@ -1,6 +1,7 @@
 """Describes what reports show of a plan: each section once, for the terminal and for the page."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lingvo_moe.analysis.plans import figures
@@ -11,11 +12,33 @@ from lingvo_moe.core.pipeline.blocks import describe_padding
 
 _SECONDS = "seconds"
 _ASIDE = " (seconds estimated)"
-_PLACE = [*words("layer"), Column("part", numeric=False, wide=True), *words("phase")]
+
+# A column, and the cell that it has for a row of a plan.
+_Shown = tuple[Column, Callable[[Any], str]]
 
 
-def _place(item: Mapping[str, Any]) -> list[str]:
-    return [item[key] or units.DASH for key in ("layer", "part", "phase")]
+def _table(rows: Iterable[Any], columns: Sequence[_Shown]) -> Table:
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    return Table([column for column, _ in columns], cells)
+
+
+def _word(heading: str, key: str, wide: bool = False) -> _Shown:
+    return Column(heading, numeric=False, wide=wide), lambda row: row[key] or units.DASH
+
+
+def _count(heading: str, key: str, wide: bool = False) -> _Shown:
+    return Column(heading, wide=wide), lambda row: f"{row[key]:,}"
+
+
+def _bytes(heading: str, key: str) -> _Shown:
+    return Column(heading), lambda row: units.size(row[key])
+
+
+def _seconds(heading: str, key: str) -> _Shown:
+    return Column(heading, estimated=True), lambda row: units.duration(row.get(key))
+
+
+_PLACE = [_word("layer", "layer"), _word("part", "part", wide=True), _word("phase", "phase")]
 
 
 def memory_pieces(plan: Plan) -> list[Piece]:
@@ -38,44 +61,37 @@ def holders(plan: Plan, most: int) -> Section | None:
     buffers = plan["memory"].get("holders")
     if not buffers:
         return None
-    rows = [
-        [
-            PageCell(figures.KINDS[row["kind"]], colour=row["kind"]),
-            *_place(row),
-            units.size(row["bytes"]),
-        ]
-        for row in buffers[:most]
+    columns = [
+        (words("what")[0], lambda row: PageCell(figures.KINDS[row["kind"]], row["kind"])),
+        *(_word(key, key) for key in ("layer", "part", "phase")),
+        _bytes("bytes", "bytes"),
     ]
+    table = _table(buffers[:most], columns)
     if rest := buffers[most:]:
         size = units.size(sum(row["bytes"] for row in rest))
-        rows.append([PageCell(f"{len(rest)} more"), "", "", "", size])
-    columns = words("what", "layer", "part", "phase") + numbers("bytes")
+        table = replace(table, rows=[*table.rows, [f"{len(rest)} more", "", "", "", size]])
     aside = " (traced through the compiled schedule)"
-    return Section("What is live at the peak", [Table(columns, rows)], aside=aside)
+    return Section("What is live at the peak", [table], aside=aside)
 
 
 def state(plan: Plan) -> Section | None:
     """The parts of the training state, and what a device would hold with other levels of train.shard_state."""
-    about = plan.get("state")
-    if not about:
+    of_step = plan.get("state")
+    if not of_step:
         return None
-    columns = words("part", "type", "memory") + numbers("in all", "of a device", "copies")
-    rows = [
-        [
-            *(row[key] for key in ("part", "dtype", "memory")),
-            *(units.size(row[key]) for key in ("bytes_total", "bytes")),
-            f"{row['copies']:,.4g}",
-        ]
-        for row in about["parts"]
+    columns = [
+        *(_word(*names) for names in (("part", "part"), ("type", "dtype"), ("memory", "memory"))),
+        *(_bytes(*names) for names in (("in all", "bytes_total"), ("of a device", "bytes"))),
+        (Column("copies"), lambda row: f"{row['copies']:,.4g}"),
     ]
-    by_level = {row["shard_state"]: units.size(row["bytes"]) for row in about["levels"]}
-    chosen = by_level.pop(about["shard_state"])
-    others = ", ".join(f"{size} with {level}" for level, size in by_level.items())
-    notes = [f"train.shard_state={about['shard_state']} holds {chosen}; {others}."]
-    if offloads := about.get("offloads"):
+    sizes = {row["shard_state"]: units.size(row["bytes"]) for row in of_step["levels"]}
+    planned = sizes.pop(of_step["shard_state"])
+    others = ", ".join(f"{size} with {level}" for level, size in sizes.items())
+    notes = [f"train.shard_state={of_step['shard_state']} holds {planned}; {others}."]
+    if offloads := of_step.get("offloads"):
         others = ", ".join(f"{units.size(row['bytes'])} with {row['offload']}" for row in offloads)
         notes.append(f"With train.offload a device holds {others}.")
-    return Section("Training state", [Table(columns, rows)], notes)
+    return Section("Training state", [_table(of_step["parts"], columns)], notes)
 
 
 def hosts(plan: Plan, most: int | None = None) -> Section | None:
@@ -83,21 +99,11 @@ def hosts(plan: Plan, most: int | None = None) -> Section | None:
     host = plan.get("host")
     if not host:
         return None
-    columns = [*words("move"), *_PLACE, *numbers("a step", "bytes of one")]
-    columns += [Column(heading, estimated=True) for heading in (_SECONDS, "waiting")]
-    rows = [
-        [
-            row["direction"],
-            *_place(row),
-            f"{row['count']:,}",
-            units.size(row["bytes"]),
-            *(units.duration(row[key]) for key in ("seconds", "waiting_seconds")),
-        ]
-        for row in host["moves"]
-    ]
-    return Section(
-        "Memory of the hosts", [Table(columns, rows).First(most)], _of_hosts(host), _ASIDE
-    )
+    columns = [_word("move", "direction"), *_PLACE, _count("a step", "count")]
+    columns += [_bytes("bytes of one", "bytes"), _seconds(_SECONDS, "seconds")]
+    columns.append(_seconds("waiting", "waiting_seconds"))
+    table = _table(host["moves"], columns).First(most)
+    return Section("Memory of the hosts", [table], _of_hosts(host), _ASIDE)
 
 
 def _of_hosts(host: Mapping[str, Any]) -> list[str]:
@@ -215,22 +221,11 @@ def collectives(plan: Plan, most: int | None = None) -> Table | None:
     if not items:
         return None
     located = any(map(figures.spans, items))
-    spanned = "slices" if figures.get(plan, "topology.slices") else "nodes"
-    columns = [*words("kind"), *_PLACE, *numbers(*[spanned] * located)]
-    columns += [*numbers("a step", "bytes of one"), Column("devices", wide=True)]
-    columns += [Column(_SECONDS, estimated=True)]
-    rows = [
-        [
-            item["kind"],
-            *_place(item),
-            *[figures.spans(item)] * located,
-            f"{item['count']:,}",
-            units.size(item["bytes"]),
-            f"{item['participants']:,}",
-            units.duration(item.get("seconds")),
-        ]
-        for item in items[:most]
-    ]
+    spanned = Column("slices" if get(plan, "topology.slices") else "nodes"), figures.spans
+    columns = [_word("kind", "kind"), *_PLACE, *[spanned] * located, _count("a step", "count")]
+    columns += [_bytes("bytes of one", "bytes"), _count("devices", "participants", wide=True)]
+    table = _table(items[:most], [*columns, _seconds(_SECONDS, "seconds")])
+    rows = list(table.rows)
 
     def summed(what: str, some: Sequence[Mapping[str, Any]]) -> list[str]:
         count = sum(item["count"] for item in some)
@@ -239,7 +234,7 @@ def collectives(plan: Plan, most: int | None = None) -> Table | None:
 
     if most is not None and (rest := items[most:]):
         rows.append(summed(f"{len(rest)} more", rest))
-    return Table(columns, rows, summed("in all", items))
+    return Table(table.columns, rows, summed("in all", items))
 
 
 def between_slices(plan: Plan, most: int | None = None) -> Section | None:
@@ -253,18 +248,11 @@ def between_slices(plan: Plan, most: int | None = None) -> Section | None:
     items = [item for item in figures.collectives(plan) if item.get("slices", 1) > 1]
     if not items:
         return Section(title, (), ["No collective crosses slices."], _ASIDE)
-    columns = [*words("kind"), *_PLACE, *numbers("a step"), Column("sent by one", wide=True)]
-    columns += [*numbers("sent a step"), Column(_SECONDS, estimated=True)]
-    rows = [
-        [
-            item["kind"],
-            *_place(item),
-            f"{item['count']:,}",
-            units.size(item["sent_between"]),
-            units.size(item["count"] * item["sent_between"]),
-            units.duration(item["seconds"]),
-        ]
-        for item in items
+    columns = [
+        *(_word("kind", "kind"), *_PLACE, _count("a step", "count")),
+        (Column("sent by one", wide=True), lambda row: units.size(row["sent_between"])),
+        (Column("sent a step"), lambda row: units.size(row["count"] * row["sent_between"])),
+        _seconds(_SECONDS, "seconds"),
     ]
     sent = units.size(sum(item["count"] * item["sent_between"] for item in items))
     seconds = sum(item["seconds"] for item in items)
@@ -273,7 +261,7 @@ def between_slices(plan: Plan, most: int | None = None) -> Section | None:
         f"{units.duration(seconds)}, {units.share(seconds / plan['time']['step_seconds'])} of the step. The rate is "
         "the data sheet's, not measured."
     )
-    return Section(title, [Table(columns, rows).First(most)], [note], _ASIDE)
+    return Section(title, [_table(items, columns).First(most)], [note], _ASIDE)
 
 
 def mesh_axes(plan: Plan) -> Section | None:
@@ -281,24 +269,13 @@ def mesh_axes(plan: Plan) -> Section | None:
     about = plan.get("mesh_axes")
     if not about:
         return None
-    moved = [*numbers("a step", "sent inside nodes", "sent between nodes")]
-    moved += [Column(_SECONDS, estimated=True)]
-    tables = []
-    for heading, key, rows in (
-        ("axis", "axes", about["by_axis"]),
-        ("order", "mesh", about["orders"]),
-    ):
-        cells = [
-            [
-                row[key] or units.DASH,
-                f"{row['count']:,}",
-                *(units.size(row[sent]) for sent in ("sent_inside", "sent_between")),
-                units.duration(row["seconds"]),
-            ]
-            for row in rows
-        ]
-        if heading == "axis" or len(cells) > 1:
-            tables.append(Table([*words(heading), *moved], cells))
+    moved = [
+        *(_count("a step", "count"), _bytes("sent inside nodes", "sent_inside")),
+        *(_bytes("sent between nodes", "sent_between"), _seconds(_SECONDS, "seconds")),
+    ]
+    tables = [_table(about["by_axis"], [_word("axis", "axes"), *moved])]
+    if len(about["orders"]) > 1:
+        tables.append(_table(about["orders"], [_word("order", "mesh"), *moved]))
     return Section("Mesh axes and nodes", tables, [about["advice"]], _ASIDE)
 
 
@@ -306,47 +283,56 @@ def compared(plans: Sequence[Plan]) -> Table:
     """A row for each plan; with the bubble if any plan has one, and with costs if any has a price."""
     bubbles = any(figures.bubble(plan) is not None for plan in plans)
     costs = any(get(plan, "time.price") for plan in plans)
-    estimated = ["step", "steps/s", "tokens/s", "utilisation", "network"]
-    days = ["days", "chip-days", "device-years"]
-    columns = [
-        *words("model", "step of", "topology"),
-        *numbers("parameters", "memory of HBM", "fits"),
-        *(Column(heading, estimated=True) for heading in estimated),
-        *numbers(*["bubble"] * bubbles),
-        *(Column(heading, estimated=True) for heading in days),
-        *numbers("compile"),
-        *[Column(heading, estimated=True) for heading in ("cost of a step", "cost in all")] * costs,
+
+    def of_budget(path: str) -> Callable[[Plan], str]:
+        return lambda plan: units.number(get(plan, path) if figures.budget(plan) else None)
+
+    columns: list[_Shown] = [
+        (words("model")[0], figures.name),
+        (words("step of")[0], lambda plan: plan.get("what") or units.DASH),
+        (words("topology")[0], lambda plan: get(plan, "topology.name") or units.DASH),
+        (Column("parameters"), lambda plan: units.quantity(get(plan, "parameters.count"))),
+        (Column("memory of HBM"), _of_hbm),
+        (Column("fits"), _fits),
+        (_estimated("step"), lambda plan: units.duration(get(plan, "time.step_seconds"))),
+        (_estimated("steps/s"), lambda plan: units.number(_rate(plan))),
+        (_estimated("tokens/s"), _speed),
+        (_estimated("utilisation"), lambda plan: units.share(get(plan, "time.utilization"))),
+        (_estimated("network"), lambda plan: units.share(figures.collective_share(plan))),
+        *[(Column("bubble"), lambda plan: units.share(figures.bubble(plan)))] * bubbles,
+        (_estimated("days"), of_budget("time.days")),
+        (_estimated("chip-days"), of_budget("time.chip_days")),
+        (_estimated("device-years"), of_budget("time.device_years")),
+        (Column("compile"), lambda plan: units.duration(get(plan, "compile.compile_seconds"))),
+        *[(_estimated("cost of a step"), lambda plan: figures.costs(plan)[0])] * costs,
+        *[(_estimated("cost in all"), lambda plan: figures.costs(plan)[1])] * costs,
     ]
-    rows = []
-    for number, plan in enumerate(plans):
-        budget = figures.budget(plan)
-        keys = ("days", "chip_days", "device_years")
-        rows.append(
-            [
-                PageCell(figures.name(plan), link=f"#plan-{number}"),
-                plan.get("what") or units.DASH,
-                *_compared(plan),
-                *[units.share(figures.bubble(plan))] * bubbles,
-                *(units.number(get(plan, f"time.{key}") if budget else None) for key in keys),
-                units.duration(get(plan, "compile.compile_seconds")),
-                *(figures.costs(plan) if costs else ()),
-            ]
-        )
-    return Table(columns, rows)
+    table = _table(plans, columns)
+    rows = [
+        [PageCell(row[0], link=f"#plan-{number}"), *row[1:]]
+        for number, row in enumerate(table.rows)
+    ]
+    return Table(table.columns, rows)
 
 
-def _compared(plan: Plan) -> list[str]:
-    """The cells of a plan from its topology to the share of the network."""
-    memory, step = plan["memory"], get(plan, "time.step_seconds")
-    speed = units.number(figures.speed(plan))
-    return [
-        get(plan, "topology.name") or units.DASH,
-        units.quantity(get(plan, "parameters.count")),
-        f"{units.gib(figures.needed(plan))} / {units.gib(memory.get('hbm'))} GiB",
-        "yes" if memory.get("fits") else f"no, by {units.size(memory.get('misses_by'))}",
-        units.duration(step),
-        units.number(1 / step if step else None),
-        speed if figures.unit(plan) == "tokens" else f"{speed} {figures.unit(plan)}",
-        units.share(get(plan, "time.utilization")),
-        units.share(figures.collective_share(plan)),
-    ]
+def _estimated(heading: str) -> Column:
+    return Column(heading, estimated=True)
+
+
+def _of_hbm(plan: Plan) -> str:
+    return f"{units.gib(figures.needed(plan))} / {units.gib(plan['memory'].get('hbm'))} GiB"
+
+
+def _fits(plan: Plan) -> str:
+    memory = plan["memory"]
+    return "yes" if memory.get("fits") else f"no, by {units.size(memory.get('misses_by'))}"
+
+
+def _rate(plan: Plan) -> float | None:
+    step = get(plan, "time.step_seconds")
+    return 1 / step if step else None
+
+
+def _speed(plan: Plan) -> str:
+    speed, unit = units.number(figures.speed(plan)), figures.unit(plan)
+    return speed if unit == "tokens" else f"{speed} {unit}"
