@@ -63,10 +63,10 @@ def pipelined_step(
                 seed=randomness.make_seed(task.p.seed, state.step),
                 units=task.Units(batch),
             )
-            stacked = division.Stacked(batch)
 
             def first() -> Context:
-                return Context(division.Part(stacked, tf.constant(0)), shared.seed)
+                part = division.Part(division.Stacked(batch), tf.constant(0))
+                return Context(part, shared.seed)
 
             devices = settings.Devices(task.p.activation_split, mesh)
             parts = untraced.Traced(shared.rest, first, num, devices)
@@ -80,7 +80,7 @@ def pipelined_step(
             )
             programs = Programs(small.path, small.Units, parts, trainable, shared)
             like = tf.cast(state.step, tf.float32)
-            end = Loops(schedule, programs, layout, stacked, like).Run()
+            end = Loops(schedule, programs, layout, division.Stacked(batch), like).Run()
             loss, metrics = _loss_and_metrics(parts, layout, end)
             updates = metrics.pop("updates", NestedMap()).Transform(lambda x: x * (1.0 / num))
             metrics = task.CombinedMetrics(metrics)
