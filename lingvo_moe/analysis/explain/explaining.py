@@ -191,6 +191,7 @@ class _Names:
         raise ExplainError(self._unknown(wanted))
 
     def _exactly(self, name: str) -> list[ShardedTensor]:
+        """The tensors of the argument or the operation with exactly this name."""
         argument = self._argument(name)
         op = f"args[{self._arguments.index(argument)}]" if argument else name
         return [self.Tensor(t) for t in self._before.Tensors(op)]

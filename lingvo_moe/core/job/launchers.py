@@ -52,11 +52,11 @@ class _Variables:
         return self._environ.get(name, "")
 
     def Text(self, name: str) -> str:
-        """Raises JobError: there is none."""
+        """The value of a variable that the launcher sets. Raises JobError: it is not set."""
         if not (value := self.Get(name)):
             raise JobError(
-                f"{self.launcher}: has set no variable {name}; set it as in launch/, or give "
-                "--coordinator_address, --num_processes and --process_id and unset the others"
+                f"{self.launcher}: has set no variable {name}; set it as in launch/, or unset the launcher's variables "
+                "and give --coordinator_address, --num_processes and --process_id"
             )
         return value
 

@@ -75,8 +75,8 @@ class Kernels(Protocol):
         """
 
     def per_head(self, x_BTK: tf.Tensor) -> tf.Tensor:
-        """A tensor of positions, the same for all heads, with a dimension for the heads, of size 1, where queries, keys
-        and values have theirs."""
+        """Adds a dimension of size 1 where these kernels' queries, keys and values have their heads, so that a tensor
+        of positions is the same for all heads."""
 
     def in_layout(self, x_BTNK: tf.Tensor) -> tf.Tensor:
         """Queries, keys or values [B,T,N,K] in the layout of the class's `MEMORY`."""

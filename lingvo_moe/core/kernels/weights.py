@@ -75,7 +75,7 @@ Weight = tf.Tensor | Matrix
 
 
 class Packing(Protocol):
-    """Packs weights in one kind."""
+    """Packs weights in one format: in blocks of the type of the activations, or of 8-bit numbers."""
 
     def Matrix(self, w_MN: tf.Tensor) -> "Matrix":
         """Packs a weight [M,N] in the type of the activations."""

@@ -23,7 +23,7 @@ from lingvo_moe.core.optimizers.by_layer import (
     squares_by_layer,
     update_by_layer,
 )
-from lingvo_moe.core.optimizers.registry import SCHEDULES
+from lingvo_moe.core.optimizers.registry import SCHEDULES, elementwise_optimizers
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
 from lingvo_moe.core.optimizers.weight_decay import (
     DecayedDelta,
@@ -115,7 +115,8 @@ class BaseOptimizer:
         if packed is not None and not self.ELEMENTWISE:
             raise ValueError(
                 f"optimizer {type(self).__name__}: {packed.path} packs the weights of a pipeline's stage into one "
-                "vector, and this optimizer's update depends on their shapes; choose Adam, AdamW or Sgd"
+                "vector, and this optimizer's update depends on their shapes; choose "
+                f"{elementwise_optimizers()}"
             )
         return specs.Transform(self._SlotsFor)
 

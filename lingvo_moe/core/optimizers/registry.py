@@ -1,5 +1,6 @@
 """Optimizers and schedules by the names that parameters may have; a class is imported when it is asked for."""
 
+from lingvo_moe.core.config.checks import either
 from lingvo_moe.core.config.class_names import ClassesByName
 
 _HERE = "lingvo_moe.core.optimizers"
@@ -25,3 +26,9 @@ SCHEDULES = ClassesByName(
         "wsd": f"{_HERE}.schedules.WarmupStableDecay",
     }
 )
+
+
+def elementwise_optimizers() -> str:
+    """The names of the optimizers whose update of an element depends on no other, for errors: 'adam, adamw or sgd'."""
+    classes = OPTIMIZERS.items()
+    return either(name for name, cls in classes if cls.ELEMENTWISE)  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.elementwise import Dropout
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.registry import elementwise_optimizers
 from lingvo_moe.core.pipeline.cell_stack import CellParts
 from lingvo_moe.core.pipeline.params import PARAMETERS, Settings
 from lingvo_moe.core.pipeline.partition import PartitionError
@@ -84,7 +85,7 @@ class ImageClassifier(BaseTask):
         if p.pipeline.stages > 1 and not self.optimizer.ELEMENTWISE:
             why = (
                 f"a pipeline packs weights of different shapes into vectors, but {type(self.optimizer).__name__}'s "
-                "update depends on shapes; set task.optimizer to Adam, AdamW or Sgd"
+                f"update depends on shapes; set task.optimizer to {elementwise_optimizers()}"
             )
             raise ParamError("task.pipeline.stages", str(p.pipeline.stages), why)
         self.CreateChild("network", network)

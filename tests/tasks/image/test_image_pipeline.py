@@ -113,7 +113,9 @@ def test_the_experiment_has_the_weights_of_resnet_50():
 
 
 def test_what_cannot_be():
-    with pytest.raises(ParamError, match=r"task.pipeline.stages=2: .*Adafactor.* AdamW or Sgd"):
+    with pytest.raises(
+        ParamError, match=r"task.pipeline.stages=2: .*Adafactor.* adam, adamw or sgd"
+    ):
         _task(2).p.Copy().Set(optimizer=Adafactor.Params()).Instantiate()
     inputs = ResNet50().Input()
     for change, message in (

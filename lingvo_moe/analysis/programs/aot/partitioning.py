@@ -58,6 +58,7 @@ def partition(program: Program, topology: str = "") -> Partitioned:
 
 
 def _lowered(program: Program, topology: str) -> tuple[Any, dict[str, Any]]:
+    """The program as JAX lowers it for a topology, or for this machine's devices where it is '', and XLA's options."""
     if not topology:
         engine = PjrtEngine(program.mesh)
         on_cpu = engine.jax_mesh.devices.flat[0].platform == "cpu"
