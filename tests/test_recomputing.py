@@ -33,7 +33,7 @@ def test_the_small_experiments_leave_it_open_and_the_paper_s_recompute():
         if name.split(".")[1].startswith(("M4MoE", "T96L", "Bilingual")):
             task = registry.GetParams(name).task
             assert task.repeat is True
-            assert task.cls.OpenForms(task) is None
+            assert task.cls.Strategy(task).OpenForms() is None
 
 
 def test_a_stated_form_is_taken_and_nothing_is_said():
@@ -44,7 +44,7 @@ def test_a_stated_form_is_taken_and_nothing_is_said():
 
 def test_memory_decides_and_the_line_says_how_to_change_it(monkeypatch):
     params = _params()
-    forms = params.task.cls.OpenForms(params.task)
+    forms = params.task.cls.Strategy(params.task).OpenForms()
     need = recomputing.step_bytes(forms, params, single_device())
     assert 2**19 < need < 2**24
     monkeypatch.setattr(recomputing, "step_bytes", lambda *_: need)
@@ -72,7 +72,7 @@ def test_deep_models_and_unknown_memory_recompute_without_an_estimate(monkeypatc
 def test_what_a_block_keeps_counts_for_each_of_its_repetitions(monkeypatch):
     """Traced once, it is the same as traced as often as it is there. The next start does not trace it again."""
     params = _params("task.num_encoder_layers=4")
-    forms = params.task.cls.OpenForms(params.task)
+    forms = params.task.cls.Strategy(params.task).OpenForms()
     every = replace(forms, one_block=forms.keeping, num_blocks={})
     counted, traced = (
         recomputing.activation_bytes(f, params, single_device()) for f in (forms, every)
@@ -88,7 +88,7 @@ def test_devices_share_the_activations_of_rows_that_are_sharded(monkeypatch):
     kept = 2**30
     monkeypatch.setattr(recomputing, "activation_bytes", lambda *_: kept)
     params = registry.GetParams("mt.M4Tiny", "task.repeat=auto")
-    forms = params.task.cls.OpenForms(params.task)
+    forms = params.task.cls.Strategy(params.task).OpenForms()
     one, eight = (recomputing.step_bytes(forms, params, mesh) for mesh in (single_device(), MESH))
     assert kept < one < 1.01 * kept
     assert kept / 8 < eight < 1.01 * kept / 8
@@ -103,7 +103,7 @@ def test_a_micro_batch_keeps_its_part_and_gradients_have_a_sum(monkeypatch):
     monkeypatch.setattr(recomputing, "activation_bytes", lambda *_: 2**30)
     whole = registry.GetParams("mt.M4Tiny", "task.repeat=auto")
     parts = registry.GetParams("mt.M4Tiny", "task.repeat=auto;train.num_micro_batches=4")
-    forms = whole.task.cls.OpenForms(whole.task)
+    forms = whole.task.cls.Strategy(whole.task).OpenForms()
     one, four = (recomputing.step_bytes(forms, p, single_device()) for p in (whole, parts))
     weights = forms.keeping.Instantiate().VariableSpecs().Flatten()
     assert one - four == 3 * 2**28 - sum(

@@ -44,7 +44,7 @@ def chosen_form(
     Returns:
         (Params, line): `params.task` itself and '' if it leaves nothing open.
     """
-    forms = params.task.cls.OpenForms(params.task)
+    forms = params.task.cls.Strategy(params.task).OpenForms()
     if forms is None:
         return params.task, ""
     blocks = sum(forms.num_blocks.values())

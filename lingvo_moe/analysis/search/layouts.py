@@ -28,7 +28,7 @@ def layouts(name: str, model: str, override: str, count: int) -> dict[str, str]:
             layout.
     """
     task = registry.GetParams(model, override).task
-    if task.cls.OpenForms(task.cls.WithoutStrategy(task)) is None:
+    if task.cls.Strategy(task.cls.Strategy(task).Without()).OpenForms() is None:
         raise StrategyError(
             f"--layout={name}: is for models of equal blocks, which {task.cls.__name__} is not; give --mesh"
         )

@@ -37,9 +37,9 @@ from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, shards
 from lingvo_moe.core.state.offload import check_offload, items_of
 from lingvo_moe.core.state.state_sharding import weights_in_use
 from lingvo_moe.core.task.costs import TaskCosts
-from lingvo_moe.core.task.forms import Forms
 from lingvo_moe.core.task.named_rows import NamedRows
 from lingvo_moe.core.task.step import Step
+from lingvo_moe.core.task.strategy import TaskStrategy
 
 _OPTIMIZER = "task.optimizer"  # where the user sets its parameters, whatever the task's name
 
@@ -155,29 +155,9 @@ class BaseTask(BaseLayer):
         raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
 
     @classmethod
-    def OpenForms(cls, task: InstantiableParams) -> Forms | None:
-        """Returns two forms of the task if its Params leave open which one is trained; None if they do not.
-
-        An instance made from Params that leave it open is of the recomputing form.
-        """
-        return None
-
-    @classmethod
-    def WithoutStrategy(cls, task: InstantiableParams) -> InstantiableParams:
-        """Returns Params of the task without all that a strategy sets beside letters, and without dropout. They leave
-        the form open if the task has stacks of equal blocks, so that strategies can be searched for it. Experts compute
-        products with letters."""
-        return task.Copy()
-
-    @classmethod
-    def HasStages(cls, task: HyperParams) -> bool:
-        """Whether stacks of equal blocks can be stages of a pipeline."""
-        return True
-
-    @classmethod
-    def Recomputing(cls, task: InstantiableParams) -> dict[str, Any]:
-        """Returns the Params, by path, with which a task recomputes as much as it can; {} where nothing is left."""
-        return {}
+    def Strategy(cls, task: InstantiableParams) -> TaskStrategy:
+        """Returns which forms a task of these Params can take on devices."""
+        return TaskStrategy(task)
 
     def CheckData(self, inputs: BaseInput) -> None:
         """Raises TaskError if the input's data does not suit the task. Called after the input's `Prepare`."""

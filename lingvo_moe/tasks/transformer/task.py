@@ -12,17 +12,16 @@ import tensorflow as tf
 
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.input.base_input import BaseInput
-from lingvo_moe.core.layers import kept
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
-from lingvo_moe.core.task.forms import Forms
 from lingvo_moe.tasks.transformer import experts
 from lingvo_moe.tasks.transformer.costs import TransformerCosts
 from lingvo_moe.tasks.transformer.model import TransformerModel
 from lingvo_moe.tasks.transformer.shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer.stacks import layers_before, layers_of_block
+from lingvo_moe.tasks.transformer.strategy import TransformerStrategy
 
 
 class TransformerTask(TransformerModel):
@@ -67,23 +66,8 @@ class TransformerTask(TransformerModel):
         return False
 
     @classmethod
-    def OpenForms(cls, task: InstantiableParams) -> Forms | None:
-        """See BaseTask: task.repeat=auto leaves it open; a pipeline scans blocks then."""
-        if task.repeat != "auto" or pipeline.settings_of(task):
-            return None
-        layers, before = layers_of_block(task), layers_before(task)
-        keeping = task.Copy().Set(repeat=False, remat=kept.FULL)
-        numbers = {stack.name: stack.num_layers for stack in cls.STACKS}
-        return Forms(
-            parameter="task.repeat",
-            recomputing=task.Copy().Set(repeat=True),
-            keeping=keeping,
-            one_block=keeping.Copy().Set(**dict.fromkeys(numbers.values(), before + layers)),
-            num_blocks={
-                f"{task.name or cls.__name__}.{name}.blocks": (task.Get(number) - before) // layers
-                for name, number in numbers.items()
-            },
-        )
+    def Strategy(cls, task: InstantiableParams) -> TransformerStrategy:
+        return TransformerStrategy(task, cls.STACKS)
 
     @classmethod
     def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
@@ -94,26 +78,6 @@ class TransformerTask(TransformerModel):
     @classmethod
     def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
         return experts.micro_batch_sizes(task)
-
-    @classmethod
-    def WithoutStrategy(cls, task: InstantiableParams) -> InstantiableParams:
-        plain = task.Copy().Set(repeat="auto", remat=kept.FULL, shard_state="none", offload="none")
-        plain.pipeline = pipeline.pipeline_params()
-        experts.with_letters(plain)
-        return plain.Set(dropout=0.0, attention_dropout=0.0)
-
-    @classmethod
-    def HasStages(cls, task: HyperParams) -> bool:
-        return not experts.exchanges_rows(task)
-
-    @classmethod
-    def Recomputing(cls, task: InstantiableParams) -> dict[str, Any]:
-        """See BaseTask: nothing in a pipeline."""
-        if pipeline.settings_of(task):
-            return {}
-        if task.repeat is False:
-            return {"task.repeat": True}
-        return {} if task.remat == kept.FULL else {"task.remat": kept.FULL}
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:

@@ -59,7 +59,7 @@ def advice(
         mesh: that it was planned for.
     """
     planned = task.Instantiate()
-    recomputing = task.cls.Recomputing(task)
+    recomputing = task.cls.Strategy(task).Recomputing()
     groups = [_STATE if mesh.size > 1 else (), _OFFLOAD, tuple(recomputing.items()), _TYPES]
     combined = [
         dict(change for change in changes if change != _UNCHANGED)

@@ -30,7 +30,7 @@ class StateBytes:
 
     def __init__(self, params: Params, fprop_dtype: str = "", offload: Sequence[str] = ()):
         # Axes with the names of letters tell which dimensions follow which letter.
-        task = params.task.cls.WithoutStrategy(params.task)
+        task = params.task.cls.Strategy(params.task).Without()
         task.Set(weight_split={n: n for n in WEIGHT_LETTERS})
         options = {"fprop_dtype": fprop_dtype, "offload": list(offload)}
         task.Set(**{name: value for name, value in options.items() if value})

@@ -87,7 +87,7 @@ def read_workload(params: Params) -> Workload:
         WorkloadError: a task without stacks of equal blocks, or without a product that has letters.
     """
     kind = params.task.cls
-    forms = kind.OpenForms(kind.WithoutStrategy(params.task))
+    forms = kind.Strategy(kind.Strategy(params.task).Without()).OpenForms()
     if forms is None:
         raise WorkloadError(
             f"{kind.__name__}: strategies are searched for tasks with stacks of equal blocks; xs.auto_shard takes any "
@@ -126,7 +126,7 @@ def read_workload(params: Params) -> Workload:
         raise WorkloadError(f"{task.path}: its forward pass has no einsum whose letters are known")
     names = {name: kind for name, kind in declared.items() if name in marked.names}
     inputs, passes = task.Costs().BlockInputs(batch), task.optimizer.PASSES
-    stages = kind.HasStages(params.task)
+    stages = kind.Strategy(params.task).HasStages()
     return Workload(products, forms.num_blocks, inputs, names, passes, stages)
 
 
