@@ -273,7 +273,7 @@ def test_a_layer_can_be_read_in_one_sitting():
             f"lingvo_moe/core/moe/{part}.py",
             *GRAPH.Closure(f"lingvo_moe/core/moe/{part}.py"),
         }
-    assert len(files - door) <= 26, "\n".join(sorted(files))
+    assert len(files - door) <= 28, "\n".join(sorted(files))
 
 
 @pytest.mark.parametrize("path", GRAPH.files)
