@@ -106,7 +106,7 @@ def test_no_files_import_each_other_in_a_circle(tmp_path):
 
 
 def _imports_in(folder: str) -> dict[str, set[str]]:
-    """What the rooms of a folder import of each other: its subfolders with all inside, and '' for its own files."""
+    """The imports of the rooms of a folder among each other: its subfolders with all inside, and '' for its own files."""
 
     def room(path: str) -> str | None:
         if not path.startswith(f"{folder}/"):

@@ -363,7 +363,7 @@ def _cell(layers: Sequence[tuple[str, BaseLayer]]) -> Cell:
 
 
 def _rows(vectors: NestedMap) -> Vectors:
-    """What a stage has of packed tensors: [P] of [1, 1, P]."""
+    """A stage's own part of packed tensors: [P] of [1, 1, P]."""
     return {name: x[0, 0] for name, x in vectors.items()}
 
 

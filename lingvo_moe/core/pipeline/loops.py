@@ -223,7 +223,7 @@ class Loops:
         return self._layout.OfStages(stack, NestedMap({name: choose(name) for name in elsewhere}))
 
     def _Last(self, arriving: NestedMap) -> NestedMap:
-        """What the loss takes of the last stage's carry, which the first stage gets next."""
+        """The part of the last stage's carry that the loss takes, which the first stage gets next."""
         cut = self._parts.cut
         taken = {name: arriving[name] for name in self._parts.takes}
         return NestedMap(

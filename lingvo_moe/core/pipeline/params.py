@@ -108,7 +108,7 @@ class Settings:
         return mesh.axis_size(DATA) if by_rows else 1
 
     def Replicas(self, activation_split: SplitMap, mesh: Mesh) -> int:
-        """How many micro-batches are worked on at the same time: D, but 1 where the stages are cells."""
+        """The number of micro-batches that are worked on at the same time: D, but 1 where the stages are cells."""
         return 1 if self.cells else self.Devices(activation_split, mesh)
 
 

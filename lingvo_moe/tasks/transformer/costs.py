@@ -1,4 +1,4 @@
-"""What a step of a Transformer costs."""
+"""The costs of a step of a Transformer."""
 
 from collections.abc import Callable
 

@@ -121,7 +121,7 @@ def test_every_schedule_gives_the_step_without_a_pipeline(
 
 @functools.cache
 def _cells_in_turn(num):
-    """As _without_pipeline, of cells of different shapes."""
+    """The result of _without_pipeline for cells of different shapes."""
     task, *args = cell_toy()
     return _by_variable(
         task, _after(lambda t, specs: accumulating_step(t, num, specs), task, *args)

@@ -1,1 +1,1 @@
-"""What the instructions of a compiled program do: FLOPs, traffic, and seconds on a machine."""
+"""The work of a compiled program's instructions: FLOPs, traffic, and seconds on a machine."""

@@ -492,6 +492,6 @@ def _wide(array: np.ndarray) -> np.ndarray:
 
 
 def _sharded(spec: TensorSpec, engine: Engine) -> jax.ShapeDtypeStruct | None:
-    """How a tensor is read onto an engine's devices at once; None: as NumPy, for Engine.Put."""
+    """The form in which a tensor is read onto an engine's devices at once; None: as NumPy, for Engine.Put."""
     sharding = engine.Sharding(spec)
     return sharding and jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding)
