@@ -200,11 +200,8 @@ class BaseTask(BaseLayer):
         """Returns the training loss (float32 scalar) and metrics, of a batch; nothing is random without a seed."""
         raise NotImplementedError(f"{type(self).__name__}.FProp")
 
-    def _LossAndMetrics(
-        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None
-    ) -> tuple[tf.Tensor, NestedMap]:
-        """Returns what FProp returns. Raises TaskError where that is not a loss and metrics."""
-        result = self.FProp(theta, batch, seed=seed)
+    def _LossAndMetrics(self, result: Any) -> tuple[tf.Tensor, NestedMap]:
+        """The loss and the metrics that FProp returned. Raises TaskError where these are not what it returned."""
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], NestedMap):
             return result
         count = f" of {len(result)}" if isinstance(result, tuple) else ""
@@ -223,7 +220,7 @@ class BaseTask(BaseLayer):
             seed: int32 [2] or None, of this micro-batch.
             shares: its Units divided by those of the batch, float32 scalars.
         """
-        loss, metrics = self._LossAndMetrics(theta, batch, seed)
+        loss, metrics = self._LossAndMetrics(self.FProp(theta, batch, seed=seed))
         return self.Terms(loss, metrics, shares)
 
     def Terms(
@@ -352,7 +349,7 @@ class BaseTask(BaseLayer):
         """
         seed = randomness.make_seed(self.p.seed, state.step)
         loss, metrics, grads = self.Differentiate(
-            state.theta, lambda: self._LossAndMetrics(self.InUse(state.theta), batch, seed)
+            state.theta, lambda: self.FProp(self.InUse(state.theta), batch, seed=seed)
         )
         updates = metrics.pop("updates", NestedMap())
         with name_scope("optimizer"):
@@ -365,7 +362,7 @@ class BaseTask(BaseLayer):
         leaves = [w for w, spec in weights.Zip(self.VariableSpecs()) if spec.trainable]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(leaves)
-            loss, metrics = compute()
+            loss, metrics = self._LossAndMetrics(compute())
         return loss, metrics, self.Gradients(weights, tape.gradient(loss, leaves))
 
     def Apply(
@@ -403,7 +400,7 @@ class BaseTask(BaseLayer):
     @scoped
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """Returns the metrics of FProp with nothing random and no token dropped."""
-        return self._LossAndMetrics(theta, batch, None)[1]
+        return self._LossAndMetrics(self.FProp(theta, batch, seed=None))[1]
 
     def HeldOutStep(self, weights: NestedMap, batch: NestedMap) -> NestedMap:
         """Returns the HELD_OUT_METRICS of a held-out batch, and how many UNITs it has.
