@@ -8,6 +8,7 @@ import tensorflow as tf
 from equivalence import assert_same
 from toy_text_classifier import TextClassifier
 
+from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adam import Adam
 from lingvo_moe.core.optimizers.schedules import Constant
@@ -35,6 +36,9 @@ def test_it_learns_and_parts_of_a_batch_add_up_to_it():
     )
     rate = Constant.Params().Set(value=0.01)
     p.Set(num_experts=2, num_groups=2, moe_every=2, dropout=0.0, repeat=False, label_smoothing=0.0)
+    p.moe.Set(
+        router=TopKRouter.Params()
+    )  # draws nothing at random, which micro-batches would do differently
     task = p.Set(optimizer=Adam.Params().Set(learning_rate=rate)).Instantiate()
     with use_mesh(single_device()):
         step = tf.function(task.TrainStep, autograph=False)
