@@ -106,7 +106,7 @@ def test_no_files_import_each_other_in_a_circle(tmp_path):
 
 
 def _imports_in(folder: str) -> dict[str, set[str]]:
-    """The imports of the rooms of a folder among each other: its subfolders with all inside, and '' for its own files."""
+    """The imports of a folder's rooms among each other: its subfolders with all inside, and '' for its own files."""
 
     def room(path: str) -> str | None:
         if not path.startswith(f"{folder}/"):
