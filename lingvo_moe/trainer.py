@@ -108,7 +108,7 @@ def described_by(args: Flags) -> Job:
         meet(args.coordinator_address, args.num_processes, args.process_id)
     load_tensorflow(args.engine)
     if args.strategy == AUTO:
-        from lingvo_moe.analysis.search.found_strategy import override_with_strategy
+        from lingvo_moe.training.found_strategy import override_with_strategy
 
         override = override_with_strategy(args)
     else:

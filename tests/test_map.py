@@ -9,6 +9,7 @@ from lingvo_moe.core.kernels import Activation
 from lingvo_moe.core.layers import feed_forward
 from lingvo_moe.core.optimizers.base_optimizer import slot_spec
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.params.mt.demo import M4Tiny
 from lingvo_moe.tasks.text.preparing import formats
 from lingvo_moe.tasks.text.preparing.lines import Fields, pair
 from lingvo_moe.tasks.text.preparing.source_files import find_sources
@@ -69,8 +70,30 @@ def test_a_form_of_files(monkeypatch, tmp_path):
     assert [(line.source, line.target) for line in lines] == [("rot", "red"), ("blau", "blue")]
 
 
+class NllbMoe(M4Tiny):
+    """The family of NLLB-MoE (Costa-jussa et al. 2022): experts in every fourth layer, biases, one table, ReLU."""
+
+    def Task(self):
+        p = super().Task().Set(moe_every=4, num_encoder_layers=8, num_decoder_layers=4)
+        p.position.offset = 2
+        vocabulary = p.target_vocab_size
+        return p.Set(use_bias=True, shared_embedding=True, source_vocab_size=vocabulary)
+
+
+def test_a_family_of_models():
+    task = NllbMoe().Task().Set(name="nllb").Instantiate()
+    specs = dict(task.VariableSpecs().FlattenItems())
+    experts = {path.rpartition(".experts.")[0] for path in specs if ".experts." in path}
+    assert experts == {f"{side}.blocks.body.layers[3].ffn" for side in ("encoder", "decoder")}
+    assert specs["encoder.blocks.body.layers[3].ffn.experts.wi"].shape[0] == 2  # of 8 layers
+    assert [path for path in specs if path.endswith("embedding.table")] == ["embedding.table"]
+    projections = ("self_atten.q_bias", "cross_atten.o_bias", "ffn.wi_bias")
+    for projection in projections:
+        assert any(path.endswith(f"layers[0].{projection}") for path in specs), sorted(specs)
+
+
 def test_the_page_names_places_that_are_there():
-    rows = (ROOT / "docs" / "map.md").read_text("utf-8").split("## Eight")[0].splitlines()[3:]
+    rows = (ROOT / "docs" / "map.md").read_text("utf-8").split("## Nine")[0].splitlines()[3:]
     for row in rows:
         for place in (part for part in row.split("`")[1::2] if "/" in part):
             assert any((ROOT / top / place).exists() for top in ("", "lingvo_moe")), place

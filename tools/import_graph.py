@@ -31,7 +31,7 @@ class ImportGraph:
     def __init__(self, root: Path = ROOT):
         self.root = root
         self.files = sorted(_python_files(root))
-        self._modules = {name: path for path in self.files for name in _module_names(path)}
+        self._modules = {name: path for path in self.files for name in module_names(path)}
 
     @functools.cache  # noqa: B019 - a graph lives as long as its process
     def Syntax(self, path: str) -> ast.Module:
@@ -121,7 +121,7 @@ def _python_files(root: Path) -> Iterator[str]:
                     yield (Path(directory) / name).relative_to(root).as_posix()
 
 
-def _module_names(path: str) -> list[str]:
+def module_names(path: str) -> list[str]:
     """The names under which a file can be imported."""
     name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     return [name, f"lingvo_moe.{name}"] if name.partition(".")[0] in _INSIDE else [name]

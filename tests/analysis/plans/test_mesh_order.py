@@ -3,8 +3,9 @@
 import pytest
 import tensorflow as tf
 
+from lingvo_moe.analysis.plans import mesh_order
 from lingvo_moe.analysis.plans.machines.gpu_cluster import Cluster
-from lingvo_moe.analysis.plans.network import interconnect, mesh_order
+from lingvo_moe.analysis.plans.network import interconnect
 from lingvo_moe.analysis.plans.work.costs import Cost, costs
 from lingvo_moe.analysis.programs.hlo.collectives import CollectiveUse
 from lingvo_moe.analysis.programs.hlo.module import parse_module

@@ -11,7 +11,8 @@ from layer_testing import init, normal, single, stack_params, wave
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.config.hyperparams import ParamError
-from lingvo_moe.core.kernels import tensorflow, tpu, xla
+from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.kernels.pallas import tpu
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.attention import AUTO, MultiHeadAttention
 from lingvo_moe.core.layers.extended_attention import ExtendedAttention
