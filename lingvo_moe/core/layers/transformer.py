@@ -108,6 +108,7 @@ class TransformerStack(BaseLayer):
         if position := next(filter(None, positions), None):
             self.CreateChild("position", position)
 
+    @scoped
     def WithShared(self, theta: NestedMap, aux: NestedMap) -> NestedMap:
         """aux with the weights of positions that all layers share, if there are any: RunBlocks needs them in it."""
         if "position" not in self.children:
@@ -133,6 +134,7 @@ class TransformerStack(BaseLayer):
         x, extras = self.RunBlocks(theta.blocks, x, self.WithShared(theta, aux), seed)
         return self.Normalized(theta, x), extras
 
+    @scoped
     def Normalized(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """The output [B, T, M] of all layers after the last normalization, if there is one."""
         return self.final_norm.FProp(theta.final_norm, x) if "final_norm" in self.children else x

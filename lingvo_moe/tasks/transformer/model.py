@@ -279,6 +279,7 @@ class TransformerModel(BaseTask):
             return {"positions": row.segment_pos}
         return {}
 
+    @within("Loss")
     def LossTerms(
         self, theta: NestedMap, carry: NestedMap, context: Context
     ) -> tuple[tf.Tensor, NestedMap]:
