@@ -1,5 +1,6 @@
 """The engine that the trainer chooses without --engine."""
 
+import importlib
 from types import SimpleNamespace
 
 import jax
@@ -32,10 +33,15 @@ def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
     assert trainer.fastest_engine(parse_flags(["--model=mt.M4Tiny", *flags])) == engine
 
 
-def test_an_engine_of_one_file_outside_the_package_trains(tmp_path):
-    """It registers itself; the trainer asks it what it can do."""
-    import toy_engine
+@pytest.fixture
+def toy_engine():
+    """The file of an engine, which registers itself until the test ends."""
+    yield importlib.import_module("toy_engine")
+    del engines.ENGINES["toy"]
 
+
+def test_an_engine_of_one_file_outside_the_package_trains(tmp_path, toy_engine):
+    """It registers itself; the trainer asks it what it can do."""
     found = {}
     for engine in ("tf_graph", "toy"):
         run = tmp_path / engine

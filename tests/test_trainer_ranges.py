@@ -39,8 +39,8 @@ _ON_EXPERTS = "task.activation_split={'E': 'expert'}"
     ("lm.Tiny", "data:2,model:4", "task.weight_split={'H': 'model'}", ""),
     ("lm.Tiny", "data:1", _TWO_STAGES, "give --mesh=stage:2,data:1 and, on a CPU, --num_devices=2"),
     ("lm.Tiny", "stage:2,data:1", _TWO_STAGES, ""),
-    ("image.Digits", "data:2", _CELLS, "task.pipeline.stages=3: mesh data:2 has no axis with a dev"),
-    ("image.Digits", "data:2,stage:2", f"{_CELLS};{_STAGES}", "stages=3: mesh data:2,stage:2 has"),
+    ("image.Digits", "data:2", _CELLS, "task.pipeline.stages=3: mesh data:2 has no axis 'stage'"),
+    ("image.Digits", "data:2,stage:2", f"{_CELLS};{_STAGES}", "the axis 'stage' of mesh data:2,stage:2 has 2 devices"),
     ("image.Digits", "data:2,stage:3", f"{_CELLS};{_STAGES}", ""),
 ])  # fmt: skip
 def test_a_mesh_divides_what_it_shards(model, mesh, override, expected):
