@@ -27,6 +27,7 @@ from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.transformer import stacks
 
 pytestmark = pytest.mark.slow
 
@@ -191,15 +192,15 @@ def _packed(model: MtModel, theta: NestedMap) -> set[str]:
 
 def _own(monkeypatch, encoder: Sequence[str], decoder: Sequence[str], sizes: dict) -> Any:
     """A model with these custom parts in its stacks."""
-    plain, parts = MtModel._layer, {False: encoder, True: decoder}
+    plain = stacks.layer_params
 
-    def layer(self, moe, decoder):
-        p = plain(self, moe, decoder)
-        for part in parts[decoder]:
+    def layer(model_params, stack, number):
+        p = plain(model_params, stack, number)
+        for part in decoder if stack.causal else encoder:
             PARTS[part][0](p)
         return p
 
-    monkeypatch.setattr(MtModel, "_layer", layer)
+    monkeypatch.setattr(stacks, "layer_params", layer)
     cls = OtherWayModel if "model" in decoder else MtModel
     return task_params(V, cls=cls, hidden_dim=64, **sizes).Instantiate()
 
