@@ -96,7 +96,7 @@ if TYPE_CHECKING:
     )
     from lingvo_moe.core.sharding.redistribution import redistribute as redistribute
     from lingvo_moe.core.task.base_task import BaseTask as BaseTask
-    from lingvo_moe.core.task.costs import TaskCosts as TaskCosts
+    from lingvo_moe.core.task.task_costs import TaskCosts as TaskCosts
     from lingvo_moe.core.tensors import Kept as Kept
     from lingvo_moe.tasks.lm.generator import (
         GenerateOptions as GenerateOptions,

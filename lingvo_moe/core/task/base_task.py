@@ -36,10 +36,10 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, shards
 from lingvo_moe.core.state.offload import check_offload, items_of
 from lingvo_moe.core.state.state_sharding import weights_in_use
-from lingvo_moe.core.task.costs import TaskCosts
 from lingvo_moe.core.task.named_rows import NamedRows
 from lingvo_moe.core.task.step import Step
-from lingvo_moe.core.task.strategy import TaskStrategy
+from lingvo_moe.core.task.task_costs import TaskCosts
+from lingvo_moe.core.task.task_strategy import TaskStrategy
 
 _OPTIMIZER = "task.optimizer"  # where the user sets its parameters, whatever the task's name
 

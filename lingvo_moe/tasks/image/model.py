@@ -22,7 +22,7 @@ from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
-from lingvo_moe.core.task.costs import TaskCosts
+from lingvo_moe.core.task.task_costs import TaskCosts
 from lingvo_moe.tasks.image.networks import PIPELINE, ResNet, network_pipeline_params
 
 _TOP = 5

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from lingvo_moe.core.layers import softmax
 from lingvo_moe.core.nested_map import NestedMap, flatten
-from lingvo_moe.core.task.costs import TaskCosts
+from lingvo_moe.core.task.task_costs import TaskCosts
 from lingvo_moe.tasks.transformer import experts
 from lingvo_moe.tasks.transformer.model import TransformerModel
 from lingvo_moe.tasks.transformer.multi_token import MultiTokenHead

@@ -7,7 +7,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.task.forms import Forms
-from lingvo_moe.core.task.strategy import TaskStrategy
+from lingvo_moe.core.task.task_strategy import TaskStrategy
 from lingvo_moe.tasks.transformer import experts
 from lingvo_moe.tasks.transformer.stacks import TaskStack, layers_before, layers_of_block
 
