@@ -133,9 +133,9 @@ def test_the_trainer_proposes_a_layout_and_trains_in_it(tmp_path, capsys, monkey
     assert trainer_testing.status(*flags) == 2
     tool, proposed = _proposed(capsys.readouterr().err.splitlines()[-1])
     trained = []
-    monkeypatch.setattr(tool, "train_locked", lambda *args: trained.append(args) or 0)
+    monkeypatch.setattr(tool, "train_model", lambda job: trained.append(tool.checked_run(job)) or 0)
     assert "--layout=fsdp+expert" in proposed and tool.main(proposed) == 0
-    ((run, engine, _),) = trained
+    ((run, engine),) = trained
     assert str(engine.mesh) == "data:2,expert:4" and "train.shard_state=weights" in run.override
     assert run.task.p.activation_split["B"] == ("data", "expert")
     with contextlib.suppress(SystemExit):
