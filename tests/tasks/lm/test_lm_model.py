@@ -161,7 +161,7 @@ def test_a_parameter_gives_the_log_probabilities_of_numpy(params, numpy_options)
     ({"position.offset": -1}, "offset=-1: must be an integer"),
     (
         {"use_bias": True, "attention": LatentAttention.Params()},
-        "task.use_bias=True: LatentAttention has no biases; choose task.attention=extended",
+        "task.use_bias=True: LatentAttention has no biases; choose task.attention=multi_head",
     ),
 )
 def test_a_value_without_meaning_is_refused(params):
