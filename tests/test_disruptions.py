@@ -92,7 +92,7 @@ def _start(layout: tuple[int, int], run: Path, max_steps: int) -> list[int]:
 
     num_processes, num_devices = layout
     override = "task.optimizer=sgd;task.optimizer.learning_rate=constant;train.mesh=data:2;"
-    override += "task.optimizer.learning_rate.value=0.01;"
+    override += "task.optimizer.learning_rate.value=0.001;"
     override += "train.save_interval_steps=5;train.summary_interval_steps=1"
     flags = ["--model=toy_task.Line", f"--logdir={run}", f"--max_steps={max_steps}"]
     flags += [f"--num_devices={num_devices}", f"--model_params_override={override}"]
