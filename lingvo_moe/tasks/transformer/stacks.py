@@ -30,9 +30,8 @@ class TaskStack:
     prefix: str = ""  # the prefix of its embedding, its vocab_size and its units, e.g. 'source_'
     memory: str = ""  # the name of the stack before it, whose output its cross-attention reads; '': it has none
     router: str = ""  # the parameter of its own router, where None means moe.router; '': there is no such parameter
-    seed: str = (
-        ""  # a name that the seed of its embeddings is folded with, before that of the embeddings
-    )
+    # A name that the seed of its embeddings is folded with, before theirs; '': there is none.
+    seed: str = ""
 
     @property
     def embedding(self) -> str:
@@ -69,19 +68,18 @@ def layers_before(p: HyperParams) -> int:
 
 def stack_params(p: HyperParams, stack: TaskStack) -> InstantiableParams:
     """A stack of a task. Raises ParamError for a number of layers that is not one of whole blocks."""
-    block = [layer_params(p, stack, number) for number in range(1, layers_of_block(p) + 1)]
-    before, layers = layers_before(p), p.Get(stack.num_layers)
-    if layers <= before or (layers - before) % len(block):
+    before, layers, size = layers_before(p), p.Get(stack.num_layers), layers_of_block(p)
+    if layers <= before or (layers - before) % size:
         than = f", beside the {before} of task.dense_first_layers" if before else ""
         raise ParamError(
             f"task.{stack.num_layers}",
             str(layers),
-            f"must be a multiple of {len(block)}, after which task.moe_every and task.nth_attention_every begin again"
+            f"must be a multiple of {size}, after which task.moe_every and task.nth_attention_every begin again"
             f"{than}",
         )
     params = TransformerStack.Params().Set(
-        num_blocks=(layers - before) // len(block),
-        block=block,
+        num_blocks=(layers - before) // size,
+        block=[layer_params(p, stack, number) for number in range(1, size + 1)],
         repeat=p.repeat is not False,  # also where the choice is open
         remat=p.remat,
         parts=p.pipeline.stages * p.pipeline.repeats,
