@@ -42,6 +42,9 @@ _ON_EXPERTS = "task.activation_split={'E': 'expert'}"
     ("image.Digits", "data:2", _CELLS, "task.pipeline.stages=3: mesh data:2 has no axis 'stage'"),
     ("image.Digits", "data:2,stage:2", f"{_CELLS};{_STAGES}", "the axis 'stage' of mesh data:2,stage:2 has 2 devices"),
     ("image.Digits", "data:2,stage:3", f"{_CELLS};{_STAGES}", ""),
+    ("image.Digits", "data:2,stage:3,x:2", f"{_CELLS};{_STAGES};task.activation_split={{'B': ('data', 'x')}}",
+     "stages of different shapes have axis 'stage', and 'data' for their rows, so the 2 devices along 'x' would "
+     "compute the same; give --mesh=stage:3,data:4"),
 ])  # fmt: skip
 def test_a_mesh_divides_what_it_shards(model, mesh, override, expected):
     params = registry.GetParams(model, override)

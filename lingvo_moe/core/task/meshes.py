@@ -145,10 +145,18 @@ def _check_axes_are_used(
             if any(sizes) or not sizes:  # with 0 experts there is no dimension E
                 splits.append((axis,))
     used = {name for split in splits for axis in split for name in axes_of(axis)}
-    if settings_of(params.task) is not None:
+    if (settings := settings_of(params.task)) is not None:
         used.add(STAGE)
+    if settings is not None and settings.cells:
+        used &= {STAGE, DATA}
     for name, size in zip(mesh.axis_names, mesh.shape, strict=True):
         if size > 1 and name not in used:
+            if settings is not None and settings.cells and name != DATA:
+                raise ShardingError(
+                    f"mesh {mesh}: stages of different shapes have axis {STAGE!r}, and {DATA!r} for their rows, so the "
+                    f"{size} devices along {name!r} would compute the same; give --mesh={STAGE}:{settings.stages},"
+                    f"{DATA}:{mesh.size // settings.stages}"
+                )
             split = {letter: axis for letter, axis in task.p.activation_split.items() if axis}
             for letter in {"B", *split} & set("BG"):
                 split[letter] = axis_of((name, *axes_of(split.get(letter))))
