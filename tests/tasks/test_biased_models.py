@@ -15,6 +15,8 @@ from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 
 OWN = "task.position=alibi;task.position.cls=type/toy_positions/LogPenalty"
+# First layers, which are in another loop, have the table of the stack too.
+FIRST = "task.position=t5;task.num_experts=2;task.num_groups=2;task.moe_every=1;task.dense_first_layers=1"
 SIZES = {
     "lm.Tiny": "task.num_layers=2",
     "mt.M4Tiny": "task.num_experts=0;task.num_encoder_layers=2;task.num_decoder_layers=2",
@@ -35,7 +37,7 @@ def _rows(length):
 
 
 @pytest.mark.parametrize(("name", "ops"), [("lm.Tiny", xla), ("mt.M4Tiny", tensorflow)])
-@pytest.mark.parametrize("position", ["task.position=alibi", "task.position=t5", OWN])
+@pytest.mark.parametrize("position", ["task.position=alibi", "task.position=t5", FIRST, OWN])
 def test_steps_of_a_search_give_the_log_probabilities_of_the_pass(position, name, ops):
     model, _ = _experiment(name, position)
     theta = model.InitTheta(make_seed(0, 0))

@@ -110,7 +110,7 @@ class TransformerStack(BaseLayer):
 
     @scoped
     def WithShared(self, theta: NestedMap, aux: NestedMap) -> NestedMap:
-        """aux with the weights of positions that all layers share, if there are any: RunBlocks needs them in it."""
+        """aux with the weights of positions that all layers share, if any; RunFirst and RunBlocks need them in it."""
         if "position" not in self.children:
             return aux
         mask = aux.self_mask
@@ -130,8 +130,9 @@ class TransformerStack(BaseLayer):
             ([B, T, M], extras): `extras.layer_<i>` holds the extras of layer i of each block, stacked:
             [L, ...].
         """
+        aux = self.WithShared(theta, aux)
         x = self.RunFirst(theta, x, aux, seed)
-        x, extras = self.RunBlocks(theta.blocks, x, self.WithShared(theta, aux), seed)
+        x, extras = self.RunBlocks(theta.blocks, x, aux, seed)
         return self.Normalized(theta, x), extras
 
     @scoped
@@ -146,7 +147,6 @@ class TransformerStack(BaseLayer):
         """The layers before the blocks, as in FProp; their extras are left out: they have no experts."""
         if not self.p.num_first:
             return x
-        aux = self.WithShared(theta, aux)
         return self.first.FProp(theta.first, x, aux, self.FoldSeed(seed, "first"))[0]
 
     @scoped

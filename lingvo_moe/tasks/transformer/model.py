@@ -172,9 +172,10 @@ class TransformerModel(BaseTask):
         return self.Forward().Terms(theta, Context(batch, seed, shares))
 
     def _Enter(self, stack: TaskStack, theta: NestedMap, context: Context) -> NestedMap:
-        x = self._Embedded(stack, theta, context)
-        if self.children[stack.name].p.num_first and not stack.memory:
-            x = self._RunFirst(stack, theta, x, self.Aux(stack, context), context)
+        x, layers = self._Embedded(stack, theta, context), self.children[stack.name]
+        if layers.p.num_first and not stack.memory:
+            aux = layers.WithShared(theta[stack.name], self.Aux(stack, context))
+            x = self._RunFirst(stack, theta, x, aux, context)
         return NestedMap(x=x)
 
     def _Embedded(self, stack: TaskStack, theta: NestedMap, context: Context) -> tf.Tensor:
@@ -200,7 +201,7 @@ class TransformerModel(BaseTask):
     ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
         """See pipeline.parts.Stack: the blocks add the auxiliary loss of their MoE layers, and return their extras."""
         layers, x = self.children[stack.name], carry.x
-        aux = self._WithMemory(stack, theta, carry, context)
+        aux = self._AuxForLayers(stack, theta, carry, context)
         if layers.p.num_first and stack.memory:
             x = self._RunFirst(stack, theta, x, aux, context)
         seed = self.FoldSeed(context.seed, stack.name)
@@ -209,18 +210,16 @@ class TransformerModel(BaseTask):
             return NestedMap(carry, x=x), tf.constant(0.0), NestedMap()
         return NestedMap(carry, x=x), self.p.aux_loss_weight * _aux_loss(extras.values()), extras
 
-    def _WithMemory(
+    def _AuxForLayers(
         self, stack: TaskStack, theta: NestedMap, carry: NestedMap, context: Context
     ) -> NestedMap:
         """`Aux` with the normalized output of the stack before, if cross-attention reads it; and with the weights that
         all layers of the stack share."""
-        layers = self.children[stack.name]
-        if not stack.memory:
-            return layers.WithShared(theta[stack.name], self.Aux(stack, context))
-        before = self.children[stack.memory]
-        memory = before.Normalized(theta[stack.memory], carry.memory)
-        aux = NestedMap(self.Aux(stack, context), memory=memory)
-        return layers.WithShared(theta[stack.name], aux)
+        aux = self.Aux(stack, context)
+        if stack.memory:
+            before = self.children[stack.memory]
+            aux.memory = before.Normalized(theta[stack.memory], carry.memory)
+        return self.children[stack.name].WithShared(theta[stack.name], aux)
 
     @within("Inputs")
     def Embed(
@@ -289,7 +288,7 @@ class TransformerModel(BaseTask):
         loss, metrics = self.TokenLosses(table, y, stack.Row(context.batch), context.shares)
         if "multi_token" not in self.children:
             return loss, metrics
-        aux = self._WithMemory(stack, theta, carry, context)
+        aux = self._AuxForLayers(stack, theta, carry, context)
         more, metrics.multi_token = self._MultiTokenLoss(theta, y, aux, context)
         return loss + more, metrics
 
