@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lingvo_moe.core.engine.program_analysis import ERROR
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
@@ -33,9 +34,7 @@ class Compiled(abc.ABC):
     """
 
     signature: Any  # the Signature (lowering/signature.py) of its arguments and results
-    program: Any = (
-        None  # the Program (lowering/program.py) that it was compiled from, if there is one
-    )
+    program: Any = None  # the Program (lowering/program.py) that it comes from, if there is one
     # What the first call does besides running the function, as a phrase; '' for nothing.
     first_call: str = ""
 
@@ -76,8 +75,8 @@ class Engine(abc.ABC):
     PJRT: ClassVar[bool] = False
 
     mesh: Mesh  # the mesh that functions are traced under
-    # What is done with programs that XLA's partitioner is known to compute wrongly: one of known_faults.ACTIONS.
-    known_faults: str = "error"
+    # What is done with programs that XLA's partitioner is known to compute wrongly: one of program_analysis.ACTIONS.
+    known_faults: str = ERROR
     # Whether the devices have memory of their own beside that of their host.
     has_host_memory: bool = False
     # Called with a phrase when BuildStep does something else that may take long.

@@ -4,6 +4,7 @@ import importlib
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.engine.base import Engine, EngineError
+from lingvo_moe.core.engine.program_analysis import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh
 
 # By name, the class, or its module and name: it is imported when it is asked for.
@@ -27,12 +28,13 @@ def engine_class(name: str) -> type[Engine]:
     """The class of an engine, which says what it can do. Raises EngineError: there is none of that name."""
     checks.check_one_of("--engine", name, tuple(ENGINES), EngineError)
     place = ENGINES[name]
-    return (
-        getattr(importlib.import_module(place[0]), place[1]) if isinstance(place, tuple) else place
-    )
+    if not isinstance(place, tuple):
+        return place
+    module, attribute = place
+    return getattr(importlib.import_module(module), attribute)
 
 
-def make_engine(name: str, mesh: Mesh, known_faults: str = "error") -> Engine:
+def make_engine(name: str, mesh: Mesh, known_faults: str = ERROR) -> Engine:
     """Makes the engine of a name.
 
     Args:
@@ -41,7 +43,9 @@ def make_engine(name: str, mesh: Mesh, known_faults: str = "error") -> Engine:
 
     Raises:
         EngineError: there is none of that name, or its devices do not fit the mesh.
+        ShardingError: `known_faults` is none of the three.
     """
+    check_action(known_faults)
     engine = engine_class(name)(mesh)
     engine.known_faults = known_faults
     return engine

@@ -61,7 +61,8 @@ class PjrtEngine(Engine):
 
         Raises:
             EngineError: there are fewer devices than the mesh has, or other processes would hold
-                none of it; no such action.
+                none of it.
+            ShardingError: `known_faults` is no such action.
         """
         check_action(known_faults)
         mesh = Mesh.parse(mesh, "PjrtEngine: mesh")

@@ -1,5 +1,5 @@
-"""The questions that engines ask the analysis of programs, which they do not import: has a program a known fault of
-XLA's partitioner, and which collectives does it have?
+"""The two questions that engines ask the analysis of programs, which they do not import: does XLA's partitioner get a
+program wrong in a known way, and which collectives does the compiled program have?
 
 The module that answers has its name in `lingvo_moe/__init__.py`. So it is there whichever module of the package a user
 imports, and no program for several devices is compiled unchecked, but where the user says so.
