@@ -33,9 +33,7 @@ class Row:
     reported: str = ""  # the rate that the source states in place of seconds
     doubt: str = ""  # what the source leaves open; '' if nothing
     fitted: bool = False  # whether a number of the model of time was fitted to it
-    why: str = (
-        ""  # the reason why its estimate is far off; '' if it is not, or if that is not known
-    )
+    why: str = ""  # the reason why its estimate is far off; '' if it is not, or not known why
 
     @property
     def ours(self) -> bool:

@@ -117,21 +117,8 @@ def make_plan(
         return lower_step(step, mesh, fused)
 
     program, lower_seconds = (lowering or Lowering()).Of(key, lower)
-    out: dict[str, Any] = {
-        "version": tables.VERSION,
-        "model": request.model,
-        "override": request.override,
-        "what": request.what,
-        "program_hash": program.hash,
-        "mesh": str(mesh),
-        "topology": topology.Describe() | {"model": interconnect.describe(topology)},
-        "batch": job.batch,
-        "model_flops": job.model_flops,
-        "parameters": tables.parameters(task.StateSpecs() if train else task.VariableSpecs(), mesh),
-        **_state(request, task, mesh),
-        "compiler": aot.compiler_versions(topology.name) | {"jax": version("jax")},
-        "compile": {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)},
-    }
+    out = _before_compiling(request, topology, task, job, program)
+    out["compile"] = {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)}
     compiled = _compiled(program, topology, cache_dir, say)
     layers = Layers(task.DeclaredParts())
     if isinstance(compiled, aot.OutOfMemory):
@@ -149,6 +136,27 @@ def make_plan(
     out |= _analyse(compiled, program, topology, job, schedule, layers)
     tables.check(out)
     return out
+
+
+def _before_compiling(
+    request: Request, topology: Machine, task: BaseTask, job: tables.Job, program: Program
+) -> dict[str, Any]:
+    """The part of a plan that needs no compiler."""
+    specs = task.StateSpecs() if request.what == "train" else task.VariableSpecs()
+    return {
+        "version": tables.VERSION,
+        "model": request.model,
+        "override": request.override,
+        "what": request.what,
+        "program_hash": program.hash,
+        "mesh": str(program.mesh),
+        "topology": topology.Describe() | {"model": interconnect.describe(topology)},
+        "batch": job.batch,
+        "model_flops": job.model_flops,
+        "parameters": tables.parameters(specs, program.mesh),
+        **_state(request, task, program.mesh),
+        "compiler": aot.compiler_versions(topology.name) | {"jax": version("jax")},
+    }
 
 
 def _check_compiled(

@@ -43,9 +43,7 @@ class CellProgram:
     context: Callable[[], contextlib.AbstractContextManager]
     outputs: Boundary = field(init=False)  # the boundary after it
     extras: NestedMap = field(init=False)  # the specs of its extras, without updates
-    updated: list[str] = field(
-        init=False
-    )  # the paths of the variables whose next values it returns
+    updated: list[str] = field(init=False)  # the paths of variables whose next values it returns
 
     def __post_init__(self) -> None:
         leaves = [tf.TensorSpec(s.shape, s.dtype) for s in self.cell.specs.Flatten()]

@@ -265,20 +265,11 @@ class CellStages:
         args: NestedMap,
         shared: NestedMap,
     ) -> NestedMap:
-        """`work(cell, what the stage has)` of every stage's cell, zeros where it has no micro-batch.
+        """`work(cell, the stage's tensors)` of every stage's cell, zeros where it has no micro-batch.
 
         Tensors of a stage have a leading dimension 1, and those that differ by row a dimension 1 of D.
         """
-        stage = NestedMap(
-            weights=args.weights,
-            carry=args.parts.carry,
-            number=args.parts.number,
-            first=args.first[:, tf.newaxis],
-            valid=args.valid[:, tf.newaxis],
-            seed=tf.broadcast_to(shared.seed, [args.first.shape[0], 2]),
-        )
-        if "upstream" in args.parts:
-            stage.upstream = args.parts.upstream
+        stage = _tensors_of_stages(args, shared)
         structure = NestedMap()
         K, numbers = args.first.shape[0], range(len(self._programs))
 
@@ -351,6 +342,21 @@ class CellStages:
             length = max(sum(x.shape.num_elements() for x in cell) for cell in extras)
             lengths[EXTRAS] = (length, tf.float64 if wide else tf.float32)
         return lengths
+
+
+def _tensors_of_stages(args: NestedMap, shared: NestedMap) -> NestedMap:
+    """The tensors of all stages [K, ...] from the arguments of a tick; `shared` has the seed of the step."""
+    stages = NestedMap(
+        weights=args.weights,
+        carry=args.parts.carry,
+        number=args.parts.number,
+        first=args.first[:, tf.newaxis],
+        valid=args.valid[:, tf.newaxis],
+        seed=tf.broadcast_to(shared.seed, [args.first.shape[0], 2]),
+    )
+    if "upstream" in args.parts:
+        stages.upstream = args.parts.upstream
+    return stages
 
 
 def _cell(layers: Sequence[tuple[str, BaseLayer]]) -> Cell:

@@ -103,37 +103,37 @@ class Programs:
 
     def _Forward(self, stack: int) -> "_OfAll":
         if (cells := self.parts.stacks[stack].cells) is not None:
-            return lambda both: cells.Forward(both.given, both.shared)
+            return lambda both: cells.Forward(both.args, both.shared)
         return _of_stages(_Stage(self, stack).Forward)
 
     def _Backward(self, stack: int, carry: bool, weights: bool) -> "_OfAll":
         if (cells := self.parts.stacks[stack].cells) is not None:
-            return lambda both: cells.Backward(both.given, both.shared, carry, weights)
+            return lambda both: cells.Backward(both.args, both.shared, carry, weights)
         return _of_stages(_Stage(self, stack, carry, weights).Backward)
 
     def Enter(self, stack: int, parts: NestedMap) -> NestedMap:
         """Computes the activations with which micro-batches enter a stack, [D, ...]."""
-        return self._enter[stack](NestedMap(given=parts, shared=self._shared))
+        return self._enter[stack](NestedMap(args=parts, shared=self._shared))
 
     def EnterGradients(self, stack: int, parts: NestedMap) -> NestedMap:
         """NestedMap(rest), from parts.upstream, the gradients of what `Enter` gave."""
-        return self._enter_backward[stack](NestedMap(given=parts, shared=self._shared))
+        return self._enter_backward[stack](NestedMap(args=parts, shared=self._shared))
 
     def Loss(self, parts: NestedMap) -> NestedMap:
         """NestedMap(loss, metrics, carry, rest) of micro-batches, [D, ...]; `carry` and `rest` are gradients."""
-        return self._loss(NestedMap(given=parts, shared=self._shared))
+        return self._loss(NestedMap(args=parts, shared=self._shared))
 
     def Forward(self, stack: int, args: NestedMap) -> NestedMap:
         """NestedMap(carry, loss, extras), [K, D, ...]: what stages give on, and what they add to sums, zeros in the
         bubble."""
-        return self._forward[stack](NestedMap(given=args, shared=self._shared))
+        return self._forward[stack](NestedMap(args=args, shared=self._shared))
 
     def Gradients(
         self, stack: int, args: NestedMap, carry: bool = True, weights: bool = True
     ) -> NestedMap:
         """NestedMap(carry, weights, rest): gradients of the carry, if asked for; and of weights, if asked for: a list,
         of those that are trainable, [K, D, n, ...], and [K, D, ...], zeros in the bubble."""
-        return self._backward[stack][carry, weights](NestedMap(given=args, shared=self._shared))
+        return self._backward[stack][carry, weights](NestedMap(args=args, shared=self._shared))
 
     def Context(self, part: NestedMap, shared: NestedMap) -> Context:
         """The context of a micro-batch."""
@@ -142,18 +142,18 @@ class Programs:
         return Context(part.batch, seed, shares)
 
 
-# NestedMap(given, shared) -> results, all tensors [D, ...] or [K, ...] but those in shared.
+# NestedMap(args, shared) -> results, all tensors [D, ...] or [K, ...] but those in shared.
 _OfAll = Callable[[NestedMap], NestedMap]
 
 
 def _of_stages(fn: Callable[[NestedMap, NestedMap], NestedMap]) -> _OfAll:
     """`fn(args, shared)` of one stage, for all."""
-    return lambda both: _mapped(lambda args: fn(args, both.shared), STAGE, both.given)
+    return lambda both: _mapped(lambda args: fn(args, both.shared), STAGE, both.args)
 
 
 def _of_replicas(fn: Callable[[NestedMap, NestedMap], NestedMap]) -> _OfAll:
     """`fn(part, shared)` of one micro-batch, for D of them."""
-    return lambda both: _mapped_over_data(lambda part: fn(part, both.shared), both.given)
+    return lambda both: _mapped_over_data(lambda part: fn(part, both.shared), both.args)
 
 
 def _mapped_over_data(fn: Callable[[NestedMap], NestedMap], parts: NestedMap) -> NestedMap:

@@ -19,9 +19,8 @@ class CheckpointScores:
 
     metrics: NestedMap  # numbers by name, for TensorBoard and JSON
     text: str  # the main ones, for a line
-    notes: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what to state beside them, for TensorBoard
+    # What to state beside them, for TensorBoard.
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 class BaseCheckpointScorer(abc.ABC):

@@ -81,9 +81,8 @@ class Operator:
     members: list[Member] = field(default_factory=list)  # its operations, in order
     # The tensors that it makes or stores, with their letters.
     holds: dict[TracedTensor, Letters] = field(default_factory=dict)
-    arguments: list[TracedTensor] = field(
-        default_factory=list
-    )  # those of the function that it stores
+    # Those arguments of the function that it stores.
+    arguments: list[TracedTensor] = field(default_factory=list)
     # The mesh axes of each letter where an annotation says so.
     fixed: dict[int, tuple[str, ...]] | None = None
 

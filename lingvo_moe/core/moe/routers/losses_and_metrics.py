@@ -46,9 +46,8 @@ class Choice:
     # float32 [G,S,k], 1 where a choice takes a position, wanted or not; None: as `wanted`.
     counted: tf.Tensor | None = None
     losses: Callable[[], Sequence[AuxLoss]] = tuple  # gives the terms of the auxiliary loss
-    updates: NestedMap = field(
-        default_factory=NestedMap
-    )  # the next values of variables, as in `Routing`
+    # The next values of variables, as in `Routing`.
+    updates: NestedMap = field(default_factory=NestedMap)
     # False where k = E and expert_index[..., e] = e: then the choices of a token have no order.
     ranked: bool = True
     # False where there is a slot for each choice, whatever the layer's capacity is.
