@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lingvo_moe.core.engine.program_analysis import ERROR
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
@@ -76,7 +75,7 @@ class Engine(abc.ABC):
 
     mesh: Mesh  # the mesh that functions are traced under
     # What is done with programs that XLA's partitioner is known to compute wrongly: one of program_analysis.ACTIONS.
-    known_faults: str = ERROR
+    known_faults: str = "error"
     # Whether the devices have memory of their own beside that of their host.
     has_host_memory: bool = False
     # Called with a phrase when BuildStep does something else that may take long.
