@@ -82,11 +82,7 @@ def run(args: Flags) -> int:
     run = measured(args.logdir) if args.logdir else None
     figures = dict[str, Any]()
     if run:
-        figures["run"] = {
-            **asdict(run),
-            "total_elapsed_time": run.total,
-            "goodput": run.goodput,
-        }
+        figures["run"] = {**asdict(run), "total_elapsed_time": run.total, "goodput": run.goodput}
     machine = predicted(args, run) if args.predict else None
     if machine:
         figures["prediction"] = {**asdict(machine), "goodput": machine.Goodput()}

@@ -132,11 +132,7 @@ def _run(args: Flags) -> int:
 
     async def serve() -> int:
         service = Service(
-            translator,
-            shown(about),
-            limits,
-            args.max_batch_lines,
-            args.max_batch_wait_ms / 1000,
+            translator, shown(about), limits, args.max_batch_lines, args.max_batch_wait_ms / 1000
         )
         stop = asyncio.Event()
         server.stop_on_signals(stop)

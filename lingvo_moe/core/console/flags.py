@@ -155,11 +155,7 @@ class Flags(flags.FlagValues):
         self.DEFINE_parsed(name, None, help, read, allowed)
 
     def DEFINE_list(
-        self,
-        name: str,
-        default: Sequence[str] | None,
-        help: str,
-        allowed: Collection[str] = (),
+        self, name: str, default: Sequence[str] | None, help: str, allowed: Collection[str] = ()
     ) -> None:
         """Defines a flag that takes comma-separated names; its value is a tuple, empty only where the default is.
 
@@ -178,11 +174,7 @@ class Flags(flags.FlagValues):
         self.DEFINE_parsed(name, default, help, read, "comma-separated")
 
     def DEFINE_numbers(
-        self,
-        name: str,
-        default: Sequence[float],
-        help: str,
-        check: checks.Integer | checks.Number,
+        self, name: str, default: Sequence[float], help: str, check: checks.Integer | checks.Number
     ) -> None:
         """Defines a flag that takes comma-separated numbers in the range of `check`; its value is a tuple.
 
@@ -202,12 +194,7 @@ class Flags(flags.FlagValues):
         flags.DEFINE_flag(flag, self, self._section)
 
     def DEFINE_parsed(
-        self,
-        name: str,
-        default: Any,
-        help: str,
-        parse: Callable[[str], Any],
-        syntax: str = "",
+        self, name: str, default: Any, help: str, parse: Callable[[str], Any], syntax: str = ""
     ) -> None:
         """Defines a flag with a syntax of its own.
 

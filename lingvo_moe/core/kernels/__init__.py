@@ -85,12 +85,7 @@ class Kernels(Protocol):
         """Queries, keys or values of that layout as [B,T,N,K]."""
 
     def attend(
-        self,
-        q: tf.Tensor,
-        k: tf.Tensor,
-        v: tf.Tensor,
-        seen: Seen,
-        drop: Drop | None = None,
+        self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen, drop: Drop | None = None
     ) -> tf.Tensor:
         """softmax(q k^T + bias) v over the keys that are seen: [B,T,N,K].
 

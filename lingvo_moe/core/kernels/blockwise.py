@@ -110,11 +110,7 @@ class _Loop:
         return y, largest + tf.math.log(total)
 
     def Backward(
-        self,
-        inputs: tuple[tf.Tensor, ...],
-        y: tf.Tensor,
-        log_sum: tf.Tensor,
-        dy: tf.Tensor,
+        self, inputs: tuple[tf.Tensor, ...], y: tf.Tensor, log_sum: tf.Tensor, dy: tf.Tensor
     ) -> list[tf.Tensor]:
         """The gradients of q, k, v and, if any, of sinks and of the bias' weights."""
         q, k, v, *others = inputs
@@ -157,12 +153,7 @@ class _Loop:
         return others[:num], others[num:]
 
     def _Scores(
-        self,
-        q: tf.Tensor,
-        k: tf.Tensor,
-        weights: Sequence[tf.Tensor],
-        i: tf.Tensor,
-        j: tf.Tensor,
+        self, q: tf.Tensor, k: tf.Tensor, weights: Sequence[tf.Tensor], i: tf.Tensor, j: tf.Tensor
     ) -> tf.Tensor:
         """Float32 logits [B,N,T,S] of blocks i and j."""
         queries = self.rows.Transform(lambda x: tf.gather(x, i))

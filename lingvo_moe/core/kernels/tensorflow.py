@@ -135,10 +135,7 @@ def _is_few(rows: int | tf.Tensor | None) -> bool:
 
 
 def grouped_matmul(
-    rows_RM: tf.Tensor,
-    weights_EMH: tf.Tensor,
-    group_sizes_E: tf.Tensor,
-    rows_expected: int | None,
+    rows_RM: tf.Tensor, weights_EMH: tf.Tensor, group_sizes_E: tf.Tensor, rows_expected: int | None
 ) -> tf.Tensor:
     """See `Kernels`; a product for each group, of as many rows as it has."""
     return grouped.by_group(rows_RM, weights_EMH, group_sizes_E, rows_expected)
@@ -239,11 +236,7 @@ def out_of_layout(x: tf.Tensor) -> tf.Tensor:
 
 
 def attend(
-    q: tf.Tensor,
-    k: tf.Tensor,
-    v: tf.Tensor,
-    seen: Seen,
-    drop: Drop | None = None,
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen, drop: Drop | None = None
 ) -> tf.Tensor:
     """See `Kernels`; the heads that share keys and values are rows of one product, and rows go by blocks."""
     if seen.mask is None and drop is None:

@@ -87,10 +87,7 @@ def _expert_product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Cal
 
 
 def grouped_matmul(
-    rows_RM: tf.Tensor,
-    weights_EMH: tf.Tensor,
-    group_sizes_E: tf.Tensor,
-    rows_expected: int | None,
+    rows_RM: tf.Tensor, weights_EMH: tf.Tensor, group_sizes_E: tf.Tensor, rows_expected: int | None
 ) -> tf.Tensor:
     """See `Kernels`; without XLA the static shapes that it needs would gain nothing."""
     form = grouped.by_tiles if in_xla() else grouped.by_group
@@ -178,11 +175,7 @@ def out_of_layout(x: tf.Tensor) -> tf.Tensor:
 
 
 def attend(
-    q: tf.Tensor,
-    k: tf.Tensor,
-    v: tf.Tensor,
-    seen: Seen,
-    drop: Drop | None = None,
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen, drop: Drop | None = None
 ) -> tf.Tensor:
     """See `Kernels`; rows go by blocks, which have no dropout."""
     if seen.mask is None and drop is None:

@@ -281,12 +281,7 @@ class MultiHeadAttention(BaseLayer):
 
     @scoped
     def ExtendStep(
-        self,
-        theta: NestedMap,
-        x: tf.Tensor,
-        cache: NestedMap,
-        time: tf.Tensor,
-        mask: tf.Tensor,
+        self, theta: NestedMap, x: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:
         """One decoding step: writes J keys and values, then attends to the cache under the mask.
 

@@ -68,8 +68,7 @@ class ExtendedAttention(MultiHeadAttention):
         )
         p.Define("temperature_scale", 0.1, "See temperature_length.", checks.POSITIVE)
         p.OnlyWith(
-            "temperature_scale",
-            lambda p: "" if p.temperature_length else "temperature_length=0",
+            "temperature_scale", lambda p: "" if p.temperature_length else "temperature_length=0"
         )
         return p
 

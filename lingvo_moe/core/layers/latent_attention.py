@@ -133,12 +133,7 @@ class LatentAttention(MultiHeadAttention):
 
     @scoped
     def ExtendStep(
-        self,
-        theta: NestedMap,
-        x: tf.Tensor,
-        cache: NestedMap,
-        time: tf.Tensor,
-        mask: tf.Tensor,
+        self, theta: NestedMap, x: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:
         ops, query_at = kernels.current(), tf.reshape(time, [1, -1])
         latent, turned = self._Latent(theta, x, query_at)

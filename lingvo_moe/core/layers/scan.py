@@ -108,12 +108,7 @@ class _Repetition:
     """One repetition as a function of flat lists of tensors: its theta, and the tensors of `args`."""
 
     def __init__(
-        self,
-        loop: Loop,
-        theta: NestedMap,
-        carry: tf.Tensor,
-        args: Given,
-        names: tuple[str, ...],
+        self, loop: Loop, theta: NestedMap, carry: tf.Tensor, args: Given, names: tuple[str, ...]
     ):
         """Traces the body once, as `forward`: (i, carry, *theta, *given) -> [carry, *extras, *activations with these
         names]. `extras` has the specs of its extras, `annotate` how each activation is annotated.

@@ -38,11 +38,7 @@ class TransformerBlock(BaseLayer):
         self.CreateChildren("layers", self.p.layers)
 
     def FProp(
-        self,
-        theta: NestedMap,
-        x: tf.Tensor,
-        aux: NestedMap,
-        seed: tf.Tensor | None = None,
+        self, theta: NestedMap, x: tf.Tensor, aux: NestedMap, seed: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, NestedMap]:
         """Maps x [B, T, M]; the extras of layer i, where it has any, are `extras.layer_<i>`."""
         all_extras = NestedMap()
@@ -118,11 +114,7 @@ class TransformerStack(BaseLayer):
         return NestedMap(aux, self_mask=NestedMap(rows, shared=theta.position))
 
     def FProp(
-        self,
-        theta: NestedMap,
-        x: tf.Tensor,
-        aux: NestedMap,
-        seed: tf.Tensor | None = None,
+        self, theta: NestedMap, x: tf.Tensor, aux: NestedMap, seed: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, NestedMap]:
         """Maps x [B, T, M] under aux (see the top of the file).
 

@@ -90,11 +90,7 @@ class TransformerLayer(BaseLayer):
         return "moe" if "experts" in parts else "dense"
 
     def FProp(
-        self,
-        theta: NestedMap,
-        x: tf.Tensor,
-        aux: NestedMap,
-        seed: tf.Tensor | None = None,
+        self, theta: NestedMap, x: tf.Tensor, aux: NestedMap, seed: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, NestedMap]:
         """Maps x [B, T, M] under aux (see the file's top) to ([B, T, M], the ffn's extras)."""
 

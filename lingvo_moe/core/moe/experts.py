@@ -112,10 +112,7 @@ class Experts(BaseExperts):
         p = super().Params()
         p.Define("activation", "relu", "f, by its name.", checks.one_of(ACTIVATIONS))
         p.Define(
-            "relu_dropout_prob",
-            0.0,
-            "Dropout on the hidden layer, in training.",
-            checks.SHARE,
+            "relu_dropout_prob", 0.0, "Dropout on the hidden layer, in training.", checks.SHARE
         )
         p.Define("biases", False, "Whether each product has a bias (gpt-oss).")
         return p

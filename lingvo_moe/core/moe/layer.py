@@ -103,8 +103,7 @@ class MoELayer(BaseLayer):
             "shared_hidden_dim", 0, "The width of a shared expert; 0: hidden_dim.", checks.COUNT
         )
         p.OnlyWith(
-            "shared_hidden_dim",
-            lambda p: "" if p.num_shared_experts else "num_shared_experts=0",
+            "shared_hidden_dim", lambda p: "" if p.num_shared_experts else "num_shared_experts=0"
         )
         p.Define(
             "gate_inputs",

@@ -55,7 +55,7 @@ class LmInput(PackedInput):
         "<lang>.tsv.gz files, or of texts in NAME.txt, NAME.jsonl, plain, .gz or .zst"
     )
     VOCAB_SETTINGS: ClassVar[Mapping[str, str]] = {
-        "target": "input.target_vocab_size={most};task.vocab_size={most}",
+        "target": "input.target_vocab_size={most};task.vocab_size={most}"
     }
     ToBatch = staticmethod(text_batch)
     WORDS = "texts", "files"

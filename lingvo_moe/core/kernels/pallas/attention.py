@@ -26,11 +26,7 @@ _BLOCK, _LANES = 512, 128  # tokens of a block; the least that a TPU has
 
 
 def attend(
-    q: tf.Tensor,
-    k: tf.Tensor,
-    v: tf.Tensor,
-    seen: Seen,
-    drop: Drop | None = None,
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen, drop: Drop | None = None
 ) -> tf.Tensor:
     """See `Kernels`. Each device computes its rows and heads, of whole rows.
 

@@ -18,10 +18,7 @@ _ROWS, _BYTES, _LEAST = 512, 2048, 128
 
 
 def grouped_matmul(
-    rows_RM: tf.Tensor,
-    weights_EMH: tf.Tensor,
-    group_sizes_E: tf.Tensor,
-    rows_expected: int | None,
+    rows_RM: tf.Tensor, weights_EMH: tf.Tensor, group_sizes_E: tf.Tensor, rows_expected: int | None
 ) -> tf.Tensor:
     num, experts = rows_RM.shape[0], weights_EMH.shape[0]
     tile = min(_ROWS, max(_LEAST, 1 << (num - 1).bit_length()))

@@ -360,11 +360,7 @@ class LearnedRouter(Router):
 
     @scoped
     def Seen(
-        self,
-        theta: NestedMap,
-        x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        context: NestedMap | None,
+        self, theta: NestedMap, x_GSM: tf.Tensor, paddings_GS: tf.Tensor, context: NestedMap | None
     ) -> tf.Tensor:
         """The input of the gating network for each token, [G,S,M], by `level`; arguments as in FProp."""
         if self.p.level == "token":

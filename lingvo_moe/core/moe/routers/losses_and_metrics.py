@@ -128,10 +128,7 @@ def importance(gate_GSk: tf.Tensor, index_GSk: tf.Tensor, num_experts: int) -> t
 
 
 def smooth_load(
-    clean_GSE: tf.Tensor,
-    deviation_GSE: tf.Tensor,
-    threshold_GSE: tf.Tensor,
-    real_GS: tf.Tensor,
+    clean_GSE: tf.Tensor, deviation_GSE: tf.Tensor, threshold_GSE: tf.Tensor, real_GS: tf.Tensor
 ) -> tf.Tensor:
     """[E]: the expected number of tokens of each expert over draws of its own noise (Shazeer et al.
     2017, appendix A, equations 8 to 10); unlike a count it has a gradient.
@@ -149,11 +146,7 @@ def smooth_load(
 
 
 def routing_metrics(
-    choice: Choice,
-    gate_GSk: tf.Tensor,
-    kept_GSk: tf.Tensor,
-    num_experts: int,
-    capacity: int | None,
+    choice: Choice, gate_GSk: tf.Tensor, kept_GSk: tf.Tensor, num_experts: int, capacity: int | None
 ) -> NestedMap:
     """The metrics of one layer, over the real tokens of all groups.
 
@@ -259,8 +252,7 @@ def _of_probabilities(
     sum_E = tf.reduce_sum(probabilities_GSE * real_GS[:, :, tf.newaxis], [0, 1])
     entropy_GS = -tf.reduce_sum(tf.math.xlogy(probabilities_GSE, probabilities_GSE), -1)
     return NestedMap(
-        importance=sum_E * per_token,
-        gate_entropy=tf.reduce_sum(entropy_GS * real_GS) * per_token,
+        importance=sum_E * per_token, gate_entropy=tf.reduce_sum(entropy_GS * real_GS) * per_token
     )
 
 

@@ -137,10 +137,7 @@ _BLOCK = 32
 
 
 def assign_slots(
-    expert_index_GSk: tf.Tensor,
-    wanted_GSk: tf.Tensor,
-    num_experts: int,
-    capacity: int,
+    expert_index_GSk: tf.Tensor, wanted_GSk: tf.Tensor, num_experts: int, capacity: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Assigns a slot to every choice that asks for one: first choices of a group in the order of its
     tokens, then second choices, and so on (the paper's Algorithm 1, for any k).

@@ -19,11 +19,7 @@ from lingvo_moe.tasks.mt.quality.bleu import make_bleu
 from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
 from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.errors import DataError, NoDataError
-from lingvo_moe.tasks.text.data.file_list import (
-    data_files,
-    local_data,
-    verify_where_listed,
-)
+from lingvo_moe.tasks.text.data.file_list import data_files, local_data, verify_where_listed
 from lingvo_moe.tasks.text.data.prepared import Prepared
 from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.text.decoding.line_stream import one_line, read_lines

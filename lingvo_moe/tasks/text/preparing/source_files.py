@@ -34,20 +34,7 @@ _IGNORED = re.compile(
     rf"(?i)\.|readme|license|copying|{_OURS}|{'|'.join(map(re.escape, _HF))}|.*\.md\Z|cache-.*\.arrow\Z"
 )
 # Endings that look like codes of languages and are none.
-_NO_LANGUAGES = (
-    "bz2",
-    "doc",
-    "htm",
-    "lzma",
-    "pdf",
-    "rar",
-    "tar",
-    "tgz",
-    "txt",
-    "xml",
-    "xz",
-    "zip",
-)
+_NO_LANGUAGES = ("bz2", "doc", "htm", "lzma", "pdf", "rar", "tar", "tgz", "txt", "xml", "xz", "zip")
 _FORMS = (
     "known are <lang>.tsv, .jsonl, .csv, .tmx, .parquet, .arrow and pairs <name>.<lang> + <name>.{target}, plain, .gz "
     "or .zst; and <lang>.txt, texts alone, with --model of a language model"

@@ -12,9 +12,7 @@ from lingvo_moe.tasks.transformer.task import TransformerTask
 
 
 def held_out_loss(
-    logdir: str | os.PathLike,
-    data_dir: str | os.PathLike,
-    num_batches: int,
+    logdir: str | os.PathLike, data_dir: str | os.PathLike, num_batches: int
 ) -> NestedMap:
     """Computes the loss of a run's newest checkpoint on held-out pairs, with inference's routing.
 

@@ -48,11 +48,7 @@ def make_app(service: Service, name: str) -> tornado.web.Application:
     }
     if hasattr(service.translator, "Stream"):
         handlers = {"/generate": GenerateHandler}
-    handlers |= {
-        model: ModelHandler,
-        "/health": HealthHandler,
-        "/metrics": MetricsHandler,
-    }
+    handlers |= {model: ModelHandler, "/health": HealthHandler, "/metrics": MetricsHandler}
     return tornado.web.Application(
         [
             (
