@@ -168,8 +168,11 @@ class _Loop:
         return self.seen.Shard(runtime_zeros(runtime, tf.float32, shape), letters)
 
     def _Run(self, step: Callable, start: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Calls step(number of a block of queries, of keys, state) -> state for each pair."""
-        # A loop's body is a graph of its own, in which no scope is open: the layer's is opened again.
+        """Calls step(number of a block of queries, of keys, state) -> state for each pair.
+
+        TensorFlow traces the body of a loop as a graph of its own, in which no name scope is open. The caller's is
+        opened there again, so that the names of the body's operations, too, say which layer they are of.
+        """
         scope, count = tf.get_current_name_scope(), len(self.pairs)
 
         def one(n: tf.Tensor, *state: tf.Tensor) -> list[tf.Tensor]:

@@ -94,7 +94,9 @@ class DroplessDispatcher(Dispatcher):
         choices = tuple(_flat(x) for x in (routing.expert_index, routing.kept, _numbers(routing)))
         tokens, ranks = x_NM.shape[0], routing.kept.shape[-1]
         expected = None if tokens is None else tokens * ranks // layout.num_devices
-        if layout.parts == 1:
+        if (
+            layout.owners == 1
+        ):  # the experts of a token are on its own device, however many there are
             return self._Pack(layout, x_NM, choices, expected, routing.fewest_rows)
         return self._Send(layout, x_NM, choices, expected)
 
@@ -141,16 +143,16 @@ class DroplessDispatcher(Dispatcher):
         ) -> tuple:
             places, sizes_Qe = _for_devices(expert_nk, kept_nk > 0, layout, buffer)
             rows = to_slots(x_nM[tf.newaxis], places)
-            rows = tf.reshape(rows, [1, layout.parts, buffer, x_nM.shape[1]])
+            rows = tf.reshape(rows, [1, layout.owners, buffer, x_nM.shape[1]])
             number_1X = of_slots(number_nk[tf.newaxis], places)
-            number_1QB = tf.reshape(number_1X, [1, layout.parts, buffer])
+            number_1QB = tf.reshape(number_1X, [1, layout.owners, buffer])
             notes = (places.slot_gSk[0], places.source_gX)
             return rows, sizes_Qe[tf.newaxis], number_1QB, *notes
 
         def receive(rows_1QBM: tf.Tensor, sizes_1Qe: tf.Tensor, number_1QB: tf.Tensor) -> tuple:
             places, sizes_e = _from_devices(sizes_1Qe[0], buffer)
-            rows = tf.reshape(rows_1QBM, [1, layout.parts * buffer, rows_1QBM.shape[-1]])
-            number_1R = of_slots(tf.reshape(number_1QB, [1, layout.parts * buffer, 1]), places)
+            rows = tf.reshape(rows_1QBM, [1, layout.owners * buffer, rows_1QBM.shape[-1]])
+            number_1R = of_slots(tf.reshape(number_1QB, [1, layout.owners * buffer, 1]), places)
             notes = (places.slot_gSk[0], places.source_gX)
             return to_slots(rows, places), sizes_e[tf.newaxis], number_1R, *notes
 
@@ -186,7 +188,7 @@ class DroplessDispatcher(Dispatcher):
                 places = SlotIndex(slot_X1[tf.newaxis], source_1R)
                 one = tf.cast(slot_X1[tf.newaxis] >= 0, rows_1RM.dtype)
                 rows = weigh_slots(rows_1RM, one, places)
-                return tf.reshape(rows, [1, layout.parts, -1, rows_1RM.shape[-1]])
+                return tf.reshape(rows, [1, layout.owners, -1, rows_1RM.shape[-1]])
 
             wide = (devices, None, None, model)
             region = manual_region(send, [(devices, None, model), narrow, narrow], wide)
@@ -221,7 +223,7 @@ class DroplessDispatcher(Dispatcher):
         factor = self.p.device_capacity_factor
         if not factor:
             return most
-        return min(most, max(1, math.ceil(factor * tokens * ranks / layout.parts - 1e-9)))
+        return min(most, max(1, math.ceil(factor * tokens * ranks / layout.owners - 1e-9)))
 
     def _LayoutOf(self, routing: Routing) -> "_Layout":
         """The sharding of tokens and experts. Raises ShardingError where this dispatcher cannot follow it."""
@@ -266,9 +268,11 @@ class _Layout:
     devices: Axis  # the axes of the tokens
     experts: Axis  # the axes of the experts, the last of `devices`
     model: Axis  # the axes of M
-    num_devices: int  # D
-    parts: int  # Q
-    local_experts: int  # e
+    num_devices: int  # D, all devices, each of which has tokens of its own
+    owners: (
+        int  # Q, the devices over which the experts are sharded; 1: every device has all of them
+    )
+    local_experts: int  # e, the experts of a device
 
     def largest_buffer(self, tokens: int, ranks: int) -> int:
         """The most rows that one device can send another."""
@@ -312,7 +316,7 @@ class _Layout:
         if len(tail) == 2:  # rows
             tail[-1] = self.model
         mapping = (rest, self.experts, None, *tail)
-        x = tf.reshape(x, [self.num_devices // self.parts, self.parts, *shape[1:]])
+        x = tf.reshape(x, [self.num_devices // self.owners, self.owners, *shape[1:]])
         x = mesh_split(x, mesh, mapping)
         x = mesh_split(tf.transpose(x, [0, 2, 1, *range(3, 1 + len(shape))]), mesh, mapping)
         return mesh_split(tf.reshape(x, shape), mesh, (self.devices, None, *tail))
@@ -326,8 +330,8 @@ def _for_devices(
     Returns:
         SlotIndex with Q B slots, and int32 [Q,e], how many rows of each block belong to each expert.
     """
-    places, sizes_E = sorted_places(expert_nk, kept_nk, layout.parts * layout.local_experts)
-    sizes_Qe = tf.reshape(sizes_E, [layout.parts, layout.local_experts])
+    places, sizes_E = sorted_places(expert_nk, kept_nk, layout.owners * layout.local_experts)
+    sizes_Qe = tf.reshape(sizes_E, [layout.owners, layout.local_experts])
     count_Q = tf.reduce_sum(sizes_Qe, 1)
     start_Q = tf.cumsum(count_Q, exclusive=True)
     # The place of each sorted row in its block.
@@ -342,7 +346,7 @@ def _for_devices(
     source_QB = tf.where(row_QB < 0, -1, source_QB)
     ends_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1), buffer)
     starts_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1, exclusive=True), buffer)
-    blocks = SlotIndex(slot_nk[tf.newaxis], tf.reshape(source_QB, [1, layout.parts * buffer]))
+    blocks = SlotIndex(slot_nk[tf.newaxis], tf.reshape(source_QB, [1, layout.owners * buffer]))
     return blocks, ends_Qe - starts_Qe
 
 

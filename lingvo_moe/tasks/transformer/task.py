@@ -135,7 +135,11 @@ class TransformerTask(TransformerModel):
         return tuple(f"task.{number}" for number in numbers[:1])
 
     def MetricLayers(self) -> dict[str, list[str]]:
-        """See BaseTask: the layers with experts, counted with the dense ones from 0."""
+        """See BaseTask: the layers with experts, numbered among all layers of their stack.
+
+        A translator of four and four layers, of which every second has experts, gives
+        {'moe/encoder': ['layer_1', 'layer_3'], 'moe/decoder': ['layer_1', 'layer_3']}.
+        """
         p = self.p
         if not p.num_experts:
             return {}
