@@ -69,14 +69,14 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.core.sharding import single_device, use_mesh
     from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
-    from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
+    from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 
     model = _model(kind, size)
     with use_mesh(single_device()):
         theta = _weights(model)
     parameters = sum(int(np.prod(w.shape)) for w in theta.Flatten())
     module = tf.Module()
-    module.model = FastModel(model, theta, kind.weights)
+    module.model = PackedWeights(model, theta, kind.weights)
     target = max(size["target_lengths"])
     options = SearchOptions(size["beam"], 1)
     module.shortlist = shortlist(size) if kind.shortlist else None

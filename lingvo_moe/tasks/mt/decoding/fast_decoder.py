@@ -15,7 +15,6 @@ from lingvo_moe.core.decode.sampling import LETTERS as SETTINGS
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
     ALLOWED,
     LETTERS,
@@ -25,29 +24,37 @@ from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
 )
 from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
 from lingvo_moe.tasks.text.decoding.sampled_search import SampledSearch, settings_of
+from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.vocabulary.special_ids import UNK_ID
 
 
 class FastDecoder:
-    """A FastModel and a search over its translations.
+    """A model on a CPU and a search over its translations.
 
     Args:
+        weights: of an MtModel, or of another TranslationModel.
         max_length: the most tokens of a translation, EOS included.
         vocab_size: translations contain only the first vocab_size of the model's V tokens, never PAD, BOS and UNK.
         shortlist: the tokens that a row is scored for, by its source; None: all.
         sampling: draws the translations, with what `src.seeds` adds to the seed; None: searches for them.
+
+    Raises ValueError: a shortlist for a model that packs no weights.
     """
 
     def __init__(
         self,
-        model: FastModel,
+        weights: PackedWeights,
         options: SearchOptions,
         max_length: int,
         vocab_size: int,
         shortlist: ShortlistColumns | None = None,
         sampling: Sampling | None = None,
     ):
-        self._model, self._shortlist, self._sampling = model, shortlist, sampling
+        if shortlist and not weights.are_packed:
+            raise ValueError(
+                f"a shortlist is for models that pack their weights; {type(weights.model).__name__} scores all tokens"
+            )
+        self._weights, self._shortlist, self._sampling = weights, shortlist, sampling
         self._beam_size, self._vocab_size = options.beam_size, vocab_size
         allowed_V = np.arange(vocab_size) != UNK_ID if shortlist is None else ALLOWED
         search = SampledSearch if sampling else GrowingBeamSearch
@@ -68,7 +75,7 @@ class FastDecoder:
             return self._Search(src, max_lengths_B)
 
     def _Search(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
-        model, weights = self._model.model, self._model.Tensors()
+        model, weights = self._weights.model, self._weights.Tensors()
         cache = model.InitCache(weights, model.Encode(weights, src), self._beam_size, BLOCK)
         letters = model.CacheLetters()
         if self._sampling:
@@ -77,13 +84,14 @@ class FastDecoder:
             return self._search.Run(self._StepFn(weights), cache, max_lengths_B, letters)
         cache.shortlist, union_U = self._shortlist.Lists(src.ids)
         letters.shortlist = LETTERS
-        step = self._ShortlistStepFn(self._model.OfTokens(weights, union_U))
+        table = model.softmax.OfTokens(weights[model.softmax_table], union_U)
+        step = self._ShortlistStepFn(NestedMap(weights, **{model.softmax_table: table}))
         results = self._search.Run(step, cache, max_lengths_B, letters)
         return NestedMap(results, ids_BKT=tokens_of_places(cache.shortlist, results.ids_BKT))
 
     def _StepFn(self, weights: NestedMap) -> StepFn:
         def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
-            logits, cache = self._model.model.ExtendStep(weights, ids, cache, time, mask)
+            logits, cache = self._weights.model.ExtendStep(weights, ids, cache, time, mask)
             return logits[..., : self._vocab_size], cache
 
         return step
@@ -93,7 +101,7 @@ class FastDecoder:
 
         def step(places: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
             ids = tokens_of_places(cache.shortlist, places)
-            logits, cache = self._model.model.ExtendStep(weights, ids, cache, time, mask)
+            logits, cache = self._weights.model.ExtendStep(weights, ids, cache, time, mask)
             return logits_of_lists(cache.shortlist, logits), cache
 
         return step

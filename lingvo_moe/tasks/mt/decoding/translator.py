@@ -25,13 +25,12 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decode_step import Decoder, TranslationModel
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
-from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.decoding.saved_translator import translations_of
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.text.decoding.export import Exportable
-from lingvo_moe.tasks.text.decoding.saved_weights import SavedWeights
+from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights, SavedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
 from lingvo_moe.tasks.text.runs.artifacts import target_language_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
@@ -177,7 +176,7 @@ class Translator(Exportable):
             self._shortlist = ShortlistColumns(
                 shortlist, self._target_size, 2 * o.Search().beam_size + 3
             )
-        self._weights = SavedWeights(theta) if o.xla else FastModel(model, theta, o.weights)
+        self._weights = SavedWeights(theta) if o.xla else PackedWeights(model, theta, o.weights)
         self._model = lambda: model
         names = ("text", "language") if languages else ("text",)
         self.translate = tf.function(
@@ -361,7 +360,7 @@ class Translator(Exportable):
     def _finder(self, longest: int) -> Callable[[NestedMap, tf.Tensor], NestedMap]:
         """The search of a source, see `Decoder` and `FastDecoder`, for translations of up to `longest` tokens."""
         search, size, weights = self.options.Search(), self._target_size, self._weights
-        if isinstance(weights, FastModel):
+        if isinstance(weights, PackedWeights):
             sampling = self.options.sampling
             return FastDecoder(weights, search, longest, size, self._shortlist, sampling).Search
         decoder = Decoder(self._model(), search, longest, size)

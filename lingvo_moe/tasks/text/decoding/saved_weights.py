@@ -70,24 +70,30 @@ class PackedWeights(SavedWeights):
     def __init__(self, model: Any, theta: NestedMap, kind: str = "float32"):
         if kind == "int8":
             eight_bit.check_supported()
-
-        def pack(theta: NestedMap) -> NestedMap:
-            return (
-                model.PackWeights(theta, PackAs(kind)) if hasattr(model, "PackWeights") else theta
-            )
-
-        weights = pack(theta)
+        self._model, self._kind = (
+            lambda: model,
+            kind,
+        )  # tf.Module would track a model, but no closure
+        weights = self._Packed(theta)
         self.are_packed = any(isinstance(leaf, Packed) for leaf in weights.Flatten())
         if kind == "int8" and not self.are_packed:
             raise ValueError(
                 f"weights=int8: {type(model).__name__} packs none of its weights (BaseLayer.PackWeights); take float32"
             )
         super().__init__(weights)
-        self._pack = pack  # tf.Module would track a model, but no closure
+
+    @property
+    def model(self) -> Any:
+        """The model, as it was given."""
+        return self._model()
 
     def Assign(self, theta: NestedMap) -> None:
         """Packs `theta` and assigns it."""
-        super().Assign(self._pack(theta))
+        super().Assign(self._Packed(theta))
+
+    def _Packed(self, theta: NestedMap) -> NestedMap:
+        pack = getattr(self.model, "PackWeights", None)
+        return pack(theta, PackAs(self._kind)) if pack else theta
 
 
 def _has_8_bits(leaf: Any) -> bool:

@@ -90,10 +90,9 @@ def test_the_logits_of_a_shortlist_are_of_float32(translator):
     @tf.function(autograph=False)
     def logits(x_BTM, ids_U):
         with use_mesh(single_device()), kernels.using(tensorflow):
-            weights = held.Tensors()
-            both = [weights, held.OfTokens(weights, ids_U)]
-            table_VM = weights.target_embedding.table
-            return table_VM, *(held.model.softmax.FProp(w.target_embedding, x_BTM) for w in both)
+            softmax, table = held.model.softmax, held.Tensors().target_embedding
+            both = [table, softmax.OfTokens(table, ids_U)]
+            return table.table, *(softmax.FProp(one, x_BTM) for one in both)
 
     table_VM, all_BTV, some_BTU = logits(x_BTM, ids_U)
     want_BTU = x_BTM @ table_VM.numpy()[ids_U].T

@@ -14,9 +14,9 @@ from lingvo_moe.core.decode.flat_beam_search import NEVER, FlatBeamSearch, Searc
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
-from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
+from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 
 V, LONGEST = 704, 24  # more than a block of steps
 LENGTHS = [3, 30, 16, 1, 17, 5, 64, 12]
@@ -40,7 +40,7 @@ class Searcher:
         self.model, self.theta = make_model(
             V, hidden_dim=128, num_encoder_layers=1, num_decoder_layers=1, num_experts=0
         )
-        self._fast = FastModel(self.model, self.theta)
+        self._fast = PackedWeights(self.model, self.theta)
         self.options = SearchOptions(beam_size, min(2, beam_size))
         self.lines = Lines(LENGTHS, V)
         self.traces = 0

@@ -67,7 +67,7 @@ def test_batch_size_changes_nothing(translator, lines):
     """Neither scores nor traces change with the batch size.
 
     Bit-identical under XLA, whose programs always have the same number of rows. With TensorFlow's kernels the toy's own
-    products, also those of single rows, round in two ways (MtModel's do not: test_fast_model.py).
+    products, also those of single rows, round in two ways (MtModel's do not: test_fast_decoder.py).
     """
     whole = translator.Translate(lines)
     traces = translator.traces

@@ -1,4 +1,4 @@
-"""A FastModel's search equals the plain one, bit-identically for each row among any others, also with custom layers.
+"""FastDecoder's search equals the plain one, bit-identically for each row among any others, also with custom layers.
 
 Letters: B row, S source token, T target token, J hypothesis.
 """
@@ -25,8 +25,8 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
-from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.transformer import stacks
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ class Searcher:
         self.model, self.theta = make_model(V, hidden_dim=2048, num_kv_heads=1, **sizes)
         options = SearchOptions(beam_size, min(2, beam_size))
         self.decoder = Decoder(self.model, options, LONGEST, V - 7)
-        fast = FastModel(self.model, self.theta)
+        fast = PackedWeights(self.model, self.theta)
         self.fast_decoder = FastDecoder(fast, options, LONGEST, V - 7)
         kinds = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
         self.traces = 0
@@ -184,7 +184,7 @@ PARTS = {
 
 def _packed(model: MtModel, theta: NestedMap) -> set[str]:
     """The parts of a model of which some weights are packed."""
-    weights = FastModel(model, theta).Tensors()
+    weights = PackedWeights(model, theta).Tensors()
     items = weights.FlattenItems()
     paths = [path.replace("[", ".").split(".") for path, leaf in items if isinstance(leaf, Packed)]
     return {next(part for part in reversed(path) if part in ALL) for path in paths}
@@ -227,7 +227,7 @@ def test_a_layer_of_one_s_own_runs_as_it_is(encoder, decoder, sizes, monkeypatch
     """It runs beside layers whose weights are packed, and the search grows the caches of both."""
     model = _own(monkeypatch, encoder, decoder, sizes)
     theta = make_theta(model)
-    fast = FastModel(model, theta)
+    fast = PackedWeights(model, theta)
     options = SearchOptions(2, 1)
     lines = Lines([3, 24, 28, 12], V)
     ids, lengths = (tf.constant(x) for x in lines.Rows([0, 1, 2, 3], 32))
@@ -251,9 +251,7 @@ def test_a_layer_of_one_s_own_runs_as_it_is(encoder, decoder, sizes, monkeypatch
 def test_what_another_model_cannot_have_is_refused():
     model, theta = make_model(V, cls=OtherWayModel, hidden_dim=64, **DENSE)
     with pytest.raises(ValueError, match="weights=int8: OtherWayModel packs none"):
-        FastModel(model, theta, "int8")
-    fast = FastModel(model, theta)
-    with pytest.raises(
-        ValueError, match="a shortlist is for models that pack their weights; Other"
-    ):
-        fast.OfTokens(fast.Tensors(), tf.range(64))
+        PackedWeights(model, theta, "int8")
+    fast = PackedWeights(model, theta)
+    with pytest.raises(ValueError, match=r"a shortlist is for models that pack .*; OtherWayModel"):
+        FastDecoder(fast, SearchOptions(2, 1), 28, V, shortlist=object())
