@@ -22,15 +22,9 @@ if TYPE_CHECKING:  # they import TensorFlow
     from lingvo_moe.tasks.lm.saved_generator import Texts
     from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
 
-# Of a request for a text, with what Sampling calls them; others are refused.
-_SETTINGS = {
-    "max_gen_toks": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-}
+_SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# The settings of a request for a text, with what Sampling calls them; others are refused.
+_SETTINGS = {"max_gen_toks": "max_tokens", **dict(zip(_SAME, _SAME))}
 
 
 class HarnessModel:

@@ -217,11 +217,7 @@ class Generator(Exportable, Texts):
         if lengths:
             tokens = tf.RaggedTensor.from_tensor(prompt, *lengths)
         else:
-            # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
-            text = tidy_strings(
-                tf.strings.unicode_transcode(prompt, "UTF-8", "UTF-8"), self._tidied
-            )
-            tokens = self._tokenizer.tokenize(text)
+            tokens = self._tokenizer.tokenize(tidy_strings(prompt, self._tidied))
         most = self.options.max_source_length
         truncated = tokens.row_lengths() > most
         begin = tf.fill([tf.shape(prompt)[0], 1], self._marks[0])

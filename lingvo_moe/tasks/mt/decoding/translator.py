@@ -230,9 +230,7 @@ class Translator(Exportable):
             truncated: bool [N], whether the line was longer than max_source_length.
         """
         o = self.options
-        # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
-        text = tidy_strings(tf.strings.unicode_transcode(text, "UTF-8", "UTF-8"), self._tidied)
-        text = tf.strings.strip(text)
+        text = tf.strings.strip(tidy_strings(text, self._tidied))
         # The time of tokenising grows with the square of a line that has no spaces.
         longest = o.max_source_length * _LONGEST_PIECE
         is_cut = tf.strings.length(text) > longest

@@ -22,7 +22,9 @@ def tokenizer(vocab: bytes) -> Any:
 
 
 def tidy_strings(text: tf.Tensor, version: int) -> tf.Tensor:
-    """tidy_text of strings of valid UTF-8, of any shape, in a graph."""
+    """tidy_text of strings of any shape, in a graph; bytes that are not UTF-8 become U+FFFD."""
+    # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
+    text = tf.strings.unicode_transcode(text, "UTF-8", "UTF-8")
     if not version:
         return text
     text = tf.strings.regex_replace(text, INVISIBLE[version], "")

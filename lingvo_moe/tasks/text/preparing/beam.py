@@ -122,13 +122,9 @@ class BeamRunner:
 def _do(job: Any, function: Callable[[Any, Callable], str]) -> None:
     """Does a job on a worker. Runners repeat what raises, in vain where data are wrong: such errors go into files."""
     try:
-        function(job, _quiet)
+        function(job, lambda amount: None)
     except (ValueError, OSError) as e:
         write_atomic(f"{job.output}{_FAILED}", str(e).encode("utf-8", "replace"))
-
-
-def _quiet(n: int) -> None:
-    del n
 
 
 def _entries(file: tuple[str, str, int, int]) -> Iterator[tuple[tuple[str, int], bytes]]:

@@ -1,8 +1,9 @@
 """The run of a task over texts: vocabularies and languages beside what core/runs/run_dir.py has."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
@@ -16,6 +17,8 @@ from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.tasks.transformer.task import TransformerTask
 
+_T = TypeVar("_T")
+
 
 class TextRunDir(run_dir.RunDir):
     """The description of the run of a task over texts; see core/runs/run_dir.py."""
@@ -28,10 +31,7 @@ class TextRunDir(run_dir.RunDir):
             RunDirError: no run, a damaged one, or one of another task.
             DataError: a file is no vocabulary.
         """
-        try:
-            models = vocabs_of(self.artifacts)
-        except DataError as e:
-            raise RunDirError(f"{self.path}: {e}") from None
+        models = self._Said(vocabs_of)
         for side, model in models.items():
             open_vocabulary(model, self.path / VOCAB_FILES[side])
         return models
@@ -39,10 +39,7 @@ class TextRunDir(run_dir.RunDir):
     @property
     def tidied(self) -> int:
         """See tidied_of. Raises RunDirError: no run, or a version that is not known."""
-        try:
-            return tidied_of(self.artifacts)
-        except DataError as e:
-            raise RunDirError(f"{self.path}: {e}") from None
+        return self._Said(tidied_of)
 
     def OpenVocabularies(self) -> NestedMap:
         """NestedMap(source, target), which tidy texts as the run's were tidied. Raises as vocabs and tidied."""
@@ -54,8 +51,12 @@ class TextRunDir(run_dir.RunDir):
 
         Raises RunDirError: there is no run.
         """
+        return self._Said(languages_of)
+
+    def _Said(self, read: Callable[[RunArtifacts], _T]) -> _T:
+        """Returns what `read` finds in the artifacts. Raises RunDirError: there is no run, or they do not say it."""
         try:
-            return languages_of(self.artifacts)
+            return read(self.artifacts)
         except DataError as e:
             raise RunDirError(f"{self.path}: {e}") from None
 

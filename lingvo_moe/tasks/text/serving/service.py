@@ -2,8 +2,8 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
 
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.serving.batcher import Batcher, Translation
@@ -15,28 +15,12 @@ from lingvo_moe.tasks.text.serving.request_error import RequestError
 WARMING_UP, READY, STOPPING = "warming up", "ready", "stopping"
 
 
-class ServedTranslator(Protocol):
-    """The interface of a Translator, a Generator and exported ones that the server uses."""
-
-    options: Any
-    languages: tuple[str, ...]
-
-    def Translate(self, lines: Any, languages: Any = None) -> Any:
-        """See Translator.Translate."""
-
-
-class ServedGenerator(ServedTranslator, Protocol):
-    """The interface of a Generator, in a run or exported: settings are in the place of languages."""
-
-    def Stream(self, prompt: bytes, settings: Sampling) -> Iterator[tuple[str, Any]]:
-        """See Texts.Stream."""
-
-
 class Service:
     """Translates for many at once, within limits.
 
     Args:
-        translator: called in one thread only.
+        translator: a Translator, a Generator (with settings in the place of languages), or an exported one; called in
+            one thread only.
         about: the model, as `/health` shows it; with its languages, unless they are those that the translator takes.
         max_batch_lines: translated at once; None for the rows of the translator's programs.
         max_batch_wait: seconds that the first line of a quiet time waits for others.
@@ -50,7 +34,7 @@ class Service:
 
     def __init__(
         self,
-        translator: ServedTranslator,
+        translator: Any,
         about: dict[str, Any],
         limits: Limits,
         max_batch_lines: int | None = None,
@@ -128,7 +112,7 @@ class Service:
         self._CheckRoom(1)
         self._streams += 1
         try:
-            steps = cast(ServedGenerator, self.translator).Stream(prompt, settings)
+            steps = self.translator.Stream(prompt, settings)
             while step := await self._batcher.Call(functools.partial(next, steps, None)):
                 yield step
         finally:
