@@ -14,7 +14,7 @@ from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfGraphEngine
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.text.batches.held_out_batches import encoded, held_out_batches
@@ -26,7 +26,6 @@ from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 
 _STACKS = {"encoder": "src", "decoder": "tgt"}  # and the side of a batch whose tokens it routes
-_COUNTS = ("tokens", "chosen", "unrouted", "first")
 # (languages that are done, all languages).
 Progress = Callable[[int, int], None]
 
@@ -172,23 +171,24 @@ def measure_routing(
     theta, about = load_theta(run, task, chosen)
     batch_specs = inputs.BatchSpec().Transform(lambda spec: TensorSpec(spec.shape, spec.dtype))
     metrics_of = _moe_metrics(task, theta, batch_specs)
-    tallies = []
+    by_language = []
     pairs: dict[str, int] = {}
     tasks = [0] * len(devset.languages)
     if inputs.shape.task_ids:
         tasks = task_numbers(devset.languages, run.languages)
     for (lang, lines), task_id in zip(devset.items(), tasks, strict=True):
-        tally = _Tally()
+        counts = []
         for batch in _batches(lines, task_id, vocabs, inputs.shape):
-            tally.Add(batch, metrics_of(batch))
+            counts.append(_counts(batch, metrics_of(batch)))
             segments = batch.tgt.segment_ids.max(axis=1)  # those of a row are its pairs
             pairs[lang] = pairs.get(lang, 0) + int(segments.sum())
-        if lang not in pairs:
+        if not counts:
             raise DataError(f"the held-out pairs of {lang!r} have no tokens")
-        tallies.append(tally)
-        progress(len(tallies), len(devset.languages))
+        by_language.append(map_structure(lambda *x: sum(x), *counts))
+        progress(len(by_language), len(devset.languages))
     about["num_experts"] = task.p.num_experts
-    return RoutingReport(about, pairs, _layers(task, tallies, run))
+    counts_LU = map_structure(lambda *x: np.stack(x, 1), *by_language)
+    return RoutingReport(about, pairs, _layers(task, counts_LU, run))
 
 
 def _moe_metrics(
@@ -216,60 +216,43 @@ def _batches(
         yield held_out.batch
 
 
-class _Tally:
-    """Sums over the batches of one language, by stack and name: float64 [L] or [L,E].
+def _counts(batch: NestedMap, moe: NestedMap) -> NestedMap:
+    """Returns what each stack's layers report of a batch of one language, by field of LayerRouting: [L] or [L,E].
 
     Metrics are shares of a batch's tokens or slots; times their number they are the counts again,
     to the unit.
     """
-
-    def __init__(self) -> None:
-        self.sums: dict[str, dict[str, np.ndarray]] = {stack: {} for stack in _STACKS}
-
-    def Add(self, batch: NestedMap, moe: NestedMap) -> None:
-        for stack, side in _STACKS.items():
-            m = moe[stack].Transform(lambda x: np.asarray(x, np.float64))
-            tokens = float((batch[side].segment_ids > 0).sum())
-            slots_L = np.rint(m.experts_per_token * tokens)
-            self._sum(stack, "tokens", np.full_like(slots_L, tokens))
-            self._sum(stack, "chosen", np.rint(m.expert_load * slots_L[:, np.newaxis]))
-            self._sum(stack, "unrouted", np.rint(m.dispatch_0 * tokens))
-            if "expert_load_first" in m:
-                self._sum(stack, "first", np.rint(m.expert_load_first * tokens))
-            if "importance" in m:
-                self._sum(stack, "probability", m.importance * tokens)
-                self._sum(stack, "entropy", m.gate_entropy * tokens)
-
-    def _sum(self, stack: str, name: str, value: np.ndarray) -> None:
-        sums = self.sums[stack]
-        sums[name] = sums[name] + value if name in sums else value
+    out = NestedMap()
+    for stack, side in _STACKS.items():
+        m = moe[stack].Transform(lambda x: np.asarray(x, np.float64))
+        tokens = float((batch[side].segment_ids > 0).sum())
+        slots_L = np.rint(m.experts_per_token * tokens)
+        counts = NestedMap(
+            tokens_U=np.full_like(slots_L, tokens),
+            chosen_UE=m.expert_load * slots_L[:, np.newaxis],
+            unrouted_U=m.dispatch_0 * tokens,
+        )
+        if "expert_load_first" in m:
+            counts.first_UE = m.expert_load_first * tokens
+        out[stack] = counts.Transform(lambda x: np.rint(x).astype(np.int64))
+        if "importance" in m:
+            out[stack].probability_UE = m.importance * tokens
+            out[stack].entropy_U = m.gate_entropy * tokens
+    return out
 
 
-def _layers(task: BaseTask, tallies: Sequence[_Tally], run: TextRunDir) -> list[LayerRouting]:
-    """The layers of a model, from the sums of each language."""
+def _layers(task: BaseTask, counts: NestedMap, run: TextRunDir) -> list[LayerRouting]:
+    """The layers of a model, from the counts of each stack: [L,U] or [L,U,E]."""
     rows = read_metrics(str(run.summaries_dir))
     rows = rows[-max(len(rows) // 10, 1) :]
     out = []
     for prefix, names in task.MetricLayers().items():
         stack = prefix.rpartition("/")[2]
-        moe = task.children[stack].p.block[-1].ffn_tpl
-        by_language = [tally.sums[stack] for tally in tallies]
-        sums = {name: np.stack([one[name] for one in by_language], 1) for name in by_language[0]}
-        counts = {name: sums[name].astype(np.int64) for name in _COUNTS if name in sums}
+        router = task.children[stack].p.block[-1].ffn_tpl.router.cls.__name__
         for i, name in enumerate(names):
-            out.append(
-                LayerRouting(
-                    name=f"{stack}/{name}",
-                    router=moe.router.cls.__name__,
-                    tokens_U=counts["tokens"][i],
-                    chosen_UE=counts["chosen"][i],
-                    unrouted_U=counts["unrouted"][i],
-                    first_UE=counts["first"][i] if "first" in counts else None,
-                    probability_UE=sums["probability"][i] if "probability" in sums else None,
-                    entropy_U=sums["entropy"][i] if "entropy" in sums else None,
-                    training=_of_training(rows, prefix, i),
-                )
-            )
+            training = _of_training(rows, prefix, i)
+            of_layer = {field: of_layers[i] for field, of_layers in counts[stack].items()}
+            out.append(LayerRouting(f"{stack}/{name}", router, **of_layer, training=training))
     return out
 
 
