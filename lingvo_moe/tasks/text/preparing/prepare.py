@@ -136,14 +136,14 @@ class _Preparation:
         ]
         # Whole shards: a job makes those of a block, and small ones are not worth a job each.
         self._block = options.pairs_per_shard * max(1, _BLOCK // options.pairs_per_shard)
-        self._read_key = settings_key([_VERSION, read])
-        self._languages_key = settings_key([self._read_key, self._block])
+        key = self._settings = {"read": settings_key([_VERSION, read])}
+        key["firsts"] = key["read"]
+        key["languages"] = settings_key([key["read"], self._block])
         vocab = options.vocab
         sizes = (vocab.source_size, vocab.target_size, vocab.temperature, vocab.max_sentences)
-        self._vocab_key = settings_key([self._languages_key, sizes, *vocab.symbols])
-        self._records_key = settings_key([self._vocab_key, options.pairs_per_shard])
-        stages = (self._read_key, self._languages_key, self._vocab_key, self._records_key)
-        clear_others(work, *stages)
+        key["vocab"] = settings_key([key["languages"], sizes, *vocab.symbols])
+        key["records"] = settings_key([key["vocab"], options.pairs_per_shard])
+        clear_others(work, *key.values())
         self._tables: dict[str, reading.LanguageCounts] = {}
         self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
         self._given = reading.GivenHeldOut(keys)
@@ -160,7 +160,7 @@ class _Preparation:
 
     def _Read(self) -> None:
         """Reads all sources, and adds up what was found."""
-        place, options = self._Place("read", self._read_key), self._options
+        place, options = self._Place("read"), self._options
         dev_keys = self._DevKeys(place)
         jobs = [
             reading.ReadJob(
@@ -195,9 +195,9 @@ class _Preparation:
                 " (--columns=target,source swaps them in all TSVs); --any_script reads them as they are"
             )
 
-    def _Place(self, stage: str, key: str) -> Path:
-        """The directory of a stage's results for the settings of a key."""
-        place = self._work / f"{stage}-{key}"
+    def _Place(self, stage: str) -> Path:
+        """The directory of a stage's results for these settings."""
+        place = self._work / f"{stage}-{self._settings[stage]}"
         place.mkdir(exist_ok=True)
         return place
 
@@ -216,7 +216,7 @@ class _Preparation:
 
     def _Languages(self) -> dict[str, str]:
         """Makes the training and held-out files; returns a directory for each language that has pairs."""
-        place = self._Place("languages", self._languages_key)
+        place = self._Place("languages")
         langs = {lang for lang in self._tables if lang != reading.NO_LANGUAGE}
         langs |= self._given.sources.keys()
         jobs = [
@@ -233,7 +233,7 @@ class _Preparation:
             for lang in sorted(langs)
         ]
         if beam := self._options.beam:
-            firsts = self._Place("firsts", self._read_key) / "found"
+            firsts = self._Place("firsts") / "found"
             self._progress("looking for duplicates")
             beam.KeepFirst({job.lang: job.Hashes() for job in jobs}, firsts)
             jobs = [dataclasses.replace(job, firsts=str(firsts / job.lang)) for job in jobs]
@@ -251,7 +251,7 @@ class _Preparation:
         train = {lang: Path(directories[lang]) / languages.TRAIN for lang in pairs}
         digests = {lang: summaries[lang]["digest"] for lang in pairs}
         self._scan = Scan(train, pairs, {}, prepared.fingerprint(digests))
-        place = self._Place("vocab", self._vocab_key)
+        place = self._Place("vocab")
         jobs = [
             tokens.VocabularyJob(
                 side,
@@ -274,8 +274,8 @@ class _Preparation:
 
     def _Records(self, directories: Mapping[str, str]) -> dict[str, list[str]]:
         """Tokenises all blocks; returns the directories of those of each language."""
-        place = self._Place("records", self._records_key)
-        vocab_dir = str(self._Place("vocab", self._vocab_key))
+        place = self._Place("records")
+        vocab_dir = str(self._Place("vocab"))
         jobs = [
             tokens.RecordsJob(
                 lang,
@@ -306,13 +306,9 @@ class _Preparation:
         """Does the jobs of a stage; `here` says that Beam does not, whose jobs return no more than directories."""
 
         def show(done: int, count: int, seconds: float) -> None:
-            text = doing.format(done, len(jobs))
-            rate = count / max(seconds, 1e-9)
-            self._progress(
-                f"{text}: {count:,} {unit}, {rate:,.0f} a second"
-                if unit
-                else f"{text}: {seconds:.0f} s so far"
-            )
+            rate = f"{count:,} {unit}, {count / max(seconds, 1e-9):,.0f} a second"
+            so_far = rate if unit else f"{seconds:.0f} s so far"
+            self._progress(f"{doing.format(done, len(jobs))}: {so_far}")
 
         if self._options.beam and not here:
             self._progress(doing.format(0, len(jobs)))
@@ -378,7 +374,7 @@ class _Preparation:
                 if dev.exists():
                     files.link_or_copy(dev, temp / "dev" / f"{lang}.tsv.gz")
             for side in ("source", "target"):
-                model = self._Place("vocab", self._vocab_key) / f"{side}.model"
+                model = self._Place("vocab") / f"{side}.model"
                 for path in (model, list_of(model)):
                     files.link_or_copy(path, temp / "vocab" / path.name)
             for lang, blocks in records.items():
