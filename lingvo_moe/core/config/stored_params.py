@@ -73,9 +73,8 @@ def difference(then: Mapping[str, str], params: Params) -> list[str]:
     free = {
         f"{part}.{name}"
         for part in ("task", "input")
-        for name in getattr(
-            params.Get(part).cls, "MAY_CHANGE", ()
-        )  # a text may name any class here
+        # A text may name any class here.
+        for name in getattr(params.Get(part).cls, "MAY_CHANGE", ())
     }
     return [
         path

@@ -8,11 +8,8 @@ from pathlib import Path
 
 _PACKAGE = os.fspath(Path(__file__).absolute().parents[2])
 _CHECKOUT = os.path.dirname(_PACKAGE)
-_BESIDE = (
-    "tools",
-    "params",
-    "reproduction",
-)  # in a checkout; in an installed package they lie inside it
+# In a checkout; in an installed package they lie inside it.
+_BESIDE = ("tools", "params", "reproduction")
 _OURS = (
     os.path.join(_PACKAGE, ""),
     *(os.path.join(_CHECKOUT, n, "") for n in _BESIDE if not os.path.isdir(f"{_PACKAGE}/{n}")),

@@ -94,9 +94,8 @@ class DroplessDispatcher(Dispatcher):
         choices = tuple(_flat(x) for x in (routing.expert_index, routing.kept, _numbers(routing)))
         tokens, ranks = x_NM.shape[0], routing.kept.shape[-1]
         expected = None if tokens is None else tokens * ranks // layout.num_devices
-        if (
-            layout.owners == 1
-        ):  # the experts of a token are on its own device, however many there are
+        # The experts of a token are then on its own device, however many devices there are.
+        if layout.owners == 1:
             return self._Pack(layout, x_NM, choices, expected, routing.fewest_rows)
         return self._Send(layout, x_NM, choices, expected)
 

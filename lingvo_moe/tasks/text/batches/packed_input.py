@@ -72,10 +72,8 @@ class PackedInput(BaseInput):
     ADDS_TO: ClassVar[tuple[str, ...]] = ("cache_dir",)
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("data_dir", "cache_dir")
     DATA: ClassVar[str]  # the files of a data directory
-    WORDS: ClassVar[tuple[str, str]] = (
-        "pairs",
-        "languages",
-    )  # for what is trained on, and for its kinds
+    # For what is trained on, and for its kinds.
+    WORDS: ClassVar[tuple[str, str]] = ("pairs", "languages")
     VOCAB_SETTINGS: ClassVar[Mapping[str, str]]  # to set where a vocabulary is too large, by side
     TOO_LONG: ClassVar[tuple[str, ...]] = ("drop", "truncate")  # the default first
     ToBatch = staticmethod(to_batch)  # from what each row holds

@@ -70,10 +70,8 @@ class PackedWeights(SavedWeights):
     def __init__(self, model: Any, theta: NestedMap, kind: str = "float32"):
         if kind == "int8":
             eight_bit.check_supported()
-        self._model, self._kind = (
-            lambda: model,
-            kind,
-        )  # tf.Module would track a model, but no closure
+        # tf.Module would track a model, but no closure.
+        self._model, self._kind = lambda: model, kind
         weights = self._Packed(theta)
         self.are_packed = any(isinstance(leaf, Packed) for leaf in weights.Flatten())
         if kind == "int8" and not self.are_packed:

@@ -66,9 +66,8 @@ class JsonVocabulary:
             path = Path(directory) / name
             try:
                 content[name] = json.loads(path.read_bytes())
-                json.dumps(
-                    content[name], ensure_ascii=False
-                ).encode()  # no half of a surrogate pair
+                # It has no half of a surrogate pair.
+                json.dumps(content[name], ensure_ascii=False).encode()
             except (OSError, ValueError, RecursionError) as e:
                 raise DataError(
                     f"{path}: {getattr(e, 'strerror', None) or e}; expected a file of a checkpoint"

@@ -146,9 +146,7 @@ def train_vocabulary(
         sentences = [unicodedata.normalize("NFKC", sentence) for sentence in sentences]
     parts = [part for sentence in sentences for part in _parts(sentence)]
     model, most = _train(parts, size, name, normalization, symbols), size
-    while isinstance(
-        model, int
-    ):  # a smaller vocabulary has fewer characters, which make fewer pieces
+    while isinstance(model, int):  # a smaller one has fewer characters, which make fewer pieces
         most = model
         model = _train(parts, most, name, normalization, symbols) if most >= least else b""
     if most < size:
