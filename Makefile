@@ -155,7 +155,7 @@ experiments: install ## Train small models with more experts and other routers, 
 plans: install ## Make the plans in docs/plans anew and compare them; hours. ARGS=--update records them.
 	@$(PY) -m tools.reproduce --plans $(ARGS)
 
-reproduction: install ## Write docs/reproduction.md from the recorded plans.
+reproduction: install ## Write docs/reproduction.md, validation.md and open_models.md from the recorded plans
 	@$(PY) -m tools.reproduce $(ARGS)
 
 lock: install ## Pin again all that the other requirements files need, after changing them.

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import NullLocator
 
+from lingvo_moe.core.pages import drawing
 from lingvo_moe.core.pages.tables import Table, markdown, numbers, words
 
-from . import figures
 from .expert_variants import GROUPS
 
 _STACKS = ("encoder", "decoder")
@@ -127,7 +128,37 @@ def picture(results: Mapping[str, Any], group: str) -> bytes:
     """SVG: held-out loss by experts, or by router."""
     rows = _of(results, group)
     if group == "experts":
-        return figures.loss_by_experts(
-            sorted((r["experts"], r["held_out_nll"], r["params"]) for r in rows)
-        )
-    return figures.loss_by_router([(r["says"], r["held_out_nll"]) for r in rows])
+        return loss_by_experts(sorted((r["experts"], r["held_out_nll"], r["params"]) for r in rows))
+    return loss_by_router([(r["says"], r["held_out_nll"]) for r in rows])
+
+
+@drawing.picture
+def loss_by_experts(points: Sequence[tuple[int, float, int]]) -> drawing.Figure:
+    """Held-out loss by the number of experts: (experts, nats a token, parameters)."""
+    figure, axes = drawing.plt.subplots(figsize=(5.4, 3.2))
+    experts = [number for number, _, _ in points]
+    axes.plot(experts, [nll for _, nll, _ in points], marker="o", color=drawing.FIRST)
+    for number, nll, params in points:
+        label = f"{params / 1e6:.1f}M"
+        axes.annotate(label, (number, nll), (4, 5), textcoords="offset points")
+    axes.set(xscale="log", xlabel="experts (1: dense)", ylabel="held-out loss, nats a token")
+    axes.set_xticks(experts, [str(number) for number in experts])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(x=0.12, y=0.15)
+    axes.grid(axis="x", visible=False)
+    return figure
+
+
+@drawing.picture
+def loss_by_router(bars: Sequence[tuple[str, float]]) -> drawing.Figure:
+    """Held-out loss of each router, (what it is, nats a token), the lowest on top."""
+    figure, axes = drawing.plt.subplots(figsize=(7.2, 0.5 + 0.3 * len(bars)))
+    ordered = sorted(bars, key=lambda bar: -bar[1])
+    axes.barh([says for says, _ in ordered], [nll for _, nll in ordered], color=drawing.FIRST)
+    axes.bar_label(axes.containers[0], fmt="%.3f", padding=3)
+    low, high = ordered[-1][1], ordered[0][1]
+    margin = max(high - low, 0.02)
+    axes.set(xlim=(low - 0.6 * margin, high + 0.3 * margin))
+    axes.set(xlabel="held-out loss, nats a token (the axis does not begin at 0)")
+    axes.grid(visible=False)
+    return figure

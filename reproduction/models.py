@@ -1,31 +1,26 @@
-"""The page's tables and figures of single models: parameters, speed and cost, decoding, today's machines."""
+"""The page's figures of single models: parameters, speed and cost, making plans, TPU slices and GPU clusters."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lingvo_moe.core.console import units
 
-from . import measures, paper, requests, text, thresholds
+from . import measures, paper, requests, text
 from .measures import Plan, Plans
-from .text import DASH, Finding
+
+LABELS = {requests.moe(*key): row.label for key, row in paper.MOE.items()} | {
+    requests.DENSE: paper.DENSE.label
+}
+_TYPES = {False: "float32", True: "bfloat16"}
 
 
-def machines(plans: Plans) -> str:
-    """A table of the TPUs of the estimates."""
-    tops: dict[str, Mapping[str, Any]] = {}
+def tpus(plans: Plans) -> dict[str, Mapping[str, Any]]:
+    """The topology of a plan for each TPU generation."""
+    shown: dict[str, Mapping[str, Any]] = {}
     for plan in plans.values():
         if "clock_hz" in plan["topology"]:  # no cluster, and not a record that no slice fits
-            tops.setdefault(plan["topology"]["generation"], plan["topology"])
-    shown = dict(sorted(tops.items()))
-    per_device = {
-        "devices a chip": lambda t: f"{t['devices'] // t['chips']}",
-        "memory": lambda t: text.gib(t["hbm_bytes"]),
-        "peak, bfloat16": lambda t: f"{t['peak_flops'] / 1e12:.4g} TFLOP/s",
-        "memory bandwidth": lambda t: f"{t['hbm_bandwidth'] / 1e9:,.0f} GB/s",
-        "link, each direction": lambda t: f"{t['link_bandwidth'] / 1e9:.4g} GB/s",
-    }
-    rows = [[what, *(tell(top) for top in shown.values())] for what, tell in per_device.items()]
-    return text.table(["", *(f"TPU {generation}" for generation in shown)], rows)
+            shown.setdefault(plan["topology"]["generation"], plan["topology"])
+    return dict(sorted(shown.items()))
 
 
 def compilers(plans: Plans) -> list[str]:
@@ -33,93 +28,51 @@ def compilers(plans: Plans) -> list[str]:
     return sorted({text.listed([f"{k} {version}" for k, version in one.items()]) for one in built})
 
 
-def _paper_rows() -> dict[str, paper.PaperRow]:
+def paper_rows() -> dict[str, paper.PaperRow]:
     """The paper's rows by the name of our plan, the largest first."""
     rows = {requests.TABLE3[key]: row for key, row in paper.MOE.items()}
     return rows | {requests.DENSE_NAME: paper.DENSE}
 
 
-def _apart(plan: Plan, row: paper.PaperRow) -> float:
-    return plan["parameters"]["count"] / row.parameters - 1
+def apart(plan: Plan, row: paper.PaperRow) -> float:
+    """The relative difference of a plan's number of parameters from the paper's."""
+    return float(plan["parameters"]["count"] / row.parameters - 1)
 
 
 def furthest(plans: Plans) -> float:
     """The largest relative difference of a number of parameters from the paper's."""
-    return max((_apart(plans[name], row) for name, row in _paper_rows().items()), key=abs)
+    return max((apart(plans[name], row) for name, row in paper_rows().items()), key=abs)
 
 
-def parameters(plans: Plans) -> str:
-    """Table 1."""
-    rows = []
-    for name, row in _paper_rows().items():
-        apart = _apart(plans[name], row)
-        words = "as rounded" if abs(apart) < 0.01 else f"{apart:+.1%}"
-        ours = f"{plans[name]['parameters']['count']:,}"
-        rows.append([row.label, text.count(row.parameters), ours, words])
-    return text.table(["model", "paper", "here", "difference"], rows)
-
-
-def speed_table(plans: Plans) -> str:
-    """Table 3: steps a second, core-years and days."""
-    entries = [(row, plans[name], "") for name, row in _paper_rows().items()]
+def speed_rows(plans: Plans) -> list[tuple[paper.PaperRow, Plan, str]]:
+    """The rows of table 3: the paper's, our plan, and what to note about it."""
+    rows = [(row, plans[name], "") for name, row in paper_rows().items()]
     bf16 = plans[requests.weak(2048, 60, bf16=True)]
-    entries.insert(1, (paper.MOE[2048, 60], bf16, ", bfloat16 activations"))
-    entries.append((paper.DENSE, plans[requests.PIPELINED_NAME], ", in a pipeline"))
-    head = ["model", "cores", "batch", "steps/s, paper", "here", "core-years, paper", "here"]
-    head += ["days, paper", "here", "memory of a core"]
-    return text.table(head, [_speed_row(row, plan, note) for row, plan, note in entries])
+    rows.insert(1, (paper.MOE[2048, 60], bf16, ", bfloat16 activations"))
+    return [*rows, (paper.DENSE, plans[requests.PIPELINED_NAME], ", in a pipeline")]
 
 
-def _speed_row(row: paper.PaperRow, plan: Plan, note: str) -> list[str]:
-    def given(value: float | None, form: str = ".1f") -> str:
-        return DASH if value is None else f"{value:{form}}"
-
-    ours = [DASH] * 3
-    if measures.has_time(plan):
-        time = plan["time"]
-        ours = [units.number(time[key]) for key in ("steps_per_second", "device_years", "days")]
+def own_tokens() -> list[float]:
+    """The trillions of tokens that follow from the paper's own columns, a number for each row that has all of them."""
     return [
-        row.label + note,
-        f"{row.cores}",
-        f"{row.batch_tokens}M",
-        given(row.steps_per_second, ".2f"),
-        ours[0],
-        given(row.core_years),
-        ours[1],
-        given(row.days),
-        ours[2],
-        text.gib(measures.needed(plan)) + ("" if measures.fits(plan) else ": does not fit"),
-    ]
-
-
-def own_tokens() -> tuple[float, float]:
-    """The fewest and the most trillions of tokens that follow from the paper's own columns."""
-    totals = [
         row.steps_per_second * row.batch_tokens * 2**20 * row.days * 86400 / 1e12
         for row in paper.MOE.values()
         if row.steps_per_second and row.days
     ]
-    return min(totals), max(totals)
-
-
-def speeds(plans: Plans) -> tuple[list[str], list[float], list[float]]:
-    """Labels, the paper's steps/s and ours, of the models that have both."""
-    speeds_of = [
-        (row.label, row.steps_per_second, plans[name]["time"]["steps_per_second"])
-        for name, row in _paper_rows().items()
-        if row.steps_per_second and measures.has_time(plans[name])
-    ]
-    return [f[0] for f in speeds_of], [f[1] for f in speeds_of], [f[2] for f in speeds_of]
 
 
 def ratios(plans: Plans) -> dict[str, list[str]]:
     """The models that are 'faster' here than in the paper, 'slower', and about the 'same'."""
-    by_model = {label: ours / measured for label, measured, ours in zip(*speeds(plans))}
+    by_model = {
+        row.label: plans[name]["time"]["steps_per_second"] / row.steps_per_second
+        for name, row in paper_rows().items()
+        if row.steps_per_second and plans[name].get("time")
+    }
     out = {
-        key: [f"{m} {r**sign:.2f} times" for m, r in by_model.items() if r**sign > thresholds.RATIO]
+        key: [f"{m} {r**sign:.2f} times" for m, r in by_model.items() if r**sign > measures.RATIO]
         for key, sign in (("faster", 1), ("slower", -1))
     }
-    same = [m for m, r in by_model.items() if thresholds.times_apart(r) <= thresholds.RATIO]
+    same = [m for m, r in by_model.items() if measures.times_apart(r) <= measures.RATIO]
     return out | {"same": same}
 
 
@@ -128,10 +81,10 @@ def verdict(plans: Plans, bf16: bool) -> str:
     plan = plans[requests.weak(2048, 60, bf16)]
     if measures.fits(plan):
         return f"fits, with {measures.held(plan)}"
-    return f"does not fit: it misses by {text.gib(plan['memory']['misses_by'])}"
+    return f"does not fit: it misses by {units.size(plan['memory']['misses_by'], 1)}"
 
 
-def _compiled(plans: Plans) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def compiled(plans: Plans) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields the names of the largest plans, and the figures of compiling them."""
     yield paper.MOE[2048, 36].label, plans[requests.real(2048, 36)]["compile"]
     yield paper.MOE[2048, 60].label, plans[requests.weak(2048, 60)]["compile"]
@@ -139,60 +92,57 @@ def _compiled(plans: Plans) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield f"{paper.MOE[2048, 60].label}, bfloat16", bf16
 
 
-def compiling(plans: Plans) -> str:
-    """A table of the time and the memory for making the largest plans."""
-    rows = []
-    for label, took in _compiled(plans):
-        seconds = [took.get(key) for key in ("lower_seconds", "compile_seconds")]
-        host = took.get("host_peak_bytes")
-        cells = [DASH if s is None else f"{s:.0f} s" for s in seconds]
-        cells += [DASH if host is None else text.gib(host)]
-        rows.append([label, *cells, f"{took['program_bytes'] / 2**20:.1f} MiB"])
-    return text.table(["model", "lowering", "compiling", "host's memory", "program"], rows)
+def named(plan: Plan) -> tuple[str, str]:
+    """The paper's name of the model of a plan for GPUs, and the type of its activations."""
+    return LABELS[plan["model"].removeprefix("mt.")], _TYPES[bool(plan["override"])]
 
 
-def findings(plans: Plans) -> list[Finding]:
-    """The rows of the summary of tables 1 and 3, and of making plans."""
-    row, ours = paper.MOE[2048, 36], plans[requests.real(2048, 36)]
-    count = f"{ours['parameters']['count']:,}"
-    claim = f"parameters of {row.label}, table 1"
-    out = [Finding(claim, text.count(row.parameters), count, "exact")]
-    for what, papers, key in (
-        ("steps/s", row.steps_per_second, "steps_per_second"),
-        ("core-years", row.core_years, "device_years"),
-    ):
-        figure = units.number(ours["time"][key])
-        out.append(Finding(f"{what} of {row.label}, table 3", f"{papers:g}", figure, "estimated"))
-    for label, took in _compiled(plans):
-        if took.get("lower_seconds") is not None and took.get("compile_seconds") is not None:
-            claim = f"lowering and compiling {label}, and the host's memory"
-            out.append(Finding(claim, DASH, measures.made_in(took), "timed"))
-    return out
+def bounds(plan: Plan) -> dict[str, float]:
+    """The shares of a step on GPUs without overlap, at the machine's rates, by what takes them.
+
+    Memory traffic is what takes longer than arithmetic.
+    """
+    work, collectives = plan["work"], plan["collectives"]
+    arithmetic = sum(row["compute_seconds"] for row in work)
+    talking = sum(row["seconds"] for row in collectives)
+    exchange = sum(
+        row["seconds"] for row in collectives if row["kind"] == "all-to-all" and row["nodes"] > 1
+    )
+    seconds = {
+        "arithmetic": arithmetic,
+        "memory traffic": sum(row["seconds"] for row in work) - arithmetic,
+        "all-to-alls between nodes": exchange,
+        "other collectives": talking - exchange,
+    }
+    in_all = sum(seconds.values())
+    return {key: value / in_all for key, value in seconds.items()}
 
 
-def decoding(plan: Plan) -> str:
-    """A table of the step of beam search."""
-    time = plan["time"]
-    talking = sum(r["seconds"] for r in plan["collectives"]) / time["step_seconds"]
-    rows = [
-        ["a step, estimated", f"{1e3 * time['step_seconds']:.1f} ms"],
-        ["of it communication, estimated", text.percent(talking)],
-        ["tokens a second, estimated", f"{time['tokens_per_second']:,.0f}"],
-        ["memory of a core", text.gib(measures.needed(plan))],
-        ["weights of a core", text.gib(plan["parameters"]["bytes"])],
-    ]
-    return text.table(["", ""], rows)
+def largest_bounds(plans: Plans, card: str) -> list[str]:
+    """Returns the largest share of a step, in words, with the models whose largest it is."""
+    largest: dict[str, list[str]] = {}
+    for plan in (plans[name] for name in requests.GROUPS[card]):
+        share = bounds(plan)
+        most = max(share, key=lambda key: share[key])
+        largest.setdefault(most, []).append(" in ".join(named(plan)))
+    return [f"{most} for {text.listed(models)}" for most, models in largest.items()]
 
 
-def today(plans: Plans) -> str:
-    """A table of the smallest slices of today's generations."""
-    head = ["TPU", "slice", "chips", "memory of a device", "step", "tokens/s", "days", "chip-days"]
-    shown = {g: plans[requests.today(g)] for g in requests.GENERATIONS}
-    return text.table(head, [[g, *measures.machine_cells(plan)] for g, plan in shown.items()])
+def on_machines() -> dict[str, dict[str, str]]:
+    """The plans of each model by machine and type of activations: on the paper's slices, on today's and on clusters."""
+    models = requests.GPU_MODELS
+    papers = {requests.moe(*key): name for key, name in requests.TABLE3.items()}
+    names = {"TPU v3, float32": {one: papers.get(one, requests.DENSE_NAME) for one in models}}
+    for generation in requests.GENERATIONS:
+        names[f"TPU {generation}, bfloat16"] = {requests.BIG: requests.today(generation)}
+    for card in requests.CARDS:
+        for bf16, kind in _TYPES.items():
+            head = f"{card.upper()}, {kind}"
+            names[head] = {one: requests.on_gpus(one, card, bf16) for one in models}
+    return names
 
 
-def findings_of_today(plans: Plans) -> list[Finding]:
-    """The rows of the summary of the smallest slices."""
-    claim = "smallest {} slice for MoE(2048E, 36L), and chip-days for 1T tokens"
-    costs = {g: measures.machine_and_days(plans[requests.today(g)]) for g in requests.GENERATIONS}
-    return [Finding(claim.format(g), DASH, ours, "estimated") for g, ours in costs.items()]
+def outside_layers(plan: Plan) -> list[str]:
+    """The collectives that belong to no layer, counted by part."""
+    outside = measures.without_layer(plan)
+    return [f"{sum(row['count'] for row in rows)} of the {part}" for part, rows in outside.items()]

@@ -3,15 +3,12 @@
 Nothing of this was searched for or tuned: a layout of the same kind for all.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from lingvo_moe.core.console import units
 from lingvo_moe.core.pages import rendering
-from lingvo_moe.core.pages.tables import Table, markdown, numbers, words
 
 from . import goldens, measures, text
-from .measures import Plan
 from .requests import Wanted
 
 PREFIX = "open-"
@@ -56,39 +53,16 @@ _LAYOUTS: tuple[tuple[str, str, int, int, int], ...] = (
 REQUESTS = {PREFIX + layout[0]: _wanted(layout) for layout in _LAYOUTS}
 
 
-def page(plans: Path) -> str | None:
-    """docs/open_models.md; None where no plan is recorded."""
-    recorded = goldens.read_all(plans, REQUESTS)
-    if not recorded:
-        return None
+def page(plans: Path) -> str:
+    """docs/open_models.md."""
     return text.fill(
         rendering.markdown(
             __package__,
             "open_models.md",
-            table=table(recorded),
+            plans=goldens.read_all(plans, REQUESTS),
+            requests=REQUESTS,
             length=LENGTH,
+            measures=measures,
+            units=units,
         )
     )
-
-
-def table(plans: Mapping[str, Plan]) -> str:
-    """A row for each plan."""
-    columns = [
-        *words("model"),
-        *numbers("parameters", "fsdp x expert", "slice of v5p", "chips", "memory of a chip"),
-        *numbers("step", "tokens/s", "days for 1T tokens", "chip-days"),
-        *numbers("step at least, at most", "MFU"),
-    ]
-    return markdown(Table(columns, [_row(name, plan) for name, plan in plans.items()]))
-
-
-def _row(name: str, plan: Plan) -> list[str]:
-    time = plan["time"]
-    return [
-        f"`{plan['model']}`",
-        f"{units.number(plan['parameters']['count'] / 1e9)} B",
-        REQUESTS[name].mesh.replace("fsdp:", "").replace(",expert:", " x "),
-        *measures.machine_cells(plan),
-        f"{time['lower_seconds']:.2f}, {time['upper_seconds']:.2f} s",
-        text.percent(time["utilization"]),
-    ]

@@ -1,20 +1,22 @@
 """Writes the page on reproduction from recorded plans and the paper's figures."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from lingvo_moe.analysis.plans.figures import needed
+from lingvo_moe.analysis.plans.machines.gpu_cluster import CARDS
+from lingvo_moe.core.console import units
 from lingvo_moe.core.pages import rendering
 
-from . import gpus, measures, models, paper, requests, scaling, text, thresholds
+from . import measures, models, paper, requests, scaling, text
 from .goldens import COMPILE_TIME, MissingGoldens
 from .measures import Plans
 
-Pictures = Callable[[], dict[str, bytes]]
-_MODULES = (gpus, measures, models, paper, requests, scaling, text, thresholds)  # of the template
+_MODULES = (measures, models, paper, requests, scaling, text, units)  # of the template
 
 
-def write(plans: Plans, compiling: Mapping[str, Any] | None) -> tuple[str, Pictures]:
-    """Returns the page's Markdown, and functions that draw its pictures: SVG by file name.
+def write(plans: Plans, compiling: Mapping[str, Any] | None) -> str:
+    """Returns the page's Markdown. Its pictures are files, docs/images/reproduction_*.svg.
 
     Raises MissingGoldens: a plan, or what benchmarks/compile_time.py measures, is not recorded.
     """
@@ -28,35 +30,14 @@ def write(plans: Plans, compiling: Mapping[str, Any] | None) -> tuple[str, Pictu
         raise MissingGoldens(
             f"{COMPILE_TIME} is missing in docs/plans; python -m benchmarks.compile_time makes it"
         )
-    forward = scaling.forward(plans)
-    findings = [
-        *models.findings(plans),
-        scaling.finding_of_compiling(compiling),
-        scaling.finding_of_memory(plans),
-        *scaling.findings_of_forward(forward),
-        *scaling.findings_of_collectives(),
-        *models.findings_of_today(plans),
-        *gpus.findings(plans),
-    ]
     page = rendering.markdown(
         __package__,
         "reproduction.md",
         plans=plans,
         compiling=compiling,
-        forward=forward,
-        findings=findings,
+        forward=scaling.forward(plans),
+        cards={card: CARDS[card] for card in requests.CARDS},
+        needed=needed,
         **{module.__name__.rpartition(".")[2]: module for module in _MODULES},
     )
-
-    def pictures() -> dict[str, bytes]:
-        from . import figures
-
-        return {
-            "reproduction_speed.svg": figures.speed(*models.speeds(plans)),
-            "reproduction_compile_time.svg": figures.compile_time(compiling["entries"]),
-            "reproduction_memory.svg": figures.memory(scaling.memory_bars(plans)),
-            "reproduction_forward.svg": figures.forward_time(forward.plans),
-            "reproduction_collectives.svg": figures.collectives(*scaling.figure9_lines()),
-        }
-
-    return text.fill(page), pictures
+    return text.fill(page)

@@ -45,9 +45,6 @@ class Claim:
     value: float = 0.0  # its number, where it has one
 
 
-COMPILE_TIME = Claim(
-    "compile time does not depend on the number of devices", "section 1 and figure 2"
-)
 MEMORY = Claim(
     "memory on a device stays about the same, O(1), as devices and experts grow", "figure 7"
 )

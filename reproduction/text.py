@@ -2,23 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-from lingvo_moe.core.console import units
-from lingvo_moe.core.pages.tables import Table, markdown, words
-
-DASH = units.DASH
-
-
-class Finding(NamedTuple):
-    """A row of the page's summary."""
-
-    claim: str  # the claim in words, with its place in the paper
-    # `paper`, `ours`: the figures.
-    paper: str
-    ours: str
-    kind: str  # 'exact', 'estimated', 'model' or 'timed': the source of our figure
+from collections.abc import Sequence
 
 
 def fill(page: str, width: int = 110) -> str:
@@ -41,20 +25,11 @@ def _fill(paragraph: str, width: int) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose cells stand at the left."""
-    return markdown(Table(words(*head), list(rows)))
-
-
 def listed(items: Sequence[str]) -> str:
     """'a', 'a and b', 'a, b and c'."""
     if len(items) < 2:
         return "".join(items)
     return f"{', '.join(items[:-1])} and {items[-1]}"
-
-
-def gib(num_bytes: float) -> str:
-    return units.size(num_bytes, 1)
 
 
 def count(value: float) -> str:
@@ -63,7 +38,3 @@ def count(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.4g} {name}"
     return f"{value:,.0f}"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f}%"

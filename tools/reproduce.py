@@ -2,7 +2,7 @@
 docs/validation.md, which holds plans against steps that others measured; and docs/open_models.md, plans of published
 language models.
 
-    python -m tools.reproduce                     # the page, its pictures from recorded plans, pipelines.svg
+    python -m tools.reproduce                     # the pages, from recorded plans
     python -m tools.reproduce --plans             # makes every plan again and compares: hours
     python -m tools.reproduce --plans --only=M4MoE2048E36L-v3_32x32 --update
 
@@ -34,9 +34,9 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 def define_flags() -> Flags:
     flags = Flags("python -m tools.reproduce", __doc__)
-    flags.DEFINE_path("docs", str(DOCS), "directory with the page, images/ and plans/")
+    flags.DEFINE_path("docs", str(DOCS), "directory with the pages and plans/")
     flags.DEFINE_boolean("list", False, "list all plans, and whether each is recorded")
-    flags.DEFINE_boolean("plans", False, "make the plans again instead of the page")
+    flags.DEFINE_boolean("plans", False, "make the plans again instead of the pages")
     about = f"with --plans: only these, by names of plans or of groups: {', '.join(GROUPS)}"
     flags.DEFINE_list("only", (), about, {*REQUESTS, *GROUPS})
     flags.DEFINE_boolean("missing", False, "with --plans: only those that are not recorded")
@@ -77,25 +77,20 @@ def show_list(directory: Path) -> int:
 
 
 def write_page(args: Flags) -> int:
-    """The page and its pictures."""
-    from lingvo_moe.reproduction import page, schedules, validation
+    """Writes each page of which plans are recorded."""
+    from lingvo_moe.reproduction import page, validation
 
     docs = Path(args.docs)
-    recorded = goldens.read_all(docs / "plans", requests.REQUESTS)
-    compiling = goldens.read(docs / "plans", goldens.COMPILE_TIME)
-    text, pictures = page.write(recorded, compiling)
-    (docs / "images").mkdir(parents=True, exist_ok=True)
-    for name, data in {**pictures(), "pipelines.svg": schedules.draw()}.items():
-        files.write_atomic(docs / "images" / name, data)
-    files.write_atomic(docs / "reproduction.md", text.encode())
-    made = [docs / "reproduction.md"]
-    if any(goldens.path_of(docs / "plans", name).exists() for name in published.REQUESTS):
-        files.write_atomic(docs / "validation.md", validation.page(docs / "plans").encode())
-        made.append(docs / "validation.md")
-    if (models := open_models.page(docs / "plans")) is not None:
-        files.write_atomic(docs / "open_models.md", models.encode())
-        made.append(docs / "open_models.md")
-    _cli.made(*made)
+    plans = docs / "plans"
+    recorded = goldens.read_all(plans, requests.REQUESTS)
+    pages = {"reproduction.md": page.write(recorded, goldens.read(plans, goldens.COMPILE_TIME))}
+    if any(goldens.path_of(plans, name).exists() for name in published.REQUESTS):
+        pages["validation.md"] = validation.page(plans)
+    if any(goldens.path_of(plans, name).exists() for name in open_models.REQUESTS):
+        pages["open_models.md"] = open_models.page(plans)
+    for name, text in pages.items():
+        files.write_atomic(docs / name, text.encode())
+    _cli.made(*(docs / name for name in pages))
     return 0
 
 

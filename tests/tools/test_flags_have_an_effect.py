@@ -276,8 +276,7 @@ COMMANDS += [
     }, [[_RUN], [_RUN, "--no_routing"]], {"": "quiet"}),  # the stand-in makes no progress
     Command("reproduce", {
         "lingvo_moe.reproduction.making:in_own_process": _PLAN,
-        "lingvo_moe.reproduction.page:write": ("text", dict),
-        "lingvo_moe.reproduction.schedules:draw": b"",
+        "lingvo_moe.reproduction.page:write": "text",
         "lingvo_moe.reproduction.goldens:read_all": {},
         "lingvo_moe.reproduction.goldens:read": _PLAN,
         "lingvo_moe.reproduction.goldens:write": None,
