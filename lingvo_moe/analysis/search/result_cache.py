@@ -78,7 +78,7 @@ def _key(params: Params, more: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for part in (*more, text, version("tensorflow")):
         digest.update(part.encode() + b"\0")
-    for source in sorted(package.rglob("*.py")):
+    for source in sorted([*package.rglob("*.py"), *package.rglob("*.json")]):
         digest.update(str(source.relative_to(package)).encode() + b"\0" + source.read_bytes())
     for module in sorted(set(_CLASS.findall(text))):
         spec = importlib.util.find_spec(module)

@@ -6,8 +6,11 @@ and "TPU v6e" (key specifications), except the memory that a program may use: th
 (libtpu 0.0.42) prints when it refuses a program, a little below the chip's memory.
 """
 
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lingvo_moe.analysis.plans.machines.base_machine import Machine, PlanError
@@ -24,13 +27,13 @@ class Chip:
     """The figures of one chip of a generation. A device is what JAX calls a device."""
 
     generation: str  # e.g. 'v3'
-    hbm_bytes: int  # memory per device that a program may use, including its arguments and code
+    hbm_gib: float  # GiB per device that a program may use, including its arguments and code
     peak_flops: float  # bfloat16 FLOP/s per device; a multiply-add counts as two
     hbm_bandwidth: float  # bytes/s per device
     link_bandwidth: float  # bytes/s of one link between chips, in one direction
     clock_hz: float  # clock rate, which turns the compiler's cycles into seconds
     # Chips in each dimension of the largest slice; a 3-D slice may have another shape with the same number of chips.
-    max_dims: tuple[int, ...]
+    max_dims: Sequence[int] = field(hash=False)
     host_bandwidth: float  # bytes/s per chip from or to its host over PCI Express, in one direction
     devices_per_chip: int = 1  # v3 has two: its two cores
     # Bytes of main memory of a host with four chips; 0 where no figure is published.
@@ -42,7 +45,12 @@ class Chip:
     fp8_flops: float = 0.0  # FLOP/s per device of products of 8-bit numbers; 0: as bfloat16
     host_of_eight: bool = False  # whether a slice of 2x4 chips has one host, with twice the memory
 
+    @property
+    def hbm_bytes(self) -> int:
+        return int(self.hbm_gib * _GIB)
 
+
+# Where figures of tpus.json come from that are not key specifications:
 # The data-centre network: "DCN bandwidth per chip" of v5p (50 Gbit/s); that of a pod over its chips for v5e (6.4 Tbit/s
 # over 256) and v6e (25.6 Tbit/s over 256), which is also that of the interfaces of a host over its eight chips.
 # The way to the host: Google's data sheets do not state it. "How to Scale Your Model" (Austin et al. 2025, chapter 2)
@@ -54,87 +62,8 @@ class Chip:
 # Clocks: peak_flops over what the matrix units do in a cycle. The compiler's cycles for a bfloat16
 # product of 8192x8192 then come to 1.03 (v3), 1.08 (v4), 1.14 (v5e), 1.11 (v5p) and 1.42 (v6e) times
 # what the peak would take; v6e's, whose units the documents do not describe fully, is doubtful.
-CHIPS = {
-    chip.generation: chip
-    for chip in (
-        Chip(
-            generation="v3",
-            devices_per_chip=2,
-            hbm_bytes=int(15.48 * _GIB),
-            peak_flops=123e12 / 2,
-            hbm_bandwidth=900e9 / 2,
-            link_bandwidth=82e9,
-            clock_hz=940e6,
-            max_dims=(32, 32),
-            host_bandwidth=15e9,
-        ),
-        Chip(
-            generation="v4",
-            hbm_bytes=int(30.75 * _GIB),
-            peak_flops=275e12,
-            hbm_bandwidth=1200e9,
-            link_bandwidth=45e9,
-            clock_hz=1050e6,
-            max_dims=(16, 16, 16),
-            host_bandwidth=16e9,
-            host_memory=407 * 10**9,
-        ),
-        Chip(
-            generation="v5e",
-            hbm_bytes=int(15.75 * _GIB),
-            peak_flops=197e12,
-            hbm_bandwidth=819e9,
-            link_bandwidth=50e9,
-            clock_hz=1500e6,
-            max_dims=(16, 16),
-            host_bandwidth=15e9,
-            host_memory=192 * 10**9,
-            host_of_eight=True,
-            dcn_bandwidth=6.4e12 / 8 / 256,
-        ),
-        Chip(
-            generation="v5p",
-            hbm_bytes=int(95.74 * _GIB),
-            peak_flops=459e12,
-            hbm_bandwidth=2765e9,
-            link_bandwidth=100e9,
-            clock_hz=1750e6,
-            max_dims=(16, 16, 24),
-            host_bandwidth=15e9,
-            host_memory=448 * 10**9,
-            dcn_bandwidth=50e9 / 8,
-        ),
-        Chip(
-            generation="v6e",
-            hbm_bytes=int(31.25 * _GIB),
-            peak_flops=918e12,
-            hbm_bandwidth=1638e9,
-            link_bandwidth=100e9,
-            clock_hz=1750e6,
-            max_dims=(16, 16),
-            host_bandwidth=32e9,
-            host_memory=720 * 10**9,
-            host_of_eight=True,
-            dcn_bandwidth=25.6e12 / 8 / 256,
-            tile=256,
-        ),
-        Chip(
-            generation="tpu7x",
-            devices_per_chip=2,
-            hbm_bytes=int(94.75 * _GIB),
-            peak_flops=2307e12 / 2,
-            hbm_bandwidth=7370e9 / 2,
-            link_bandwidth=100e9,
-            clock_hz=2200e6,
-            max_dims=(16, 16, 36),
-            host_bandwidth=32e9,
-            host_memory=960 * 10**9,
-            dcn_bandwidth=100e9 / 8,
-            tile=256,
-            fp8_flops=4614e12 / 2,
-        ),
-    )
-}
+_TPUS: Mapping[str, Any] = json.loads(Path(__file__).with_name("tpus.json").read_text("utf-8"))
+CHIPS = {name: Chip(**figures, generation=name) for name, figures in _TPUS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
