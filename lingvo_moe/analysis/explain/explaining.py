@@ -74,16 +74,16 @@ def explain(
 
     made = partition(program, topology=topology)
     module = parse_module(made.before)
-    before, after = spmd.Propagated(module), parse_module(made.after)
-    names = _Names(program, before)
+    propagated, partitioned = spmd.Propagated(module), parse_module(made.after)
+    names = _Names(program, propagated)
     # Of a machine that is not here too, as `tools.plan` does.
     faults = known_faults.known_faults(module)
-    annotations = before.Annotations()
+    annotations = propagated.Annotations()
     return Explanation(
         name=program.name,
         mesh=program.mesh,
         tensors=[names.Tensor(a.tensor, names.Annotated(a)) for a in annotations],
-        exchanges=[names.Exchange(c) for c in spmd.communications(before, after)],
+        exchanges=[names.Exchange(c) for c in spmd.communications(propagated, partitioned)],
         compiled=count_collectives(made.final),
         wrong=[WrongNumbers(fault, names.Line(fault.op)) for fault in faults],
         find=names.Find,
@@ -123,11 +123,11 @@ def _lowered(
 class _Names:
     """Maps the compiler's names to the user's, and back."""
 
-    def __init__(self, program: Program, before: spmd.Propagated):
-        self._program, self._before = program, before
+    def __init__(self, program: Program, propagated: spmd.Propagated):
+        self._program, self._propagated = program, propagated
         self._sources = program.sources
         self._arguments = [spec.name for spec in program.signature.args]
-        self._annotated = {a.tensor.op: a.of for a in before.Annotations()}
+        self._annotated = {a.tensor.op: a.of for a in propagated.Annotations()}
 
     def Of(self, op: str) -> str:
         """The name of an operation; for an argument its path."""
@@ -182,7 +182,7 @@ class _Names:
         if self._sources is not None:
             candidates = self._sources.Same(wanted)
         for candidate in candidates:
-            tensors = self._exactly(candidate)
+            tensors = self._tensors_named(candidate)
             if tensors:
                 return self._numbered(name, tensors, number)
         tensors = self._in_scope(wanted.replace(".", "/").strip("/"))
@@ -190,11 +190,11 @@ class _Names:
             return tensors
         raise ExplainError(self._unknown(wanted))
 
-    def _exactly(self, name: str) -> list[ShardedTensor]:
-        """The tensors of the argument or the operation with exactly this name."""
+    def _tensors_named(self, name: str) -> list[ShardedTensor]:
+        """The tensors of the argument, or of the operation, that has this very name; [] if neither has."""
         argument = self._argument(name)
         op = f"args[{self._arguments.index(argument)}]" if argument else name
-        return [self.Tensor(t) for t in self._before.Tensors(op)]
+        return [self.Tensor(t) for t in self._propagated.Tensors(op)]
 
     def _argument(self, name: str) -> str:
         """The path of the argument of this name, given as path or as TensorFlow's name; '' if there is none."""
@@ -216,14 +216,16 @@ class _Names:
 
     def _in_scope(self, scope: str) -> list[ShardedTensor]:
         """All tensors of a scope, or of operations whose name ends with it."""
-        operations = self._before.by_operation
+        operations = self._propagated.by_operation
         within = [op for op in operations if op.startswith(f"{scope}/") or op == scope]
         within = within or [op for op in operations if f"/{op}/".endswith(f"/{scope}/")]
         within = within or [op for op in operations if f"/{scope}/" in f"/{op}"]
-        return [self.Tensor(t) for op in within[:_MOST_IN_SCOPE] for t in self._before.Tensors(op)]
+        return [
+            self.Tensor(t) for op in within[:_MOST_IN_SCOPE] for t in self._propagated.Tensors(op)
+        ]
 
     def _unknown(self, name: str) -> str:
-        names = {self.Of(op) for op in self._before.by_operation}
+        names = {self.Of(op) for op in self._propagated.by_operation}
         names |= {"/".join(op.split("/")[:n]) for op in names for n in range(1, op.count("/") + 1)}
         if self._sources is not None:
             passed_on = ((n, self._sources.Same(n)) for n in self._sources.names())

@@ -38,6 +38,11 @@ class CodeLine:
         return self.place
 
 
+def _place(line: CodeLine | None) -> str | None:
+    """The place of a source line, e.g. 'file.py:12'; None where the line is not known."""
+    return None if line is None else line.place
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardedTensor:
     """A tensor of the program after sharding propagation."""
@@ -72,22 +77,21 @@ class ShardedTensor:
         return self.sharding.Padding(self.shape)
 
     def ToJson(self) -> dict[str, Any]:
-        """Returns a plain dict; `Explanation.ToJson` describes its fields."""
-        mapping: list | None = None
-        if self.mapping is not None:
-            mapping = [list(axis) if isinstance(axis, tuple) else axis for axis in self.mapping]
+        """The tensor as a plain dict, with lists for tuples; `Explanation.ToJson` describes its fields."""
+        mapping = self.mapping
+        axes = [list(axis) if isinstance(axis, tuple) else axis for axis in mapping or ()]
         return {
             "name": self.name,
             "annotates": self.annotates,
             "dtype": self.dtype,
             "shape": list(self.shape),
             "sharding": self.sharding.Text(),
-            "mapping": mapping,
+            "mapping": None if mapping is None else axes,
             "part_shape": list(self.part_shape),
             "padding": list(self.padding),
             "phase": self.phase,
             "in_loop": self.in_loop,
-            "line": self.line and self.line.place,
+            "line": _place(self.line),
         }
 
     def __str__(self) -> str:
@@ -114,16 +118,16 @@ class Exchange:
         return self.what.num_bytes * (1 if self.what.times is None else self.what.times)
 
     def ToJson(self) -> dict[str, Any]:
-        """Returns a plain dict; `Explanation.ToJson` describes its fields."""
-        out = dataclasses.asdict(self.what)
-        for key in ("source", "target"):
-            sharding = getattr(self.what, key)
-            out[key] = sharding and sharding.Text()
-        out["shape"] = list(self.what.shape)
-        out["tensor"] = self.tensor
-        for key in ("line", "op_line"):
-            out[key] = getattr(self, key) and getattr(self, key).place
-        return out
+        """The collective's fields as a plain dict, with the moved tensor and the places of the source lines."""
+        source, target = self.what.source, self.what.target
+        return dataclasses.asdict(self.what) | {
+            "source": source.Text() if source else None,
+            "target": target.Text() if target else None,
+            "shape": list(self.what.shape),
+            "tensor": self.tensor,
+            "line": _place(self.line),
+            "op_line": _place(self.op_line),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +139,8 @@ class WrongNumbers:
     line: CodeLine | None = None
 
     def ToJson(self) -> dict[str, Any]:
-        """Returns a plain dict; `Explanation.ToJson` describes its fields."""
-        return dataclasses.asdict(self.fault) | {"line": self.line and self.line.place}
+        """The fault's fields as a plain dict, with the place of the source line as `line`."""
+        return dataclasses.asdict(self.fault) | {"line": _place(self.line)}
 
     def __str__(self) -> str:
         return f"{self.line.place}: {self.fault}" if self.line else str(self.fault)
@@ -238,7 +242,7 @@ class Explanation:
             flows=_flows(self),
             exchanges=_exchanges_table(self, _MOST_ON_PAGE),
             cards=[t for t in self.tensors if t.phase == "forward"] or self.tensors,
-            padding=_padding,
+            padding=_padding_text,
             figure=figure,
             axes_text=_axes_text,
             dims=_dims,
@@ -366,5 +370,10 @@ def _flows(explanation: Explanation) -> list[list[Exchange]]:
     return list(groups.values())
 
 
-def _padding(tensor: ShardedTensor) -> str:
-    return ", ".join(f"{n} of dimension {d}" for d, n in enumerate(tensor.padding) if n)
+def _padding_text(tensor: ShardedTensor) -> str:
+    """The number of elements that pad each dimension, e.g. '2 of dimension 0, 1 of dimension 3'; '' for none."""
+    return ", ".join(
+        f"{elements} of dimension {dimension}"
+        for dimension, elements in enumerate(tensor.padding)
+        if elements
+    )

@@ -14,6 +14,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,104 +84,129 @@ def auto_shard(
         raise ShardingError(
             f"auto_shard: memory_limit={memory_limit} has to be a number of bytes above 0"
         )
-    sharded = AutoSharded(fn, in_shardings, out_shardings, mesh, max_programs, known_faults)
-    sharded.Configure(differentiate, topology, memory_limit, _read(strategy))
-    return sharded
+    for_search = _StrategyOptions(differentiate, topology, memory_limit, _read(strategy))
+    return AutoSharded(
+        fn,
+        for_search,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        mesh=mesh,
+        max_programs=max_programs,
+        known_faults=known_faults,
+    )
+
+
+@dataclass(frozen=True)
+class _StrategyOptions:
+    """The arguments of `auto_shard` that are for the search."""
+
+    differentiate: Sequence[str] | None
+    topology: str
+    memory_limit: int | None
+    strategy: strategies.Strategy | None  # one that was found before; None to search
+
+
+@dataclass(frozen=True)
+class _TracedFunction:
+    """A function as it is traced for one signature of its arguments."""
+
+    recorded: Recorded  # its operations
+    arguments: Sequence[
+        TensorSpec
+    ]  # a spec for each tensor of the arguments, with its path as name
+    results: Any  # the structure that it returns, with a spec for each tensor
+
+
+@dataclass(frozen=True)
+class _AnnotatedFunction:
+    """A function with the annotations of the strategy for one signature of its arguments."""
+
+    strategy: strategies.Strategy
+    function: ShardedFunction
 
 
 class AutoSharded(ShardedFunction):
-    """A function that finds its sharding; see `auto_shard`."""
+    """A function that finds its sharding; see `auto_shard`.
+
+    For each signature of arguments it keeps a ShardedFunction that has the annotations of the best strategy, and does
+    what that one does: runs its program, or becomes part of the program that is being traced.
+    """
 
     MAKER = "auto_shard"
 
-    def Configure(
-        self,
-        differentiate: Sequence[str] | None,
-        topology: str,
-        memory_limit: int | None,
-        strategy: strategies.Strategy | None,
-    ) -> None:
-        """Sets what `auto_shard` was given for the search."""
-        if isinstance(differentiate, str):
+    def __init__(self, fn: Callable[..., Any], options: _StrategyOptions, **sharding: Any):
+        """`sharding` are the further arguments of ShardedFunction."""
+        super().__init__(fn, **sharding)
+        if isinstance(options.differentiate, str):
             raise ShardingError(
-                f"auto_shard: differentiate={differentiate!r} has to be a list of names, e.g. [{differentiate!r}]"
+                f"auto_shard: differentiate={options.differentiate!r} has to be a list of names, e.g. "
+                f"[{options.differentiate!r}]"
             )
-        for name in differentiate or ():
-            names = list(self._parameters.parameters)
+        names = list(self._parameters.parameters)
+        for name in options.differentiate or ():
             if name not in names:
                 raise ShardingError(
                     f"auto_shard: differentiate: {self._name} has no argument {name!r}{did_you_mean(name, names)}"
                 )
-        self._differentiate, self._topology = differentiate, topology
-        self._memory_limit, self._given = memory_limit, strategy
-        self._watched: dict[tuple[str, ...], list[bool]] = {}  # by the paths of the arguments
+        self._options = options
+        # Which tensors of the arguments a tape watched at the last call that had one, by the paths of all.
+        self._watched: dict[tuple[str, ...], list[bool]] = {}
 
     def Strategy(self, *args: Any, **kwargs: Any) -> strategies.Strategy:
         """The strategy for such arguments; it is searched for if it is not known yet, and nothing is run.
 
         In place of a tensor a TensorSpec does.
         """
-        return self._Find(self.Bind(args, kwargs))[0]
+        return self._WithAnnotations(self.Bind(args, kwargs)).strategy
+
+    def Searched(self, *args: Any, **kwargs: Any) -> StrategySearch:
+        """The search for such arguments, not yet run: its operators, their choices and costs."""
+        arguments, mesh = self.Bind(args, kwargs), self.MeshInForce()
+        traced = self._Trace(arguments, mesh)
+        return self._Search(traced, arguments, mesh, self._Differentiated(arguments))
 
     def _Bound(self, arguments: dict[str, Any]) -> Any:
-        return self._Find(arguments)[1]._Bound(arguments)
+        return self._WithAnnotations(arguments).function._Bound(arguments)
 
     def _Inline(self, arguments: dict[str, Any]) -> Any:
-        return self._Find(arguments)[1]._Inline(arguments)
+        return self._WithAnnotations(arguments).function._Inline(arguments)
 
-    def _Find(self, arguments: dict[str, Any]) -> tuple[strategies.Strategy, ShardedFunction]:
-        mesh, wanted = self.MeshInForce(), self._Wanted(arguments)
+    def _WithAnnotations(self, arguments: dict[str, Any]) -> _AnnotatedFunction:
+        """The function with the best strategy for arguments of these shapes and types, which is found once."""
+        mesh, differentiated = self.MeshInForce(), self._Differentiated(arguments)
 
-        def find() -> tuple[strategies.Strategy, ShardedFunction]:
-            strategy, structure = self._Strategy(arguments, mesh, wanted)
-            return strategy, self._Annotated(arguments, strategy, structure)
+        def make() -> _AnnotatedFunction:
+            traced = self._Trace(arguments, mesh)
+            strategy = self._options.strategy
+            if strategy is None:
+                search = self._Search(traced, arguments, mesh, differentiated)
+                strategy = search.Run(self._options.memory_limit)
+                for note in strategy.notes:
+                    warnings.warn(f"auto_shard: {self._name}: {note}", stacklevel=5)
+            else:
+                _check(strategy, self._name, mesh, traced)
+            return self._Annotated(arguments, strategy, traced.results)
 
-        return self.Kept((self.Key(arguments, mesh), tuple(wanted)), find)
+        return self.Kept((self.Key(arguments, mesh), tuple(differentiated)), make)
 
-    def _Wanted(self, arguments: dict[str, Any]) -> list[bool]:
-        """Whether the gradient of each tensor counts."""
+    def _Differentiated(self, arguments: dict[str, Any]) -> list[bool]:
+        """Whether the gradient by each tensor of the arguments counts."""
         leaves = tensor_items(arguments)
-        if self._differentiate is not None:
-            chosen = {
-                n: [path for path, _ in tensor_items({n: arguments[n]})]
-                for n in self._differentiate
-            }
-            paths = {path for some in chosen.values() for path in some}
+        if (names := self._options.differentiate) is not None:
+            paths = {path for path, _ in tensor_items({name: arguments[name] for name in names})}
             return [path in paths for path, _ in leaves]
-        names = tuple(path for path, _ in leaves)
-        trained = [
+        signature = tuple(path for path, _ in leaves)
+        watched = [
             leaf.trainable
             if isinstance(leaf, tf.Variable)
             else isinstance(leaf, tf.Tensor) and tapes(leaf) > 0
             for _, leaf in leaves
         ]
-        if any(trained):
-            self._watched[names] = trained
-        return self._watched.get(names, [True] * len(leaves))
+        if any(watched):
+            self._watched[signature] = watched
+        return self._watched.get(signature, [True] * len(leaves))
 
-    def Searched(self, *args: Any, **kwargs: Any) -> StrategySearch:
-        """The search for such arguments, not yet run: its operators, their choices and costs."""
-        arguments = self.Bind(args, kwargs)
-        return self._Search(arguments, self.MeshInForce(), self._Wanted(arguments))[0]
-
-    def _Strategy(
-        self, arguments: dict[str, Any], mesh: Mesh, wanted: Sequence[bool]
-    ) -> tuple[strategies.Strategy, Any]:
-        """The strategy, and the structure of the results."""
-        if self._given is not None:
-            traced, specs, structure = self._Trace(arguments, mesh)
-            _check(self._given, self._name, mesh, specs, traced)
-            return self._given, structure
-        search, structure = self._Search(arguments, mesh, wanted)
-        best = search.Run(self._memory_limit)
-        for note in best.notes:
-            warnings.warn(f"auto_shard: {self._name}: {note}", stacklevel=6)
-        return best, structure
-
-    def _Trace(
-        self, arguments: dict[str, Any], mesh: Mesh
-    ) -> tuple[Recorded, list[TensorSpec], Any]:
-        """The operations, the arguments' specs, and the structure of the results."""
+    def _Trace(self, arguments: dict[str, Any], mesh: Mesh) -> _TracedFunction:
         specs = [
             TensorSpec(tuple(int(n) for n in leaf.shape), dtype_name(leaf.dtype), (), path)
             for path, leaf in tensor_items(arguments)
@@ -193,33 +219,34 @@ class AutoSharded(ShardedFunction):
             structure = map_structure(lambda _: 0, out)
             return [tf.convert_to_tensor(y) for y in flatten(out)]
 
-        return Recorded(call, specs, mesh), specs, structure
+        recorded = Recorded(call, specs, mesh)
+        results = pack_as(structure, [TensorSpec.Of(y, "") for y in recorded.results])
+        return _TracedFunction(recorded, specs, results)
 
     def _Search(
-        self, arguments: dict[str, Any], mesh: Mesh, wanted: Sequence[bool]
-    ) -> tuple[StrategySearch, Any]:
-        traced, specs, structure = self._Trace(arguments, mesh)
-        paths = [path for path, _ in flatten_items(structure, "result")]
-        splits = self.InSplits(arguments, mesh)
-        results = pack_as(structure, [TensorSpec.Of(y, "") for y in traced.results])
-        splits_out = [()] * len(paths)
-        if self._out_shardings is not None:
-            splits_out = self.OutSplits(results, mesh)
-        search = StrategySearch(
-            self._name,
-            traced,
-            [
-                Argument(x, spec.name, splits[spec.name] or None, gradient)
-                for x, spec, gradient in zip(traced.arguments, specs, wanted, strict=True)
-            ],
-            [(path, split or None) for path, split in zip(paths, splits_out, strict=True)],
-            mesh_machine(mesh, self._topology),
-        )
-        return search, structure
+        self,
+        traced: _TracedFunction,
+        arguments: dict[str, Any],
+        mesh: Mesh,
+        differentiated: Sequence[bool],
+    ) -> StrategySearch:
+        """The search for all shardings that neither in_shardings nor out_shardings fix."""
+        in_splits = self.InSplits(arguments, mesh)
+        tensors = zip(traced.recorded.arguments, traced.arguments, differentiated, strict=True)
+        inputs = [
+            Argument(tensor, spec.name, in_splits[spec.name] or None, gradient)
+            for tensor, spec, gradient in tensors
+        ]
+        paths = [path for path, _ in flatten_items(traced.results, "result")]
+        out_splits = self.OutSplits(traced.results, mesh)
+        outputs = [(path, split or None) for path, split in zip(paths, out_splits, strict=True)]
+        machine = mesh_machine(mesh, self._options.topology)
+        return StrategySearch(self._name, traced.recorded, inputs, outputs, machine)
 
     def _Annotated(
-        self, arguments: dict[str, Any], strategy: strategies.Strategy, structure: Any
-    ) -> ShardedFunction:
+        self, arguments: dict[str, Any], strategy: strategies.Strategy, results: Any
+    ) -> _AnnotatedFunction:
+        """The function with a strategy's annotations; `results` is the structure that it returns."""
         fn, name = self._fn, self._name
 
         @functools.wraps(fn)
@@ -231,10 +258,11 @@ class AutoSharded(ShardedFunction):
             n: pack_as(value, [by_path.get(path) or None for path, _ in flatten_items(value, n)])
             for n, value in arguments.items()
         }
-        outputs = pack_as(structure, [t.mapping or None for t in strategy.results])
-        return ShardedFunction(
+        outputs = pack_as(results, [t.mapping or None for t in strategy.results])
+        function = ShardedFunction(
             with_annotations, inputs, outputs, strategy.mesh, 1, self._known_faults
         )
+        return _AnnotatedFunction(strategy, function)
 
 
 def _read(strategy: strategies.Strategy | str | os.PathLike | None) -> strategies.Strategy | None:
@@ -250,29 +278,24 @@ def _read(strategy: strategies.Strategy | str | os.PathLike | None) -> strategie
     return strategies.Strategy.FromText(text, f"auto_shard: strategy={strategy!r}")
 
 
-def _check(
-    strategy: strategies.Strategy,
-    name: str,
-    mesh: Mesh,
-    specs: Sequence[TensorSpec],
-    traced: Recorded,
-) -> None:
+def _check(strategy: strategies.Strategy, name: str, mesh: Mesh, traced: _TracedFunction) -> None:
     """Raises ShardingError unless the strategy is for this function."""
     what = f"{name}: the given strategy"
     if strategy.mesh != mesh:
         raise ShardingError(f"{what} is for mesh {strategy.mesh}, not {mesh}")
     want = [(t.name, t.shape) for t in strategy.arguments]
-    have = [(s.name, s.shape) for s in specs]
+    have = [(s.name, s.shape) for s in traced.arguments]
     if want != have:
         wrong = next((h for h, w in zip(have, want) if h != w), None)
         text = f"{wrong[0]} has shape {list(wrong[1])}" if wrong else f"{len(have)} arguments"
         raise ShardingError(f"{what} is for other arguments: here {text}")
+    operations = traced.recorded.operations
     placed: list[strategies.Tensor | strategies.ReadSharding] = [
         *strategy.operators,
         *(read for read in strategy.reads if read.op >= 0),
     ]
     for t in placed:
-        op = traced.operations[t.op] if t.op < len(traced.operations) else None
+        op = operations[t.op] if t.op < len(operations) else None
         if op is None or op.type != t.type:
             here = f"{op.type} {op.name!r}" if op is not None else "missing"
             raise ShardingError(

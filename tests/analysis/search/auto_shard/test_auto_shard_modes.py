@@ -279,6 +279,9 @@ def test_by_default_the_gradients_count_that_a_tape_asks_for():
         assert not of_weights(sharded)
     assert not of_weights(sharded)  # without the tape too
     variable = tf.Variable(_random(256, 1024), trainable=False)
-    assert xs.auto_shard(product, mesh, **pinned)._Wanted({"x": x, "w": variable}) == [True, True]
+    assert xs.auto_shard(product, mesh, **pinned)._Differentiated({"x": x, "w": variable}) == [
+        True,
+        True,
+    ]
     named = xs.auto_shard(product, mesh, differentiate=["w"], **pinned)
     assert named.Strategy(x, w) == sharded.Strategy(x, w)
