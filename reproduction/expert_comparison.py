@@ -31,55 +31,37 @@ _BASES = {
 _SETTLED = 50  # from this step on a router should lose few choices, and no expert should be dead
 
 
-def routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over rows of a run's metrics.jsonl and all MoE layers; nothing for a dense model.
+def routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Summarises how the MoE layers of a run routed its tokens, by the rows of its metrics.jsonl; {} for a dense model.
 
     Returns:
-        dropped: the share of choices that found their expert full, in training; without_expert: the share of
-        tokens that no expert processed; imbalance: the load of the busiest expert divided by the mean.
+        Means over the last five rows and all layers: `dropped`, the share of choices that found their expert full, in
+        training; `without_expert`, the share of tokens that no expert processed; `imbalance`, the load of the busiest
+        expert divided by the mean. From four rows on `busiest`, the same ratio for each quarter of the rows and each
+        layer. From step 50 on `worst_dropped` and `worst_dead`, the largest share of dropped choices, and of experts
+        without a token, in any row and layer.
     """
     if not any(name.startswith("moe/") for name in rows[-1]):
         return {}
-
-    def mean(name: str) -> float:
-        return float(np.mean(_of_layers(rows, name)))
-
-    loads = np.concatenate(_of_layers(rows, "expert_load"))  # of rows and layers
-    return {
-        "dropped": mean("over_capacity_ratio"),
-        "without_expert": mean("dispatch_0"),
-        "imbalance": float(np.mean(loads.max(1) / loads.mean(1))),
+    last, settled = rows[-5:], [row for row in rows if row["step"] >= _SETTLED]
+    out: dict[str, Any] = {
+        "dropped": float(np.mean(_of_layers(last, "over_capacity_ratio"))),
+        "without_expert": float(np.mean(_of_layers(last, "dispatch_0"))),
+        "imbalance": float(np.mean(_peaks(last))),
     }
+    if settled:
+        out["worst_dropped"] = float(np.max(_of_layers(settled, "over_capacity_ratio")))
+        out["worst_dead"] = float(np.max(_of_layers(settled, "dead_experts")))
+    if len(rows) >= 4:
+        quarters = np.array_split(_peaks(rows), 4)
+        out["busiest"] = [quarter.mean(0).round(3).tolist() for quarter in quarters]
+    return out
 
 
-def worst_routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The worst of any layer in the rows of a run's metrics.jsonl from step 50 on; nothing for a dense model.
-
-    Returns:
-        worst_dropped: the largest share of choices that found their expert full; worst_dead: the largest share
-        of experts without a token.
-    """
-    rows = [row for row in rows if row["step"] >= _SETTLED]
-    if not rows or not any(name.startswith("moe/") for name in rows[-1]):
-        return {}
-
-    def worst(name: str) -> float:
-        return float(np.max(_of_layers(rows, name)))
-
-    return {"worst_dropped": worst("over_capacity_ratio"), "worst_dead": worst("dead_experts")}
-
-
-def busiest(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """Busiest / mean in each quarter of a run's metrics.jsonl and each MoE layer, averaged over rows; nothing for a
-    dense model, or for less than four rows.
-    """
-    if len(rows) < 4 or not any(name.startswith("moe/") for name in rows[-1]):
-        return {}
+def _peaks(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """The load of the busiest expert divided by the mean, [R,L] for R rows."""
     load_RLE = _of_layers(rows, "expert_load")
-    ratio_RL = load_RLE.max(-1) / load_RLE.mean(-1)
-    return {
-        "busiest": [quarter.mean(0).round(3).tolist() for quarter in np.array_split(ratio_RL, 4)]
-    }
+    return np.asarray(load_RLE.max(-1) / load_RLE.mean(-1))
 
 
 def _of_layers(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:

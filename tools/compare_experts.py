@@ -144,9 +144,7 @@ class Comparison:
             "held_out_accuracy": float(held_out.accuracy),
             "held_out_tokens": int(held_out.tokens),
             "train_nll": rows[-1]["nll"],
-            **expert_comparison.routing(rows[-5:]),
-            **expert_comparison.worst_routing(rows),
-            **expert_comparison.busiest(rows),
+            **expert_comparison.routing(rows),
         }
 
     def _results(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def _rows():
         for name, rows in layers.items()
         for stack in ("encoder", "decoder")
     ]
-    return [{name: rows[i] for name, rows in names} for i in range(2)]
+    return [{"step": i, **{name: rows[i] for name, rows in names}} for i in range(2)]
 
 
 def test_routing_is_averaged_over_layers_and_rows():
@@ -33,7 +33,7 @@ def test_routing_is_averaged_over_layers_and_rows():
         # mean(0.1, 0.3, 0.2, 0.2) = 0.2; peaks 1.5, 1, 1 and 2
         {"dropped": 0.2, "without_expert": 0.01, "imbalance": 1.375}
     )
-    assert expert_comparison.routing([{"loss": 1.0}]) == {}
+    assert expert_comparison.routing([{"step": 1, "loss": 1.0}]) == {}
 
 
 def test_trains_measures_and_goes_on(tmp_path, capfd, monkeypatch):

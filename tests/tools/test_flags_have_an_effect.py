@@ -317,7 +317,6 @@ COMMANDS += [
         "lingvo_moe.core.task.inspect:count_parameters": 1,
         "lingvo_moe.tasks.text.runs.run_dir:TextRunDir.Task": anything(),
         "lingvo_moe.reproduction.expert_comparison:routing": {},
-        "lingvo_moe.reproduction.expert_comparison:worst_routing": {},
         "lingvo_moe.reproduction.expert_comparison:groups": [],
     }, [[]]),
     Command("demo", {

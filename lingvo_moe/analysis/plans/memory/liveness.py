@@ -44,7 +44,6 @@ class Buffer:
     # The values written to it, in schedule order; values that are only forwarded are left out.
     values: list[Value] = field(default_factory=list)
     argument: int | None = None  # the number of the program's argument that it holds, or None
-    carried: bool = False  # whether a loop carries it
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,6 @@ class _Tracer:
         self._values: list[Value] = []
         self._written: list[int | None] = []  # position of the write; None: only forwarded
         self._read: list[int] = []  # position of the last read
-        self._carried: set[int] = set()
         self._clock = 0
         self._backward = -1
 
@@ -173,7 +171,6 @@ class _Tracer:
     ) -> None:
         for out, value in zip(ids, init):
             self._forward_value(out, value)
-        self._carried.update(ids)
         condition = self._module.computation(instruction.attribute("condition"))
         body = self._module.computation(instruction.attribute("body"))
         backward = backward or is_backward(instruction, body)
@@ -237,7 +234,6 @@ class _Tracer:
         for value, written in enumerate(self._written):
             buffer = buffers.setdefault(self._find(value), Buffer())
             buffer.end = max(buffer.end, self._read[value])
-            buffer.carried = buffer.carried or value in self._carried
             if written is not None:
                 entry = self._values[value]
                 array = entry.instruction.arrays[entry.index]

@@ -130,7 +130,7 @@ def test_a_loop_carries_one_set_of_buffers_and_its_body_comes_on_top():
     assert peak == pytest.approx((32 + 32 + 4 + 4) * _KIB, abs=64)
     (carried,) = {traced.buffer_of[name][0] for name in ("x.0", "x.2", "out")}
     buffer = traced.buffers[carried]
-    assert buffer.carried and buffer.num_bytes == 32 * _KIB
+    assert buffer.num_bytes == 32 * _KIB
     assert [v.instruction.name for v in buffer.values] == ["x.0", "x.2"]
     assert buffer.start <= place <= buffer.end
     assert traced.backward == traced.length
