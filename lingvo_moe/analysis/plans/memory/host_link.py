@@ -9,7 +9,7 @@ a plain copy, is waited for at once. A move inside a loop takes as long each tim
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lingvo_moe.analysis.plans.machines.base_machine import Machine
 from lingvo_moe.analysis.plans.work.costs import Cost
@@ -97,17 +97,24 @@ class _Link:
         self._taken: list[tuple[str, float, float]] = []  # name, from, to
 
     def Begin(self, name: str, time: float, seconds: float) -> None:
-        """A move is begun now, and takes so long."""
+        """Queues a move of so many seconds, which is begun at this time."""
         start = max(time, self._taken[-1][2]) if self._taken else time
         self._taken.append((name, start, start + seconds))
 
     def Wait(self, name: str, time: float) -> Iterator[tuple[str, float]]:
-        """The moves that are carried from now on until that one is done, and their seconds in that time."""
+        """Yields what the link carries from `time` on until this move is done: moves, and the seconds of each."""
         for move, start, end in self._taken:
             if end > time:
                 yield move, end - max(start, time)
             if move == name:
                 return
+
+
+class _Spent(NamedTuple):
+    """The seconds that an execution of an instruction or a computation takes."""
+
+    seconds: float  # all of them
+    waiting: float  # those in which the device waits for moves
 
 
 class _LinkReader:
@@ -123,8 +130,7 @@ class _LinkReader:
 
     def Waiting(self) -> float:
         """Seconds of one run of the program in which the device waits for moves."""
-        _, waited = self._Follow(self._module.entry)
-        return waited
+        return self._Follow(self._module.entry).waiting
 
     def Rows(self) -> list[dict[str, Any]]:
         """The plan's `moves`, after Waiting: the longest first."""
@@ -151,8 +157,8 @@ class _LinkReader:
     def _Seconds(self, move: HostTransfer) -> float:
         return move.bytes / self._machine.host_bandwidth
 
-    def _Follow(self, inside: Computation) -> tuple[float, float]:
-        """(seconds of one execution of a computation, those of them that are spent waiting)."""
+    def _Follow(self, inside: Computation) -> _Spent:
+        """Executes a computation once, instruction by instruction."""
         time, waited = 0.0, 0.0
         links = {IN: _Link(), OUT: _Link()}
         begun: dict[str, HostTransfer] = {}
@@ -171,19 +177,19 @@ class _LinkReader:
                     self._waits[carried] += wait
                     time, waited = time + wait, waited + wait
                 continue
-            took, of_it = self._Work(instruction, cost)
-            time, waited = time + took, waited + of_it
-        return time, waited
+            spent = self._Work(instruction, cost)
+            time, waited = time + spent.seconds, waited + spent.waiting
+        return _Spent(time, waited)
 
-    def _Work(self, instruction: Instruction, cost: Cost) -> tuple[float, float]:
-        """(seconds of one execution of an instruction, those of them that are spent waiting)."""
+    def _Work(self, instruction: Instruction, cost: Cost) -> _Spent:
+        """Executes an instruction that is no move: a loop's body as often as it runs, or what a call calls."""
         if instruction.opcode == "while":
             body = self._module.computation(instruction.attribute("body"))
             trips = self._costs[body.root.name].times / cost.times
-            took, waited = self._Follow(body)
-            return trips * took, trips * waited
+            trip = self._Follow(body)
+            return _Spent(trips * trip.seconds, trips * trip.waiting)
         if instruction.opcode in _NESTED:
             called = map(self._module.computation, instruction.called)
-            times = [self._Follow(one) for one in called]
-            return sum(took for took, _ in times), sum(waited for _, waited in times)
-        return execution_seconds(cost, self._machine), 0.0
+            every = [self._Follow(one) for one in called]
+            return _Spent(sum(one.seconds for one in every), sum(one.waiting for one in every))
+        return _Spent(execution_seconds(cost, self._machine), 0.0)

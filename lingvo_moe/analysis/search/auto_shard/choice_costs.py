@@ -10,7 +10,7 @@ the caller gave, costs nothing itself, so that the same strategy has the same co
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,12 +128,13 @@ class Costs:
                         yield Crossing(value, producer, i, member, operand, made, used, summed)
 
     def _Choices(self, number: int, operator: Operator) -> Choices:
+        """The choices of an operator with their costs, which are computed once for operators that look alike."""
         key = self._Look(number, operator)
         if key not in self._known_choices:
             choices = self._AsAnnotated(operator, tuple(self._Enumerate(operator)))
-            figures = [self._Own(number, operator, choice) for choice in choices]
-            seconds, stays, working = (np.array(column, float) for column in zip(*figures))
-            self._known_choices[key] = Choices(choices, seconds, stays, working)
+            costs = [self._CostOf(number, operator, choice) for choice in choices]
+            seconds, kept, working = (np.array(column, float) for column in zip(*costs))
+            self._known_choices[key] = Choices(choices, seconds, kept, working)
         return self._known_choices[key]
 
     def _Annotated(self, operator: Operator) -> list[tuple[Letters, Layout]]:
@@ -191,7 +192,8 @@ class Costs:
             tuple(numbers.index(n) for n in numbers),
         )
 
-    def _Enumerate(self, operator: Operator):
+    def _Enumerate(self, operator: Operator) -> Iterator[Choice]:
+        """Yields the choices that divide an operator's letters evenly, or the one that is fixed."""
         if operator.fixed is not None:
             by_axis = {a: letter for letter, axes in operator.fixed.items() for a in axes}
             yield tuple(by_axis.get(a) for a in self.axes)
@@ -201,16 +203,21 @@ class Costs:
                 yield choice
 
     def _Parts(self, letters: Sequence[int | None], choice: Choice) -> int:
+        """The number of parts into which a choice divides a tensor with these letters."""
         return math.prod(n for n, c in zip(self._sizes, choice) if c is not None and c in letters)
 
     def _Along(self, letters: Sequence[int], choice: Choice) -> tuple[str, ...]:
+        """The mesh axes that shard any of these letters."""
         return tuple(a for a, c in zip(self.axes, choice) if c is not None and c in letters)
 
     def _Bytes(self, value: TracedTensor, letters: Letters, choice: Choice) -> float:
+        """The bytes of a tensor on one device."""
         return value.num_bytes / self._Parts(letters, choice)
 
-    def _Own(self, number: int, operator: Operator, choice: Choice) -> tuple[float, float, float]:
-        """Seconds, bytes that are kept, bytes at work."""
+    def _CostOf(
+        self, number: int, operator: Operator, choice: Choice
+    ) -> tuple[float, float, float]:
+        """The `seconds`, `kept` and `working` of Choices for one choice of an operator."""
         total = 0.0
         traffic = sum(self._Bytes(v, operator.holds[v], choice) for v in self._leaves[number])
         base = sum(self._Bytes(v, d, choice) for v, d in operator.root) or np.inf
@@ -244,11 +251,11 @@ class Costs:
         )
         # Also so that of equal choices one is taken that stores less.
         total += (_UPDATED * wanted + 0.01 * arguments) / self._on.machine.hbm_bandwidth
-        stays = arguments + wanted + (traffic if gradients else 0.0)
-        working = self._Working(operator, choice)
-        return total, stays, working
+        kept = arguments + wanted + (traffic if gradients else 0.0)
+        return total, kept, self._Working(operator, choice)
 
     def _Working(self, operator: Operator, choice: Choice) -> float:
+        """The bytes on a device of the operands and results of the operation that has most of them."""
         sizes = [
             sum(self._Bytes(v, d, choice) for _, v, d in m.uses)
             + sum(self._Bytes(v, d, choice) for v, d in m.makes)
@@ -268,7 +275,7 @@ class Costs:
     def _Inside(
         self, operator: Operator, member: Member, value: TracedTensor, used: Letters, choice: Choice
     ) -> float:
-        """Seconds of what an operation reads from its own operator."""
+        """Seconds to bring an operation a tensor that its own operator makes, in the layout in which it reads it."""
         letters = operator.holds[value]
         gradient = value.has_gradient and member.has_gradient
         summed = tuple(member.letters.difference(used)) if gradient else ()

@@ -149,7 +149,7 @@ class AutoSharded(ShardedFunction):
                     f"auto_shard: differentiate: {self._name} has no argument {name!r}{did_you_mean(name, names)}"
                 )
         self._options = options
-        # Which tensors of the arguments a tape watched at the last call that had one, by the paths of all.
+        # Whether a tape watched each tensor of the arguments, at the last call with one; by the paths of all of them.
         self._watched: dict[tuple[str, ...], list[bool]] = {}
 
     def Strategy(self, *args: Any, **kwargs: Any) -> strategies.Strategy:

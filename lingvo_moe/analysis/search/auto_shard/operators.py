@@ -52,9 +52,8 @@ class Member:
     op: int  # its number
     type: str  # the operation's type
     letters: frozenset[int]  # all that it runs over
-    uses: tuple[
-        tuple[int, TracedTensor, Letters], ...
-    ]  # (number of the operand, the tensor, its letters)
+    # (number of the operand, the tensor, its letters) of each operand that is no constant.
+    uses: tuple[tuple[int, TracedTensor, Letters], ...]
     makes: tuple[tuple[TracedTensor, Letters], ...] = ()  # (the tensor, its letters)
     reduced: frozenset[int] = frozenset()  # those over which its results are reduced
     flops: int = 0  # the FLOPs of products, over all devices
@@ -357,15 +356,18 @@ class Operators:
         return letter
 
     def _Limit(self, letter: int | None, size: int) -> None:
+        """Lets only such numbers of parts divide a letter as divide a dimension of this size too."""
         letter = self._Find(letter)
         if letter is not None:
             self._sizes[letter] = math.gcd(self._sizes[letter], size)
 
     def _Hold(self, operator: Operator, value: TracedTensor, letters: Letters) -> None:
+        """Makes an operator the home of a tensor, with these letters."""
         self.home[value.number], self._dims[value.number] = operator, letters
         operator.holds[value] = letters
 
     def _Fix(self, operator: Operator, letters: Letters, mapping: DimsMapping) -> None:
+        """Leaves an operator one choice: that of a mapping, which an annotation or the caller gave."""
         operator.fixed = {}
         for letter, axis in zip(letters, mapping, strict=True):
             if letter is not None and axis is not None:
@@ -398,10 +400,12 @@ class Operators:
 
 
 def _some(letters: Iterable[int | None]) -> frozenset[int]:
+    """The letters among these, without the Nones of dimensions that stay whole."""
     return frozenset(d for d in letters if d is not None)
 
 
 def is_even(shape: Sequence[int], mapping: DimsMapping, mesh: Mesh) -> bool:
+    """Whether each dimension is a multiple of the number of its parts."""
     return all(
         n % mesh.axis_size(axes_of(axis)) == 0 for n, axis in zip(shape, mapping, strict=True)
     )

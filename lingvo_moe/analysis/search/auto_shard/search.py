@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -69,11 +69,12 @@ class Recorded:
 
 
 class StrategySearch:
-    """One search.
+    """The search for the best strategy of one traced function over a mesh.
 
     Attributes:
-        operators, costs: of the function.
-        notes: what is not as one might expect.
+        operators: the function's operators.
+        costs: the costs of their choices.
+        notes: remarks on annotations that the search does not understand.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class StrategySearch:
         return mapping
 
     def _Mapping(self, value: TracedTensor, solution: solver.Solution) -> DimsMapping:
+        """The sharding in which the solution makes a tensor."""
         number = self.costs.number[value.number]
         choice = self.costs.choices[number].choices[solution.chosen[number]]
         layout = self.operators.home[value.number].holds[value]
@@ -186,7 +188,7 @@ class StrategySearch:
         even = is_even(value.shape, mapping, self._on.mesh)
         return mapping if even else (None,) * len(value.shape)
 
-    def _Made(self, solution: solver.Solution):
+    def _Made(self, solution: solver.Solution) -> Iterator[Tensor]:
         """The result of each operator, and what other operators read of it."""
         crossing: dict[int, set[TracedTensor]] = defaultdict(set)
         for c in self.costs.crossings:
@@ -202,7 +204,8 @@ class StrategySearch:
                     mapping = self._Mapping(value, solution)
                     yield Tensor(value.name, value.shape, mapping, value.op, value.index, op.type)
 
-    def _Reads(self, solution: solver.Solution):
+    def _Reads(self, solution: solver.Solution) -> Iterator[ReadSharding]:
+        """Yields what an operation reads in another sharding than it is made in, or whose gradient is moved."""
         for c in self.costs.crossings:
             ends = [
                 self.costs.choices[n].choices[solution.chosen[n]] for n in (c.producer, c.consumer)
@@ -225,7 +228,8 @@ class StrategySearch:
                 backward=_texts(backward),
             )
 
-    def _ResultTensors(self, solution: solver.Solution):
+    def _ResultTensors(self, solution: solver.Solution) -> Iterator[Tensor]:
+        """Yields the function's results in the shardings that the caller gave, or else that the solution has."""
         for x, (path, mapping) in zip(self._traced.results, self._results, strict=True):
             value = self.operators.ValueOf(x)
             shape = tuple(x.shape.as_list())
@@ -234,6 +238,7 @@ class StrategySearch:
             yield Tensor(path, shape, mapping)
 
     def _Lacking(self, limit: float) -> str:
+        """Says that no strategy keeps a memory limit, how much the smallest needs, and of which operators."""
         least = solver.least_memory(self.costs.choices)
         largest = sorted(
             (

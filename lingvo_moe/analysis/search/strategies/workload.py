@@ -161,38 +161,41 @@ def _product(
         result, tensors = rows + table.letters[1:], [op.inputs[0], op.inputs[1]]
     else:
         return
-    own = _own_letters(letters, weights)
+    renamed = _letters_of_weights(letters, weights)
     operands = [
-        Operand("".join(own.get(n, n) for n in each), weight is not None)
-        for each, weight in zip(letters, weights, strict=True)
+        Operand("".join(renamed.get(n, n) for n in of_operand), weight is not None)
+        for of_operand, weight in zip(letters, weights, strict=True)
     ]
     sizes = {
-        own.get(n, n): size
-        for each, x in zip(letters, tensors, strict=True)
-        for n, size in zip(each, x.shape.as_list(), strict=True)
+        renamed.get(n, n): size
+        for of_operand, x in zip(letters, tensors, strict=True)
+        for n, size in zip(of_operand, x.shape.as_list(), strict=True)
     }
     read = next((x for x, w in zip(tensors, weights, strict=True) if w is None), tensors[0])
     product = Product(
         part=layers.place(op.name, in_backward_loop=False).part,
         stack=forms.StackOf(op.name),
         operands=(operands[0], operands[1]),
-        result=Operand("".join(own.get(n, n) for n in result)),
+        result=Operand("".join(renamed.get(n, n) for n in result)),
         sizes=tuple(sorted(sizes.items())),
         lookup=op.type == "GatherV2",
     )
     yield product, origin(read, _SAME).name
 
 
-def _own_letters(letters: Sequence[str], weights: Sequence[VariableSpec | None]) -> dict[str, str]:
-    """Maps an equation's letters to new ones, so that a weight in it has those of its spec.
+def _letters_of_weights(
+    letters: Sequence[str], weights: Sequence[VariableSpec | None]
+) -> dict[str, str]:
+    """Maps an equation's letters to those of the spec of the first weight in it; {} for an equation without weights.
 
-    A layer may compute products of different weights with one equation.
+    A layer may compute products of different weights with one equation, e.g. 'BTM,MH->BTH' for a weight with the
+    letters MF: M to M, H to F.
     """
-    for each, weight in zip(letters, weights, strict=True):
+    for in_equation, weight in zip(letters, weights, strict=True):
         if weight is not None:
-            own = weight.letters[weight.stack_dims :]
-            if len(own) == len(each):
-                return dict(zip(each, own, strict=True))
+            in_spec = weight.letters[weight.stack_dims :]
+            if len(in_spec) == len(in_equation):
+                return dict(zip(in_equation, in_spec, strict=True))
     return {}
 
 
