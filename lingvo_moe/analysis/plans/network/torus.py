@@ -119,26 +119,13 @@ def _fewest_links(chips: int, wraps: bool) -> int:
     return 2 if wraps and chips > 2 else 1
 
 
-@functools.lru_cache(maxsize=256)
 def _busiest_link(chips: int, wraps: bool) -> float:
     """The load of the busiest link, one way, when every chip of a line or ring sends 1/chips to each.
 
-    The unit is what one chip sends in total. The dimensions of a grid are independent: data travels
-    along one dimension after the other, and along each of them every chip sends equal parts to all
-    chips of its line.
+    The unit is what one chip sends in total. The dimensions of a grid are independent: data travels along one dimension
+    after the other, and along each of them every chip sends equal parts to all chips of its line. The link in the
+    middle of a line carries what each chip on its one side sends to each on the other. On a ring all links carry half
+    of that, as data goes the shorter way, and half each way to the opposite chip.
     """
-    load: dict[tuple[int, int], float] = {}
-    for source in range(chips):
-        for target in range(chips):
-            distance = target - source
-            ways = [distance]
-            if wraps:
-                ahead = distance % chips
-                ways = [w for w in (ahead, ahead - chips) if abs(w) == min(ahead, chips - ahead)]
-            # To the opposite chip of a ring there are two ways; half goes each way.
-            for way in ways:
-                step = 1 if way > 0 else -1
-                for i in range(0, way, step):
-                    link = ((source + i) % chips, step)
-                    load[link] = load.get(link, 0.0) + 1 / chips / len(ways)
-    return max(load.values(), default=0.0)
+    on_line = (chips // 2) * (chips - chips // 2) / chips
+    return on_line / 2 if wraps else on_line
