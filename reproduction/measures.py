@@ -97,10 +97,10 @@ def forward_roofline(plan: Plan) -> float:
     return roofline / sum(forward_seconds(plan).values())
 
 
-def count(plan: Plan, **of: str) -> int:
+def count(plan: Plan, **fields: str) -> int:
     """Number of collectives in a step whose fields have these values, e.g. kind='all-to-all', phase='forward'."""
     rows = plan["collectives"]
-    return sum(r["count"] for r in rows if all(r[name] == value for name, value in of.items()))
+    return sum(r["count"] for r in rows if all(r[name] == value for name, value in fields.items()))
 
 
 def counts(plan: Plan) -> list[str]:

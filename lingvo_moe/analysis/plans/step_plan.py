@@ -51,7 +51,7 @@ class Request:
 
     model: str  # an experiment, e.g. 'mt.M4MoE2048E36L'
     topology: str  # e.g. 'v3:32x32', 'v5p:4x4x4*2' (two slices) or 'h100:32x8'
-    override: str = ""  # as --model_params_override
+    override: str = ""  # the text of --model_params_override
     what: str = "train"  # one of WHATS
     mesh: str = ""  # 'axis:size,...'; '': the experiment's own, sized to the topology
     token_budget: float = 1e12  # target tokens that a whole training run sees
@@ -122,10 +122,10 @@ def make_plan(
     compiled = _compiled(program, topology, cache_dir, say)
     layers = Layers(task.DeclaredParts())
     if isinstance(compiled, aot.OutOfMemory):
-        held = breakdown.misfit_plan(compiled, program.signature, layers)
+        memory = breakdown.misfit_plan(compiled, program.signature, layers)
         if train:
-            held["advice"] = [*remedies.advice(held, form, params, mesh), *held["advice"]]
-        return out | {"memory": held, "work": [], "collectives": [], "time": None}
+            memory["advice"] = [*remedies.advice(memory, form, params, mesh), *memory["advice"]]
+        return out | {"memory": memory, "work": [], "collectives": [], "time": None}
     _check_compiled(compiled, program, request, task, topology)
     out["compile"] |= {
         "compile_seconds": compiled.compile_seconds,
@@ -230,8 +230,8 @@ def _analyse(
     work = tables.work(costs, topology)
     collectives = tables.collectives(costs, topology)
     some: dict[str, Any] = {}
-    if found := pipeline.pipelines(module, costs, topology, schedule):
-        some["pipelines"] = found
+    if pipelines := pipeline.pipelines(module, costs, topology, schedule):
+        some["pipelines"] = pipelines
     if isinstance(topology, Cluster):
         some["mesh_axes"] = mesh_order.mesh_plan(costs, program.mesh, topology)
         some["number_formats"] = tables.number_formats(costs)

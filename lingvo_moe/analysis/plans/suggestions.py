@@ -24,13 +24,13 @@ def suggestions(plan: Plan) -> list[str]:
     memory = plan["memory"]
     if not memory.get("fits"):
         return list(memory.get("advice") or ())
-    found = [*_too_large(plan)]
+    sentences = [*_too_large(plan)]
     if plan["what"] == "train" and plan.get("time"):
         slow = list(_slow(plan))
-        found += [*_low_utilisation(plan), *slow, *(_search(plan) if slow else [])]
+        sentences += [*_low_utilisation(plan), *slow, *(_search(plan) if slow else [])]
     if figures.needed(plan) >= _TIGHT * memory["hbm"]:
-        found += memory.get("advice") or ()
-    return found
+        sentences += memory.get("advice") or ()
+    return sentences
 
 
 def _too_large(plan: Plan) -> list[str]:
@@ -53,10 +53,10 @@ def _low_utilisation(plan: Plan) -> list[str]:
     utilisation = plan["time"]["utilization"]
     if utilisation is None or utilisation >= _LOW_UTILISATION:
         return []
-    each = list(plan["batch"].values())[-1] / plan["topology"]["devices"]
+    share = list(plan["batch"].values())[-1] / plan["topology"]["devices"]
     arithmetic = sum(row["compute_seconds"] for row in plan["work"])
     return [
-        f"Utilisation is {units.share(utilisation)}: a device gets {units.number(each)} {figures.unit(plan)} a step, "
+        f"Utilisation is {units.share(utilisation)}: a device gets {units.number(share)} {figures.unit(plan)} a step, "
         f"and its arithmetic would take {units.duration(arithmetic)} of {units.duration(plan['time']['step_seconds'])}"
         f". More {figures.unit(plan)} a device (input.batch_size), or fewer devices, raise it."
     ]
@@ -66,9 +66,9 @@ def _slow(plan: Plan) -> Iterator[str]:
     """Names each cause that takes much of a step: the network, idle stages, loops, the hosts."""
     network = figures.collective_share(plan) or 0.0
     if network >= _MUCH:
-        kind, count, held, seconds = figures.collective_totals(plan)[0]
+        kind, count, moved, seconds = figures.collective_totals(plan)[0]
         yield (
-            f"The network takes {units.share(network)} of a step, most of it {count:,} {kind} of {units.size(held)} "
+            f"The network takes {units.share(network)} of a step, most of it {count:,} {kind} of {units.size(moved)} "
             f"({units.duration(seconds)})."
         )
     idle = figures.bubble(plan) or 0.0
@@ -93,7 +93,7 @@ def _search(plan: Plan) -> list[str]:
     """The command of the search; none for a model of images, which has no stacks of equal blocks."""
     if figures.unit(plan) != "tokens":
         return []
-    own = registry.without_strategy(plan.get("override") or "")
+    override = registry.without_strategy(plan.get("override") or "")
     topology = plan["topology"]["name"]
-    flags = flags_line(model=plan["model"], model_params_override=own, topology=topology)
+    flags = flags_line(model=plan["model"], model_params_override=override, topology=topology)
     return [f"`python -m tools.parallelize {flags}` searches for a faster layout."]

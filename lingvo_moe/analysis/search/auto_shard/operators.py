@@ -276,8 +276,8 @@ class Operators:
         place = next(i for i, v in enumerate(at.used) if v is leader)
         dims = rule.inputs[place]
         assert dims is not None
-        known = dict(zip(dims, self._dims[leader.number]))
-        letters = {letter: known.get(letter) for letter in rule.sizes}
+        of_leader = dict(zip(dims, self._dims[leader.number]))
+        letters = {letter: of_leader.get(letter) for letter in rule.sizes}
         for letter, size in rule.sizes.items():
             self._Limit(letters[letter], size)
         self._Join(self.home[leader.number], at, rule, letters)
@@ -304,14 +304,16 @@ class Operators:
                 self._Absorb(operator, home, self._dims[v.number], wanted)
             uses.append((i, v, wanted))
         makes = [(v, named(dims)) for v, dims in zip(at.made, rule.outputs, strict=True)]
-        own = _some(letters[letter] for letter in rule.sizes)
+        runs_over = _some(letters[letter] for letter in rule.sizes)
         reduced = _some(letters[letter] for letter in rule.reduced)
         # Worth a sharding of its own, as a normalization of the function's argument is.
         if rule.reduced:
             self._pending.discard(id(operator))
         self._Append(
             operator,
-            Member(at.number, at.op.type, own, tuple(uses), tuple(makes), reduced, rule.flops),
+            Member(
+                at.number, at.op.type, runs_over, tuple(uses), tuple(makes), reduced, rule.flops
+            ),
         )
 
     def _Append(self, operator: Operator, member: Member) -> None:
@@ -376,13 +378,15 @@ class Operators:
     def _Finish(self) -> None:
         """Numbers the letters of each operator from 0, so that equal layers look alike."""
         for operator in self.operators:
-            kept = [d for d in operator.sizes if self._Find(d) == d]
-            number: dict[int | None, int | None] = {d: i for i, d in enumerate(kept)} | {None: None}
+            remaining = [d for d in operator.sizes if self._Find(d) == d]
+            number: dict[int | None, int | None] = {d: i for i, d in enumerate(remaining)} | {
+                None: None
+            }
 
             def now(letters: Letters, number=number) -> Letters:
                 return tuple(number[self._Find(d)] for d in letters)
 
-            operator.sizes = {i: self._sizes[d] for i, d in enumerate(kept)}
+            operator.sizes = {i: self._sizes[d] for i, d in enumerate(remaining)}
             operator.holds = {v: now(d) for v, d in operator.holds.items()}
             if operator.fixed is not None:
                 numbers = zip(now(tuple(operator.fixed)), operator.fixed.values(), strict=True)

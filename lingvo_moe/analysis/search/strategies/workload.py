@@ -106,14 +106,14 @@ def read_workload(params: Params) -> Workload:
     layers = Layers(task.DeclaredParts())
     marks = _marked_products(marked, graph)
     specs = dict(zip((x.ref() for x in graph.inputs), state.theta.Flatten(), strict=False))
-    found = [
+    traced = [
         (replace(product, name=marks.get(op.name, "")), read)
         for op in graph.get_operations()
         for product, read in _product(op, layers, specs, forms)
     ]
-    readers = Counter(read for product, read in found if product.of_weight)
+    readers = Counter(read for product, read in traced if product.of_weight)
     products: Counter[Product] = Counter()
-    for product, read in found:
+    for product, read in traced:
         product = replace(product, readers=max(1, readers[read]))
         products[product] += forms.num_blocks.get(product.stack, 1)
     experts = any(part == EXPERTS for part, _ in task.DeclaredParts().values())
@@ -136,15 +136,15 @@ class WorkloadError(ValueError):
 
 def _marked_products(marked: Collected, graph: tf.Graph) -> dict[str, str]:
     """The names of the activations that layers mark, by the operation of the product nearest before each."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, value in zip(marked.names, marked.values, strict=True):
         before = [value.op] if value.graph is graph else []
         for op in before:  # The list grows while it is read.
             if op.type == "Einsum":
-                found.setdefault(op.name, name)
+                names.setdefault(op.name, name)
             elif op.type in _NEAR:
                 before += [x.op for x in op.inputs]
-    return found
+    return names
 
 
 def _product(
