@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lingvo_moe.analysis.programs.hlo.groups import device_ids
-from lingvo_moe.analysis.programs.hlo.instructions import HloError
+from lingvo_moe.analysis.programs.hlo.instructions import HloError, balanced
 from lingvo_moe.core.sharding import DimsMapping, Mesh
 from lingvo_moe.core.sharding.letters import read_tile_devices
 
@@ -202,15 +202,10 @@ def _parse(text: str, num_devices: int) -> tuple[TensorSharding, ...]:
 
 def _pieces(text: str) -> list[str]:
     """Splits a list of `{...}` groups into the outermost groups."""
-    pieces, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
-        if letter == "{":
-            start = place if depth == 0 else start
-            depth += 1
-        elif letter == "}":
-            depth -= 1
-            if depth == 0:
-                pieces.append(text[start : place + 1])
+    pieces, at = [], text.find("{")
+    while at >= 0:
+        pieces.append(balanced(text, at))
+        at = text.find("{", at + len(pieces[-1]))
     return pieces
 
 
