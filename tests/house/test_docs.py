@@ -256,7 +256,7 @@ def _tree() -> frozenset[str]:
 
 # Files that commands write, and files of the reader.
 _MADE = re.compile(
-    r"(demo|run|saved_model|cache|RUN|CORPUS|DATA|TEXTS|records|BILINGUAL|MODEL|DIR|corpus|dev|vocab|texts|comet|eval|checkpoints|compiled|train|assets\.extra)/"
+    r"(demo|run|saved_model|cache|RUN|CORPUS|DATA|TEXTS|records|BILINGUAL|MODEL|DIR|corpus|dev|vocab|texts|comet|eval|checkpoints|compiled|train|assets\.extra|typings)/"
     r"|(report|experiment|evaluations|program|plan|corpus|translator|manifest|metrics|comet|prepared|results|tokenizer|tokenizer_config)\.json|(train_)?params\.txt|lines\.txt"
 )
 

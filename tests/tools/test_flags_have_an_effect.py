@@ -250,6 +250,7 @@ COMMANDS += [
         "lingvo_moe.core.engine.lowering.lowering:lower_step": _PROGRAM,
         "lingvo_moe.core.engine.lowering.program:Program.Load": _PROGRAM,
     }, [["--model=mt.M4Tiny"], ["--program=lines.txt"]]),
+    Command("param_stubs", {"tools.param_stubs:_run": Through(lambda out: print(out) or 0)}, [[]]),
     Command("parallelize", {**_COMPILING, "lingvo_moe.analysis.search.parallelizing:find": _FOUND},
         [_MACHINE, ["--model=mt.M4Tiny", "--devices=8"]]),
     Command("plan", {
