@@ -21,6 +21,10 @@ from lingvo_moe.tasks.text.serving.limits import Limits
 from lingvo_moe.tasks.text.serving.request_error import RequestError
 
 _SIGNATURES = ("serving_default", "predict")
+# What has an effect only where tokens are drawn, with the values that say nothing.
+_OF_DRAWS = {"n": 1} | {
+    name: getattr(Sampling, name) for name in ("top_k", "top_p", "min_p", "seed")
+}
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,8 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> TextRequest:
     if not isinstance(text, str) and (stream or not isinstance(text, list)):
         one = "" if stream else " or a list of strings"
         raise RequestError(400, f'"text" is {_kind(text)}; give a string{one}')
+    if text == []:
+        raise RequestError(400, '"text" is an empty list; give at least one prompt')
     texts = [text] if isinstance(text, str) else text
     lines = [_line(line, f"text[{i}]") for i, line in enumerate(texts)]
     fields: dict[str, Any] = {"max_tokens": min(Sampling.max_tokens, most)}
@@ -119,8 +125,12 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> TextRequest:
         raise RequestError(
             400, '"stream" is of one text, without logprobs: leave n and logprobs out'
         )
-    if n > 1 and not fields.get("temperature"):
-        raise RequestError(400, f'"n" is {n}, but nothing is drawn: give a "temperature"')
+    for name, default in _OF_DRAWS.items():
+        value = {**fields, "n": n}.get(name, default)
+        if value != default and not fields.get("temperature"):
+            raise RequestError(
+                400, f'"{name}" is {value}, but nothing is drawn: give a "temperature"'
+            )
     fields["stop"] = tuple(fields.get("stop", ()))
     if n > 1 and len(lines) * n > limits.max_lines:
         raise RequestError(
