@@ -23,7 +23,7 @@ _REFUSED = rf"""
 --data_dir= => --data_dir is needed to train: a directory of
 --mesh=expert => expert
 --mesh=experts:8 => experts
---mesh=expert:16 => needs 16 devices, but there are 8 (cpu); a mesh that fits: --mesh=expert:8; or make virtual CPU
+--mesh=expert:16 => needs 16 devices, but there are 8 (cpu); a mesh that fits: expert:8; or make virtual CPU
 --model=mt.T96L --mode=inspect_model --logdir= --data_dir= --num_devices=12 => data:256,model:8 cannot be laid over 12
 --mode=inspect_model --logdir= --data_dir= --num_devices=3 => does not divide over the 3 devices
 --engine=tf --num_devices=8 => --engine=tf runs on one device

@@ -51,7 +51,9 @@ def request_cpu_devices(count: int) -> None:
     Raises EngineError: not a positive number, or JAX already has another number of devices.
     """
     if count < 1:
-        raise EngineError(f"--num_devices={count}: at least one device is needed")
+        raise EngineError(
+            f"--num_devices={count}, or request_cpu_devices({count}): at least one device is needed"
+        )
     # A count in XLA_FLAGS (tests/conftest.py sets one) gives way to the one that is asked for.
     flags = re.sub(rf"{_FLAG}=\d+\s*", "", os.environ.get("XLA_FLAGS", "")).strip()
     try:
@@ -62,8 +64,8 @@ def request_cpu_devices(count: int) -> None:
         have = len(jax.local_devices(backend="cpu"))
         if have != count:
             raise EngineError(
-                f"--num_devices={count}: this process has already started with {have} CPU devices; "
-                "ask before anything runs, in a fresh process"
+                f"--num_devices={count}, or request_cpu_devices({count}): this process has already started with "
+                f"{have} CPU devices; ask before anything runs, in a fresh process"
             ) from None
         return
     os.environ["XLA_FLAGS"] = flags

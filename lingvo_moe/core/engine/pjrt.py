@@ -79,7 +79,7 @@ class PjrtEngine(Engine):
             raise EngineError(
                 f"mesh {mesh} has {mesh.size} devices, but the job has {len(available)} in "
                 f"{jax.process_count()} processes, and process {min(idle)} would have none of it; "
-                f"give a mesh of {len(available)} devices, e.g. --mesh={_suggest(mesh, len(available))}"
+                f"give a mesh of {len(available)} devices, e.g. {_suggest(mesh, len(available))}"
             )
         self.jax_mesh = jax.sharding.Mesh(np.array(used).reshape(mesh.shape), mesh.axis_names)
         self._fused = has_fused_kernels(used[0])
@@ -237,10 +237,10 @@ def _misfit(mesh: Mesh, devices: Sequence[Any]) -> str:
     count, platform = len(devices), devices[0].platform
     text = (
         f"mesh {mesh} needs {mesh.size} devices, but there are {count} ({platform}); "
-        f"a mesh that fits: --mesh={_suggest(mesh, count)}"
+        f"a mesh that fits: {_suggest(mesh, count)}"
     )
     if platform == "cpu":
-        text += f"; or make virtual CPU devices with --num_devices={mesh.size}"
+        text += f"; or make virtual CPU devices: --num_devices={mesh.size}, or request_cpu_devices({mesh.size})"
     return text
 
 
