@@ -22,20 +22,27 @@ if TYPE_CHECKING:
     from lingvo_moe.analysis.explain.verifying import verify as verify
     from lingvo_moe.analysis.plans.step_plan import Request as Request, make_plan as make_plan
     from lingvo_moe.analysis.search.auto_shard.function import auto_shard as auto_shard
+    from lingvo_moe.core import kernels as kernels, sharding as sharding
     from lingvo_moe.core.base_layer import (
         BaseLayer as BaseLayer,
         VariableSpec as VariableSpec,
         WeightParams as WeightParams,
+        within as within,
     )
     from lingvo_moe.core.config import checks as checks, registry as registry
-    from lingvo_moe.core.config.hyperparams import ParamError as ParamError, Params as Params
+    from lingvo_moe.core.config.hyperparams import (
+        InstantiableParams as InstantiableParams,
+        ParamError as ParamError,
+        Params as Params,
+    )
     from lingvo_moe.core.config.registry import (
         Experiment as Experiment,
         GetParams as GetParams,
         Register as Register,
     )
     from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch as FlatBeamSearch
-    from lingvo_moe.core.engine.base import Engine as Engine
+    from lingvo_moe.core.engine import engines as engines
+    from lingvo_moe.core.engine.base import Compiled as Compiled, Engine as Engine
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer as Checkpointer
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen as Chosen
     from lingvo_moe.core.engine.devices import request_cpu_devices as request_cpu_devices
@@ -46,23 +53,44 @@ if TYPE_CHECKING:
     )
     from lingvo_moe.core.engine.lowering.lowering import lower as lower
     from lingvo_moe.core.engine.lowering.program import Program as Program
-    from lingvo_moe.core.engine.lowering.specs import TensorSpec as TensorSpec
+    from lingvo_moe.core.engine.lowering.specs import (
+        TensorSpec as TensorSpec,
+        map_with_specs as map_with_specs,
+    )
     from lingvo_moe.core.engine.pjrt import PjrtEngine as PjrtEngine
     from lingvo_moe.core.initializers import WeightInit as WeightInit
     from lingvo_moe.core.input.base_input import (
         ArraySpec as ArraySpec,
         BaseInput as BaseInput,
         BatchIterator as BatchIterator,
+        HeldOutBatch as HeldOutBatch,
     )
-    from lingvo_moe.core.layers.positions import Positions as Positions, Rotary as Rotary
+    from lingvo_moe.core.layers.convolution import Conv2D as Conv2D
+    from lingvo_moe.core.layers.feed_forward import ACTIVATIONS as ACTIVATIONS
+    from lingvo_moe.core.layers.positions import (
+        Positions as Positions,
+        Rotary as Rotary,
+        ScoreBias as ScoreBias,
+    )
+    from lingvo_moe.core.layers.softmax import Softmax as Softmax
     from lingvo_moe.core.moe.dispatch import Dispatcher as Dispatcher
     from lingvo_moe.core.moe.layer import MoELayer as MoELayer
     from lingvo_moe.core.moe.routers.base import LearnedRouter as LearnedRouter, Router as Router
     from lingvo_moe.core.moe.routers.losses_and_metrics import Choice as Choice
     from lingvo_moe.core.moe.routers.slots import top_k as top_k
     from lingvo_moe.core.nested_map import NestedMap as NestedMap
-    from lingvo_moe.core.optimizers.base_optimizer import BaseOptimizer as BaseOptimizer
+    from lingvo_moe.core.optimizers import schedules as schedules
+    from lingvo_moe.core.optimizers.adafactor import (
+        Adafactor as Adafactor,
+        GShardAdafactor as GShardAdafactor,
+    )
+    from lingvo_moe.core.optimizers.adam import Adam as Adam, AdamW as AdamW
+    from lingvo_moe.core.optimizers.base_optimizer import (
+        BaseOptimizer as BaseOptimizer,
+        slot_spec as slot_spec,
+    )
     from lingvo_moe.core.optimizers.schedules import LearningRateSchedule as LearningRateSchedule
+    from lingvo_moe.core.optimizers.sgd import Sgd as Sgd
     from lingvo_moe.core.pipeline.layers import (
         PipeliningLayer as PipeliningLayer,
         SeqLayer as SeqLayer,
@@ -71,6 +99,7 @@ if TYPE_CHECKING:
         PartitionSequentialLayers as PartitionSequentialLayers,
         partition_of as partition_of,
     )
+    from lingvo_moe.core.pipeline.parts import Context as Context
     from lingvo_moe.core.randomness import fold_in as fold_in, make_seed as make_seed
     from lingvo_moe.core.runs.run_dir import RunDir as RunDir
     from lingvo_moe.core.sharding.annotate import (
@@ -92,21 +121,36 @@ if TYPE_CHECKING:
         Mesh as Mesh,
         ShardingError as ShardingError,
         current_mesh as current_mesh,
+        single_device as single_device,
         use_mesh as use_mesh,
     )
     from lingvo_moe.core.sharding.redistribution import redistribute as redistribute
     from lingvo_moe.core.task.base_task import BaseTask as BaseTask
     from lingvo_moe.core.task.task_costs import TaskCosts as TaskCosts
     from lingvo_moe.core.tensors import Kept as Kept
+    from lingvo_moe.tasks.image.input.image_input import FolderInput as FolderInput
+    from lingvo_moe.tasks.image.model import ImageClassifier as ImageClassifier
     from lingvo_moe.tasks.lm.generator import (
         GenerateOptions as GenerateOptions,
         load_generator as load_generator,
     )
+    from lingvo_moe.tasks.lm.model import LmModel as LmModel
+    from lingvo_moe.tasks.lm.text_input import LmInput as LmInput
     from lingvo_moe.tasks.mt.decoding.translator import (
         TranslateOptions as TranslateOptions,
         load_translator as load_translator,
     )
+    from lingvo_moe.tasks.mt.model import MtModel as MtModel
+    from lingvo_moe.tasks.mt.mt_input import MtInput as MtInput
+    from lingvo_moe.tasks.mt.quality.scoring import (
+        count_train_pairs as count_train_pairs,
+        evaluate as evaluate,
+    )
+    from lingvo_moe.tasks.text.data.dev_set import DevSet as DevSet
+    from lingvo_moe.tasks.text.preparing.formats import FORMATS as FORMATS, Format as Format
     from lingvo_moe.tasks.text.quality.forced_decoding import Scorer as Scorer
+    from lingvo_moe.tasks.transformer.stacks import TaskStack as TaskStack
+    from lingvo_moe.tasks.transformer.task import TransformerTask as TransformerTask
 
 
 def _modules() -> dict[str, str]:

@@ -2,15 +2,11 @@
 
 import tensorflow as tf
 
-from lingvo_moe.core import kernels
-from lingvo_moe.core.engine.base import Compiled, Engine
-from lingvo_moe.core.engine.engines import Register
-from lingvo_moe.core.engine.lowering.specs import map_with_specs
+from lingvo_moe.api import Compiled, Engine, engines, kernels, map_with_specs, use_mesh
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.sharding import use_mesh
 
 
-@Register
+@engines.Register
 class ToyEngine(Engine):
     NAME, ONE_DEVICE, XLA = "toy", True, False
 

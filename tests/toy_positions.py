@@ -2,8 +2,7 @@
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import WeightParams
-from lingvo_moe.core.layers.positions import ScoreBias
+from lingvo_moe.api import ScoreBias, WeightParams
 
 
 class LogPenalty(ScoreBias):

@@ -8,14 +8,16 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import within
-from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.layers.softmax import Softmax
-from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.parts import Context
-from lingvo_moe.tasks.transformer.stacks import TaskStack
-from lingvo_moe.tasks.transformer.task import TransformerTask
+from lingvo_moe.api import (
+    Context,
+    InstantiableParams,
+    NestedMap,
+    Softmax,
+    TaskStack,
+    TransformerTask,
+    checks,
+    within,
+)
 
 
 class TextClassifier(TransformerTask):
