@@ -106,7 +106,7 @@ class PositionalEmbedding(Positions):
 
 class Rotary(Positions):
     """Turns queries and keys by angles that grow with their positions, so that their products depend on the distance
-    alone (Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding").
+    alone (Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", section 3.2.2).
 
     Numbers i and i + K/2 of a head are turned together, by position * max_timescale^(-2i/K), in float32.
     """
@@ -217,8 +217,10 @@ class Llama3Rotary(ScaledRotary):
 
 
 class YarnRotary(ScaledRotary):
-    """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models"): pairs that turn
-    seldom are slowed by `factor`, those that turn often stay, and a ramp over the pairs lies between.
+    """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", sections 3.2 and
+    3.4): pairs that turn seldom are slowed by `factor`, those that turn often stay, and a ramp over the pairs lies
+    between. The ramp is linear in the number of the pair, as in the code of published models; that of the paper's
+    equation 18 is linear in how often a pair turns.
 
     With m(s) = 1 + 0.1 s ln(factor), turned queries and keys are multiplied by m(mscale) / m(mscale_all), and the
     products of whole heads, which may have parts that are not turned, by m(mscale_all)^2.

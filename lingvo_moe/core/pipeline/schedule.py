@@ -118,7 +118,8 @@ def make_schedule(
         name: one of SCHEDULES. gpipe: all forward passes, then all backward passes. 1f1b: a micro-batch's backward pass
             as soon as its loss is known. interleaved: 1f1b for V > 1. zb_h1: 1f1b whose backward pass computes the
             gradients of inputs; those of weights follow in M ticks that all stages share ("Zero Bubble Pipeline
-            Parallelism", arXiv 2401.10241, ZB-H1).
+            Parallelism", arXiv 2401.10241, section 2.1, ZB-H1; there stages are not in lockstep, and the bubble is a
+            third of 1F1B's).
 
     Raises:
         ScheduleError: numbers that the schedule does not have.

@@ -33,7 +33,7 @@ class TopKRouter(LearnedRouter):
     """Each token goes to its k most probable experts while they have free slots, all first choices of a
     group before any second, and so on. The choice is not random.
 
-    With k = 1 this is the Switch Transformer's router (Fedus et al. 2021): the gate is the probability
+    With k = 1 this is the Switch Transformer's router (Fedus et al. 2021, section 2.1): the gate is the probability
     itself, not normalised, or it would be 1 and only losses would train wg. Switch also has
     jitter=0.01, and 0.01 as the weight of its loss, which is the translation model's aux_loss_weight.
     For ST-MoE (Zoph et al. 2022) on top of it, z_loss_weight=0.1 makes 0.001 of that; k = 2 and k = 8
