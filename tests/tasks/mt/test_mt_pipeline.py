@@ -1,17 +1,12 @@
-"""The translation model in stages: the loss of its step is that without a pipeline; refusals."""
+"""The translation model in stages: refusals. tests/tasks/transformer/test_transformer_parts.py has its step."""
 
 import re
 
 import pytest
-import tensorflow as tf
-from equivalence import assert_same, state_and_batch
 
-from lingvo_moe.core import kernels
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
-from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.task.meshes import check_divisible
 
@@ -22,29 +17,6 @@ STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=2"
 def _experiment(*overrides):
     params = registry.GetParams("mt.M4Tiny", ";".join((SIZES, *overrides)))
     return params, params.task.Instantiate(), params.input.Instantiate()
-
-
-@pytest.mark.slow
-def test_a_step_in_stages_has_the_loss_and_the_metrics_of_the_step_without(monkeypatch):
-    """Routing is random; its seeds belong to micro-batches and layers.
-
-    Its gradients and its devices are those of tests/core/pipeline/test_pipelined_step.py, whose two stacks give on the
-    same tensors, and with experts beside those of tests/tasks/transformer/test_transformer_parts.py."""
-    monkeypatch.setattr(tf.GradientTape, "gradient", lambda _, y, xs, *more, **named: _zeros(xs))
-    _, plain, inputs = _experiment("task.optimizer=sgd")
-    # A part has one block: a loop over it would cost as much again.
-    gpipe = "task.pipeline.schedule=gpipe;task.repeat=False"
-    _, staged, _ = _experiment("task.optimizer=sgd", STAGES, gpipe)
-    args = state_and_batch(plain, inputs)
-    _, want = run_single(train_step(plain, inputs, 2).fn, args, jit_compile=False)
-    with kernels.using(tensorflow):
-        _, got = run_single(train_step(staged, inputs).fn, args, jit_compile=False)
-    assert want.moe.encoder.expert_load.shape == want.moe.decoder.expert_load.shape == (2, 8)
-    assert_same(got, want, floor=1e-3)
-
-
-def _zeros(tensors):
-    return tf.nest.map_structure(tf.zeros_like, tensors)
 
 
 @pytest.mark.parametrize(("override", "mesh", "message"), [

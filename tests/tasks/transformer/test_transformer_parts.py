@@ -1,5 +1,5 @@
 """Parts of layers in a language model and in translation: which layers have experts; the step sharded, in stages and
-token by token.
+token by token; positions that are biases of scores.
 
 Letters: B row, T time, E expert, L layer.
 """
@@ -7,31 +7,34 @@ Letters: B row, T time, E expert, L layer.
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import assert_same, compare_steps
+from equivalence import assert_same, compare_steps, state_and_batch
 from refusals import refuses
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import ParamError
+from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 
 LM, MT = "lm.Tiny", "mt.M4Tiny"
 SIZES = {
-    LM: "task.vocab_size=40;input.target_vocab_size=40;input.target_length=8;task.num_groups=8",
+    LM: "task.vocab_size=40;input.target_vocab_size=40;input.target_length=8",
     MT: "task.source_vocab_size=44;task.target_vocab_size=40;input.source_vocab_size=44;input.target_vocab_size=40;"
-    "input.source_length=12;input.target_length=8;task.num_groups=8;task.moe.dispatcher=index",
+    "input.source_length=12;input.target_length=8",
 }
 EXPERTS = (
-    "task.num_experts=4;task.expert_hidden_dim=24;task.dense_first_layers=1;task.moe_every=2;"
-    "task.moe.router=top_k;task.moe.router.balance_bias=0.1;task.moe.num_shared_experts=1"
+    "task.num_experts=4;task.expert_hidden_dim=24;task.dense_first_layers=1;task.moe_every=2;task.num_groups=8;"
+    "task.moe.dispatcher=index;task.moe.router=top_k;task.moe.router.balance_bias=0.1;task.moe.num_shared_experts=1"
 )
 BOTH = pytest.mark.parametrize("model", [LM, MT])
 
 
-def _experiment(model, *overrides, layers=5):
-    override = ";".join((SIZES[model], EXPERTS, *filter(None, overrides)))
+def _experiment(model, *overrides, layers=5, experts=EXPERTS):
+    override = ";".join((SIZES[model], *filter(None, (experts, *overrides))))
     numbers = {LM: ("num_layers",), MT: ("num_encoder_layers", "num_decoder_layers")}[model]
     override += "".join(f";task.{number}={layers}" for number in numbers)
     params = registry.GetParams(model, override)
@@ -79,6 +82,9 @@ WINDOWS = (
 OTHER = (
     "task.norm_place=after;task.embedding_scale=1.0;task.softmax_scale=0.4;task.position.offset=2"
 )
+ALIBI, T5 = "task.position=alibi", "task.position=t5"
+OUTSIDE = f"{ALIBI};task.position.cls=type/toy_positions/LogPenalty"
+DENSE = "task.num_experts=0"
 
 STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=2;task.pipeline.schedule=gpipe"
 # Of 8 tokens; the plain step computes attention at once.
@@ -89,9 +95,12 @@ BLOCKS = "task.attention_block=3"
 @BOTH
 def test_a_step_in_stages_over_devices_is_the_plain_step(model):
     """The auxiliary loss, its metrics by layer and the next balance bias are among what is compared; SGD's velocities
-    are the gradients. Translation has no first layers in stages."""
+    are the gradients. Routing is random, by seeds of micro-batches and layers. Translation has no first layers in
+    stages."""
     first = 1 if model == LM else 0
-    changes = f"{LATENT};task.moe_every=1;task.dense_first_layers={first}"
+    changes = (
+        f"{LATENT};task.moe_every=1;task.dense_first_layers={first};task.moe.router.jitter=0.3"
+    )
     sharding = "task.activation_split={'B': 'model', 'G': 'model', 'E': 'model'};task.weight_split={'E': 'model'}"
     _, plain, inputs = _experiment(model, changes, layers=2 + first)
     staged = _experiment(model, changes, BLOCKS, sharding, STAGES, layers=2 + first)[1]
@@ -100,16 +109,16 @@ def test_a_step_in_stages_over_devices_is_the_plain_step(model):
 
 
 @pytest.mark.slow
-@BOTH
-def test_a_step_with_heads_and_experts_over_devices_is_that_of_one(model):
+def test_a_step_with_heads_and_experts_over_devices_is_that_of_one():
+    """A language model's is that of one of these two stacks; core/task/test_micro_batches.py has its experts so."""
     inside = "'N': 'model', 'H': 'model', 'V': 'model'"
     rows = "('data', 'expert')"
     sharding = (
         f"task.activation_split={{'B': {rows}, 'G': {rows}, 'E': 'expert', {inside}}};"
         f"task.weight_split={{'E': 'expert', {inside}}}"
     )
-    _, plain, inputs = _experiment(model, WINDOWS, layers=3)
-    step = train_step(_experiment(model, WINDOWS, BLOCKS, sharding, layers=3)[1], inputs)
+    _, plain, inputs = _experiment(MT, WINDOWS, layers=3)
+    step = train_step(_experiment(MT, WINDOWS, BLOCKS, sharding, layers=3)[1], inputs)
     mesh = "data:2,expert:2,model:2"
     collectives = compare_steps(step, train_step(plain, inputs), plain, inputs, mesh)
     # In the loops over blocks: numbers of rows and rows to the experts, rows back; the first two again, since the
@@ -149,8 +158,13 @@ def test_experts_grow_out_of_dense_layers_of_every_kind(model):
 
 
 @BOTH
-@pytest.mark.parametrize("parts", [LATENT, WINDOWS, OTHER], ids=["latent", "windows", "other"])
+@pytest.mark.parametrize(
+    "parts",
+    [LATENT, WINDOWS, OTHER, ALIBI, T5, OUTSIDE],
+    ids=["latent", "windows", "other", "alibi", "t5", "outside"],
+)
 def test_steps_of_decoding_give_what_the_whole_pass_gives(model, parts):
+    """First layers, which are in another loop, have the table of the stack too."""
     more = {LATENT: "task.tied_softmax=False", OTHER: "task.norm_place=both"}.get(parts, "")
     if (model, parts) == (MT, OTHER):
         more = "task.source_vocab_size=40;input.source_vocab_size=40;task.shared_embedding=True"
@@ -161,7 +175,8 @@ def test_steps_of_decoding_give_what_the_whole_pass_gives(model, parts):
         row.segment_pos = np.tile(np.arange(row.ids.shape[1], dtype=np.int32), (len(row.ids), 1))
     batch = batch.Transform(lambda x: tf.constant(x[:2]))
     row = task.STACKS[-1].Row(batch)
-    with use_mesh(single_device()):
+    ops = tensorflow if model == MT and "position=" in parts else xla
+    with use_mesh(single_device()), kernels.using(ops):
         theta = task.InitTheta(make_seed(0, 0))
         whole, _ = task.LogProbs(theta, batch)
         rows, length = row.ids.shape
@@ -197,3 +212,56 @@ def test_parts_that_do_not_go_together_are_refused(override, model):
 def test_first_layers_with_cross_attention_are_in_no_stage():
     with pytest.raises(ParamError, match="dense_first_layers=1: first layers with cross-attention"):
         _experiment(MT, STAGES)
+
+
+def test_tables_are_one_a_stack_or_one_a_layer():
+    shapes = {}
+    for shared in (True, False):
+        shares = f"{T5};task.position.shared={shared}"
+        model = _experiment(MT, shares, layers=2, experts=DENSE)[1]
+        items = model.VariableSpecs().FlattenItems()
+        shapes[shared] = {path: spec.shape for path, spec in items if path.endswith("table")}
+        for stack in (model.encoder, model.decoder):
+            atten = stack.blocks.body.layers[0].self_atten
+            assert atten.position.p.bidirectional == (stack is model.encoder)
+    layer = "blocks.body.layers[0].self_atten.position.table"
+    tables = {False: (layer, (2, 32, 2)), True: ("position.table", (32, 2))}
+    for shared, (path, shape) in tables.items():
+        found = {path: shape for path, shape in shapes[shared].items() if "position" in path}
+        assert found == {f"{stack}.{path}": shape for stack in ("encoder", "decoder")}
+
+
+def test_cross_attention_has_the_biases_and_the_scale_of_self_attention():
+    more = "task.attention.biases=True;task.attention.score_scale=1"
+    model = _experiment(MT, more, layers=2, experts=DENSE)[1]
+    layer = model.decoder.blocks.body.layers[0]
+    specs = layer.VariableSpecs()
+    for name in ("self_atten", "cross_atten"):
+        assert layer.children[name].p.score_scale == 1.0
+        assert {f"{projection}_bias" for projection in "qkvo"} < specs[name].keys()
+
+
+@BOTH
+def test_a_bias_from_outside_the_package_trains(model):
+    _, task, inputs = _experiment(model, OUTSIDE, layers=2, experts=DENSE)
+    state, batch = state_and_batch(task, inputs)
+    after, metrics = run_single(train_step(task, inputs).fn, [state, batch], jit_compile=False)
+    assert np.isfinite(metrics.loss)
+    slopes = [
+        (before, new)
+        for (path, before), (_, new) in zip(
+            state.theta.FlattenItems(), after.theta.FlattenItems(), strict=True
+        )
+        if path.endswith("slope")
+    ]
+    assert len(slopes) == len(task.STACKS)
+    assert all(np.all(before != new) for before, new in slopes)
+
+
+@pytest.mark.slow
+def test_in_stages_the_table_of_all_layers_has_the_gradient_of_the_step_without():
+    more, rows = f"{T5};task.optimizer=sgd;task.dropout=0", 'task.activation_split={"B": "data"}'
+    stages = "task.pipeline.stages=2;task.pipeline.micro_batches=2"
+    _, plain, inputs = _experiment(LM, more, layers=2, experts=DENSE)
+    staged = _experiment(LM, more, stages, rows, layers=2, experts=DENSE)[1]
+    compare_steps(train_step(staged, inputs), train_step(plain, inputs, 2), plain, inputs)
