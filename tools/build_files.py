@@ -16,7 +16,7 @@ from pathlib import Path
 from lingvo_moe.core.console.command import run
 from lingvo_moe.core.console.flags import Flags
 
-from .import_graph import ROOT, TESTS, ImportGraph
+from .import_graph import ROOT, TESTS, ImportGraph, repository
 
 _HEADER = "# Written by `make build-files` from the imports of the sources.\n"
 _NOT_TESTED_BY_BAZEL = "tests/house"
@@ -29,7 +29,7 @@ _TEMPLATES = "templates"
 
 def build_files(root: Path = ROOT) -> dict[str, str]:
     """The text of every BUILD file that belongs beside Python sources, by path."""
-    graph = ImportGraph(root)
+    graph = repository() if root == ROOT else ImportGraph(root)
     labels = _label_files(graph)
     packages: dict[str, list[str]] = {}
     for path in graph.files:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools import build_files
-from tools.import_graph import ROOT, ImportGraph
+from tools.import_graph import ROOT, repository
 
 _SOURCES = {
     "lingvo_moe/__init__.py": "",
@@ -60,7 +60,7 @@ def test_build_files_are_up_to_date():
 
 
 def test_every_package_has_a_library_and_every_test_directory_a_test():
-    for path in ImportGraph().files:
+    for path in repository().files:
         package, _, name = path.rpartition("/")
         if package == "tests/house":
             continue
@@ -95,7 +95,7 @@ def test_tests_follow_imports_and_the_commands_they_run(tree):
 
 
 def test_a_test_of_all_experiments_needs_those_of_every_task():
-    needs = ImportGraph().Needs("tests/core/config/test_stored_params.py")
+    needs = repository().Needs("tests/core/config/test_stored_params.py")
     assert {f"params/{task}/__init__.py" for task in ("image", "lm", "mt")} <= needs
 
 

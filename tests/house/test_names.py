@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.import_graph import ROOT
+from tools.import_graph import ROOT, repository
 
 _POINTING = {"each", "found", "given", "held", "kept", "known", "now", "of", "own"}
 # A comment of a field that begins so says no noun: not "of the stages" but "the order of the stages".
@@ -24,8 +24,8 @@ _SAME_NAMES = {"__init__.py", "demo.py"}
 _LIMITS = {"variables": 40, "parameters": 5, "comments": 3, "files": 1, "classes": 2}
 
 
-def _python_files() -> list[Path]:
-    return sorted(path for package in _PACKAGES for path in (ROOT / package).rglob("*.py"))
+def _python_files() -> list[str]:
+    return [path for path in repository().files if path.partition("/")[0] in _PACKAGES]
 
 
 def _bound(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
@@ -66,32 +66,30 @@ def _assert_few(kind: str, places: Iterable[str]) -> None:
     assert len(places) <= limit, "\n".join([f"{kind}: {len(places)}, at most {limit}", *places])
 
 
-@pytest.mark.parametrize("kind", ["variables", "parameters", "comments"])
-def test_names_and_comments_say_what_a_thing_is(kind):
-    places = []
+def test_names_and_comments_say_what_a_thing_is():
+    places: dict[str, list[str]] = {"variables": [], "parameters": [], "comments": []}
     for path in _python_files():
-        source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-        complaints = [*_pointing(tree), *_headless_comments(source, tree)]
-        where = path.relative_to(ROOT)
-        places += [f"{where}:{line}: {text}" for k, line, text in complaints if k == kind]
-    _assert_few(kind, places)
+        source, tree = (ROOT / path).read_text(encoding="utf-8"), repository().Syntax(path)
+        for kind, line, text in (*_pointing(tree), *_headless_comments(source, tree)):
+            places[kind].append(f"{path}:{line}: {text}")
+    for kind, found in places.items():
+        _assert_few(kind, found)
 
 
 def test_files_have_names_of_their_own():
     paths_of = collections.defaultdict(list)
     for path in _python_files():
-        if path.name not in _SAME_NAMES:
-            paths_of[path.name].append(path.relative_to(ROOT).as_posix())
+        if (name := Path(path).name) not in _SAME_NAMES:
+            paths_of[name].append(path)
     _assert_few("files", _shared(paths_of, most=2))
 
 
 def test_classes_have_names_of_their_own():
     paths_of = collections.defaultdict(list)
     for path in _python_files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(repository().Syntax(path)):
             if isinstance(node, ast.ClassDef):
-                paths_of[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+                paths_of[node.name].append(f"{path}:{node.lineno}")
     _assert_few("classes", _shared(paths_of, most=1))
 
 
