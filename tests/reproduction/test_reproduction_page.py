@@ -1,4 +1,4 @@
-"""The reproduction page: one made from invented plans, and the committed one from the recorded plans."""
+"""The reproduction page: one from invented plans, the committed one from the recorded plans; plans made."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_up_plans import collective, make_plan, work
 
-from lingvo_moe.reproduction import goldens, page, requests
+from lingvo_moe.reproduction import goldens, making, page, requests
 from lingvo_moe.reproduction.requests import REQUESTS
 from tools import reproduce
 from tools.import_graph import ROOT
@@ -251,3 +251,10 @@ def test_the_committed_page_is_that_of_the_recorded_plans():
     text = page.write(recorded, compiling)
     assert written.exists(), "plans without the page: run make reproduction"
     assert written.read_text("utf-8") == text, "stale: run make reproduction"
+
+
+def test_a_plan_is_made_in_a_process_of_its_own(tmp_path, capfd):
+    assert making.in_own_process("three", Path.write_text, "[3]") == [3]
+    with pytest.raises(making.MakingFailed, match="three: ended with status 1"):
+        making.in_own_process("three", Path.read_text)
+    assert "No such file" in capfd.readouterr().err

@@ -1,11 +1,19 @@
-"""Settings for GPUs: what they would be in a given environment. No GPU is needed, and none was at hand."""
+"""Settings for GPUs in a given environment, options of PJRT, and a GPU itself where there is one."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import tensorflow as tf
 
+from lingvo_moe.core import sharding
 from lingvo_moe.core.engine import devices, gpu_settings, pjrt
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.gpu_memory import XLA_SHARE
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.sharding import Mesh
 
 HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 
@@ -65,3 +73,61 @@ def test_a_machine_whose_gpus_jax_does_not_find_is_named(tmp_path, monkeypatch):
     assert "has 2 NVIDIA GPUs, but JAX found none" in gpu_settings.unused_gpus(tmp_path)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert gpu_settings.unused_gpus(tmp_path) == ""
+
+
+_YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+_SPECS = [TensorSpec((32, 64), "float32"), TensorSpec((64, 128), "float32")]
+
+
+@pytest.fixture(scope="module")
+def product():
+    engine = PjrtEngine(Mesh.parse("expert:1"))
+    return engine, lower(tf.matmul, _SPECS, engine.mesh)
+
+
+def test_products_are_not_ynnpacks(product):
+    engine, program = product
+    compiled = engine.Compile(program)
+    assert "ynn_fusion" not in compiled.HloText()
+    x, w = (np.full(spec.shape, 0.5, np.float32) for spec in _SPECS)
+    np.testing.assert_array_equal(engine.Get(compiled(x, w)), np.full((32, 128), 16, np.float32))
+
+
+def test_an_option_that_is_given_goes_before(product):
+    engine, program = product
+    theirs = {_YNNPACK: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    assert "ynn_fusion" in engine.Compile(program, theirs).HloText()
+
+
+def _devices():
+    try:
+        found = jax.devices("gpu")
+    except RuntimeError:
+        pytest.skip("needs an NVIDIA GPU: make install GPU=1, then make test GPU=1")
+    # As many as divide four experts.
+    return found[: max(n for n in (1, 2, 4) if n <= len(found))]
+
+
+def test_an_moe_layer_computes_the_same_as_on_a_cpu():
+    devices = _devices()
+    mesh = Mesh(("expert",), (len(devices),))
+    params = MoELayer.Params().Set(name="moe", model_dim=16, hidden_dim=32, num_experts=4)
+    splits = {"activation_split": {"E": "expert", "G": "expert"}, "weight_split": {"E": "expert"}}
+    moe = params.Set(**splits).Instantiate()
+
+    def step(theta, x):
+        y, extras = moe.FProp(theta, x, tf.zeros(x.shape[:2]), seed=tf.constant([1, 2]))
+        return sharding.replicate(y), extras.aux_loss
+
+    specs = [moe.VariableSpecs(), TensorSpec((4, 8, 16), "float32", ("expert", None, None))]
+    program = lower(step, specs, mesh, name="moe")
+    draw = np.random.default_rng(0).standard_normal
+    values = [
+        specs[0].Transform(lambda s: draw(s.shape, np.float32)),
+        draw(specs[1].shape, np.float32),
+    ]
+    engines = [PjrtEngine(mesh, used) for used in (jax.devices("cpu")[: mesh.size], devices)]
+    expected, found = (engine.Get(engine.Compile(program)(*values)) for engine in engines)
+    for a, b in zip(expected, found, strict=True):
+        # TF32 has ten bits of mantissa, and a few tokens may choose another expert.
+        assert np.mean(np.abs(a - b) > 0.02 * np.abs(a).max()) < 0.05
