@@ -6,7 +6,7 @@ import sys
 import pytest
 import trainer_testing
 
-from benchmarks import contenders, quality_data, quality_peers, quality_report, quality_worker
+from benchmarks import contenders, quality_data, quality_peers, quality_worker
 from benchmarks.peers import budget
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.loop.summaries import read_metrics
@@ -186,16 +186,6 @@ def test_a_process_may_complain_much_before_it_is_ready():
 
 def _raise():
     raise KeyboardInterrupt
-
-
-def test_a_line_of_progress_says_the_loss():
-    now = {"step": 1200, "cpu_seconds": 750.2, "trained_tokens": 9}
-    training = {"kind": "progress", **now, "loss": 4.5}
-    assert quality_report.progress("dense", training, 1500.0) == (
-        "dense: step 1,200, 750 of 1,500 CPU s, loss 4.500"
-    )
-    scored = {"kind": "point", **now, "log_prob": -9.0, "tokens": 2}
-    assert quality_report.progress("dense", scored, 1500.0).endswith("held-out loss 4.5000")
 
 
 def test_a_branch_takes_over_the_dense_run_until_experts_have_grown(tmp_path):

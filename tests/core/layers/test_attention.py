@@ -34,27 +34,20 @@ def _numpy(theta, x, source, mask, scale=3**-0.5):
 
 
 @pytest.mark.parametrize("ops", [xla, tensorflow_kernels], ids=["xla", "tensorflow"])
-def test_formula_with_biases_and_a_scale_of_scores(ops):
+def test_formula_with_masks_biases_and_a_scale_of_scores(ops):
     layer = _layer(biases=True, score_scale=1.5)
     theta, plain = init(layer), init(_layer())
     np.testing.assert_allclose(theta.q, plain.q / (1.5 * np.sqrt(3)), rtol=1e-5)
     theta = theta.Transform(lambda w: w + 0.3 * normal(w.shape.rank, *w.shape))
-    x, source, mask = normal(0, 2, 4, 8), normal(1, 2, 5, 8), np.ones([2, 1, 5])
-    with kernels.using(ops):
-        y = single(layer.FProp, theta, x, source, tf.constant(mask))
-    np.testing.assert_allclose(y, _numpy(theta, x, source, mask, 1.5), rtol=1e-4, atol=1e-4)
-
-
-def test_formula_and_masks():
-    theta = init(_layer())
     x, source = normal(0, 2, 4, 8), normal(1, 2, 5, 8)
     mask = np.random.RandomState(0).rand(2, 4, 5) < 0.5
     mask[:, :, 0] = True
-    y = single(_layer().FProp, theta, x, source, tf.constant(mask))
-    np.testing.assert_allclose(y, _numpy(theta, x, source, mask), atol=1e-5)
-    one_row = mask[:, :1].astype("float32")  # one mask for all queries, as 0/1 numbers
-    y = single(_layer().FProp, theta, x, source, tf.constant(one_row))
-    np.testing.assert_allclose(y, _numpy(theta, x, source, one_row), atol=1e-5)
+    for seen in (mask, mask[:, :1].astype("float32")):  # and one for all queries, as 0/1 numbers
+        with kernels.using(ops):
+            y = single(layer.FProp, theta, x, source, tf.constant(seen))
+            plain_y = single(_layer().FProp, plain, x, source, tf.constant(seen))
+        np.testing.assert_allclose(y, _numpy(theta, x, source, seen, 1.5), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(plain_y, _numpy(plain, x, source, seen), atol=1e-5)
 
 
 def test_masked_positions_never_matter_and_empty_masks_are_finite():

@@ -1,4 +1,4 @@
-"""FeedForward: the formula, dropout, sharded = unsharded."""
+"""FeedForward: biases, dropout, sharded = unsharded. tests/core/moe/test_activations.py has its formulas."""
 
 import numpy as np
 import tensorflow as tf
@@ -16,14 +16,6 @@ from lingvo_moe.core.randomness import make_seed
 def _layer(**kwargs):
     p = FeedForward.Params().Set(name="ffn", model_dim=4, hidden_dim=6, **SPLITS)
     return p.Set(**kwargs).Instantiate()
-
-
-def test_formula():
-    theta, x = NestedMap(wi=normal(1, 4, 6), wo=normal(2, 6, 4)), normal(0, 2, 3, 4)
-    y, extras = single(_layer().FProp, theta, x, tf.zeros([2, 3]))
-    expected = np.maximum(x.numpy() @ theta.wi.numpy(), 0) @ theta.wo.numpy()
-    np.testing.assert_allclose(y, expected, atol=1e-5)
-    assert extras == NestedMap()
 
 
 def test_biases_are_added_to_both_products_of_packed_weights_too():

@@ -1,10 +1,9 @@
-"""Rotary positions: the formula, distances, steps over a cache, packed rows, stacks, sharded = unsharded."""
+"""Rotary positions: the formula, distances, steps over a cache, packed rows. test_blockwise.py has them sharded."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import compare, with_gradients
-from layer_testing import SPLITS, init, normal, single, wave
+from layer_testing import SPLITS, init, normal, single
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow, xla
@@ -52,18 +51,3 @@ def test_steps_and_packed_rows_equal_whole_sequences(ops, kv_heads):
     np.testing.assert_allclose(tf.reshape(packed, [2, 5, 8]), whole, atol=2e-5)
     with pytest.raises(ValueError, match="atten: queries and keys take positions"):
         single(layer.FProp, theta, x, x, causal)
-
-
-def test_sharded_by_heads():
-    """Nothing is gathered."""
-    split = {"N": "expert"}
-    layer = _layer(num_heads=8, activation_split=split, weight_split=split)
-
-    def fn(theta, x, mask, positions):
-        return layer.FProp(theta, x, x, mask, positions=positions)
-
-    positions = tf.constant(np.tile(np.arange(3, dtype="int32"), [8, 1]))
-    args = [init(layer), normal(0, 8, 3, 8), tf.ones([8, 1, 3], tf.bool), positions]
-    specs = [layer.VariableSpecs(), None, None, None]
-    _, collectives = compare(with_gradients(fn, wave), args, specs)
-    assert collectives["all-gather"] == collectives["all-to-all"] == 0

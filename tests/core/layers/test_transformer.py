@@ -1,8 +1,8 @@
-"""Transformer layers and stacks: packing, padding, scanned = unrolled, steps = full pass, sharded = unsharded."""
+"""Layers and stacks: parts, dropout, bfloat16, sharded. tests/tasks/transformer has packed rows, padding and steps."""
 
 import numpy as np
 import tensorflow as tf
-from equivalence import assert_same, assert_steps, compare, with_gradients
+from equivalence import compare, with_gradients
 from layer_testing import SPLITS, init, normal, self_aux, set_dropout, single, stack_params, wave
 
 from lingvo_moe.core.layers import masks
@@ -47,38 +47,6 @@ def test_layer_is_its_parts():
     assert extras == {}
 
 
-def test_packed_rows_equal_separate_rows():
-    stack = stack_params(cross=True).Instantiate()
-    theta, (x, aux) = init(stack), _batch(rows=1)
-    packed, _ = single(stack.FProp, theta, x, aux)
-    for t, s in ((slice(0, 4), slice(0, 2)), (slice(4, 6), slice(2, 4))):
-        n = t.stop - t.start
-        alone = self_aux(np.ones([1, n], "int32"), np.arange(n, dtype="int32")[None], causal=True)
-        alone.memory, alone.cross_mask = aux.memory[:, s], tf.ones([1, 1, 2], tf.bool)
-        y, _ = single(stack.FProp, theta, x[:, t], alone)
-        np.testing.assert_allclose(packed[:, t], y, atol=1e-5)
-
-
-def test_padding_never_matters():
-    """Padding affects neither values nor gradients, whatever it contains."""
-    stack = _moe_params().Instantiate()
-    theta, (x, aux) = init(stack), _batch()
-    real = 1 - aux.paddings
-
-    def run(noise):
-        def fn(theta, x):
-            loud = x + noise * aux.paddings[..., tf.newaxis]
-            new = NestedMap(aux, memory=aux.memory + noise * np.array([[[0], [0], [0], [0], [1]]]))
-            y, extras = stack.FProp(theta, loud, new, seed=make_seed(0, 1))
-            loss = wave(y * real[..., tf.newaxis])
-            loss += tf.reduce_sum(extras.layer_0.aux_loss)
-            return loss, extras
-
-        return single(with_gradients(fn), theta, x)
-
-    assert_same(run(0.0), run(50.0), 1e-5)
-
-
 def test_dropout_draws_differ_between_blocks_layers_and_places():
     """All weights are zero except those that show dropout, so that each branch adds its mask; all masks must differ."""
     p = set_dropout(stack_params(num_blocks=2), 0.5)
@@ -105,21 +73,6 @@ def test_dropout_draws_differ_between_blocks_layers_and_places():
     zero_share = [(out == 0).mean() for out in outs]
     np.testing.assert_allclose(zero_share, 0.75, atol=0.05)  # relu's and the residual's dropout
     assert np.abs(np.corrcoef(outs) - np.eye(4)).max() < 0.1
-
-
-def test_steps_equal_the_whole_sequence():
-    stack = _moe_params().Instantiate()
-    theta, x = init(stack), normal(0, 2, 5, 8)
-    aux = self_aux(np.ones([2, 5], "int32"), np.tile(np.arange(5, dtype="int32"), [2, 1]), True)
-    aux.memory, aux.cross_mask = normal(1, 2, 3, 8), tf.constant([[[1, 1, 0]], [[1, 1, 1]]]) > 0
-    whole, _ = single(stack.FProp, theta, x, aux)
-    memory = single(stack.PrecomputeMemory, theta, aux.memory)
-
-    def step(x, cache, time, mask):
-        of_step = NestedMap(self_mask=mask, cross_mask=aux.cross_mask)
-        return single(stack.ExtendStep, theta, x, cache, time, of_step, memory)
-
-    assert_steps(step, x, stack.InitCache(2, 5), aux.self_mask, whole, tol=2e-5)
 
 
 def test_bfloat16_is_close():

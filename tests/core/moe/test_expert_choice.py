@@ -24,27 +24,6 @@ def _route(logits_GSE, paddings_GS, capacity, **params):
     return route(layer, logits_GSE, paddings_GS, capacity, theta=theta, seed=SEED)
 
 
-def test_by_hand():
-    """Four tokens, two experts with two slots: both experts choose token 1, neither chooses token 3."""
-    gates = [[[0.8, 0.2], [0.55, 0.45], [0.1, 0.9], [0.6, 0.4]]]
-    # Expert 0 likes 0 (.8), 3 (.6), 1 (.55), 2; expert 1 likes 2 (.9), 1 (.45), 3 (.4), 0.
-    routing = _route(_logits(gates), np.zeros((1, 4)), 2)
-    check(routing, np.zeros((1, 4)))
-    assert routing.kept.numpy().tolist() == [[[1, 0], [0, 1], [0, 1], [1, 0]]]
-    assert routing.expert_index.numpy().tolist() == [[[0, 1]] * 4]
-    # Slots in the order of tokens.
-    assert routing.position.numpy()[0, [0, 3], 0].tolist() == [0, 1]
-    assert routing.position.numpy()[0, [1, 2], 1].tolist() == [0, 1]
-    np.testing.assert_allclose(
-        routing.gate[0], [[0.8, 0], [0, 0.45], [0, 0.9], [0.6, 0]], atol=1e-6
-    )
-    assert routing.aux_loss == 0
-    metrics = routing.metrics
-    np.testing.assert_allclose(metrics.expert_load, [0.5, 0.5])
-    np.testing.assert_allclose(metrics.experts_per_token, 1.0)
-    np.testing.assert_allclose(metrics.importance, np.mean(gates[0], 0), rtol=1e-6)
-
-
 def _brute_force(gates_GSE, real_GS, capacity):
     kept = np.zeros_like(gates_GSE)
     for g, e in np.ndindex(gates_GSE.shape[0], gates_GSE.shape[2]):
@@ -67,6 +46,10 @@ def test_equals_sorting_each_experts_tokens(seed, capacity, num_experts, coarse)
     gates = tf.nn.softmax(logits).numpy()
     want = _brute_force(gates, 1 - paddings, capacity)
     np.testing.assert_array_equal(routing.kept, want)
+    np.testing.assert_array_equal(routing.expert_index[0, 0], np.arange(num_experts))
+    in_order = np.cumsum(want, 1) - 1
+    np.testing.assert_array_equal(routing.position.numpy()[want > 0], in_order[want > 0])
+    assert routing.aux_loss == 0
     np.testing.assert_allclose(routing.gate, gates * want, rtol=1e-6)
 
 

@@ -104,16 +104,6 @@ def test_gradients_equal_those_of_a_dense_mixture():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_a_token_that_overflows_comes_out_as_zeros():
-    """The caller's residual connection alone carries it."""
-    layer, theta = _layer(num_groups=1, capacity_factor=0.2, min_capacity=1)
-    x, paddings = _inputs(padded=0)
-    y, extras = layer.FProp(theta, x, paddings, seed=tf.constant(SEED))
-    lost = np.all(y.numpy() == 0, -1).mean()
-    assert 0.5 < lost < 1
-    np.testing.assert_allclose(extras.metrics.dispatch_0, lost, rtol=1e-6)
-
-
 @pytest.mark.parametrize("seed", [None, SEED])
 def test_padding_comes_out_as_zeros_and_moves_nothing(seed):
     layer, theta = _layer(num_groups=2)
@@ -128,7 +118,7 @@ def test_padding_comes_out_as_zeros_and_moves_nothing(seed):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-def test_inference_drops_nothing_and_ignores_other_tokens():
+def test_inference_drops_nothing():
     # 5 groups divide nothing here.
     layer, theta = _layer(num_groups=5, capacity_factor=0.1, min_capacity=1)
     x, paddings = _inputs(padded=0)
@@ -136,9 +126,6 @@ def test_inference_drops_nothing_and_ignores_other_tokens():
     want, _ = _reference(layer, theta, x, paddings, B, None, None)
     np.testing.assert_allclose(y, want, atol=1e-5)
     np.testing.assert_allclose(extras.metrics.dispatch_2, 1, rtol=1e-6)
-    for b, t in [(0, 0), (3, 4)]:
-        alone, _ = layer.FProp(theta, x[b : b + 1, t : t + 1], tf.zeros([1, 1]))
-        np.testing.assert_allclose(alone[0, 0], y[b, t], atol=1e-5)
 
 
 def test_bfloat16_activations_are_routed_in_float32():

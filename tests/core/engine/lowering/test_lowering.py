@@ -64,17 +64,6 @@ def _train(mesh, steps=3):
     return engine, step, state, losses
 
 
-def test_any_number_of_devices_gives_the_same_training():
-    engine, _, state, losses = _train(MESH)
-    _, _, want, want_losses = _train(sharding.single_device())
-    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
-    got, want = engine.Get(state), engine.Get(want)
-    assert [p for p, _ in got.FlattenItems()] == ["step", "theta.b", "theta.layers[0]"]
-    for a, b in got.Zip(want):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
-    assert got.step == 3
-
-
 def test_state_is_cut_as_specified_and_metrics_are_whole():
     _, step, state, _ = _train(MESH)
     w = state.theta.layers[0]

@@ -37,18 +37,6 @@ def _unpack(batch: NestedMap) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
-def test_two_pairs_by_hand():
-    batch = to_batch([[([7, 8], [9]), ([5], [6, 7])], []], Shape(2, 6, 6))
-    assert batch.src.ids.tolist() == [[7, 8, 2, 5, 2, 0], [0] * 6]
-    assert batch.src.segment_ids.tolist() == [[1, 1, 1, 2, 2, 0], [0] * 6]
-    assert batch.src.segment_pos.tolist() == [[0, 1, 2, 0, 1, 0], [0] * 6]
-    assert batch.tgt.ids.tolist() == [[1, 9, 1, 6, 7, 0], [0] * 6]
-    assert batch.tgt.labels.tolist() == [[9, 2, 6, 7, 2, 0], [0] * 6]
-    assert batch.tgt.segment_ids.tolist() == [[1, 1, 2, 2, 2, 0], [0] * 6]
-    assert batch.tgt.segment_pos.tolist() == [[0, 1, 0, 1, 2, 0], [0] * 6]
-    assert {array.dtype for array in batch.Flatten()} == {np.dtype(np.int32)}
-
-
 def _sized(pair: tuple) -> Sized:
     source, target = pair
     return len(source), len(target), pair
