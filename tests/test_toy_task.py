@@ -32,7 +32,8 @@ assert trainer.main([*train, "--max_steps=6", "--data_dir=here"]) == 2
 averaged = [*train[:-1], f"--model_params_override={override};task.ema_decay=0.5"]
 averaged += [f"--logdir={run}_averaged", f"--init_from={run}", "--max_steps=2"]
 assert trainer.main(averaged) == 0
-plan = step_plan.make_plan(step_plan.Request("toy_task.Line", "v3:2x2", mesh="data:8"), None)
+request = step_plan.Request("toy_task.Line", "v3:2x2", override, mesh="data:8")
+plan = step_plan.make_plan(request, None)
 print("PLAN", json.dumps(plan))
 print("IMPORTED", [m for m in sys.modules if m.startswith(("lingvo_moe.tasks", "params"))])
 """
@@ -114,3 +115,5 @@ def test_it_is_planned(done):
     assert plan["memory"]["fits"] and plan["batch"] == {"examples": 16}
     assert plan["time"]["examples_per_second"] > 0 and plan["time"]["budget_examples"] == 0
     assert {row["kind"] for row in plan["collectives"]} == {"all-reduce"}
+    ran = json.loads((done[0] / "program.json").read_text())
+    assert plan["program_hash"] == ran["hash"]  # the very program that ran

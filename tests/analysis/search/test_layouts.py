@@ -109,12 +109,15 @@ def test_a_plan_of_a_mesh_that_does_not_divide_proposes_a_command_that_does(
 
 
 def test_the_command_that_verify_proposes_verifies(capsys):
-    assert verify.main(["--model=lm.Tiny", "--mesh=data:1,model:2"]) == 1
+    """A step whose slots are in the memory of hosts."""
+    flags = ["--model=lm.Tiny", "--model_params_override=train.offload=slots;task.num_layers=2"]
+    assert verify.main([*flags, "--mesh=data:1,model:2"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "along 'model', so its 2 devices would compute the same; set --model_params_" in said
     tool, proposed = _proposed(said)
     assert tool is verify and tool.main(proposed) == 0
-    assert "lm.Tiny over mesh data:2: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "lm.Tiny over mesh data:2: " in out and "are those of one device" in out
     # The other remedy of the message divides the rows, too.
     override = re.search(r"set (--model_params_override='[^']*')", said)[1]
     args = verify.define_flags().Parse(

@@ -82,7 +82,7 @@ def test_keys_forget_what_is_no_letter():
 def run(tmp_path_factory) -> TextRunDir:
     """A run that does not say how its texts were tidied."""
     path = tmp_path_factory.mktemp("run")
-    toy.save_run(path, toy.train_vocab(toy.sentences(200)))
+    toy.save_run(path, toy.train_vocab(toy.sentences(200)), more=toy.SMALL)
     return TextRunDir(path)
 
 

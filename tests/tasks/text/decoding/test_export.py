@@ -117,18 +117,6 @@ def test_signatures_are_what_tensorflow_serving_calls(saved_model, capsys):
     assert shown.count("outputs[") == 3
 
 
-def test_export_replaces_a_saved_model_and_nothing_else(translator, saved_model, tmp_path):
-    other = tmp_path / "notes"
-    other.mkdir()
-    (other / "file").write_text("mine")
-    with pytest.raises(OutputError, match=r"holds .*, which is no part of an exported model"):
-        export(translator, other)
-    before = (saved_model / "fingerprint.pb").stat().st_mtime_ns
-    export(translator, saved_model)
-    assert (saved_model / "fingerprint.pb").stat().st_mtime_ns > before
-    assert sorted(p.name for p in saved_model.parent.iterdir()) == ["model"]  # nothing left over
-
-
 def test_checkpoints_that_do_not_fit(tmp_path, vocab):
     toy.save_run(tmp_path, vocab)
     with pytest.raises(CheckpointError, match=r"no such checkpoint; there are \[7\]"):
@@ -158,6 +146,19 @@ class _Plain(Exportable):
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
     def translate(self, text):
         return {"translations": text, "scores": self.weights[:1]}
+
+
+def test_export_replaces_a_saved_model_and_nothing_else(tmp_path):
+    other, model = tmp_path / "notes", tmp_path / "model"
+    other.mkdir()
+    (other / "file").write_text("mine")
+    with pytest.raises(OutputError, match=r"holds .*, which is no part of an exported model"):
+        export(_Plain(), other)
+    export(_Plain(), model)
+    before = (model / "fingerprint.pb").stat().st_mtime_ns
+    export(_Plain(), model)
+    assert (model / "fingerprint.pb").stat().st_mtime_ns > before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "notes"]  # nothing left over
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
