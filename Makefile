@@ -15,10 +15,11 @@ JOBS ?= 3
 PYTEST_ARGS ?=
 TESTS ?=
 # make test has a process for each of these, after lint, which one core does, and one for all other tests, since a process
-# keeps programs that TensorFlow compiled until it ends. The shortest comes last. See tests/run_parts.py.
-PARTS := tests/spmd/test_[a-d]* tests/analysis tests/core/p* tests/spmd/test_[e-z]* tests/tasks/mt/test_* tests/core/[m-oq-z]* \
-  tests/core/[a-l]* tests/test_t* tests/tasks/mt/decoding tests/tasks/text tests/tasks/mt/[e-s]* tests/tasks/image \
-  tests/tools tests/tasks/lm tests/house
+# keeps programs that TensorFlow compiled until it ends. The longest come first, so that all cores end together. See
+# tests/run_parts.py.
+PARTS := tests/tools tests/test_t* tests/tasks/transformer tests/tasks/lm tests/analysis tests/tasks/text tests/core/[m-oq-z]* \
+  tests/spmd/test_[a-d]* tests/core/p* tests/spmd/test_[e-z]* tests/core/[a-l]* tests/tasks/mt/decoding tests/tasks/mt/test_* \
+  tests/tasks/image tests/house tests/tasks/mt/[e-s]*
 # For make fuzz: a program of five expressions takes about half a second.
 EXAMPLES ?= 2000
 # And a program with its gradients about half a second as well.
