@@ -182,13 +182,6 @@ class MtModel(TransformerTask):
 
         return decode_step(self, inputs.p.batch_size, inputs.p.source_length)
 
-    def ProgressNote(self, metrics: NestedMap) -> str:
-        """See BaseTask: the overflow rate of the worst MoE layer."""
-        shares = [
-            v.max() for path, v in metrics.FlattenItems() if path.endswith(".over_capacity_ratio")
-        ]
-        return f"{max(shares):.1%} dropped at worst" if shares else ""
-
     # --- decoding
 
     @scoped

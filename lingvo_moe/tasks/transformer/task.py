@@ -151,5 +151,12 @@ class TransformerTask(TransformerModel):
             for stack in self.STACKS
         }
 
+    def ProgressNote(self, metrics: NestedMap) -> str:
+        """See BaseTask: the overflow rate of the worst MoE layer."""
+        shares = [
+            v.max() for path, v in metrics.FlattenItems() if path.endswith(".over_capacity_ratio")
+        ]
+        return f"{max(shares):.1%} dropped at worst" if shares else ""
+
     def Costs(self) -> TransformerCosts:
         return TransformerCosts(self)
