@@ -46,6 +46,7 @@ MOVED = {
     "lingvo_moe.planning.found_strategy": "lingvo_moe.training.found_strategy",
     "lingvo_moe.planning": f"{_ANALYSIS}.plans",
     "lingvo_moe.inspecting": f"{_ANALYSIS}.explain",
+    f"{_CORE}.task.named_rows": f"{_CORE}.task.task_growth",
     "lingvo_moe.tasks.transformer_task": "lingvo_moe.tasks.transformer.task",
     "lingvo_moe.tasks.experts": "lingvo_moe.tasks.transformer.experts",
     "lingvo_moe.training.meshes": f"{_CORE}.task.meshes",

@@ -127,6 +127,9 @@ if TYPE_CHECKING:
     from lingvo_moe.core.sharding.redistribution import redistribute as redistribute
     from lingvo_moe.core.task.base_task import BaseTask as BaseTask
     from lingvo_moe.core.task.task_costs import TaskCosts as TaskCosts
+    from lingvo_moe.core.task.task_growth import TaskGrowth as TaskGrowth
+    from lingvo_moe.core.task.task_metrics import TaskMetrics as TaskMetrics
+    from lingvo_moe.core.task.task_strategy import TaskStrategy as TaskStrategy
     from lingvo_moe.core.tensors import Kept as Kept
     from lingvo_moe.tasks.image.input.image_input import FolderInput as FolderInput
     from lingvo_moe.tasks.image.model import ImageClassifier as ImageClassifier
@@ -149,7 +152,7 @@ if TYPE_CHECKING:
     from lingvo_moe.tasks.text.data.dev_set import DevSet as DevSet
     from lingvo_moe.tasks.text.preparing.formats import FORMATS as FORMATS, Format as Format
     from lingvo_moe.tasks.text.quality.forced_decoding import Scorer as Scorer
-    from lingvo_moe.tasks.transformer.stacks import TaskStack as TaskStack
+    from lingvo_moe.tasks.transformer.stacks import TaskStack as TaskStack, sizes_of as sizes_of
     from lingvo_moe.tasks.transformer.task import TransformerTask as TransformerTask
 
 

@@ -264,7 +264,7 @@ def models_to_train(job: Job) -> Iterator[Job]:
 def smaller_job(job: Job) -> Job:
     """The training of the model that grows into that of a job, in a directory beside its own; see train.upcycle_at."""
     params = job.params.Copy()
-    differ = params.task.cls.GrowsFrom(params.task)
+    differ = params.task.cls.Growth(params.task).GrowsFrom()
     params.task.Set(**differ)
     override = override_without_unused(job.override, params)
     override = join_overrides(override, *(f"task.{name}={value}" for name, value in differ.items()))

@@ -8,6 +8,12 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.task.task_growth import TaskGrowth
+
+
+class _Growth(TaskGrowth):
+    def GrowsFrom(self):
+        return {"wide": False} if self.p.wide else {}
 
 
 class Model(toy_task.LinearModel):
@@ -18,8 +24,8 @@ class Model(toy_task.LinearModel):
         return p
 
     @classmethod
-    def GrowsFrom(cls, task):
-        return {"wide": False} if task.wide else {}
+    def Growth(cls, task):
+        return _Growth(task)
 
     def __init__(self, params):
         super().__init__(params)

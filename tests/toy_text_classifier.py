@@ -3,9 +3,6 @@
 Letters: B text, T token, M model, V vocabulary, C class.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import tensorflow as tf
 
 from lingvo_moe.api import (
@@ -16,6 +13,7 @@ from lingvo_moe.api import (
     TaskStack,
     TransformerTask,
     checks,
+    sizes_of,
     within,
 )
 
@@ -24,10 +22,7 @@ class TextClassifier(TransformerTask):
     """Takes `batch.{ids,segment_ids,segment_pos}` [B,T], a text a row, and `labels` [B]; reads the mean of tokens."""
 
     STACKS = (TaskStack("encoder", "num_layers", side="source", causal=False),)
-    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **TransformerTask.SIZES,
-        "V": ("task.vocab_size",),
-    }
+    SIZES = {**TransformerTask.SIZES, **sizes_of(STACKS)}
 
     @classmethod
     def Params(cls) -> InstantiableParams:

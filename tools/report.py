@@ -111,7 +111,7 @@ def _routing(args: Flags, run: "TextRunDir") -> "RoutingReport | Missing":
     command = f"python -m tools.report --logdir={args.logdir}"
     if args.no_routing:
         return Missing("the model was not run", command)
-    if not run.Task(MtModel).MetricLayers():
+    if not run.Task(MtModel).Metrics().Layers():
         return Missing("the model is dense, nothing is routed")
     try:
         data_dir = _cli.data_dir(args, run.Params().input)

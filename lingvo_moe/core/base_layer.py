@@ -420,7 +420,7 @@ class BaseLayer:
         return self._of_children(lambda child, w: child.PackWeights(w, packing), theta)
 
     def Grow(self, small: NestedMap, fresh: NestedMap) -> NestedMap:
-        """The weights with which this layer computes what a smaller one does (see BaseTask.GrowsFrom).
+        """The weights with which this layer computes what a smaller one does (see TaskGrowth.GrowsFrom).
 
         Here they are those of the smaller one, which has the same variables and children. A layer that has others
         overrides it.

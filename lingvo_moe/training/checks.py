@@ -46,17 +46,18 @@ def check_upcycling(args: Flags, params: Params) -> None:
     """Raises UsageError where train.upcycle_at has no smaller model to begin with, or no time for one of the two."""
     at, last, task = params.train.upcycle_at, params.train.max_steps, params.task
     first = task.dense_first_layers if "nth_attention" in task and task.nth_attention else 0
+    grows = task.cls.Growth(task).GrowsFrom()
     # A branch of a run that has grown does not grow again.
     if args.init_from and not args.init_from_state:
         why = f"the run begins with the weights of --init_from={args.init_from}; leave one of the two out"
     elif at >= last:
         why = f"must be less than train.max_steps={last}"
-    elif not task.cls.GrowsFrom(task) and first:
+    elif not grows and first:
         why = (
             f"task.dense_first_layers={first} does not go with task.nth_attention: the smaller model has no first "
             "layers and counts every n-th from others; set task.dense_first_layers=0, or task.nth_attention=None"
         )
-    elif not task.cls.GrowsFrom(task):
+    elif not grows:
         why = (
             "needs a model with experts that, alone or with the shared ones, are as wide as its dense layers, whose "
             "hidden units they begin with"

@@ -18,6 +18,7 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import SLOTS, WEIGHTS
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.inspect import bytes_per_device
+from lingvo_moe.core.task.meshes import size_params
 
 
 def peak_line(engine: str, mesh: Mesh, step: Compiled, task: BaseTask) -> str:
@@ -91,7 +92,7 @@ def _sizes_of(params: Params, task: BaseTask, spec: VariableSpec) -> list[str]:
     """Returns the paths of the parameters that set a variable's dimensions, the largest dimension first."""
     sized_by: list[str] = []
     for size, letter in sorted(zip(spec.shape, spec.letters, strict=True), reverse=True):
-        paths = task.SizeParams(spec.path, letter)
+        paths = size_params(task, spec.path, letter)
         if letter != "L":  # a stack's L counts blocks, the parameter counts layers
             paths = tuple(path for path in paths if params.Get(path) == size)
         sized_by += paths[:1]

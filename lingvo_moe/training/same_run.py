@@ -175,7 +175,8 @@ def with_source(args: Flags, run_dir: RunDir) -> Flags:
 
 def check_not_to_grow(args: Flags, params: Params) -> None:
     """Raises UsageError for a new run beside the smaller model that a run in --logdir was to grow out of."""
-    if args.restart or RunDir(args.logdir).exists or not params.task.cls.GrowsFrom(params.task):
+    grows = params.task.cls.Growth(params.task).GrowsFrom()
+    if args.restart or RunDir(args.logdir).exists or not grows:
         return
     dense = RunDir(dense_logdir(args.logdir))
     at = stored_values(dense.params_text).get("train.upcycle_at", "0") if dense.exists else "0"

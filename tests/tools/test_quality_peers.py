@@ -150,7 +150,7 @@ def test_each_number_of_experts_and_router_is_a_contender(corpus, tmp_path):
         assert (task.num_experts == 0) == name.startswith("dense")
         assert task.num_experts == 0 or f"{task.num_experts}_" in name
         assert bool(params.train.upcycle_at) == name.startswith("upcycled")
-        assert not params.train.upcycle_at or task.cls.GrowsFrom(task)
+        assert not params.train.upcycle_at or task.cls.Growth(task).GrowsFrom()
 
 
 def test_a_loss_of_other_tokens_is_refused(corpus, tmp_path, capsys):

@@ -189,7 +189,7 @@ def shrunk(model: str, mesh: Mesh, override: str = "") -> Params:
     params.task.cls.Shrink(params.task, params.input, mesh)
     _, num = micro_batches_of(params)  # each of which has the smallest sizes
     params.input.batch_size *= num
-    for name in params.task.cls.MicroBatchSizes(params.task):
+    for name in params.task.cls.Strategy(params.task).MicroBatchSizes():
         params.task.Set(**{name: params.task.Get(name) * num})
     params.task.cls.ConfigureInput(params.task, params.input)
     params.task.cls.CheckInput(params.task, params.input)

@@ -114,7 +114,7 @@ class Settings:
 
 def settings_of(task: InstantiableParams) -> Settings | None:
     """Reads the settings of a pipeline from Params of a task; None if they ask for none."""
-    return task.cls.PipelineSettings(task)
+    return task.cls.Strategy(task).PipelineSettings()
 
 
 def micro_batches_of(params: Params) -> tuple[str, int]:

@@ -98,12 +98,21 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
                     _check_part(path, params, split.get(letter), mesh)
     for path, spec in task.VariableSpecs().FlattenItems():
         for letter, size, axis in zip(spec.letters, spec.shape, spec.split, strict=True):
-            sized_by = [p for p in task.SizeParams(path, letter) if params.Get(p) == size]
+            sized_by = [p for p in size_params(task, path, letter) if params.Get(p) == size]
             if sized_by:
                 _check_size(sized_by[0], size, axis, mesh)
             else:
                 _check_parts(f"variable {path}: {letter}={size}", size, axis, mesh)
     _check_axes_are_used(params, task, [layer for _, layer in layers], mesh)
+
+
+def size_params(task: "BaseTask", path: str, letter: str) -> tuple[str, ...]:
+    """The parameters that set the size of dimension `letter` of the variable at `path`: see BaseTask.SIZES."""
+    for name, sized_by in task.SIZES.items():
+        part, _, last = name.rpartition(".")
+        if last == letter and part in path:
+            return sized_by
+    return ()
 
 
 def check_state_is_sharded(override: str, task: "BaseTask", mesh: Mesh) -> None:
@@ -199,7 +208,8 @@ def _check_size(path: str, size: int, axis: Axis, mesh: Mesh) -> None:
 def _divided_sizes(params: Params) -> dict[str, int]:
     """The sizes that a micro-batch has 1/M of, by the paths of their parameters."""
     task = params.task
-    paths = [task.cls.SIZES["B"][0], *(f"task.{name}" for name in task.cls.MicroBatchSizes(task))]
+    names = task.cls.Strategy(task).MicroBatchSizes()
+    paths = [task.cls.SIZES["B"][0], *(f"task.{name}" for name in names)]
     return {path: params.Get(path) for path in paths}
 
 

@@ -41,7 +41,7 @@ def divided(
     Raises:
         MicroBatchError: the batch does not divide into M parts, or its groups do not.
     """
-    sizes = {size: task.p.Get(size) for size in task.MicroBatchSizes(task.p)}
+    sizes = {size: task.p.Get(size) for size in task.Strategy(task.p).MicroBatchSizes()}
     rows = num_rows(batch_specs)
     by_path = {task.SIZES["B"][0]: rows, **{f"task.{n}": s for n, s in sizes.items()}}
     check_divides(num, by_path, name)
@@ -82,7 +82,7 @@ def accumulating_step(
             splits = {f"gradients[{i}]": s.StoredSplit(mesh) for i, s in enumerate(trainable)}
             sums = accumulate(terms, division, batch, shared, splits)
             updates = sums.updates.Transform(lambda total: total * (1.0 / num))
-            metrics = task.CombinedMetrics(sums.metrics)
+            metrics = task.Metrics().Combined(sums.metrics)
         with name_scope("optimizer"):
             grads = task.Gradients(state.theta, sums.gradients)
             return task.Apply(state, sums.loss, metrics, grads, updates)

@@ -83,7 +83,7 @@ def pipelined_step(
             end = Loops(schedule, programs, layout, division.Stacked(batch), like).Run()
             loss, metrics = _loss_and_metrics(parts, layout, end)
             updates = metrics.pop("updates", NestedMap()).Transform(lambda x: x * (1.0 / num))
-            metrics = task.CombinedMetrics(metrics)
+            metrics = task.Metrics().Combined(metrics)
             by_path = _gradients(theta, parts, layout, trainable, end)
         with name_scope("optimizer"):
             flat = [(path, spec.trainable) for path, spec in specs.FlattenItems()]

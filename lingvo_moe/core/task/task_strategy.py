@@ -3,6 +3,7 @@
 from typing import Any
 
 from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.pipeline.params import Settings
 from lingvo_moe.core.task.forms import Forms
 
 
@@ -11,10 +12,21 @@ class TaskStrategy:
 
     Attributes:
         p: the task's Params.
+
+    Args:
+        cells: whether the stages of its pipeline are cells of different shapes; see Settings.
     """
 
-    def __init__(self, params: InstantiableParams):
-        self.p = params
+    def __init__(self, params: InstantiableParams, cells: bool = False):
+        self.p, self._cells = params, cells
+
+    def PipelineSettings(self) -> Settings | None:
+        """Returns the settings of the pipeline that the task runs in, from its `pipeline`; None if it runs in none."""
+        return Settings.Of(self.p.pipeline, self._cells) if "pipeline" in self.p else None
+
+    def MicroBatchSizes(self) -> tuple[str, ...]:
+        """Params of the task, besides the batch size, that a micro-batch has 1/M of, e.g. 'num_groups'."""
+        return ()
 
     def OpenForms(self) -> Forms | None:
         """Returns two forms of the task if its Params leave open which one is trained; None if they do not.

@@ -16,13 +16,14 @@ from lingvo_moe.core.layers.elementwise import Dropout
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.registry import elementwise_optimizers
 from lingvo_moe.core.pipeline.cell_stack import CellParts
-from lingvo_moe.core.pipeline.params import PARAMETERS, Settings
+from lingvo_moe.core.pipeline.params import PARAMETERS
 from lingvo_moe.core.pipeline.partition import PartitionError
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.core.task.task_costs import TaskCosts
+from lingvo_moe.core.task.task_strategy import TaskStrategy
 from lingvo_moe.tasks.image.networks import PIPELINE, ResNet, network_pipeline_params
 
 _TOP = 5
@@ -111,8 +112,9 @@ class ImageClassifier(BaseTask):
         return p.network.Copy().Set(input_channels=p.channels, pipeline=p.pipeline.Copy())
 
     @classmethod
-    def PipelineSettings(cls, task: HyperParams) -> Settings | None:
-        return Settings.Of(task.pipeline, cells=True)
+    def Strategy(cls, task: InstantiableParams) -> TaskStrategy:
+        """See BaseTask: the stages of a pipeline have different shapes."""
+        return TaskStrategy(task, cells=True)
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:

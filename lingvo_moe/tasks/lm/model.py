@@ -4,9 +4,6 @@ with experts in every n-th feed-forward layer if it has some.
 Letters: B batch, T time, L layers, V vocabulary.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import scoped
@@ -14,7 +11,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.transformer.costs import TransformerCosts
-from lingvo_moe.tasks.transformer.stacks import TaskStack
+from lingvo_moe.tasks.transformer.stacks import TaskStack, sizes_of
 from lingvo_moe.tasks.transformer.task import TransformerTask
 
 
@@ -25,13 +22,10 @@ class LmModel(TransformerTask):
     padding, and returns the training loss and float32 metrics. A token sees those before it in its own segment.
     """
 
-    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **TransformerTask.SIZES,
-        "V": ("task.vocab_size",),
-    }
     KIND = "language"
     EXAMPLE = "lm.MoEDemo"
     STACKS = (TaskStack("decoder", "num_layers", side="target", causal=True),)
+    SIZES = {**TransformerTask.SIZES, **sizes_of(STACKS)}
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -4,7 +4,7 @@ layer.
 Letters: B batch, T target time, S source time, V vocabulary, U task (language).
 """
 
-from collections.abc import Mapping
+import functools
 from typing import ClassVar
 
 import tensorflow as tf
@@ -20,16 +20,16 @@ from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.task.base_task import TaskError
-from lingvo_moe.core.task.named_rows import NamedRows
 from lingvo_moe.core.task.step import Step
+from lingvo_moe.core.task.task_growth import NamedRows
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.text.runs.artifacts import languages_of, vocabs_of
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 from lingvo_moe.tasks.transformer import experts
-from lingvo_moe.tasks.transformer.stacks import TaskStack
+from lingvo_moe.tasks.transformer.growth import TransformerGrowth
+from lingvo_moe.tasks.transformer.stacks import TaskStack, sizes_of
 from lingvo_moe.tasks.transformer.task import TransformerTask
 
-_SOURCE, _TARGET, _LANGUAGES = "source pieces", "target pieces", "languages"
 ENCODER = TaskStack(
     "encoder",
     "num_encoder_layers",
@@ -60,12 +60,9 @@ class MtModel(TransformerTask):
     `task_ids`, the number of each token's source language.
     """
 
-    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **TransformerTask.SIZES,
-        "V": ("task.source_vocab_size", "task.target_vocab_size"),
-    }
     KIND = "translation"
     STACKS = (ENCODER, DECODER)
+    SIZES = {**TransformerTask.SIZES, **sizes_of(STACKS)}
     EXPERTS = (2048, 2048, 2)
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *TransformerTask.MAY_CHANGE,
@@ -154,27 +151,9 @@ class MtModel(TransformerTask):
                 "some of them"
             )
 
-    def NamedRows(self) -> dict[str, NamedRows]:
-        """See BaseTask: rows of embeddings are pieces, rows of task embeddings languages."""
-        rows = {}
-        for path, spec in self.VariableSpecs().FlattenItems():
-            if "V" in spec.letters:
-                kind = _SOURCE if path.startswith("source_embedding") else _TARGET
-                rows[path] = NamedRows(kind, spec.letters.index("V"), "vocab_size")
-            elif "U" in spec.letters:
-                rows[path] = NamedRows(_LANGUAGES, spec.letters.index("U"), "num_tasks")
-        return rows
-
-    def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
-        """See BaseTask. Raises DataError for artifacts without a vocabulary, or with a damaged one."""
-        if kind == _LANGUAGES:
-            languages = languages_of(artifacts)
-            if languages is None:
-                raise TaskError("the run that weights are taken from does not say its languages")
-            return languages
-        vocabs = vocabs_of(artifacts)
-        vocabulary = Vocabulary(vocabs.source if kind == _SOURCE else vocabs.target)
-        return vocabulary.Pieces(range(vocabulary.size))
+    @classmethod
+    def Growth(cls, task: InstantiableParams) -> "_Growth":
+        return _Growth(task)
 
     def DecodeStep(self, inputs: BaseInput) -> Step:
         """See BaseTask: one step of the beam search."""
@@ -220,3 +199,35 @@ class MtModel(TransformerTask):
             memory=self.decoder.MemoryLetters(),
             cross_mask="BTS",
         )
+
+
+class _Growth(TransformerGrowth):
+    """Rows of embeddings are pieces, rows of task embeddings languages."""
+
+    def NamedRows(self, specs: NestedMap) -> dict[str, NamedRows]:
+        rows = {}
+        for path, spec in specs.FlattenItems():
+            if "V" in spec.letters:
+                side = "source" if path.startswith("source_embedding") else "target"
+                names = functools.partial(_pieces, side)
+                rows[path] = NamedRows(
+                    f"{side} pieces", spec.letters.index("V"), "vocab_size", names
+                )
+            elif "U" in spec.letters:
+                where = spec.letters.index("U")
+                rows[path] = NamedRows("languages", where, "num_tasks", _languages)
+        return rows
+
+
+def _pieces(side: str, artifacts: RunArtifacts) -> list[str]:
+    """See NamedRows.names. Raises DataError for artifacts without a vocabulary, or with a damaged one."""
+    vocabulary = Vocabulary(getattr(vocabs_of(artifacts), side))
+    return vocabulary.Pieces(range(vocabulary.size))
+
+
+def _languages(artifacts: RunArtifacts) -> list[str]:
+    """See NamedRows.names."""
+    languages = languages_of(artifacts)
+    if languages is None:
+        raise TaskError("the run that weights are taken from does not say its languages")
+    return languages

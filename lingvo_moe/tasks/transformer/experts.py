@@ -5,7 +5,6 @@ Letters: B batch, T time, H hidden, E expert, G group, V vocabulary.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -106,13 +105,6 @@ def _configured(
     return router
 
 
-def grows_from(task: HyperParams) -> dict[str, Any]:
-    """See BaseTask.GrowsFrom: experts as wide as a dense layer, alone or with the shared ones, grow out of it."""
-    width = task.expert_hidden_dim or task.hidden_dim
-    widths = (width, width * (1 + task.moe.num_shared_experts))
-    return {"num_experts": 0} if task.num_experts and task.hidden_dim in widths else {}
-
-
 def exchanges_rows(task: HyperParams) -> bool:
     """Whether the dispatcher moves rows between devices itself: not within stages, and by products without letters."""
     dispatcher = moe_layer.dispatcher_params(task.moe.dispatcher).cls
@@ -124,11 +116,6 @@ def with_letters(task: InstantiableParams) -> None:
     if exchanges_rows(task):
         slots = task.moe.router.cls.Choices(task.moe.router)
         task.moe.Set(dispatcher="index", capacity_factor=float(slots), min_capacity=1)
-
-
-def micro_batch_sizes(task: HyperParams) -> tuple[str, ...]:
-    """See BaseTask.MicroBatchSizes: the groups of MoE layers stay as they are."""
-    return ("num_groups",) if task.num_experts and task.num_groups else ()
 
 
 def check_groups(task: HyperParams, rows: int, length: int, length_name: str) -> None:

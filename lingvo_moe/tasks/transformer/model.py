@@ -20,7 +20,6 @@ from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import embedding, kept, masks, positions, softmax
 from lingvo_moe.core.layers.attention import AUTO
 from lingvo_moe.core.layers.repeat import Chunk
-from lingvo_moe.core.moe.routers.losses_and_metrics import combined_metrics
 from lingvo_moe.core.nested_map import NestedMap, map_structure, updates_of
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
@@ -357,12 +356,6 @@ class TransformerModel(BaseTask):
             all_layers += layers
         aux_loss = functools.reduce(operator.add, losses)
         return NestedMap(metrics, aux_loss=aux_loss, moe=moe, **updates_of(*all_layers, ahead))
-
-    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
-        if not self.p.num_experts:
-            return sums
-        moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
-        return NestedMap(sums, moe=NestedMap(moe))
 
     @scoped
     def LogProbs(

@@ -7,6 +7,7 @@ Letters: B batch, T time, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
@@ -51,6 +52,13 @@ class TaskStack:
         """The parameter that its router comes from, and the router's Params."""
         own = p.Get(self.router) if self.router else None
         return ("moe.router", p.moe.router) if own is None else (self.router, own)
+
+
+def sizes_of(stacks: Sequence[TaskStack]) -> dict[str, tuple[str, ...]]:
+    """The parameters that set a task's numbers of layers and vocabularies: see BaseTask.SIZES."""
+    first = {f"{stack.name}.first.L": ("task.dense_first_layers",) for stack in stacks}
+    layers = {f"{stack.name}.L": (f"task.{stack.num_layers}",) for stack in stacks}
+    return {**first, **layers, "V": tuple(f"task.{stack.vocab_size}" for stack in stacks)}
 
 
 def layers_of_block(p: HyperParams) -> int:

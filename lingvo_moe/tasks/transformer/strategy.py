@@ -19,9 +19,13 @@ class TransformerStrategy(TaskStrategy):
         super().__init__(params)
         self._stacks = stacks
 
+    def MicroBatchSizes(self) -> tuple[str, ...]:
+        """See TaskStrategy: the groups of MoE layers stay as they are."""
+        return ("num_groups",) if self.p.num_experts and self.p.num_groups else ()
+
     def OpenForms(self) -> Forms | None:
         """See TaskStrategy: task.repeat=auto leaves it open; a pipeline scans blocks then."""
-        if self.p.repeat != "auto" or pipeline.settings_of(self.p):
+        if self.p.repeat != "auto" or self.PipelineSettings():
             return None
         layers, before = layers_of_block(self.p), layers_before(self.p)
         keeping = self.p.Copy().Set(repeat=False, remat=kept.FULL)
@@ -51,7 +55,7 @@ class TransformerStrategy(TaskStrategy):
 
     def Recomputing(self) -> dict[str, Any]:
         """See TaskStrategy: nothing in a pipeline."""
-        if pipeline.settings_of(self.p):
+        if self.PipelineSettings():
             return {}
         if self.p.repeat is False:
             return {"task.repeat": True}

@@ -5,7 +5,7 @@ Letters: B batch, T time, L layers, M model, H hidden, N heads, A heads of keys 
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +18,8 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.tasks.transformer import experts
 from lingvo_moe.tasks.transformer.costs import TransformerCosts
+from lingvo_moe.tasks.transformer.growth import TransformerGrowth
+from lingvo_moe.tasks.transformer.metrics import TransformerMetrics
 from lingvo_moe.tasks.transformer.model import TransformerModel
 from lingvo_moe.tasks.transformer.shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer.stacks import layers_before, layers_of_block
@@ -51,16 +53,6 @@ class TransformerTask(TransformerModel):
     )
 
     @classmethod
-    def OptimizerParams(cls, task: HyperParams) -> InstantiableParams:
-        p = super().OptimizerParams(task)
-        p.learning_rate.cls.SetModelDim(p.learning_rate, task.model_dim)
-        return p
-
-    @classmethod
-    def PipelineSettings(cls, task: HyperParams) -> pipeline.Settings | None:
-        return pipeline.Settings.Of(task.pipeline)
-
-    @classmethod
     def RoutesByTask(cls, params: HyperParams) -> bool:
         """Whether some router chooses by the source language, so that batches and requests tell it."""
         return False
@@ -70,14 +62,8 @@ class TransformerTask(TransformerModel):
         return TransformerStrategy(task, cls.STACKS)
 
     @classmethod
-    def GrowsFrom(cls, task: HyperParams) -> dict[str, Any]:
-        """See BaseTask: without first layers, nth_attention would be in other layers than here."""
-        elsewhere = layers_before(task) and task.nth_attention is not None
-        return {} if elsewhere else experts.grows_from(task)
-
-    @classmethod
-    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
-        return experts.micro_batch_sizes(task)
+    def Growth(cls, task: InstantiableParams) -> TransformerGrowth:
+        return TransformerGrowth(task)
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
@@ -125,38 +111,8 @@ class TransformerTask(TransformerModel):
         units.tokens = units[f"{stack.prefix}tokens"]
         return units
 
-    def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
-        """See BaseTask; the layers are those of the variable's stack."""
-        if letter != "L":
-            return super().SizeParams(path, letter)
-        named = {f"{stack.name}.first": "dense_first_layers" for stack in self.STACKS}
-        named |= {stack.name: stack.num_layers for stack in self.STACKS}
-        numbers = [number for name, number in named.items() if name in path]
-        return tuple(f"task.{number}" for number in numbers[:1])
-
-    def MetricLayers(self) -> dict[str, list[str]]:
-        """See BaseTask: the layers with experts, numbered among all layers of their stack.
-
-        A translator of four and four layers, of which every second has experts, gives
-        {'moe/encoder': ['layer_1', 'layer_3'], 'moe/decoder': ['layer_1', 'layer_3']}.
-        """
-        p = self.p
-        if not p.num_experts:
-            return {}
-        first = layers_before(p) + p.moe_every - 1
-        return {
-            f"moe/{stack.name}": [
-                f"layer_{i}" for i in range(first, p.Get(stack.num_layers), p.moe_every)
-            ]
-            for stack in self.STACKS
-        }
-
-    def ProgressNote(self, metrics: NestedMap) -> str:
-        """See BaseTask: the overflow rate of the worst MoE layer."""
-        shares = [
-            v.max() for path, v in metrics.FlattenItems() if path.endswith(".over_capacity_ratio")
-        ]
-        return f"{max(shares):.1%} dropped at worst" if shares else ""
+    def Metrics(self) -> TransformerMetrics:
+        return TransformerMetrics(self.p, self.STACKS)
 
     def Costs(self) -> TransformerCosts:
         return TransformerCosts(self)

@@ -14,8 +14,9 @@ from lingvo_moe.core.nested_map import NestedMap, updates_of
 from lingvo_moe.core.optimizers.schedules import Constant
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.pipeline.layers import PipeliningLayer, SeqLayer
-from lingvo_moe.core.pipeline.params import Settings, pipeline_params
+from lingvo_moe.core.pipeline.params import pipeline_params
 from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.task_strategy import TaskStrategy
 
 SIZES = (5, 7, 3, 6, 2)  # of the boundaries of four cells
 
@@ -108,8 +109,8 @@ class CellTask(BaseTask):
         self.CreateChild("seq", self.p.seq)
 
     @classmethod
-    def PipelineSettings(cls, task):
-        return Settings.Of(task.pipeline, cells=True)
+    def Strategy(cls, task):
+        return TaskStrategy(task, cells=True)
 
     def FProp(self, theta, batch, seed=None):
         outs, extras = self.seq.FPropWithExtras(theta.seq, self._Args(batch), seed)

@@ -10,7 +10,7 @@ from lingvo_moe.core.layers.repeat import Repeat
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.schedules import Constant
 from lingvo_moe.core.optimizers.sgd import Sgd
-from lingvo_moe.core.pipeline.params import Settings, pipeline_params
+from lingvo_moe.core.pipeline.params import pipeline_params
 from lingvo_moe.core.pipeline.parts import Parts, Stack
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.task.base_task import BaseTask
@@ -74,10 +74,6 @@ class TwoStacks(BaseTask):
             width = self.p.width
             shape, letters = ((width,), "M") if name == "scale" else ((10, width), "VM")
             self.CreateVariable(name, WeightParams(shape, letters, WeightInit.Gaussian(1.0)))
-
-    @classmethod
-    def PipelineSettings(cls, task):
-        return Settings.Of(task.pipeline)
 
     def Units(self, batch):
         return NestedMap(rows=tf.reduce_sum(tf.cast(batch.real, tf.float32)))

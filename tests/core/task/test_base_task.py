@@ -33,6 +33,13 @@ class Regression(BaseTask):
         return loss, NestedMap(loss=loss, error=error)
 
 
+def test_a_method_that_tasks_had_is_refused_with_what_took_its_place():
+    with pytest.raises(
+        TypeError, match=r"Old\.MetricLayers is read no more: give TaskMetrics\.Layers"
+    ):
+        type("Old", (BaseTask,), {"MetricLayers": lambda self: {}})
+
+
 def _task(**kwargs):
     p = Regression.Params().Set(
         name="regression",

@@ -51,7 +51,7 @@ def test_every_nth_layer_after_the_dense_ones_has_experts(model):
         assert shapes[f"{body}.layers_0.ffn.wi"] == (2, 16, 32)
         assert shapes[f"{body}.layers_1.ffn.experts.wi"] == (2, 4, 16, 24)
         assert shapes[f"{body}.layers_1.ffn.shared_experts.wi"] == (2, 16, 24)
-        assert task.MetricLayers()[f"moe/{stack.name}"] == ["layer_2", "layer_4"]
+        assert task.Metrics().Layers()[f"moe/{stack.name}"] == ["layer_2", "layer_4"]
     flops = task.Costs().FlopsByPart(inputs.BatchSpec())
     parts = {
         f"{stack.name}.{part}" for stack in task.STACKS for part in ("self_atten", "ffn", "moe")
@@ -147,7 +147,7 @@ def test_experts_grow_out_of_dense_layers_of_every_kind(model):
     """The first layers, the dense ones of blocks and the second head's layer among them: the loss stays."""
     same = "task.expert_hidden_dim=0;task.moe.num_shared_experts=0;task.multi_token_weight=0.3"
     _, large, inputs = _experiment(model, same)
-    small = large.p.Copy().Set(**large.GrowsFrom(large.p)).Instantiate()
+    small = large.p.Copy().Set(**large.Growth(large.p).GrowsFrom()).Instantiate()
     batch = large.SampleBatch(inputs, np.random.RandomState(0)).Transform(tf.constant)
     with use_mesh(single_device()):
         before = small.InitTheta(make_seed(0, 0))

@@ -3,7 +3,7 @@
 It takes over all weights, and of each table with named rows the rows that both have.
 
 A row of an embedding belongs to a piece of a vocabulary, one of a router's task embeddings to a language. The task says
-which rows have names (BaseTask.NamedRows, RowNames). They are found by their names, so the new run may have other
+which rows have names (TaskGrowth.NamedRows). They are found by their names, so the new run may have other
 vocabularies and more languages.
 """
 
@@ -22,7 +22,7 @@ from lingvo_moe.core.files.paths import absolute
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.task.base_task import BaseTask
-from lingvo_moe.core.task.named_rows import NamedRows
+from lingvo_moe.core.task.task_growth import NamedRows
 
 _FLAG, _STATE = "--init_from", "--init_from_state"
 _LAST_STEP = "last_step"  # of the run itself
@@ -102,11 +102,9 @@ def begin_from(
     """
     run = RunDir(logdir, _FLAG, trust_run)
     old, new, grows = _models(run, task)
-    rows = new.NamedRows()
-    kinds = dict.fromkeys(named.kind for named in rows.values())
-    names = {
-        kind: (old.RowNames(kind, run.artifacts), new.RowNames(kind, artifacts)) for kind in kinds
-    }
+    rows = _named_rows(new)
+    names_of = {named.kind: named.names for named in rows.values()}
+    names = {kind: (read(run.artifacts), read(artifacts)) for kind, read in names_of.items()}
     before, after = old.VariableSpecs(), new.VariableSpecs()
     moved = {}
     for path, named in rows.items():
@@ -151,7 +149,7 @@ def _models(run: RunDir, task: Params) -> tuple[BaseTask, BaseTask, bool]:
     before = run.Params().task
     old, whole = before.Instantiate().Unpacked(), task.Instantiate()
     forms = [(whole.Unpacked(), task)]
-    if differ := task.cls.GrowsFrom(task):
+    if differ := task.cls.Growth(task).GrowsFrom():
         params = task.Copy().Set(**differ)
         forms.append((params.Instantiate().Unpacked(), params))
     differing = [_differences(old, model) for model, _ in forms]
@@ -167,9 +165,13 @@ def _models(run: RunDir, task: Params) -> tuple[BaseTask, BaseTask, bool]:
     return old, new, bool(nearest)
 
 
+def _named_rows(task: BaseTask) -> dict[str, NamedRows]:
+    return task.Growth(task.p).NamedRows(task.VariableSpecs())
+
+
 def _differences(old: BaseTask, new: BaseTask) -> list[tuple[str, str, str]]:
     """The variables that differ but for the sizes along named rows: path, and how each model has it."""
-    rows = new.NamedRows()
+    rows = _named_rows(new)
     there, here = (_described(model.VariableSpecs(), rows) for model in (old, new))
     paths = dict.fromkeys((*there, *here))
     descriptions = ((path, there.get(path, "not"), here.get(path, "not")) for path in paths)
@@ -196,7 +198,7 @@ def _misfit(
     lines = [f"  {path}: {there} there, {here} here" for path, there, here in differ[:_SHOWN]]
     if len(differ) > _SHOWN:
         lines.append(f"  and {len(differ) - _SHOWN} more")
-    sized_by = tuple({f"{named.sized_by} :" for named in new.NamedRows().values()})
+    sized_by = tuple({f"{named.sized_by} :" for named in _named_rows(new).values()})
     params_before, params_after = (_lines(p, sized_by) for p in (before, after))
     only = set(params_before) ^ set(params_after)
     lines += [f"> {line}" for line in params_before if line in only]

@@ -109,4 +109,4 @@ class Budget:
 
 def part_of_run(task: InstantiableParams, train: Params) -> int:
     """The step at which a model makes room for the larger one that grows out of it, by train.upcycle_at; 0: none."""
-    return 0 if task.cls.GrowsFrom(task) else train.upcycle_at
+    return 0 if task.cls.Growth(task).GrowsFrom() else train.upcycle_at

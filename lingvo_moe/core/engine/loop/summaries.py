@@ -77,7 +77,7 @@ class Summaries:
                 expert [L,E]. A scalar is written as it is, [L] as `<name>/<layer>`, [L,E], where it is
                 finite, as a histogram, with the busiest expert's number over the mean as a scalar.
             layers: for the beginning of a metric's path, what TensorBoard calls the L layers, as
-                BaseTask.MetricLayers has it; a number where nothing is said.
+                TaskMetrics.Layers has it; a number where nothing is said.
         """
         if not self._enabled:
             return

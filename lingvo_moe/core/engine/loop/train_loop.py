@@ -307,12 +307,12 @@ class TrainLoop:
             float(metrics.loss),
             counted - self._shown,
             self._skipped.total,
-            self._task.ProgressNote(metrics),
+            self._task.Metrics().ProgressNote(metrics),
             self._engine.Most(waited),
         )
         self._shown = counted
         metrics.update(_speeds(self._task.UNIT, speed))
-        self._summaries.Write(step, metrics, self._task.MetricLayers())
+        self._summaries.Write(step, metrics, self._task.Metrics().Layers())
         return metrics
 
     def _set_last_step(self, state: NestedMap) -> None:

@@ -161,7 +161,7 @@ def measure_routing(
     """
     run = TextRunDir(logdir, trust_run=trust_run)
     params, task = run.Params(), run.Task(MtModel)
-    if not task.MetricLayers():
+    if not task.Metrics().Layers():
         raise ValueError(
             f"--logdir={logdir}: {run.experiment['model']} has no MoE layer (task.num_experts=0), so "
             "nothing is routed"
@@ -246,7 +246,7 @@ def _layers(task: BaseTask, counts: NestedMap, run: TextRunDir) -> list[LayerRou
     rows = read_metrics(str(run.summaries_dir))
     rows = rows[-max(len(rows) // 10, 1) :]
     out = []
-    for prefix, names in task.MetricLayers().items():
+    for prefix, names in task.Metrics().Layers().items():
         stack = prefix.rpartition("/")[2]
         router = task.children[stack].p.block[-1].ffn_tpl.router.cls.__name__
         for i, name in enumerate(names):
