@@ -107,26 +107,27 @@ def described_by(args: Flags) -> Job:
     if args.num_processes > 1:  # now, so that the others learn of its end
         meet(args.coordinator_address, args.num_processes, args.process_id)
     load_tensorflow(args.engine)
+    defined = registry.AsDefined(args.model)
     if args.strategy == AUTO:
         from lingvo_moe.training.found_strategy import override_with_strategy
 
-        override = override_with_strategy(args)
+        override = override_with_strategy(args, defined)
     else:
-        override = with_overrides_of_run(args, full_override(args))
+        override = with_overrides_of_run(args, defined, full_override(args, defined))
     try:
         if args.mode == "eval" and args.logdir and not is_address(args.logdir):
-            params = evaluated_params(args, override)
+            params = evaluated_params(args, defined, override)
         else:
-            params = registry.GetParams(args.model, override)
+            params = registry.WithOverrides(defined, override)
     except registry.RegistryError:
-        check_data_dir(args)  # if it is that flag, it is named
+        check_data_dir(args, defined)  # if it is that flag, it is named
         raise
     engine = ""
     if args.mode in ("sync", "eval"):
         check_flags(args, params)
     if args.mode == "sync":
         engine = args.engine or fastest_engine(args)
-    return Job(args, params, override, engine, limit, times)
+    return Job(args, defined, params, override, engine, limit, times)
 
 
 def print_params(job: Job) -> int:
@@ -156,7 +157,7 @@ def evaluate(job: Job) -> int:
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
     devices.find_devices()
-    return evaluate_run(job.args, job.override)
+    return evaluate_run(job.args, job.defined, job.override)
 
 
 def begun_record(args: Flags) -> TimeRecord:
@@ -269,7 +270,7 @@ def smaller_job(job: Job) -> Job:
     override = override_without_unused(job.override, params)
     override = join_overrides(override, *(f"task.{name}={value}" for name, value in differ.items()))
     args = job.args.With(logdir=dense_logdir(job.args.logdir))
-    params = registry.GetParams(args.model, override)
+    params = registry.WithOverrides(job.defined, override)
     return replace(job, args=args, params=params, override=override)
 
 
@@ -307,7 +308,8 @@ def checked_run(job: Job) -> tuple[Run, Engine]:
     with proposing(args, there_are):
         if args.layout:
             override = fastest_here(args, job.override, there_are)
-            job = replace(job, override=override, params=registry.GetParams(args.model, override))
+            laid_out = registry.WithOverrides(job.defined, override)
+            job = replace(job, override=override, params=laid_out)
         params = job.params
         mesh = make_mesh(params, args.mesh, there_are)
         engine = make_engine(job.engine, mesh, args.known_faults)

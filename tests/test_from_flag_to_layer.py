@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 
 import tensorflow as tf
+import toy_held_out
 import toy_task
 from trainer_testing import status
 
@@ -36,7 +37,7 @@ class TwoLayers(toy_task.LinearModel):
         return self.head.FProp(theta.head, loss), metrics
 
 
-class Line(toy_task.Line):
+class Line(toy_held_out.Line):
     def Task(self):
         return TwoLayers.Params().Set(name="line", activation_split={"B": "data"})
 
@@ -44,12 +45,20 @@ class Line(toy_task.Line):
         _built.append(type(self))
         return super().Input()
 
+    def Train(self):
+        return super().Train().Set(eval_interval_steps=0)
+
 
 def test_calls_files_and_experiments_from_main_to_a_layer(tmp_path):
-    flags = f"--model={__name__}.Line", f"--logdir={tmp_path}/run", "--num_devices=1"
-    assert [status(*flags, f"--max_steps={steps}") for steps in (1, 2)] == [0, 0]
-    assert len(_built) == 2  # once a start, of a new run and of one that goes on
-    assert len(_stacks) == 2
+    flags = f"--model={__name__}.Line", f"--logdir={tmp_path}/run"
+    (tmp_path / "strategy.txt").write_text("train.mesh=data:1\n")
+    more: tuple[str, ...] = ()
+    for steps in (1, 2, 3):  # a new run, one that goes on, and with a strategy
+        assert status(*flags, "--num_devices=1", f"--max_steps={steps}", *more) == 0
+        more = (f"--strategy={tmp_path}/strategy.txt",) if steps == 2 else ()
+    assert len(_stacks) == 3
     for files in _stacks:
         assert files[0].endswith("/lingvo_moe/trainer.py")
         assert len(files) <= 15 and len(set(files)) <= 8, "\n".join(files)
+    assert status(*flags, "--mode=eval", "--once") == 0
+    assert len(_built) == 4  # once a start

@@ -15,7 +15,7 @@ TINY = "--model=mt.M4Tiny"
 def test_any_data_dir_is_read_as_it_was_typed(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     args = trainer.parse_flags([f"--data_dir={name}", "--max_steps=3", TINY])
-    override = full_override(args)
+    override = full_override(args, registry.AsDefined("mt.M4Tiny"))
     params = registry.GetParams("mt.M4Tiny", f"{override};task.seed=5")
     assert params.input.data_dir == f"{tmp_path}/{name}"
     assert (params.train.max_steps, params.task.seed) == (3, 5)
@@ -23,7 +23,8 @@ def test_any_data_dir_is_read_as_it_was_typed(tmp_path, monkeypatch, name):
 
 def test_a_typed_override_may_end_in_a_backslash(tmp_path):
     typed = "--model_params_override=input.cache_dir=/cache\\"
-    override = full_override(trainer.parse_flags([typed, "--max_steps=3", TINY]))
+    args = trainer.parse_flags([typed, "--max_steps=3", TINY])
+    override = full_override(args, registry.AsDefined("mt.M4Tiny"))
     params = registry.GetParams("mt.M4Tiny", override)
     assert (params.input.cache_dir, params.train.max_steps) == ("/cache\\", 3)
 
@@ -32,7 +33,8 @@ def test_overrides_given_several_times_all_apply():
     """A suggested flag can be pasted behind those of a command."""
     typed = ("input.cache_dir=/cache\\", "task.seed=4;train.max_steps=9", "task.seed=5")
     flags = [f"--model_params_override={text}" for text in typed]
-    override = full_override(trainer.parse_flags([*flags, TINY]))
+    args = trainer.parse_flags([*flags, TINY])
+    override = full_override(args, registry.AsDefined("mt.M4Tiny"))
     params = registry.GetParams("mt.M4Tiny", override)
     assert params.input.cache_dir == "/cache\\"
     assert (params.train.max_steps, params.task.seed) == (9, 5)

@@ -102,7 +102,8 @@ def _lower(args: Flags, say: Callable[[str], None]) -> "Program":
     from lingvo_moe.core.task.meshes import check_divisible
     from lingvo_moe.training.checks import strategy_override
 
-    params = registry.GetParams(args.model, strategy_override(args))
+    defined = registry.AsDefined(args.model)
+    params = registry.WithOverrides(defined, strategy_override(args, defined))
     mesh = _cli.mesh_of(args, params)
     task = params.task.Instantiate()
     check_divisible(params, task, mesh)

@@ -218,9 +218,10 @@ def planned(
     plans, failed = list[dict[str, Any]](), dict[tuple[str, str], ValueError]()
     cache = _cli.plan_cache(args.cache_dir)
     _cli.load_tensorflow()
+    defined = registry.AsDefined(args.model)
     for variant in dict.fromkeys(variant for _, variant in cases):
         # A mistake in any of them is found before the first is compiled.
-        registry.GetParams(args.model, strategy_override(args, variant.strip()))
+        registry.WithOverrides(defined, strategy_override(args, defined, variant.strip()))
     with _cli.CompilerProgress() as progress:
         for case, path in zip(cases, outputs or itertools.repeat("")):
             try:
@@ -252,7 +253,7 @@ def make(
     from lingvo_moe.analysis.search import best_plan
     from lingvo_moe.analysis.search.layouts import command_of, proposing
 
-    override = strategy_override(args, variant.strip())
+    override = strategy_override(args, registry.AsDefined(args.model), variant.strip())
     named = args.With(
         topology=(topology,),
         model_params_override=override,

@@ -59,7 +59,7 @@ def verified(args: Flags, say: Callable[[str], None]) -> "Iterator[tuple[Mesh, V
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.task.meshes import check_divisible
 
-    overrides = [strategy_override(args)]
+    overrides = [strategy_override(args, registry.AsDefined(args.model))]
     if args.layout:
         overrides = list(
             layouts(

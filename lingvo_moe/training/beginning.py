@@ -35,6 +35,7 @@ class Job:
     """The training that the flags ask for."""
 
     args: Flags  # the flags
+    defined: Params  # the experiment's parameters without overrides: see registry.AsDefined
     params: Params  # the experiment's parameters: `task`, `input` and `train`
     override: str  # the overrides applied to them, as text
     engine: str  # the name of the engine: --engine, or the fastest

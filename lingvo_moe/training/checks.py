@@ -104,8 +104,10 @@ def check_paths(args: Flags, params: Params) -> None:
         check_writable(args.logdir, f"--logdir={args.logdir}")
 
 
-def strategy_override(args: Flags, more: str = "") -> str:
+def strategy_override(args: Flags, defined: Params, more: str = "") -> str:
     """`--strategy` with `--model_params_override` appended, which may change it, and `more`.
+
+    `defined` are the Params of --model: see registry.AsDefined.
 
     Raises:
         StrategyError, RegistryError: as read_overrides.
@@ -113,7 +115,7 @@ def strategy_override(args: Flags, more: str = "") -> str:
     """
     strategy = getattr(args, "strategy", "")
     texts = {
-        f"--strategy={strategy}": read_overrides(strategy, args.model) if strategy else "",
+        f"--strategy={strategy}": read_overrides(strategy, defined) if strategy else "",
         "--model_params_override": args.model_params_override,
         "--variants": more,
     }
@@ -128,9 +130,9 @@ def strategy_override(args: Flags, more: str = "") -> str:
     return join_overrides(*texts.values())
 
 
-def full_override(args: Flags) -> str:
-    """`--strategy` and `--model_params_override`, with the shorthand flags appended."""
-    parts = [strategy_override(args)]
+def full_override(args: Flags, defined: Params) -> str:
+    """`--strategy` and `--model_params_override`, with the shorthand flags appended; see strategy_override."""
+    parts = [strategy_override(args, defined)]
     if args.max_steps is not None:
         parts.append(f"train.max_steps={args.max_steps}")
     if args.data_dir:
@@ -138,14 +140,14 @@ def full_override(args: Flags) -> str:
     return join_overrides(*parts)
 
 
-def check_data_dir(args: Flags) -> None:
+def check_data_dir(args: Flags, defined: Params) -> None:
     """Raises UsageError if --data_dir is given but the experiment's input reads no directory.
 
-    Raises RegistryError like GetParams.
+    `defined` are the Params of --model: see registry.AsDefined. Raises RegistryError like GetParams.
     """
     if not args.data_dir:
         return
-    data = registry.GetParams(args.model, strategy_override(args)).input
+    data = registry.WithOverrides(defined, strategy_override(args, defined)).input
     if "data_dir" not in data:
         raise UsageError(
             f"--data_dir={args.data_dir}: {args.model} reads no directory of data ({data.cls.__name__} has no "

@@ -6,6 +6,8 @@ written.
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.config.hyperparams import Params
@@ -28,11 +30,15 @@ from lingvo_moe.training.same_run import (
 POLL_SECONDS = 5.0  # between two looks at the directory of checkpoints
 
 
-def evaluate_run(args: Flags, override: str) -> int:
+def evaluate_run(args: Flags, defined: Params, override: str) -> int:
     """Scores every checkpoint of --logdir but that of step 0, and those that follow, each once, oldest first.
 
     Ends after the last step, where training stopped early, and with --once after the newest checkpoint. Where the
     trainer begins another run in the directory (--restart), it goes on with that.
+
+    Args:
+        defined: the Params of --model: see registry.AsDefined.
+        override: that of the flags.
 
     Raises:
         UsageError: another experiment's run, or no run with --once.
@@ -48,7 +54,7 @@ def evaluate_run(args: Flags, override: str) -> int:
                 lock.Acquire()
                 if is_run_of(run_dir, args.model):
                     overrides_of_run(run_dir, override)
-                if _score_run(run_dir, run, args, override):
+                if _score_run(run_dir, args, partial(evaluated_params, args, defined, override)):
                     return 0
             except (OSError, ValueError):
                 if run_dir.identity == run:  # else it was moved while it was read
@@ -57,13 +63,16 @@ def evaluate_run(args: Flags, override: str) -> int:
             say(f"the run that was in {run_dir.path} is there no more; the next one is read afresh")
 
 
-def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, override: str) -> bool:
-    """Scores the run with this RunDir.identity; returns False once it, or all its checkpoints, have gone."""
+def _score_run(run_dir: RunDir, args: Flags, read_params: Callable[[], Params]) -> bool:
+    """Scores the run that is there; returns False once it, or all its checkpoints, have gone.
+
+    `read_params` returns its parameters, with the flags' override.
+    """
     from lingvo_moe.core.engine.checkpoints.checkpoints import CheckpointError
     from lingvo_moe.core.engine.checkpoints.run_weights import was_deleted
     from lingvo_moe.core.engine.loop.summaries import Summaries, read_metrics
 
-    once, params = args.once, evaluated_params(args, override)
+    once, run, params = args.once, run_dir.identity, read_params()
     check_data_exists(args, params)
     check_same_run(run_dir, params, "give the flags of the trainer")
     scorer = _Scorer(run_dir, params, args.eval_lines)
@@ -91,7 +100,7 @@ def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, overri
                 scored.add(step)
                 if not once:
                     continue  # the next look may find that others are gone
-            params = evaluated_params(args, override)  # a later command may have changed its end
+            params = read_params()  # a later command may have changed its end
             if why := "--once" if once else _why_done(run_dir, steps[-1], params):
                 last = max(scored, default=0)
                 say(f"scored step {last}, the last one ({why}): {directory}")

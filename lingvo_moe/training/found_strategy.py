@@ -2,6 +2,7 @@
 
 from lingvo_moe.analysis.search.strategies.strategy_file import AUTO, PATHS, as_override
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.engine.engines import engine_class
@@ -17,11 +18,13 @@ from lingvo_moe.training.checks import (
 from lingvo_moe.training.same_run import has_begun, with_overrides_of_run
 
 
-def override_with_strategy(args: Flags) -> str:
+def override_with_strategy(args: Flags, defined: Params) -> str:
     """The override of a start with --strategy=auto: a strategy, what the run in --logdir remembers, and the flags'.
 
     The strategy is that of the run, if it has begun and its mesh has as many devices as there are; else one that is
     searched.
+
+    `defined` are the Params of --model: see registry.AsDefined.
 
     Raises:
         UsageError: flags that do not go with a search, or with a run.
@@ -33,11 +36,12 @@ def override_with_strategy(args: Flags) -> str:
     _check(args)
     check_override(args.model_params_override)
     args = args.With(strategy="")
-    override = registry.without_strategy(with_overrides_of_run(args, full_override(args)))
+    override = with_overrides_of_run(args, defined, full_override(args, defined))
+    override = registry.without_strategy(override)
     try:
-        params = registry.GetParams(args.model, override)
+        params = registry.WithOverrides(defined, override)
     except registry.RegistryError:
-        check_data_dir(args)
+        check_data_dir(args, defined)
         raise
     check_flags(args, params)
     check_data_exists(args, params)

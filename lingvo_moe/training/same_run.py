@@ -119,30 +119,31 @@ def overrides_of_run(run_dir: RunDir, override: str, left_out: Collection[str] =
     return taken
 
 
-def with_overrides_of_run(args: Flags, override: str) -> str:
+def with_overrides_of_run(args: Flags, defined: Params, override: str) -> str:
     """The override for a run that goes on: after those that it began with, where the flags leave them out.
 
-    Parameters of `train`, and those of `task` that a run may change, are as the flags say.
+    Parameters of `train`, and those of `task` that a run may change, are as the flags say. `defined` are the Params of
+    --model: see registry.AsDefined.
     """
     if args.mode != "sync" or not args.logdir or args.restart:
         return override
     run_dir = RunDir(args.logdir)
     if not has_begun(run_dir) or not is_run_of(run_dir, args.model):
         return override
-    task = registry.GetExperiment(args.model)().Task()
-    left_out = ["train", *(f"task.{name}" for name in task.cls.MAY_CHANGE)]
+    left_out = ["train", *(f"task.{name}" for name in defined.task.cls.MAY_CHANGE)]
     return join_overrides(overrides_of_run(run_dir, override, left_out), override)
 
 
-def evaluated_params(args: Flags, override: str) -> Params:
+def evaluated_params(args: Flags, defined: Params, override: str) -> Params:
     """The parameters to evaluate with: those that the run in --logdir was trained with, and the flags' override on top.
 
     Those of the flags alone, where there is no run yet, or one that is by somebody else or of another experiment.
+    `defined` are the Params of --model: see registry.AsDefined.
     """
     run_dir = RunDir(args.logdir)
     if not has_begun(run_dir) or not is_run_of(run_dir, args.model):
-        return registry.GetParams(args.model, override)
-    params = run_dir.Params()
+        return registry.WithOverrides(defined, override)
+    params = run_dir.Params(defined)
     for path, value in registry.split_override(override):
         registry.set_from_text(params, path, value, "--model_params_override")
     registry.configure(params)

@@ -168,9 +168,15 @@ def test_commands_have_flags_that_exist(page, command):
     module, argv = words[2], [w for w in words[3:] if w != "&"]
     if module == "lingvo_moe.trainer":
         args = trainer_flags.parse_flags(argv)
-        registry.GetParams(args.model, full_override(args))
+        _params(args)
     else:
         importlib.import_module(module).define_flags().Parse(argv)
+
+
+def _params(args):
+    """The Params of a trainer's flags."""
+    defined = registry.AsDefined(args.model)
+    return registry.WithOverrides(defined, full_override(args, defined))
 
 
 def test_the_tests_that_the_makefile_names_exist():
@@ -193,7 +199,7 @@ def test_the_flag_file_of_the_page_on_training(tmp_path):
     (tmp_path / name).write_text(body, encoding="utf-8")
     args = trainer_flags.parse_flags([f"--flagfile={tmp_path / name}", "--num_devices=4"])
     assert (args.model, args.num_devices) == ("mt.M4Demo", 4)
-    params = registry.GetParams(args.model, full_override(args))
+    params = _params(args)
     assert (params.task.dropout, params.train.save_interval_steps) == (0.2, 100)
 
 

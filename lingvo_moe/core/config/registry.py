@@ -249,25 +249,36 @@ def GetParams(
     Raises:
         RegistryError: no such experiment, an unknown path, or a value of another type.
     """
+    return WithOverrides(AsDefined(name, trusted), override, trusted, skip_derived)
+
+
+def AsDefined(name: str, trusted: bool = True) -> Params:
+    """The Params of an experiment as its class defines them, for WithOverrides. Raises as GetExperiment."""
     experiment = GetExperiment(name, trusted)()
-    find_class = any_class if trusted else own_class
     p = Params()
     p.Define("task", experiment.Task(), "The model and its optimiser.")
     p.Define("input", experiment.Input(), "The data.")
     p.Define("train", experiment.Train(), "The run.")
     p.Derive("task.shard_state", "train.shard_state")
     p.Derive("task.offload", "train.offload")
-    unchanged = p.Copy()
+    return p
+
+
+def WithOverrides(
+    defined: Params, override: str, trusted: bool = True, skip_derived: bool = False
+) -> Params:
+    """Returns a copy of the Params of AsDefined with overrides applied, and what follows from them: see GetParams."""
+    find_class, p = any_class if trusted else own_class, defined.Copy()
     for path, value in split_override(override):
         if skip_derived and p.WhyDerived(path):
             continue
         set_from_text(p, path, value, "--model_params_override", find_class)
     if not skip_derived:
-        _check_effects(unchanged, p, override)
+        _check_effects(defined, p, override)
     try:
         configure(p)
     except AttributeError as e:
-        others = (p.task.cls, p.input.cls) != (unchanged.task.cls, unchanged.input.cls)
+        others = (p.task.cls, p.input.cls) != (defined.task.cls, defined.input.cls)
         if not others or not (e.name == "ConfigureInput" or str(e).startswith("no parameter")):
             raise  # a mistake in the task's own method
         raise RegistryError(
@@ -282,9 +293,9 @@ def configure(p: Params) -> None:
     p.task.shard_state, p.task.offload = p.train.shard_state, p.train.offload
 
 
-def _check_effects(unchanged: Params, p: Params, override: str) -> None:
+def _check_effects(defined: Params, p: Params, override: str) -> None:
     """Raises RegistryError for a parameter that an override sets without effect to another value than its own."""
-    was = dict(leaves(unchanged, ""))
+    was = dict(leaves(defined, ""))
     for path, value in split_override(override):
         if p.IsDefault(path) or (path in was and was[path] == p.Get(path)):
             continue

@@ -385,10 +385,11 @@ class RunDir:
         mark = self.Inside(MARK)
         return mark.is_file() and is_own(mark.read_bytes(), (self.path / _FILE).read_bytes())
 
-    def Params(self) -> Params:
+    def Params(self, defined: Params | None = None) -> Params:
         """The Params that the run was trained with: `task`, `input`, and `train` as its newest command had it.
 
-        A line says, once, where its experiment has other values today.
+        A line says, once, where its experiment has other values today. `defined` are the experiment's Params, where
+        they have been made: see registry.AsDefined.
 
         Raises RunDirError: no run; or its experiment is not there any more; or a parameter, its class or its value; or
         it names a class outside lingvo_moe, is not by this user, and is not trusted.
@@ -397,13 +398,13 @@ class RunDir:
         newest = f"{text}\n{self.train_text}"  # of two lines of a parameter the later one counts
         model, trusted, unset = described["model"], self._trust_run or self.is_own, ""
         try:
+            defined = defined or registry.AsDefined(model, trusted)
             try:  # classes that the user's overrides name are trusted as those of the experiment
-                today = registry.GetParams(model, described["params_override"], trusted, True)
+                override = described["params_override"]
+                today = registry.WithOverrides(defined, override, trusted, skip_derived=True)
             except registry.RegistryError as e:
-                today, unset = (
-                    registry.GetParams(model, trusted=trusted),
-                    f"; {e}" if trusted else "",
-                )
+                unset = f"; {e}" if trusted else ""
+                today = registry.WithOverrides(defined, "", trusted)
         except registry.RegistryError as e:
             raise RunDirError(f"{self.path / _FILE}: {e}") from None
         params = today.Copy()

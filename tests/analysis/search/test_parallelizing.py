@@ -83,7 +83,7 @@ def test_the_best_compiled_one_is_handed_out(plans, tmp_path):
     assert found.Ranked()[0] == (found.best, "best; not verified")
     path = tmp_path / "strategy.txt"
     path.write_text(found.ToText())
-    params = registry.GetParams(_MODEL, read_overrides(path, _MODEL))
+    params = registry.GetParams(_MODEL, read_overrides(path, registry.AsDefined(_MODEL)))
     assert params.train.mesh == found.best.overrides["train.mesh"]
     assert found.ToText() == _find(compiles=4).ToText()
 
@@ -366,4 +366,5 @@ def test_a_resumed_run_keeps_its_strategy(tmp_path, monkeypatch):
         monkeypatch.setattr(devices, "device_count", functools.partial(int, count))
         args = parse_flags([f"--model={_MODEL}", f"--logdir={logdir}", "--strategy=auto"])
         # What the run remembers beside its strategy stays.
-        assert found_strategy.override_with_strategy(args) == f"{strategy};task.hidden_dim=64"
+        override = found_strategy.override_with_strategy(args, registry.AsDefined(_MODEL))
+        assert override == f"{strategy};task.hidden_dim=64"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean
+from lingvo_moe.core.config.hyperparams import Params
 
 AUTO = "auto"  # in place of a file's name: search
 LAYOUTS = (
@@ -38,18 +39,20 @@ def to_text(overrides: Mapping[str, str], about: Sequence[str]) -> str:
     return "\n".join([*lines, *(f"{path}={value}" for path, value in overrides.items())]) + "\n"
 
 
-def read_overrides(path: str | Path, model: str) -> str:
+def read_overrides(path: str | Path, defined: Params) -> str:
     """The contents of a strategy file as an override: see registry.GetParams.
+
+    `defined` are an experiment's Params: see registry.AsDefined.
 
     Raises:
         StrategyError: no such file, a line that is not `path=value`, or a parameter that is no part of a strategy.
-        RegistryError: no such experiment; a parameter that it lacks, or a value that the parameter cannot have.
+        RegistryError: a parameter that the experiment lacks, or a value that the parameter cannot have.
     """
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise StrategyError(f"--strategy={path}: {getattr(e, 'strerror', None) or e}") from None
-    params, values = registry.GetParams(model), dict[str, str]()
+    params, values = defined.Copy(), dict[str, str]()
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue

@@ -93,7 +93,7 @@ def test_a_strategy_file_holds_parameters_of_strategies(tmp_path, text):
     path = tmp_path / "strategy.txt"
     path.write_text(text)
     with pytest.raises(StrategyError, match="--strategy="):
-        read_overrides(path, _MODEL)
+        read_overrides(path, registry.AsDefined(_MODEL))
 
 
 def test_every_choice_in_a_strategy_file_reaches_the_experiment(tmp_path):
@@ -104,7 +104,7 @@ def test_every_choice_in_a_strategy_file_reaches_the_experiment(tmp_path):
     )
     path = tmp_path / "strategy.txt"
     path.write_text(to_text(chosen.Overrides(), []))
-    params = registry.GetParams(_MODEL, read_overrides(path, _MODEL))
+    params = registry.GetParams(_MODEL, read_overrides(path, registry.AsDefined(_MODEL)))
     assert params.train.offload == ["experts", "slots"]
     assert params.train.shard_state == "weights"
     assert tuple(params.task.remat) == (*OUTPUTS, *MOVED)
