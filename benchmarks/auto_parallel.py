@@ -29,7 +29,7 @@ from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
 from lingvo_moe.core.pages.tables import Table, markdown, words
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.tasks.image.model import ImageClassifier
+from lingvo_moe.tasks.image.image_model import ImageClassifier
 from tools import _cli
 
 _MESH = Mesh(("data",), (8,))

@@ -46,6 +46,8 @@ MOVED = {
     "lingvo_moe.planning.found_strategy": "lingvo_moe.training.found_strategy",
     "lingvo_moe.planning": f"{_ANALYSIS}.plans",
     "lingvo_moe.inspecting": f"{_ANALYSIS}.explain",
+    **{f"lingvo_moe.tasks.{n}.model": f"lingvo_moe.tasks.{n}.{n}_model" for n in ("image", "lm", "mt")},
+    "lingvo_moe.params.lm.demo": "lingvo_moe.params.lm.small",
     f"{_CORE}.task.named_rows": f"{_CORE}.task.task_growth",
     "lingvo_moe.tasks.transformer_task": "lingvo_moe.tasks.transformer.task",
     "lingvo_moe.tasks.experts": "lingvo_moe.tasks.transformer.experts",

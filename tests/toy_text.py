@@ -7,7 +7,7 @@ import toy_translation as toy
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 

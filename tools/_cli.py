@@ -419,7 +419,7 @@ def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[st
 
 def is_language_model(args: Flags) -> bool:
     """Whether --saved_model or --logdir is of a language model, by its description; TensorFlow is loaded."""
-    from lingvo_moe.tasks.lm.model import LmModel
+    from lingvo_moe.tasks.lm.lm_model import LmModel
     from lingvo_moe.tasks.text.decoding.saved_functions import use_of
 
     if "saved_model" in args.Names() and args.saved_model:

@@ -103,7 +103,7 @@ def _run(args: Flags) -> int:
 def _routing(args: Flags, run: "TextRunDir") -> "RoutingReport | Missing":
     """The RoutingReport of the run's model, or why there is none."""
     from lingvo_moe.core.console.waiting import LineProgress
-    from lingvo_moe.tasks.mt.model import MtModel
+    from lingvo_moe.tasks.mt.mt_model import MtModel
     from lingvo_moe.tasks.mt.reports import routing
     from lingvo_moe.tasks.mt.reports.run_report import Missing
     from lingvo_moe.tasks.text.data.dev_set import DevSet

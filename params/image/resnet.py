@@ -4,8 +4,8 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.optimizers.schedules import Cosine
 from lingvo_moe.core.optimizers.sgd import Sgd
+from lingvo_moe.tasks.image.image_model import ImageClassifier
 from lingvo_moe.tasks.image.input.image_input import FolderInput
-from lingvo_moe.tasks.image.model import ImageClassifier
 
 _BATCH = 1024
 _STEPS_AN_EPOCH = 1_281_167 // _BATCH  # of ImageNet

@@ -12,7 +12,7 @@ fewer, since these layers have no biases. Nobody has trained these models with t
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.optimizers.adam import Adam
-from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.text_input import LmInput
 
 ROWS, ROW_LENGTH = 32, 1024

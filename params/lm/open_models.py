@@ -14,7 +14,7 @@ from lingvo_moe.core.layers.latent_attention import LatentAttention
 from lingvo_moe.core.layers.normalization import RmsNorm
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.optimizers.adam import Adam
-from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.text_input import LmInput
 
 ROWS, ROW_LENGTH = 64, 4096

@@ -8,8 +8,8 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.moe.routers.hash import HashRouter
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.schedules import InverseSqrt, Linear, SqrtDecay
-from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.mt.mt_model import MtModel
 
 from .m4 import SplitOverExperts
 

@@ -9,8 +9,8 @@ these models with this code.
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
-from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.mt.mt_model import MtModel
 
 # Sequences are packed into rows of this many tokens. The paper gives tokens a batch, not the length
 # of its rows.

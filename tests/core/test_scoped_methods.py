@@ -11,8 +11,8 @@ from lingvo_moe.core import layers, moe
 from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.moe import routers
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.image import model as image_model
-from lingvo_moe.tasks.mt import model as mt_model
+from lingvo_moe.tasks.image import image_model
+from lingvo_moe.tasks.mt import mt_model
 
 for _room in (layers, moe, routers):
     for _module in pkgutil.iter_modules(_room.__path__, f"{_room.__name__}."):

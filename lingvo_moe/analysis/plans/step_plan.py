@@ -139,7 +139,7 @@ def make_plan(
 
 
 def _before_compiling(
-    request: Request, topology: Machine, task: BaseTask, job: tables.Job, program: Program
+    request: Request, topology: Machine, task: BaseTask, job: tables.PlannedJob, program: Program
 ) -> dict[str, Any]:
     """The part of a plan that needs no compiler."""
     specs = task.StateSpecs() if request.what == "train" else task.VariableSpecs()
@@ -220,7 +220,7 @@ def _analyse(
     compiled: aot.AotResult,
     program: Program,
     topology: Machine,
-    job: tables.Job,
+    job: tables.PlannedJob,
     schedule: pipeline.PipelineSchedule | None,
     layers: Layers,
 ) -> dict[str, Any]:
@@ -267,7 +267,9 @@ def pipeline_schedule(
     return pipeline.PipelineSchedule(name, settings.stages, num, settings.repeats, blocks, splits)
 
 
-def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step, tables.Job]:
+def describe_job(
+    request: Request, params: Params, task: BaseTask
+) -> tuple[Step, tables.PlannedJob]:
     """The step to lower, and what one run of it takes in and puts out."""
     inputs = params.input.Instantiate()
     counts = task.Costs().BatchCounts(inputs.BatchSpec())
@@ -280,7 +282,7 @@ def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step
         # It takes in nothing, and puts out one unit for each row.
         *taken, made = counts
         counts = dict.fromkeys(taken, 0) | {made: inputs.p.batch_size}
-    job = tables.Job(
+    job = tables.PlannedJob(
         request.model, request.override, request.what, counts, task.UNIT, budget, flops
     )
     return step, job

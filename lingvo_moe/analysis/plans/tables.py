@@ -38,7 +38,7 @@ _DAY_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """The job to plan."""
 
     # `model`, `override`: the trainer's flags --model and --model_params_override.
@@ -158,7 +158,7 @@ def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]
 
 
 def time(
-    job: Job,
+    job: PlannedJob,
     topology: Machine,
     work_rows: list[dict[str, Any]],
     collective_rows: list[dict[str, Any]],
@@ -221,7 +221,7 @@ def timed_again(plan: dict[str, Any], topology: Machine) -> dict[str, Any]:
     rows.sort(key=lambda row: -row["seconds"])
     was = plan["time"]
     unit = next(key for key in was if key.startswith("budget_")).removeprefix("budget_")
-    job = Job(
+    job = PlannedJob(
         plan["model"],
         plan["override"],
         plan["what"],

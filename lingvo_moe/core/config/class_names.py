@@ -27,6 +27,10 @@ _MOVED = {
     "lingvo_moe.core.moe.dispatch_index": "lingvo_moe.core.moe.dispatch",
     "lingvo_moe.tasks.mt.input.pipeline": "lingvo_moe.tasks.mt.mt_input",
     "lingvo_moe.tasks.mt.input.mt_input": "lingvo_moe.tasks.mt.mt_input",
+    **{
+        f"lingvo_moe.tasks.{n}.model": f"lingvo_moe.tasks.{n}.{n}_model"
+        for n in ("image", "lm", "mt")
+    },
     "lingvo_moe.tasks.image.input.pipeline": "lingvo_moe.tasks.image.input.image_input",
 }
 

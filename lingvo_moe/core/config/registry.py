@@ -224,6 +224,9 @@ def GetExperiment(name: str, trusted: bool = True) -> type[Experiment]:
             raise RegistryError(f"--model={NOT_OWN.format(name)}")
         return _registry.get(name) or _of_module(name)
     _import_task(parts[0])
+    # Its module may have had another name when a run began.
+    current_name = importlib.import_module(_ROOT.partition(".")[0]).current_name
+    name = current_name(f"{_ROOT}.{name}").removeprefix(f"{_ROOT}.")
     if name not in _registry:
         names = [n for n in _registry if n.count(".") == name.count(".")]
         raise RegistryError(f"--model={name!r}: no such experiment{did_you_mean(name, names)}")

@@ -1,4 +1,4 @@
-"""Layers that compute each element by itself: Activation, Dropout."""
+"""Layers that compute each element by itself: ActivationLayer, Dropout."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ ELEMENTWISE = tuple(name for name, function in ACTIVATIONS.items() if not functi
 _DROPOUT_FLOPS = 10  # for each element, approximately
 
 
-class Activation(BaseLayer):
+class ActivationLayer(BaseLayer):
     """An elementwise function, by name."""
 
     @classmethod

@@ -7,9 +7,9 @@ from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_wei
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.tf_engine import TfGraphEngine
 from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.tasks.image.image_model import ImageClassifier
 from lingvo_moe.tasks.image.input.image_input import FolderInput
 from lingvo_moe.tasks.image.input.sources import ImageDataError
-from lingvo_moe.tasks.image.model import ImageClassifier
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.convolution import Conv2D
-from lingvo_moe.core.layers.elementwise import ELEMENTWISE, Activation
+from lingvo_moe.core.layers.elementwise import ELEMENTWISE, ActivationLayer
 from lingvo_moe.core.layers.pooling import Pool2D
 from lingvo_moe.core.nested_map import NestedMap, updates_of
 from lingvo_moe.core.pipeline.cells import Args, meta_of_sequence
@@ -81,7 +81,9 @@ class ConvNorm(Stage):
         p.Define("kernel_size", 3, "Rows and columns of the kernel.", checks.SIZE)
         p.Define("stride", 1, "Rows and columns from one window to the next.", checks.SIZE)
         p.Define("norm", BatchNorm.Params(), "The normalization; channels are set from above.")
-        p.Define("activation", "relu", "What follows; see Activation.", checks.one_of(ELEMENTWISE))
+        p.Define(
+            "activation", "relu", "What follows; see ActivationLayer.", checks.one_of(ELEMENTWISE)
+        )
         return p
 
     @classmethod
@@ -95,7 +97,7 @@ class ConvNorm(Stage):
                 stride=p.stride,
             ),
             "norm": p.norm.Copy().Set(channels=p.output_channels),
-            "activation": Activation.Params().Set(activation=p.activation),
+            "activation": ActivationLayer.Params().Set(activation=p.activation),
         }
 
 
@@ -163,8 +165,8 @@ class Bottleneck(Stage):
         out = meta.out_shapes[0]
         if (shortcut := _shortcut(params)) is not None:
             meta.flops += ConvNorm.FPropMeta(shortcut, input_shapes[0]).flops
-        relu = Activation.Params().Set(activation="relu")
-        meta.flops += 2 * Activation.FPropMeta(relu, out).flops
+        relu = ActivationLayer.Params().Set(activation="relu")
+        meta.flops += 2 * ActivationLayer.FPropMeta(relu, out).flops
         return meta
 
 

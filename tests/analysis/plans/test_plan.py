@@ -13,7 +13,7 @@ from lingvo_moe.analysis.programs.hlo.collectives import CollectiveUse
 from lingvo_moe.analysis.programs.hlo.parts import Place
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.mt.mt_model import MtModel
 
 POD = Topology.parse("v3:4x4")
 CHIP = POD.chip
@@ -45,7 +45,7 @@ def _all_to_all(times, num_bytes=1 << 20):
 
 
 def _job(budget=0.0):
-    return tables.Job(
+    return tables.PlannedJob(
         "mt.X", "", "train", {"source_tokens": 64, "target_tokens": 128}, "tokens", budget
     )
 

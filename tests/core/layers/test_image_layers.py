@@ -10,7 +10,7 @@ from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.convolution import Conv2D
-from lingvo_moe.core.layers.elementwise import Activation, Dropout
+from lingvo_moe.core.layers.elementwise import ActivationLayer, Dropout
 from lingvo_moe.core.layers.pooling import GlobalAveragePool, Pool2D
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
@@ -144,9 +144,9 @@ def test_global_average_pool():
 
 def test_elementwise_layers():
     x = normal(0, 4, 1000)
-    relu = Activation.Params().Set(name="relu").Instantiate()
+    relu = ActivationLayer.Params().Set(name="relu").Instantiate()
     np.testing.assert_array_equal(relu.FProp(NestedMap(), x), np.maximum(x, 0))
-    assert Activation.FPropMeta(relu.p, (4, 5)).flops == 20
+    assert ActivationLayer.FPropMeta(relu.p, (4, 5)).flops == 20
     dropout = Dropout.Params().Set(name="drop", rate=0.25).Instantiate()
     assert dropout.FProp(NestedMap(), x, None) is x
     y = dropout.FProp(NestedMap(), x, make_seed(1, 2)).numpy()

@@ -11,7 +11,7 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.layers.classifier import Classifier
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.tasks.image.model import ImageClassifier
+from lingvo_moe.tasks.image.image_model import ImageClassifier
 from lingvo_moe.tasks.image.networks import ConvNet, ResNet
 
 SEED = make_seed(3, 4)

@@ -18,7 +18,7 @@ from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.micro_batches import accumulating_step
 from lingvo_moe.core.task.pipelined_step import pipelined_step
 from lingvo_moe.params.image.resnet import ResNet50, ResNet50Pipe4
-from lingvo_moe.tasks.image.model import ImageClassifier
+from lingvo_moe.tasks.image.image_model import ImageClassifier
 from lingvo_moe.tasks.image.networks import ResNet
 
 ROWS, NUM, SIZE = 8, 2, 32

@@ -20,7 +20,7 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.version import VERSION
 from lingvo_moe.tasks.lm import saved_generator
 from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
-from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
 from lingvo_moe.tasks.text.decoding.export import export
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir

@@ -28,7 +28,7 @@ from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.saved_translator import translations_of
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
-from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights, SavedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer

@@ -8,8 +8,8 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer, CheckpointScores
 from lingvo_moe.tasks.mt.decoding.translator import Translator
-from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, with_margin
 from lingvo_moe.tasks.text.data.dev_set import DevSet

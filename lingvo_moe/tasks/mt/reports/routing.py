@@ -16,7 +16,7 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfGraphEngine
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.task.base_task import BaseTask
-from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.text.batches.held_out_batches import encoded, held_out_batches
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
 from lingvo_moe.tasks.text.data.dev_set import DevSet

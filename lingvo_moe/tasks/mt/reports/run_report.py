@@ -14,7 +14,7 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.engine.checkpoints import init_from
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.task import inspect
-from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.mt.quality.scoring import verify_scores
 from lingvo_moe.tasks.mt.reports import samples
 from lingvo_moe.tasks.mt.reports.routing import RoutingReport

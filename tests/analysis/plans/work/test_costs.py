@@ -364,7 +364,9 @@ def test_a_loop_over_rows_of_experts_counts_as_one_kernel_where_that_moves_less(
     for machine, turns in (("h200:1x1", 9), ("v5p:2x2x1", 0)):
         on = parse_machine(machine)
         work = tables.work(found.values(), on)
-        time = tables.time(tables.Job("m", "", "train", {"tokens": 4}, "tokens", 0.0), on, work, [])
+        time = tables.time(
+            tables.PlannedJob("m", "", "train", {"tokens": 4}, "tokens", 0.0), on, work, []
+        )
         assert time.get("turning_seconds", 0) == pytest.approx(turns * on.turn_seconds)
         waits = time["step_seconds"] - time["roofline_seconds"] / on.pace.efficiency
         assert waits == pytest.approx(turns * on.turn_seconds, abs=1e-9)

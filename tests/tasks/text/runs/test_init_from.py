@@ -19,7 +19,7 @@ from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.sharding import Mesh, single_device
-from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta

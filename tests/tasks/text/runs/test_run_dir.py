@@ -16,8 +16,8 @@ from lingvo_moe.core.files.manifest import write_manifest
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.runs.run_dir import MANIFEST, MARK
 from lingvo_moe.core.runs.run_lock import RunLock
-from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.training.same_run import check_same_run, prepare_run_dir
@@ -289,7 +289,8 @@ def test_another_program_s_file_of_the_same_name_is_not_replaced(tmp_path):
 @pytest.mark.parametrize("module", ["input.pipeline", "input.mt_input"])
 def test_a_run_goes_on_whose_classes_were_in_modules_of_other_names(run, module):
     file = run.path / "params.txt"
-    file.write_text(file.read_text().replace("mt.mt_input/", f"mt.{module}/"))
+    text = file.read_text().replace("mt.mt_model/", "mt.model/")
+    file.write_text(text.replace("mt.mt_input/", f"mt.{module}/"))
     run.ListFiles()
     assert f"mt.{module}/MtInput" in file.read_text()
     check_same_run(run, run.Params(), "name another directory")

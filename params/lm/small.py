@@ -5,7 +5,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.layers.extended_attention import ExtendedAttention
 from lingvo_moe.core.optimizers.adam import Adam
 from lingvo_moe.core.optimizers.schedules import InverseSqrt
-from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.text_input import LmInput
 
 from .open_models import OpenModel, with_experts
