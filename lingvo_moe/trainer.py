@@ -37,9 +37,6 @@ from lingvo_moe.core.task.meshes import (
 from lingvo_moe.training.beginning import (
     Job,
     Run,
-    follow,
-    initial_weights,
-    prepare,
     report_program,
     undo_refused,
 )
@@ -62,7 +59,7 @@ from lingvo_moe.training.same_run import (
 )
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from lingvo_moe.core.task.base_task import BaseTask
+    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -362,13 +359,13 @@ def begun_in_directory(run: Run, lock: TrainerLock) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
-            before = prepare(run, lock)
+            before = run.Prepare(lock)
             if before is not None:
                 stack.push(functools.partial(undo_refused, run.run_dir, before))
 
         run.times.Switch(PREPARATION)
         try:
-            share_run(lock, begin, functools.partial(follow, run))
+            share_run(lock, begin, run.Follow)
             yield
         except OtherDataError as e:
             remedy = with_its_weights(run.args.logdir, run.args.model, run.override, run.params)
@@ -395,11 +392,11 @@ def loop_of(run: Run, engine: Engine, lock: TrainerLock) -> Iterator[Callable[[]
     first_process = run.args.process_id == 0
     if first_process:
         times.Open(run_dir.time_file)
-    initial = ending.together(lambda: initial_weights(run))
+    initial = ending.together(run.InitialWeights)
     held_out = ending.together(lambda: read_batches(run.inputs, params.train))
     if first_process:
-        say(machine_line(run, engine.mesh))
-    task = task_in_chosen_form(run, engine.mesh)
+        say(run.MachineLine(engine.mesh))
+    task = run.TaskInChosenForm(engine.mesh)
     started = time.monotonic()
     still_locked = lock.held if isinstance(lock, BucketRunLock) else None
     most = params.train.save_max_to_keep
@@ -432,33 +429,6 @@ def loop_of(run: Run, engine: Engine, lock: TrainerLock) -> Iterator[Callable[[]
         times.Switch(OTHER)
         if first_process and loop.compiled:
             say(peak_line(run.engine, engine.mesh, loop.compiled, task))
-
-
-def machine_line(job: Job, mesh: Mesh) -> str:
-    """The engine and the mesh of a run, as one line, with the reasons for those that no flag names."""
-    engine, devices = f"--engine={job.engine}", f"mesh {mesh}"
-    if job.args.engine is None:
-        on_one = "on one CPU device without --mesh"
-        elsewhere = "for several devices, GPUs, TPUs and with --mesh"
-        engine += f", the default {on_one if engine_class(job.engine).ONE_DEVICE else elsewhere}"
-    if not job.args.mesh and str(mesh) != job.params.train.mesh:
-        devices += f" (train.mesh={job.params.train.mesh}, resized to the devices)"
-    return f"{engine}; {devices}"
-
-
-def task_in_chosen_form(run: Run, mesh: Mesh) -> "BaseTask":
-    """Returns the task in the form that is trained; prints which one if the parameters leave that open.
-
-    See recomputing.py. Called on every process: all choose the same.
-    """
-    from lingvo_moe.analysis.plans.recomputing import chosen_form
-    from lingvo_moe.core.engine.device_memory import memory_of
-
-    memory = memory_of(run.engine, mesh, run.args.num_processes)
-    form, line = chosen_form(run.params, mesh, memory, run.engine)
-    if line and run.args.process_id == 0:
-        say(line)
-    return form.Instantiate()
 
 
 def share_run(lock: TrainerLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:

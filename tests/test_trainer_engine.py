@@ -69,8 +69,8 @@ def test_an_engine_of_one_file_outside_the_package_trains(tmp_path, toy_engine):
 def test_the_engine_and_the_mesh_are_said_with_reasons(engine, flags, mesh, line):
     args = parse_flags(["--model=mt.M4Demo", *flags])
     params = registry.GetParams("mt.M4Demo")
-    job = trainer.Job(args, params, "", engine, TimeLimit(), TimeRecord())
-    assert trainer.machine_line(job, Mesh.parse(mesh)) == line
+    job = trainer.Job(args, params, params, "", engine, TimeLimit(), TimeRecord())
+    assert job.MachineLine(Mesh.parse(mesh)) == line
 
 
 def test_a_start_that_goes_on_with_a_run_is_recorded_before_anything_is_loaded(tmp_path):

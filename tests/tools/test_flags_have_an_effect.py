@@ -127,9 +127,9 @@ async def _served(_service: Any, _sockets: Any, name: str, _stop: Any) -> int:
 
 def _begun(run: Any, *_: Any) -> Any:
     """Does all that a run does before training; what it returns does not train."""
-    trainer.prepare(run, anything())
-    trainer.initial_weights(run)
-    print(run.override, trainer.machine_line(run, anything()))
+    run.Prepare(anything())
+    run.InitialWeights()
+    print(run.override, run.MachineLine(anything()))
     return contextlib.nullcontext(lambda: NestedMap(last_step=0, status=0))
 
 
