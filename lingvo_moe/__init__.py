@@ -23,7 +23,8 @@ if not Path(__file__).with_name("params").is_dir():
 PROGRAM_ANALYSIS = "lingvo_moe.analysis.programs.for_engines"
 
 _CORE, _ANALYSIS = "lingvo_moe.core", "lingvo_moe.analysis"
-# Old names of modules and packages; what lies in a package moved with it.
+# Old names of modules and packages; what lies in a package moved with it. Those of modules with classes stay, since the
+# parameters of older runs name them.
 MOVED = {
     **{f"{_CORE}.{n}": f"{_CORE}.config.{n}" for n in ("registry", "hyperparams", "checks", "class_names")},
     f"{_CORE}.base_input": f"{_CORE}.input.base_input",
@@ -47,6 +48,10 @@ MOVED = {
     "lingvo_moe.planning": f"{_ANALYSIS}.plans",
     "lingvo_moe.inspecting": f"{_ANALYSIS}.explain",
     **{f"lingvo_moe.tasks.{n}.model": f"lingvo_moe.tasks.{n}.{n}_model" for n in ("image", "lm", "mt")},
+    "lingvo_moe.tasks.image.input.pipeline": "lingvo_moe.tasks.image.input.image_input",
+    "lingvo_moe.tasks.mt.input": "lingvo_moe.tasks.mt",
+    "lingvo_moe.tasks.mt.input.pipeline": "lingvo_moe.tasks.mt.mt_input",
+    f"{_CORE}.moe.dispatch_index": f"{_CORE}.moe.dispatch",
     "lingvo_moe.params.lm.demo": "lingvo_moe.params.lm.small",
     f"{_CORE}.task.named_rows": f"{_CORE}.task.task_growth",
     "lingvo_moe.tasks.transformer_task": "lingvo_moe.tasks.transformer.task",

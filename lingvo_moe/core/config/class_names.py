@@ -22,24 +22,15 @@ NOT_OWN = (
 # Packages inside lingvo_moe in a wheel and in a checkout; there, others are directories of the repository.
 _OWN_MODULE = re.compile(rf"{_OWN}\.(core|tasks)(\.[A-Za-z_][A-Za-z0-9_]*)+")
 
-# Modules that have other names now; parameters of older runs name them.
-_MOVED = {
-    "lingvo_moe.core.moe.dispatch_index": "lingvo_moe.core.moe.dispatch",
-    "lingvo_moe.tasks.mt.input.pipeline": "lingvo_moe.tasks.mt.mt_input",
-    "lingvo_moe.tasks.mt.input.mt_input": "lingvo_moe.tasks.mt.mt_input",
-    **{
-        f"lingvo_moe.tasks.{n}.model": f"lingvo_moe.tasks.{n}.{n}_model"
-        for n in ("image", "lm", "mt")
-    },
-    "lingvo_moe.tasks.image.input.pipeline": "lingvo_moe.tasks.image.input.image_input",
-}
+
+def current_name(module: str) -> str:
+    """The name that a module of an older version has now: see lingvo_moe/__init__.py."""
+    return importlib.import_module(_OWN).current_name(module)
 
 
 def with_modules_as_now(text: str) -> str:
     """A text with `type/module/Class` by an older version as this one writes it."""
-    for before, after in _MOVED.items():
-        text = text.replace(f"type/{before}/", f"type/{after}/")
-    return text
+    return re.sub(rf"\btype/({_OWN}[\w.]+)/", lambda m: f"type/{current_name(m[1])}/", text)
 
 
 class ClassesByName(Mapping[str, type]):

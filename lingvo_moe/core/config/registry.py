@@ -15,7 +15,13 @@ from collections.abc import Callable, Iterator
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.checks import did_you_mean, nearest
-from lingvo_moe.core.config.class_names import NOT_OWN, any_class, failed_import, own_class
+from lingvo_moe.core.config.class_names import (
+    NOT_OWN,
+    any_class,
+    current_name,
+    failed_import,
+    own_class,
+)
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params
 from lingvo_moe.core.config.param_text import leaves
 
@@ -225,7 +231,6 @@ def GetExperiment(name: str, trusted: bool = True) -> type[Experiment]:
         return _registry.get(name) or _of_module(name)
     _import_task(parts[0])
     # Its module may have had another name when a run began.
-    current_name = importlib.import_module(_ROOT.partition(".")[0]).current_name
     name = current_name(f"{_ROOT}.{name}").removeprefix(f"{_ROOT}.")
     if name not in _registry:
         names = [n for n in _registry if n.count(".") == name.count(".")]
