@@ -131,20 +131,20 @@ if TYPE_CHECKING:
     from lingvo_moe.core.task.task_metrics import TaskMetrics as TaskMetrics
     from lingvo_moe.core.task.task_strategy import TaskStrategy as TaskStrategy
     from lingvo_moe.core.tensors import Kept as Kept
+    from lingvo_moe.tasks.image.image_model import ImageClassifier as ImageClassifier
     from lingvo_moe.tasks.image.input.image_input import FolderInput as FolderInput
-    from lingvo_moe.tasks.image.model import ImageClassifier as ImageClassifier
     from lingvo_moe.tasks.lm.generator import (
         GenerateOptions as GenerateOptions,
         load_generator as load_generator,
     )
-    from lingvo_moe.tasks.lm.model import LmModel as LmModel
+    from lingvo_moe.tasks.lm.lm_model import LmModel as LmModel
     from lingvo_moe.tasks.lm.text_input import LmInput as LmInput
     from lingvo_moe.tasks.mt.decoding.translator import (
         TranslateOptions as TranslateOptions,
         load_translator as load_translator,
     )
-    from lingvo_moe.tasks.mt.model import MtModel as MtModel
     from lingvo_moe.tasks.mt.mt_input import MtInput as MtInput
+    from lingvo_moe.tasks.mt.mt_model import MtModel as MtModel
     from lingvo_moe.tasks.mt.quality.scoring import (
         count_train_pairs as count_train_pairs,
         evaluate as evaluate,

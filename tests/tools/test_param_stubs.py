@@ -16,7 +16,7 @@ from lingvo_moe.core.optimizers.adam import Adam
 from lingvo_moe.core.optimizers.schedules import InverseSqrt
 from lingvo_moe.params.mt.demo import M4Demo
 from lingvo_moe.params.mt.m4 import M4Base
-from lingvo_moe.tasks.lm.model import LmModel
+from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.text_input import LmInput
 
 reveal_type(MultiHeadAttention.Params().score_scale)  # float | None | Any

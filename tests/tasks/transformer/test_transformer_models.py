@@ -24,9 +24,9 @@ from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.core.task.inspect import count_parameters
-from lingvo_moe.tasks.lm.model import LmModel
-from lingvo_moe.tasks.mt.model import MtModel
+from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.mt.mt_input import MtInput
+from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.text.runs.artifacts import VOCAB_FILES
 
 V_SOURCE, V, M, H, N, K, E, L = 11, 12, 8, 16, 2, 4, 4, 3
