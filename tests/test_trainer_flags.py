@@ -214,7 +214,7 @@ def test_a_process_with_other_parameters_than_the_first_is_refused(tmp_path):
     with pytest.raises(
         UsageError, match=r"all processes of the job the same flags.*num_experts=16"
     ):
-        beginning.follow(run)
+        beginning.Run.Follow(run)
 
 
 def test_the_same_run_may_be_longer_and_its_data_elsewhere(tmp_path):

@@ -116,7 +116,7 @@ def test_tensorboard_shows_what_is_asked_of_it(reference):
     assert value("moe/encoder/expert_load/layer_1")[:, 2].sum() == 8  # a histogram of 8 experts
     assert value("tokens_per_second") > 0 and value("skipped") == 0
     routing = expert_comparison.routing(read_metrics(str(reference / "train")))
-    assert set(routing) == {"dropped", "without_expert", "imbalance"} and routing["imbalance"] >= 1
+    assert {"dropped", "without_expert"} < set(routing) and routing["imbalance"] >= 1
 
 
 # --- equal on other devices
