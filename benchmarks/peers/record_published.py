@@ -1,0 +1,104 @@
+"""Records small checkpoints as the `transformers` library writes them, and the logits that it computes, for tests.
+
+Weights are random, sizes odd. Each directory in tests/tasks/families/testdata/ has config.json, the weights in
+safetensors or torch.save's format, and expected.npz: ids [B,T], logits [B,T,V], and the 200 tokens of greedy search.
+blocks.gguf, in tests/core/weights/testdata/, has a tensor of each of GGML's types by the library `gguf`, and blocks.npz
+their values.
+To record again, in an environment of its own (recorded with transformers 5.24.0 and torch 2.13.0):
+
+    pip install torch==2.13.0 transformers==5.24.0 gguf==0.19.0
+    python benchmarks/peers/record_published.py
+"""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+TESTS = Path(__file__).parents[2] / "tests"
+OUT = TESTS / "tasks/families/testdata"
+TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"]
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def record(name: str, model: torch.nn.Module, pickled: bool = False) -> None:
+    """Draws the weights of a model, and writes its directory."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1.0 + 0.3 * noise if "norm" in path else 0.3 * noise)
+    out = OUT / name
+    model.eval().save_pretrained(out)
+    (out / "generation_config.json").unlink(missing_ok=True)
+    if pickled:
+        (out / "model.safetensors").unlink()
+        torch.save(model.state_dict(), out / "pytorch_model.bin")
+    ids = torch.randint(3, SIZES["vocab_size"], (2, 7), generator=generator)
+    with torch.no_grad():
+        logits, tokens = model(ids).logits, ids
+        for _ in range(200):
+            best = model(tokens).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, best], 1)
+    greedy = tokens[:, ids.shape[1] :]
+    arrays = {"ids": ids, "logits": logits, "greedy": greedy}
+    np.savez_compressed(out / "expected.npz", **{n: x.numpy() for n, x in arrays.items()})
+
+
+def record_blocks() -> None:
+    """Writes a tensor of random bytes, whose scales are small, of each type."""
+    out, rng = TESTS / "core/weights/testdata", np.random.default_rng(0)
+    out.mkdir(exist_ok=True)
+    writer, values = gguf.GGUFWriter(out / "blocks.gguf", "llama"), {}
+    writer.add_array("list", ["a", "\u00e9"])
+    writer.add_float32("number", 0.5)
+    for name in TYPES:
+        kind = gguf.GGMLQuantizationType[name]
+        count, size = gguf.GGML_QUANT_SIZES[kind]
+        if count == 1:
+            data = rng.normal(size=(3, 4)).astype(np.float32)
+            data = gguf.quants.quantize(data, kind)
+        else:
+            data = rng.integers(0, 256, (3, 2, size), np.uint8)
+            scales = {"Q4_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2)}.get(name, (0,))
+            for at in scales:
+                scale = rng.normal(size=(3, 2, 1)).astype(np.float16)
+                data[:, :, at : at + 2] = scale.view(np.uint8)
+            data = data.reshape(3, -1)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        values[name] = gguf.quants.dequantize(data, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    np.savez_compressed(out / "blocks.npz", **values)
+
+
+if __name__ == "__main__":
+    record_blocks()
+    torch.use_deterministic_algorithms(True)
+    tied = LlamaConfig(**SIZES, tie_word_embeddings=True, rope_theta=100.0)
+    record("llama_tied", LlamaForCausalLM(tied))
+    scaled = LlamaConfig(**SIZES, head_dim=8, rope_parameters=LLAMA3, rms_norm_eps=1e-5)
+    record("llama3", LlamaForCausalLM(scaled), pickled=True)
+    experts = MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, rope_theta=100.0)
+    record("mixtral", MixtralForCausalLM(experts))

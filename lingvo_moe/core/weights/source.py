@@ -1,0 +1,147 @@
+"""Tensors by name, whose shapes and types are known before one is read: weights as others store them."""
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 and float8 then
+import numpy as np
+
+from lingvo_moe.core.config.checks import did_you_mean
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be read, or that are not those of the model: names the file and the tensor."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The shape and type of a tensor, known before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: str  # NumPy's name of the type that Read returns, or one of ml_dtypes: 'bfloat16', 'float8_e4m3fn'
+
+
+class WeightSource(abc.ABC):
+    """Tensors by name.
+
+    Attributes:
+        where: the file or directory, for messages.
+        entries: the shape and type of each tensor.
+    """
+
+    where: str
+    entries: Mapping[str, Entry]
+
+    @abc.abstractmethod
+    def Read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """A tensor, or a range of its first dimension, which alone is read then.
+
+        Raises WeightsError: there is no such tensor, or it cannot be read.
+        """
+
+    def About(self, name: str) -> Entry:
+        """The shape and type of a tensor. Raises WeightsError: there is none of that name."""
+        if name not in self.entries:
+            guess = did_you_mean(name, list(self.entries))
+            raise WeightsError(f"{self.where}: has no tensor {name!r}{guess}")
+        return self.entries[name]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The blocks of bytes in which a file has values."""
+
+    dtype: str  # the type of the values
+    values: int  # the values of a block
+    size: int  # the bytes of a block
+    # uint8 [blocks, size] to [blocks, values] in `dtype`; None: the bytes are the values.
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
+
+    @classmethod
+    def Plain(cls, dtype: str) -> "Encoding":
+        """Values one after another."""
+        return cls(dtype, 1, np.dtype(dtype).itemsize)
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """The place of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    encoding: Encoding
+    offset: int  # the file's bytes before it
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return count(self.shape) // self.encoding.values * self.encoding.size
+
+
+class TensorFile(WeightSource):
+    """A file with tensors at known places.
+
+    Raises WeightsError: a tensor lies beyond the file's end, or is cut within a block.
+    """
+
+    def __init__(self, path: Path, places: Mapping[str, TensorPlace]):
+        self.path, self.where, self._places = path, str(path), places
+        self.entries = {name: Entry(p.shape, p.encoding.dtype) for name, p in places.items()}
+        end = path.stat().st_size
+        for name, place in places.items():
+            row = place.shape[-1] if place.shape else 1
+            if row % place.encoding.values:
+                raise WeightsError(
+                    f"{path}: {name} has rows of {row} values, which are stored by {place.encoding.values}"
+                )
+            if place.offset < 0 or place.offset + place.size > end:
+                raise WeightsError(
+                    f"{path}: {name} ends at byte {place.offset + place.size:,}, but the file has {end:,}: it was cut, "
+                    "or its header is damaged"
+                )
+
+    def Read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        self.About(name)
+        place = self._places[name]
+        start, stop, step = rows.indices(place.shape[0]) if place.shape else (0, 1, 1)
+        assert step == 1 and stop >= start
+        shape = (stop - start, *place.shape[1:]) if place.shape else ()
+        encoding = place.encoding
+        row = place.size // max(1, place.shape[0]) if place.shape else place.size
+        size = row * (stop - start)
+        try:
+            raw = np.fromfile(self.path, np.uint8, size, offset=place.offset + row * start)
+        except OSError as e:
+            raise WeightsError(f"{self.path}: {name} cannot be read: {e.strerror or e}") from e
+        if raw.size != size:
+            raise WeightsError(f"{self.path}: {name} cannot be read: the file became shorter")
+        if encoding.decode is None:
+            return raw.view(encoding.dtype).reshape(shape)
+        return encoding.decode(raw.reshape(-1, encoding.size)).reshape(shape)
+
+
+class Files(WeightSource):
+    """The tensors of several files. Raises WeightsError: two have a tensor of the same name."""
+
+    def __init__(self, where: str, files: "list[TensorFile]"):
+        self.where, self._file = where, dict[str, TensorFile]()
+        for file in files:
+            for name in file.entries:
+                if name in self._file:
+                    other = self._file[name].path.name
+                    raise WeightsError(f"{where}: {name} is in {other} and in {file.path.name}")
+                self._file[name] = file
+        self.entries = {name: file.entries[name] for name, file in self._file.items()}
+
+    def Read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        self.About(name)
+        return self._file[name].Read(name, rows)
+
+
+def count(shape: tuple[int, ...]) -> int:
+    """The number of values of a shape, exactly, whatever a file claims."""
+    total = 1
+    for size in shape:
+        total *= size
+    return total
