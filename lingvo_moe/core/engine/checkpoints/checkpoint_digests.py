@@ -8,7 +8,7 @@ by the checksums of the arrays' chunks alone.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,8 +36,11 @@ class NotListedError(ManifestError):
 def write_part(step: Store, process: int, pieces: list[arrays.ArrayPiece]) -> None:
     """Writes and lists what a process has of a step, maybe nothing. Raises Exception: as arrays.write, or OSError."""
     arrays.write(step, process, pieces)
-    # Without a piece there is no directory yet.
-    files = None if pieces else ()
+    list_part(step, process, None if pieces else ())  # without a piece there is no directory yet
+
+
+def list_part(step: Store, process: int, files: Iterable[str] | None = None) -> None:
+    """Lists what a process has written; None: all of it. Raises OSError."""
     write_manifest(step.Below(arrays.part_of(process)), _PART, files, XXH128)
 
 
