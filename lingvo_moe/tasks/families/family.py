@@ -1,0 +1,100 @@
+"""A family of published language models: its config.json as parameters of a task, and the names of its weights.
+
+Letters of layouts: m model, n heads, a heads of keys and values, k key, h hidden, e experts, f hidden of an expert,
+v vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.weights.mapping import WeightMapping, WeightRule
+from lingvo_moe.core.weights.source import WeightsError
+from lingvo_moe.tasks.transformer.stacks import layers_before, layers_of_block
+
+# Keys of config.json that say nothing of what a model computes.
+_SAYS_NOTHING = (
+    "architectures model_type torch_dtype dtype transformers_version use_cache initializer_range _name_or_path "
+    "bos_token_id eos_token_id pad_token_id unk_token_id max_position_embeddings pretraining_tp attention_dropout "
+    "output_attentions output_hidden_states output_router_logits router_aux_loss_coef router_jitter_noise "
+    "is_llama_config rope_interleaved transformers.js_config"
+)
+
+
+class Family:
+    """The rules of a family; a class of each is one file.
+
+    Attributes:
+        TYPES: values of `model_type` in config.json.
+        EXPERIMENT: the experiment that has the family's parts; sizes come from config.json.
+        KEYS: the keys of config.json that are a parameter each: parameter -> (key, its value where it is left out).
+        ALWAYS: further keys, with the value that the experiment's parts need; None or a missing key is that value.
+        RULES: see WeightMapping.
+        LEFT_OUT: regular expressions of the names of tensors that are no weights.
+    """
+
+    TYPES: ClassVar[tuple[str, ...]]
+    EXPERIMENT: ClassVar[str]
+    KEYS: ClassVar[Mapping[str, tuple[str, Any]]]
+    ALWAYS: ClassVar[Mapping[str, Any]] = {}
+    RULES: ClassVar[Sequence[WeightRule]]
+    LEFT_OUT: ClassVar[Sequence[str]] = ()
+
+    def Overrides(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The parameters, by path, that a config.json says. Raises WeightsError: what this model cannot represent."""
+        values = {p: _value(config, key, default) for p, (key, default) in self.KEYS.items()}
+        for key, expected in self.ALWAYS.items():
+            if (value := config.get(key)) is not None and value != expected:
+                raise WeightsError(
+                    f"{where}: {key}={value!r} cannot be represented; this family has {expected!r}"
+                )
+        known = {key for key, _ in self.KEYS.values()} | {*self.ALWAYS, *self.OtherKeys()}
+        for key, value in config.items():
+            if key not in {*known, *_SAYS_NOTHING.split()} and value not in (None, False):
+                raise WeightsError(
+                    f"{where}: {key}={value!r} is not known, so it might change results"
+                )
+        return {**values, **self.Others(config, where)}
+
+    def OtherKeys(self) -> tuple[str, ...]:
+        """The keys that Others reads."""
+        return ()
+
+    def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The parameters that several keys say together."""
+        return {}
+
+    def Sizes(self, p: Params) -> dict[str, int]:
+        """The sizes of the axes of layouts."""
+        return {
+            "m": p.model_dim,
+            "n": p.num_heads,
+            "a": p.num_kv_heads or p.num_heads,
+            "k": p.key_dim,
+            "h": p.hidden_dim,
+            "v": p.vocab_size,
+            "e": p.num_experts,
+            "f": p.expert_hidden_dim or 0,
+        }
+
+    def Mapping(self, p: Params, specs: NestedMap) -> WeightMapping:
+        """The pairs of a model of parameters `p` with these VariableSpecs. Raises WeightsError."""
+        shapes = {path: tuple(spec.shape) for path, spec in specs.FlattenItems()}
+        return WeightMapping(self.RULES, shapes, _places(p), self.Sizes(p))
+
+
+def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of a key; where it is left out the default, which may be computed from the others."""
+    value = config.get(key)
+    if value is None:
+        value = default(config) if callable(default) else default
+    return value
+
+
+def _places(p: Params) -> list[tuple[str, int]]:
+    """The path of what has each layer of the decoder, and its index there."""
+    before, size = layers_before(p), layers_of_block(p)
+    first = [("decoder.first.body.layers[0]", layer) for layer in range(before)]
+    rest = range(p.num_layers - before)
+    return first + [(f"decoder.blocks.body.layers[{i % size}]", i // size) for i in rest]

@@ -1,0 +1,218 @@
+"""Llama 2 and 3, Mistral, SmolLM2: RMS normalization, SwiGLU, rotary positions, heads of keys and values for several of
+queries. Files by the `transformers` library, and GGUF by llama.cpp.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lingvo_moe.core.weights.gguf_file import GgufFile
+from lingvo_moe.core.weights.mapping import WeightRule
+from lingvo_moe.core.weights.source import WeightsError, WeightSource
+from lingvo_moe.tasks.families.family import Family
+
+_LAYER = "model.layers.{layer}."
+ATTENTION = (
+    WeightRule(f"{_LAYER}self_attn.q_proj.weight", "(n k) m", {"self_atten.q": "m n k"}),
+    WeightRule(f"{_LAYER}self_attn.k_proj.weight", "(a k) m", {"self_atten.k": "m a k"}),
+    WeightRule(f"{_LAYER}self_attn.v_proj.weight", "(a k) m", {"self_atten.v": "m a k"}),
+    WeightRule(f"{_LAYER}self_attn.o_proj.weight", "m (n k)", {"self_atten.o": "n k m"}),
+)
+NORMS = (
+    WeightRule(f"{_LAYER}input_layernorm.weight", "m", {"self_norm.scale": "m"}),
+    WeightRule(f"{_LAYER}post_attention_layernorm.weight", "m", {"ffn_norm.scale": "m"}),
+    WeightRule("model.norm.weight", "m", {"decoder.final_norm.scale": "m"}),
+)
+TABLES = (
+    WeightRule("model.embed_tokens.weight", "v m", {"embedding.table": "v m"}),
+    WeightRule("lm_head.weight", "v m", {"softmax.table": "v m"}),
+)
+FEED_FORWARD = (
+    WeightRule(f"{_LAYER}mlp.gate_proj.weight", "h m", {"ffn.wi_gate": "m h"}),
+    WeightRule(f"{_LAYER}mlp.up_proj.weight", "h m", {"ffn.wi": "m h"}),
+    WeightRule(f"{_LAYER}mlp.down_proj.weight", "m h", {"ffn.wo": "h m"}),
+)
+KEYS = {
+    "task.vocab_size": ("vocab_size", 32000),
+    "task.model_dim": ("hidden_size", 4096),
+    "task.hidden_dim": ("intermediate_size", 11008),
+    "task.num_layers": ("num_hidden_layers", 32),
+    "task.num_heads": ("num_attention_heads", 32),
+    "task.num_kv_heads": ("num_key_value_heads", lambda c: c["num_attention_heads"]),
+    "task.key_dim": ("head_dim", lambda c: c["hidden_size"] // c["num_attention_heads"]),
+    "task.norm.epsilon": ("rms_norm_eps", 1e-6),
+    "task.tied_softmax": ("tie_word_embeddings", False),
+}
+
+
+class LlamaFamily(Family):
+    """See the module."""
+
+    TYPES: ClassVar[tuple[str, ...]] = ("llama", "mistral")
+    EXPERIMENT: ClassVar[str] = "lm.ImportedLlama"
+    KEYS: ClassVar[Mapping[str, tuple[str, Any]]] = KEYS
+    ALWAYS: ClassVar[Mapping[str, Any]] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+    }
+    RULES: ClassVar[Sequence[WeightRule]] = (*TABLES, *ATTENTION, *NORMS, *FEED_FORWARD)
+    LEFT_OUT: ClassVar[Sequence[str]] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+    def OtherKeys(self) -> tuple[str, ...]:
+        return ("rope_theta", "rope_scaling", "rope_parameters")
+
+    def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return rotary(config, where)
+
+
+# The parameters of Llama 3.1's positions by their keys.
+_LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_turns",
+    "high_freq_factor": "high_turns",
+    "original_max_position_embeddings": "original_length",
+}
+
+
+def rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The parameters of positions. Raises WeightsError: a kind of scaling that is not known."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    if kind == "default" and not scaling:
+        return {"task.position": "rotary", "task.position.max_timescale": base}
+    if kind != "llama3" or scaling.keys() != _LLAMA3.keys():
+        raise WeightsError(f"{where}: rope_scaling={kind!r} with {scaling} cannot be represented")
+    values = {f"task.position.{_LLAMA3[key]}": value for key, value in scaling.items()}
+    return {"task.position": "llama3", "task.position.max_timescale": base, **values}
+
+
+# --- GGUF
+
+_GGUF_TABLES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GGUF_LAYER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "context_length",
+}
+
+
+class LlamaGguf(WeightSource):
+    """A GGUF of the family with the names and layouts of its other files.
+
+    llama.cpp keeps the pairs of numbers that rotary positions turn side by side in queries and keys.
+    """
+
+    def __init__(self, file: GgufFile):
+        """Raises WeightsError: it is of another family, or lacks a key."""
+        self.where, self._file, self.metadata = file.where, file, file.metadata
+        if (kind := file.metadata.get("general.architecture")) != "llama":
+            raise WeightsError(
+                f"{file.where}: a model of the architecture {kind!r}; expected 'llama'"
+            )
+        self._name_of = {_published(name, file.where): name for name in file.entries}
+        self.entries = {new: file.entries[old] for new, old in self._name_of.items()}
+        keys = {key: f"llama.{name}" for key, name in _GGUF_KEYS.items()}
+        if missing := [name for name in keys.values() if name not in file.metadata]:
+            raise WeightsError(f"{file.where}: lacks {', '.join(missing)}")
+        self.config = {key: file.metadata[name] for key, name in keys.items()}
+        epsilon = np.float32(self.config["rms_norm_eps"])
+        self.config |= {
+            "model_type": "llama",
+            "rms_norm_eps": float(str(epsilon)),  # 1e-05, not what float32 makes of it
+            "tie_word_embeddings": "lm_head.weight" not in self.entries,
+        }
+
+    def Read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        self.About(name)
+        values = self._file.Read(self._name_of[name])
+        for key, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if key in name:
+                pairs = values.reshape(self.config[heads], -1, 2, values.shape[1])
+                values = np.swapaxes(pairs, 1, 2).reshape(values.shape)
+        return values[rows]
+
+
+def _published(name: str, where: str) -> str:
+    """The name of a GGUF's tensor in the family's other files."""
+    if name in _GGUF_TABLES:
+        return _GGUF_TABLES[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if not match or match[2] not in _GGUF_LAYER:
+        raise WeightsError(f"{where}: {name} is no tensor of this family")
+    return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.weight"
+
+
+# How texts are cut before they are split into pieces, by the name that llama.cpp has for it.
+_CUTS: Mapping[str, list[dict[str, Any]]] = {
+    "smollm": [{"type": "Digits", "individual_digits": True}],
+    "gpt-2": [],
+}
+_CONTROL = 3  # the type of a token that is no text
+
+
+def gguf_tokenizer(file: GgufFile) -> dict[str, Any]:
+    """tokenizer.json and tokenizer_config.json, by name, of a GGUF with byte pairs.
+
+    Raises WeightsError: another kind of tokenizer, or metadata that are missing.
+    """
+    about = {key.removeprefix("tokenizer.ggml."): v for key, v in file.metadata.items()}
+    kind, cut = about.get("model"), str(about.get("pre"))
+    if kind != "gpt2" or cut not in _CUTS:
+        raise WeightsError(
+            f"{file.where}: a tokenizer {kind!r} with the cuts {cut!r}; expected 'gpt2' with {', '.join(_CUTS)}"
+        )
+    if missing := [key for key in ("tokens", "token_type", "merges") if key not in about]:
+        raise WeightsError(f"{file.where}: lacks tokenizer.ggml.{missing[0]}")
+    tokens, types = about["tokens"], about["token_type"]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    special = [i for i, kind in enumerate(types) if kind == _CONTROL]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": tokens[i], "special": True, **plain} for i in special
+        ],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*_CUTS[cut], byte_level]},
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": about["merges"],
+        },
+    }
+    marks = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    numbers = {mark: about.get(f"{name}_token_id") for mark, name in marks.items()}
+    config = {f"{mark}_token": tokens[i] for mark, i in numbers.items() if i is not None}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}

@@ -1,0 +1,48 @@
+"""Makes a run of published weights, which generate, score, serve, export and --init_from read as any other.
+
+    python -m tools.import_checkpoint --from=DIR --output=RUN
+    python -m tools.import_checkpoint --from=model.gguf --output=RUN
+
+DIR is a checkpoint as it is published: config.json, tokenizer.json with tokenizer_config.json, and weights in
+safetensors or PyTorch's .bin. Every tensor has its place in the model, or nothing is written. The command goes on where
+it was killed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.waiting import LineProgress
+
+from . import _cli
+
+
+def define_flags() -> Flags:
+    flags = Flags("python -m tools.import_checkpoint", __doc__)
+    flags.DEFINE_path("from", None, "the directory of a checkpoint, or a GGUF", required=True)
+    flags.DEFINE_path("output", None, "the run that is made", required=True, portable=True)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("import_checkpoint", lambda: _run(args), "run it again to go on")
+
+
+def _run(args: Flags) -> int:
+    from lingvo_moe.core.engine.checkpoints.streamed import is_begun
+
+    if not is_begun(args.output):
+        _cli.check_output_directory(args.output)
+    _cli.load_tensorflow()
+    from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+
+    published = open_published(getattr(args, "from"))
+    with LineProgress() as progress:
+        import_checkpoint(published, Path(args.output), progress)
+    _cli.made(args.output, next=f"python -m tools.generate --logdir={args.output} <prompts.txt")
+    return 0
+
+
+if __name__ == "__main__":
+    _cli.run(main)
