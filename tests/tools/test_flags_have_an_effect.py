@@ -250,6 +250,11 @@ COMMANDS += [
         "lingvo_moe.core.engine.lowering.lowering:lower_step": _PROGRAM,
         "lingvo_moe.core.engine.lowering.program:Program.Load": _PROGRAM,
     }, [["--model=mt.M4Tiny"], ["--program=lines.txt"]]),
+    Command("import_checkpoint", {
+        **_CLI,
+        "lingvo_moe.tasks.families.importing:open_published": None,
+        "lingvo_moe.tasks.families.importing:import_checkpoint": None,
+    }, [["--from=DATA", "--output=NEW"]]),
     Command("param_stubs", {"tools.param_stubs:_run": Through(lambda out: print(out) or 0)}, [[]]),
     Command("parallelize", {**_COMPILING, "lingvo_moe.analysis.search.parallelizing:find": _FOUND},
         [_MACHINE, ["--model=mt.M4Tiny", "--devices=8"]]),
