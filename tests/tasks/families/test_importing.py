@@ -3,6 +3,7 @@
 benchmarks/peers/record_published.py made the files in testdata/. Letters: B row, T token.
 """
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -22,6 +23,11 @@ from lingvo_moe.tasks.families.importing import import_checkpoint, open_publishe
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from tools import import_checkpoint as import_checkpoint_command
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tokenizers") is None,
+    reason="needs tokenizers: pip install --no-deps -r requirements-tokenizers.txt",
+)
 
 TESTDATA = Path(__file__).parent / "testdata"
 NAMES = ["llama3", "llama_tied", "mixtral"]
