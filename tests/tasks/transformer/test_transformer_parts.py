@@ -101,9 +101,7 @@ def test_a_step_in_stages_over_devices_is_the_plain_step(model):
     are the gradients. Routing is random, by seeds of micro-batches and layers. Translation has no first layers in
     stages, and, since this takes long, attention of one kind at once."""
     first, parts, blocks = (1, LATENT, BLOCKS) if model == LM else (0, ROUTED, "")
-    changes = (
-        f"{parts};task.moe_every=1;task.dense_first_layers={first};task.moe.router.jitter=0.3"
-    )
+    changes = f"{parts};task.moe_every=1;task.dense_first_layers={first};task.moe.router.jitter=0.3"
     sharding = "task.activation_split={'B': 'model', 'G': 'model', 'E': 'model'};task.weight_split={'E': 'model'}"
     _, plain, inputs = _experiment(model, changes, layers=2 + first)
     staged = _experiment(model, changes, blocks, sharding, STAGES, layers=2 + first)[1]
