@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
+from lingvo_moe.core.runs.directories import RUN
 
 from . import _cli
 
@@ -30,16 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.core.engine.checkpoints.streamed import is_begun
-
-    if not is_begun(args.output):
-        _cli.check_output_directory(args.output)
+    _cli.check_output_directory(args.output, replaces=RUN)
     _cli.load_tensorflow()
     from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
 
     published = open_published(getattr(args, "from"))
     with LineProgress() as progress:
-        import_checkpoint(published, Path(args.output), progress)
+        left_out = import_checkpoint(published, Path(args.output), progress)
+    if left_out:
+        print(f"left out, since they are no weights of the model: {', '.join(left_out)}")
     _cli.made(args.output, next=f"python -m tools.generate --logdir={args.output} <prompts.txt")
     return 0
 

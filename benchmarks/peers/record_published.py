@@ -2,11 +2,11 @@
 
 Weights are random, sizes odd. Each directory in tests/tasks/families/testdata/ has config.json, the weights in
 safetensors or torch.save's format, and expected.npz: ids [B,T], logits [B,T,V], and the 200 tokens of greedy search.
-blocks.gguf, in tests/core/weights/testdata/, has a tensor of each of GGML's types by the library `gguf`, and blocks.npz
-their values.
+llama_tied.gguf is llama_tied as llama.cpp stores it; the library `transformers` has read it back. blocks.gguf, in
+tests/core/weights/testdata/, has a tensor of each of GGML's types by the library `gguf`, and blocks.npz their values.
 To record again, in an environment of its own (recorded with transformers 5.24.0 and torch 2.13.0):
 
-    pip install torch==2.13.0 transformers==5.24.0 gguf==0.19.0
+    pip install torch==2.13.0 transformers==5.24.0 gguf==0.19.0 accelerate
     python benchmarks/peers/record_published.py
 """
 
@@ -15,7 +15,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 TESTS = Path(__file__).parents[2] / "tests"
 OUT = TESTS / "tasks/families/testdata"
@@ -93,11 +99,64 @@ def record_blocks() -> None:
     np.savez_compressed(out / "blocks.npz", **values)
 
 
+def record_gguf(model: LlamaForCausalLM) -> None:
+    """Writes a model with names and pairs of numbers as llama.cpp has them, and a tokenizer of bytes."""
+    c, path = model.config, OUT / "llama_tied.gguf"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_vocab_size(c.vocab_size)
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(chr(ord("A") + i) for i in range(c.vocab_size - 5)),
+        "AB",
+        "ABA",
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (c.vocab_size - 3)
+    )
+    writer.add_token_merges(["A B", "AB A"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    weights = model.state_dict()
+    del weights["lm_head.weight"]  # a copy
+    for name, weight in weights.items():
+        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+        values = weight.numpy()
+        if (kind := name.split(".")[-2]) in heads:
+            halves = values.reshape(heads[kind], 2, -1, values.shape[1])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(values)
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    back = AutoModelForCausalLM.from_pretrained(OUT, gguf_file=path.name, dtype=torch.float32)
+    for name, weight in back.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
+
+
 if __name__ == "__main__":
     record_blocks()
     torch.use_deterministic_algorithms(True)
     tied = LlamaConfig(**SIZES, tie_word_embeddings=True, rope_theta=100.0)
-    record("llama_tied", LlamaForCausalLM(tied))
+    model = LlamaForCausalLM(tied)
+    record("llama_tied", model)
+    record_gguf(model)
     scaled = LlamaConfig(**SIZES, head_dim=8, rope_parameters=LLAMA3, rms_norm_eps=1e-5)
     record("llama3", LlamaForCausalLM(scaled), pickled=True)
     experts = MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, rope_theta=100.0)

@@ -16,6 +16,7 @@ from lingvo_moe.core.runs.run_lock import (
     CHECKPOINTS,
     DESCRIPTION,
     EVALUATOR,
+    IMPORTING,
     TRAINER,
     find_held_lock,
     is_lock_file,
@@ -59,7 +60,7 @@ RUN = OutputKind(
     (DESCRIPTION,),
     (
         *("params.txt", "train_params.txt", "program.json", "evaluations.json", "time.jsonl"),
-        *("manifest.sha256", "experiment.hmac", "vocab", CHECKPOINTS, "train"),
+        *("manifest.sha256", "experiment.hmac", "vocab", CHECKPOINTS, IMPORTING, "train"),
         *(f"{TRAINER.file}*", EVALUATOR.file),
     ),
 )

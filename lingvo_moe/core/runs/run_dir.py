@@ -10,6 +10,7 @@ program.json                the compiled training step; likewise
 evaluations.json            the held-out losses by step, which say what the best checkpoint is
 time.jsonl                  where the time goes, see time_record.py
 checkpoints/<step>/         written by the engine
+importing/                  published weights, until all are there
 train/                      what the trainer measured
 eval/held_out/              what it measured on held-out data
 eval/scores/                what `--mode=eval` measured
@@ -55,6 +56,7 @@ from lingvo_moe.core.runs.run_description import (
     read_program,
     write_program,
 )
+from lingvo_moe.core.runs.run_lock import IMPORTING
 from lingvo_moe.core.runs.saved_steps import saved_steps
 from lingvo_moe.core.runs.time_record import FILE as _TIME
 from lingvo_moe.core.version import VERSION
@@ -67,7 +69,7 @@ _FILE, _PARAMS = "experiment.json", "params.txt"
 _TRAIN, _PROGRAM = "train_params.txt", "program.json"
 _TAKEN = (
     *(_FILE, _PARAMS, _TRAIN, _PROGRAM, MANIFEST, MARK, _EVALUATIONS, _TIME),
-    *("checkpoints", "train", "eval"),
+    *("checkpoints", IMPORTING, "train", "eval"),
 )
 _REMEDY = "copy the run again from where it is whole; or begin it again with --restart"
 

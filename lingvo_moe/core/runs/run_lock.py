@@ -40,6 +40,7 @@ TRAINER = LockHolder("trainer", ".trainer.lock")
 EVALUATOR = LockHolder("evaluator (--mode=eval)", ".evaluator.lock")
 LOCK_FILE = TRAINER.file
 DESCRIPTION, CHECKPOINTS = "experiment.json", "checkpoints"  # what makes a directory a run
+IMPORTING = "importing"  # what an import that is not complete has written
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _PATIENCE = 0.5  # seconds: a trainer that was just killed may take a moment to end
 

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lingvo_moe.core.weights import gguf_blocks
-from lingvo_moe.core.weights.source import Encoding, TensorFile, TensorPlace, WeightsError
+from lingvo_moe.core.weights.source import (
+    Encoding,
+    TensorFile,
+    TensorPlace,
+    WeightsError,
+    check_name,
+)
 
 _MAGIC, _VERSION = b"GGUF", 3
 _STRING, _ARRAY = 8, 9
@@ -91,14 +97,18 @@ class _Reader:
         return self._Count(8 + 4 + 4 + 8), self._Count(8 + 4 + 1)
 
     def Text(self) -> str:
-        return self._Bytes(self._Count(1)).decode("utf-8", "surrogateescape")
+        data = self._Bytes(self._Count(1))
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise WeightsError(f"{self._path}: a text of its header is not UTF-8: {e}") from None
 
     def Value(self) -> Any:
         return self._ValueOf(self._Number("I"))
 
     def Tensor(self) -> tuple[str, tuple[int, ...], Encoding, int]:
         """Name, shape, encoding and place in the data."""
-        name, dims = self.Text(), self._Number("I")
+        name, dims = check_name(self._path, self.Text()), self._Number("I")
         if dims > _MOST_DIMS:
             raise WeightsError(f"{self._path}: {name} has {dims} dimensions: the file is damaged")
         shape = tuple(self._Number("Q") for _ in range(dims))[::-1]

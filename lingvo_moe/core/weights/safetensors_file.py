@@ -4,6 +4,7 @@ The format of https://github.com/huggingface/safetensors, whose library would ma
 """
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from lingvo_moe.core.weights.source import (
     TensorFile,
     TensorPlace,
     WeightsError,
-    count,
+    check_name,
 )
 
 _HEADER = 100 << 20  # bytes of a header at most, as the format says
@@ -48,7 +49,7 @@ def open_safetensors(path: Path) -> TensorFile:
     except OSError as e:
         raise WeightsError(f"{path}: {e.strerror or e}") from e
     places = {
-        name: _place(path, name, about, start)
+        name: _place(path, check_name(path, name), about, start)
         for name, about in header.items()
         if name != _METADATA
     }
@@ -117,7 +118,7 @@ def write_safetensors(
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     end = 0
     for name, entry in entries.items():
-        begin, end = end, end + count(entry.shape) * np.dtype(entry.dtype).itemsize
+        begin, end = end, end + math.prod(entry.shape) * np.dtype(entry.dtype).itemsize
         header[name] = {
             "dtype": _NAMES[entry.dtype],
             "shape": list(entry.shape),

@@ -1,6 +1,8 @@
 """Tensors by name, whose shapes and types are known before one is read: weights as others store them."""
 
 import abc
+import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,7 @@ class WeightSource(abc.ABC):
 
     @abc.abstractmethod
     def Read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """A tensor, or a range of its first dimension, which alone is read then.
+        """A tensor, or a range of its first dimension.
 
         Raises WeightsError: there is no such tensor, or it cannot be read.
         """
@@ -47,6 +49,13 @@ class WeightSource(abc.ABC):
             guess = did_you_mean(name, list(self.entries))
             raise WeightsError(f"{self.where}: has no tensor {name!r}{guess}")
         return self.entries[name]
+
+
+def check_name(path: Path, name: str) -> str:
+    """Returns a tensor's name, to stand in messages. Raises WeightsError: it has characters that cannot."""
+    if not name.isprintable():
+        raise WeightsError(f"{path}: a tensor is called {reprlib.repr(name)}: the file is damaged")
+    return name
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class TensorPlace:
     @property
     def size(self) -> int:
         """Its bytes."""
-        return count(self.shape) // self.encoding.values * self.encoding.size
+        return math.prod(self.shape) // self.encoding.values * self.encoding.size
 
 
 class TensorFile(WeightSource):
@@ -137,11 +146,3 @@ class Files(WeightSource):
     def Read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         self.About(name)
         return self._file[name].Read(name, rows)
-
-
-def count(shape: tuple[int, ...]) -> int:
-    """The number of values of a shape, exactly, whatever a file claims."""
-    total = 1
-    for size in shape:
-        total *= size
-    return total

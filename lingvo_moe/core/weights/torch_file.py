@@ -7,6 +7,7 @@ torch's own reader of weights alone: CVE-2025-32434, and CVE-2026-24747, items s
 smaller than they claim.
 """
 
+import math
 import pickletools
 import struct
 import zipfile
@@ -15,7 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.weights.source import Encoding, TensorFile, TensorPlace, WeightsError, count
+from lingvo_moe.core.weights.source import (
+    Encoding,
+    TensorFile,
+    TensorPlace,
+    WeightsError,
+    check_name,
+)
 
 _MOST = 256 << 20  # bytes of a description
 _STORAGES = {
@@ -153,6 +160,7 @@ class _Unpickler:
         for name, value in result.items():
             if not isinstance(name, str) or not isinstance(value, _Tensor):
                 raise self._Refusal(f"{name!r}, which is no tensor")
+            check_name(self._path, name)
         return dict(result)
 
     def _Refusal(self, what: str) -> WeightsError:
@@ -232,13 +240,13 @@ class _Unpickler:
         numbers = (offset, *shape, *strides)
         if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in numbers):
             raise self._Refusal("a damaged tensor")
-        expected = [count(tuple(shape[i + 1 :])) for i in range(len(shape))]
+        expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         matters = [(a, b) for n, a, b in zip(shape, strides, expected, strict=True) if n > 1]
         if any(a != b for a, b in matters):
             raise self._Refusal(
                 f"a tensor of shape {shape} whose strides {strides} are not in order"
             )
-        if offset + count(tuple(shape)) > storage.size:
+        if offset + math.prod(shape) > storage.size:
             raise self._Refusal(f"a tensor of shape {shape} that ends behind its storage")
         return _Tensor(storage, offset, tuple(shape))
 

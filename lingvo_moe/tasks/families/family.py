@@ -4,7 +4,7 @@ Letters of layouts: m model, n heads, a heads of keys and values, k key, h hidde
 v vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lingvo_moe.core.config.hyperparams import Params
@@ -18,8 +18,10 @@ _SAYS_NOTHING = (
     "architectures model_type torch_dtype dtype transformers_version use_cache initializer_range _name_or_path "
     "bos_token_id eos_token_id pad_token_id unk_token_id max_position_embeddings pretraining_tp attention_dropout "
     "output_attentions output_hidden_states output_router_logits router_aux_loss_coef router_jitter_noise "
-    "is_llama_config rope_interleaved transformers.js_config"
+    "is_llama_config transformers.js_config"
 )
+_QUANTIZATION = "quantization_config"
+Default = bool | float | Callable[[Mapping[str, Any]], Any]
 
 
 class Family:
@@ -28,38 +30,48 @@ class Family:
     Attributes:
         TYPES: values of `model_type` in config.json.
         EXPERIMENT: the experiment that has the family's parts; sizes come from config.json.
-        KEYS: the keys of config.json that are a parameter each: parameter -> (key, its value where it is left out).
+        KEYS: the keys of config.json that are a parameter each: parameter -> (key, its value where it is left out, or
+            a function of the parameters before it).
         ALWAYS: further keys, with the value that the experiment's parts need; None or a missing key is that value.
+        OTHER_KEYS: the keys that Others reads.
         RULES: see WeightMapping.
         LEFT_OUT: regular expressions of the names of tensors that are no weights.
     """
 
     TYPES: ClassVar[tuple[str, ...]]
     EXPERIMENT: ClassVar[str]
-    KEYS: ClassVar[Mapping[str, tuple[str, Any]]]
+    KEYS: ClassVar[Mapping[str, tuple[str, Default]]]
     ALWAYS: ClassVar[Mapping[str, Any]] = {}
+    OTHER_KEYS: ClassVar[Sequence[str]] = ()
     RULES: ClassVar[Sequence[WeightRule]]
     LEFT_OUT: ClassVar[Sequence[str]] = ()
 
     def Overrides(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The parameters, by path, that a config.json says. Raises WeightsError: what this model cannot represent."""
-        values = {p: _value(config, key, default) for p, (key, default) in self.KEYS.items()}
+        values: dict[str, Any] = {}
+        for parameter, (key, default) in self.KEYS.items():
+            if (value := config.get(key)) is None:
+                value = default(values) if callable(default) else default
+            if not isinstance(value, (bool, int, float)):
+                raise WeightsError(f"{where}: {key}={value!r}; expected a number, true or false")
+            values[parameter] = value
         for key, expected in self.ALWAYS.items():
             if (value := config.get(key)) is not None and value != expected:
                 raise WeightsError(
                     f"{where}: {key}={value!r} cannot be represented; this family has {expected!r}"
                 )
-        known = {key for key, _ in self.KEYS.values()} | {*self.ALWAYS, *self.OtherKeys()}
+        if (kind := config.get(_QUANTIZATION)) is not None and not _is_float8(kind):
+            raise WeightsError(
+                f"{where}: {_QUANTIZATION}={kind!r} cannot be read; expected quant_method fp8 in blocks of 128 x 128"
+            )
+        known = {_QUANTIZATION, *_SAYS_NOTHING.split(), *self.ALWAYS, *self.OTHER_KEYS}
+        known |= {key for key, _ in self.KEYS.values()}
         for key, value in config.items():
-            if key not in {*known, *_SAYS_NOTHING.split()} and value not in (None, False):
+            if key not in known and value not in (None, False):
                 raise WeightsError(
                     f"{where}: {key}={value!r} is not known, so it might change results"
                 )
         return {**values, **self.Others(config, where)}
-
-    def OtherKeys(self) -> tuple[str, ...]:
-        """The keys that Others reads."""
-        return ()
 
     def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The parameters that several keys say together."""
@@ -84,12 +96,11 @@ class Family:
         return WeightMapping(self.RULES, shapes, _places(p), self.Sizes(p))
 
 
-def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value of a key; where it is left out the default, which may be computed from the others."""
-    value = config.get(key)
-    if value is None:
-        value = default(config) if callable(default) else default
-    return value
+def _is_float8(quantization: Any) -> bool:
+    """Whether it is what core/weights/quantized.py reads: float8 with a scale for each block."""
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+        return False
+    return quantization.get("weight_block_size") == [128, 128]
 
 
 def _places(p: Params) -> list[tuple[str, int]]:

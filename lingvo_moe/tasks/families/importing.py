@@ -15,12 +15,13 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.weights.gguf_file import GgufFile
 from lingvo_moe.core.weights.open_source import open_source
 from lingvo_moe.core.weights.quantized import Dequantized
 from lingvo_moe.core.weights.source import WeightsError, WeightSource
 from lingvo_moe.tasks.families.family import Family
-from lingvo_moe.tasks.families.llama import LlamaFamily, LlamaGguf, gguf_tokenizer
+from lingvo_moe.tasks.families.llama import HEAD, TABLE, LlamaFamily, LlamaGguf, gguf_tokenizer
 from lingvo_moe.tasks.families.mixtral import MixtralFamily
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
@@ -30,6 +31,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 CONFIG = "config.json"
 # Parameters of all imported models: embeddings as they are in the table, and no rounding of activations.
+_TIED = "task.tied_softmax"
 _AS_PUBLISHED = {"task.embedding_scale": 1.0, "task.fprop_dtype": "float32"}
 
 
@@ -40,28 +42,28 @@ class Published:
     source: WeightSource
     family: Family
     override: str  # what the model's parameters are beside those of the family's experiment
+    params: Params  # those of the experiment with the override
     vocabulary: bytes  # for open_vocabulary
-
-    def Params(self) -> Params:
-        """The experiment's parameters."""
-        return registry.GetParams(self.family.EXPERIMENT, self.override)
 
 
 def open_published(path: str | os.PathLike) -> Published:
     """Opens a checkpoint: a directory with config.json and weights, or a GGUF.
 
-    Raises WeightsError: there is none, it is damaged, or of a family or with parts that are not known.
+    Raises:
+        WeightsError: there is none, it is damaged, or of a family or with parts that are not known.
+        DataError: its tokenizer is missing or damaged.
     """
     path = Path(path)
     source = open_source(path)
     if isinstance(source, GgufFile):
-        vocabulary = json.dumps(gguf_tokenizer(source), ensure_ascii=False).encode()
+        tokenizer = json.dumps(gguf_tokenizer(source), ensure_ascii=False)
+        vocabulary = JsonVocabulary(tokenizer.encode(), path)
         source = LlamaGguf(source)
         config, where = source.config, source.where
     else:
         source, where = Dequantized(source), str(path / CONFIG)
         config = _config(path / CONFIG)
-        vocabulary = JsonVocabulary.Load(path).model_bytes
+        vocabulary = JsonVocabulary.Load(path)
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise WeightsError(
@@ -69,10 +71,22 @@ def open_published(path: str | os.PathLike) -> Published:
         )
     family = FAMILIES[kind]
     values = family.Overrides(config, where) | _AS_PUBLISHED
-    if _has_a_head(source):
-        values["task.tied_softmax"] = False
+    if values[_TIED] and _has_a_head(source):
+        values[_TIED] = False
     override = ";".join(f"{name}={registry.escape(str(value))}" for name, value in values.items())
-    return Published(source, family, override, vocabulary)
+    params = _params(family, override, where)
+    return Published(source, family, override, params, vocabulary.model_bytes)
+
+
+def _params(family: Family, override: str, where: str) -> Params:
+    """The experiment's parameters. Raises WeightsError, which names the key, where a model cannot have a value."""
+    try:
+        return registry.GetParams(family.EXPERIMENT, override)
+    except ValueError as e:
+        reason = str(e).removeprefix("--model_params_override: ")
+        for parameter, (key, _) in family.KEYS.items():
+            reason = reason.replace(f"{parameter}=", f"{key}=")
+        raise WeightsError(f"{where}: {reason}") from e
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -86,43 +100,52 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _has_a_head(source: WeightSource) -> bool:
-    """Whether the softmax has a table of its own, whatever config.json says."""
-    head, table = "lm_head.weight", "model.embed_tokens.weight"
-    if head not in source.entries or table not in source.entries:
-        return head in source.entries
-    return not np.array_equal(source.Read(head), source.Read(table))
+    """Whether there is a table of the softmax that is no copy of the embeddings'."""
+    if not {HEAD, TABLE} <= source.entries.keys():
+        return HEAD in source.entries
+    return not np.array_equal(source.Read(HEAD), source.Read(TABLE))
 
 
-def import_checkpoint(published: Published, output: Path, progress: Callable[[str], None]) -> None:
+def import_checkpoint(
+    published: Published, output: Path, progress: Callable[[str], None]
+) -> list[str]:
     """Makes a run at `output`, or goes on with one whose import was killed.
 
     Memory holds a tensor and its values in our layout, and what is being written. `progress` is called with a line.
 
-    Raises WeightsError: a tensor is missing, left over, or of another shape; or there is a run at `output` already.
+    Returns the names of the tensors that are left out, since they are no weights of the model.
+
+    Raises:
+        WeightsError: a tensor is missing, left over, or of another shape; or there is a run at `output` already.
+        RunLockError: another import, or a trainer, is at work there.
     """
     from lingvo_moe.core.engine.checkpoints.streamed import StreamedCheckpoint
 
-    params, source = published.Params(), published.source
-    task = params.task.Instantiate()
-    mapping = published.family.Mapping(params.task, task.VariableSpecs())
-    mapping.Check(source, published.family.LEFT_OUT)
-    if RunDir(output).steps:
+    params, source = published.params, published.source
+    specs = params.task.Instantiate().VariableSpecs()
+    mapping = published.family.Mapping(params.task, specs)
+    left_out = mapping.Check(source, published.family.LEFT_OUT)
+    run = RunDir(output, "--output")
+    if run.steps or run.summaries_dir.exists():
         raise WeightsError(f"{output}: there is a run already; name another directory")
-    run, about = RunDir(output), {"imported": {"from": source.where}}
+    with RunLock(output) as lock:
+        lock.Acquire()
+        _describe(published, run)
+        identity = f"{source.where} {published.override}"
+        checkpoint = StreamedCheckpoint(output, NestedMap(theta=specs), identity)
+        pairs = [pair for pair in mapping.pairs if pair.tensor not in checkpoint.written]
+        for number, pair in enumerate(pairs, 1 + len(checkpoint.written)):
+            progress(f"tensor {number:,} of {len(mapping.pairs):,}: {pair.tensor}")
+            values = mapping.Values(pair, source.Read(pair.tensor))
+            checkpoint.Write(pair.tensor, f"theta.{pair.path}", pair.index, values)
+        progress("completing the checkpoint")
+        checkpoint.Finish(0)
+    return left_out
+
+
+def _describe(published: Published, run: RunDir) -> None:
+    """Writes all of a run but its checkpoint."""
     artifacts = text_artifacts(dict.fromkeys(("source", "target"), published.vocabulary))
-    run.Write(
-        published.family.EXPERIMENT,
-        published.override,
-        RunArtifacts(artifacts.files, {**artifacts.about, **about}),
-        params=params,
-    )
-    specs = NestedMap(theta=task.VariableSpecs())
-    identity = f"{source.where} {published.override}"
-    checkpoint = StreamedCheckpoint(output, specs, identity)
-    pairs = [pair for pair in mapping.pairs if pair.tensor not in checkpoint.written]
-    for number, pair in enumerate(pairs, 1 + len(checkpoint.written)):
-        progress(f"tensor {number:,} of {len(mapping.pairs):,}: {pair.tensor}")
-        values = pair.ToSlots(source.Read(pair.tensor), mapping.sizes)
-        parts = ((f"theta.{slot.path}", slot.index, part) for slot, part in values.items())
-        checkpoint.Write(pair.tensor, parts)
-    checkpoint.Finish(0, {})
+    about = {**artifacts.about, "imported": {"from": published.source.where}}
+    with_source = RunArtifacts(artifacts.files, about)
+    run.Write(published.family.EXPERIMENT, published.override, with_source, params=published.params)

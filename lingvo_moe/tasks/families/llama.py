@@ -9,39 +9,41 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lingvo_moe.core.weights.gguf_file import GgufFile
+from lingvo_moe.core.weights.layout import rearranged
 from lingvo_moe.core.weights.mapping import WeightRule
 from lingvo_moe.core.weights.source import WeightsError, WeightSource
-from lingvo_moe.tasks.families.family import Family
+from lingvo_moe.tasks.families.family import Default, Family
 
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = "model.layers.{layer}."
 ATTENTION = (
-    WeightRule(f"{_LAYER}self_attn.q_proj.weight", "(n k) m", {"self_atten.q": "m n k"}),
-    WeightRule(f"{_LAYER}self_attn.k_proj.weight", "(a k) m", {"self_atten.k": "m a k"}),
-    WeightRule(f"{_LAYER}self_attn.v_proj.weight", "(a k) m", {"self_atten.v": "m a k"}),
-    WeightRule(f"{_LAYER}self_attn.o_proj.weight", "m (n k)", {"self_atten.o": "n k m"}),
+    WeightRule(f"{_LAYER}self_attn.q_proj.weight", "(n k) m", "self_atten.q", "m n k"),
+    WeightRule(f"{_LAYER}self_attn.k_proj.weight", "(a k) m", "self_atten.k", "m a k"),
+    WeightRule(f"{_LAYER}self_attn.v_proj.weight", "(a k) m", "self_atten.v", "m a k"),
+    WeightRule(f"{_LAYER}self_attn.o_proj.weight", "m (n k)", "self_atten.o", "n k m"),
 )
 NORMS = (
-    WeightRule(f"{_LAYER}input_layernorm.weight", "m", {"self_norm.scale": "m"}),
-    WeightRule(f"{_LAYER}post_attention_layernorm.weight", "m", {"ffn_norm.scale": "m"}),
-    WeightRule("model.norm.weight", "m", {"decoder.final_norm.scale": "m"}),
+    WeightRule(f"{_LAYER}input_layernorm.weight", "m", "self_norm.scale", "m"),
+    WeightRule(f"{_LAYER}post_attention_layernorm.weight", "m", "ffn_norm.scale", "m"),
+    WeightRule("model.norm.weight", "m", "decoder.final_norm.scale", "m"),
 )
 TABLES = (
-    WeightRule("model.embed_tokens.weight", "v m", {"embedding.table": "v m"}),
-    WeightRule("lm_head.weight", "v m", {"softmax.table": "v m"}),
+    WeightRule(TABLE, "v m", "embedding.table", "v m"),
+    WeightRule(HEAD, "v m", "softmax.table", "v m"),
 )
 FEED_FORWARD = (
-    WeightRule(f"{_LAYER}mlp.gate_proj.weight", "h m", {"ffn.wi_gate": "m h"}),
-    WeightRule(f"{_LAYER}mlp.up_proj.weight", "h m", {"ffn.wi": "m h"}),
-    WeightRule(f"{_LAYER}mlp.down_proj.weight", "m h", {"ffn.wo": "h m"}),
+    WeightRule(f"{_LAYER}mlp.gate_proj.weight", "h m", "ffn.wi_gate", "m h"),
+    WeightRule(f"{_LAYER}mlp.up_proj.weight", "h m", "ffn.wi", "m h"),
+    WeightRule(f"{_LAYER}mlp.down_proj.weight", "m h", "ffn.wo", "h m"),
 )
-KEYS = {
+KEYS: Mapping[str, tuple[str, Default]] = {
     "task.vocab_size": ("vocab_size", 32000),
     "task.model_dim": ("hidden_size", 4096),
     "task.hidden_dim": ("intermediate_size", 11008),
     "task.num_layers": ("num_hidden_layers", 32),
     "task.num_heads": ("num_attention_heads", 32),
-    "task.num_kv_heads": ("num_key_value_heads", lambda c: c["num_attention_heads"]),
-    "task.key_dim": ("head_dim", lambda c: c["hidden_size"] // c["num_attention_heads"]),
+    "task.num_kv_heads": ("num_key_value_heads", lambda v: v["task.num_heads"]),
+    "task.key_dim": ("head_dim", lambda v: v["task.model_dim"] // (v["task.num_heads"] or 1)),
     "task.norm.epsilon": ("rms_norm_eps", 1e-6),
     "task.tied_softmax": ("tie_word_embeddings", False),
 }
@@ -52,18 +54,21 @@ class LlamaFamily(Family):
 
     TYPES: ClassVar[tuple[str, ...]] = ("llama", "mistral")
     EXPERIMENT: ClassVar[str] = "lm.ImportedLlama"
-    KEYS: ClassVar[Mapping[str, tuple[str, Any]]] = KEYS
+    KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = KEYS
     ALWAYS: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "sliding_window": None,
+        "rope_interleaved": False,
     }
+    OTHER_KEYS: ClassVar[Sequence[str]] = ("rope_theta", "rope_scaling", "rope_parameters")
     RULES: ClassVar[Sequence[WeightRule]] = (*TABLES, *ATTENTION, *NORMS, *FEED_FORWARD)
-    LEFT_OUT: ClassVar[Sequence[str]] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-
-    def OtherKeys(self) -> tuple[str, ...]:
-        return ("rope_theta", "rope_scaling", "rope_parameters")
+    # What positions compute; and the head, where it is a copy of the embeddings.
+    LEFT_OUT: ClassVar[Sequence[str]] = (
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        re.escape(HEAD),
+    )
 
     def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         return rotary(config, where)
@@ -80,7 +85,10 @@ _LLAMA3 = {
 
 def rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The parameters of positions. Raises WeightsError: a kind of scaling that is not known."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise WeightsError(f"{where}: rope_scaling={scaling!r}; expected an object")
+    scaling = dict(scaling)
     base = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
@@ -95,9 +103,9 @@ def rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 # --- GGUF
 
 _GGUF_TABLES = {
-    "token_embd.weight": "model.embed_tokens.weight",
+    "token_embd.weight": TABLE,
     "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "output.weight": HEAD,
 }
 _GGUF_LAYER = {
     "attn_q": "self_attn.q_proj",
@@ -131,7 +139,7 @@ class LlamaGguf(WeightSource):
 
     def __init__(self, file: GgufFile):
         """Raises WeightsError: it is of another family, or lacks a key."""
-        self.where, self._file, self.metadata = file.where, file, file.metadata
+        self.where, self._file = file.where, file
         if (kind := file.metadata.get("general.architecture")) != "llama":
             raise WeightsError(
                 f"{file.where}: a model of the architecture {kind!r}; expected 'llama'"
@@ -146,7 +154,7 @@ class LlamaGguf(WeightSource):
         self.config |= {
             "model_type": "llama",
             "rms_norm_eps": float(str(epsilon)),  # 1e-05, not what float32 makes of it
-            "tie_word_embeddings": "lm_head.weight" not in self.entries,
+            "tie_word_embeddings": HEAD not in self.entries,
         }
 
     def Read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -154,8 +162,9 @@ class LlamaGguf(WeightSource):
         values = self._file.Read(self._name_of[name])
         for key, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if key in name:
-                pairs = values.reshape(self.config[heads], -1, 2, values.shape[1])
-                values = np.swapaxes(pairs, 1, 2).reshape(values.shape)
+                sizes = {"n": self.config[heads], "two": 2, "m": values.shape[1]}
+                sizes["i"] = values.shape[0] // (2 * sizes["n"])
+                values = rearranged(values, "(n i two) m", "(n two i) m", sizes)
         return values[rows]
 
 
@@ -197,7 +206,8 @@ def gguf_tokenizer(file: GgufFile) -> dict[str, Any]:
         "trim_offsets": True,
         "use_regex": True,
     }
-    special = [i for i, kind in enumerate(types) if kind == _CONTROL]
+    vocabulary = dict(enumerate(tokens))
+    special = [i for i, kind in zip(vocabulary, types) if kind == _CONTROL]
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer = {
         "version": "1.0",
@@ -214,5 +224,8 @@ def gguf_tokenizer(file: GgufFile) -> dict[str, Any]:
     }
     marks = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     numbers = {mark: about.get(f"{name}_token_id") for mark, name in marks.items()}
-    config = {f"{mark}_token": tokens[i] for mark, i in numbers.items() if i is not None}
+    for mark, i in numbers.items():
+        if i is not None and i not in vocabulary:
+            raise WeightsError(f"{file.where}: the mark {mark} is token {i} of {len(tokens)}")
+    config = {f"{mark}_token": vocabulary[i] for mark, i in numbers.items() if i is not None}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}

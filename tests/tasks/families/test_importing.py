@@ -5,6 +5,7 @@ benchmarks/peers/record_published.py made the files in testdata/. Letters: B row
 
 import importlib.util
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.weights.safetensors_file import open_safetensors, write_safetensors
 from lingvo_moe.core.weights.source import Entry, WeightsError
 from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from tools import import_checkpoint as import_checkpoint_command
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 TESTDATA = Path(__file__).parent / "testdata"
 NAMES = ["llama3", "llama_tied", "mixtral"]
-WEIGHTS = "model.safetensors"
+WEIGHTS, GGUF = "model.safetensors", TESTDATA / "llama_tied.gguf"
 TOKENS = [f"<{i}>" for i in range(37)]
 
 
@@ -65,6 +67,11 @@ def _change(directory, change):
         write_safetensors(file, entries, tensors.values())
 
 
+def _set_config(directory, **keys):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | keys))
+
+
 def _import(directory, run):
     import_checkpoint(open_published(directory), run, lambda line: None)
     opened = TextRunDir(run)
@@ -75,6 +82,10 @@ def _import(directory, run):
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_greedy_tokens(name, checkpoint, tmp_path):
     model, theta = _import(checkpoint(name), tmp_path / "run")
+    _assert_as_recorded(model, theta, name)
+
+
+def _assert_as_recorded(model, theta, name):
     theta = theta.Transform(tf.constant)
     expected = np.load(TESTDATA / name / "expected.npz")
     whole = np.concatenate([expected["ids"], expected["greedy"]], 1).astype(np.int32)
@@ -116,14 +127,41 @@ def test_other_tensors_are_refused_by_name_and_nothing_is_written(message, check
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("hidden_act", "gelu"), ("sliding_window", 4), ("new", 1)]
+    ("key", "value"),
+    [
+        *(("hidden_act", "gelu"), ("sliding_window", 4), ("new", 1), ("rope_interleaved", True)),
+        *(("hidden_size", "24"), ("num_attention_heads", []), ("rope_scaling", "yarn")),
+        *(
+            ("rope_scaling", {"rope_type": "yarn"}),
+            ("quantization_config", {"quant_method": "awq"}),
+        ),
+    ],
 )
 def test_a_config_that_cannot_be_represented_is_refused_by_its_key(key, value, checkpoint):
     directory = checkpoint("llama_tied")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {key: value}))
+    _set_config(directory, rope_parameters=None, **{key: value})
     with pytest.raises(WeightsError, match=f"config.json: {key}="):
         open_published(directory)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, 10**30, True])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"]
+)
+def test_a_size_that_a_model_cannot_have_is_refused(key, value, checkpoint, tmp_path):
+    directory = checkpoint("llama_tied")
+    _set_config(directory, **{key: value})
+    with pytest.raises(WeightsError, match=f"config.json: {key}={value}|has the shape"):
+        import_checkpoint(open_published(directory), tmp_path / "run", lambda line: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_keys_that_are_left_out_have_the_library_s_values(checkpoint, tmp_path):
+    """The sizes of its default model are not those of these weights, which is said, and no key is missed."""
+    directory = checkpoint("llama_tied")
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(WeightsError, match=r"has the shape|lacks"):
+        import_checkpoint(open_published(directory), tmp_path / "run", lambda line: None)
 
 
 def test_tensors_are_believed_where_config_says_that_they_are_tied(checkpoint, tmp_path):
@@ -134,34 +172,80 @@ def test_tensors_are_believed_where_config_says_that_they_are_tied(checkpoint, t
     assert_same(theta.softmax.table, theta.embedding.table + 1)
 
 
+def test_a_copy_of_the_embeddings_is_left_out_by_name(checkpoint, tmp_path):
+    """torch.save writes the shared table by both of its names."""
+    directory = checkpoint("llama_tied")
+    _change(directory, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
+    left_out = import_checkpoint(open_published(directory), tmp_path / "run", lambda line: None)
+    assert left_out == ["lm_head.weight"]
+
+
+def test_float8_with_its_scales_is_imported(checkpoint, tmp_path):
+    name, directory = "model.layers.1.mlp.up_proj.weight", checkpoint("llama_tied")
+    values = open_safetensors(directory / WEIGHTS).Read(name).astype("float8_e4m3fn")
+    scale = np.full((1, 1), 1.5, np.float32)
+    _change(directory, lambda t: t | {name: values, f"{name}_scale_inv": scale})
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    _set_config(directory, quantization_config=quantization)
+    _, theta = _import(directory, tmp_path / "run")
+    expected = (values.astype(np.float32) * 1.5).astype("bfloat16").astype(np.float32)
+    assert_same(theta.decoder.blocks.body.layers[0].ffn.wi[1], expected.T)
+
+
+def test_a_gguf_has_the_logits_and_the_tokenizer_of_its_model(tmp_path):
+    """Its queries and keys are ordered in another way, which no shape tells."""
+    model, theta = _import(GGUF, tmp_path / "run")
+    _assert_as_recorded(model, theta, "llama_tied")
+    vocabulary = TextRunDir(tmp_path / "run").OpenVocabularies().target
+    assert vocabulary.Encode("ABAC") == [36, 5] and vocabulary.Decode([36, 5]) == "ABAC"
+    assert (vocabulary.bos_id, vocabulary.eos_id) == (1, 2)
+
+
+def test_damaged_ggufs_are_refused_with_a_line_or_are_other_models(tmp_path):
+    content, rng, path = GGUF.read_bytes(), random.Random(0), tmp_path / "x.gguf"
+    refused = 0
+    for _ in range(100):
+        at, piece = rng.randrange(2200), rng.randbytes(rng.randrange(1, 9))
+        path.write_bytes(content[:at] + piece + content[at + len(piece) :])
+        try:
+            open_published(path)
+        except (WeightsError, DataError) as e:
+            message, refused = str(e), refused + 1
+            assert "\n" not in message
+    assert refused > 30
+
+
+def test_a_directory_of_another_kind_is_left_alone(checkpoint, tmp_path, capsys):
+    directory, output = checkpoint("llama_tied"), tmp_path / "mine"
+    (output / "importing").mkdir(parents=True)
+    (output / "importing" / "written.txt").write_text("mine")
+    flags = [f"--from={directory}", f"--output={output}"]
+    assert import_checkpoint_command.main(flags) == 1
+    assert "holds 'importing', which is no part of a run" in capsys.readouterr().err
+    assert (output / "importing" / "written.txt").read_text() == "mine"
+
+
 def test_the_command_goes_on_where_it_was_interrupted(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(streamed, "_AT_ONCE", 1)
     directory, run, tensors = checkpoint("llama_tied"), tmp_path / "run", []
     write = streamed.StreamedCheckpoint.Write
 
-    def stop(self, name, values):
-        if len(tensors) == 8:
+    def interrupted(self, name, *values):
+        if tensors and len(tensors) % 8 == 0:
+            tensors.append("")
             raise KeyboardInterrupt
         tensors.append(name)
-        write(self, name, values)
+        write(self, name, *values)
 
+    monkeypatch.setattr(streamed.StreamedCheckpoint, "Write", interrupted)
     flags = [f"--from={directory}", f"--output={run}"]
-    with monkeypatch.context() as patch:
-        patch.setattr(streamed.StreamedCheckpoint, "Write", stop)
-        assert import_checkpoint_command.main(flags) == 130
-    monkeypatch.setattr(streamed.StreamedCheckpoint, "Write", _noted(tensors, write))
-    assert import_checkpoint_command.main(flags) == 0
-    assert len(tensors) == len(set(tensors)) == 29
+    assert [import_checkpoint_command.main(flags) for _ in range(4)] == [130, 130, 130, 0]
+    written = [name for name in tensors if name]
+    assert len(written) == len(set(written)) == 29
+    monkeypatch.undo()
     _, whole = _import(directory, tmp_path / "whole")
     opened = TextRunDir(run)
     assert_same(load_theta(opened, opened.Task())[0], whole)
     assert "import_checkpoint: run it again to go on" in capsys.readouterr().err
-    assert import_checkpoint_command.main(flags) == 1  # the run is whole
-
-
-def _noted(tensors, write):
-    def noted(self, name, values):
-        tensors.append(name)
-        write(self, name, values)
-
-    return noted
+    assert import_checkpoint_command.main(flags) == 1
+    assert "there is a run already" in capsys.readouterr().err

@@ -159,12 +159,7 @@ class Checkpointer:
         self.Wait()
         tensors = dict(flatten_items(state))
         packing = packing or PackedLayout(state, {})
-        about = {
-            "format": arrays.NEW,
-            **packing.About(tensors),
-            "structure": skeleton(packing.unpacked),
-            "extra": dict(extra or {}),
-        }
+        about = packing.About(tensors, arrays.NEW, extra or {})
         with self._writing():
             pieces = arrays.own_pieces(tensors)
             self._saved.add(step)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, dtype_name, numpy_dtype
-from lingvo_moe.core.nested_map import flatten_items
+from lingvo_moe.core.nested_map import flatten_items, skeleton
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,12 @@ class PackedLayout:
             packed[k, : len(joined)] = joined
         return packed
 
-    def About(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """`variables` and `packed` of a checkpoint's JSON, for tensors by their paths; see Stored."""
+    def About(
+        self, tensors: Mapping[str, Any], written_as: int, extra: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A checkpoint's JSON, for tensors by their paths, of the format `written_as`; see Stored."""
         return {
+            "format": written_as,
             "variables": [
                 {"name": path, "shape": list(x.shape), "dtype": dtype_name(x.dtype)}
                 for path, x in flatten_items(self.unpacked)
@@ -75,6 +78,8 @@ class PackedLayout:
                 name: {"shape": list(tensors[name].shape), "rows": [list(row) for row in rows]}
                 for name, rows in self.rows.items()
             },
+            "structure": skeleton(self.unpacked),
+            "extra": dict(extra),
         }
 
 

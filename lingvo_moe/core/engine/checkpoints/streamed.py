@@ -5,9 +5,7 @@ Its files lie in a directory of their own until it is complete. A text file besi
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,16 +13,12 @@ from lingvo_moe.core.engine.checkpoints import arrays
 from lingvo_moe.core.engine.checkpoints.checkpoint_digests import join_parts, list_part
 from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
-from lingvo_moe.core.nested_map import NestedMap, flatten_items, skeleton
+from lingvo_moe.core.nested_map import NestedMap, flatten_items
+from lingvo_moe.core.runs.run_lock import IMPORTING
 from lingvo_moe.core.runs.saved_steps import StepsOnDisk
 
 _AT_ONCE = 100 << 20  # bytes that are collected before they are written
-_PLACE, _LIST = "importing", "written.txt"
-
-
-def is_begun(directory: str | os.PathLike) -> bool:
-    """Whether a checkpoint of a run is being written, or was when its writer was killed."""
-    return (Path(directory) / _PLACE / _LIST).is_file()
+_LIST = "written.txt"
 
 
 class StreamedCheckpoint:
@@ -40,7 +34,7 @@ class StreamedCheckpoint:
     """
 
     def __init__(self, directory: Path, specs: NestedMap, identity: str):
-        self._place, self._run = directory / _PLACE, directory
+        self._place, self._run = directory / IMPORTING, directory
         self._specs = {path: TensorSpec.Of(spec, path) for path, spec in flatten_items(specs)}
         self._tree, self._store = specs, StepsOnDisk(self._place).Part(0)
         self._pending: list[arrays.ArrayPiece] = []
@@ -54,15 +48,13 @@ class StreamedCheckpoint:
             lines = [identity]
         self.written = set(lines[1:])
 
-    def Write(self, name: str, values: Iterable[tuple[str, tuple[int, ...], np.ndarray]]) -> None:
-        """Adds a part: for each (variable, index, values) the values of `variable[index]`, in the variable's type."""
-        for path, index, part in values:
-            spec = self._specs[path]
-            shape = (*(1 for _ in index), *spec.shape[len(index) :])
-            begin = (*index, *(0 for _ in spec.shape[len(index) :]))
-            cast = np.ascontiguousarray(part.astype(numpy_dtype(spec.dtype), copy=False))
-            piece = arrays.ArrayPiece(path, spec.shape, begin, shape, cast.reshape(shape))
-            self._pending.append(piece)
+    def Write(self, name: str, path: str, index: tuple[int, ...], values: np.ndarray) -> None:
+        """Adds the values of `variable[index]`, which become of the variable's type, as a part of that name."""
+        spec = self._specs[path]
+        rest = spec.shape[len(index) :]
+        begin, shape = (*index, *(0 for _ in rest)), (*(1 for _ in index), *rest)
+        cast = np.ascontiguousarray(values, numpy_dtype(spec.dtype)).reshape(shape)
+        self._pending.append(arrays.ArrayPiece(path, spec.shape, begin, shape, cast))
         self._names.append(name)
         if sum(piece.values.nbytes for piece in self._pending) >= _AT_ONCE:
             self._Flush()
@@ -76,16 +68,11 @@ class StreamedCheckpoint:
         self.written |= {*self._names}
         self._pending, self._names = [], []
 
-    def Finish(self, step: int, extra: Mapping[str, Any]) -> None:
+    def Finish(self, step: int) -> None:
         """Makes the checkpoint complete, as the step."""
         self._Flush()
         list_part(self._store, 0)
-        about = {
-            "format": arrays.NEW,
-            **PackedLayout(self._tree, {}).About({}),
-            "structure": skeleton(self._tree),
-            "extra": dict(extra),
-        }
+        about = PackedLayout(self._tree, {}).About({}, arrays.NEW, {})
         join_parts(self._store, 1, about, lambda: None)
         checkpoints = self._run / "checkpoints"
         checkpoints.mkdir(exist_ok=True)
