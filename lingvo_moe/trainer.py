@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lingvo_moe.analysis.search.strategies.strategy_file import AUTO
 from lingvo_moe.core.config import registry
@@ -57,9 +56,6 @@ from lingvo_moe.training.same_run import (
     with_its_weights,
     with_overrides_of_run,
 )
-
-if TYPE_CHECKING:  # it imports TensorFlow
-    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:

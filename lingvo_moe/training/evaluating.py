@@ -54,7 +54,8 @@ def evaluate_run(args: Flags, defined: Params, override: str) -> int:
                 lock.Acquire()
                 if is_run_of(run_dir, args.model):
                     overrides_of_run(run_dir, override)
-                if _score_run(run_dir, args, partial(evaluated_params, args, defined, override)):
+                read_params = partial(evaluated_params, args, defined, override)
+                if _score_run(run_dir, run, args, read_params):
                     return 0
             except (OSError, ValueError):
                 if run_dir.identity == run:  # else it was moved while it was read
@@ -63,8 +64,10 @@ def evaluate_run(args: Flags, defined: Params, override: str) -> int:
             say(f"the run that was in {run_dir.path} is there no more; the next one is read afresh")
 
 
-def _score_run(run_dir: RunDir, args: Flags, read_params: Callable[[], Params]) -> bool:
-    """Scores the run that is there; returns False once it, or all its checkpoints, have gone.
+def _score_run(
+    run_dir: RunDir, run: tuple[int, int] | None, args: Flags, read_params: Callable[[], Params]
+) -> bool:
+    """Scores the run with this RunDir.identity; returns False once it, or all its checkpoints, have gone.
 
     `read_params` returns its parameters, with the flags' override.
     """
@@ -72,7 +75,7 @@ def _score_run(run_dir: RunDir, args: Flags, read_params: Callable[[], Params]) 
     from lingvo_moe.core.engine.checkpoints.run_weights import was_deleted
     from lingvo_moe.core.engine.loop.summaries import Summaries, read_metrics
 
-    once, run, params = args.once, run_dir.identity, read_params()
+    once, params = args.once, read_params()
     check_data_exists(args, params)
     check_same_run(run_dir, params, "give the flags of the trainer")
     scorer = _Scorer(run_dir, params, args.eval_lines)
