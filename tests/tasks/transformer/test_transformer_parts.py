@@ -99,12 +99,19 @@ BLOCKS = "task.attention_block=3"
 def test_a_step_in_stages_over_devices_is_the_plain_step(model):
     """The auxiliary loss, its metrics by layer and the next balance bias are among what is compared; SGD's velocities
     are the gradients. Routing is random, by seeds of micro-batches and layers. Translation has no first layers in
-    stages, and, since this takes long, attention of one kind at once."""
-    first, parts, blocks = (1, LATENT, BLOCKS) if model == LM else (0, ROUTED, "")
-    changes = f"{parts};task.moe_every=1;task.dense_first_layers={first};task.moe.router.jitter=0.3"
-    sharding = "task.activation_split={'B': 'model', 'G': 'model', 'E': 'model'};task.weight_split={'E': 'model'}"
-    _, plain, inputs = _experiment(model, changes, layers=2 + first)
-    staged = _experiment(model, changes, blocks, sharding, STAGES, layers=2 + first)[1]
+    stages, and no experts here, since compiling takes long."""
+    sharding = "task.activation_split={'B': 'model'}"
+    experts, parts, blocks = DENSE, "task.norm=rms;task.dropout=0.0;task.optimizer=sgd", ""
+    if model == LM:
+        sharding = "task.activation_split={'B': 'model', 'G': 'model', 'E': 'model'};task.weight_split={'E': 'model'}"
+        experts, parts, blocks = (
+            f"{EXPERTS};task.moe_every=1;task.moe.router.jitter=0.3",
+            LATENT,
+            BLOCKS,
+        )
+    layers = 3 if model == LM else 2
+    _, plain, inputs = _experiment(model, parts, layers=layers, experts=experts)
+    staged = _experiment(model, parts, blocks, sharding, STAGES, layers=layers, experts=experts)[1]
     step = train_step(staged, inputs)
     compare_steps(step, train_step(plain, inputs, 2), plain, inputs, "stage:2,model:2")
 
@@ -118,8 +125,9 @@ def test_a_step_with_heads_and_experts_over_devices_is_that_of_one():
         f"task.activation_split={{'B': {rows}, 'G': {rows}, 'E': 'expert', {inside}}};"
         f"task.weight_split={{'E': 'expert', {inside}}}"
     )
-    _, plain, inputs = _experiment(MT, WINDOWS, layers=3)
-    step = train_step(_experiment(MT, WINDOWS, BLOCKS, sharding, layers=3)[1], inputs)
+    no_first = "task.dense_first_layers=0"
+    _, plain, inputs = _experiment(MT, WINDOWS, no_first, layers=2)
+    step = train_step(_experiment(MT, WINDOWS, no_first, BLOCKS, sharding, layers=2)[1], inputs)
     mesh = "data:2,expert:2,model:2"
     collectives = compare_steps(step, train_step(plain, inputs), plain, inputs, mesh)
     # In the loops over blocks: numbers of rows and rows to the experts, rows back; the first two again, since the
