@@ -1,20 +1,21 @@
 """Pairs the variables of a model with the tensors of a source by a family's rules.
 
-A rule names one tensor and the variable that has its values, with the layout of each (layout.py). Names have `{layer}`
-and `{expert}` where there is a tensor for each. A rule whose variable the model lacks says nothing of it, so that one
-table serves all models of a family. Tensors give all of each variable, once; and each tensor goes into one, or the
-family leaves it out by name. What is missing, left over or of another shape is an error before a value is read.
+A rule names one tensor and a variable that has its values, with the layout of each (layout.py). Names have `{layer}`
+and `{expert}` where there is a tensor for each. Of a tensor that has parts, each part has a rule of its own. A rule
+whose variable the model lacks says nothing of it, so that one table serves all models of a family. Tensors give all of
+each variable, once; and each tensor goes into one, or the family leaves it out by name. What is missing, left over or
+of another shape is an error before a value is read. Both directions follow from the rules, `Values` and `Tensor`.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lingvo_moe.core.weights.layout import rearranged, shape_of
+from lingvo_moe.core.weights.layout import Parts, joined, parts_of, rearranged, shape_of, split
 from lingvo_moe.core.weights.source import WeightsError, WeightSource
 
 _SHOWN = 3  # names in a message
@@ -22,7 +23,7 @@ _SHOWN = 3  # names in a message
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One tensor of a source, and the variable that has its values."""
+    """One tensor of a source, and the variable that has its values, or a part of them."""
 
     tensor: str  # its name, e.g. "model.layers.{layer}.self_attn.q_proj.weight"
     layout: str  # its layout, e.g. "(n k) m"
@@ -32,7 +33,7 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class WeightPair:
-    """A tensor, and the place of its values: a variable, or a layer or an expert of one that has those of all."""
+    """A tensor, and a place of its values: a variable, or a layer or an expert of one that has those of all."""
 
     tensor: str
     rule: WeightRule
@@ -50,6 +51,9 @@ class WeightMapping:
             ("decoder.blocks.body.layers[0]", 3).
         sizes: of the axes of layouts; "e" is the number of experts.
 
+    Attributes:
+        tensors: the pairs of each tensor, by name: one, or one for each of its parts.
+
     Raises WeightsError: the rules leave out a part of a variable, or give it twice.
     """
 
@@ -61,10 +65,16 @@ class WeightMapping:
         sizes: Mapping[str, int],
     ):
         self._shapes, self._places, self._sizes = shapes, places, sizes
-        self.pairs = [pair for rule in rules for pair in self._Pairs(rule)]
+        self.tensors: dict[str, list[WeightPair]] = {}
         values = Counter[str]()
-        for pair in self.pairs:
+        for pair in (pair for rule in rules for pair in self._Pairs(rule)):
+            self.tensors.setdefault(pair.tensor, []).append(pair)
             values[pair.path] += math.prod(shapes[pair.path][len(pair.index) :])
+        for name, pairs in self.tensors.items():
+            parts = [part for pair in pairs for part in parts_of(pair.rule.variable_layout)]
+            assert sorted(map(sorted, parts)) == sorted(
+                map(sorted, parts_of(pairs[0].rule.layout))
+            ), name
         for path, shape in shapes.items():
             if values[path] != math.prod(shape):
                 raise WeightsError(
@@ -90,6 +100,18 @@ class WeightMapping:
         """The values of `variable[index]`, from those of the pair's tensor."""
         return rearranged(tensor, pair.rule.layout, pair.rule.variable_layout, self._sizes)
 
+    def Tensor(self, name: str, read: Callable[[WeightPair], np.ndarray]) -> np.ndarray:
+        """The tensor of that name, the inverse of Values.
+
+        Args:
+            name: one of `tensors`.
+            read: gives the values of `variable[index]` of a pair; it is called once for each of the tensor's pairs.
+        """
+        parts: Parts = {}
+        for pair in self.tensors[name]:
+            parts |= split(read(pair), pair.rule.variable_layout, self._sizes)
+        return joined(parts, self.tensors[name][0].rule.layout, self._sizes)
+
     def Check(self, source: WeightSource, left_out: Sequence[str] = ()) -> list[str]:
         """Compares the tensors of a source with those that the model needs.
 
@@ -100,7 +122,9 @@ class WeightMapping:
 
         Raises WeightsError: tensors are missing, or of another shape, or none of the model's.
         """
-        needed = {pair.tensor: shape_of(pair.rule.layout, self._sizes) for pair in self.pairs}
+        needed = {
+            n: shape_of(pairs[0].rule.layout, self._sizes) for n, pairs in self.tensors.items()
+        }
         missing = [name for name in needed if name not in source.entries]
         if missing:
             raise WeightsError(f"{source.where}: lacks {_list(missing)}")

@@ -133,11 +133,14 @@ def import_checkpoint(
         _describe(published, run)
         identity = f"{source.where} {published.override}"
         checkpoint = StreamedCheckpoint(output, NestedMap(theta=specs), identity)
-        pairs = [pair for pair in mapping.pairs if pair.tensor not in checkpoint.written]
-        for number, pair in enumerate(pairs, 1 + len(checkpoint.written)):
-            progress(f"tensor {number:,} of {len(mapping.pairs):,}: {pair.tensor}")
-            values = mapping.Values(pair, source.Read(pair.tensor))
-            checkpoint.Write(pair.tensor, f"theta.{pair.path}", pair.index, values)
+        names = [name for name in mapping.tensors if name not in checkpoint.written]
+        for number, name in enumerate(names, 1 + len(checkpoint.written)):
+            progress(f"tensor {number:,} of {len(mapping.tensors):,}: {name}")
+            tensor = source.Read(name)
+            for pair in mapping.tensors[name]:
+                values = mapping.Values(pair, tensor)
+                checkpoint.Write(f"theta.{pair.path}", pair.index, values)
+            checkpoint.Written(name)
         progress("completing the checkpoint")
         checkpoint.Finish(0)
     return left_out

@@ -228,20 +228,20 @@ def test_a_directory_of_another_kind_is_left_alone(checkpoint, tmp_path, capsys)
 def test_the_command_goes_on_where_it_was_interrupted(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(streamed, "_AT_ONCE", 1)
     directory, run, tensors = checkpoint("llama_tied"), tmp_path / "run", []
-    write = streamed.StreamedCheckpoint.Write
+    written = streamed.StreamedCheckpoint.Written
 
-    def interrupted(self, name, *values):
+    def interrupted(self, name):
         if tensors and len(tensors) % 8 == 0:
             tensors.append("")
             raise KeyboardInterrupt
         tensors.append(name)
-        write(self, name, *values)
+        written(self, name)
 
-    monkeypatch.setattr(streamed.StreamedCheckpoint, "Write", interrupted)
+    monkeypatch.setattr(streamed.StreamedCheckpoint, "Written", interrupted)
     flags = [f"--from={directory}", f"--output={run}"]
     assert [import_checkpoint_command.main(flags) for _ in range(4)] == [130, 130, 130, 0]
-    written = [name for name in tensors if name]
-    assert len(written) == len(set(written)) == 29
+    names = [name for name in tensors if name]
+    assert len(names) == len(set(names)) == 29
     monkeypatch.undo()
     _, whole = _import(directory, tmp_path / "whole")
     opened = TextRunDir(run)

@@ -48,13 +48,16 @@ class StreamedCheckpoint:
             lines = [identity]
         self.written = set(lines[1:])
 
-    def Write(self, name: str, path: str, index: tuple[int, ...], values: np.ndarray) -> None:
-        """Adds the values of `variable[index]`, which become of the variable's type, as a part of that name."""
+    def Write(self, path: str, index: tuple[int, ...], values: np.ndarray) -> None:
+        """Adds the values of `variable[index]`, which become of the variable's type."""
         spec = self._specs[path]
         rest = spec.shape[len(index) :]
         begin, shape = (*index, *(0 for _ in rest)), (*(1 for _ in index), *rest)
         cast = np.ascontiguousarray(values, numpy_dtype(spec.dtype)).reshape(shape)
         self._pending.append(arrays.ArrayPiece(path, spec.shape, begin, shape, cast))
+
+    def Written(self, name: str) -> None:
+        """Says that what was added since the last name is all of a part of this name."""
         self._names.append(name)
         if sum(piece.values.nbytes for piece in self._pending) >= _AT_ONCE:
             self._Flush()
