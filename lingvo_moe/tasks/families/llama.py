@@ -228,4 +228,11 @@ def gguf_tokenizer(file: GgufFile) -> dict[str, Any]:
         if i is not None and i not in vocabulary:
             raise WeightsError(f"{file.where}: the mark {mark} is token {i} of {len(tokens)}")
     config = {f"{mark}_token": vocabulary[i] for mark, i in numbers.items() if i is not None}
-    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+    template = file.metadata.get("tokenizer.chat_template")
+    config |= {"chat_template": template} if isinstance(template, str) else {}
+    ends = [about.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    return {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": config,
+        "eos_token_id": [i for i in ends if type(i) is int],
+    }

@@ -5,6 +5,7 @@ TensorFlow has no tokenizer.json: with one, functions are of ids, and Texts make
 Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.prompt_search import PromptSearch
-from lingvo_moe.tasks.lm.saved_generator import SETTINGS, TOKENIZER, Texts
+from lingvo_moe.tasks.lm.saved_generator import PROMPT, SETTINGS, TOKENIZER, Texts
 from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.kept_graph import KeptGraph
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
@@ -96,13 +97,14 @@ class Generator(Exportable, Texts):
         self._tidied, vocabulary = tidied, open_vocabulary(vocab, tidied=tidied)
         self._marks = (vocabulary.bos_id, vocabulary.eos_id, vocabulary.pad_id)
         size = vocabulary.size
+        other_ends: tuple[int, ...] = ()
         of_ids = [
-            tf.TensorSpec([None, None], tf.int32, "ids"),
+            tf.TensorSpec([None, None], tf.int32, PROMPT),
             tf.TensorSpec([None], tf.int32, "lengths"),
         ]
         prompt = of_ids
         if isinstance(vocabulary, JsonVocabulary):
-            self.vocabulary = vocabulary
+            self.vocabulary, other_ends = vocabulary, vocabulary.other_ends
         else:
             self._tokenizer = tokenizer(vocab)
             ids = [tf.TensorSpec([None], tf.int32, "ids")]
@@ -114,16 +116,16 @@ class Generator(Exportable, Texts):
                 f"the vocabulary has {size} pieces, the model's vocab_size is {model.p.vocab_size}"
             )
         self._weights = PackedWeights(model, theta, o.weights)
-        search = PromptSearch(
-            model, o.Search(*self._marks), o.max_length, np.arange(size) != vocabulary.unk_id
-        )
+        allowed = np.arange(size) != vocabulary.unk_id
+        marks = dataclasses.replace(o.Search(*self._marks), other_ends=other_ends)
+        search = PromptSearch(model, marks, o.max_length, allowed)
         self._search = lambda: search  # tf.Module would track it
         samples = o.beam_size == 1
         names = list(SETTINGS) if samples else ["max_tokens"]
         specs = [tf.TensorSpec([None, *SETTINGS[n].shape], SETTINGS[n].dtype, n) for n in names]
         self._arguments = lambda: [*prompt, *specs]
         self.generate = _function(self._Generate, self._arguments())
-        parts = (vars(o), size, vocabulary.unk_id, self._marks)
+        parts = (vars(o), size, vocabulary.unk_id, self._marks, other_ends)
         key = kept_programs.name_of("generate", text, *parts) if text else ""
         variables = self._weights.variables
         self._kept = KeptGraph(self._Continued, [*of_ids, *specs], variables, key)
@@ -149,8 +151,8 @@ class Generator(Exportable, Texts):
 
         Args:
             arguments: string [N], a prompt of UTF-8 each, whose invalid bytes are read as U+FFFD; with a tokenizer.json
-                int32 [N,P] and [N] instead, the ids of prompts, and how many are of each. Then the settings of each
-                prompt, in the order of SETTINGS; only max_tokens with a beam.
+                int32 [N,P] and [N] instead, the ids of prompts with the mark of their begin, and how many are of each.
+                Then the settings of each prompt, in the order of SETTINGS; only max_tokens with a beam.
 
         Returns:
             texts: string [N], the continuations, unless there is a tokenizer.json; ids: int32 [N,T], their tokens;
@@ -213,14 +215,15 @@ class Generator(Exportable, Texts):
         return {"ids": (2, 0), "tokens": (1, 0), "finished": (1, False), **log_probs}
 
     def _Ids(self, prompt: tf.Tensor, *lengths: tf.Tensor) -> tuple[tf.RaggedTensor, tf.Tensor]:
-        """BOS and the tokens of each prompt, and whether its first ones were left out."""
+        """What begins each prompt, mostly BOS, with its tokens, and whether the first of these were left out."""
         if lengths:
             tokens = tf.RaggedTensor.from_tensor(prompt, *lengths)
+            begin, tokens = prompt[:, :1], tokens[:, 1:]
         else:
             tokens = self._tokenizer.tokenize(tidy_strings(prompt, self._tidied))
+            begin = tf.fill([tf.shape(prompt)[0], 1], self._marks[0])
         most = self.options.max_source_length
         truncated = tokens.row_lengths() > most
-        begin = tf.fill([tf.shape(prompt)[0], 1], self._marks[0])
         return tf.concat([begin, tokens[:, -most:]], 1), truncated
 
     def _Settings(self, values: Sequence[tf.Tensor]) -> tuple[tf.Tensor, NestedMap | None]:

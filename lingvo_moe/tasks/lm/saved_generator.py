@@ -19,6 +19,10 @@ from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
 
 TOKENIZER = "assets.extra/tokenizer.json"  # of an export whose functions are of ids
 
+PROMPT = "prompt_ids"  # the input of such functions: ids of prompts, the first of each begins it
+# A text, or the ids of a conversation with all marks, see Chat.
+Prompt = str | bytes | Sequence[int]
+
 # The inputs of a generating function beside `text`: of each prompt a number, or two.
 SETTINGS = {
     "max_tokens": tf.TensorSpec([], tf.int32),
@@ -77,7 +81,7 @@ class Texts:
         return self.generate(*arguments)
 
     def Generate(
-        self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]
+        self, prompts: Sequence[Prompt], settings: Sequence[Sampling]
     ) -> list[Continuation]:
         """Continues N prompts, each with its own settings; those with stop strings one after the other.
 
@@ -94,7 +98,7 @@ class Texts:
         return [by_prompt[i] for i in range(len(settings))]
 
     def Stream(
-        self, prompt: str | bytes, settings: Sampling
+        self, prompt: Prompt, settings: Sampling
     ) -> Iterator[tuple[str, Continuation | None]]:
         """Continues a prompt, and yields what text each step adds; and at the end the whole, else None.
 
@@ -124,7 +128,7 @@ class Texts:
             sent = max(sent, len(ready))
 
     def Translate(
-        self, lines: Sequence[bytes], settings: Sequence[Sampling] | None = None
+        self, lines: Sequence[Prompt], settings: Sequence[Sampling] | None = None
     ) -> NestedMap:
         """Generate as the server calls it, in the form of Translator.Translate; without settings, to warm up."""
         if settings is None:
@@ -140,7 +144,7 @@ class Texts:
         )
 
     def _Together(
-        self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]
+        self, prompts: Sequence[Prompt], settings: Sequence[Sampling]
     ) -> list[Continuation]:
         """Generate, without stop strings."""
         ids, arguments = self._Arguments(prompts, settings)
@@ -173,8 +177,10 @@ class Texts:
         return Continuation(text, tokens, prompt_tokens, reason, truncated, logprobs)
 
     def _Text(self, prompt: Sequence[int], new: Sequence[int]) -> str:
-        """The text of new tokens: what the text of all has more than the prompt's."""
+        """The text of new tokens: what the text of all has more than the prompt's, after the last mark of an end."""
         assert self.vocabulary
+        end = self.vocabulary.eos_id
+        prompt = prompt[max((i + 1 for i, one in enumerate(prompt) if one == end), default=0) :]
         before = self.vocabulary.Decode(prompt)
         return self.vocabulary.Decode([*prompt, *new])[len(before) :]
 
@@ -191,7 +197,7 @@ class Texts:
                 raise ValueError(f"{names[0]}={value} has no effect in a beam search; leave it out")
 
     def _Arguments(
-        self, prompts: Sequence[str | bytes], settings: Sequence[Sampling]
+        self, prompts: Sequence[Prompt], settings: Sequence[Sampling]
     ) -> tuple[list[list[int]], list]:
         """The ids that are read of each prompt, of a vocabulary; and what functions take."""
         values = [utf8_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -204,11 +210,15 @@ class Texts:
             tensors = tensors[:1]
         if self.vocabulary is None:
             return [], [tf.constant(values, tf.string), *tensors]
-        ids = self.vocabulary.EncodeBatch([value.decode("utf-8", "replace") for value in values])
+        texts = [value.decode("utf-8", "replace") for value in values if isinstance(value, bytes)]
+        of_texts, begin = iter(self.vocabulary.EncodeBatch(texts)), self.vocabulary.bos_id
+        ids = [
+            [begin, *next(of_texts)] if isinstance(value, bytes) else [*value] for value in values
+        ]
         ragged = tf.ragged.constant(ids, tf.int32, ragged_rank=1)
         most = self.options.max_source_length
         arguments = [ragged.to_tensor(), tf.cast(ragged.row_lengths(), tf.int32)]
-        return [one[-most:] for one in ids], [*arguments, *tensors]
+        return [one[1:][-most:] for one in ids], [*arguments, *tensors]
 
 
 class SavedGenerator(SavedFunctions, Texts):
@@ -220,6 +230,7 @@ class SavedGenerator(SavedFunctions, Texts):
         if (file := local(path) / TOKENIZER).is_file():
             tidied = check_tidied(self.about.get("tidied", 0), path)
             self.vocabulary = JsonVocabulary(file.read_bytes(), file, tidied)
+            self._CheckNames([PROMPT])
         if self.options.beam_size == 1:
             self.begin, self.more = self._loaded.begin, self._loaded.more
         if self.vocabulary is None:

@@ -41,6 +41,8 @@ class SampledSearch(GrowingBeamSearch):
         may_BV = tf.where(tf.gather(np.append(allowed, True), at_V), logits_BV, float("-inf"))
         length = state.time + 1
         tokens_B = sample(self._Weighed(may_BV, cache), cache.settings, state.time)
+        for end in self.o.other_ends:
+            tokens_B = tf.where(tokens_B == end, self.o.eos_id, tokens_B)
         tokens_B1 = tf.where(length < state.max_lengths_B, tokens_B, self.o.eos_id)[:, tf.newaxis]
 
         partition_B1 = log_sum_exp(logits_BV, tf.reduce_max(logits_BV, 1))

@@ -57,13 +57,18 @@ class SavedFunctions:
             eight_bit.check_supported()
         with quiet_absl(), quiet():  # see tokenizer.py
             self._loaded = tf.saved_model.load(str(path))
+        self._path = path
+        self._CheckNames(self.Names() if vars(self.options) else ["options"])
+
+    def _CheckNames(self, names: Iterable[str]) -> None:
+        """Raises ValueError unless the function has inputs or outputs of these names."""
         call = self._loaded.signatures["serving_default"]
         there = {*call.structured_input_signature[1], *call.structured_outputs}
-        if lacking := sorted(set(self.Names() if vars(self.options) else ["options"]) - there):
+        if lacking := sorted({*names} - there):
             version = self.about.get("version", "an older version")
             raise ValueError(
-                f"--saved_model={path}: has no {', '.join(lacking)}: it was exported by lingvo_moe {version}, and "
-                f"this is {VERSION}; export it again (tools.export)"
+                f"--saved_model={self._path}: has no {', '.join(lacking)}: it was exported by lingvo_moe {version}, "
+                f"and this is {VERSION}; export it again (tools.export)"
             )
 
     def Names(self) -> Iterable[str]:

@@ -14,6 +14,10 @@ from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.tidying import tidy_text
 
 NAME, CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Files of a checkpoint that may list the ids that end an answer; the first that does is read.
+_GENERATION = ("generation_config.json", "config.json")
+_ENDS, _TEMPLATE = "eos_token_id", "chat_template"
+_MOST_TEMPLATE = 1 << 20  # characters
 _MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a piece of one byte, of tokenizers with byte fallback
 
@@ -23,6 +27,12 @@ class JsonVocabulary:
 
     Where a tokenizer has no mark for the begin of a text, that of its end stands there too; a missing pad_id is that of
     the end, which padding's place tells apart, and a missing unk_id is -1. A text that spells a mark is text.
+
+    Attributes:
+        marks: the spelling of each mark, by its name in tokenizer_config.json.
+        special: the spellings of all tokens that are no text.
+        other_ends: ids, beside eos_id, that end an answer.
+        chat_template: a program for Chat; '' for none.
     """
 
     def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None, tidied: int = 0):
@@ -41,14 +51,18 @@ class JsonVocabulary:
             about = json.loads(model_bytes)
             self._tokenizer = Tokenizer.from_str(json.dumps(about[NAME]))
             marks = dict(about[CONFIG])
+            self.chat_template = str(marks.pop(_TEMPLATE, ""))
+            ends = {int(i) for i in about.get(_ENDS, [])}
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             self._tokenizer.encode_special_tokens = True
             self.size: int = 1 + max(self._tokenizer.get_vocab().values())
             added = self._tokenizer.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
+        self.special = [added[i].content for i in sorted(self._special)]
         self._has_bytes = '"ByteFallback"' in json.dumps(about[NAME].get("decoder"))
         ids = {name: self._Id(marks[name], name, where) for name in _MARKS if marks.get(name)}
+        self.marks = {name: self._tokenizer.id_to_token(i) for name, i in ids.items()}
         if "eos_token" not in ids:
             raise DataError(
                 f'{where}: {CONFIG} must name the mark of a text\'s end, as "eos_token"'
@@ -57,6 +71,9 @@ class JsonVocabulary:
         self.bos_id: int = ids.get("bos_token", self.eos_id)
         self.pad_id: int = ids.get("pad_token", self.eos_id)
         self.unk_id: int = ids.get("unk_token", -1)
+        if outside := [i for i in ends if i not in range(self.size)]:
+            raise DataError(f"{where}: {_ENDS} has {outside[0]}; there are {self.size} tokens")
+        self.other_ends = tuple(sorted(ends - {self.eos_id}))
 
     @classmethod
     def Load(cls, directory: str | os.PathLike) -> "JsonVocabulary":
@@ -74,6 +91,8 @@ class JsonVocabulary:
                 ) from e
         marks = content[CONFIG] if isinstance(content[CONFIG], dict) else {}
         content[CONFIG] = {name: marks[name] for name in _MARKS if marks.get(name)}
+        content[CONFIG] |= _chat_template(Path(directory), marks.get(_TEMPLATE))
+        content |= _ends(Path(directory))
         return cls(json.dumps(content, ensure_ascii=False).encode(), Path(directory) / NAME)
 
     def _Id(self, mark: Any, name: str, where: Any) -> int:
@@ -94,6 +113,15 @@ class JsonVocabulary:
             encoded = self._tokenizer.encode_batch(tidy, add_special_tokens=False)
             return [one.ids for one in encoded]
 
+    def EncodeMarked(self, text: str) -> list[int]:
+        """The ids of a text in which what spells a mark is that mark."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            with _library(f"{self.path or NAME}: the tokenizer fails at a text"):
+                return self._tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
     def Pieces(self, ids: Sequence[int]) -> list[str]:
         """The piece that each id stands for, as tokenizer.json spells it: bytes often as other letters."""
         return [self._tokenizer.id_to_token(i) or "" for i in ids]
@@ -110,6 +138,42 @@ class JsonVocabulary:
                 return self._tokenizer.decode(tokens)
             pieces = [self._tokenizer.id_to_token(i) for i in tokens if i not in self._special]
             return self._tokenizer.decoder.decode(_without_broken_bytes(filter(None, pieces)))
+
+
+def _chat_template(directory: Path, template: Any) -> dict[str, str]:
+    """The chat template by its key: that of a file of its own, or of tokenizer_config.json. Raises DataError."""
+    path = directory / f"{_TEMPLATE}.jinja"
+    try:
+        if path.exists():
+            template = path.read_text("utf-8")
+    except (OSError, ValueError) as e:
+        raise DataError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
+    if isinstance(template, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if template is None:
+        return {}
+    if not isinstance(template, str) or len(template) > _MOST_TEMPLATE:
+        raise DataError(
+            f"{directory}: {_TEMPLATE} must be a text of at most {_MOST_TEMPLATE:,} characters"
+        )
+    return {_TEMPLATE: template} if template else {}
+
+
+def _ends(directory: Path) -> dict[str, list[int]]:
+    """The ids that end an answer, by their key. Raises DataError."""
+    for path in (directory / name for name in _GENERATION):
+        try:
+            content = json.loads(path.read_bytes()) if path.exists() else {}
+        except (OSError, ValueError, RecursionError) as e:
+            raise DataError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
+        ends = content.get(_ENDS) if isinstance(content, dict) else None
+        if ends is not None:
+            ends = ends if isinstance(ends, list) else [ends]
+            if not all(type(i) is int for i in ends):
+                raise DataError(f"{path}: {_ENDS} must be an id or a list of ids")
+            return {_ENDS: sorted(ends)}
+    return {}
 
 
 def _without_broken_bytes(pieces: Iterable[str]) -> list[str]:

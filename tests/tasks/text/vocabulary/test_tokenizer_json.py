@@ -132,6 +132,9 @@ def test_texts_of_a_run_and_of_its_export(directory, tmp_path):
     want = generator.Generate(prompts, settings)
     assert [one.truncated for one in want] == [True, False, False]
     assert max(one.tokens for one in want) > 4
+    vocabulary = generator.vocabulary
+    ids = [[BEGIN, *vocabulary.Encode(prompt)] for prompt in ("the red house, grün", "")]
+    assert generator.Generate(ids, settings[:2]) == want[:2]
     export(generator, tmp_path / "model", about)
     saved = SavedGenerator(tmp_path / "model")
     assert saved.Generate(prompts, settings) == want
@@ -141,6 +144,25 @@ def test_texts_of_a_run_and_of_its_export(directory, tmp_path):
     (score,) = Scorer(tmp_path / "run").Score([""], ["the grün"])
     assert score.pieces[0] == "the" and score.pieces[-1] == "<|end|>"
     assert len(score.pieces) == len(score.token_log_probs) == 8
+
+
+@needs_library
+@pytest.mark.slow
+def test_each_id_that_ends_an_answer_ends_it(directory, tmp_path):
+    content = json.loads(JsonVocabulary.Load(directory).model_bytes)
+
+    def answer():
+        toy_text.save_run(tmp_path / "run", vocab=json.dumps(content).encode())
+        generator = load_generator(tmp_path / "run", GenerateOptions(max_length=16))[0]
+        (one,) = generator.Generate(["the"], [Sampling(12, 1.0, seed=5, logprobs=True)])
+        return one, [piece for piece, _ in one.logprobs]
+
+    whole, pieces = answer()
+    last = max(range(12), key=lambda i: pieces.index(pieces[i]))  # a piece that is new there
+    content["eos_token_id"] = [content[NAME]["model"]["vocab"][pieces[last]]]
+    ended, before = answer()
+    assert whole.finish_reason == "length" and (ended.finish_reason, last > 2) == ("stop", True)
+    assert before == pieces[:last]
 
 
 def _spelled(letters, data):
