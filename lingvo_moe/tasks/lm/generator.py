@@ -5,7 +5,6 @@ TensorFlow has no tokenizer.json: with one, functions are of ids, and Texts make
 Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,9 +61,9 @@ class GenerateOptions:
         )
         checks.check_one_of("weights", self.weights, WEIGHTS)
 
-    def Search(self, *marks: int) -> SearchOptions:
-        """The options of the search; `marks` are the ids of begin, end and padding."""
-        return SearchOptions(self.beam_size, 1, self.length_alpha, *marks)
+    def Search(self, **marks: Any) -> SearchOptions:
+        """The options of the search; `marks` are those of SearchOptions."""
+        return SearchOptions(self.beam_size, 1, self.length_alpha, **marks)
 
 
 class Generator(Exportable, Texts):
@@ -117,8 +116,8 @@ class Generator(Exportable, Texts):
             )
         self._weights = PackedWeights(model, theta, o.weights)
         allowed = np.arange(size) != vocabulary.unk_id
-        marks = dataclasses.replace(o.Search(*self._marks), other_ends=other_ends)
-        search = PromptSearch(model, marks, o.max_length, allowed)
+        ids = dict(zip(("bos_id", "eos_id", "pad_id"), self._marks))
+        search = PromptSearch(model, o.Search(**ids, other_ends=other_ends), o.max_length, allowed)
         self._search = lambda: search  # tf.Module would track it
         samples = o.beam_size == 1
         names = list(SETTINGS) if samples else ["max_tokens"]
