@@ -46,9 +46,7 @@ class SearchOptions:
     bos_id: int = 1  # what the search feeds first; never emitted
     eos_id: int = 2  # what ends a hypothesis
     pad_id: int = 0  # what fills the results after EOS; never emitted
-    other_ends: tuple[
-        int, ...
-    ] = ()  # tokens that stand for EOS where they are drawn; for a beam plain ones
+    other_ends: tuple[int, ...] = ()  # stand for EOS where they are drawn; plain for a beam
 
     def __post_init__(self) -> None:
         # Alpha is not negative: the stopping rule holds because a longer hypothesis is never normalised by less.
