@@ -17,10 +17,16 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 TESTS = Path(__file__).parents[2] / "tests"
@@ -46,13 +52,69 @@ LLAMA3 = {
 }
 
 
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "rope_theta": 100.0}
+SQUARE = {"num_experts": 5, "intermediate_size": SIZES["hidden_size"], "rope_theta": 100.0}
+LLAMA4 = {
+    "hidden_size": 24,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 28,
+    "num_local_experts": 3,
+    "attention_chunk_size": 5,
+    "floor_scale": 2,
+}
+
+
+def moe_configs() -> dict[str, PreTrainedConfig]:
+    """Small models of other families, each option in two of its values; some with square experts."""
+    sizes = {**SIZES, "head_dim": 8}
+    return {
+        "mistral": MistralConfig(**SIZES, sliding_window=3),
+        "qwen3": Qwen3Config(**sizes, attention_bias=True, rope_theta=100.0),
+        "qwen3_moe": Qwen3MoeConfig(
+            **sizes,
+            **EXPERTS,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+        ),
+        "qwen3_moe_sparse": Qwen3MoeConfig(
+            **{**sizes, "num_hidden_layers": 4},
+            **EXPERTS,
+            moe_intermediate_size=12,
+            decoder_sparse_step=2,
+        ),
+        "olmoe": OlmoeConfig(**{**SIZES, **SQUARE}, num_experts_per_tok=2),
+        "olmoe_normalized": OlmoeConfig(
+            **{**SIZES, **EXPERTS, "num_experts_per_tok": 3, "norm_topk_prob": True},
+            tie_word_embeddings=True,
+        ),
+        "llama4": Llama4TextConfig(
+            **{**SIZES, **LLAMA4, "intermediate_size": 24, "num_hidden_layers": 2},
+            no_rope_layer_interval=2,
+            rope_parameters=LLAMA3,
+        ),
+        "llama4_interleaved": Llama4TextConfig(
+            **{**SIZES, **LLAMA4, "interleave_moe_layer_step": 2},
+            use_qk_norm=False,
+            attn_temperature_tuning=False,
+        ),
+    }
+
+
 def record(name: str, model: torch.nn.Module, pickled: bool = False) -> None:
-    """Draws the weights of a model, and writes its directory."""
+    """Draws the weights of a model, and writes its directory.
+
+    The first two experts of olmoe have gates that are equal in bfloat16 alone.
+    """
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     with torch.no_grad():
         for path, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(1.0 + 0.3 * noise if "norm" in path else 0.3 * noise)
+            if name == "olmoe" and path.endswith("mlp.gate.weight"):
+                weight[0] = weight[0].bfloat16()
+                weight[1] = weight[0] * (1 + 2**-10)
     out = OUT / name
     model.eval().save_pretrained(out)
     (out / "generation_config.json").unlink(missing_ok=True)
@@ -161,3 +223,5 @@ if __name__ == "__main__":
     record("llama3", LlamaForCausalLM(scaled), pickled=True)
     experts = MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, rope_theta=100.0)
     record("mixtral", MixtralForCausalLM(experts))
+    for name, config in moe_configs().items():
+        record(name, AutoModelForCausalLM.from_config(config))

@@ -97,6 +97,26 @@ class Llama31_405B(Llama31):
         return super().Task().Set(model_dim=16384, hidden_dim=53248, num_layers=126, num_heads=128)
 
 
+class Qwen3(OpenModel):
+    """Qwen3 (Yang et al. 2025): normalized queries and keys."""
+
+    BASE, EPSILON = 1000000.0, 1e-6
+
+    def Task(self) -> InstantiableParams:
+        p = super().Task().Set(vocab_size=151936, num_kv_heads=4)
+        p.attention = ExtendedAttention.Params().Set(qk_norm="head")
+        return p
+
+
+@registry.Register
+class Qwen3_8B(Qwen3):
+    """8,190,735,360 parameters."""
+
+    def Task(self) -> InstantiableParams:
+        p = super().Task().Set(model_dim=4096, hidden_dim=12288, num_layers=36, num_heads=32)
+        return p.Set(num_kv_heads=8)
+
+
 # --- experts, by softmax
 
 
@@ -140,20 +160,9 @@ class OLMoE1B7B(OpenModel):
         return p.Set(num_heads=16)
 
 
-class Qwen3(OpenModel):
-    """Qwen3 (Yang et al. 2025): 8 of 128 experts."""
-
-    BASE, EPSILON = 1000000.0, 1e-6
-
-    def Task(self) -> InstantiableParams:
-        p = super().Task().Set(vocab_size=151936, num_kv_heads=4)
-        p.attention = ExtendedAttention.Params().Set(qk_norm="head")
-        return p
-
-
 @registry.Register
 class Qwen3_30B_A3B(Qwen3):
-    """30,532,122,624 parameters, 3,353,032,704 of them active."""
+    """8 of 128 experts: 30,532,122,624 parameters, 3,353,032,704 of them active."""
 
     def Task(self) -> InstantiableParams:
         p = super().Task().Set(model_dim=2048, hidden_dim=6144, num_layers=48, num_heads=32)
@@ -163,7 +172,7 @@ class Qwen3_30B_A3B(Qwen3):
 
 @registry.Register
 class Qwen3_235B_A22B(Qwen3):
-    """235,093,634,560 parameters, 22,190,763,520 of them active."""
+    """8 of 128 experts: 235,093,634,560 parameters, 22,190,763,520 of them active."""
 
     def Task(self) -> InstantiableParams:
         p = super().Task().Set(model_dim=4096, hidden_dim=12288, num_layers=94, num_heads=64)

@@ -14,7 +14,7 @@ def _models(module):
 
 def test_the_page_has_each_models_counts_and_the_bytes_of_its_cache():
     models = _models(open_models)
-    assert len(models) == 15
+    assert len(models) == 16
     for name in models:
         task = registry.GetParams(name).task.Instantiate()
         total = count_parameters(task.VariableSpecs().Flatten())

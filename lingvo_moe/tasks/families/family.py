@@ -18,7 +18,7 @@ _SAYS_NOTHING = (
     "architectures model_type torch_dtype dtype transformers_version use_cache initializer_range _name_or_path "
     "bos_token_id eos_token_id pad_token_id unk_token_id max_position_embeddings pretraining_tp attention_dropout "
     "output_attentions output_hidden_states output_router_logits router_aux_loss_coef router_jitter_noise "
-    "is_llama_config transformers.js_config"
+    "is_llama_config transformers.js_config _attn_implementation_autoset"
 )
 _QUANTIZATION = "quantization_config"
 Default = bool | float | Callable[[Mapping[str, Any]], Any]
@@ -32,6 +32,7 @@ class Family:
         EXPERIMENT: the experiment that has the family's parts; sizes come from config.json.
         KEYS: the keys of config.json that are a parameter each: parameter -> (key, its value where it is left out, or
             a function of the parameters before it).
+        ALIASES: other names of keys, which some releases of the `transformers` library write -> those in KEYS.
         ALWAYS: further keys, with the value that the experiment's parts need; None or a missing key is that value.
         OTHER_KEYS: the keys that Others reads.
         RULES: see WeightMapping.
@@ -41,6 +42,7 @@ class Family:
     TYPES: ClassVar[tuple[str, ...]]
     EXPERIMENT: ClassVar[str]
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]]
+    ALIASES: ClassVar[Mapping[str, str]] = {}
     ALWAYS: ClassVar[Mapping[str, Any]] = {}
     OTHER_KEYS: ClassVar[Sequence[str]] = ()
     RULES: ClassVar[Sequence[WeightRule]]
@@ -48,6 +50,7 @@ class Family:
 
     def Overrides(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The parameters, by path, that a config.json says. Raises WeightsError: what this model cannot represent."""
+        config = {self.ALIASES.get(key, key): value for key, value in config.items()}
         values: dict[str, Any] = {}
         for parameter, (key, default) in self.KEYS.items():
             if (value := config.get(key)) is None:
@@ -71,7 +74,10 @@ class Family:
                 raise WeightsError(
                     f"{where}: {key}={value!r} is not known, so it might change results"
                 )
-        return {**values, **self.Others(config, where)}
+        try:
+            return {**values, **self.Others(config, where)}
+        except (TypeError, LookupError, ZeroDivisionError) as e:
+            raise WeightsError(f"{where}: a value is of another type than its key has: {e}") from e
 
     def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The parameters that several keys say together."""
@@ -94,6 +100,16 @@ class Family:
         """The pairs of a model of parameters `p` with these VariableSpecs. Raises WeightsError."""
         shapes = {path: tuple(spec.shape) for path, spec in specs.FlattenItems()}
         return WeightMapping(self.RULES, shapes, _places(p), self.Sizes(p))
+
+
+def gates(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Whether the gates of a token's experts sum to one: norm_topk_prob. Raises WeightsError: of a single expert."""
+    normalized = bool(config.get("norm_topk_prob"))
+    if normalized and config.get("num_experts_per_tok") == 1:
+        raise WeightsError(
+            f"{where}: norm_topk_prob=True with num_experts_per_tok=1 cannot be represented; expected false"
+        )
+    return {"task.moe.router.normalize_gates": "before_drops" if normalized else "never"}
 
 
 def _is_float8(quantization: Any) -> bool:

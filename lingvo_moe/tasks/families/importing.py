@@ -22,12 +22,26 @@ from lingvo_moe.core.weights.quantized import Dequantized
 from lingvo_moe.core.weights.source import WeightsError, WeightSource
 from lingvo_moe.tasks.families.family import Family
 from lingvo_moe.tasks.families.llama import HEAD, TABLE, LlamaFamily, LlamaGguf, gguf_tokenizer
-from lingvo_moe.tasks.families.mixtral import MixtralFamily
+from lingvo_moe.tasks.families.llama4 import Llama4Family, Llama4WithImagesFamily
+from lingvo_moe.tasks.families.mixtral import MistralFamily, MixtralFamily
+from lingvo_moe.tasks.families.olmoe import OlmoeFamily
+from lingvo_moe.tasks.families.qwen3 import Qwen3Family, Qwen3MoeFamily
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
 
 FAMILIES: Mapping[str, Family] = {
-    kind: f() for f in (LlamaFamily, MixtralFamily) for kind in f.TYPES
+    kind: f()
+    for f in (
+        LlamaFamily,
+        Llama4Family,
+        Llama4WithImagesFamily,
+        MistralFamily,
+        MixtralFamily,
+        OlmoeFamily,
+        Qwen3Family,
+        Qwen3MoeFamily,
+    )
+    for kind in f.TYPES
 }
 CONFIG = "config.json"
 # Parameters of all imported models: embeddings as they are in the table, and no rounding of activations.

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral, SmolLM2: RMS normalization, SwiGLU, rotary positions, heads of keys and values for several of
+"""Llama 2 and 3, SmolLM2: RMS normalization, SwiGLU, rotary positions, heads of keys and values for several of
 queries. Files by the `transformers` library, and GGUF by llama.cpp.
 """
 
@@ -22,6 +22,12 @@ ATTENTION = (
     WeightRule(f"{_LAYER}self_attn.v_proj.weight", "(a k) m", "self_atten.v", "m a k"),
     WeightRule(f"{_LAYER}self_attn.o_proj.weight", "m (n k)", "self_atten.o", "n k m"),
 )
+BIASES = (
+    WeightRule(f"{_LAYER}self_attn.q_proj.bias", "(n k)", "self_atten.q_bias", "n k"),
+    WeightRule(f"{_LAYER}self_attn.k_proj.bias", "(a k)", "self_atten.k_bias", "a k"),
+    WeightRule(f"{_LAYER}self_attn.v_proj.bias", "(a k)", "self_atten.v_bias", "a k"),
+    WeightRule(f"{_LAYER}self_attn.o_proj.bias", "m", "self_atten.o_bias", "m"),
+)
 NORMS = (
     WeightRule(f"{_LAYER}input_layernorm.weight", "m", "self_norm.scale", "m"),
     WeightRule(f"{_LAYER}post_attention_layernorm.weight", "m", "ffn_norm.scale", "m"),
@@ -36,6 +42,14 @@ FEED_FORWARD = (
     WeightRule(f"{_LAYER}mlp.up_proj.weight", "h m", "ffn.wi", "m h"),
     WeightRule(f"{_LAYER}mlp.down_proj.weight", "m h", "ffn.wo", "h m"),
 )
+EXPERTS = (
+    WeightRule(f"{_LAYER}mlp.gate.weight", "e m", "ffn.router.wg", "m e"),
+    WeightRule(
+        f"{_LAYER}mlp.experts.{{expert}}.gate_proj.weight", "f m", "ffn.experts.wi_gate", "m f"
+    ),
+    WeightRule(f"{_LAYER}mlp.experts.{{expert}}.up_proj.weight", "f m", "ffn.experts.wi", "m f"),
+    WeightRule(f"{_LAYER}mlp.experts.{{expert}}.down_proj.weight", "m f", "ffn.experts.wo", "f m"),
+)
 KEYS: Mapping[str, tuple[str, Default]] = {
     "task.vocab_size": ("vocab_size", 32000),
     "task.model_dim": ("hidden_size", 4096),
@@ -47,23 +61,33 @@ KEYS: Mapping[str, tuple[str, Default]] = {
     "task.norm.epsilon": ("rms_norm_eps", 1e-6),
     "task.tied_softmax": ("tie_word_embeddings", False),
 }
+BIASED: Mapping[str, tuple[str, Default]] = {"task.attention.biases": ("attention_bias", False)}
 
 
 class LlamaFamily(Family):
-    """See the module."""
+    """See the module.
 
-    TYPES: ClassVar[tuple[str, ...]] = ("llama", "mistral")
+    Attributes:
+        BASE: that of positions, where config.json does not say it.
+    """
+
+    TYPES: ClassVar[tuple[str, ...]] = ("llama",)
     EXPERIMENT: ClassVar[str] = "lm.ImportedLlama"
-    KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = KEYS
+    KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {**KEYS, **BIASED}
+    BASE: ClassVar[float] = 10000.0
     ALWAYS: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu",
-        "attention_bias": False,
         "mlp_bias": False,
-        "sliding_window": None,
         "rope_interleaved": False,
     }
     OTHER_KEYS: ClassVar[Sequence[str]] = ("rope_theta", "rope_scaling", "rope_parameters")
-    RULES: ClassVar[Sequence[WeightRule]] = (*TABLES, *ATTENTION, *NORMS, *FEED_FORWARD)
+    RULES: ClassVar[Sequence[WeightRule]] = (
+        *TABLES,
+        *ATTENTION,
+        *BIASES,
+        *NORMS,
+        *FEED_FORWARD,
+    )
     # What positions compute; and the head, where it is a copy of the embeddings.
     LEFT_OUT: ClassVar[Sequence[str]] = (
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
@@ -71,7 +95,7 @@ class LlamaFamily(Family):
     )
 
     def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return rotary(config, where)
+        return rotary(config, where, self.BASE)
 
 
 # The parameters of Llama 3.1's positions by their keys.
@@ -83,13 +107,13 @@ _LLAMA3 = {
 }
 
 
-def rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The parameters of positions. Raises WeightsError: a kind of scaling that is not known."""
+def rotary(config: Mapping[str, Any], where: str, base: float) -> dict[str, Any]:
+    """The parameters of positions, of that base by default. Raises WeightsError: a scaling that is not known."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise WeightsError(f"{where}: rope_scaling={scaling!r}; expected an object")
     scaling = dict(scaling)
-    base = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    base = scaling.pop("rope_theta", None) or config.get("rope_theta") or base
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if kind == "default" and not scaling:

@@ -1,9 +1,10 @@
-"""Mixtral: Llama's layers with experts, of which each token visits those with the highest gates."""
+"""Mistral, Llama with a window, and Mixtral: experts, of which each token visits those with the highest gates."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lingvo_moe.core.weights.mapping import WeightRule
+from lingvo_moe.core.weights.source import WeightsError
 from lingvo_moe.tasks.families import llama
 from lingvo_moe.tasks.families.family import Default
 
@@ -11,17 +12,43 @@ _EXPERTS = "model.layers.{layer}.block_sparse_moe."
 _EXPERT = f"{_EXPERTS}experts.{{expert}}."
 
 
-class MixtralFamily(llama.LlamaFamily):
+class MistralFamily(llama.LlamaFamily):
+    """See the module.
+
+    Attributes:
+        WINDOW: how many tokens a query looks at, where config.json does not say it; None: all.
+    """
+
+    TYPES: ClassVar[tuple[str, ...]] = ("mistral",)
+    KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
+        **llama.KEYS,
+        "task.hidden_dim": ("intermediate_size", 14336),
+        "task.num_kv_heads": ("num_key_value_heads", 8),
+    }
+    WINDOW: ClassVar[int | None] = 4096
+    OTHER_KEYS: ClassVar[Sequence[str]] = (*llama.LlamaFamily.OTHER_KEYS, "sliding_window")
+
+    def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+        window = config.get("sliding_window", self.WINDOW)
+        if window is not None and not (isinstance(window, int) and window > 0):
+            raise WeightsError(f"{where}: sliding_window={window!r}; expected a number of tokens")
+        windowed = {"task.attention": "extended", "task.attention.window": window}
+        return super().Others(config, where) | (windowed if window is not None else {})
+
+
+class MixtralFamily(MistralFamily):
     """See the module."""
 
     TYPES: ClassVar[tuple[str, ...]] = ("mixtral",)
     EXPERIMENT: ClassVar[str] = "lm.ImportedMixtral"
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
-        **llama.KEYS,
+        **MistralFamily.KEYS,
         "task.expert_hidden_dim": ("intermediate_size", 14336),
         "task.num_experts": ("num_local_experts", 8),
         "task.moe.router.k": ("num_experts_per_tok", 2),
     }
+    BASE: ClassVar[float] = 1e6
+    WINDOW: ClassVar[int | None] = None
     RULES: ClassVar[Sequence[WeightRule]] = (
         *llama.TABLES,
         *llama.ATTENTION,

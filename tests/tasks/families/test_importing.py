@@ -32,7 +32,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 TESTDATA = Path(__file__).parent / "testdata"
-NAMES = ["llama3", "llama_tied", "mixtral"]
+NAMES = [
+    *("llama3", "llama4_interleaved", "llama_tied", "mistral", "mixtral", "qwen3"),
+    # Experts that are square and not symmetric, where no shape tells that one is transposed: Megatron-Bridge #3743,
+    # huggingface/transformers#47031.
+    *("llama4", "olmoe", "qwen3_moe"),
+    # With `olmoe` and `qwen3_moe`, gates that sum to one and gates that need not: pytorch/torchtitan#1448.
+    *("olmoe_normalized", "qwen3_moe_sparse"),
+]
 WEIGHTS, GGUF = "model.safetensors", TESTDATA / "llama_tied.gguf"
 TOKENS = [f"<{i}>" for i in range(37)]
 
@@ -101,6 +108,38 @@ def _assert_as_recorded(model, theta, name):
     np.testing.assert_array_equal(logits[:, length - 1 :].argmax(-1), expected["greedy"])
 
 
+def test_two_gates_that_are_equal_in_bfloat16_are_told_apart(checkpoint, tmp_path):
+    """The case of huggingface/optimum-onnx#64: the two best experts are those of float32."""
+    directory, name = checkpoint("olmoe"), "model.layers.0.mlp.gate.weight"
+    rounded = {}
+
+    def change(tensors):
+        rounded[name] = tensors[name].astype("bfloat16").astype(np.float32)
+        return tensors | rounded
+
+    assert (open_safetensors(directory / WEIGHTS).Read(name)[0] != 0).all()
+    _change(directory, change)
+    np.testing.assert_array_equal(rounded[name][0], rounded[name][1])
+    model, theta = _import(directory, tmp_path / "run")
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        _assert_as_recorded(model, theta, "olmoe")
+
+
+def test_the_text_part_of_llama_4_is_taken(checkpoint, tmp_path):
+    directory = checkpoint("llama4")
+    _, whole = _import(directory, tmp_path / "whole")
+    text = json.loads((directory / "config.json").read_text())
+    config = {"model_type": "llama4", "text_config": text, "vision_config": {"hidden_size": 3}}
+    (directory / "config.json").write_text(json.dumps(config))
+    image = {"vision_model.class_embedding": np.zeros(3, np.float32)}
+    _change(directory, lambda t: {f"language_model.{n}": x for n, x in t.items()} | image)
+    published = open_published(directory)
+    left_out = import_checkpoint(published, tmp_path / "run", lambda line: None)
+    assert left_out == list(image)
+    opened = TextRunDir(tmp_path / "run")
+    assert_same(load_theta(opened, opened.Task())[0], whole)
+
+
 CHANGES = {
     "lacks model.layers.1.mlp.up_proj.weight$": lambda t: {
         n: x for n, x in t.items() if n != "model.layers.1.mlp.up_proj.weight"
@@ -142,6 +181,46 @@ def test_a_config_that_cannot_be_represented_is_refused_by_its_key(key, value, c
     _set_config(directory, rope_parameters=None, **{key: value})
     with pytest.raises(WeightsError, match=f"config.json: {key}="):
         open_published(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama4", "no_rope_layers", [0, 1]),
+        ("llama4", "moe_layers", [1, 2]),
+        ("llama4", "layer_types", ["full_attention"] * 2),
+        ("llama4", "num_experts_per_tok", 2),
+        ("mistral", "sliding_window", 0),
+        ("olmoe", "clip_qkv", 8.0),
+        ("qwen3", "layer_types", ["sliding_attention"] * 3),
+        ("qwen3", "use_sliding_window", True),
+        ("qwen3_moe", "mlp_only_layers", [1]),
+        ("qwen3_moe", "num_experts_per_tok", 1),
+    ],
+)
+def test_a_key_of_another_family_that_cannot_be_represented_is_refused(
+    name, key, value, checkpoint, tmp_path
+):
+    directory = checkpoint(name)
+    _set_config(directory, **{key: value})
+    with pytest.raises(WeightsError, match=rf"config.json: .*{key}="):
+        open_published(directory)
+
+
+@pytest.mark.parametrize("name", ["llama4", "mistral"])
+def test_a_value_of_another_type_is_refused_or_without_effect(name, checkpoint):
+    directory = checkpoint(name)
+    whole = json.loads((directory / "config.json").read_text())
+    messages = []
+    for key in whole:
+        for value in ("x", {"x": 0}, 0, 10**30):
+            (directory / "config.json").write_text(json.dumps({**whole, key: value}))
+            try:
+                open_published(directory)
+            except WeightsError as e:
+                messages.append(str(e))
+    assert len(messages) > 40
+    assert all(str(directory) in text and "\n" not in text for text in messages)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, 10**30, True])
