@@ -26,6 +26,8 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, P
 from lingvo_moe.core.config.param_text import leaves
 
 _ROOT = "lingvo_moe.params"
+# Modules whose experiments are in several others since; runs may name them.
+_DIVIDED = ("lm.open_models", "lm.imported")
 _registry: dict[str, type["Experiment"]] = {}
 
 # The parameters that a search always sets: how a model lies on devices.
@@ -232,6 +234,8 @@ def GetExperiment(name: str, trusted: bool = True) -> type[Experiment]:
     _import_task(parts[0])
     # Its module may have had another name when a run began.
     name = current_name(f"{_ROOT}.{name}").removeprefix(f"{_ROOT}.")
+    if name.rpartition(".")[0] in _DIVIDED:
+        name = f"{parts[0]}.{parts[-1]}"
     if name not in _registry:
         names = [n for n in _registry if n.count(".") == name.count(".")]
         raise RegistryError(f"--model={name!r}: no such experiment{did_you_mean(name, names)}")

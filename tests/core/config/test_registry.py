@@ -12,6 +12,8 @@ def test_short_and_long_names_are_one_class():
     assert registry.GetExperiment("mt.M4Tiny") is registry.GetExperiment("mt.demo.M4Tiny")
     # By an older version's name of the module.
     assert registry.GetExperiment("lm.Tiny") is registry.GetExperiment("lm.demo.Tiny")
+    model = registry.GetExperiment("lm.Mixtral8x7B")
+    assert registry.GetExperiment("lm.open_models.Mixtral8x7B") is model
     assert "mt.M4MoE2048E36L" in registry.AllNames()
 
 
