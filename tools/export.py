@@ -18,12 +18,13 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.runs.directories import EXPORTED
 
-from . import _cli
+from . import _cli, _published
 
 
 def define_flags() -> Flags:
     flags = Flags("python -m tools.export", __doc__)
     _cli.define_logdir_flag(flags)
+    _published.define_from_flag(flags)
     flags.DEFINE_path(
         "output",
         None,
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Flags) -> int:
     _cli.check_output_directory(args.output, replaces=EXPORTED)
     _cli.load_tensorflow()
+    _published.imported(args)
     from lingvo_moe.tasks.text.decoding.export import export
 
     top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)

@@ -21,7 +21,7 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.decoding.line_stream import Line
 
-from . import _cli, _lines
+from . import _cli, _lines, _published
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.tasks.lm.saved_generator import Continuation
@@ -42,6 +42,7 @@ _NUMBERS = {
 def define_flags() -> Flags:
     flags, defaults = Flags("python -m tools.generate", __doc__), Sampling()
     _cli.define_model_flags(flags)
+    _published.define_from_flag(flags)
     _lines.define_flags(flags, "prompts", languages=False)
     _lines.define_field_flag(flags)
     flags.DEFINE_boolean("json", False, "write JSON lines")
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
+        _published.imported(args)
         generator, _ = _cli.open_generator(args, args.max_tokens)
         numbers, texts_of = itertools.count(), _lines.text_reader(args)
         settings = {name: getattr(args, name) for name in (*_INTEGERS, *_NUMBERS, "logprobs")}

@@ -33,7 +33,7 @@ from lingvo_moe.core.topology_names import TopologyName
 from lingvo_moe.training.checks import strategy_override
 from lingvo_moe.training.flags import define_experiment_flag, define_strategy_flag
 
-from . import _cli
+from . import _cli, _published
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.analysis.plans.step_plan import Lowering
@@ -44,6 +44,7 @@ PLANS = Path(__file__).resolve().parent.parent / "docs" / "plans"  # in a checko
 def define_flags() -> Flags:
     flags = Flags("python -m tools.plan", __doc__)
     define_experiment_flag(flags, "experiment, e.g. mt.M4MoE2048E36L", required=False)
+    _published.define_from_model_flag(flags)
     flags.DEFINE_list(
         "topology",
         (),
@@ -89,7 +90,9 @@ def define_flags() -> Flags:
     flags.Refuse(["output", "html"], same_place)
     of_new = "variants what mesh layout model_params_override strategy token_budget known_faults"
     flags.OnlyWith(f"{of_new} cache_dir", "it is of a new plan", model=True)
-    flags.OnlyWith("model topology compare html price", "it takes recorded plans", validate=False)
+    flags.OnlyWith(
+        "from model topology compare html price", "it takes recorded plans", validate=False
+    )
     return flags
 
 
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output and not args.model:
         args.Fail(f"--output={args.output} goes with --model or --validate")
     if bool(args.model) != bool(args.topology):
-        args.Fail("--model and --topology go together")
+        args.Fail(f"--{'from' if args['from'].value else 'model'} and --topology go together")
     if not args.model and not args.compare:
         args.Fail("nothing to do: give --model and --topology, or --compare")
     return _cli.attempt_compiling("plan", lambda: run(args))
@@ -218,6 +221,7 @@ def planned(
     plans, failed = list[dict[str, Any]](), dict[tuple[str, str], ValueError]()
     cache = _cli.plan_cache(args.cache_dir)
     _cli.load_tensorflow()
+    _published.name_experiment(args)
     defined = registry.AsDefined(args.model)
     for variant in dict.fromkeys(variant for _, variant in cases):
         # A mistake in any of them is found before the first is compiled.

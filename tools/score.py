@@ -25,7 +25,7 @@ from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, FEW, has_few
 from lingvo_moe.tasks.text.decoding.line_stream import Line
 
-from . import _cli, _lines
+from . import _cli, _lines, _published
 
 if TYPE_CHECKING:  # they import TensorFlow
     from lingvo_moe.tasks.text.quality.forced_decoding import Score, Scorer
@@ -90,6 +90,7 @@ def _exp(loss: float) -> float:
 def define_flags() -> Flags:
     flags = Flags("python -m tools.score", __doc__)
     _cli.define_logdir_flag(flags)
+    _published.define_from_flag(flags)
     flags.DEFINE_boolean("tokens", False, "also print the score of each token")
     _cli.define_run_flags(flags)
     truncated = "longer ones are truncated"
@@ -116,6 +117,7 @@ def _run(args: Flags) -> int:
     losses = Losses()
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
+        _published.imported(args)
         scorer = _open(args)
         texts_of = _lines.text_reader(args)
         if scorer.scores_texts:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 
-from . import _cli
+from . import _cli, _published
 
 _CONNECTIONS = checks.Integer(1, 2**16)  # each is an open file
 
@@ -48,6 +48,7 @@ _TIMES = {
 def define_flags() -> Flags:
     flags = Flags("python -m tools.serve", __doc__)
     _cli.define_model_flags(flags)
+    _published.define_from_flag(flags)
     flags.DEFINE_string("host", "127.0.0.1", "address to listen at; 127.0.0.1 is this machine only")
     flags.DEFINE_integer("port", 8080, "0 for any free port", checks.COUNT)
     flags.DEFINE_parsed(
@@ -121,6 +122,7 @@ def _run(args: Flags) -> int:
 
     sockets = server.bind(args.host, args.port)
     _cli.load_tensorflow()
+    _published.imported(args)
     is_lm = _cli.is_language_model(args)
     translator, about = _cli.open_generator(args) if is_lm else _cli.open_translator(args)
     about |= getattr(translator, "about", {})

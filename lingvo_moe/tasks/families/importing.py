@@ -78,18 +78,42 @@ def open_published(path: str | os.PathLike) -> Published:
         source, where = Dequantized(source), str(path / CONFIG)
         config = _config(path / CONFIG)
         vocabulary = JsonVocabulary.Load(path)
+    family, values = _model(config, where)
+    if values[_TIED] and _has_a_head(source):
+        values[_TIED] = False
+    override = _override(values)
+    params = _params(family, override, where)
+    return Published(source, family, override, params, vocabulary.model_bytes)
+
+
+def published_model(path: str | os.PathLike) -> tuple[str, str]:
+    """The experiment and the override of a checkpoint, of which a directory need only have config.json.
+
+    Raises as open_published.
+    """
+    if not Path(path).is_dir():
+        published = open_published(path)
+        return published.family.EXPERIMENT, published.override
+    file = Path(path) / CONFIG
+    family, values = _model(_config(file), str(file))
+    override = _override(values)
+    _params(family, override, str(file))
+    return family.EXPERIMENT, override
+
+
+def _model(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str, Any]]:
+    """The family of a config.json, and parameters by path. Raises WeightsError."""
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise WeightsError(
             f"{where}: model_type={kind!r}{did_you_mean(kind, list(FAMILIES))}; known are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
-    values = family.Overrides(config, where) | _AS_PUBLISHED
-    if values[_TIED] and _has_a_head(source):
-        values[_TIED] = False
-    override = ";".join(f"{name}={registry.escape(str(value))}" for name, value in values.items())
-    params = _params(family, override, where)
-    return Published(source, family, override, params, vocabulary.model_bytes)
+    return family, family.Overrides(config, where) | _AS_PUBLISHED
+
+
+def _override(values: Mapping[str, Any]) -> str:
+    return ";".join(f"{name}={registry.escape(str(value))}" for name, value in values.items())
 
 
 def _params(family: Family, override: str, where: str) -> Params:

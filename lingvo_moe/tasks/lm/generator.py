@@ -116,8 +116,10 @@ class Generator(Exportable, Texts):
             )
         self._weights = PackedWeights(model, theta, o.weights)
         allowed = np.arange(size) != vocabulary.unk_id
-        ids = dict(zip(("bos_id", "eos_id", "pad_id"), self._marks))
-        search = PromptSearch(model, o.Search(**ids, other_ends=other_ends), o.max_length, allowed)
+        marks = dict(zip(("bos_id", "eos_id", "pad_id"), self._marks))
+        search = PromptSearch(
+            model, o.Search(**marks, other_ends=other_ends), o.max_length, allowed
+        )
         self._search = lambda: search  # tf.Module would track it
         samples = o.beam_size == 1
         names = list(SETTINGS) if samples else ["max_tokens"]
