@@ -101,14 +101,16 @@ class Run(Job):
         self.task.CheckData(inputs)
         if goes_on:
             return None
-        about = None
+        about, artifacts = None, inputs.Artifacts()
         if args.init_from:
+            run_before = RunDir(args.init_from, "--init_from")
+            artifacts = artifacts.WithWeightsOf(run_before.artifacts)
             if args.init_from_state:
-                check_same_input(RunDir(args.init_from, "--init_from"), self.params)
+                check_same_input(run_before, self.params)
             about = self._BeginFrom(args.init_from, step, args.init_from_state).about
             say(init_from.describe(about))
         before = None if run_dir.exists else {path.name for path in run_dir.path.glob("*")}
-        run_dir.Write(args.model, self.override, inputs.Artifacts(), about, self.params)
+        run_dir.Write(args.model, self.override, artifacts, about, self.params)
         return before
 
     def Follow(self) -> None:

@@ -37,7 +37,7 @@ _RUN, _MODEL = "--logdir=RUN", "--saved_model=MODEL"
 _SETTABLE = """
 input=lines.txt output=out json=out.json html=out.html out=page.html png_dir=pictures
 eval_dir=DATA cache_dir=CACHE data_dir=OTHER corpus=DATA docs=DOCS shortlist=lines.txt
-baselines=DATA logdir=IMAGES saved_model=OTHER program=lines.txt init_from=RUN compare=plan.json
+baselines=DATA logdir=IMAGES saved_model=OTHER program=lines.txt init_from=RUN dtype=bfloat16 compare=plan.json
 strategy=strategy.txt layout=tp model=mt.M4Demo mesh=expert:4 topology=v3:2x2 price=v3:2
 model_params_override=task.hidden_dim=64 variants=|task.hidden_dim=64 what=decode language=de
 languages=aa bleu_tokenizer=char top_p=0.5 target_lang=de resource_bounds=9,2 checkpoint_step=5 init_from_step=best
@@ -250,6 +250,10 @@ COMMANDS += [
         "lingvo_moe.core.engine.lowering.lowering:lower_step": _PROGRAM,
         "lingvo_moe.core.engine.lowering.program:Program.Load": _PROGRAM,
     }, [["--model=mt.M4Tiny"], ["--program=lines.txt"]]),
+    Command("export_checkpoint", {
+        **_CLI,
+        "lingvo_moe.tasks.families.exporting:export_checkpoint": "line",
+    }, [["--logdir=RUN", "--output=NEW"]]),
     Command("import_checkpoint", {
         **_CLI,
         "lingvo_moe.tasks.families.importing:open_published": None,

@@ -278,11 +278,11 @@ def context() -> Any:
     return ts.Context(retries)
 
 
-def fresh_context() -> Any:
-    """Makes a context with an empty cache, so that nothing is read of files that have been replaced since."""
+def fresh_context(cache: int = 1 << 28) -> Any:
+    """Makes a context with an empty cache, of so many bytes: nothing is read of files that have been replaced since."""
     import tensorstore as ts
 
-    return ts.Context({"cache_pool": {"total_bytes_limit": 1 << 28}}, context())
+    return ts.Context({"cache_pool": {"total_bytes_limit": cache}}, context())
 
 
 def _connection(scheme: str, bucket: str) -> dict[str, Any]:

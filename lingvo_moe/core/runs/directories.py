@@ -61,7 +61,7 @@ RUN = OutputKind(
     (
         *("params.txt", "train_params.txt", "program.json", "evaluations.json", "time.jsonl"),
         *("manifest.sha256", "experiment.hmac", "vocab", CHECKPOINTS, IMPORTING, "train"),
-        *(f"{TRAINER.file}*", EVALUATOR.file),
+        *(f"{TRAINER.file}*", EVALUATOR.file, "published"),
     ),
 )
 PREPARED = OutputKind(

@@ -11,6 +11,7 @@ evaluations.json            the held-out losses by step, which say what the best
 time.jsonl                  where the time goes, see time_record.py
 checkpoints/<step>/         written by the engine
 importing/                  published weights, until all are there
+published/                  what came with them, e.g. a licence
 train/                      what the trainer measured
 eval/held_out/              what it measured on held-out data
 eval/scores/                what `--mode=eval` measured

@@ -112,6 +112,10 @@ class WeightMapping:
             parts |= split(read(pair), pair.rule.variable_layout, self._sizes)
         return joined(parts, self.tensors[name][0].rule.layout, self._sizes)
 
+    def Shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, one of `tensors`."""
+        return shape_of(self.tensors[name][0].rule.layout, self._sizes)
+
     def Check(self, source: WeightSource, left_out: Sequence[str] = ()) -> list[str]:
         """Compares the tensors of a source with those that the model needs.
 
@@ -122,9 +126,7 @@ class WeightMapping:
 
         Raises WeightsError: tensors are missing, or of another shape, or none of the model's.
         """
-        needed = {
-            n: shape_of(pairs[0].rule.layout, self._sizes) for n, pairs in self.tensors.items()
-        }
+        needed = {name: self.Shape(name) for name in self.tensors}
         missing = [name for name in needed if name not in source.entries]
         if missing:
             raise WeightsError(f"{source.where}: lacks {_list(missing)}")

@@ -37,7 +37,8 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# The formats' name of each type.
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 
 
@@ -120,7 +121,7 @@ def write_safetensors(
     for name, entry in entries.items():
         begin, end = end, end + math.prod(entry.shape) * np.dtype(entry.dtype).itemsize
         header[name] = {
-            "dtype": _NAMES[entry.dtype],
+            "dtype": NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [begin, end],
         }

@@ -28,18 +28,20 @@ class Family:
     """The rules of a family; a class of each is one file.
 
     Attributes:
-        TYPES: values of `model_type` in config.json.
+        TYPES: values of `model_type` in config.json; an export has the first.
+        ARCHITECTURE: the class in `transformers`.
         EXPERIMENT: the experiment that has the family's parts; sizes come from config.json.
         KEYS: the keys of config.json that are a parameter each: parameter -> (key, its value where it is left out, or
             a function of the parameters before it).
         ALIASES: other names of keys, which some releases of the `transformers` library write -> those in KEYS.
         ALWAYS: further keys, with the value that the experiment's parts need; None or a missing key is that value.
-        OTHER_KEYS: the keys that Others reads.
+        OTHER_KEYS: the keys that Others reads and OtherKeys gives.
         RULES: see WeightMapping.
         LEFT_OUT: regular expressions of the names of tensors that are no weights.
     """
 
     TYPES: ClassVar[tuple[str, ...]]
+    ARCHITECTURE: ClassVar[str]
     EXPERIMENT: ClassVar[str]
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]]
     ALIASES: ClassVar[Mapping[str, str]] = {}
@@ -83,6 +85,25 @@ class Family:
         """The parameters that several keys say together."""
         return {}
 
+    def Config(self, params: Params) -> dict[str, Any]:
+        """A config.json of a model's parameters: those that it cannot say, Overrides does not give back."""
+        config: dict[str, Any] = {"model_type": self.TYPES[0]}
+        config |= {key: value for key, value in self.ALWAYS.items() if value is not None}
+        values: dict[str, Any] = {}
+        for parameter, (key, default) in self.KEYS.items():
+            try:
+                values[parameter] = params.Get(parameter)
+            except AttributeError:  # of a part that this model has not
+                continue
+            if not values[parameter] and callable(default):  # 0: as others
+                values[parameter] = default(values)
+            config[key] = values[parameter]
+        return config | self.OtherKeys(params.task)
+
+    def OtherKeys(self, p: Params) -> dict[str, Any]:
+        """The keys that say several parameters of a task together: the inverse of Others."""
+        return {}
+
     def Sizes(self, p: Params) -> dict[str, int]:
         """The sizes of the axes of layouts."""
         return {
@@ -110,6 +131,14 @@ def gates(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: norm_topk_prob=True with num_experts_per_tok=1 cannot be represented; expected false"
         )
     return {"task.moe.router.normalize_gates": "before_drops" if normalized else "never"}
+
+
+def gate_keys(p: Params) -> dict[str, Any]:
+    """The key that says whether gates sum to one, of a task: the inverse of gates."""
+    router = p.moe.router if p.num_experts else {}
+    return (
+        {"norm_topk_prob": router.normalize_gates != "never"} if "normalize_gates" in router else {}
+    )
 
 
 def _is_float8(quantization: Any) -> bool:

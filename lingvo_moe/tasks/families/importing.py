@@ -12,7 +12,7 @@ import numpy as np
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.files.artifacts import IMPORTED, PUBLISHED, RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import RunLock
@@ -44,6 +44,7 @@ FAMILIES: Mapping[str, Family] = {
     for kind in f.TYPES
 }
 CONFIG = "config.json"
+_KEPT, _LARGEST = ("LICENSE*", "NOTICE*"), 1 << 20  # files beside weights, and their bytes
 # Parameters of all imported models: embeddings as they are in the table, and no rounding of activations.
 _TIED = "task.tied_softmax"
 _AS_PUBLISHED = {"task.embedding_scale": 1.0, "task.fprop_dtype": "float32"}
@@ -55,6 +56,8 @@ class Published:
 
     source: WeightSource
     family: Family
+    config: Mapping[str, Any]  # the content of config.json
+    files: Mapping[str, bytes]  # what lies beside the weights and goes with them, e.g. LICENSE
     override: str  # what the model's parameters are beside those of the family's experiment
     params: Params  # those of the experiment with the override
     vocabulary: bytes  # for open_vocabulary
@@ -83,7 +86,8 @@ def open_published(path: str | os.PathLike) -> Published:
         values[_TIED] = False
     override = _override(values)
     params = _params(family, override, where)
-    return Published(source, family, override, params, vocabulary.model_bytes)
+    files = _files_beside(path if path.is_dir() else path.parent)
+    return Published(source, family, config, files, override, params, vocabulary.model_bytes)
 
 
 def published_model(path: str | os.PathLike) -> tuple[str, str]:
@@ -114,6 +118,17 @@ def _model(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str, Any
 
 def _override(values: Mapping[str, Any]) -> str:
     return ";".join(f"{name}={registry.escape(str(value))}" for name, value in values.items())
+
+
+def params_of(family: Family, config: Mapping[str, Any], where: str) -> Params:
+    """The parameters of the model that a config.json describes. Raises WeightsError: there can be none."""
+    return _params(family, _override(family.Overrides(config, where) | _AS_PUBLISHED), where)
+
+
+def _files_beside(directory: Path) -> dict[str, bytes]:
+    """The licences and notices of a checkpoint, by name."""
+    files = (path for form in _KEPT for path in directory.glob(form))
+    return {f.name: f.read_bytes() for f in files if f.is_file() and f.stat().st_size < _LARGEST}
 
 
 def _params(family: Family, override: str, where: str) -> Params:
@@ -187,6 +202,15 @@ def import_checkpoint(
 def _describe(published: Published, run: RunDir) -> None:
     """Writes all of a run but its checkpoint."""
     artifacts = text_artifacts(dict.fromkeys(("source", "target"), published.vocabulary))
-    about = {**artifacts.about, "imported": {"from": published.source.where}}
-    with_source = RunArtifacts(artifacts.files, about)
-    run.Write(published.family.EXPERIMENT, published.override, with_source, params=published.params)
+    types = [entry.dtype for entry in published.source.entries.values()]
+    usual = max(dict.fromkeys(types), key=types.count)
+    others = {n: e.dtype for n, e in published.source.entries.items() if e.dtype != usual}
+    imported = {
+        "from": published.source.where,
+        "config": published.config,
+        "dtype": usual,
+        "other_dtypes": others,
+    }
+    files = {f"{PUBLISHED}{name}": content for name, content in published.files.items()}
+    whole = RunArtifacts({**artifacts.files, **files}, {**artifacts.about, IMPORTED: imported})
+    run.Write(published.family.EXPERIMENT, published.override, whole, params=published.params)

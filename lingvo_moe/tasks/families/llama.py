@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.weights.gguf_file import GgufFile
 from lingvo_moe.core.weights.layout import rearranged
 from lingvo_moe.core.weights.mapping import WeightRule
@@ -72,6 +73,7 @@ class LlamaFamily(Family):
     """
 
     TYPES: ClassVar[tuple[str, ...]] = ("llama",)
+    ARCHITECTURE: ClassVar[str] = "LlamaForCausalLM"
     EXPERIMENT: ClassVar[str] = "lm.ImportedLlama"
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {**KEYS, **BIASED}
     BASE: ClassVar[float] = 10000.0
@@ -96,6 +98,9 @@ class LlamaFamily(Family):
 
     def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         return rotary(config, where, self.BASE)
+
+    def OtherKeys(self, p: Params) -> dict[str, Any]:
+        return rotary_keys(p.position)
 
 
 # The parameters of Llama 3.1's positions by their keys.
@@ -122,6 +127,17 @@ def rotary(config: Mapping[str, Any], where: str, base: float) -> dict[str, Any]
         raise WeightsError(f"{where}: rope_scaling={kind!r} with {scaling} cannot be represented")
     values = {f"task.position.{_LLAMA3[key]}": value for key, value in scaling.items()}
     return {"task.position": "llama3", "task.position.max_timescale": base, **values}
+
+
+def rotary_keys(position: Params) -> dict[str, Any]:
+    """The keys of positions: the inverse of rotary."""
+    if "max_timescale" not in position:
+        return {}
+    base = {"rope_theta": position.max_timescale}
+    if "low_turns" not in position:
+        return base
+    values = {key: position.Get(name) for key, name in _LLAMA3.items()}
+    return {**base, "rope_scaling": {"rope_type": "llama3", **values}}
 
 
 # --- GGUF

@@ -23,6 +23,7 @@ class Llama4Family(llama.LlamaFamily):
     """Files with the text model alone. The pairs of numbers that positions turn lie side by side in them."""
 
     TYPES: ClassVar[tuple[str, ...]] = ("llama4_text",)
+    ARCHITECTURE: ClassVar[str] = "Llama4ForCausalLM"
     EXPERIMENT: ClassVar[str] = "lm.Llama4Scout"
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
         **llama.KEYS,
@@ -119,6 +120,7 @@ class Llama4WithImagesFamily(Llama4Family):
     """Files as they are published, of which the text model is a part."""
 
     TYPES: ClassVar[tuple[str, ...]] = ("llama4",)
+    ARCHITECTURE: ClassVar[str] = "Llama4ForConditionalGeneration"
     RULES: ClassVar[Sequence[WeightRule]] = tuple(
         replace(rule, tensor=_PREFIX + rule.tensor) for rule in Llama4Family.RULES
     )

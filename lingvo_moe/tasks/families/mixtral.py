@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.weights.mapping import WeightRule
 from lingvo_moe.core.weights.source import WeightsError
 from lingvo_moe.tasks.families import llama
@@ -20,6 +21,7 @@ class MistralFamily(llama.LlamaFamily):
     """
 
     TYPES: ClassVar[tuple[str, ...]] = ("mistral",)
+    ARCHITECTURE: ClassVar[str] = "MistralForCausalLM"
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
         **llama.KEYS,
         "task.hidden_dim": ("intermediate_size", 14336),
@@ -35,11 +37,16 @@ class MistralFamily(llama.LlamaFamily):
         windowed = {"task.attention": "extended", "task.attention.window": window}
         return super().Others(config, where) | (windowed if window is not None else {})
 
+    def OtherKeys(self, p: Params) -> dict[str, Any]:
+        window = p.attention.window if "window" in p.attention else None
+        return {**super().OtherKeys(p), "sliding_window": window or None}
+
 
 class MixtralFamily(MistralFamily):
     """See the module."""
 
     TYPES: ClassVar[tuple[str, ...]] = ("mixtral",)
+    ARCHITECTURE: ClassVar[str] = "MixtralForCausalLM"
     EXPERIMENT: ClassVar[str] = "lm.ImportedMixtral"
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
         **MistralFamily.KEYS,

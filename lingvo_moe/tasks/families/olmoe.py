@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.weights.mapping import WeightRule
 from lingvo_moe.tasks.families import llama
-from lingvo_moe.tasks.families.family import Default, gates
+from lingvo_moe.tasks.families.family import Default, gate_keys, gates
 
 _ATTENTION = "model.layers.{layer}.self_attn."
 
@@ -14,6 +15,7 @@ class OlmoeFamily(llama.LlamaFamily):
     """See the module."""
 
     TYPES: ClassVar[tuple[str, ...]] = ("olmoe",)
+    ARCHITECTURE: ClassVar[str] = "OlmoeForCausalLM"
     EXPERIMENT: ClassVar[str] = "lm.OLMoE1B7B"
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
         **llama.KEYS,
@@ -43,3 +45,6 @@ class OlmoeFamily(llama.LlamaFamily):
 
     def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         return super().Others(config, where) | gates(config, where)
+
+    def OtherKeys(self, p: Params) -> dict[str, Any]:
+        return super().OtherKeys(p) | gate_keys(p)

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.weights.mapping import WeightRule
 from lingvo_moe.core.weights.source import WeightsError
 from lingvo_moe.tasks.families import llama
-from lingvo_moe.tasks.families.family import Default, gates
+from lingvo_moe.tasks.families.family import Default, gate_keys, gates
 
 _ATTENTION = "model.layers.{layer}.self_attn."
 
@@ -15,6 +16,7 @@ class Qwen3Family(llama.LlamaFamily):
     """The dense models."""
 
     TYPES: ClassVar[tuple[str, ...]] = ("qwen3",)
+    ARCHITECTURE: ClassVar[str] = "Qwen3ForCausalLM"
     EXPERIMENT: ClassVar[str] = "lm.Qwen3_8B"
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
         **llama.KEYS,
@@ -49,6 +51,7 @@ class Qwen3MoeFamily(Qwen3Family):
     """The models with experts."""
 
     TYPES: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    ARCHITECTURE: ClassVar[str] = "Qwen3MoeForCausalLM"
     EXPERIMENT: ClassVar[str] = "lm.Qwen3_30B_A3B"
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
         **Qwen3Family.KEYS,
@@ -69,3 +72,6 @@ class Qwen3MoeFamily(Qwen3Family):
 
     def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         return super().Others(config, where) | gates(config, where)
+
+    def OtherKeys(self, p: Params) -> dict[str, Any]:
+        return super().OtherKeys(p) | gate_keys(p)

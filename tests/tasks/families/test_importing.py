@@ -6,7 +6,6 @@ benchmarks/peers/record_published.py made the files in testdata/. Letters: B row
 import importlib.util
 import json
 import random
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -41,28 +40,6 @@ NAMES = [
     *("olmoe_normalized", "qwen3_moe_sparse"),
 ]
 WEIGHTS, GGUF = "model.safetensors", TESTDATA / "llama_tied.gguf"
-TOKENS = [f"<{i}>" for i in range(37)]
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """Copies a checkpoint of a name, and gives it a tokenizer."""
-
-    def copy(name):
-        directory = tmp_path / name
-        shutil.copytree(TESTDATA / name, directory)
-        (directory / "expected.npz").unlink()
-        model = {
-            "type": "WordLevel",
-            "vocab": {t: i for i, t in enumerate(TOKENS)},
-            "unk_token": TOKENS[0],
-        }
-        (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
-        marks = {"bos_token": TOKENS[1], "eos_token": TOKENS[2]}
-        (directory / "tokenizer_config.json").write_text(json.dumps(marks))
-        return directory
-
-    return copy
 
 
 def _change(directory, change):

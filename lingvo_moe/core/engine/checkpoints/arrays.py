@@ -152,21 +152,30 @@ def read(
 
     `written_as` is the format of the step. Raises Exception as write, and for lack of memory.
     """
-    base, context = {"driver": "ocdbt", "base": step.Spec(_STATE)}, fresh_context()
-    opening = [
-        ts.open(
-            {"driver": _DRIVERS[written_as], "kvstore": {**base, "path": f"{name}/"}},
-            open=True,
-            context=context,
-        )
-        for name in targets
-    ]
+    context = fresh_context()
+    opening = [_opening(step, written_as, name, context) for name in targets]
     arrays = [future.result() for future in opening]
     values: dict[str, Any] = {}
     for group in _groups(list(zip(targets, arrays)), lambda item: _bytes(item[1])):
         begun = [(name, _begun(array, targets[name])) for name, array in group]
         values |= {name: result() for name, result in begun}
     return values
+
+
+def open_to_read(step: Store, written_as: int, name: str, cache: int) -> Any:
+    """A tensor, parts of which are read by their indices. Of chunks that have several of these, `cache` bytes stay in
+    memory while it is open. Raises Exception as read."""
+    array = _opening(step, written_as, name, fresh_context()).result()
+    if array.chunk_layout.read_chunk.shape[:1] in ((), (1,)):
+        return array
+    return _opening(step, written_as, name, fresh_context(cache)).result()
+
+
+def _opening(step: Store, written_as: int, name: str, context: Any) -> Any:
+    """A future of an array of a step."""
+    base = {"driver": "ocdbt", "base": step.Spec(_STATE)}
+    spec = {"driver": _DRIVERS[written_as], "kvstore": {**base, "path": f"{name}/"}}
+    return ts.open(spec, open=True, context=context)
 
 
 def _bytes(array: Any) -> int:

@@ -37,7 +37,7 @@ from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout, Stor
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.files.manifest import ManifestError
 from lingvo_moe.core.files.paths import check_portable
-from lingvo_moe.core.files.store import Bucket, is_address, reason_of
+from lingvo_moe.core.files.store import Bucket, Store, is_address, reason_of
 from lingvo_moe.core.nested_map import NestedMap, first_difference, flatten_items, pack, skeleton
 from lingvo_moe.core.runs.bucket_lock import BucketLock
 from lingvo_moe.core.runs.saved_steps import saved_steps
@@ -279,6 +279,11 @@ class Checkpointer:
             for i, leaf in enumerate(leaves):
                 mean[i] = mean[i] + (leaf - mean[i]) / number if _is_float(leaf) else leaf
         return pack(skeleton(tree), [m.astype(t) for m, t in zip(mean, types, strict=True)])
+
+    def Open(self, step: int | None = None) -> tuple[Stored, Store]:
+        """Where a step's tensors are, and what to read them from. Raises CheckpointError as Restore."""
+        step, about = self._about(step)
+        return Stored(about), self._steps.Of(step)
 
     def ReadExtra(self, step: int | None = None) -> dict[str, Any]:
         """The `extra` of Save alone. Raises CheckpointError as Restore."""

@@ -1,0 +1,132 @@
+"""Weights that were imported come out byte for byte; those that were trained, with all of their experts."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from equivalence import assert_same
+
+from lingvo_moe import trainer
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST
+from lingvo_moe.core.weights.open_source import open_source
+from lingvo_moe.core.weights.safetensors_file import write_safetensors
+from lingvo_moe.core.weights.source import Entry, WeightsError
+from lingvo_moe.tasks.families.exporting import ExportOptions, export_checkpoint
+from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
+from tools import export_checkpoint as command
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tokenizers") is None,
+    reason="needs tokenizers: pip install --no-deps -r requirements-tokenizers.txt",
+)
+TESTDATA = Path(__file__).parent / "testdata"
+NAMES = sorted(path.name for path in TESTDATA.iterdir() if path.is_dir())
+SMALL = (
+    "task.vocab_size=38;input.target_vocab_size=37;task.model_dim=16;task.hidden_dim=8;task.expert_hidden_dim=8;"
+    "task.num_layers=1;task.num_heads=4;task.num_kv_heads=2;task.key_dim=4;task.moe.router.k=2;"
+    "input.batch_size=8;input.target_length=16;task.fprop_dtype=float32"
+)
+
+
+def _quiet(line):
+    pass
+
+
+def _import(directory, run):
+    import_checkpoint(open_published(directory), run, _quiet)
+    return TextRunDir(run)
+
+
+def _export(run, output, **options):
+    return export_checkpoint(run, output, NEWEST, ExportOptions(**options), _quiet)
+
+
+def _tensors(directory):
+    source = open_source(directory)
+    return {name: source.Read(name) for name in source.entries}
+
+
+def _theta(run):
+    return load_theta(run, run.Task())[0]
+
+
+def _assert_same_tensors(there, here):
+    there.pop("model.rotary_emb.inv_freq", None)
+    assert there.keys() == here.keys()
+    for name, tensor in there.items():
+        assert (tensor.dtype, tensor.shape) == (here[name].dtype, here[name].shape), name
+        assert tensor.tobytes() == here[name].tobytes(), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_import_comes_out_byte_for_byte(name, checkpoint, tmp_path):
+    directory = checkpoint(name)
+    _export(_import(directory, tmp_path / "run"), tmp_path / "out")
+    _assert_same_tensors(_tensors(directory), _tensors(tmp_path / "out"))
+    config, before = (
+        json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", directory)
+    )
+    assert config == before
+
+
+def test_types_of_tensors_a_licence_and_several_files(checkpoint, tmp_path):
+    directory = checkpoint("mixtral")
+    tensors = _tensors(directory)
+    types = dict.fromkeys(tensors, "bfloat16") | {"model.norm.weight": "float32"}
+    types["model.layers.1.self_attn.q_proj.weight"] = "float16"
+    tensors = {name: x.astype(types[name]) for name, x in tensors.items()}
+    with open(directory / "model.safetensors", "wb") as file:
+        entries = {name: Entry(x.shape, types[name]) for name, x in tensors.items()}
+        write_safetensors(file, entries, tensors.values())
+    (directory / "LICENSE").write_text("free")
+    _import(directory, tmp_path / "run")
+    flags = [f"--logdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
+    assert command.main([*flags, "--max_shard_bytes=9000"]) == 0
+    _assert_same_tensors(tensors, _tensors(tmp_path / "out"))
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model-00001-of-00007.safetensors", "LICENSE", "tokenizer.json"} <= names
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    again = _import(tmp_path / "out", tmp_path / "again")
+    assert again.OpenVocabularies().target.Encode("<3>") == [3]
+
+
+def test_all_experts_come_out_of_a_step_over_eight_devices(checkpoint, tmp_path):
+    """The case of NVIDIA-NeMo/Megatron-Bridge#1716: experts that lie on other devices were lost.
+
+    The model is no import: its embeddings are multiplied by a number that Mixtral's are not.
+    """
+    texts, run = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
+    (texts / "a.txt").write_text(
+        "\n".join(" ".join(f"<{i % 37}>" for i in range(n)) for n in range(3, 60))
+    )
+    override = f"{SMALL};task.num_experts=8;input.vocab_dir={checkpoint('mixtral')}"
+    flags = [
+        "--model=lm.ImportedMixtral",
+        f"--data_dir={texts}",
+        f"--logdir={run}",
+        "--max_steps=1",
+    ]
+    flags += ["--num_devices=8", "--mesh=expert:8,model:1", f"--model_params_override={override}"]
+    assert trainer.main(flags) == 0
+    run = TextRunDir(run)
+    _export(run, tmp_path / "out")
+    assert _tensors(tmp_path / "out")["model.layers.0.block_sparse_moe.experts.7.w1.weight"].any()
+    theta = _theta(_import(tmp_path / "out", tmp_path / "again"))
+    expected = _theta(run)
+    expected.embedding.table = expected.embedding.table * np.float32(4)
+    assert_same(theta, expected)
+
+
+def test_a_model_of_no_family_is_refused_by_what_differs(checkpoint, tmp_path):
+    run = _import(checkpoint("llama_tied"), tmp_path / "run")
+    params = run.Params()
+    params.task.activation = "gelu"
+    run.Params = lambda: params
+    with pytest.raises(WeightsError, match=r"task.activation='gelu' \(there 'swiglu'\)$"):
+        _export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
