@@ -54,6 +54,7 @@ from lingvo_moe.training.same_run import (
     has_begun,
     override_without_unused,
     with_its_weights,
+    with_model_of_source,
     with_overrides_of_run,
 )
 
@@ -100,6 +101,7 @@ def described_by(args: Flags) -> Job:
     if args.num_processes > 1:  # now, so that the others learn of its end
         meet(args.coordinator_address, args.num_processes, args.process_id)
     load_tensorflow(args.engine)
+    args = with_model_of_source(args)
     defined = registry.AsDefined(args.model)
     if args.strategy == AUTO:
         from lingvo_moe.training.found_strategy import override_with_strategy

@@ -36,7 +36,8 @@ MOST_DEVICES = 4096
 def define_flags() -> Flags:
     """Returns the trainer's flags, to be parsed."""
     flags = Flags("python -m lingvo_moe.trainer", _ABOUT, prefix="error")
-    define_experiment_flag(flags, "the experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L")
+    help = "the experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L (default: that of the run in --init_from)"
+    define_experiment_flag(flags, help, required=False)
     flags.DEFINE_enum(
         "mode",
         "sync",
@@ -63,6 +64,8 @@ def define_flags() -> Flags:
 
 def _declare_effects(flags: Flags) -> None:
     """Declares which flags go with which mode; --mode=eval takes those of the trainer whose run it scores."""
+    why = "--model is required, unless --init_from names a run; --model alone lists all"
+    flags.Refuse(["model", "init_from"], lambda values: why * (not any(values.values())))
     flags.OnlyWith("eval_lines once", mode="eval")
     flags.OnlyWith("max_minutes restart elastic", mode="sync")
     flags.OnlyWith("init_from_step init_from_state trust_run", init_from=True)

@@ -11,10 +11,13 @@ from lingvo_moe.core.config.param_text import classes_first
 from lingvo_moe.core.config.stored_params import difference, has_effect, stored_values
 from lingvo_moe.core.console.command import flags_line, say
 from lingvo_moe.core.console.flags import BEST, Flags, join_overrides
+from lingvo_moe.core.files.paths import absolute
 from lingvo_moe.core.runs.bucket_lock import TrainerLock
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.training.checks import UsageError
 
+# Directories that are those of a run alone.
+_PLACES = ("input.data_dir.", "input.vocab_dir.", "input.cache_dir.")
 _MOST_RESTORED = 8  # parameters that a message tells the user to set
 
 
@@ -172,6 +175,31 @@ def with_source(args: Flags, run_dir: RunDir) -> Flags:
         )
     say(f"{flags}: from {why}; --restart begins without")
     return args.With(**values)
+
+
+def with_model_of_source(args: Flags) -> Flags:
+    """The flags; without --model, with that of the run in --init_from, its parameters and its vocabularies.
+
+    Raises UsageError: the run is by somebody else, and not trusted.
+    """
+    if args.model:
+        return args
+    run = RunDir(args.init_from, "--init_from", args.trust_run)
+    model = run.experiment["model"]
+    if not (run.is_own or args.trust_run):
+        raise UsageError(
+            f"--model is required: {run.path} has no mark as a run of yours; or give --trust_run"
+        )
+    kept = registry.part_of(
+        run.override, lambda path: not f"{path}.".startswith(("train.", *_PLACES))
+    )
+    vocabularies = run.path / "vocab"
+    if vocabularies.is_dir():
+        kept = join_overrides(kept, f"input.vocab_dir={registry.escape(absolute(vocabularies))}")
+    flags = {"model": model, "model_params_override": kept}
+    say(f"{flags_line(**flags)}: from {run.path}")
+    override = join_overrides(kept, args.model_params_override)
+    return args.With(model=model, model_params_override=override)
 
 
 def check_not_to_grow(args: Flags, params: Params) -> None:

@@ -84,7 +84,7 @@ def open_published(path: str | os.PathLike) -> Published:
     family, values = _model(config, where)
     if values[_TIED] and _has_a_head(source):
         values[_TIED] = False
-    override = _override(values)
+    override = _override(values | {"input.target_vocab_size": vocabulary.size})
     params = _params(family, override, where)
     files = _files_beside(path if path.is_dir() else path.parent)
     return Published(source, family, config, files, override, params, vocabulary.model_bytes)

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from equivalence import assert_same
+from published import assert_same_tensors, tensors_of, write_texts
 
 from lingvo_moe import trainer
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST
-from lingvo_moe.core.weights.open_source import open_source
 from lingvo_moe.core.weights.safetensors_file import write_safetensors
 from lingvo_moe.core.weights.source import Entry, WeightsError
 from lingvo_moe.tasks.families.exporting import ExportOptions, export_checkpoint
@@ -45,28 +45,15 @@ def _export(run, output, **options):
     return export_checkpoint(run, output, NEWEST, ExportOptions(**options), _quiet)
 
 
-def _tensors(directory):
-    source = open_source(directory)
-    return {name: source.Read(name) for name in source.entries}
-
-
 def _theta(run):
     return load_theta(run, run.Task())[0]
-
-
-def _assert_same_tensors(there, here):
-    there.pop("model.rotary_emb.inv_freq", None)
-    assert there.keys() == here.keys()
-    for name, tensor in there.items():
-        assert (tensor.dtype, tensor.shape) == (here[name].dtype, here[name].shape), name
-        assert tensor.tobytes() == here[name].tobytes(), name
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_import_comes_out_byte_for_byte(name, checkpoint, tmp_path):
     directory = checkpoint(name)
     _export(_import(directory, tmp_path / "run"), tmp_path / "out")
-    _assert_same_tensors(_tensors(directory), _tensors(tmp_path / "out"))
+    assert_same_tensors(tensors_of(directory), tensors_of(tmp_path / "out"))
     config, before = (
         json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", directory)
     )
@@ -75,7 +62,7 @@ def test_an_import_comes_out_byte_for_byte(name, checkpoint, tmp_path):
 
 def test_types_of_tensors_a_licence_and_several_files(checkpoint, tmp_path):
     directory = checkpoint("mixtral")
-    tensors = _tensors(directory)
+    tensors = tensors_of(directory)
     types = dict.fromkeys(tensors, "bfloat16") | {"model.norm.weight": "float32"}
     types["model.layers.1.self_attn.q_proj.weight"] = "float16"
     tensors = {name: x.astype(types[name]) for name, x in tensors.items()}
@@ -86,7 +73,7 @@ def test_types_of_tensors_a_licence_and_several_files(checkpoint, tmp_path):
     _import(directory, tmp_path / "run")
     flags = [f"--logdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
     assert command.main([*flags, "--max_shard_bytes=9000"]) == 0
-    _assert_same_tensors(tensors, _tensors(tmp_path / "out"))
+    assert_same_tensors(tensors, tensors_of(tmp_path / "out"))
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model-00001-of-00007.safetensors", "LICENSE", "tokenizer.json"} <= names
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -99,11 +86,7 @@ def test_all_experts_come_out_of_a_step_over_eight_devices(checkpoint, tmp_path)
 
     The model is no import: its embeddings are multiplied by a number that Mixtral's are not.
     """
-    texts, run = tmp_path / "texts", tmp_path / "run"
-    texts.mkdir()
-    (texts / "a.txt").write_text(
-        "\n".join(" ".join(f"<{i % 37}>" for i in range(n)) for n in range(3, 60))
-    )
+    texts, run = write_texts(tmp_path / "texts"), tmp_path / "run"
     override = f"{SMALL};task.num_experts=8;input.vocab_dir={checkpoint('mixtral')}"
     flags = [
         "--model=lm.ImportedMixtral",
@@ -115,7 +98,7 @@ def test_all_experts_come_out_of_a_step_over_eight_devices(checkpoint, tmp_path)
     assert trainer.main(flags) == 0
     run = TextRunDir(run)
     _export(run, tmp_path / "out")
-    assert _tensors(tmp_path / "out")["model.layers.0.block_sparse_moe.experts.7.w1.weight"].any()
+    assert tensors_of(tmp_path / "out")["model.layers.0.block_sparse_moe.experts.7.w1.weight"].any()
     theta = _theta(_import(tmp_path / "out", tmp_path / "again"))
     expected = _theta(run)
     expected.embedding.table = expected.embedding.table * np.float32(4)

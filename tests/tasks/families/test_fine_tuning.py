@@ -1,0 +1,43 @@
+"""A run of published weights is trained further in one command, and comes out as it came in."""
+
+import importlib.util
+import json
+
+import pytest
+from published import assert_same_tensors, tensors_of, write_texts
+
+from lingvo_moe import trainer
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST
+from lingvo_moe.tasks.families.exporting import ExportOptions, export_checkpoint
+from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tokenizers") is None,
+    reason="needs tokenizers: pip install --no-deps -r requirements-tokenizers.txt",
+)
+# A rate at which no weight changes.
+SMALL = "input.batch_size=8;input.target_length=16;task.optimizer.learning_rate.value=1e-30"
+
+
+def test_the_trainer_takes_model_and_vocabulary_from_an_import(checkpoint, tmp_path, capsys):
+    directory, run, tuned = checkpoint("llama_tied"), tmp_path / "run", tmp_path / "tuned"
+    (directory / "LICENSE").write_text("free")
+    import_checkpoint(open_published(directory), run, lambda line: None)
+    texts = write_texts(tmp_path / "texts")
+    command = [f"--init_from={run}", f"--data_dir={texts}", f"--logdir={tuned}", "--max_steps=1"]
+    command += ["--num_devices=8", f"--model_params_override={SMALL}"]
+    assert trainer.main(command) == 0
+    assert "began from" in capsys.readouterr().err
+    tuned = TextRunDir(tuned)
+    assert tuned.experiment["model"] == "lm.ImportedLlama" and tuned.steps == [0, 1]
+    export_checkpoint(tuned, tmp_path / "out", NEWEST, ExportOptions(), lambda line: None)
+    assert_same_tensors(tensors_of(directory), tensors_of(tmp_path / "out"))
+    assert (tmp_path / "out" / "LICENSE").read_text() == "free"
+    config, before = (
+        json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", directory)
+    )
+    assert config == before
+    (run / "experiment.hmac").unlink()
+    assert trainer.main([*command[:2], f"--logdir={tmp_path / 'x'}"]) == 2
+    assert "has no mark as a run of yours" in capsys.readouterr().err
