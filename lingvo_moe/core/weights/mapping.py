@@ -48,7 +48,7 @@ class WeightMapping:
         rules: the family's.
         shapes: the shape of each variable, by path.
         places: for each layer by its number, the path of what has it, and its index in the variables there, e.g.
-            ("decoder.blocks.body.layers[0]", 3).
+            ("decoder.blocks.body.layers[0]", 3); None: variables there have this layer alone.
         sizes: of the axes of layouts; "e" is the number of experts.
 
     Attributes:
@@ -61,7 +61,7 @@ class WeightMapping:
         self,
         rules: Iterable[WeightRule],
         shapes: Mapping[str, tuple[int, ...]],
-        places: Sequence[tuple[str, int]],
+        places: Sequence[tuple[str, int | None]],
         sizes: Mapping[str, int],
     ):
         self._shapes, self._places, self._sizes = shapes, places, sizes
@@ -87,7 +87,7 @@ class WeightMapping:
             path = f"{place[0]}.{rule.variable}" if place else rule.variable
             if path not in self._shapes:
                 continue
-            blocks = (place[1],) if place else ()
+            blocks = () if place is None or place[1] is None else (place[1],)
             experts = range(self._sizes["e"]) if "{expert}" in rule.tensor else [None]
             for expert in experts:
                 index = blocks if expert is None else (*blocks, expert)

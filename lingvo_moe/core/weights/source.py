@@ -12,6 +12,8 @@ import numpy as np
 
 from lingvo_moe.core.config.checks import did_you_mean
 
+_AT_ONCE = 32 << 20  # bytes of a tensor
+
 
 class WeightsError(ValueError):
     """Weights that cannot be read, or that are not those of the model: names the file and the tensor."""
@@ -49,6 +51,17 @@ class WeightSource(abc.ABC):
             guess = did_you_mean(name, list(self.entries))
             raise WeightsError(f"{self.where}: has no tensor {name!r}{guess}")
         return self.entries[name]
+
+
+def same_values(source: WeightSource, one: str, other: str) -> bool:
+    """Whether two tensors are equal; reads a part of them at a time."""
+    entry = source.About(one)
+    if source.About(other).shape != entry.shape or not entry.shape:
+        return False
+    row = math.prod(entry.shape[1:]) * np.dtype(entry.dtype).itemsize
+    step = max(1, _AT_ONCE // max(1, row))
+    parts = [slice(begin, begin + step) for begin in range(0, entry.shape[0], step)]
+    return all(np.array_equal(source.Read(one, part), source.Read(other, part)) for part in parts)
 
 
 def check_name(path: Path, name: str) -> str:

@@ -130,13 +130,16 @@ def export_checkpoint(
     """
     params = run.Params()
     about, task = describe(run, params), params.task.Instantiate().Unpacked()
-    mapping = about.family.Mapping(about.params.task, task.VariableSpecs())
-    entries = _entries(run, mapping, task, options.dtype)
+    # config.json does not say whether the tensors of a head for the token after the next are there.
+    said = about.params.task.Copy().Set(multi_token_weight=params.task.multi_token_weight)
+    mapping = about.family.Mapping(said, task.VariableSpecs())
+    copies = about.family.Copies(said)
+    entries = _entries(run, mapping, task, copies, options.dtype)
     shards = _shards(entries, options.max_shard_bytes)
 
     def write(checkpointer: Checkpointer, step: int) -> str:
         source = CheckpointSource(checkpointer, step, "ema" if chosen.use_ema else "theta")
-        tensors = _Tensors(source, mapping, entries, _factors(params, about.params))
+        tensors = _Tensors(source, mapping, entries, copies, _factors(params, about.params))
         with replaced_directory(output.absolute()) as directory:
             _write_weights(directory, entries, shards, tensors, progress)
             _write_rest(directory, run, about.config, entries)
@@ -147,9 +150,9 @@ def export_checkpoint(
 
 
 def _entries(
-    run: TextRunDir, mapping: WeightMapping, task: Any, dtype: str | None
+    run: TextRunDir, mapping: WeightMapping, task: Any, copies: Mapping[str, str], dtype: str | None
 ) -> dict[str, Entry]:
-    """The shape and type of each tensor; those of one variable follow one another."""
+    """The shape and type of each tensor; those of one variable follow one another, and copies come last."""
     imported = run.artifacts.about.get(IMPORTED, {})
     types = dict(task.VariableSpecs().FlattenItems())
     entries = {}
@@ -158,7 +161,7 @@ def _entries(
         came = imported.get("other_dtypes", {}).get(name, imported.get("dtype"))
         usual = came if came in NAMES else str(np.dtype(types[first[name][0]].dtype))
         entries[name] = Entry(mapping.Shape(name), dtype or usual)
-    return entries
+    return entries | {copy: entries[name] for copy, name in copies.items()}
 
 
 def _size(entry: Entry) -> int:
@@ -202,6 +205,7 @@ class _Tensors:
     source: CheckpointSource
     mapping: WeightMapping
     entries: Mapping[str, Entry]
+    copies: Mapping[str, str]  # the names of further tensors, and those that they are copies of
     factors: Mapping[str, float]  # by the variable's path
 
     def Read(self, name: str) -> np.ndarray:
@@ -210,7 +214,7 @@ class _Tensors:
             factor = self.factors.get(pair.path, 1.0)
             return values if factor == 1.0 else values * np.float32(factor)
 
-        values = self.mapping.Tensor(name, read)
+        values = self.mapping.Tensor(self.copies.get(name, name), read)
         with np.errstate(over="ignore"):
             cast = values.astype(self.entries[name].dtype, copy=False)
         if cast.dtype == np.float16 and (np.isinf(cast) & np.isfinite(values)).any():

@@ -1,16 +1,17 @@
 """A family of published language models: its config.json as parameters of a task, and the names of its weights.
 
 Letters of layouts: m model, n heads, a heads of keys and values, k key, h hidden, e experts, f hidden of an expert,
-v vocabulary.
+s hidden of the shared experts, v vocabulary. `two` is a pair of numbers, `first` and `second` are of size one.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.weights.mapping import WeightMapping, WeightRule
-from lingvo_moe.core.weights.source import WeightsError
+from lingvo_moe.core.weights.source import WeightsError, WeightSource, same_values
 from lingvo_moe.tasks.transformer.stacks import layers_before, layers_of_block
 
 # Keys of config.json that say nothing of what a model computes.
@@ -55,19 +56,17 @@ class Family:
         config = {self.ALIASES.get(key, key): value for key, value in config.items()}
         values: dict[str, Any] = {}
         for parameter, (key, default) in self.KEYS.items():
-            if (value := config.get(key)) is None:
-                value = default(values) if callable(default) else default
-            if not isinstance(value, (bool, int, float)):
-                raise WeightsError(f"{where}: {key}={value!r}; expected a number, true or false")
-            values[parameter] = value
+            default = default(values) if callable(default) else default
+            values[parameter] = number(config, key, default, where)
         for key, expected in self.ALWAYS.items():
             if (value := config.get(key)) is not None and value != expected:
                 raise WeightsError(
                     f"{where}: {key}={value!r} cannot be represented; this family has {expected!r}"
                 )
-        if (kind := config.get(_QUANTIZATION)) is not None and not _is_float8(kind):
+        if (kind := config.get(_QUANTIZATION)) is not None and not _is_read(kind):
             raise WeightsError(
-                f"{where}: {_QUANTIZATION}={kind!r} cannot be read; expected quant_method fp8 in blocks of 128 x 128"
+                f"{where}: {_QUANTIZATION}={kind!r} cannot be read; expected quant_method fp8 in blocks of 128 x 128, "
+                "or mxfp4"
             )
         known = {_QUANTIZATION, *_SAYS_NOTHING.split(), *self.ALWAYS, *self.OTHER_KEYS}
         known |= {key for key, _ in self.KEYS.values()}
@@ -104,6 +103,28 @@ class Family:
         """The keys that say several parameters of a task together: the inverse of Others."""
         return {}
 
+    def FromTensors(self, config: Mapping[str, Any], source: WeightSource) -> dict[str, Any]:
+        """The parameters that config.json leaves to the tensors that are there."""
+        return {}
+
+    def Copies(self, p: Params) -> Mapping[str, str]:
+        """The names of tensors that are copies of others, and the others' names; a source may lack them."""
+        return {}
+
+    def LeftOut(self, p: Params, source: WeightSource) -> list[str]:
+        """Regular expressions of the names of tensors that are not for the model of parameters `p`.
+
+        Raises WeightsError: one that must be a copy differs.
+        """
+        for name, other in self.Copies(p).items():
+            if name in source.entries and not same_values(source, name, other):
+                raise WeightsError(f"{source.where}: {name} must be a copy of {other}, and differs")
+        return [*self.LEFT_OUT, *map(re.escape, self.Copies(p))]
+
+    def Rules(self, p: Params) -> Sequence[WeightRule]:
+        """The rules for the model of parameters `p`."""
+        return self.RULES
+
     def Sizes(self, p: Params) -> dict[str, int]:
         """The sizes of the axes of layouts."""
         return {
@@ -115,12 +136,16 @@ class Family:
             "v": p.vocab_size,
             "e": p.num_experts,
             "f": p.expert_hidden_dim or 0,
+            "s": (p.expert_hidden_dim or 0) * p.moe.num_shared_experts,
+            "two": 2,
+            "first": 1,
+            "second": 1,
         }
 
     def Mapping(self, p: Params, specs: NestedMap) -> WeightMapping:
         """The pairs of a model of parameters `p` with these VariableSpecs. Raises WeightsError."""
         shapes = {path: tuple(spec.shape) for path, spec in specs.FlattenItems()}
-        return WeightMapping(self.RULES, shapes, _places(p), self.Sizes(p))
+        return WeightMapping(self.Rules(p), shapes, _places(p), self.Sizes(p))
 
 
 def gates(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -141,16 +166,26 @@ def gate_keys(p: Params) -> dict[str, Any]:
     )
 
 
-def _is_float8(quantization: Any) -> bool:
-    """Whether it is what core/weights/quantized.py reads: float8 with a scale for each block."""
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+def number(config: Mapping[str, Any], key: str, default: Any, where: str) -> Any:
+    """The value of a key, or the default where it is left out or null. Raises WeightsError: it is no number."""
+    value = default if (value := config.get(key)) is None else value
+    if not isinstance(value, (bool, int, float)):
+        raise WeightsError(f"{where}: {key}={value!r}; expected a number, true or false")
+    return value
+
+
+def _is_read(quantization: Any) -> bool:
+    """Whether it is what core/weights/quantized.py reads: float8 with a scale for each block, or MXFP4."""
+    if not isinstance(quantization, dict):
         return False
-    return quantization.get("weight_block_size") == [128, 128]
+    method, block = (quantization.get(key) for key in ("quant_method", "weight_block_size"))
+    return method == "mxfp4" or (method == "fp8" and block == [128, 128])
 
 
-def _places(p: Params) -> list[tuple[str, int]]:
-    """The path of what has each layer of the decoder, and its index there."""
+def _places(p: Params) -> list[tuple[str, int | None]]:
+    """The path of what has each layer, and its index there; first those of the decoder."""
     before, size = layers_before(p), layers_of_block(p)
     first = [("decoder.first.body.layers[0]", layer) for layer in range(before)]
     rest = range(p.num_layers - before)
-    return first + [(f"decoder.blocks.body.layers[{i % size}]", i // size) for i in rest]
+    blocks = [(f"decoder.blocks.body.layers[{i % size}]", i // size) for i in rest]
+    return [*first, *blocks, *([("multi_token", None)] if p.multi_token_weight else [])]

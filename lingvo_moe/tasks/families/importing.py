@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.config.hyperparams import Params
@@ -19,8 +17,10 @@ from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.weights.gguf_file import GgufFile
 from lingvo_moe.core.weights.open_source import open_source
 from lingvo_moe.core.weights.quantized import Dequantized
-from lingvo_moe.core.weights.source import WeightsError, WeightSource
+from lingvo_moe.core.weights.source import WeightsError, WeightSource, same_values
+from lingvo_moe.tasks.families.deepseek import DeepSeekV2Family, DeepSeekV3Family
 from lingvo_moe.tasks.families.family import Family
+from lingvo_moe.tasks.families.gpt_oss import GptOssFamily
 from lingvo_moe.tasks.families.llama import HEAD, TABLE, LlamaFamily, LlamaGguf, gguf_tokenizer
 from lingvo_moe.tasks.families.llama4 import Llama4Family, Llama4WithImagesFamily
 from lingvo_moe.tasks.families.mixtral import MistralFamily, MixtralFamily
@@ -40,6 +40,9 @@ FAMILIES: Mapping[str, Family] = {
         OlmoeFamily,
         Qwen3Family,
         Qwen3MoeFamily,
+        DeepSeekV2Family,
+        DeepSeekV3Family,
+        GptOssFamily,
     )
     for kind in f.TYPES
 }
@@ -82,6 +85,7 @@ def open_published(path: str | os.PathLike) -> Published:
         config = _config(path / CONFIG)
         vocabulary = JsonVocabulary.Load(path)
     family, values = _model(config, where)
+    values |= family.FromTensors(config, source)
     if values[_TIED] and _has_a_head(source):
         values[_TIED] = False
     override = _override(values | {"input.target_vocab_size": vocabulary.size})
@@ -156,7 +160,7 @@ def _has_a_head(source: WeightSource) -> bool:
     """Whether there is a table of the softmax that is no copy of the embeddings'."""
     if not {HEAD, TABLE} <= source.entries.keys():
         return HEAD in source.entries
-    return not np.array_equal(source.Read(HEAD), source.Read(TABLE))
+    return not same_values(source, HEAD, TABLE)
 
 
 def import_checkpoint(
@@ -177,7 +181,7 @@ def import_checkpoint(
     params, source = published.params, published.source
     specs = params.task.Instantiate().VariableSpecs()
     mapping = published.family.Mapping(params.task, specs)
-    left_out = mapping.Check(source, published.family.LEFT_OUT)
+    left_out = mapping.Check(source, published.family.LeftOut(params.task, source))
     run = RunDir(output, "--output")
     if run.steps or run.summaries_dir.exists():
         raise WeightsError(f"{output}: there is a run already; name another directory")

@@ -103,17 +103,38 @@ class LlamaFamily(Family):
         return rotary_keys(p.position)
 
 
-# The parameters of Llama 3.1's positions by their keys.
-_LLAMA3 = {
-    "factor": "factor",
-    "low_freq_factor": "low_turns",
-    "high_freq_factor": "high_turns",
-    "original_max_position_embeddings": "original_length",
+# The parameters of scaled positions by their keys, and the values of keys that may be left out.
+_ORIGINAL = {"factor": "factor", "original_max_position_embeddings": "original_length"}
+_SCALED = {
+    "llama3": (_ORIGINAL | {"low_freq_factor": "low_turns", "high_freq_factor": "high_turns"}, {}),
+    "yarn": (
+        _ORIGINAL
+        | {"beta_fast": "fast_turns", "beta_slow": "slow_turns", "truncate": "whole_pairs"}
+        | {"mscale": "mscale", "mscale_all_dim": "mscale_all"},
+        {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": True,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+        },
+    ),
 }
 
 
-def rotary(config: Mapping[str, Any], where: str, base: float) -> dict[str, Any]:
-    """The parameters of positions, of that base by default. Raises WeightsError: a scaling that is not known."""
+def rotary(
+    config: Mapping[str, Any], where: str, base: float, scales: bool = False
+) -> dict[str, Any]:
+    """The parameters of positions.
+
+    Args:
+        config: what config.json says.
+        where: its path, for messages.
+        base: of the angles, where no key says it.
+        scales: whether YaRN's mscale_all_dim multiplies the products of queries and keys, as in DeepSeek alone.
+
+    Raises WeightsError: a kind of scaling that is not known, or a key of it.
+    """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise WeightsError(f"{where}: rope_scaling={scaling!r}; expected an object")
@@ -123,10 +144,13 @@ def rotary(config: Mapping[str, Any], where: str, base: float) -> dict[str, Any]
     scaling.pop("type", None)
     if kind == "default" and not scaling:
         return {"task.position": "rotary", "task.position.max_timescale": base}
-    if kind != "llama3" or scaling.keys() != _LLAMA3.keys():
+    names, defaults = _SCALED.get(kind, ({"": ""}, {}))
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    both = [bool(scaling.get(key)) for key in ("mscale", "mscale_all_dim")]
+    if {**defaults, **scaling}.keys() != names.keys() or both not in ([scales] * 2, [False] * 2):
         raise WeightsError(f"{where}: rope_scaling={kind!r} with {scaling} cannot be represented")
-    values = {f"task.position.{_LLAMA3[key]}": value for key, value in scaling.items()}
-    return {"task.position": "llama3", "task.position.max_timescale": base, **values}
+    values = {f"task.position.{names[key]}": v for key, v in {**defaults, **scaling}.items()}
+    return {"task.position": kind, "task.position.max_timescale": base, **values}
 
 
 def rotary_keys(position: Params) -> dict[str, Any]:
@@ -134,10 +158,13 @@ def rotary_keys(position: Params) -> dict[str, Any]:
     if "max_timescale" not in position:
         return {}
     base = {"rope_theta": position.max_timescale}
-    if "low_turns" not in position:
-        return base
-    values = {key: position.Get(name) for key, name in _LLAMA3.items()}
-    return {**base, "rope_scaling": {"rope_type": "llama3", **values}}
+    for kind, (names, _) in _SCALED.items():
+        if all(name in position for name in names.values()):
+            values = {key: position.Get(name) for key, name in names.items()}
+            if not values.get("mscale_all_dim") and values.get("mscale") == 1.0:
+                values = {key: value for key, value in values.items() if "mscale" not in key}
+            return {**base, "rope_scaling": {"rope_type": kind, **values}}
+    return base
 
 
 # --- GGUF

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(
     reason="needs tokenizers: pip install --no-deps -r requirements-tokenizers.txt",
 )
 TESTDATA = Path(__file__).parent / "testdata"
-NAMES = sorted(path.name for path in TESTDATA.iterdir() if path.is_dir())
+# MXFP4 comes out as bfloat16.
+NAMES = sorted({path.name for path in TESTDATA.iterdir() if path.is_dir()} - {"gpt_oss_mxfp4"})
 SMALL = (
     "task.vocab_size=38;input.target_vocab_size=37;task.model_dim=16;task.hidden_dim=8;task.expert_hidden_dim=8;"
     "task.num_layers=1;task.num_heads=4;task.num_kv_heads=2;task.key_dim=4;task.moe.router.k=2;"

@@ -1,24 +1,20 @@
 """Checkpoints that the `transformers` library wrote give its logits and its greedy tokens once they are imported.
 
-benchmarks/peers/record_published.py made the files in testdata/. Letters: B row, T token.
+benchmarks/peers/record_published.py made the files in testdata/.
 """
 
 import importlib.util
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from equivalence import assert_same
+from imported import TESTDATA, assert_as_recorded, change, load_imported, set_config
 
 from lingvo_moe.core.engine.checkpoints import streamed
-from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.parts import Context
-from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.core.weights.safetensors_file import open_safetensors, write_safetensors
-from lingvo_moe.core.weights.source import Entry, WeightsError
+from lingvo_moe.core.weights.safetensors_file import open_safetensors
+from lingvo_moe.core.weights.source import WeightsError
 from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
@@ -30,7 +26,6 @@ pytestmark = pytest.mark.skipif(
     reason="needs tokenizers: pip install --no-deps -r requirements-tokenizers.txt",
 )
 
-TESTDATA = Path(__file__).parent / "testdata"
 NAMES = [
     *("llama3", "llama4_interleaved", "llama_tied", "mistral", "mixtral", "qwen3"),
     # Experts that are square and not symmetric, where no shape tells that one is transposed: Megatron-Bridge #3743,
@@ -39,50 +34,13 @@ NAMES = [
     # With `olmoe` and `qwen3_moe`, gates that sum to one and gates that need not: pytorch/torchtitan#1448.
     *("olmoe_normalized", "qwen3_moe_sparse"),
 ]
-WEIGHTS, GGUF = "model.safetensors", TESTDATA / "llama_tied.gguf"
-
-
-def _change(directory, change):
-    """Writes the weights again with other tensors: `change` takes and gives arrays by name."""
-    source = open_safetensors(directory / WEIGHTS)
-    tensors = change({name: source.Read(name) for name in source.entries})
-    entries = {name: Entry(x.shape, str(x.dtype)) for name, x in tensors.items()}
-    with open(directory / WEIGHTS, "wb") as file:
-        write_safetensors(file, entries, tensors.values())
-
-
-def _set_config(directory, **keys):
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | keys))
-
-
-def _import(directory, run):
-    import_checkpoint(open_published(directory), run, lambda line: None)
-    opened = TextRunDir(run)
-    model = opened.Task()
-    return model, load_theta(opened, model)[0]
+GGUF = TESTDATA / "llama_tied.gguf"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_greedy_tokens(name, checkpoint, tmp_path):
-    model, theta = _import(checkpoint(name), tmp_path / "run")
-    _assert_as_recorded(model, theta, name)
-
-
-def _assert_as_recorded(model, theta, name):
-    theta = theta.Transform(tf.constant)
-    expected = np.load(TESTDATA / name / "expected.npz")
-    whole = np.concatenate([expected["ids"], expected["greedy"]], 1).astype(np.int32)
-    ids = tf.constant(whole[:, :-1])
-    at = tf.tile(tf.range(ids.shape[1])[tf.newaxis], [ids.shape[0], 1])
-    batch = NestedMap(ids=ids, labels=ids, segment_ids=tf.ones_like(ids), segment_pos=at)
-    with use_mesh(single_device()):
-        carry, _, _ = model.Forward().Run(theta, Context(batch))
-        y = model.decoder.Normalized(theta.decoder, carry.x)
-        logits = model.softmax.FProp(theta[model.softmax_table], y).numpy()
-    length = expected["ids"].shape[1]
-    np.testing.assert_allclose(logits[:, :length], expected["logits"], atol=1e-4, rtol=1e-4)
-    np.testing.assert_array_equal(logits[:, length - 1 :].argmax(-1), expected["greedy"])
+    model, theta = load_imported(checkpoint(name), tmp_path / "run")
+    assert_as_recorded(model, theta, name)
 
 
 def test_two_gates_that_are_equal_in_bfloat16_are_told_apart(checkpoint, tmp_path):
@@ -90,26 +48,26 @@ def test_two_gates_that_are_equal_in_bfloat16_are_told_apart(checkpoint, tmp_pat
     directory, name = checkpoint("olmoe"), "model.layers.0.mlp.gate.weight"
     rounded = {}
 
-    def change(tensors):
+    def round_gates(tensors):
         rounded[name] = tensors[name].astype("bfloat16").astype(np.float32)
         return tensors | rounded
 
-    assert (open_safetensors(directory / WEIGHTS).Read(name)[0] != 0).all()
-    _change(directory, change)
+    assert (open_safetensors(directory / "model.safetensors").Read(name)[0] != 0).all()
+    change(directory, round_gates)
     np.testing.assert_array_equal(rounded[name][0], rounded[name][1])
-    model, theta = _import(directory, tmp_path / "run")
+    model, theta = load_imported(directory, tmp_path / "run")
     with pytest.raises(AssertionError, match="Mismatched elements"):
-        _assert_as_recorded(model, theta, "olmoe")
+        assert_as_recorded(model, theta, "olmoe")
 
 
 def test_the_text_part_of_llama_4_is_taken(checkpoint, tmp_path):
     directory = checkpoint("llama4")
-    _, whole = _import(directory, tmp_path / "whole")
+    _, whole = load_imported(directory, tmp_path / "whole")
     text = json.loads((directory / "config.json").read_text())
     config = {"model_type": "llama4", "text_config": text, "vision_config": {"hidden_size": 3}}
     (directory / "config.json").write_text(json.dumps(config))
     image = {"vision_model.class_embedding": np.zeros(3, np.float32)}
-    _change(directory, lambda t: {f"language_model.{n}": x for n, x in t.items()} | image)
+    change(directory, lambda t: {f"language_model.{n}": x for n, x in t.items()} | image)
     published = open_published(directory)
     left_out = import_checkpoint(published, tmp_path / "run", lambda line: None)
     assert left_out == list(image)
@@ -136,7 +94,7 @@ CHANGES = {
 @pytest.mark.parametrize("message", CHANGES)
 def test_other_tensors_are_refused_by_name_and_nothing_is_written(message, checkpoint):
     directory = checkpoint("llama_tied")
-    _change(directory, CHANGES[message])
+    change(directory, CHANGES[message])
     with pytest.raises(WeightsError, match=message):
         import_checkpoint(open_published(directory), directory / "run", lambda line: None)
     assert not (directory / "run").exists()
@@ -155,7 +113,7 @@ def test_other_tensors_are_refused_by_name_and_nothing_is_written(message, check
 )
 def test_a_config_that_cannot_be_represented_is_refused_by_its_key(key, value, checkpoint):
     directory = checkpoint("llama_tied")
-    _set_config(directory, rope_parameters=None, **{key: value})
+    set_config(directory, rope_parameters=None, **{key: value})
     with pytest.raises(WeightsError, match=f"config.json: {key}="):
         open_published(directory)
 
@@ -179,7 +137,7 @@ def test_a_key_of_another_family_that_cannot_be_represented_is_refused(
     name, key, value, checkpoint, tmp_path
 ):
     directory = checkpoint(name)
-    _set_config(directory, **{key: value})
+    set_config(directory, **{key: value})
     with pytest.raises(WeightsError, match=rf"config.json: .*{key}="):
         open_published(directory)
 
@@ -206,7 +164,7 @@ def test_a_value_of_another_type_is_refused_or_without_effect(name, checkpoint):
 )
 def test_a_size_that_a_model_cannot_have_is_refused(key, value, checkpoint, tmp_path):
     directory = checkpoint("llama_tied")
-    _set_config(directory, **{key: value})
+    set_config(directory, **{key: value})
     with pytest.raises(WeightsError, match=f"config.json: {key}={value}|has the shape"):
         import_checkpoint(open_published(directory), tmp_path / "run", lambda line: None)
     assert not (tmp_path / "run").exists()
@@ -223,35 +181,35 @@ def test_keys_that_are_left_out_have_the_library_s_values(checkpoint, tmp_path):
 def test_tensors_are_believed_where_config_says_that_they_are_tied(checkpoint, tmp_path):
     """The case of huggingface/transformers#45005: tie_word_embeddings is true, and a head differs."""
     directory = checkpoint("llama_tied")
-    _change(directory, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1})
-    _, theta = _import(directory, tmp_path / "run")
+    change(directory, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1})
+    _, theta = load_imported(directory, tmp_path / "run")
     assert_same(theta.softmax.table, theta.embedding.table + 1)
 
 
 def test_a_copy_of_the_embeddings_is_left_out_by_name(checkpoint, tmp_path):
     """torch.save writes the shared table by both of its names."""
     directory = checkpoint("llama_tied")
-    _change(directory, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
+    change(directory, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
     left_out = import_checkpoint(open_published(directory), tmp_path / "run", lambda line: None)
     assert left_out == ["lm_head.weight"]
 
 
 def test_float8_with_its_scales_is_imported(checkpoint, tmp_path):
     name, directory = "model.layers.1.mlp.up_proj.weight", checkpoint("llama_tied")
-    values = open_safetensors(directory / WEIGHTS).Read(name).astype("float8_e4m3fn")
+    values = open_safetensors(directory / "model.safetensors").Read(name).astype("float8_e4m3fn")
     scale = np.full((1, 1), 1.5, np.float32)
-    _change(directory, lambda t: t | {name: values, f"{name}_scale_inv": scale})
+    change(directory, lambda t: t | {name: values, f"{name}_scale_inv": scale})
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    _set_config(directory, quantization_config=quantization)
-    _, theta = _import(directory, tmp_path / "run")
+    set_config(directory, quantization_config=quantization)
+    _, theta = load_imported(directory, tmp_path / "run")
     expected = (values.astype(np.float32) * 1.5).astype("bfloat16").astype(np.float32)
     assert_same(theta.decoder.blocks.body.layers[0].ffn.wi[1], expected.T)
 
 
 def test_a_gguf_has_the_logits_and_the_tokenizer_of_its_model(tmp_path):
     """Its queries and keys are ordered in another way, which no shape tells."""
-    model, theta = _import(GGUF, tmp_path / "run")
-    _assert_as_recorded(model, theta, "llama_tied")
+    model, theta = load_imported(GGUF, tmp_path / "run")
+    assert_as_recorded(model, theta, "llama_tied")
     vocabulary = TextRunDir(tmp_path / "run").OpenVocabularies().target
     assert vocabulary.Encode("ABAC") == [36, 5] and vocabulary.Decode([36, 5]) == "ABAC"
     assert (vocabulary.bos_id, vocabulary.eos_id) == (1, 2)
@@ -299,7 +257,7 @@ def test_the_command_goes_on_where_it_was_interrupted(checkpoint, tmp_path, monk
     names = [name for name in tensors if name]
     assert len(names) == len(set(names)) == 29
     monkeypatch.undo()
-    _, whole = _import(directory, tmp_path / "whole")
+    _, whole = load_imported(directory, tmp_path / "whole")
     opened = TextRunDir(run)
     assert_same(load_theta(opened, opened.Task())[0], whole)
     assert "import_checkpoint: run it again to go on" in capsys.readouterr().err

@@ -27,6 +27,8 @@ from lingvo_moe.core.tensors import shape_of
 
 _ORDERS = ("before", "after")
 _NORMALIZATIONS = ("never", "before_drops", "after_drops")
+# How many of a group's best scores are summed for its own.
+_GROUP_SCORES = {"two_best": 2, "best": 1}
 
 
 class TopKRouter(LearnedRouter):
@@ -105,12 +107,20 @@ class TopKRouter(LearnedRouter):
         p.Define(
             "expert_groups",
             1,
-            "Experts are in so many groups of consecutive ones; a token's are in the groups whose two best scores have "
-            "the largest sums.",
+            "Experts are in so many groups of consecutive ones; a token's are in those of the largest group_score.",
             checks.SIZE,
         )
         p.Define("groups_per_token", 1, "In how many groups a token's experts are.", checks.SIZE)
-        p.OnlyWith("groups_per_token", lambda p: "expert_groups=1" if p.expert_groups == 1 else "")
+        p.Define(
+            "group_score",
+            "two_best",
+            "A group's score: the sum of its 'two_best' experts' (DeepSeek-V3), or its 'best' one's (DeepSeek-V2).",
+            checks.one_of(tuple(_GROUP_SCORES)),
+        )
+        p.OnlyWith(
+            "groups_per_token group_score",
+            lambda p: "expert_groups=1" if p.expert_groups == 1 else "",
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -246,7 +256,8 @@ class TopKRouter(LearnedRouter):
             if bias_E is not None:
                 by_GSE += bias_E
             if p.expert_groups > 1:
-                by_GSE = _in_best_groups(by_GSE, p.expert_groups, p.groups_per_token)
+                summed = _GROUP_SCORES[p.group_score]
+                by_GSE = _in_best_groups(by_GSE, p.expert_groups, p.groups_per_token, summed)
             _, index_GSk = top_k(by_GSE, p.k)
             logits_GSk = pick(logits_GSE, index_GSk)
         if p.softmax_order == "after":
@@ -265,18 +276,19 @@ class TopKRouter(LearnedRouter):
         return bias_E + self.p.balance_bias * tf.sign(missing_E)
 
 
-def _in_best_groups(scores_GSE: tf.Tensor, num_groups: int, chosen: int) -> tf.Tensor:
-    """The scores of the experts in each token's best groups, by the sum of their two best scores; -inf elsewhere.
+def _in_best_groups(scores_GSE: tf.Tensor, num_groups: int, chosen: int, summed: int) -> tf.Tensor:
+    """The scores of the experts in each token's best groups; -inf elsewhere.
 
     Args:
         scores_GSE: float32; no gradient flows.
         num_groups: Q, of consecutive experts.
         chosen: how many groups are best.
+        summed: how many of a group's best scores are summed for its own.
     """
     groups, tokens, experts = shape_of(scores_GSE)
     size = experts // num_groups
     by_group = tf.reshape(scores_GSE, [groups, tokens, num_groups, size])
-    two_best = tf.math.top_k(tf.stop_gradient(by_group), min(2, size)).values
-    _, index_GSk = top_k(tf.reduce_sum(two_best, -1), chosen)
+    best = tf.math.top_k(tf.stop_gradient(by_group), min(summed, size)).values
+    _, index_GSk = top_k(tf.reduce_sum(best, -1), chosen)
     best_GSQ = tf.reduce_any(tf.one_hot(index_GSk, num_groups, True, False, dtype=tf.bool), 2)
     return tf.where(tf.repeat(best_GSQ, size, -1), scores_GSE, float("-inf"))
