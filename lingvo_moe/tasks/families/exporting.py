@@ -104,8 +104,8 @@ def _differing(said: Params, params: Params) -> list[str]:
 def _with_gates(params: Params) -> Params:
     """The parameters, with the normalization of gates that the router chooses where they leave it open."""
     params = params.Copy()
-    router = params.task.moe.router if params.task.num_experts else {}
-    if "normalize_gates" in router and router.normalize_gates is None:
+    router = params.task.moe.router
+    if params.task.num_experts and "normalize_gates" in router and router.normalize_gates is None:
         router.normalize_gates = "never" if router.k == 1 else "before_drops"
     return params
 

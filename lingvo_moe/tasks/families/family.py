@@ -160,10 +160,10 @@ def gates(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def gate_keys(p: Params) -> dict[str, Any]:
     """The key that says whether gates sum to one, of a task: the inverse of gates."""
-    router = p.moe.router if p.num_experts else {}
-    return (
-        {"norm_topk_prob": router.normalize_gates != "never"} if "normalize_gates" in router else {}
-    )
+    router = p.moe.router
+    if not p.num_experts or "normalize_gates" not in router:
+        return {}
+    return {"norm_topk_prob": router.normalize_gates != "never"}
 
 
 def number(config: Mapping[str, Any], key: str, default: Any, where: str) -> Any:
