@@ -2,20 +2,24 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
-from published import assert_same_tensors, tensors_of, write_texts
+from published import assert_same_tensors, logits_of, tensors_of, write_texts
 
 from lingvo_moe import trainer
-from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.tasks.families.exporting import ExportOptions, export_checkpoint
 from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tokenizers") is None,
     reason="needs tokenizers: pip install --no-deps -r requirements-tokenizers.txt",
 )
+EXPERTS = "task.num_experts=4;task.moe_every=1;task.moe.router=top_k;task.moe.router.k=2;task.moe.dispatcher=dropless"
 # A rate at which no weight changes.
 SMALL = "input.batch_size=8;input.target_length=16;task.optimizer.learning_rate.value=1e-30"
 
@@ -41,3 +45,24 @@ def test_the_trainer_takes_model_and_vocabulary_from_an_import(checkpoint, tmp_p
     (run / "experiment.hmac").unlink()
     assert trainer.main([*command[:2], f"--logdir={tmp_path / 'x'}"]) == 2
     assert "has no mark as a run of yours" in capsys.readouterr().err
+
+
+def test_an_import_grows_into_experts_that_begin_with_its_logits(checkpoint, tmp_path, capsys):
+    """Sparse upcycling (Komatsuzaki et al. 2022), of a model whose logits `transformers` computed."""
+    run, grown = tmp_path / "run", tmp_path / "grown"
+    import_checkpoint(open_published(checkpoint("llama_tied")), run, lambda line: None)
+    command = [
+        f"--init_from={run}",
+        f"--data_dir={write_texts(tmp_path / 'texts')}",
+        f"--logdir={grown}",
+    ]
+    command += ["--max_steps=1", "--num_devices=1", f"--model_params_override={SMALL};{EXPERTS}"]
+    assert trainer.main(command) == 0
+    assert "out of whose smaller model this one grew" in capsys.readouterr().err
+    grown = TextRunDir(grown)
+    model = grown.Task()
+    theta, _ = load_theta(grown, model, Chosen(step=0))
+    assert theta.decoder.blocks.body.layers[0].ffn.experts.wi.shape == (3, 4, 24, 20)
+    expected = np.load(Path(__file__).parent / "testdata/llama_tied/expected.npz")
+    logits = logits_of(model, theta, expected["ids"])
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=1e-4)
