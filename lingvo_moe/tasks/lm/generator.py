@@ -6,7 +6,7 @@ Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -127,9 +127,14 @@ class Generator(Exportable, Texts):
         self._arguments = lambda: [*prompt, *specs]
         self.generate = _function(self._Generate, self._arguments())
         parts = (vars(o), size, vocabulary.unk_id, self._marks, other_ends)
-        key = kept_programs.name_of("generate", text, *parts) if text else ""
-        variables = self._weights.variables
-        self._kept = KeptGraph(self._Continued, [*of_ids, *specs], variables, key)
+
+        def kept(kind: str, function: Callable, specs: Any) -> KeptGraph:
+            key = kept_programs.name_of(kind, text, *parts) if text else ""
+            return KeptGraph(function, specs, self._weights.variables, key)
+
+        self._kept = kept("generate", self._Continued, [*of_ids, *specs])
+        self._kept_begin = kept("begin", self._FlatBegin, [*of_ids, *specs])
+        self._kept_more = kept("more", self._FlatMore, self._SpecsOfMore)
 
     def Call(self, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
         """See Texts: text becomes tokens outside of graphs, so that the search alone is traced."""
@@ -139,9 +144,22 @@ class Generator(Exportable, Texts):
         """Makes the functions `begin` and `more`, whose trace takes time, of a stream; a beam has none."""
         if self.options.beam_size == 1 and self.begin is None:
             self.begin = _function(self._Begin, self._arguments())
-            self.begin.get_concrete_function()  # which says what `more` takes
-            ids = tf.TensorSpec([None, None], tf.int32)
-            self.more = _function(self._More, [ids, *self._specs()])
+            self.begin.get_concrete_function()
+            self.more = _function(self._More, self._SpecsOfMore())
+
+    def Begin(self, arguments: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """See Texts; where functions are of ids, their graphs are kept."""
+        if not self.vocabulary:
+            return super().Begin(arguments)
+        out = self._kept_begin(*arguments)
+        return _state(out), out["truncated"]
+
+    def More(self, state: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict, tf.Tensor]:
+        """See Texts."""
+        if not self.vocabulary:
+            return super().More(state)
+        out = self._kept_more(*state)
+        return _state(out), {name: out[name] for name in self._columns}, out["over"]
 
     def Assets(self) -> dict[str, bytes]:
         """See Exportable."""
@@ -274,6 +292,22 @@ class Generator(Exportable, Texts):
             columns["texts"] = self._TextOf(tf.RaggedTensor.from_tensor(ids_RP), columns)
         return [ids_RP, *search.Flatten()], columns, over
 
+    def _FlatBegin(self, *arguments: tf.Tensor) -> dict[str, tf.Tensor]:
+        """What `_Begin` returns, by name."""
+        state, truncated = self._Begin(*arguments)
+        return {**_named(state), "truncated": truncated}
+
+    def _FlatMore(self, *before: tf.Tensor) -> dict[str, tf.Tensor]:
+        """What `_More` returns, by name."""
+        state, columns, over = self._More(*before)
+        return {**_named(state), **columns, "over": over}
+
+    def _SpecsOfMore(self) -> list[tf.TensorSpec]:
+        """What `_More` takes, which a trace of `_Begin` says."""
+        if "_specs" not in vars(self):
+            _function(self._Begin, self._arguments()).get_concrete_function()
+        return [tf.TensorSpec([None, None], tf.int32), *self._specs()]
+
 
 def load_generator(
     logdir: str | os.PathLike,
@@ -289,6 +323,15 @@ def load_generator(
     about["tidied"] = run.tidied
     text = f"type/{type(model).__module__}/{type(model).__qualname__}\n{model.p.ToText()}"
     return Generator(model, theta, run.vocabs.target, options, run.tidied, text), about
+
+
+def _named(state: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {f"{i:04}": x for i, x in enumerate(state)}
+
+
+def _state(tensors: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
+    """The state of `_named`, among other tensors."""
+    return [tensors[name] for name in sorted(tensors) if name.isdigit()]
 
 
 def _function(fn: Callable, specs: list[tf.TensorSpec]) -> Any:

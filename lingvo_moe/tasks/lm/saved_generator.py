@@ -80,6 +80,15 @@ class Texts:
         """Returns the tensors of `generate`."""
         return self.generate(*arguments)
 
+    def Begin(self, arguments: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Returns what `begin` does."""
+        self.Prepare()
+        return self.begin(*arguments)
+
+    def More(self, state: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict, tf.Tensor]:
+        """Returns what `more` does."""
+        return self.more(*state)
+
     def Generate(
         self, prompts: Sequence[Prompt], settings: Sequence[Sampling]
     ) -> list[Continuation]:
@@ -109,12 +118,11 @@ class Texts:
         self._Check([settings])
         if self.options.beam_size > 1:
             raise ValueError("a beam search has no text before its end: it cannot be streamed")
-        self.Prepare()
         ids, arguments = self._Arguments([prompt], [settings])
-        (state, truncated), sent, ends = self.begin(*arguments), 0, False
+        (state, truncated), sent, ends = self.Begin(arguments), 0, False
         prompt_tokens = int(state[0].shape[1]) - 1
         while not ends:
-            state, tensors, over = self.more(*state)
+            state, tensors, over = self.More(state)
             columns = {name: value.numpy() for name, value in tensors.items()}
             columns |= {"truncated": [bool(truncated)], "prompt_tokens": [prompt_tokens]}
             row = self._Row(ids[0] if ids else [], columns, 0, settings)

@@ -14,7 +14,7 @@ class KeptGraph:
 
     Args:
         function: returns a dictionary of tensors. Beside its arguments it reads the variables, and nothing else.
-        specs: of its arguments.
+        specs: those of its arguments, or a function that returns them, which is called only before a trace.
         variables: their values may be others at the next start, not their order, shapes and types.
         key: see kept_programs; '' keeps nothing.
     """
@@ -22,7 +22,7 @@ class KeptGraph:
     def __init__(
         self,
         function: Callable[..., dict[str, tf.Tensor]],
-        specs: Sequence[tf.TensorSpec],
+        specs: Sequence[tf.TensorSpec] | Callable[[], Sequence[tf.TensorSpec]],
         variables: Sequence[tf.Variable],
         key: str = "",
     ):
@@ -38,7 +38,8 @@ class KeptGraph:
 
     def _Traced(self) -> Callable[..., dict[str, tf.Tensor]]:
         """The function, traced, and kept."""
-        function = tf.function(self._function, input_signature=self._specs, autograph=False)
+        specs = self._specs() if callable(self._specs) else self._specs
+        function = tf.function(self._function, input_signature=specs, autograph=False)
         concrete = function.get_concrete_function()
         numbers = {id(variable.handle): i for i, variable in enumerate(self._variables)}
         captured = [numbers.get(id(x)) for x in concrete.captured_inputs]
@@ -46,6 +47,7 @@ class KeptGraph:
             names = sorted(concrete.structured_outputs)  # the order of outputs
             about = {
                 "inputs": [x.name for x in concrete.inputs],
+                "specs": [(x.shape.as_list(), x.dtype.name) for x in specs],
                 "captured": captured,
                 "outputs": {name: x.name for name, x in zip(names, concrete.outputs, strict=True)},
             }
@@ -65,7 +67,8 @@ class KeptGraph:
             return tf.graph_util.import_graph_def(definition, input_map, outputs, name="")
 
         handles = [self._variables[i].handle for i in about["captured"]]
-        specs = [*self._specs, *(tf.TensorSpec(x.shape, x.dtype) for x in handles)]
+        specs = [tf.TensorSpec(shape, dtype) for shape, dtype in about["specs"]]
+        specs += [*(tf.TensorSpec(x.shape, x.dtype) for x in handles)]
         function = tf.compat.v1.wrap_function(imported, specs)
 
         def call(*args: Any) -> dict[str, tf.Tensor]:
