@@ -57,8 +57,10 @@ class Echo:
 
     languages = ()
 
-    def __init__(self, beam_size=1):
+    def __init__(self, beam_size=1, vocabulary=None):
         self.options = SimpleNamespace(rows=4, max_length=50, xla=False, beam_size=beam_size)
+        self.options.max_source_length = 200
+        self.vocabulary = vocabulary  # whose conversations are read as their text
         self.gate = threading.Event()
         self.gate.set()
 
@@ -66,18 +68,24 @@ class Echo:
         if b"panic" in lines:
             raise BaseException("panicked at main.rs")
         settings = settings or [SimpleNamespace(seed=0, number=0)] * len(lines)
-        pairs = zip(lines, settings)
+        pairs = zip(map(self._Read, lines), settings)
         texts = [f"{line.decode()} {s.seed}.{s.number}" for line, s in pairs]
         count = len(lines)
         return NestedMap(
             translations=[[text] for text in texts],
             scores=np.zeros([count, 1]),
             truncated=[False] * count,
-            about=[{"finished": b"end" in line} for line in lines],
+            about=[self._About(line) for line in map(self._Read, lines)],
         )
 
+    def _Read(self, line):
+        return line if isinstance(line, bytes) else self.vocabulary.Decode(line).encode()
+
+    def _About(self, line):
+        return {"finished": b"end" in line}
+
     def Stream(self, prompt, settings):
-        for word in prompt.decode().split():
+        for word in self._Read(prompt).decode().split():
             if word == "poison":
                 raise RuntimeError("the model broke")
             if word == "panic":

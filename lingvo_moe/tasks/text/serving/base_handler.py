@@ -154,7 +154,11 @@ class BaseHandler(tornado.web.RequestHandler):
         if kwargs.get("close"):
             self.set_header("Connection", "close")
         self.set_header("Content-Type", "application/json; charset=UTF-8")
-        self.finish(json.dumps({"error": message}, ensure_ascii=False) + "\n")
+        self.finish(json.dumps(self.Error(status_code, message), ensure_ascii=False) + "\n")
+
+    def Error(self, status: int, message: str) -> dict[str, Any]:
+        """The body of an error."""
+        return {"error": message}
 
     def _methods(self) -> list[str]:
         """The HTTP methods that this path accepts."""

@@ -34,7 +34,7 @@ class Translation:
 class _Request:
     """The lines of one request, and their translations so far."""
 
-    lines: Sequence[bytes]
+    lines: Sequence[bytes | list[int]]
     languages: Sequence[Any] | None
     done: asyncio.Future
     waiting: deque[int] = field(init=False)
@@ -65,7 +65,7 @@ class Batcher:
 
     def __init__(
         self,
-        translate: Callable[[list[bytes], list[Any] | None], Any],
+        translate: Callable[[list[bytes | list[int]], list[Any] | None], Any],
         max_lines: int,
         max_wait: float,
         on_batch: Callable[[int, float], None] = lambda lines, seconds: None,
@@ -87,7 +87,7 @@ class Batcher:
         return sum(len(r.waiting) for r in self._requests)
 
     async def Translate(
-        self, lines: Sequence[bytes], languages: Sequence[Any] | None = None
+        self, lines: Sequence[bytes | list[int]], languages: Sequence[Any] | None = None
     ) -> list[Translation]:
         """One Translation for each line, in order. A call that is cancelled leaves no line waiting.
 
@@ -221,6 +221,6 @@ def _translations(out: Any) -> Iterable[Translation]:
         yield Translation(lines, floats, bool(cut), more)
 
 
-def _length_class(line: bytes) -> int:
+def _length_class(line: bytes | list[int]) -> int:
     """The class of a line's length: lengths of a class differ by less than a factor of two."""
     return (len(line) // 32).bit_length()

@@ -31,7 +31,7 @@ _OF_DRAWS = {"n": 1} | {
 class TextRequest:
     """Lines to translate."""
 
-    lines: list[bytes]  # the texts, in order
+    lines: Sequence[bytes | list[int]]  # the texts, in order, or ids of a conversation
     languages: list[str] | None  # the language of each line; None for a model that routes by none
     # Of the answer: 'text', or TensorFlow Serving's 'instances' (by rows) or 'inputs' (by columns); 'prompts' of a
     # language model, and 'stream', token by token.
@@ -47,7 +47,7 @@ def parse_translate(body: bytes, limits: Limits, served: Sequence[str]) -> TextR
     Raises:
         RequestError: 400 for any other body, 413 for too many or too long lines.
     """
-    content = _object(body, ("text", "language"))
+    content = object_of(body, ("text", "language"))
     if "text" not in content:
         raise RequestError(400, 'the field "text" is missing: {"text": "..."} or {"text": ["..."]}')
     text, language = content["text"], content.get("language")
@@ -63,16 +63,16 @@ def parse_translate(body: bytes, limits: Limits, served: Sequence[str]) -> TextR
                     400, f"text[{i}] holds a newline; give each line as a string of its own"
                 )
     else:
-        raise RequestError(400, f'"text" is {_kind(text)}; give a string or a list of strings')
+        raise RequestError(400, f'"text" is {kind_of(text)}; give a string or a list of strings')
     if language is not None and not isinstance(language, str):
-        raise RequestError(400, f'"language" is {_kind(language)}; give a string, e.g. "de"')
-    _check_sizes(lines, limits)
+        raise RequestError(400, f'"language" is {kind_of(language)}; give a string, e.g. "de"')
+    check_sizes(lines, limits)
     return TextRequest(lines, _languages([language] * len(lines), served), "text")
 
 
 def parse_predict(body: bytes, limits: Limits, served: Sequence[str]) -> TextRequest:
     """Reads a predict request in TensorFlow Serving's REST form; arguments and errors as parse_translate."""
-    content = _object(body, ("signature_name", "instances", "inputs"))
+    content = object_of(body, ("signature_name", "instances", "inputs"))
     name = content.get("signature_name", _SIGNATURES[0])
     if name not in _SIGNATURES:
         raise RequestError(400, f'"signature_name" is {json.dumps(name)[:60]}; it is "predict"')
@@ -87,8 +87,8 @@ def parse_predict(body: bytes, limits: Limits, served: Sequence[str]) -> TextReq
     lines = [_line(text, f"{form}, text {i}") for i, text in enumerate(texts)]
     for i, language in enumerate(languages):
         if language is not None and not isinstance(language, str):
-            raise RequestError(400, f"{form}, language {i} is {_kind(language)}; give a string")
-    _check_sizes(lines, limits)
+            raise RequestError(400, f"{form}, language {i} is {kind_of(language)}; give a string")
+    check_sizes(lines, limits)
     return TextRequest(lines, _languages(languages, served), form)
 
 
@@ -102,15 +102,15 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> TextRequest:
         RequestError: as parse_translate.
     """
     names = [name for name in Sampling.RANGES if name != "number"]
-    content = _object(body, ("text", "stream", "n", *names))
+    content = object_of(body, ("text", "stream", "n", *names))
     text, stream, n = content.get("text"), content.get("stream", False), content.get("n", 1)
     if isinstance(content.get("stop"), str):
         content["stop"] = [content["stop"]]
     if not isinstance(stream, bool):
-        raise RequestError(400, f'"stream" is {_kind(stream)}; give true or false')
+        raise RequestError(400, f'"stream" is {kind_of(stream)}; give true or false')
     if not isinstance(text, str) and (stream or not isinstance(text, list)):
         one = "" if stream else " or a list of strings"
-        raise RequestError(400, f'"text" is {_kind(text)}; give a string{one}')
+        raise RequestError(400, f'"text" is {kind_of(text)}; give a string{one}')
     if text == []:
         raise RequestError(400, '"text" is an empty list; give at least one prompt')
     texts = [text] if isinstance(text, str) else text
@@ -143,7 +143,7 @@ def parse_generate(body: bytes, limits: Limits, most: int) -> TextRequest:
         raise RequestError(
             400, f"max_tokens={fields['max_tokens']}: this model gives at most {most}"
         )
-    _check_sizes(lines, limits)
+    check_sizes(lines, limits)
     return TextRequest(lines, None, "stream" if stream else "prompts", settings)
 
 
@@ -170,7 +170,8 @@ def answer(wanted: TextRequest, translations: list[Translation]) -> dict[str, An
     return {"predictions": [dict(zip(columns, row)) for row in zip(*columns.values())]}
 
 
-def _object(body: bytes, fields: Sequence[str]) -> dict[str, Any]:
+def object_of(body: bytes, fields: Sequence[str]) -> dict[str, Any]:
+    """The object of a body, which has none but these fields. Raises RequestError."""
     try:
         content = json.loads(body.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
@@ -183,7 +184,7 @@ def _object(body: bytes, fields: Sequence[str]) -> dict[str, Any]:
         raise RequestError(400, f"the body is not JSON: {e}") from None
     if not isinstance(content, dict):
         raise RequestError(
-            400, f'the body is {_kind(content)}; give an object, {{"{fields[0]}": ...}}'
+            400, f'the body is {kind_of(content)}; give an object, {{"{fields[0]}": ...}}'
         )
     for name in content:
         if name not in fields:
@@ -194,7 +195,7 @@ def _object(body: bytes, fields: Sequence[str]) -> dict[str, Any]:
 
 def _rows(instances: Any) -> tuple[list, list]:
     if not isinstance(instances, list):
-        raise RequestError(400, f'"instances" is {_kind(instances)}; give a list')
+        raise RequestError(400, f'"instances" is {kind_of(instances)}; give a list')
     rows = [r if _is_columns(r) else {"text": r} for r in instances]
     for i, row in enumerate(rows):
         if "text" not in row or not row.keys() <= {"text", "language"}:
@@ -214,7 +215,7 @@ def _columns(inputs: Any) -> tuple[list, list]:
         languages = [None] * len(texts)
     for name, column in (("text", texts), ("language", languages)):
         if not isinstance(column, list):
-            raise RequestError(400, f'"inputs": {name} is {_kind(column)}; give a list')
+            raise RequestError(400, f'"inputs": {name} is {kind_of(column)}; give a list')
     if len(texts) != len(languages):
         raise RequestError(400, f"{len(texts)} texts, but {len(languages)} languages")
     return texts, languages
@@ -233,10 +234,11 @@ def _line(value: Any, where: str) -> bytes:
             return base64.b64decode(value["b64"], validate=True)
         except (binascii.Error, ValueError) as e:
             raise RequestError(400, f"{where} is not base64: {e}") from None
-    raise RequestError(400, f"{where} is {_kind(value)}; give a string")
+    raise RequestError(400, f"{where} is {kind_of(value)}; give a string")
 
 
-def _check_sizes(lines: list[bytes], limits: Limits) -> None:
+def check_sizes(lines: Sequence[bytes], limits: Limits) -> None:
+    """Raises RequestError 413 for too many or too long lines."""
     if len(lines) > limits.max_lines:
         raise RequestError(
             413, f"{len(lines)} lines; at most {limits.max_lines} in a request: send them in parts"
@@ -267,7 +269,7 @@ def _finite(scores: list[float]) -> list[float | None]:
     return [s if math.isfinite(s) else None for s in scores]  # JSON has no infinity
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """The JSON type of a value, for messages."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import http
 import json
@@ -16,26 +17,39 @@ from lingvo_moe.core.pages import rendering
 from lingvo_moe.tasks.text.serving import bodies, metrics
 from lingvo_moe.tasks.text.serving.base_handler import GONE, REQUESTS, BaseHandler
 from lingvo_moe.tasks.text.serving.limits import Limits
+from lingvo_moe.tasks.text.serving.openai_bodies import (
+    OpenAiAnswer,
+    OpenAiRequest,
+    model_entry,
+    openai_error,
+    parse_openai,
+)
 from lingvo_moe.tasks.text.serving.request_error import RequestError
 from lingvo_moe.tasks.text.serving.service import READY, Service
-
-# The page to try a model: one file without external parts, light or dark, for any script and direction.
-_STYLE, _SCRIPT = (
-    "".join(rendering.source(__package__, name) for name in names)
-    for names in (("style.css", "translate.css"), ("translate.js",))
-)
-_PAGE = rendering.html(__package__, "translate.html", style=_STYLE, script=_SCRIPT)
 
 
 def _hash(inline: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
 
 
-# What the browser lets the page do: its own style and script, and requests to this server.
-_CONTENT_SECURITY_POLICY = (
-    f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+class _Page:
+    """A page to try a model: one file without external parts, light or dark, for any script and direction.
+
+    Attributes:
+        policy: what the browser lets the page do: its own style and script, and requests to this server.
+    """
+
+    def __init__(self, name: str):
+        style, script = (
+            "".join(rendering.source(__package__, part) for part in parts)
+            for parts in (("style.css", "translate.css"), (f"{name}.js",))
+        )
+        page = rendering.html(__package__, f"{name}.html", style=style, script=script)
+        self.content = page.encode()
+        self.policy = (
+            f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; connect-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
 
 
 def make_app(service: Service, name: str) -> tornado.web.Application:
@@ -47,7 +61,9 @@ def make_app(service: Service, name: str) -> tornado.web.Application:
         f"{model}:predict": PredictHandler,
     }
     if hasattr(service.translator, "Stream"):
-        handlers = {"/generate": GenerateHandler}
+        handlers = {"/": ChatPageHandler} if service.chat else {}
+        handlers |= {"/generate": GenerateHandler, "/v1/models": ModelsHandler}
+        handlers |= {"/v1/completions": CompletionsHandler, "/v1/chat/completions": ChatHandler}
     handlers |= {model: ModelHandler, "/health": HealthHandler, "/metrics": MetricsHandler}
     return tornado.web.Application(
         [
@@ -62,6 +78,7 @@ def make_app(service: Service, name: str) -> tornado.web.Application:
         default_handler_args={"service": service, "route": "other"},
         log_function=_log_request,
         paths=tuple(handlers),
+        model=name,
     )
 
 
@@ -128,26 +145,16 @@ class PredictHandler(_TranslatingHandler):
     parse = staticmethod(bodies.parse_predict)
 
 
-class GenerateHandler(_TranslatingHandler):
-    """`/generate`, of a language model, see bodies.parse_generate; a stream is of server-sent events."""
+class _GeneratingHandler(_TranslatingHandler):
+    """POST: prompts to their continuations; a stream is of server-sent events."""
 
-    def _wanted(self) -> bodies.TextRequest:
-        body, service = self.ReadBody(), self.service
-        service.CheckReady()
-        options = service.translator.options
-        wanted = bodies.parse_generate(body, service.limits, options.max_length)
-        more = ["stream"] * (wanted.form == "stream")
-        more += wanted.settings[0].NotOfABeam() if wanted.settings else []
-        if options.beam_size > 1 and more:
-            raise RequestError(
-                400, f"this model searches with a beam: leave out {' and '.join(more)}"
-            )
-        return wanted
-
-    async def Reply(self, wanted: bodies.TextRequest) -> None:
-        """See _TranslatingHandler; a stream has an event for each token."""
-        if wanted.form != "stream":
-            return await super().Reply(wanted)
+    async def Stream(
+        self,
+        wanted: bodies.TextRequest,
+        events: Callable[[str, Any], list[dict[str, Any]]],
+        last: str = "",
+    ) -> None:
+        """Answers with the `events` of each token, of its text and at the end the Continuation, and with `last`."""
         seconds = self.service.limits.request_timeout
         (prompt,), (settings,) = wanted.lines, wanted.settings
         self.set_header("Content-Type", "text/event-stream; charset=UTF-8")
@@ -157,13 +164,22 @@ class GenerateHandler(_TranslatingHandler):
                 contextlib.aclosing(self.service.Stream(prompt, settings)) as steps,
             ):
                 async for text, end in steps:
-                    self.write(_event({"text": text, **(end.About() if end else {})}))
+                    self.write("".join(map(_event, events(text, end))))
                     await self.flush()
         except TimeoutError:
             raise RequestError(
                 504, f"not done within {seconds:g} s; ask for fewer tokens", 1
             ) from None
-        await self.finish()
+        await self.finish(last)
+
+    def CheckBeam(self, wanted: bodies.TextRequest) -> None:
+        """Raises RequestError: it has settings that a beam search has not."""
+        more = ["stream"] * (wanted.form == "stream")
+        more += wanted.settings[0].NotOfABeam() if wanted.settings else []
+        if self.service.translator.options.beam_size > 1 and more:
+            raise RequestError(
+                400, f"this model searches with a beam: leave out {' and '.join(more)}"
+            )
 
     def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
         """Answers an error; once a stream has begun, with its last event."""
@@ -174,7 +190,77 @@ class GenerateHandler(_TranslatingHandler):
         is_ours = isinstance(error, RequestError)
         message = error.message if is_ours else http.HTTPStatus(status_code).phrase
         self.set_status(status_code)  # for the log and the metrics; the client has its own
-        self.finish(_event({"error": message}))
+        self.finish(_event(self.Error(status_code, message)))
+
+
+class GenerateHandler(_GeneratingHandler):
+    """`/generate`, of a language model, see bodies.parse_generate."""
+
+    def _wanted(self) -> bodies.TextRequest:
+        body, service = self.ReadBody(), self.service
+        service.CheckReady()
+        wanted = bodies.parse_generate(body, service.limits, service.translator.options.max_length)
+        self.CheckBeam(wanted)
+        return wanted
+
+    async def Reply(self, wanted: bodies.TextRequest) -> None:
+        """See _TranslatingHandler; a stream has an event for each token."""
+        if wanted.form != "stream":
+            return await super().Reply(wanted)
+        await self.Stream(
+            wanted, lambda text, end: [{"text": text, **(end.About() if end else {})}]
+        )
+
+
+class CompletionsHandler(_GeneratingHandler):
+    """`/v1/completions`, as OpenAI has it, see parse_openai."""
+
+    CHAT = False
+
+    def _wanted(self) -> OpenAiRequest:
+        body, service = self.ReadBody(), self.service
+        service.CheckReady()
+        most, name = service.translator.options.max_length, self.settings["model"]
+        wanted = parse_openai(body, service.limits, most, name, self.CHAT)
+        self.CheckBeam(wanted)
+        return wanted
+
+    async def Reply(self, wanted: bodies.TextRequest) -> None:
+        """Answers whole or, in a stream, with the chunks of each token."""
+        assert isinstance(wanted, OpenAiRequest)
+        if self.CHAT:
+            ids = await self.service.Conversation(wanted.messages)
+            wanted = dataclasses.replace(wanted, lines=[ids] * len(wanted.settings))
+        answer = OpenAiAnswer(self.settings["model"], self.CHAT)
+        if wanted.form != "stream":
+            translations = await self.service.Translate(wanted)
+            return await self.Answer(answer.Whole(translations, wanted.n))
+        first = iter((True,))
+
+        def events(text: str, end: Any) -> list[dict[str, Any]]:
+            return answer.Events(text, end, next(first, False), wanted.with_usage)
+
+        await self.Stream(wanted, events, "data: [DONE]\n\n")
+
+    def Error(self, status: int, message: str) -> dict[str, Any]:
+        """See BaseHandler; in OpenAI's form."""
+        return openai_error(status, message)
+
+
+class ChatHandler(CompletionsHandler):
+    """`/v1/chat/completions`, as OpenAI has it."""
+
+    CHAT = True
+
+
+class ModelsHandler(BaseHandler):
+    """`/v1/models`, as OpenAI has it."""
+
+    async def get(self) -> None:
+        """A list of the one model."""
+        await self.Answer({"object": "list", "data": [model_entry(self.settings["model"])]})
+
+    head = get
 
 
 def _event(content: dict[str, Any]) -> str:
@@ -193,7 +279,8 @@ class ModelHandler(BaseHandler):
             "state": "AVAILABLE" if ready else "LOADING",
             "status": {"error_code": "OK", "error_message": ""},
         }
-        await self.Answer({"model_version_status": [version]})
+        entry = model_entry(self.settings["model"])  # as OpenAI has it
+        await self.Answer({"model_version_status": [version], **entry})
 
     head = get
 
@@ -224,14 +311,22 @@ class MetricsHandler(BaseHandler):
 class PageHandler(BaseHandler):
     """`/`: a page to try it."""
 
+    PAGE = _Page("translate")
+
     async def get(self) -> None:
         """The page, which may load nothing from elsewhere."""
         self.set_header("Content-Type", "text/html; charset=UTF-8")
-        self.set_header("Content-Security-Policy", _CONTENT_SECURITY_POLICY)
+        self.set_header("Content-Security-Policy", self.PAGE.policy)
         self.set_header("Referrer-Policy", "no-referrer")
-        await self.Send(_PAGE.encode())
+        await self.Send(self.PAGE.content)
 
     head = get
+
+
+class ChatPageHandler(PageHandler):
+    """`/` of a model with a chat template: a conversation."""
+
+    PAGE = _Page("chat")
 
 
 class UnknownHandler(BaseHandler):

@@ -6,11 +6,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.serving.batcher import Batcher, Translation
 from lingvo_moe.tasks.text.serving.bodies import TextRequest
 from lingvo_moe.tasks.text.serving.limits import Limits
 from lingvo_moe.tasks.text.serving.metrics import Metrics
 from lingvo_moe.tasks.text.serving.request_error import RequestError
+from lingvo_moe.tasks.text.vocabulary.chat import Chat, Message
 
 WARMING_UP, READY, STOPPING = "warming up", "ready", "stopping"
 
@@ -55,6 +57,24 @@ class Service:
             max_batch_wait,
             self.metrics.CountBatch,
         )
+
+    @functools.cached_property
+    def chat(self) -> Chat | None:
+        """The conversations of a model with a chat template."""
+        vocabulary = getattr(self.translator, "vocabulary", None)
+        return Chat(vocabulary) if vocabulary and vocabulary.chat_template else None
+
+    async def Conversation(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation. Raises RequestError 400: the model has none like it, or it is too long."""
+        if self.chat is None:
+            raise RequestError(400, "this model has no chat template; send a prompt")
+        try:
+            ids = await asyncio.to_thread(self.chat.Ids, messages)
+        except DataError as e:
+            raise RequestError(400, str(e)) from None
+        if len(ids) > (most := self.translator.options.max_source_length):
+            raise RequestError(400, f"the conversation has {len(ids)} tokens; at most {most} here")
+        return ids
 
     async def WarmUp(self) -> AsyncIterator[tuple[int, int]]:
         """Has every program made, and is ready then. Yields how many lengths of lines are done, of how many.
@@ -103,7 +123,7 @@ class Service:
         return translations
 
     async def Stream(
-        self, prompt: bytes, settings: Sampling
+        self, prompt: bytes | list[int], settings: Sampling
     ) -> AsyncGenerator[tuple[str, Any], None]:
         """The text of each step that continues a prompt, as Texts.Stream; between two steps others have their turn.
 
