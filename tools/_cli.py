@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # they import NumPy or TensorFlow
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
     from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 
+CHAT_LENGTH = 4096  # tokens of a conversation, where no flag says how many
 DEVICES = 8  # of a mesh that no flag sizes
 
 
@@ -273,7 +274,7 @@ def define_search_flags(flags: Flags, translates: bool = True) -> None:
         default = "4; 1 for a language model" if translates else "1"
         help = f"hypotheses; 1 is greedy search, the fastest (default: {default})"
         flags.DEFINE_integer("beam_size", None, help, BEAM_SIZE)
-        help = "tokens of a line; longer ones are cut (default: 256)"
+        help = f"tokens of a line; longer ones are cut (default: 256; {CHAT_LENGTH} of a model for chats)"
         flags.DEFINE_integer("max_source_length", None, help, LENGTH)
         help = "length normalisation, 0 for none (default: the run's task.length_alpha; 0.6 where it has none)"
         flags.DEFINE_float("length_alpha", None, help, LENGTH_ALPHA)
@@ -285,11 +286,16 @@ def define_search_flags(flags: Flags, translates: bool = True) -> None:
                 "which is faster (default: all tokens)"
             )
             flags.DEFINE_path("shortlist", None, help)
-        help = "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)"
-        flags.DEFINE_enum("weights", None, ("float32", "int8"), help)
+        define_weights_flag(flags)
     of_runs = [name for name in OF_RUNS if translates or name not in _TRANSLATION_FLAGS]
     flags.OnlyWith(" ".join(of_runs), "it was fixed when the model was exported", logdir=True)
     flags.OnlyWith("trust_run", "an exported model names no classes", logdir=True)
+
+
+def define_weights_flag(flags: Flags) -> None:
+    """Defines --weights, None where it is not given."""
+    help = "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)"
+    flags.DEFINE_enum("weights", None, ("float32", "int8"), help)
 
 
 def define_trust_flag(flags: Flags) -> None:
@@ -437,6 +443,7 @@ def generator_from_run(
     """
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
     if getattr(args, "shortlist", None):
         what = f"{args.logdir} is of a language model; leave it out"
@@ -444,6 +451,8 @@ def generator_from_run(
     values = {**args.Values(), **({"max_length": max_length} if max_length else {})}
     names = (*_SEARCH_FLAGS, "weights")
     options = {name: values[name] for name in names if values.get(name) is not None}
+    if b'"chat_template"' in TextRunDir(args.logdir, trust_run=args.trust_run).vocabs.target:
+        options.setdefault("max_source_length", CHAT_LENGTH)
     enable_compilation_cache()  # which keeps the traced search
     return load_generator(args.logdir, GenerateOptions(**options), chosen(args), args.trust_run)
 

@@ -8,8 +8,9 @@
 POST /translate takes {"text": "one line or several"} or {"text": ["line", ...]}, and for models that route by
 language {"language": "de"}. GET / is a page to try it, /health reports whether it is ready, /metrics is for Prometheus,
 and /v1/models/NAME:predict accepts requests for TensorFlow Serving. A language model has POST /generate instead:
-{"text": "a prompt", "max_tokens": 64, "stream": true} (docs/language_models.md). Requests that arrive at the same time
-are answered together. After Ctrl-C or SIGTERM it accepts no more requests, answers those that run, and exits.
+{"text": "a prompt", "max_tokens": 64, "stream": true} (docs/language_models.md), and OpenAI's /v1/models,
+/v1/completions and /v1/chat/completions; its page is there if it has a chat template. Requests that arrive at the same
+time are answered together. After Ctrl-C or SIGTERM it accepts no more requests, answers those that run, and exits.
 
 Only this machine can reach it unless --host says otherwise. It has no encryption and no passwords: on a network, put
 a proxy that has both in front of it (docs/serving.md).
@@ -59,7 +60,8 @@ def define_flags() -> Flags:
         _server_names,
         "comma-separated",
     )
-    flags.DEFINE_parsed("name", "translator", "the model's name in /v1/models/NAME", _model_name)
+    help = "the model's name in /v1/models/NAME (default: translator; lm for a language model)"
+    flags.DEFINE_parsed("name", None, help, _model_name)
     flags.DEFINE_integer(
         "max_batch_lines", None, "lines translated at once (default: the model's rows)", checks.SIZE
     )
@@ -132,13 +134,15 @@ def _run(args: Flags) -> int:
     limits = Limits(**values)
     _start_log(args.quiet)
 
+    name = args.name or ("lm" if is_lm else "translator")
+
     async def serve() -> int:
         service = Service(
             translator, shown(about), limits, args.max_batch_lines, args.max_batch_wait_ms / 1000
         )
         stop = asyncio.Event()
         server.stop_on_signals(stop)
-        return await server.serve(service, sockets, args.name, stop)
+        return await server.serve(service, sockets, name, stop)
 
     return asyncio.run(serve())
 

@@ -40,14 +40,15 @@ def test_the_lowest_versions_are_those_that_are_tested():
 
 @pytest.mark.parametrize("requirement", _ALL, ids=str)
 def test_a_checkout_has_versions_in_the_ranges(requirement):
-    optional = (f"requirements-{name}.txt" for name in ("gpu", "beam", "tokenizers"))
+    optional = (f"requirements-{name}.txt" for name in ("gpu", "beam", "tokenizers", "smollm2"))
     files = "requirements.lock.txt", *optional
     pinned = {name: version for file in files for name, version in _pinned(file).items()}
     assert pinned[canonicalize_name(requirement.name)] in requirement.specifier
 
 
 def test_what_the_code_imports_is_in_the_package_and_nothing_else():
-    optional = (f"requirements-{name}.txt" for name in ("gpu", "beam", "tokenizers", "corpus"))
+    names = ("gpu", "beam", "tokenizers", "smollm2", "corpus")
+    optional = (f"requirements-{name}.txt" for name in names)
     files = "requirements.txt", *optional
     wanted = {name for file in files for name in _pinned(file)}
     assert {canonicalize_name(r.name) for r in _ALL} == wanted

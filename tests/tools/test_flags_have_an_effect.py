@@ -48,7 +48,7 @@ reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_pa
 user_symbols=<a> language_column=3 num_devices=4 max_waiting_lines=99999 max_lines=7 average_last=2
 source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2 noise=0,1,0
 dump_programs=programs steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25 runner=SparkRunner
-runner_option=parallelism=2 stop=END tasks=arc min_p=0.1 n=2 from=RUN
+runner_option=parallelism=2 stop=END tasks=arc min_p=0.1 n=2 from=RUN system=Hi
 """
 _SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
 # The trainer's flags go with --mode=eval, too, so that its command only needs that flag.
@@ -99,6 +99,19 @@ _OPTIONS = SimpleNamespace(top_k=9)
 _TRANSLATOR = anything(Translate=_lines, about={}, languages=("aa", "bb"), options=_OPTIONS)
 _GENERATOR = anything(Generate=_texts, about={})
 _ABOUT = {"model": "mt.M4Tiny", "step": 6, "weights": "float32"}
+
+
+def _ids_of(messages: Sequence[Any]) -> list[int]:
+    print(messages)
+    return [1]
+
+
+def _stream(ids: Any, settings: Any) -> list[Any]:
+    print(settings)
+    return [("a", None)]
+
+
+_CHATTING = anything(Stream=_stream, options=SimpleNamespace(max_source_length=9))
 _EXPORTED = {
     **_CLI,
     "lingvo_moe.tasks.mt.decoding.translator:load_translator": (_TRANSLATOR, _ABOUT),
@@ -168,6 +181,12 @@ _TRAINED = ["--model=mt.M4Tiny", "--data_dir=DATA", "--logdir=NEW"]
 COMMANDS = [
     Command("translate", {**_EXPORTED, **NO_BEAM}, [
         [_MODEL], [_RUN], [_RUN, "--temperature=0.5"], [_MODEL, *A_CORPUS]]),
+    Command("chat", {
+        **_CLI,
+        "lingvo_moe.tasks.lm.generator:load_generator": (_CHATTING, _ABOUT),
+        "lingvo_moe.tasks.lm.saved_generator:SavedGenerator": _CHATTING,
+        "lingvo_moe.tasks.text.vocabulary.chat:chat_of": anything(Ids=_ids_of),
+    }, [[_MODEL], [_RUN], [_MODEL, "--temperature=0.5"]]),
     Command(
         "generate",
         {

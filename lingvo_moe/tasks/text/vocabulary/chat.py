@@ -98,3 +98,10 @@ class Chat:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def chat_of(vocabulary: JsonVocabulary | None) -> Chat:
+    """The conversations of a generator's vocabulary, None for one of SentencePiece. Raises DataError: it has none."""
+    if vocabulary is None:
+        raise DataError("this model's vocabulary has no chat template: it continues texts only")
+    return Chat(vocabulary)
