@@ -92,6 +92,10 @@ def describe(run: TextRunDir, params: Params) -> Description:
 
 def _differing(said: Params, params: Params) -> list[str]:
     """The parameters that change results, with the values of both."""
+    params = params.Copy()
+    for name in ("num_kv_heads", "key_dim"):  # 0: as follows from others
+        if not params.task.Get(name):
+            params.task.Set(**{name: said.task.Get(name)})
     said, params = _with_gates(said), _with_gates(params)
     there, here = (stored_values(p.ToText()) for p in (said, params))
     return [

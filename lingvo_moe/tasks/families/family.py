@@ -155,7 +155,7 @@ def gates(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise WeightsError(
             f"{where}: norm_topk_prob=True with num_experts_per_tok=1 cannot be represented; expected false"
         )
-    return {"task.moe.router.normalize_gates": "before_drops" if normalized else "never"}
+    return {"task.moe.router.normalize_gates": None if normalized else "never"}  # None: as usual
 
 
 def gate_keys(p: Params) -> dict[str, Any]:

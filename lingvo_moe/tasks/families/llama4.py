@@ -104,6 +104,21 @@ class Llama4Family(llama.LlamaFamily):
             )
         return super().Others(config, where) | values
 
+    def OtherKeys(self, p: Params) -> dict[str, Any]:
+        if "chunk" not in p.attention or p.nth_attention is None:
+            return {}
+        nth = p.nth_attention
+        scaled = {"floor_scale": nth.temperature_length, "attn_scale": nth.temperature_scale}
+        return {
+            **super().OtherKeys(p),
+            "attention_chunk_size": p.attention.chunk or None,
+            "use_qk_norm": p.attention.qk_norm == "unit",
+            "attn_temperature_tuning": bool(nth.temperature_length),
+            **(scaled if nth.temperature_length else {}),
+            "interleave_moe_layer_step": p.moe_every,
+            "no_rope_layer_interval": p.nth_attention_every,
+        }
+
 
 def _every(layers: Sequence[int], config: Mapping[str, Any], where: str, key: str) -> int:
     """The n of which every n-th layer, the last one too, is among `layers`. Raises WeightsError: others are."""

@@ -10,11 +10,18 @@ from equivalence import assert_same
 from published import assert_same_tensors, tensors_of, write_texts
 
 from lingvo_moe import trainer
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST
 from lingvo_moe.core.weights.safetensors_file import write_safetensors
 from lingvo_moe.core.weights.source import Entry, WeightsError
+from lingvo_moe.tasks.families import exporting
 from lingvo_moe.tasks.families.exporting import ExportOptions, export_checkpoint
-from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+from lingvo_moe.tasks.families.importing import (
+    FAMILIES,
+    import_checkpoint,
+    open_published,
+    params_of,
+)
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from tools import export_checkpoint as command
@@ -59,6 +66,21 @@ def test_an_import_comes_out_byte_for_byte(name, checkpoint, tmp_path):
         json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", directory)
     )
     assert config == before
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        *(("Llama31_8B", "llama"), ("SmolLM2_135M", "llama"), ("Mistral7B", "mistral")),
+        *(("Mixtral8x7B", "mixtral"), ("Qwen3_8B", "qwen3"), ("Qwen3_30B_A3B", "qwen3_moe")),
+        *(("OLMoE1B7B", "olmoe"), ("Llama4Scout", "llama4_text")),
+        ("Llama4Maverick", "llama4_text"),
+    ],
+)
+def test_a_config_says_a_published_model_and_back(model, kind):
+    params, family = registry.GetParams(f"lm.{model}"), FAMILIES[kind]
+    said = params_of(family, family.Config(params), "config.json")
+    assert exporting._differing(said, params) == []
 
 
 def test_types_of_tensors_a_licence_and_several_files(checkpoint, tmp_path):
