@@ -1,9 +1,16 @@
-"""Mistral (Jiang et al. 2023), and Mixtral of experts (Jiang et al. 2024)."""
+"""Mistral, Llama with a window, and Mixtral: experts, of which each token visits those with the highest gates."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.layers.extended_attention import ExtendedAttention
+from lingvo_moe.core.weights.mapping import WeightRule
+from lingvo_moe.core.weights.source import WeightsError
+from lingvo_moe.tasks.families.family import Default
 
+from . import llama
 from .open_models import OpenModel, with_experts
 
 
@@ -46,3 +53,63 @@ class Mixtral8x22B(Mixtral):
 @registry.Register
 class ImportedMixtral(Mixtral8x7B):
     """Mixtral of any size, which a checkpoint says."""
+
+
+# --- the files of published weights
+
+_EXPERTS = "model.layers.{layer}.block_sparse_moe."
+_EXPERT = f"{_EXPERTS}experts.{{expert}}."
+
+
+class MistralFamily(llama.LlamaFamily):
+    """See the module.
+
+    Attributes:
+        WINDOW: how many tokens a query looks at, where config.json does not say it; None: all.
+    """
+
+    TYPES: ClassVar[tuple[str, ...]] = ("mistral",)
+    ARCHITECTURE: ClassVar[str] = "MistralForCausalLM"
+    KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
+        **llama.KEYS,
+        "task.hidden_dim": ("intermediate_size", 14336),
+        "task.num_kv_heads": ("num_key_value_heads", 8),
+    }
+    WINDOW: ClassVar[int | None] = 4096
+    OTHER_KEYS: ClassVar[Sequence[str]] = (*llama.LlamaFamily.OTHER_KEYS, "sliding_window")
+
+    def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+        window = config.get("sliding_window", self.WINDOW)
+        if window is not None and not (isinstance(window, int) and window > 0):
+            raise WeightsError(f"{where}: sliding_window={window!r}; expected a number of tokens")
+        windowed = {"task.attention": "extended", "task.attention.window": window}
+        return super().Others(config, where) | (windowed if window is not None else {})
+
+    def OtherKeys(self, p: Params) -> dict[str, Any]:
+        window = p.attention.window if "window" in p.attention else None
+        return {**super().OtherKeys(p), "sliding_window": window or None}
+
+
+class MixtralFamily(MistralFamily):
+    """See the module."""
+
+    TYPES: ClassVar[tuple[str, ...]] = ("mixtral",)
+    ARCHITECTURE: ClassVar[str] = "MixtralForCausalLM"
+    EXPERIMENT: ClassVar[str] = "lm.ImportedMixtral"
+    KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
+        **MistralFamily.KEYS,
+        "task.expert_hidden_dim": ("intermediate_size", 14336),
+        "task.num_experts": ("num_local_experts", 8),
+        "task.moe.router.k": ("num_experts_per_tok", 2),
+    }
+    BASE: ClassVar[float] = 1e6
+    WINDOW: ClassVar[int | None] = None
+    RULES: ClassVar[Sequence[WeightRule]] = (
+        *llama.TABLES,
+        *llama.ATTENTION,
+        *llama.NORMS,
+        WeightRule(f"{_EXPERTS}gate.weight", "e m", "ffn.router.wg", "m e"),
+        WeightRule(f"{_EXPERT}w1.weight", "f m", "ffn.experts.wi_gate", "m f"),
+        WeightRule(f"{_EXPERT}w3.weight", "f m", "ffn.experts.wi", "m f"),
+        WeightRule(f"{_EXPERT}w2.weight", "m f", "ffn.experts.wo", "f m"),
+    )

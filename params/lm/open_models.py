@@ -1,4 +1,4 @@
-"""What language models share whose weights are published: a file of each family beside this has its models.
+"""The parts of language models whose weights are published; the files beside this have the models of each family.
 
 From their reports and configurations: sizes, heads, experts, routers, positions and the numbers of parameters, which a
 test counts to the unit. Ours: the optimizer and its learning rate, batches of 64 rows of 4096 tokens, no capacity

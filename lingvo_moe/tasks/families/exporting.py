@@ -19,8 +19,8 @@ from lingvo_moe.core.files.files import open_to_write, replaced_directory, write
 from lingvo_moe.core.weights.mapping import WeightMapping, WeightPair
 from lingvo_moe.core.weights.safetensors_file import NAMES, write_safetensors
 from lingvo_moe.core.weights.source import Entry, WeightsError
-from lingvo_moe.tasks.families.family import Family
-from lingvo_moe.tasks.families.importing import CONFIG, FAMILIES, params_of
+from lingvo_moe.tasks.families.family import FAMILIES, Family
+from lingvo_moe.tasks.families.importing import CONFIG, params_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import (
     CONFIG as TOKENIZER_CONFIG,

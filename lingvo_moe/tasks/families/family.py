@@ -19,14 +19,18 @@ _SAYS_NOTHING = (
     "architectures model_type torch_dtype dtype transformers_version use_cache initializer_range _name_or_path "
     "bos_token_id eos_token_id pad_token_id unk_token_id max_position_embeddings pretraining_tp attention_dropout "
     "output_attentions output_hidden_states output_router_logits router_aux_loss_coef router_jitter_noise "
-    "is_llama_config transformers.js_config _attn_implementation_autoset"
+    "is_llama_config transformers.js_config _attn_implementation_autoset cache_implementation tokenizer_class "
+    "unsloth_fixed unsloth_version"
 )
 _QUANTIZATION = "quantization_config"
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Default = bool | float | Callable[[Mapping[str, Any]], Any]
+# By the `model_type` of config.json.
+FAMILIES: dict[str, "Family"] = {}
 
 
 class Family:
-    """The rules of a family; a class of each is one file.
+    """The rules of a family, which lie beside its experiments in params/.
 
     Attributes:
         TYPES: values of `model_type` in config.json; an export has the first.
@@ -50,6 +54,10 @@ class Family:
     OTHER_KEYS: ClassVar[Sequence[str]] = ()
     RULES: ClassVar[Sequence[WeightRule]]
     LEFT_OUT: ClassVar[Sequence[str]] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Adds the family to FAMILIES."""
+        FAMILIES.update(dict.fromkeys(cls.TYPES, cls()))
 
     def Overrides(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The parameters, by path, that a config.json says. Raises WeightsError: what this model cannot represent."""
@@ -155,7 +163,7 @@ def gates(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise WeightsError(
             f"{where}: norm_topk_prob=True with num_experts_per_tok=1 cannot be represented; expected false"
         )
-    return {"task.moe.router.normalize_gates": None if normalized else "never"}  # None: as usual
+    return {"task.moe.router.normalize_gates": "before_drops" if normalized else "never"}
 
 
 def gate_keys(p: Params) -> dict[str, Any]:
@@ -163,7 +171,8 @@ def gate_keys(p: Params) -> dict[str, Any]:
     router = p.moe.router
     if not p.num_experts or "normalize_gates" not in router:
         return {}
-    return {"norm_topk_prob": router.normalize_gates != "never"}
+    usual = "never" if router.k == 1 else "before_drops"
+    return {"norm_topk_prob": (router.normalize_gates or usual) != "never"}
 
 
 def number(config: Mapping[str, Any], key: str, default: Any, where: str) -> Any:

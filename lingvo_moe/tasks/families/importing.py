@@ -18,34 +18,12 @@ from lingvo_moe.core.weights.gguf_file import GgufFile
 from lingvo_moe.core.weights.open_source import open_source
 from lingvo_moe.core.weights.quantized import Dequantized
 from lingvo_moe.core.weights.source import WeightsError, WeightSource, same_values
-from lingvo_moe.tasks.families.deepseek import DeepSeekV2Family, DeepSeekV3Family
-from lingvo_moe.tasks.families.family import Family
-from lingvo_moe.tasks.families.gpt_oss import GptOssFamily
-from lingvo_moe.tasks.families.llama import HEAD, TABLE, LlamaFamily, LlamaGguf, gguf_tokenizer
-from lingvo_moe.tasks.families.llama4 import Llama4Family, Llama4WithImagesFamily
-from lingvo_moe.tasks.families.mixtral import MistralFamily, MixtralFamily
-from lingvo_moe.tasks.families.olmoe import OlmoeFamily
-from lingvo_moe.tasks.families.qwen3 import Qwen3Family, Qwen3MoeFamily
+from lingvo_moe.tasks.families.family import FAMILIES, HEAD, TABLE, Family
+from lingvo_moe.tasks.families.llama_gguf import LlamaGguf, gguf_tokenizer
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
 
-FAMILIES: Mapping[str, Family] = {
-    kind: f()
-    for f in (
-        LlamaFamily,
-        Llama4Family,
-        Llama4WithImagesFamily,
-        MistralFamily,
-        MixtralFamily,
-        OlmoeFamily,
-        Qwen3Family,
-        Qwen3MoeFamily,
-        DeepSeekV2Family,
-        DeepSeekV3Family,
-        GptOssFamily,
-    )
-    for kind in f.TYPES
-}
+registry.AllNames()  # imports the families, which lie beside their experiments
 CONFIG = "config.json"
 _KEPT, _LARGEST = ("LICENSE*", "NOTICE*"), 1 << 20  # files beside weights, and their bytes
 # Parameters of all imported models: embeddings as they are in the table, and no rounding of activations.
