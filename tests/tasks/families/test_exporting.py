@@ -83,6 +83,40 @@ def test_a_config_says_a_published_model_and_back(model, kind):
     assert exporting._differing(said, params) == []
 
 
+# Keys as files of the models have them, beside those of sizes.
+SAID = {
+    ("Qwen3_30B_A3B", "qwen3_moe"): {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    ("Llama4Scout", "llama4_text"): {
+        "_attn_implementation_autoset": True,
+        "attn_temperature_tuning": 4,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [200001, 200007, 200008],
+        "for_llm_compressor": False,
+        "moe_layers": list(range(48)),
+        "no_rope_layers": [1, 1, 1, 0] * 12,
+    },
+}
+
+
+@pytest.mark.parametrize(("model", "kind"), SAID)
+def test_keys_of_published_files_say_the_model(model, kind):
+    params, family = registry.GetParams(f"lm.{model}"), FAMILIES[kind]
+    config = {**family.Config(params), **SAID[model, kind]}
+    said = params_of(family, config, "config.json")
+    assert exporting._differing(said, params) == []
+
+
 def test_types_of_tensors_a_licence_and_several_files(checkpoint, tmp_path):
     directory = checkpoint("mixtral")
     tensors = tensors_of(directory)
