@@ -234,7 +234,7 @@ class Generator(Exportable, Texts):
         return {"ids": (2, 0), "tokens": (1, 0), "finished": (1, False), **log_probs}
 
     def _Ids(self, prompt: tf.Tensor, *lengths: tf.Tensor) -> tuple[tf.RaggedTensor, tf.Tensor]:
-        """What begins each prompt, mostly BOS, with its tokens, and whether the first of these were left out."""
+        """The mark that begins each prompt and its tokens, and whether the first of these were left out."""
         if lengths:
             tokens = tf.RaggedTensor.from_tensor(prompt, *lengths)
             begin, tokens = prompt[:, :1], tokens[:, 1:]
@@ -293,17 +293,17 @@ class Generator(Exportable, Texts):
         return [ids_RP, *search.Flatten()], columns, over
 
     def _FlatBegin(self, *arguments: tf.Tensor) -> dict[str, tf.Tensor]:
-        """What `_Begin` returns, by name."""
+        """The results of `_Begin`, by name."""
         state, truncated = self._Begin(*arguments)
         return {**_named(state), "truncated": truncated}
 
     def _FlatMore(self, *before: tf.Tensor) -> dict[str, tf.Tensor]:
-        """What `_More` returns, by name."""
+        """The results of `_More`, by name."""
         state, columns, over = self._More(*before)
         return {**_named(state), **columns, "over": over}
 
     def _SpecsOfMore(self) -> list[tf.TensorSpec]:
-        """What `_More` takes, which a trace of `_Begin` says."""
+        """The specs of what `_More` takes, which a trace of `_Begin` says."""
         if "_specs" not in vars(self):
             _function(self._Begin, self._arguments()).get_concrete_function()
         return [tf.TensorSpec([None, None], tf.int32), *self._specs()]

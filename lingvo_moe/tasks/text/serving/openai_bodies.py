@@ -48,7 +48,7 @@ _LARGEST_SEED = 2**31
 class OpenAiRequest(TextRequest):
     """A request for completions: of prompts, in `lines`; or of a conversation, whose `lines` come later."""
 
-    messages: Sequence[Mapping[str, str]] = ()  # of a chat
+    messages: Sequence[Mapping[str, str]] = ()  # the conversation of a chat
     n: int = 1  # answers to each
     with_usage: bool = False  # whether a stream ends with the numbers of tokens
 
