@@ -28,8 +28,6 @@ def define_from_model_flag(flags: Flags) -> None:
 def _define(flags: Flags, other: str, help: str) -> None:
     def read(text: str) -> str:
         check_local(text, "--from")
-        if not Path(text).exists():
-            raise ValueError("there is no such file or directory")
         if "saved_model" in flags and flags["saved_model"].present:
             raise ValueError("goes without --saved_model")
         flags[other].value = _cached_run(text) if other == "logdir" else text
@@ -46,7 +44,7 @@ def _define(flags: Flags, other: str, help: str) -> None:
 def _cached_run(path: str) -> str:
     """The run of a checkpoint in the user's cache: another one where a file has changed, or this package."""
     place = Path(path).resolve()
-    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    files = sorted(place.iterdir()) if place.is_dir() else [place]  # which may not be there
     stats = [(file.name, file.stat()) for file in files if file.is_file()]
     about = [VERSION, str(place), [(name, s.st_size, s.st_mtime_ns) for name, s in stats]]
     digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
