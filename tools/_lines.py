@@ -30,7 +30,8 @@ def define_flags(flags: Flags, what: str, languages: bool = True) -> None:
         flags.DEFINE_string(
             "language",
             None,
-            "the source language, e.g. de; only models that route by language (docs/moe.md) use it",
+            "the source language, e.g. de, of a model that routes by language (docs/moe.md); SOURCE-TARGET, e.g. "
+            "eng_Latn-fra_Latn, of an imported translator (docs/importing.md); others use none",
         )
     flags.DEFINE_path("input", None, f"a file of {what} (default: standard input)")
     flags.DEFINE_path("output", None, "the file to write (default: standard output)")

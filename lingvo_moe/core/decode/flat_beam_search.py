@@ -47,6 +47,7 @@ class SearchOptions:
     eos_id: int = 2  # what ends a hypothesis
     pad_id: int = 0  # what fills the results after EOS; never emitted
     other_ends: tuple[int, ...] = ()  # stand for EOS where they are drawn; plain for a beam
+    unk_id: int = 3  # what a vocabulary has no piece for; never emitted
 
     def __post_init__(self) -> None:
         # Alpha is not negative: the stopping rule holds because a longer hypothesis is never normalised by less.

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
@@ -112,6 +113,13 @@ class MoELayer(BaseLayer):
             " a token (Llama 4).",
         )
         p.Define(
+            "output_masking",
+            0.0,
+            "In training, the share of a token's choices whose expert's output is masked, each by chance; in inference"
+            " all outputs are multiplied by 1 - this (NLLB Team 2022, section 6.2.1: EOM).",
+            checks.SHARE,
+        )
+        p.Define(
             "dispatcher",
             "index",
             f"One of {', '.join(sorted(DISPATCHERS))}; or Params of a Dispatcher.",
@@ -209,6 +217,8 @@ class MoELayer(BaseLayer):
         if self.p.gate_inputs:
             x_GSM *= tf.cast(routing.gate, x_GSM.dtype)
             routing = replace(routing, gate=routing.kept)
+        if self.p.output_masking:
+            routing = replace(routing, gate=routing.gate * self._Masking(routing.gate, seed))
         dispatcher = self.dispatcher
         if seed is None and self.experts.TAKES_ROWS:
             dispatcher = self.inference_dispatcher
@@ -225,6 +235,13 @@ class MoELayer(BaseLayer):
             )[0]
         y_BTM = self.Keep(self.Shard(y_BTM, "BTM"), "combined", "BTM")
         return y_BTM, NestedMap() if packed else _extras(routing, tokens, shares)
+
+    def _Masking(self, gate_GSk: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
+        """What gates are multiplied by, for `output_masking`."""
+        if seed is None:
+            return tf.constant(1.0 - self.p.output_masking)
+        drawn_GSk = randomness.uniform(self.FoldSeed(seed, "masked"), gate_GSk.shape)
+        return tf.cast(self.Shard(drawn_GSk, "GSk") >= self.p.output_masking, tf.float32)
 
     def ActiveParameters(self) -> int:
         """See BaseLayer: of the experts, as many as a token chooses."""

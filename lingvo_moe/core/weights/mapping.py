@@ -1,10 +1,11 @@
 """Pairs the variables of a model with the tensors of a source by a family's rules.
 
 A rule names one tensor and a variable that has its values, with the layout of each (layout.py). Names have `{layer}`
-and `{expert}` where there is a tensor for each. Of a tensor that has parts, each part has a rule of its own. A rule
-whose variable the model lacks says nothing of it, so that one table serves all models of a family. Tensors give all of
-each variable, once; and each tensor goes into one, or the family leaves it out by name. What is missing, left over or
-of another shape is an error before a value is read. Both directions follow from the rules, `Values` and `Tensor`.
+(in a model of several stacks that of one) and `{expert}` where there is a tensor for each. Of a tensor that has parts,
+each part has a rule of its own. A rule whose variable the model lacks says nothing of it, so that one table serves all
+models of a family. Tensors give all of each variable, once; and each tensor goes into one, or the family leaves it out
+by name. What is missing, left over or of another shape is an error before a value is read. Both directions follow from
+the rules, `Values` and `Tensor`.
 """
 
 import math
@@ -47,8 +48,9 @@ class WeightMapping:
     Args:
         rules: the family's.
         shapes: the shape of each variable, by path.
-        places: for each layer by its number, the path of what has it, and its index in the variables there, e.g.
-            ("decoder.blocks.body.layers[0]", 3); None: variables there have this layer alone.
+        places: by what stands for the number of a layer in names, "layer" or a stack: for each layer by its number, the
+            path of what has it, and its index in the variables there, e.g. ("decoder.blocks.body.layers[0]", 3); None:
+            variables there have this layer alone.
         sizes: of the axes of layouts; "e" is the number of experts.
 
     Attributes:
@@ -61,7 +63,7 @@ class WeightMapping:
         self,
         rules: Iterable[WeightRule],
         shapes: Mapping[str, tuple[int, ...]],
-        places: Sequence[tuple[str, int | None]],
+        places: Mapping[str, Sequence[tuple[str, int | None]]],
         sizes: Mapping[str, int],
     ):
         self._shapes, self._places, self._sizes = shapes, places, sizes
@@ -82,8 +84,8 @@ class WeightMapping:
                 )
 
     def _Pairs(self, rule: WeightRule) -> Iterator[WeightPair]:
-        places = enumerate(self._places) if "{layer}" in rule.tensor else [(0, None)]
-        for layer, place in places:
+        stack = next((name for name in self._places if f"{{{name}}}" in rule.tensor), "")
+        for layer, place in enumerate(self._places[stack] if stack else [None]):
             path = f"{place[0]}.{rule.variable}" if place else rule.variable
             if path not in self._shapes:
                 continue
@@ -93,7 +95,7 @@ class WeightMapping:
                 index = blocks if expert is None else (*blocks, expert)
                 part = self._shapes[path][len(index) :]
                 assert part == shape_of(rule.variable_layout, self._sizes), path
-                name = rule.tensor.format(layer=layer, expert=expert)
+                name = rule.tensor.format(**{stack: layer}, expert=expert)
                 yield WeightPair(name, rule, path, index)
 
     def Values(self, pair: WeightPair, tensor: np.ndarray) -> np.ndarray:

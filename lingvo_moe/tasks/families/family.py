@@ -1,4 +1,4 @@
-"""A family of published language models: its config.json as parameters of a task, and the names of its weights.
+"""A family of published models: its config.json as parameters of a task, and the names of its weights.
 
 Letters of layouts: m model, n heads, a heads of keys and values, k key, h hidden, e experts, f hidden of an expert,
 s hidden of the shared experts, v vocabulary. `two` is a pair of numbers, `first` and `second` are of size one.
@@ -6,13 +6,16 @@ s hidden of the shared experts, v vocabulary. `two` is a pair of numbers, `first
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.weights.mapping import WeightMapping, WeightRule
 from lingvo_moe.core.weights.source import WeightsError, WeightSource, same_values
-from lingvo_moe.tasks.transformer.stacks import layers_before, layers_of_block
+from lingvo_moe.tasks.text.vocabulary.language_codes import LanguageCodes
+from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
+from lingvo_moe.tasks.transformer.stacks import TaskStack, layers_before, layers_of_block
 
 # Keys of config.json that say nothing of what a model computes.
 _SAYS_NOTHING = (
@@ -41,7 +44,9 @@ class Family:
         ALIASES: other names of keys, which some releases of the `transformers` library write -> those in KEYS.
         ALWAYS: further keys, with the value that the experiment's parts need; None or a missing key is that value.
         OTHER_KEYS: the keys that Others reads and OtherKeys gives.
-        RULES: see WeightMapping.
+        RULES: see WeightMapping. Names have `{layer}`, or `{encoder}` and `{decoder}` in a model of two stacks.
+        TABLE: the tensor of the embeddings, of which a tied head is a copy.
+        VOCAB_SIZES: the parameters that are the vocabulary's number of ids.
         LEFT_OUT: regular expressions of the names of tensors that are no weights.
     """
 
@@ -53,6 +58,8 @@ class Family:
     ALWAYS: ClassVar[Mapping[str, Any]] = {}
     OTHER_KEYS: ClassVar[Sequence[str]] = ()
     RULES: ClassVar[Sequence[WeightRule]]
+    TABLE: ClassVar[str] = "model.embed_tokens.weight"
+    VOCAB_SIZES: ClassVar[Sequence[str]] = ("input.target_vocab_size",)
     LEFT_OUT: ClassVar[Sequence[str]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -133,6 +140,19 @@ class Family:
         """The rules for the model of parameters `p`."""
         return self.RULES
 
+    def Vocabulary(
+        self, directory: Path, config: Mapping[str, Any]
+    ) -> tuple[bytes, LanguageCodes | None]:
+        """The vocabulary of a checkpoint, serialized; and its languages, if the model translates from any to any.
+
+        Raises DataError: a file is missing or damaged.
+        """
+        return JsonVocabulary.Load(directory).model_bytes, None
+
+    def Source(self, source: WeightSource) -> WeightSource:
+        """The tensors by the names of RULES, where a file may have others. Raises WeightsError: copies differ."""
+        return source
+
     def Sizes(self, p: Params) -> dict[str, int]:
         """The sizes of the axes of layouts."""
         return {
@@ -141,7 +161,7 @@ class Family:
             "a": p.num_kv_heads or p.num_heads,
             "k": p.key_dim,
             "h": p.hidden_dim,
-            "v": p.vocab_size,
+            "v": p.Get(p.cls.STACKS[-1].vocab_size),
             "e": p.num_experts,
             "f": p.expert_hidden_dim or 0,
             "s": (p.expert_hidden_dim or 0) * p.moe.num_shared_experts,
@@ -153,7 +173,9 @@ class Family:
     def Mapping(self, p: Params, specs: NestedMap) -> WeightMapping:
         """The pairs of a model of parameters `p` with these VariableSpecs. Raises WeightsError."""
         shapes = {path: tuple(spec.shape) for path, spec in specs.FlattenItems()}
-        return WeightMapping(self.Rules(p), shapes, _places(p), self.Sizes(p))
+        stacks = p.cls.STACKS
+        places = {s.name if len(stacks) > 1 else "layer": _places(p, s) for s in stacks}
+        return WeightMapping(self.Rules(p), shapes, places, self.Sizes(p))
 
 
 def gates(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -191,10 +213,14 @@ def _is_read(quantization: Any) -> bool:
     return method == "mxfp4" or (method == "fp8" and block == [128, 128])
 
 
-def _places(p: Params) -> list[tuple[str, int | None]]:
-    """The path of what has each layer, and its index there; first those of the decoder."""
-    before, size = layers_before(p), layers_of_block(p)
-    first = [("decoder.first.body.layers[0]", layer) for layer in range(before)]
-    rest = range(p.num_layers - before)
-    blocks = [(f"decoder.blocks.body.layers[{i % size}]", i // size) for i in rest]
-    return [*first, *blocks, *([("multi_token", None)] if p.multi_token_weight else [])]
+def _places(p: Params, stack: TaskStack) -> list[tuple[str, int | None]]:
+    """The path of what has each layer of a stack, and its index there; last the head for the token after the next."""
+    before, size, name = layers_before(p), layers_of_block(p), stack.name
+    first = [(f"{name}.first.body.layers[0]", layer) for layer in range(before)]
+    rest = range(p.Get(stack.num_layers) - before)
+    blocks = [(f"{name}.blocks.body.layers[{i % size}]", i // size) for i in rest]
+    return [
+        *first,
+        *blocks,
+        *([("multi_token", None)] if stack.causal and p.multi_token_weight else []),
+    ]

@@ -18,10 +18,12 @@ from lingvo_moe.core.weights.gguf_file import GgufFile
 from lingvo_moe.core.weights.open_source import open_source
 from lingvo_moe.core.weights.quantized import Dequantized
 from lingvo_moe.core.weights.source import WeightsError, WeightSource, same_values
-from lingvo_moe.tasks.families.family import FAMILIES, HEAD, TABLE, Family
+from lingvo_moe.tasks.families.family import FAMILIES, HEAD, Family
 from lingvo_moe.tasks.families.llama_gguf import LlamaGguf, gguf_tokenizer
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
+from lingvo_moe.tasks.text.vocabulary.language_codes import LanguageCodes
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
+from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
 
 registry.AllNames()  # imports the families, which lie beside their experiments
 CONFIG = "config.json"
@@ -42,6 +44,7 @@ class Published:
     override: str  # what the model's parameters are beside those of the family's experiment
     params: Params  # those of the experiment with the override
     vocabulary: bytes  # for open_vocabulary
+    codes: LanguageCodes | None = None  # of a translator
 
 
 def open_published(path: str | os.PathLike) -> Published:
@@ -54,22 +57,25 @@ def open_published(path: str | os.PathLike) -> Published:
     path = Path(path)
     source = open_source(path)
     if isinstance(source, GgufFile):
-        tokenizer = json.dumps(gguf_tokenizer(source), ensure_ascii=False)
-        vocabulary = JsonVocabulary(tokenizer.encode(), path)
+        tokenizer = json.dumps(gguf_tokenizer(source), ensure_ascii=False).encode()
+        vocabulary, codes = JsonVocabulary(tokenizer, path).model_bytes, None
         source = LlamaGguf(source)
         config, where = source.config, source.where
     else:
         source, where = Dequantized(source), str(path / CONFIG)
         config = _config(path / CONFIG)
-        vocabulary = JsonVocabulary.Load(path)
     family, values = _model(config, where)
+    if path.is_dir():
+        vocabulary, codes = family.Vocabulary(path, config)
+    source = family.Source(source)
     values |= family.FromTensors(config, source)
-    if values[_TIED] and _has_a_head(source):
+    if values[_TIED] and _has_a_head(source, family.TABLE):
         values[_TIED] = False
-    override = _override(values | {"input.target_vocab_size": vocabulary.size})
+    size = open_vocabulary(vocabulary).size
+    override = _override(values | dict.fromkeys(family.VOCAB_SIZES, size))
     params = _params(family, override, where)
     files = _files_beside(path if path.is_dir() else path.parent)
-    return Published(source, family, config, files, override, params, vocabulary.model_bytes)
+    return Published(source, family, config, files, override, params, vocabulary, codes)
 
 
 def published_model(path: str | os.PathLike) -> tuple[str, str]:
@@ -95,7 +101,7 @@ def _model(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str, Any
             f"{where}: model_type={kind!r}{did_you_mean(kind, list(FAMILIES))}; known are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
-    return family, family.Overrides(config, where) | _AS_PUBLISHED
+    return family, _AS_PUBLISHED | family.Overrides(config, where)
 
 
 def _override(values: Mapping[str, Any]) -> str:
@@ -104,7 +110,7 @@ def _override(values: Mapping[str, Any]) -> str:
 
 def params_of(family: Family, config: Mapping[str, Any], where: str) -> Params:
     """The parameters of the model that a config.json describes. Raises WeightsError: there can be none."""
-    return _params(family, _override(family.Overrides(config, where) | _AS_PUBLISHED), where)
+    return _params(family, _override(_AS_PUBLISHED | family.Overrides(config, where)), where)
 
 
 def _files_beside(directory: Path) -> dict[str, bytes]:
@@ -134,11 +140,11 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _has_a_head(source: WeightSource) -> bool:
+def _has_a_head(source: WeightSource, table: str) -> bool:
     """Whether there is a table of the softmax that is no copy of the embeddings'."""
-    if not {HEAD, TABLE} <= source.entries.keys():
+    if not {HEAD, table} <= source.entries.keys():
         return HEAD in source.entries
-    return not same_values(source, HEAD, TABLE)
+    return not same_values(source, HEAD, table)
 
 
 def import_checkpoint(
@@ -183,7 +189,8 @@ def import_checkpoint(
 
 def _describe(published: Published, run: RunDir) -> None:
     """Writes all of a run but its checkpoint."""
-    artifacts = text_artifacts(dict.fromkeys(("source", "target"), published.vocabulary))
+    vocabs = dict.fromkeys(("source", "target"), published.vocabulary)
+    artifacts = text_artifacts(vocabs, codes=published.codes)
     types = [entry.dtype for entry in published.source.entries.values()]
     usual = max(dict.fromkeys(types), key=types.count)
     others = {n: e.dtype for n, e in published.source.entries.items() if e.dtype != usual}

@@ -13,12 +13,17 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions, StepFn
+from lingvo_moe.core.decode.flat_beam_search import (
+    NEVER,
+    FlatBeamSearch,
+    SearchOptions,
+    StepFn,
+)
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
 from lingvo_moe.core.task.step import Step
-from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 
 class TranslationModel(Protocol):
@@ -60,7 +65,7 @@ class Decoder:
         self.model, self.max_length = model, max_length
         self._beam_size = options.beam_size
         self._vocab_size = vocab_size or model.p.target_vocab_size
-        allowed_V = np.arange(self._vocab_size) != UNK_ID
+        allowed_V = np.arange(self._vocab_size) != options.unk_id
         self.search = FlatBeamSearch(max_length, options, allowed_V)
 
     def Search(self, theta: NestedMap, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
@@ -69,13 +74,16 @@ class Decoder:
         Equivalent to `Start`, then `Step` until every row is done.
 
         Args:
-            src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each.
+            src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each; and `first` [B], if the
+                first token of each row's translations is given.
             max_lengths_B: int32, the maximum length of each row's translations, EOS included; 0 skips the row.
 
         Returns:
             NestedMap(ids_BKT, lengths_BK, scores_BK, steps); see `FlatBeamSearch.Run`.
         """
         cache = self.InitCache(theta, self.model.Encode(theta, src))
+        if "first" in src:
+            cache.first = src.first
         return self.search.Run(self._StepFn(theta), cache, max_lengths_B)
 
     def Start(
@@ -101,9 +109,20 @@ class Decoder:
     def _StepFn(self, theta: NestedMap) -> StepFn:
         def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
             logits, cache = self.model.ExtendStep(theta, ids, cache, time, mask)
-            return logits[..., : self._vocab_size], cache
+            return with_first(logits[..., : self._vocab_size], cache, time), cache
 
         return step
+
+
+def with_first(logits_BJV: tf.Tensor, cache: NestedMap, time: tf.Tensor) -> tf.Tensor:
+    """The logits of a step; of the first one, where `cache.first`, int32 [B], gives its token, of that token alone.
+
+    Its log-probability is 0 then.
+    """
+    if "first" not in cache:
+        return logits_BJV
+    only = tf.equal(tf.range(tf.shape(logits_BJV)[-1]), cache.first[:, tf.newaxis, tf.newaxis])
+    return tf.where((time > 0) | only, logits_BJV, NEVER)
 
 
 def decode_step(

@@ -74,7 +74,7 @@ def test_a_run_is_read_back_and_asked_for_languages(tmp_path):
     alone = [translator.Translate([line], lang).scores[0, 0] for lang in languages]
     np.testing.assert_allclose(out.scores[:, 0], alone, rtol=1e-5)
     assert len(set(np.round(alone, 4).tolist())) > 1, "the language decides nothing"
-    with pytest.raises(ValueError, match="routes by the source language: give it"):
+    with pytest.raises(ValueError, match="needs the language of each line: give it"):
         translator.Translate([line])
     with pytest.raises(ValueError, match=r"unknown source language.*knows af, de, sw"):
         translator.Translate([line], "xx")

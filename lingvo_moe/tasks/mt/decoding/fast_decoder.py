@@ -15,6 +15,7 @@ from lingvo_moe.core.decode.sampling import LETTERS as SETTINGS
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decode_step import with_first
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
     ALLOWED,
     LETTERS,
@@ -25,7 +26,6 @@ from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
 from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
 from lingvo_moe.tasks.text.decoding.sampled_search import SampledSearch, settings_of
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
-from lingvo_moe.tasks.text.vocabulary.special_ids import UNK_ID
 
 
 class FastDecoder:
@@ -56,7 +56,7 @@ class FastDecoder:
             )
         self._weights, self._shortlist, self._sampling = weights, shortlist, sampling
         self._beam_size, self._vocab_size = options.beam_size, vocab_size
-        allowed_V = np.arange(vocab_size) != UNK_ID if shortlist is None else ALLOWED
+        allowed_V = np.arange(vocab_size) != options.unk_id if shortlist is None else ALLOWED
         search = SampledSearch if sampling else GrowingBeamSearch
         self._search = search(max_length, options, allowed_V)
 
@@ -65,7 +65,7 @@ class FastDecoder:
 
         Args:
             src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each; and `task_ids`, if the
-                model routes by them; and `seeds` [B], if translations are drawn.
+                model routes by them; `seeds` [B], if translations are drawn; `first` [B], their first token, if given.
             max_lengths_B: int32, the maximum length of each row's translations, EOS included; 0 skips the row.
 
         Returns:
@@ -78,6 +78,8 @@ class FastDecoder:
         model, weights = self._weights.model, self._weights.Tensors()
         cache = model.InitCache(weights, model.Encode(weights, src), self._beam_size, BLOCK)
         letters = model.CacheLetters()
+        if "first" in src:
+            cache.first, letters.first = src.first, "B"
         if self._sampling:
             cache.settings, letters.settings = settings_of(self._sampling, src.seeds), SETTINGS
         if self._shortlist is None:
@@ -92,7 +94,7 @@ class FastDecoder:
     def _StepFn(self, weights: NestedMap) -> StepFn:
         def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
             logits, cache = self._weights.model.ExtendStep(weights, ids, cache, time, mask)
-            return logits[..., : self._vocab_size], cache
+            return with_first(logits[..., : self._vocab_size], cache, time), cache
 
         return step
 

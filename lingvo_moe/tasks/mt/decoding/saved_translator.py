@@ -1,5 +1,6 @@
 """Translations of Python lines by a Translator or by an exported one."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ def translations_of(
         function: string [N] (and string [N], the languages) -> dict of translations, scores, truncated, as
             `Translator.translate`.
         lines: N lines; bytes may hold anything. In a string, half a surrogate pair is U+FFFD, as by HTTP.
-        languages: the source language of each line, or of all; needed, and looked at, by models that route by it.
+        languages: the source language of each line, or of all; needed, and looked at, by models that route by it. Of a
+            model that translates from any language to any, SOURCE-TARGET.
         by_language: whether this is one.
 
     Returns:
@@ -47,16 +49,15 @@ def translations_of(
     arguments: list[list] = [encoded]
     if by_language:
         if languages is None:
-            raise ValueError("the model routes by the source language: give it (--language)")
+            raise ValueError("the model needs the language of each line: give it (--language)")
         one = isinstance(languages, str)
         arguments.append([languages] * len(lines) if one else list(languages))
     try:
         out = function(*(tf.constant(a, tf.string, shape=[len(encoded)]) for a in arguments))
     except tf.errors.InvalidArgumentError as e:
-        if "unknown source language" not in str(e):
+        if not (unknown := re.search(r"unknown (source )?language[^]]*", str(e))):
             raise
-        start = str(e).index("unknown source language")
-        raise ValueError(str(e)[start:].split("]")[0]) from None
+        raise ValueError(unknown[0]) from None
     texts = [[t.decode("utf-8", "replace") for t in row] for row in out["translations"].numpy()]
     return NestedMap(
         translations=texts, scores=out["scores"].numpy(), truncated=out["truncated"].numpy()

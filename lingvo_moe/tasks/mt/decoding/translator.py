@@ -32,15 +32,18 @@ from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights, SavedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
-from lingvo_moe.tasks.text.runs.artifacts import target_language_of
+from lingvo_moe.tasks.text.runs.artifacts import language_codes_of, target_language_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
-from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID
+from lingvo_moe.tasks.text.vocabulary.language_codes import LanguageCodes
+from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
 _LENGTH_ALPHA = 0.6  # for a model that says nothing
 _SMALLEST_BUCKET = 8
 _SOURCE_STEP = 16  # tokens: what the rows of a batch are padded to a multiple of, not under XLA
 _MOST_TOKENS = 2048  # of the sources of a batch, not under XLA
+# What there may be of each line beside its tokens and their number.
+_OF_LINES = ("tasks", "first", "seeds")
 _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
 # Nothing that a reader of lines could take for the end of one: controls, NEL, line and paragraph separators.
 _NOT_IN_A_LINE = "[\\x{00}-\\x{1f}\\x{7f}\\x{85}\\x{2028}\\x{2029}]+"
@@ -101,7 +104,7 @@ class TranslateOptions:
         """The options of the beam search."""
         alpha = _LENGTH_ALPHA if self.length_alpha is None else self.length_alpha
         beam = (1, 1) if self.sampling else (self.beam_size, self.top_k)
-        return SearchOptions(*beam, alpha, BOS_ID, EOS_ID, PAD_ID)
+        return SearchOptions(*beam, alpha)
 
     def Buckets(self) -> list[int]:
         """Source lengths that are compiled: powers of two, and the longest."""
@@ -126,9 +129,11 @@ class Translator(Exportable):
     Args:
         model: e.g. an MtModel.
         theta: NestedMap of arrays or tensors.
-        vocabs: NestedMap(source, target) of serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK;
-            and `tidied`, the version of tidy_text that lines go through first, without which they do not.
-        languages: source languages in the order of their task ids, for a model that routes by language; else empty.
+        vocabs: NestedMap(source, target) of serialised SentencePiece models; and `tidied`, the version of tidy_text
+            that lines go through first, without which they do not.
+        languages: source languages in the order of their task ids, for a model that routes by language; or the
+            LanguageCodes of one that translates from any to any, where the language of a line is SOURCE-TARGET; else
+            empty.
         shortlist: the tokens that each line is scored for; None: all.
 
     Raises:
@@ -144,7 +149,7 @@ class Translator(Exportable):
         theta: NestedMap,
         vocabs: NestedMap,
         options: TranslateOptions | None = None,
-        languages: Sequence[str] = (),
+        languages: Sequence[str] | LanguageCodes = (),
         shortlist: Shortlist | None = None,
     ):
         super().__init__(name="translator")
@@ -153,6 +158,9 @@ class Translator(Exportable):
             length_alpha = model.p.length_alpha if "length_alpha" in model.p else _LENGTH_ALPHA
             o = replace(o, length_alpha=length_alpha)
         self.options = o
+        self._codes: LanguageCodes | None = None
+        if isinstance(languages, LanguageCodes):
+            self._codes, languages = languages, list(languages.ids)
         self._languages = tuple(languages)
         self.traces = 0  # of searches; grows no more once `translate` was traced
         self._tidied = vocabs.get("tidied", 0)
@@ -165,8 +173,19 @@ class Translator(Exportable):
                     f"the {side} vocabulary has {size} pieces, the model's {side}_vocab_size is {room}"
                 )
         self._target_size = sizes["target"]
+        source, target = (Vocabulary(vocabs[side]) for side in sizes)
+        self._pad_id, self._eos_id = source.pad_id, source.eos_id
+        self._search_options = replace(
+            o.Search(),
+            bos_id=self._codes.start_id if self._codes else target.bos_id,
+            **{f"{name}_id": getattr(target, f"{name}_id") for name in ("eos", "pad", "unk")},
+        )
         self._shortlist = None
         if shortlist is not None:
+            if self._codes:
+                raise ValueError(
+                    "a model whose languages are tokens has no shortlist: leave it out"
+                )
             if o.xla:
                 raise ValueError(
                     "a shortlist is for TensorFlow's own kernels; under XLA, which runs the search where there is an"
@@ -178,9 +197,10 @@ class Translator(Exportable):
             )
         self._weights = SavedWeights(theta) if o.xla else PackedWeights(model, theta, o.weights)
         self._model = lambda: model
-        names = ("text", "language") if languages else ("text",)
+        names = ("text", "language") if self._languages else ("text",)
+        by_language = self._TranslateBetween if self._codes else self._TranslateFrom
         self.translate = tf.function(
-            self._TranslateFrom if languages else self._Translate,
+            by_language if self._languages else self._Translate,
             input_signature=[tf.TensorSpec([None], tf.string, name=name) for name in names],
             autograph=False,
         )
@@ -209,20 +229,43 @@ class Translator(Exportable):
         Raises, where it runs:
             tf.errors.InvalidArgumentError: a language that the model does not know.
         """
+        return self._Translate(
+            text, NestedMap(tasks=self._Numbers(language, "the model routes by it and"))
+        )
+
+    def _TranslateBetween(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Translates from any language to any: string [N], SOURCE-TARGET for each line. Raises as _TranslateFrom."""
+        assert self._codes is not None
+        pairs = tf.strings.split(language, "-").to_tensor("", shape=[None, 2])
+        ids = tf.constant(list(self._codes.ids.values()))
+        why = "give SOURCE-TARGET; the model"
+        code, first = (tf.gather(ids, self._Numbers(pairs[:, i], why)) for i in range(2))
+        return self._Translate(text, NestedMap(first=first), code)
+
+    def _Numbers(self, language: tf.Tensor, why: str) -> tf.Tensor:
+        """The place of each language, string [N], among those of the model: int32 [N]."""
         matches = tf.equal(language[:, tf.newaxis], tf.constant(self._languages))
-        message = f"unknown source language; the model routes by it and knows {', '.join(self._languages)}"
+        message = f"unknown source language; {why} knows {', '.join(self._languages)}"
+        if self._codes:
+            message = message.replace("source ", "")
         with tf.control_dependencies(
             [tf.debugging.Assert(tf.reduce_all(tf.reduce_any(matches, 1)), [message, language])]
         ):
-            tasks = tf.argmax(tf.cast(matches, tf.int32), 1, output_type=tf.int32)
-        return self._Translate(text, tasks)
+            return tf.argmax(tf.cast(matches, tf.int32), 1, output_type=tf.int32)
 
-    def _Translate(self, text: tf.Tensor, tasks: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
+    def _Translate(
+        self,
+        text: tf.Tensor,
+        of_lines: NestedMap | None = None,
+        code: tf.Tensor | None = None,
+    ) -> dict[str, tf.Tensor]:
         """The whole way, in graph: what `translate` is.
 
         Args:
             text: string [N], a line of UTF-8 each. Invalid bytes are read as U+FFFD.
-            tasks: int32 [N], the task id of each line, if the model needs them.
+            of_lines: what the model needs of each line, int32 [N] each: `tasks`, its task id; `first`, the token that
+                its translation begins with.
+            code: int32 [N], the token of each line's language, in a model that needs it.
 
         Returns:
             translations: string [N,K], best first, free of line breaks and control characters; '' for a blank line.
@@ -236,16 +279,17 @@ class Translator(Exportable):
         is_cut = tf.strings.length(text) > longest
         tokens = self._source.tokenize(tf.strings.substr(text, 0, longest))
         lengths = tf.cast(tokens.row_lengths(), tf.int32)
-        truncated = is_cut | (lengths + 1 > o.max_source_length)
-        tokens = tokens[:, : o.max_source_length - 1]
-        n = tf.shape(text)[0]
-        end = tf.fill([n, 1], EOS_ID)
-        tokens = tf.concat([tokens, end], 1)
-        lengths = tf.where(lengths == 0, 0, tf.minimum(lengths + 1, o.max_source_length))
+        n, marks = tf.shape(text)[0], 1 if code is None else 2
+        truncated = is_cut | (lengths + marks > o.max_source_length)
+        tokens = tokens[:, : o.max_source_length - marks]
+        end = tf.fill([n, 1], self._eos_id)
+        parts = [tokens, end]
+        if code is not None:
+            parts.insert(2 if self._codes and self._codes.is_last else 0, code[:, tf.newaxis])
+        tokens = tf.concat(parts, 1)
+        lengths = tf.where(lengths == 0, 0, tf.minimum(lengths + marks, o.max_source_length))
 
-        source = NestedMap(tokens=tokens, lengths=lengths)
-        if tasks is not None:
-            source.tasks = tasks
+        source = NestedMap(of_lines or {}, tokens=tokens, lengths=lengths)
         if o.sampling:
             source = self._Draws(source, text)
         shape = [tf.shape(source.lengths)[0], o.Search().top_k]
@@ -298,8 +342,8 @@ class Translator(Exportable):
             if length is not None:  # filled up with line 0 at length 0, which costs no step
                 shape, missing = [rows, length], [[0, rows - filled]]
                 at, n_at = (tf.ensure_shape(tf.pad(x, missing), [rows]) for x in (at, n_at))
-            ids = tf.gather(source.tokens, at).to_tensor(PAD_ID, shape=shape)
-            of_lines = [tf.gather(source[x], at) for x in ("tasks", "seeds") if x in source]
+            ids = tf.gather(source.tokens, at).to_tensor(self._pad_id, shape=shape)
+            of_lines = [tf.gather(source[x], at) for x in _OF_LINES if x in source]
             text, best = self._texts(*search(ids, n_at, *of_lines))
             texts, scores = (
                 tf.tensor_scatter_nd_update(x, batch[:, tf.newaxis], y[:filled])
@@ -324,31 +368,31 @@ class Translator(Exportable):
         return tf.reshape(text, [-1, self.options.Search().top_k]), scores_RK
 
     def _search(self, length: int | None = None) -> Any:
-        """int32 ids [R,S], lengths [R] (and tasks, seeds [R]) to ids [R,K,T], lengths [R,K], scores [R,K].
+        """int32 ids [R,S], lengths [R] (and _OF_LINES, [R]) to ids [R,K,T], lengths [R,K], scores [R,K].
 
         Args:
             length: S of the program that XLA compiles; None: any number and length of rows, not compiled.
         """
         o = self.options
         find = self._finder(o.MaxTargetLength(length) if length else o.max_length)
+        names = ["first"] if self._codes else ["tasks"] if self._languages else []
+        names += ["seeds"] if o.sampling else []
 
         @tf.function(jit_compile=length is not None, autograph=False)
         def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *of_rows: tf.Tensor) -> tuple:
-            tasks_R = of_rows[:-1] if o.sampling else of_rows
             self.traces += 1
             with use_mesh(single_device()):
                 rows, size = (dim(ids_RS, axis) for axis in (0, 1))
                 at_S = tf.tile(tf.range(size)[tf.newaxis], [rows, 1])
                 real_RS = at_S < lengths_R[:, tf.newaxis]
                 src = NestedMap(
-                    ids=tf.where(real_RS, ids_RS, PAD_ID),
+                    ids=tf.where(real_RS, ids_RS, self._pad_id),
                     segment_ids=tf.cast(real_RS, tf.int32),
                     segment_pos=tf.where(real_RS, at_S, 0),
                 )
-                for task_R in tasks_R:
-                    src.task_ids = tf.where(real_RS, task_R[:, tf.newaxis], 0)
-                if o.sampling:
-                    src.seeds = of_rows[-1]
+                src.update(zip(names, of_rows, strict=True))
+                if "tasks" in src:
+                    src.task_ids = tf.where(real_RS, src.pop("tasks")[:, tf.newaxis], 0)
                 max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
                 results = find(src, max_lengths)
             return results.ids_BKT, results.lengths_BK, results.scores_BK
@@ -357,7 +401,7 @@ class Translator(Exportable):
 
     def _finder(self, longest: int) -> Callable[[NestedMap, tf.Tensor], NestedMap]:
         """The search of a source, see `Decoder` and `FastDecoder`, for translations of up to `longest` tokens."""
-        search, size, weights = self.options.Search(), self._target_size, self._weights
+        search, size, weights = self._search_options, self._target_size, self._weights
         if isinstance(weights, PackedWeights):
             sampling = self.options.sampling
             return FastDecoder(weights, search, longest, size, self._shortlist, sampling).Search
@@ -399,7 +443,7 @@ def load_translator(
 
 def read_parts(
     logdir: str | os.PathLike, chosen: Chosen, trust_run: bool
-) -> tuple[tuple[MtModel, NestedMap, NestedMap, Sequence[str]], dict[str, Any]]:
+) -> tuple[tuple[MtModel, NestedMap, NestedMap, Sequence[str] | LanguageCodes], dict[str, Any]]:
     """The model of a run, its weights, vocabularies, and languages (of one that routes by them); and what it is.
 
     Raises as load_translator.
@@ -411,4 +455,4 @@ def read_parts(
     if language := target_language_of(run.artifacts):
         about["target_language"] = language
     languages = about["trained_languages"] if model.RoutesByTask(model.p) else ()
-    return (model, theta, vocabs, languages), about
+    return (model, theta, vocabs, language_codes_of(run.artifacts) or languages), about

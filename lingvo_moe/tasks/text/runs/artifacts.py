@@ -1,5 +1,6 @@
 """Artifacts of the input of a task over texts: two vocabularies, and the languages by task id."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.file_list import check_tidied
+from lingvo_moe.tasks.text.vocabulary.language_codes import LanguageCodes
 
 VOCAB_FILES = {"source": "vocab/source.model", "target": "vocab/target.model"}
 
@@ -17,15 +19,18 @@ def text_artifacts(
     languages: Sequence[str] = (),
     target_language: str = "",
     tidied: int = 0,
+    codes: LanguageCodes | None = None,
 ) -> RunArtifacts:
     """The artifacts of a run.
 
     `vocabs` are serialised vocabularies by side; a language's place in `languages` is its task id. `target_language`
-    is '' where it is not known; `tidied` is the version of tidy_text that the texts went through.
+    is '' where it is not known; `tidied` is the version of tidy_text that the texts went through; `codes` are those of
+    a model that translates from any language to any.
     """
     files = {name: vocabs[side] for side, name in VOCAB_FILES.items()}
     about: dict[str, Any] = {"languages": list(languages)}
     about |= {"target_language": target_language} if target_language else {}
+    about |= {"language_codes": dataclasses.asdict(codes)} if codes else {}
     return RunArtifacts(files, about | ({"tidied": tidied} if tidied else {}))
 
 
@@ -40,6 +45,18 @@ def tidied_of(artifacts: RunArtifacts) -> int:
 def target_language_of(artifacts: RunArtifacts) -> str:
     """The code of the target language; '' for a run that does not say."""
     return str(artifacts.about.get("target_language") or "")
+
+
+def language_codes_of(artifacts: RunArtifacts) -> LanguageCodes | None:
+    """The languages of a model that translates from any to any; None for another. Raises DataError: damaged."""
+    about = artifacts.about.get("language_codes")
+    if about is None:
+        return None
+    try:
+        ids = {str(code): int(i) for code, i in about["ids"].items()}
+        return LanguageCodes(ids, bool(about["is_last"]), int(about["start_id"]))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise DataError(f"the run's language_codes are damaged: {about!r:.80}") from None
 
 
 def vocabs_of(artifacts: RunArtifacts) -> NestedMap:

@@ -44,13 +44,11 @@ class Vocabulary:
 
     Attributes:
         size: the number of ids, V.
-        pad_id, bos_id, eos_id, unk_id: the ids that are no text.
+        pad_id, bos_id, eos_id, unk_id: the ids that are no text; 0, 1, 2, 3 where the vocabulary was trained here.
         model_bytes: the serialized model, for a SavedModel's tokenizer.
         path: where the model lies, or None.
         tidied: the version of tidy_text that texts go through first, as those that it was trained on; 0: none.
     """
-
-    pad_id, bos_id, eos_id, unk_id = PAD_ID, BOS_ID, EOS_ID, UNK_ID
 
     def __init__(self, model_bytes: bytes, path: str | os.PathLike | None = None, tidied: int = 0):
         self.model_bytes, self.tidied = model_bytes, tidied
@@ -65,10 +63,11 @@ class Vocabulary:
         ids = tuple(
             getattr(self._processor, f"{name}_id")() for name in ("pad", "bos", "eos", "unk")
         )
-        if ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+        if min(ids) < 0:
             raise DataError(
-                f"{path or 'vocabulary'}: ids of pad, bos, eos, unk must be 0, 1, 2, 3, but are {ids}"
+                f"{path or 'vocabulary'}: must have pad, bos, eos and unk, but their ids are {ids}"
             )
+        self.pad_id, self.bos_id, self.eos_id, self.unk_id = ids
         self.size: int = self._processor.GetPieceSize()
 
     @classmethod
@@ -96,9 +95,9 @@ class Vocabulary:
         """The text of ids; pad, bos and eos say nothing, and what follows the first eos is ignored."""
         tokens: list[int] = []
         for i in ids:
-            if i == EOS_ID:
+            if i == self.eos_id:
                 break
-            if i not in (PAD_ID, BOS_ID):
+            if i not in (self.pad_id, self.bos_id):
                 tokens.append(int(i))
         return self._processor.DecodeIds(tokens)
 

@@ -1,0 +1,170 @@
+"""Translators that the `transformers` library wrote give its logits and translations once they are imported.
+
+benchmarks/peers/record_translators.py made the files in testdata/.
+"""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from sentencepiece import sentencepiece_model_pb2
+
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.parts import Context
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+from lingvo_moe.tasks.mt.decode_step import Decoder
+from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
+from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
+from lingvo_moe.tasks.text.vocabulary.language_codes import read_language_codes
+from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
+from tools import translate
+
+TESTDATA = Path(__file__).parent / "testdata"
+NAMES = ["m2m100", "nllb_moe", "nllb_moe_before"]
+LETTERS = "\u2581abcdefghijklmnopqrstuvwxy"  # ids 4 to 29; those of codes follow
+CODES = [f"{letter * 3}_Latn" for letter in "abcdefghijk"]
+
+
+def _checkpoint(name, directory):
+    """Copies a checkpoint, and gives it a vocabulary of single letters."""
+    shutil.copytree(TESTDATA / name, directory)
+    (directory / "expected.npz").unlink()
+    model = sentencepiece_model_pb2.ModelProto()
+    model.trainer_spec.model_type = model.trainer_spec.BPE
+    for piece, kind in (
+        ("<unk>", 2),
+        ("<s>", 3),
+        ("</s>", 3),
+        *((letter, 1) for letter in LETTERS),
+    ):
+        model.pieces.add(piece=piece, score=-1.0, type=kind)
+    (directory / "sentencepiece.bpe.model").write_bytes(model.SerializeToString())
+    marks = {"additional_special_tokens": CODES}
+    (directory / "special_tokens_map.json").write_text(json.dumps(marks))
+    return directory
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def imported(request, tmp_path_factory):
+    """The run of an imported checkpoint, and the expected arrays."""
+    directory = tmp_path_factory.mktemp("runs")
+    published = open_published(_checkpoint(request.param, directory / request.param))
+    left_out = import_checkpoint(published, directory / "run", lambda line: None)
+    if request.param == "m2m100":
+        assert len(left_out) == 5  # three copies of the table, and the sinusoids of both stacks
+    return directory / "run", np.load(TESTDATA / request.param / "expected.npz")
+
+
+@pytest.fixture(scope="module")
+def loaded(imported):
+    """The model, its weights, and the expected arrays."""
+    run = TextRunDir(imported[0])
+    model = run.Task()
+    return model, load_theta(run, model)[0].Transform(tf.constant), imported[1]
+
+
+def _row(ids):
+    ids = tf.constant(ids, tf.int32)
+    at = tf.tile(tf.range(ids.shape[1])[tf.newaxis], [ids.shape[0], 1])
+    return NestedMap(ids=ids, labels=ids, segment_ids=tf.ones_like(ids), segment_pos=at)
+
+
+def _logits(model, theta, expected):
+    batch = NestedMap(src=_row(expected["source"]), tgt=_row(expected["target"]))
+    with use_mesh(single_device()):
+        carry, _, _ = model.Forward().Run(theta, Context(batch))
+        y = model.decoder.Normalized(theta.decoder, carry.x)
+        return model.softmax.FProp(theta[model.softmax_table], y).numpy()
+
+
+def test_logits(loaded):
+    model, theta, expected = loaded
+    logits = _logits(model, theta, expected)
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=1e-4)
+
+
+def test_all_experts_run(loaded):
+    """transformers 5.0 to 5.24 run the first two: with the others' weights zero, their outputs stay as they are."""
+    model, theta, expected = loaded
+    if not model.p.num_experts:
+        pytest.skip("a dense model")
+    first_two = tf.constant([1.0, 1.0, 0.0, 0.0, 0.0])[:, tf.newaxis, tf.newaxis]
+    changed = [
+        x * first_two if ".experts.w" in n and len(x.shape) == 4 else x
+        for n, x in theta.FlattenItems()
+    ]
+    logits = _logits(model, theta.Pack(changed), expected)
+    assert np.abs(logits - expected["logits"]).max() > 0.1
+
+
+@pytest.mark.parametrize(("beam_size", "fast"), [(1, False), (5, True)])
+def test_tokens_of_translations(beam_size, fast, loaded):
+    model, theta, expected = loaded
+    options = SearchOptions(beam_size, 1, 0.0, bos_id=2, eos_id=2, pad_id=1, unk_id=3)
+    source = NestedMap(_row(expected["source"]), first=tf.constant(expected["firsts"], tf.int32))
+    limits = tf.fill([len(expected["source"])], 12)
+    weights = PackedWeights(model, theta, "float32")
+
+    @tf.function(autograph=False)
+    def search():
+        if fast:
+            return FastDecoder(weights, options, 12, 41).Search(source, limits)
+        with use_mesh(single_device()):
+            return Decoder(model, options, 12).Search(theta, source, limits)
+
+    found = search().ids_BKT[:, 0].numpy()
+    wanted = np.where(expected[f"beam{beam_size}"] < 0, 1, expected[f"beam{beam_size}"])
+    np.testing.assert_array_equal(found, wanted[:, : found.shape[1]])
+
+
+def test_the_command_takes_a_source_and_a_target_language(imported, tmp_path, capsys):
+    run, expected = imported
+    if TextRunDir(run).Params().task.num_experts:
+        pytest.skip("one model is enough")
+    source, first, target = (expected[name][0] for name in ("source", "firsts", "beam5"))
+    (tmp_path / "lines.txt").write_text("".join(LETTERS[i - 4] for i in source[2:-1]) + "\n\n")
+    model = [f"--logdir={run}", "--beam_size=5", "--length_alpha=0", "--max_length=12"]
+    files = [f"--input={tmp_path / 'lines.txt'}", f"--output={tmp_path / 'out.txt'}"]
+    of_lines = [f"--language={CODES[source[0] - 30]}-{CODES[first - 30]}"]
+    assert translate.main([*model, *files, *of_lines]) == 0
+    text = "".join(LETTERS[i - 4] for i in target if 4 <= i < 30).replace("\u2581", " ")
+    assert (tmp_path / "out.txt").read_text() == f"{text.strip()}\n\n"
+    assert translate.main([*model, *files, "--language=aaa_Latn-xyz_Latn"]) == 1
+    assert "unknown language" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nllb", "m2m100"])
+def test_ids_of_tokenizers(name, tmp_path):
+    """Pieces, the places of codes, and marks are those of the library's tokenizers, in 40 languages."""
+    recorded = TESTDATA / "translators"
+    shutil.copy(recorded / "sentencepiece.bpe.model", tmp_path)
+    shutil.copy(recorded / f"{name}.json", tmp_path / "special_tokens_map.json")
+    if name == "m2m100":
+        shutil.copy(recorded / "vocab.json", tmp_path)
+    model, codes = read_language_codes(tmp_path, 2)
+    vocabulary, expected = Vocabulary(model), np.load(recorded / "expected.npz")
+    lines = (recorded / "lines.txt").read_text().splitlines()
+    of_lines = expected[f"{name}_codes"].tolist()
+    found = [
+        [codes.ids[code], *ids, vocabulary.eos_id]
+        for code, ids in zip(of_lines, vocabulary.EncodeBatch(lines), strict=True)
+    ]
+    assert list(itertools.chain(*found)) == expected[name].tolist()
+    assert len(codes.ids) == {"nllb": 202, "m2m100": 100}[name]
+    assert (vocabulary.bos_id, vocabulary.pad_id, vocabulary.unk_id) == (0, 1, 3)
+    assert not codes.is_last
+    settings = json.loads((tmp_path / "special_tokens_map.json").read_text())
+    settings.pop("added_tokens_decoder", None)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(settings))
+    assert min(read_language_codes(tmp_path, 2)[1].ids.values()) == 901  # 900 pieces and padding
+    (tmp_path / "tokenizer_config.json").write_text('{"legacy_behaviour": true}')
+    assert read_language_codes(tmp_path, 2)[1].is_last
+    assert vocabulary.Decode(found[0]) == lines[0]
