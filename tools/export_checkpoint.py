@@ -27,6 +27,8 @@ def define_flags() -> Flags:
     flags.DEFINE_enum("dtype", None, _DTYPES, help)
     help = "the most bytes of a file, unless a tensor has more"
     flags.DEFINE_integer("max_shard_bytes", 5_000_000_000, help, checks.Integer(1, 1 << 50))
+    help = "write the adapters of task.adapter_rank alone, as peft does (default: added to the weights)"
+    flags.DEFINE_boolean("adapters", False, help)
     _cli.define_step_flag(flags)
     _cli.define_ema_flag(flags)
     _cli.define_trust_flag(flags)
@@ -47,7 +49,7 @@ def _run(args: Flags) -> int:
 
     run = TextRunDir(args.logdir, trust_run=args.trust_run)
     chosen = Chosen(_cli.checkpoint_step(args), use_ema=args.use_ema)
-    options = ExportOptions(args.dtype, args.max_shard_bytes)
+    options = ExportOptions(args.dtype, args.max_shard_bytes, args.adapters)
     with LineProgress() as progress:
         line = export_checkpoint(run, Path(args.output), chosen, options, progress)
     print(line)

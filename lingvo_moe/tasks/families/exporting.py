@@ -16,9 +16,11 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.checkpoints.run_weights import Chosen, read_newest
 from lingvo_moe.core.files.artifacts import IMPORTED, PUBLISHED
 from lingvo_moe.core.files.files import open_to_write, replaced_directory, write_json
+from lingvo_moe.core.task.adapters import added, scale_of
 from lingvo_moe.core.weights.mapping import WeightMapping, WeightPair
 from lingvo_moe.core.weights.safetensors_file import NAMES, write_safetensors
 from lingvo_moe.core.weights.source import Entry, WeightsError
+from lingvo_moe.tasks.families.adapter_files import adapter_of, peft_config, write_adapters
 from lingvo_moe.tasks.families.family import FAMILIES, Family
 from lingvo_moe.tasks.families.importing import CONFIG, params_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
@@ -33,7 +35,7 @@ _WITHOUT_EFFECT = re.compile(
     r"(.*\.)?(activation_split|weight_split|dtype|fprop_dtype|jitter|\w+_loss_weight|balance_bias|load_balance_weight)"
     r"|(optimizer|pipeline)\..*|moe\.(dispatcher|capacity_factor|min_capacity)|num_groups|attention_block|remat|repeat"
     r"|dropout|attention_dropout|label_smoothing|clip_gradient_norm|ema_decay|multi_token_weight|seed|name"
-    r"|embedding_scale|softmax_scale|position\.shared"
+    r"|embedding_scale|softmax_scale|position\.shared|adapter_\w+"
 )
 _SHOWN = 3  # parameters in a message
 
@@ -53,6 +55,9 @@ class ExportOptions:
 
     dtype: str | None = None  # of all tensors; None: as they were imported, else as variables are
     max_shard_bytes: int = 5_000_000_000  # of a file's tensors
+    adapters: bool = (
+        False  # whether adapters are written alone, and not with the weights that they are part of
+    )
 
 
 def describe(run: TextRunDir, params: Params) -> Description:
@@ -133,7 +138,7 @@ def export_checkpoint(
         CheckpointError: as Checkpointer.Restore; or the run keeps no moving average.
     """
     params = run.Params()
-    about, task = describe(run, params), params.task.Instantiate().Unpacked()
+    about, task = describe(run, params), run.Task().Unpacked()
     # config.json does not say whether the tensors of a head for the token after the next are there.
     said = about.params.task.Copy().Set(multi_token_weight=params.task.multi_token_weight)
     mapping = about.family.Mapping(said, task.VariableSpecs())
@@ -143,7 +148,15 @@ def export_checkpoint(
 
     def write(checkpointer: Checkpointer, step: int) -> str:
         source = CheckpointSource(checkpointer, step, "ema" if chosen.use_ema else "theta")
-        tensors = _Tensors(source, mapping, entries, copies, _factors(params, about.params))
+        if options.adapters:
+            base = run.artifacts.about.get(IMPORTED, {}).get("from", "")
+            keys = peft_config(params.task, base)
+            sizes = about.family.Sizes(said)
+            with replaced_directory(output.absolute()) as directory:
+                count = write_adapters(directory, source, mapping, sizes, keys)
+            return f"{about.config['model_type']}, step {step}: {count:,} adapters"
+        factors, scale = _factors(params, about.params), scale_of(params.task)
+        tensors = _Tensors(source, mapping, entries, copies, factors, scale)
         with replaced_directory(output.absolute()) as directory:
             _write_weights(directory, entries, shards, tensors, progress)
             _write_rest(directory, run, about.config, entries)
@@ -211,10 +224,13 @@ class _Tensors:
     entries: Mapping[str, Entry]
     copies: Mapping[str, str]  # the names of further tensors, and those that they are copies of
     factors: Mapping[str, float]  # by the variable's path
+    adapter_scale: float
 
     def Read(self, name: str) -> np.ndarray:
         def read(pair: WeightPair) -> np.ndarray:
             values = self.source.ReadAt(pair.path, pair.index)
+            if (adapter := adapter_of(self.source, pair)) is not None:
+                values = values + added(adapter, values.shape, self.adapter_scale)
             factor = self.factors.get(pair.path, 1.0)
             return values if factor == 1.0 else values * np.float32(factor)
 

@@ -23,6 +23,7 @@ from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.nested_map import NestedMap, map_structure, updates_of
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
+from lingvo_moe.core.task import adapters
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.transformer import stacks
 from lingvo_moe.tasks.transformer.multi_token import MultiTokenHead
@@ -55,6 +56,9 @@ class TransformerModel(BaseTask):
                 "has no effect with task.repeat=False, which keeps every activation; set task.repeat=True, or "
                 f"task.remat={kept.FULL}",
             )
+        if params.adapter_rank and params.pipeline.stages > 1:
+            why = "goes with task.pipeline.stages=1"
+            raise ParamError("task.adapter_rank", str(params.adapter_rank), why)
         if params.pipeline.stages > 1:  # of whose layers each stage has its own
             vocabularies = [params.Get(stack.vocab_size) for stack in self.STACKS]
             params = pipeline.with_stage_axes(params, V=vocabularies)
@@ -155,6 +159,24 @@ class TransformerModel(BaseTask):
             run=functools.partial(self._RunBlocks, stack),
         )
 
+    def VariableSpecs(self) -> NestedMap:
+        """See BaseLayer; with adapters, which alone are trained."""
+        specs, p = super().VariableSpecs(), self.p
+        if not p.adapter_rank:
+            return specs
+        return adapters.with_adapters(specs, p.adapter_rank, p.adapter_weights)
+
+    def Grow(self, small: NestedMap, fresh: NestedMap) -> NestedMap:
+        """See BaseLayer; adapters begin as they are."""
+        new = {name: fresh[name] for name in fresh if name not in self.children}
+        return NestedMap(super().Grow(small, fresh), **new)
+
+    def _InUse(self, theta: NestedMap) -> NestedMap:
+        """The weights with what adapters add."""
+        if not self.p.adapter_rank:
+            return theta
+        return adapters.adapted(theta, self.VariableSpecs(), adapters.scale_of(self.p))
+
     def PipelineParts(self) -> Parts | None:
         return None if self.p.pipeline.stages == 1 else self.Forward()
 
@@ -162,13 +184,13 @@ class TransformerModel(BaseTask):
         self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, NestedMap]:
         """Returns the training loss (float32 scalar) and metrics: loss, nll, accuracy, tokens."""
-        return self.Forward().Terms(theta, Context(batch, seed))
+        return self.Forward().Terms(self._InUse(theta), Context(batch, seed))
 
     def MicroBatchTerms(
         self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
     ) -> tuple[tf.Tensor, NestedMap]:
         """See BaseTask: the parts weigh what they return by their own shares."""
-        return self.Forward().Terms(theta, Context(batch, seed, shares))
+        return self.Forward().Terms(self._InUse(theta), Context(batch, seed, shares))
 
     def _Enter(self, stack: TaskStack, theta: NestedMap, context: Context) -> NestedMap:
         x, layers = self._Embedded(stack, theta, context), self.children[stack.name]

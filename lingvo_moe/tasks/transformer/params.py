@@ -147,6 +147,23 @@ def _define_attention(p: InstantiableParams) -> None:
 def _define_training(p: InstantiableParams) -> None:
     """Regularisation, pipeline, and whether blocks are recomputed."""
     p.Define(
+        "adapter_rank",
+        0,
+        "r of low-rank adapters (core/task/adapters.py): weights stay as they are, and products of matrices of r "
+        "columns and rows, which are added to some, are trained; 0: all weights are trained.",
+        checks.COUNT,
+    )
+    p.Define("adapter_alpha", 16.0, "The products are multiplied by alpha / r.", checks.POSITIVE)
+    p.Define(
+        "adapter_weights",
+        r"self_atten\.[qkvo]$",
+        "A regular expression, which the paths of the weights have to which products are added, e.g. ffn.experts.",
+        checks.TEXT,
+    )
+    p.OnlyWith(
+        "adapter_alpha adapter_weights", lambda p: "" if p.adapter_rank else "adapter_rank=0"
+    )
+    p.Define(
         "dropout", 0.1, "Rate on embeddings, residual branches and hidden layers.", checks.SHARE
     )
     p.Define("attention_dropout", 0.0, "Rate on attention probabilities.", checks.SHARE)

@@ -66,3 +66,37 @@ def test_an_import_grows_into_experts_that_begin_with_its_logits(checkpoint, tmp
     expected = np.load(Path(__file__).parent / "testdata/llama_tied/expected.npz")
     logits = logits_of(model, theta, expected["ids"])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_of_an_import_come_out_in_its_weights_and_alone(checkpoint, tmp_path):
+    run, tuned, directory = tmp_path / "run", tmp_path / "tuned", checkpoint("llama_tied")
+    import_checkpoint(open_published(directory), run, lambda line: None)
+    texts = write_texts(tmp_path / "texts")
+    override = (
+        SMALL.replace("1e-30", "0.1")
+        + r";task.adapter_rank=2;task.adapter_weights=self_atten\.[ko]$"
+    )
+    override += ";task.optimizer.learning_rate=constant"
+    command = [f"--init_from={run}", f"--data_dir={texts}", f"--logdir={tuned}", "--max_steps=2"]
+    assert trainer.main([*command, "--num_devices=1", f"--model_params_override={override}"]) == 0
+    tuned = TextRunDir(tuned)
+    for name in ("whole", "alone"):
+        options = ExportOptions(adapters=name == "alone")
+        export_checkpoint(tuned, tmp_path / name, NEWEST, options, lambda line: None)
+    before, whole = tensors_of(directory), tensors_of(tmp_path / "whole")
+    alone = tensors_of(tmp_path / "alone")
+    assert json.loads((tmp_path / "alone/adapter_config.json").read_text())["r"] == 2
+    assert len(alone) == 3 * 2 * 2
+    for name, tensor in before.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in alone:
+            a, b = (alone[f"{module}.lora_{part}.weight"] for part in "AB")
+            assert (b @ a).any()
+            tensor = tensor + 16 / 2 * b @ a
+        np.testing.assert_allclose(whole[name], tensor, atol=1e-6)
+    theta = load_theta(tuned, tuned.Task())[0]
+    np.testing.assert_allclose(
+        theta.decoder.blocks.body.layers[0].self_atten.k[1].reshape(24, -1).T,
+        whole["model.layers.1.self_attn.k_proj.weight"],
+        atol=1e-6,
+    )

@@ -61,11 +61,14 @@ class TextRunDir(run_dir.RunDir):
             raise RunDirError(f"{self.path}: {e}") from None
 
     def Task(self, kind: "type[TransformerTask] | None" = None) -> Any:
-        """The model of the run, instantiated.
+        """The model of the run, instantiated; without the adapters, which load_theta adds to its weights.
 
         Raises RunDirError: as Params, or it is none of `kind`.
         """
-        task = super().Task()
+        params = self.Params().task
+        if "adapter_rank" in params:
+            params.adapter_rank = 0
+        task = params.Instantiate()
         if kind and not isinstance(task, kind):
             raise RunDirError(
                 f"--logdir={self.path}: {type(task).__name__} is no {kind.KIND} model; expected a run of one, "

@@ -5,6 +5,7 @@ from typing import Any
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen, read_newest, read_weights
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.task.adapters import merged, scale_of
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
@@ -37,7 +38,8 @@ def load_theta(
         about["averaged_steps"] = steps = _last_steps(checkpointer, at, chosen.average_last)
         return checkpointer.RestoreMeanToNumpy("theta", steps)
 
-    theta = read_newest(run.checkpoint_dir, read, chosen.step)
+    scale = scale_of(run.Params().task)
+    theta = merged(read_newest(run.checkpoint_dir, read, chosen.step), scale)
     if chosen.use_ema:
         about["ema"] = model.p.ema_decay
     _check_theta(f"{run.checkpoint_dir}, step {about['step']}", theta, model.VariableSpecs())
