@@ -6,6 +6,7 @@ those of the next head. Such a tensor has a part for each term; parts are told a
 one: the last dimension of "m (h (first + second))" has two matrices "m h", number by number in turn.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -30,6 +31,17 @@ def shape_of(layout: str, sizes: Sizes) -> tuple[int, ...]:
 def parts_of(layout: str) -> set[frozenset[str]]:
     """The axes of each part of a layout."""
     return {frozenset(axes) for axes in _axes(layout)}
+
+
+def outermost(layout: str) -> str:
+    """The axis that varies slowest; "" for a sum."""
+    return _dims(_terms(layout)[0])[0][0].strip("+")
+
+
+def dim_of(layout: str, axis: str) -> int | None:
+    """The number of the dimension that is an axis; None: it is a part of one, or of none."""
+    dims = _dims(_terms(layout)[0])
+    return dims.index([axis]) if [axis] in dims else None
 
 
 def split(tensor: np.ndarray, layout: str, sizes: Sizes) -> Parts:
@@ -66,6 +78,7 @@ def rearranged(tensor: np.ndarray, before: str, after: str, sizes: Sizes) -> np.
     return joined(split(tensor, before, sizes), after, sizes)
 
 
+@functools.cache
 def _terms(layout: str) -> tuple[str, list[list[str]]]:
     """The layout with `+` as an axis in place of its sum, and the axes of each term; [] without a sum."""
     match = _SUM.search(layout)
@@ -74,6 +87,7 @@ def _terms(layout: str) -> tuple[str, list[list[str]]]:
     return layout.replace(match[0], "+"), [term.split() for term in match[1].split("+")]
 
 
+@functools.cache
 def _axes(layout: str) -> list[list[str]]:
     """All axes of each part, in order."""
     outer, terms = _terms(layout)
@@ -82,6 +96,7 @@ def _axes(layout: str) -> list[list[str]]:
     return [[*axes[:at], *term, *axes[at + 1 :]] for term in terms or [[]]]
 
 
+@functools.cache
 def _dims(layout: str) -> list[list[str]]:
     """The axes of each dimension of a layout without a sum."""
     return [(inside or axis).split() for inside, axis in _DIM.findall(layout)]

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lingvo_moe.core.weights.layout import Parts, joined, parts_of, rearranged, shape_of, split
+from lingvo_moe.core.weights.layout import (
+    Parts,
+    dim_of,
+    joined,
+    outermost,
+    parts_of,
+    rearranged,
+    shape_of,
+    split,
+)
 from lingvo_moe.core.weights.source import WeightsError, WeightSource
 
 _SHOWN = 3  # names in a message
@@ -40,6 +49,16 @@ class WeightPair:
     rule: WeightRule
     path: str  # the variable's, e.g. "decoder.blocks.body.layers[0].self_atten.q"
     index: tuple[int, ...]  # (), or the number of the block of layers, and of the expert
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """A range of a tensor's first dimension, whose values are a range of an axis of each of its variables."""
+
+    rows: slice  # of the tensor
+    axis: str
+    begin: int  # of the axis
+    step: int  # the length of all ranges of the axis but the last
 
 
 class WeightMapping:
@@ -98,9 +117,35 @@ class WeightMapping:
                 name = rule.tensor.format(**{stack: layer}, expert=expert)
                 yield WeightPair(name, rule, path, index)
 
+    def Slices(self, name: str, most: int) -> list[WeightSlice]:
+        """Cuts a tensor into slices of about `most` values; into one, where it has no axis that varies slowest and is a
+        dimension of its variables."""
+        shape, pairs = self.Shape(name), self.tensors[name]
+        axis = outermost(pairs[0].rule.layout)
+        whole = any(dim_of(pair.rule.variable_layout, axis) is None for pair in pairs)
+        length = 1 if whole else self._sizes[axis]
+        step = max(1, length * most // max(1, math.prod(shape)))
+        rows = shape[0] // length if shape else 1  # for one of the axis
+        return [
+            WeightSlice(slice(i * rows, (i + step) * rows), axis, i, min(step, length))
+            for i in range(0, length, step)
+        ]
+
     def Values(self, pair: WeightPair, tensor: np.ndarray) -> np.ndarray:
-        """The values of `variable[index]`, from those of the pair's tensor."""
-        return rearranged(tensor, pair.rule.layout, pair.rule.variable_layout, self._sizes)
+        """The values of `variable[index]`, from those of the pair's tensor, or of a slice of it."""
+        rule, sizes = pair.rule, self._sizes
+        if (axis := outermost(rule.layout)) in sizes:
+            rows = self.Shape(pair.tensor)[0] // sizes[axis]
+            sizes = {**sizes, axis: tensor.shape[0] // rows}
+        return rearranged(tensor, rule.layout, rule.variable_layout, sizes)
+
+    def Box(self, pair: WeightPair, part: WeightSlice) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where the values of a slice lie in the variable, and the shape of the boxes into which slices cut it."""
+        rest = self._shapes[pair.path][len(pair.index) :]
+        begin, box = [*pair.index, *(0 for _ in rest)], [*(1 for _ in pair.index), *rest]
+        if (dim := dim_of(pair.rule.variable_layout, part.axis)) is not None:
+            begin[len(pair.index) + dim], box[len(pair.index) + dim] = part.begin, part.step
+        return tuple(begin), tuple(box)
 
     def Tensor(self, name: str, read: Callable[[WeightPair], np.ndarray]) -> np.ndarray:
         """The tensor of that name, the inverse of Values.

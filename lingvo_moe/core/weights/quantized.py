@@ -17,8 +17,10 @@ from lingvo_moe.core.weights.source import Entry, WeightsError, WeightSource
 _BLOCK = 128
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
+_SCALE_TYPES = ("float32", "bfloat16", "float8_e8m0fnu")
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _MXFP4 = np.concatenate([_FP4, -_FP4])
+_BYTES = np.arange(256, dtype=np.uint8)  # all values of float8: faster than ml_dtypes' conversion
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -64,6 +66,11 @@ class Dequantized(WeightSource):
                 f"{stem}{_SCALES[0]}: without it the values are wrong"
             )
         shape = tuple(-(-n // _BLOCK) for n in entry.shape)
+        if self._source.entries[names[0]].dtype not in _SCALE_TYPES:
+            raise WeightsError(
+                f"{self.where}: {names[0]} is of {self._source.entries[names[0]].dtype}; expected scales of "
+                f"{', '.join(_SCALE_TYPES)}"
+            )
         if self._source.entries[names[0]].shape != shape:
             raise WeightsError(
                 f"{self.where}: {names[0]} has the shape {list(self._source.entries[names[0]].shape)}; blocks of "
@@ -74,11 +81,12 @@ class Dequantized(WeightSource):
     def _Float8(self, name: str, rows: slice) -> np.ndarray:
         """float32 values * scales, rounded to bfloat16."""
         start, stop, _ = rows.indices(self.entries[name].shape[0])
-        values = self._source.Read(name, rows).astype(np.float32)
+        bits = self._source.Read(name, rows)
+        values = _BYTES.view(bits.dtype).astype(np.float32)[bits.view(np.uint8)]
         scales = self._source.Read(self._scale_of[name]).astype(np.float32)
         of_rows = scales[np.arange(start, stop) // _BLOCK]
-        of_values = np.repeat(of_rows, _BLOCK, axis=1)[:, : values.shape[1]]
-        return (values * of_values).astype(_BFLOAT16)
+        values *= np.repeat(of_rows, _BLOCK, axis=1)[:, : values.shape[1]]
+        return values.astype(_BFLOAT16)
 
     def _ShapeOf(self, name: str, blocks: Entry) -> tuple[int, ...]:
         scales = self._source.entries.get(f"{name}_scales")

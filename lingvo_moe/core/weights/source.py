@@ -54,14 +54,18 @@ class WeightSource(abc.ABC):
 
 
 def same_values(source: WeightSource, one: str, other: str) -> bool:
-    """Whether two tensors are equal; reads a part of them at a time."""
+    """Whether two tensors have the same bytes; reads a part of them at a time."""
     entry = source.About(one)
-    if source.About(other).shape != entry.shape or not entry.shape:
+    if source.About(other) != entry or not entry.shape:
         return False
     row = math.prod(entry.shape[1:]) * np.dtype(entry.dtype).itemsize
     step = max(1, _AT_ONCE // max(1, row))
-    parts = [slice(begin, begin + step) for begin in range(0, entry.shape[0], step)]
-    return all(np.array_equal(source.Read(one, part), source.Read(other, part)) for part in parts)
+    for begin in range(0, entry.shape[0], step):
+        part = slice(begin, begin + step)
+        a, b = (source.Read(name, part).reshape(-1).view(np.uint8) for name in (one, other))
+        if not np.array_equal(a, b):
+            return False
+    return True
 
 
 def check_name(path: Path, name: str) -> str:

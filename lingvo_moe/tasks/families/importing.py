@@ -27,6 +27,7 @@ from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
 
 registry.AllNames()  # imports the families, which lie beside their experiments
 CONFIG = "config.json"
+_AT_ONCE = 8 << 20  # values of a tensor
 _KEPT, _LARGEST = ("LICENSE*", "NOTICE*"), 1 << 20  # files beside weights, and their bytes
 # Parameters of all imported models: embeddings as they are in the table, and no rounding of activations.
 _TIED = "task.tied_softmax"
@@ -152,7 +153,8 @@ def import_checkpoint(
 ) -> list[str]:
     """Makes a run at `output`, or goes on with one whose import was killed.
 
-    Memory holds a tensor and its values in our layout, and what is being written. `progress` is called with a line.
+    Memory holds a slice of a tensor and its values in our layout, and what is being written; of a tensor that cannot be
+    cut, all. `progress` is called with a line.
 
     Returns the names of the tensors that are left out, since they are no weights of the model.
 
@@ -174,13 +176,15 @@ def import_checkpoint(
         _describe(published, run)
         identity = f"{source.where} {published.override}"
         checkpoint = StreamedCheckpoint(output, NestedMap(theta=specs), identity)
-        names = [name for name in mapping.tensors if name not in checkpoint.written]
+        needed = [name for name in source.entries if name in mapping.tensors]  # file by file
+        names = [name for name in needed if name not in checkpoint.written]
         for number, name in enumerate(names, 1 + len(checkpoint.written)):
             progress(f"tensor {number:,} of {len(mapping.tensors):,}: {name}")
-            tensor = source.Read(name)
-            for pair in mapping.tensors[name]:
-                values = mapping.Values(pair, tensor)
-                checkpoint.Write(f"theta.{pair.path}", pair.index, values)
+            for part in mapping.Slices(name, _AT_ONCE):
+                tensor = source.Read(name, part.rows)
+                for pair in mapping.tensors[name]:
+                    values = mapping.Values(pair, tensor)
+                    checkpoint.Write(f"theta.{pair.path}", *mapping.Box(pair, part), values)
             checkpoint.Written(name)
         progress("completing the checkpoint")
         checkpoint.Finish(0)

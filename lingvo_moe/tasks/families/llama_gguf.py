@@ -68,13 +68,13 @@ class LlamaGguf(WeightSource):
 
     def Read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         self.About(name)
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        if (key := next((key for key in heads if key in name), None)) is None:
+            return self._file.Read(self._name_of[name], rows)
         values = self._file.Read(self._name_of[name])
-        for key, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if key in name:
-                sizes = {"n": self.config[heads], "two": 2, "m": values.shape[1]}
-                sizes["i"] = values.shape[0] // (2 * sizes["n"])
-                values = rearranged(values, "(n i two) m", "(n two i) m", sizes)
-        return values[rows]
+        sizes = {"n": self.config[heads[key]], "two": 2, "m": values.shape[1]}
+        sizes["i"] = values.shape[0] // (2 * sizes["n"])
+        return rearranged(values, "(n i two) m", "(n two i) m", sizes)[rows]
 
 
 def _published(name: str, where: str) -> str:

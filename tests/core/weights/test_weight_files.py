@@ -212,6 +212,9 @@ def test_float8_is_scaled_by_blocks_of_which_the_last_are_smaller(tmp_path):
         WeightsError, match=r"m.weight is of float8_e4m3fn.*expected one, m.weight_scale_inv"
     ):
         Dequantized(without)
+    bits = {"m.weight": values, "m.scale": np.full((2, 3), 127, np.uint8)}
+    with pytest.raises(WeightsError, match=r"m\.scale is of uint8; expected scales of float32"):
+        Dequantized(open_safetensors(_write(tmp_path / "z.safetensors", bits)))
 
 
 def test_mxfp4_has_the_low_half_of_a_byte_first_and_is_transposed(tmp_path):

@@ -21,6 +21,7 @@ from imported import (
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.weights.source import WeightsError
+from lingvo_moe.tasks.families import importing
 from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
 
 pytestmark = pytest.mark.skipif(
@@ -30,6 +31,12 @@ pytestmark = pytest.mark.skipif(
 HEAD = "model.layers.3."
 
 
+@pytest.fixture
+def small_slices(monkeypatch):
+    """Tensors are imported in slices of few values."""
+    monkeypatch.setattr(importing, "_AT_ONCE", 200)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_lite", "kimi_k2", "gpt_oss_mxfp4"])
 def test_logits_and_greedy_tokens(name, checkpoint, tmp_path):
     """Of deepseek_v2 these are huggingface/transformers PR#47435: YaRN's scale of scores, by a factor of 40."""
@@ -37,7 +44,7 @@ def test_logits_and_greedy_tokens(name, checkpoint, tmp_path):
     assert_as_recorded(model, theta, name)
 
 
-def test_square_experts_are_not_transposed(checkpoint, tmp_path):
+def test_square_experts_are_not_transposed(checkpoint, tmp_path, small_slices):
     """The case of Megatron-Bridge PR#3743: gpt-oss's matrices are square, so no shape says which way they go."""
     directory = checkpoint("gpt_oss")
     shapes = {n: e.shape[1:] for n, e in open_published(directory).source.entries.items()}
@@ -64,7 +71,7 @@ def test_deepseek_v3_and_its_head_for_the_token_after_the_next(checkpoint, tmp_p
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 @pytest.mark.parametrize("norm", [False, True])
-def test_gates_are_normalized_and_scaled_once(norm, scale, checkpoint, tmp_path):
+def test_gates_are_normalized_and_scaled_once(norm, scale, checkpoint, tmp_path, small_slices):
     """The cases of sglang PR#35152, a factor of 2.5 applied twice, and torchtitan#1448, no normalization."""
     directory = checkpoint("deepseek_v3")
     set_config(directory, norm_topk_prob=norm, routed_scaling_factor=scale)

@@ -48,17 +48,29 @@ class StreamedCheckpoint:
             lines = [identity]
         self.written = set(lines[1:])
 
-    def Write(self, path: str, index: tuple[int, ...], values: np.ndarray) -> None:
-        """Adds the values of `variable[index]`, which become of the variable's type."""
+    def Write(
+        self, path: str, begin: tuple[int, ...], chunk: tuple[int, ...], values: np.ndarray
+    ) -> None:
+        """Adds values of a variable, which become of its type.
+
+        Args:
+            path: the variable's.
+            begin: where they lie in it.
+            chunk: the shape of the boxes into which all parts cut it; theirs, but for the last one's.
+            values: of that shape, but for dimensions of 1 before them.
+        """
+        self._FlushMuch()
         spec = self._specs[path]
-        rest = spec.shape[len(index) :]
-        begin, shape = (*index, *(0 for _ in rest)), (*(1 for _ in index), *rest)
+        shape = (*(1 for _ in range(len(chunk) - values.ndim)), *values.shape)
         cast = np.ascontiguousarray(values, numpy_dtype(spec.dtype)).reshape(shape)
-        self._pending.append(arrays.ArrayPiece(path, spec.shape, begin, shape, cast))
+        self._pending.append(arrays.ArrayPiece(path, spec.shape, begin, chunk, cast))
 
     def Written(self, name: str) -> None:
         """Says that what was added since the last name is all of a part of this name."""
         self._names.append(name)
+        self._FlushMuch()
+
+    def _FlushMuch(self) -> None:
         if sum(piece.values.nbytes for piece in self._pending) >= _AT_ONCE:
             self._Flush()
 
