@@ -237,7 +237,7 @@ class MoELayer(BaseLayer):
         return y_BTM, NestedMap() if packed else _extras(routing, tokens, shares)
 
     def _Masking(self, gate_GSk: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        """What gates are multiplied by, for `output_masking`."""
+        """The factors of gates, for `output_masking`."""
         if seed is None:
             return tf.constant(1.0 - self.p.output_masking)
         drawn_GSk = randomness.uniform(self.FoldSeed(seed, "masked"), gate_GSk.shape)

@@ -25,7 +25,7 @@ _CODE = re.compile(r"__(\w+)__|([a-z]{3}_[A-Z][a-z]{3})")  # of M2M-100, or of N
 
 @dataclass(frozen=True)
 class LanguageCodes:
-    """The languages of a model that translates from any to any, and how it is told which."""
+    """The languages of a model that translates from any to any, and the places of their codes."""
 
     ids: Mapping[str, int]  # the id of each language's code, e.g. "eng_Latn"
     is_last: bool  # whether the source's code follows the mark of a text's end; else it comes before the text
