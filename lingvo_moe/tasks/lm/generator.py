@@ -240,9 +240,10 @@ class Generator(Exportable, Texts):
             begin, tokens = prompt[:, :1], tokens[:, 1:]
         else:
             tokens = self._tokenizer.tokenize(tidy_strings(prompt, self._tidied))
-            begin = tf.fill([tf.shape(prompt)[0], 1], self._marks[0])
         most = self.options.max_source_length
         truncated = tokens.row_lengths() > most
+        if not lengths:
+            begin = tf.fill([tf.shape(prompt)[0], 1], self._marks[0])
         return tf.concat([begin, tokens[:, -most:]], 1), truncated
 
     def _Settings(self, values: Sequence[tf.Tensor]) -> tuple[tf.Tensor, NestedMap | None]:
