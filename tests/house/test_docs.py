@@ -175,7 +175,7 @@ def test_commands_have_flags_that_exist(page, command):
 
 def _params(args):
     """The Params of a trainer's flags."""
-    defined = registry.AsDefined(args.model)
+    defined = registry.AsDefined(args.model or "lm.SmolLM2_135M")  # that of --init_from
     return registry.WithOverrides(defined, full_override(args, defined))
 
 
@@ -263,7 +263,7 @@ def _tree() -> frozenset[str]:
 # Files that commands write, and files of the reader.
 _MADE = re.compile(
     r"(demo|run|saved_model|cache|RUN|CORPUS|DATA|TEXTS|records|BILINGUAL|MODEL|DIR|corpus|dev|vocab|texts|comet|eval|checkpoints|compiled|train|assets\.extra|typings)/"
-    r"|(report|experiment|evaluations|program|plan|corpus|translator|manifest|metrics|comet|prepared|results|tokenizer|tokenizer_config)\.json|(train_)?params\.txt|lines\.txt"
+    r"|(report|experiment|evaluations|program|plan|corpus|translator|manifest|metrics|comet|prepared|results|tokenizer|tokenizer_config|adapter_config)\.json|(train_)?params\.txt|lines\.txt"
 )
 
 

@@ -170,7 +170,7 @@ _TRAINER = {
     "lingvo_moe.tasks.mt.mt_input:MtInput.Prepare": None,
     "lingvo_moe.tasks.mt.mt_input:MtInput.Warnings": [],
     "lingvo_moe.tasks.mt.mt_input:MtInput.CheckNewRun": None,
-    "lingvo_moe.tasks.mt.mt_input:MtInput.Artifacts": None,
+    "lingvo_moe.tasks.mt.mt_input:MtInput.Artifacts": RunArtifacts(),
     "lingvo_moe.tasks.mt.mt_model:MtModel.CheckData": None,
     "lingvo_moe.training.evaluating:_Scorer": SimpleNamespace(Score=lambda step: (step or 6, anything(text="scored"))),
     "lingvo_moe.core.engine.loop.summaries:Summaries": anything(),

@@ -28,7 +28,7 @@ _MODEL = "M"
 
 
 def scale_of(task: Params) -> float:
-    """What the products are multiplied by; 0 without adapters."""
+    """The factor of the products; 0 without adapters."""
     rank = task.adapter_rank if "adapter_rank" in task else 0
     return task.adapter_alpha / rank if rank else 0.0
 
@@ -109,7 +109,7 @@ def adapted(theta: NestedMap, specs: NestedMap, scale: float) -> NestedMap:
 
 
 def added(adapter: Any, shape: tuple[int, ...], scale: float) -> np.ndarray:
-    """What an adapter of arrays adds to a variable of that shape, or to a part of it."""
+    """The array that an adapter adds to a variable of that shape, or to a part of it."""
     return (np.matmul(adapter.a, adapter.b) * np.float32(scale)).reshape(shape)
 
 

@@ -2,7 +2,7 @@
 
 A dimension is an axis, or axes in brackets, whose product it is, the first varying slowest. One of the brackets may be
 a sum of terms that lie one after another: the rows of "(n (k + w)) r" are the keys of a head, then its values, then
-those of the next head. Such a tensor has a part for each term; parts are told apart by their axes, which may be of size
+those of the next head. Such a tensor has a part for each term; parts differ in their axes, which may be of size
 one: the last dimension of "m (h (first + second))" has two matrices "m h", number by number in turn.
 """
 

@@ -55,9 +55,9 @@ class WeightPair:
 class WeightSlice:
     """A range of a tensor's first dimension, whose values are a range of an axis of each of its variables."""
 
-    rows: slice  # of the tensor
+    rows: slice  # the range in the tensor
     axis: str
-    begin: int  # of the axis
+    begin: int  # the first number in the axis
     step: int  # the length of all ranges of the axis but the last
 
 
@@ -140,7 +140,7 @@ class WeightMapping:
         return rearranged(tensor, rule.layout, rule.variable_layout, sizes)
 
     def Box(self, pair: WeightPair, part: WeightSlice) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where the values of a slice lie in the variable, and the shape of the boxes into which slices cut it."""
+        """The place of a slice's values in the variable, and the shape of the boxes into which slices cut it."""
         rest = self._shapes[pair.path][len(pair.index) :]
         begin, box = [*pair.index, *(0 for _ in rest)], [*(1 for _ in pair.index), *rest]
         if (dim := dim_of(pair.rule.variable_layout, part.axis)) is not None:

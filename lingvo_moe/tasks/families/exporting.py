@@ -53,11 +53,11 @@ class Description:
 class ExportOptions:
     """The form of an export."""
 
-    dtype: str | None = None  # of all tensors; None: as they were imported, else as variables are
-    max_shard_bytes: int = 5_000_000_000  # of a file's tensors
-    adapters: bool = (
-        False  # whether adapters are written alone, and not with the weights that they are part of
+    dtype: str | None = (
+        None  # all tensors have it; None: as they were imported, else as variables are
     )
+    max_shard_bytes: int = 5_000_000_000  # the most that the tensors of a file take
+    adapters: bool = False  # whether they are written alone, and not added to their weights
 
 
 def describe(run: TextRunDir, params: Params) -> Description:
@@ -199,7 +199,7 @@ def _shards(entries: Mapping[str, Entry], most: int) -> list[list[str]]:
 
 
 def _factors(params: Params, said: Params) -> dict[str, float]:
-    """What tables are multiplied by, since a family has other factors of embeddings and logits."""
+    """The factors of tables, since a family has other ones of embeddings and logits."""
 
     def scale(p: Params) -> float:
         return p.model_dim**0.5 if p.embedding_scale is None else p.embedding_scale

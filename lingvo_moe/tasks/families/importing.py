@@ -45,7 +45,7 @@ class Published:
     override: str  # what the model's parameters are beside those of the family's experiment
     params: Params  # those of the experiment with the override
     vocabulary: bytes  # for open_vocabulary
-    codes: LanguageCodes | None = None  # of a translator
+    codes: LanguageCodes | None = None  # those that a translator has
 
 
 def open_published(path: str | os.PathLike) -> Published:

@@ -39,7 +39,7 @@ def small_slices(monkeypatch):
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_lite", "kimi_k2", "gpt_oss_mxfp4"])
 def test_logits_and_greedy_tokens(name, checkpoint, tmp_path):
-    """Of deepseek_v2 these are huggingface/transformers PR#47435: YaRN's scale of scores, by a factor of 40."""
+    """deepseek_v2 is the case of huggingface/transformers PR#47435: YaRN's scale of scores, by a factor of 40."""
     model, theta = load_imported(checkpoint(name), tmp_path / "run")
     assert_as_recorded(model, theta, name)
 

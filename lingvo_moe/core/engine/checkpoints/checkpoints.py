@@ -281,7 +281,7 @@ class Checkpointer:
         return pack(skeleton(tree), [m.astype(t) for m, t in zip(mean, types, strict=True)])
 
     def Open(self, step: int | None = None) -> tuple[Stored, Store]:
-        """Where a step's tensors are, and what to read them from. Raises CheckpointError as Restore."""
+        """The places of a step's tensors, and the store to read them from. Raises CheckpointError as Restore."""
         step, about = self._about(step)
         return Stored(about), self._steps.Of(step)
 
