@@ -4,18 +4,21 @@ Weights are random, sizes odd. Each directory in tests/tasks/families/testdata/ 
 safetensors or torch.save's format, and expected.npz: ids [B,T], logits [B,T,V], and the 200 tokens of greedy search.
 llama_tied.gguf is llama_tied as llama.cpp stores it; the library `transformers` has read it back. blocks.gguf, in
 tests/core/weights/testdata/, has a tensor of each of GGML's types by the library `gguf`, and blocks.npz their values.
+defaults.json has what each family's class of config.json has where keys are left out.
 To record again, in an environment of its own (recorded with transformers 5.24.0 and torch 2.13.0):
 
     pip install torch==2.13.0 transformers==5.24.0 gguf==0.19.0 accelerate
     python benchmarks/peers/record_published.py
 """
 
+import json
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -132,6 +135,17 @@ def record(name: str, model: torch.nn.Module, pickled: bool = False) -> None:
     np.savez_compressed(out / "expected.npz", **{n: x.numpy() for n, x in arrays.items()})
 
 
+def record_defaults() -> None:
+    """Writes the keys of each class, but for those that all have."""
+    kinds = "llama mistral mixtral qwen3 qwen3_moe olmoe llama4_text deepseek_v2 deepseek_v3 gpt_oss m2m_100 nllb-moe"
+    common = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+    defaults = {kind: AutoConfig.for_model(kind).to_dict() for kind in kinds.split()}
+    for config in defaults.values():
+        for key in common & config.keys():
+            del config[key]
+    (OUT / "defaults.json").write_text(json.dumps(defaults, indent=0, sort_keys=True) + "\n")
+
+
 def record_blocks() -> None:
     """Writes a tensor of random bytes, whose scales are small, of each type."""
     out, rng = TESTS / "core/weights/testdata", np.random.default_rng(0)
@@ -214,6 +228,7 @@ def record_gguf(model: LlamaForCausalLM) -> None:
 
 if __name__ == "__main__":
     record_blocks()
+    record_defaults()
     torch.use_deterministic_algorithms(True)
     tied = LlamaConfig(**SIZES, tie_word_embeddings=True, rope_theta=100.0)
     model = LlamaForCausalLM(tied)

@@ -192,9 +192,12 @@ def rotary(
 
     Raises WeightsError: a kind of scaling that is not known, or a key of it.
     """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    there = [x for key in ("rope_parameters", "rope_scaling") if (x := config.get(key))]
+    scaling = there[-1] if there else {}
     if not isinstance(scaling, dict):
         raise WeightsError(f"{where}: rope_scaling={scaling!r}; expected an object")
+    if there and there[0] != scaling:
+        raise WeightsError(f"{where}: rope_scaling={scaling!r}, and rope_parameters={there[0]!r}")
     scaling = dict(scaling)
     base = scaling.pop("rope_theta", None) or config.get("rope_theta") or base
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
@@ -202,7 +205,8 @@ def rotary(
     if kind == "default" and not scaling:
         return {"task.position": "rotary", "task.position.max_timescale": base}
     names, defaults = _SCALED.get(kind, ({"": ""}, {}))
-    scaling = {key: value for key, value in scaling.items() if value is not None}
+    # A scale of 0 is as none.
+    scaling = {k: x for k, x in scaling.items() if x is not None and (k, x) != ("mscale", 0)}
     both = [bool(scaling.get(key)) for key in ("mscale", "mscale_all_dim")]
     if {**defaults, **scaling}.keys() != names.keys() or both not in ([scales] * 2, [False] * 2):
         raise WeightsError(f"{where}: rope_scaling={kind!r} with {scaling} cannot be represented")

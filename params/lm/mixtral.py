@@ -98,6 +98,7 @@ class MixtralFamily(MistralFamily):
     EXPERIMENT: ClassVar[str] = "lm.ImportedMixtral"
     KEYS: ClassVar[Mapping[str, tuple[str, Default]]] = {
         **MistralFamily.KEYS,
+        "task.norm.epsilon": ("rms_norm_eps", 1e-5),
         "task.expert_hidden_dim": ("intermediate_size", 14336),
         "task.num_experts": ("num_local_experts", 8),
         "task.moe.router.k": ("num_experts_per_tok", 2),

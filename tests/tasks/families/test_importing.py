@@ -15,6 +15,7 @@ from imported import TESTDATA, assert_as_recorded, change, load_imported, set_co
 from lingvo_moe.core.engine.checkpoints import streamed
 from lingvo_moe.core.weights.safetensors_file import open_safetensors
 from lingvo_moe.core.weights.source import WeightsError
+from lingvo_moe.tasks.families.family import FAMILIES
 from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
@@ -170,8 +171,26 @@ def test_a_size_that_a_model_cannot_have_is_refused(key, value, checkpoint, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_keys_that_are_left_out_have_the_library_s_values(checkpoint, tmp_path):
-    """The sizes of its default model are not those of these weights, which is said, and no key is missed."""
+DEFAULTS = json.loads((TESTDATA / "defaults.json").read_text())
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_keys_that_are_left_out_have_the_library_s_values(kind):
+    family = FAMILIES[kind]
+    assert family.Overrides({}, "") == family.Overrides(DEFAULTS[kind], "")
+
+
+def test_two_scalings_of_positions_are_refused_unless_they_are_the_same():
+    """An older key beside a newer one: the library takes the older, and leaves the other's base aside."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9}
+    family, plain = FAMILIES["llama"], {"rope_type": "default", "rope_theta": 5.0}
+    with pytest.raises(WeightsError, match="rope_scaling=.*yarn.* and rope_parameters=.*default"):
+        family.Overrides({"rope_scaling": yarn, "rope_parameters": plain}, "")
+    both = family.Overrides({"rope_scaling": yarn, "rope_parameters": yarn}, "")
+    assert both == family.Overrides({"rope_scaling": {**yarn, "mscale": 0}}, "")
+
+
+def test_sizes_of_the_default_model_that_weights_do_not_have_are_refused(checkpoint, tmp_path):
     directory = checkpoint("llama_tied")
     (directory / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(WeightsError, match=r"has the shape|lacks"):
