@@ -184,7 +184,7 @@ def test_two_scalings_of_positions_are_refused_unless_they_are_the_same():
     """An older key beside a newer one: the library takes the older, and leaves the other's base aside."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9}
     family, plain = FAMILIES["llama"], {"rope_type": "default", "rope_theta": 5.0}
-    with pytest.raises(WeightsError, match="rope_scaling=.*yarn.* and rope_parameters=.*default"):
+    with pytest.raises(WeightsError, match=r"rope_scaling=.*yarn.* and rope_parameters=.*default"):
         family.Overrides({"rope_scaling": yarn, "rope_parameters": plain}, "")
     both = family.Overrides({"rope_scaling": yarn, "rope_parameters": yarn}, "")
     assert both == family.Overrides({"rope_scaling": {**yarn, "mscale": 0}}, "")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import selectors
 import subprocess
 import sys
 import threading
@@ -66,6 +65,7 @@ class Chat:
 
     def _Ask(self, variables: Mapping[str, Any]) -> dict[str, str]:
         """The answer of the process, which ends where it does not answer in time."""
+        contents = [variables]
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(Path(__file__).with_name("render_chat.py"))],
@@ -73,13 +73,15 @@ class Chat:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-            self._Send({"template": self._vocabulary.chat_template})
-        self._Send(variables)
+            contents.insert(0, {"template": self._vocabulary.chat_template})
         assert self._process.stdout
-        with selectors.DefaultSelector() as ready:
-            ready.register(self._process.stdout, selectors.EVENT_READ)
-            line = self._process.stdout.readline() if ready.select(self._seconds) else b""
-        if line:
+        end = threading.Timer(self._seconds, self._process.kill)  # while it is written to, too
+        end.start()
+        for content in contents:
+            self._Send(content)
+        line = self._process.stdout.readline()
+        end.cancel()
+        if line.endswith(b"\n"):
             return json.loads(line)
         self.Close()
         return {"error": f"has not answered within {self._seconds:g} s, or needs too much memory"}

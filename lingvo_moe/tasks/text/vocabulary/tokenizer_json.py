@@ -1,6 +1,7 @@
 """The tokenizer.json of a checkpoint as a vocabulary, by the library `tokenizers`; ids are those of the checkpoint."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -115,12 +116,15 @@ class JsonVocabulary:
 
     def EncodeMarked(self, text: str) -> list[int]:
         """The ids of a text in which what spells a mark is that mark."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with _library(f"{self.path or NAME}: the tokenizer fails at a text"):
-                return self._tokenizer.encode(text, add_special_tokens=False).ids
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        with _library(f"{self.path or NAME}: the tokenizer fails at a text"):
+            return self._marking.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _marking(self) -> Any:
+        """A tokenizer of its own: other threads encode texts with the other one meanwhile."""
+        tokenizer = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        tokenizer.encode_special_tokens = False
+        return tokenizer
 
     def Pieces(self, ids: Sequence[int]) -> list[str]:
         """The piece that each id stands for, as tokenizer.json spells it: bytes often as other letters."""

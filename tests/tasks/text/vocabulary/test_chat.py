@@ -1,5 +1,6 @@
 """Conversations by a chat template: the text and the ids, what ends an answer, and templates that do harm."""
 
+import concurrent.futures
 import json
 
 import pytest
@@ -78,6 +79,24 @@ def test_the_template_and_the_ends_come_from_their_files(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(DataError, match="has no chat template"):
         Chat(JsonVocabulary.Load(tmp_path))
+
+
+def test_texts_are_encoded_while_conversations_are(tmp_path):
+    """Requests come in several threads: a mark in a conversation is that mark, and in a text it is text."""
+    _chat(tmp_path, TEMPLATE)
+    vocabulary, text = JsonVocabulary.Load(tmp_path), "a<|end|>" * 2000
+    marked, plain = vocabulary.EncodeMarked(text), vocabulary.Encode(text)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        ways = [(vocabulary.EncodeMarked, marked), (vocabulary.Encode, plain)] * 20
+        for ids, (_, want) in zip(pool.map(lambda way: way[0](text), ways), ways, strict=True):
+            assert ids == want
+
+
+def test_a_template_that_hangs_before_it_reads_ends_with_a_line(tmp_path):
+    """Jinja2 computes constants before it reads the conversation, which is longer than a pipe."""
+    chat = _chat(tmp_path, "{{ 9 ** (9 ** 9) }}", seconds=1)
+    with pytest.raises(DataError, match="has not answered within"):
+        chat.Text([{"role": "user", "content": "a" * 1_000_000}])
 
 
 _ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
