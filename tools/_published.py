@@ -1,6 +1,5 @@
 """--from: a published checkpoint in the place of --logdir, imported once, or of --model."""
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,12 +42,11 @@ def _define(flags: Flags, other: str, help: str) -> None:
 
 def _cached_run(path: str) -> str:
     """The run of a checkpoint in the user's cache: another one where a file has changed, or this package."""
-    place = Path(path).resolve()
-    files = sorted(place.iterdir()) if place.is_dir() else [place]  # which may not be there
-    stats = [(file.name, file.stat()) for file in files if file.is_file()]
-    about = [VERSION, str(place), [(name, s.st_size, s.st_mtime_ns) for name, s in stats]]
-    digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    return str(user_cache_dir() / "imported" / f"{place.name}-{digest}")
+    from lingvo_moe.core.weights.open_source import state_of
+
+    return str(
+        user_cache_dir() / "imported" / f"{Path(path).resolve().name}-{VERSION}-{state_of(path)}"
+    )
 
 
 def imported(args: Flags) -> None:

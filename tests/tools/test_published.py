@@ -50,6 +50,7 @@ def test_a_checkpoint_is_imported_once(tmp_path, monkeypatch, capsys):
     (["--from=RUN", "--logdir=x"], "give one of --from and --logdir"),
     (["--logdir=x", "--from=RUN"], "give one of --from and --logdir"),
     (["--saved_model=x", "--from=RUN"], "goes without --saved_model"),
+    (["--from=" + "a" * 5000], "File name too long"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_together(argv, message, tmp_path, capsys):
     with pytest.raises(SystemExit):

@@ -1,5 +1,6 @@
 """Opens weights by what is at a path: files of safetensors, of torch.save, or of GGUF."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,21 @@ def open_source(path: str | Path) -> WeightSource:
             f"{'is' if len(files) < 2 else 'are'} {listed}"
         )
     return _open(files[0])
+
+
+def state_of(path: str | Path) -> str:
+    """A digest of the names, sizes and times of the files of a checkpoint, which tells that one was changed.
+
+    Raises WeightsError: they cannot be listed.
+    """
+    path = Path(path).resolve()
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]  # which may not be there
+        stats = [(file.name, file.stat()) for file in files if file.is_file()]
+    except OSError as e:
+        raise WeightsError(f"{path}: {e.strerror}") from e
+    about = [str(path), [(name, s.st_size, s.st_mtime_ns) for name, s in stats]]
+    return hashlib.sha256(repr(about).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def _open(path: Path) -> TensorFile:

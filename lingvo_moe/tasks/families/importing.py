@@ -1,5 +1,6 @@
 """Makes a run of published weights: its experiment, its tokenizer, and a checkpoint at step 0."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.weights.gguf_file import GgufFile
-from lingvo_moe.core.weights.open_source import open_source
+from lingvo_moe.core.weights.open_source import open_source, state_of
 from lingvo_moe.core.weights.quantized import Dequantized
 from lingvo_moe.core.weights.source import WeightsError, WeightSource, same_values
 from lingvo_moe.tasks.families.family import FAMILIES, HEAD, Family
@@ -174,7 +175,7 @@ def import_checkpoint(
     with RunLock(output) as lock:
         lock.Acquire()
         _describe(published, run)
-        identity = f"{source.where} {published.override}"
+        identity = f"{source.where} {state_of(source.where)} {published.override}"
         checkpoint = StreamedCheckpoint(output, NestedMap(theta=specs), identity)
         needed = [name for name in source.entries if name in mapping.tensors]  # file by file
         names = [name for name in needed if name not in checkpoint.written]
@@ -198,8 +199,11 @@ def _describe(published: Published, run: RunDir) -> None:
     types = [entry.dtype for entry in published.source.entries.values()]
     usual = max(dict.fromkeys(types), key=types.count)
     others = {n: e.dtype for n, e in published.source.entries.items() if e.dtype != usual}
+    about = repr((published.config, [*published.source.entries.items()]))
     imported = {
         "from": published.source.where,
+        # Of the config, and of the names, shapes and types of tensors.
+        "digest": hashlib.sha256(about.encode("utf-8", "replace")).hexdigest(),
         "config": published.config,
         "dtype": usual,
         "other_dtypes": others,

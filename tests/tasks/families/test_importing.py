@@ -282,3 +282,27 @@ def test_the_command_goes_on_where_it_was_interrupted(checkpoint, tmp_path, monk
     assert "import_checkpoint: run it again to go on" in capsys.readouterr().err
     assert import_checkpoint_command.main(flags) == 1
     assert "there is a run already" in capsys.readouterr().err
+
+
+def test_an_import_whose_source_was_changed_meanwhile_begins_again(
+    checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(streamed, "_AT_ONCE", 1)
+    directory, run = checkpoint("llama_tied"), tmp_path / "run"
+
+    def interrupted(line):
+        if line.startswith("tensor 9 "):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_checkpoint(open_published(directory), run, interrupted)
+    first = json.loads((run / "experiment.json").read_text())["input"]["imported"]["digest"]
+    change(directory, lambda tensors: {name: x + 1 for name, x in tensors.items()})
+    _, theta = load_imported(directory, run)
+    _, whole = load_imported(directory, tmp_path / "whole")
+    assert_same(theta, whole)
+    about = TextRunDir(run).artifacts.about["imported"]
+    assert about["digest"] == first  # names and shapes are as before
+    set_config(directory, rms_norm_eps=0.5)
+    load_imported(directory, tmp_path / "other")
+    assert TextRunDir(tmp_path / "other").artifacts.about["imported"]["digest"] != first

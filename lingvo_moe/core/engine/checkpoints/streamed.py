@@ -40,7 +40,8 @@ class StreamedCheckpoint:
         self._pending: list[arrays.ArrayPiece] = []
         self._names: list[str] = []
         self._list = self._place / _LIST
-        lines = self._list.read_text().splitlines() if self._list.is_file() else []
+        # A line that was cut, as the process ended, says nothing.
+        lines = self._list.read_text().split("\n")[:-1] if self._list.is_file() else []
         if lines[:1] != [identity]:
             shutil.rmtree(self._place, ignore_errors=True)
             self._place.mkdir(parents=True)
