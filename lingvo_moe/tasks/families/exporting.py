@@ -26,6 +26,8 @@ from lingvo_moe.tasks.families.importing import CONFIG, params_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import (
     CONFIG as TOKENIZER_CONFIG,
+    ENDS,
+    GENERATION,
     JsonVocabulary,
 )
 
@@ -290,4 +292,6 @@ def _write_rest(
     for name, about in json.loads(vocabulary.model_bytes).items():
         if name == TOKENIZER_CONFIG:
             about = {"tokenizer_class": "PreTrainedTokenizerFast", **about}
+        if name == ENDS:
+            name, about = GENERATION, {ENDS: about}
         write_json(directory / name, about)

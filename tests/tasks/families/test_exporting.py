@@ -127,15 +127,20 @@ def test_types_of_tensors_a_licence_and_several_files(checkpoint, tmp_path):
         entries = {name: Entry(x.shape, types[name]) for name, x in tensors.items()}
         write_safetensors(file, entries, tensors.values())
     (directory / "LICENSE").write_text("free")
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     _import(directory, tmp_path / "run")
     flags = [f"--logdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
     assert command.main([*flags, "--max_shard_bytes=9000"]) == 0
     assert_same_tensors(tensors, tensors_of(tmp_path / "out"))
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"model-00001-of-00007.safetensors", "LICENSE", "tokenizer.json"} <= names
+    others = {name for name in names if not name.startswith("model")}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert "model-00001-of-00007.safetensors" in names
+    assert others == {"LICENSE", "config.json", *tokenizer}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     again = _import(tmp_path / "out", tmp_path / "again")
     assert again.OpenVocabularies().target.Encode("<3>") == [3]
+    assert again.OpenVocabularies().target.other_ends == (5,)
 
 
 def test_all_experts_come_out_of_a_step_over_eight_devices(checkpoint, tmp_path):

@@ -15,9 +15,9 @@ from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.tidying import tidy_text
 
 NAME, CONFIG = "tokenizer.json", "tokenizer_config.json"
-# Files of a checkpoint that may list the ids that end an answer; the first that does is read.
-_GENERATION = ("generation_config.json", "config.json")
-_ENDS, _TEMPLATE = "eos_token_id", "chat_template"
+# The file of a checkpoint that may list the ids that end an answer; config.json does, where it does not.
+GENERATION = "generation_config.json"
+ENDS, _TEMPLATE = "eos_token_id", "chat_template"
 _MOST_TEMPLATE = 1 << 20  # characters
 _MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a piece of one byte, of tokenizers with byte fallback
@@ -53,7 +53,7 @@ class JsonVocabulary:
             self._tokenizer = Tokenizer.from_str(json.dumps(about[NAME]))
             marks = dict(about[CONFIG])
             self.chat_template = str(marks.pop(_TEMPLATE, ""))
-            ends = {int(i) for i in about.get(_ENDS, [])}
+            ends = {int(i) for i in about.get(ENDS, [])}
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             self._tokenizer.encode_special_tokens = True
@@ -73,7 +73,7 @@ class JsonVocabulary:
         self.pad_id: int = ids.get("pad_token", self.eos_id)
         self.unk_id: int = ids.get("unk_token", -1)
         if outside := [i for i in ends if i not in range(self.size)]:
-            raise DataError(f"{where}: {_ENDS} has {outside[0]}; there are {self.size} tokens")
+            raise DataError(f"{where}: {ENDS} has {outside[0]}; there are {self.size} tokens")
         self.other_ends = tuple(sorted(ends - {self.eos_id}))
 
     @classmethod
@@ -166,17 +166,17 @@ def _chat_template(directory: Path, template: Any) -> dict[str, str]:
 
 def _ends(directory: Path) -> dict[str, list[int]]:
     """The ids that end an answer, by their key. Raises DataError."""
-    for path in (directory / name for name in _GENERATION):
+    for path in (directory / name for name in (GENERATION, "config.json")):
         try:
             content = json.loads(path.read_bytes()) if path.exists() else {}
         except (OSError, ValueError, RecursionError) as e:
             raise DataError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
-        ends = content.get(_ENDS) if isinstance(content, dict) else None
+        ends = content.get(ENDS) if isinstance(content, dict) else None
         if ends is not None:
             ends = ends if isinstance(ends, list) else [ends]
             if not all(type(i) is int for i in ends):
-                raise DataError(f"{path}: {_ENDS} must be an id or a list of ids")
-            return {_ENDS: sorted(ends)}
+                raise DataError(f"{path}: {ENDS} must be an id or a list of ids")
+            return {ENDS: sorted(ends)}
     return {}
 
 
