@@ -18,7 +18,8 @@ from lingvo_moe.core.weights.safetensors_file import write_safetensors
 from lingvo_moe.core.weights.source import Entry, WeightsError
 
 _PREFIX = "base_model.model."
-_DIM = re.compile(r"\([^)]*\)|\w+")
+_DIM = re.compile(r"\((?:[^()]|\([^()]*\))*\)|\w+")
+_EMBEDDINGS = "embedding.table"  # whose adapters have other names and shapes in peft
 
 
 def adapter_of(source: CheckpointSource, pair: WeightPair) -> NestedMap | None:
@@ -67,13 +68,20 @@ def _matrices(
 ) -> dict[str, np.ndarray]:
     """A [r, I] and B [O, r], in the order of the tensor's rows and columns; {}: it is no matrix of one product."""
     ours, theirs = (_DIM.findall(x) for x in (pair.rule.variable_layout, pair.rule.layout))
-    inputs = len(ours) - 1 if ours[-1] == "m" else 1
-    if len(theirs) != 2 or adapter.a.ndim != 2:
+    if len(theirs) != 2 or adapter.a.ndim != 2 or pair.path == _EMBEDDINGS:
         return {}
-    before, after = (re.sub("[()]", "", " ".join(dims)) for dims in (ours[:inputs], ours[inputs:]))
+    inputs = len(ours) - 1 if ours[-1] == "m" else 1
+    flat = [dim if "+" in dim else dim.strip("()") for dim in ours]
+    before, after = (" ".join(dims) for dims in (flat[:inputs], flat[inputs:]))
+    first, second = (adapter.a, f"({before}) rank"), (adapter.b, f"rank ({after})")
+    if not {*re.findall(r"\w+", before)} <= {*re.findall(r"\w+", theirs[1])}:
+        first, second = (
+            second,
+            first,
+        )  # of the softmax, whose table's first dimension is that of outputs
     sizes = {**sizes, "rank": adapter.a.shape[1]}
-    a = rearranged(adapter.a, f"({before}) rank", f"rank {theirs[1]}", sizes)
-    b = rearranged(adapter.b, f"rank ({after})", f"{theirs[0]} rank", sizes)
+    a = rearranged(*first, f"rank {theirs[1]}", sizes)
+    b = rearranged(*second, f"{theirs[0]} rank", sizes)
     return {"A": np.ascontiguousarray(a), "B": np.ascontiguousarray(b)}
 
 

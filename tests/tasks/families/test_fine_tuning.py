@@ -10,8 +10,12 @@ from published import assert_same_tensors, logits_of, tensors_of, write_texts
 
 from lingvo_moe import trainer
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.task import adapters
+from lingvo_moe.tasks.families import adapter_files
 from lingvo_moe.tasks.families.exporting import ExportOptions, export_checkpoint
-from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+from lingvo_moe.tasks.families.family import FAMILIES
+from lingvo_moe.tasks.families.importing import import_checkpoint, open_published, params_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 
@@ -100,3 +104,35 @@ def test_adapters_of_an_import_come_out_in_its_weights_and_alone(checkpoint, tmp
         whole["model.layers.1.self_attn.k_proj.weight"],
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [("deepseek_v2", ["self_attn.kv_b_proj"]), ("llama3", []), ("olmoe", [])],
+)
+def test_adapters_of_all_products_are_peft_s_or_refused(name, refused):
+    """B A is what the adapter adds to the tensor, of the softmax's table and of turned heads too."""
+    path = Path(__file__).parent / "testdata" / name / "config.json"
+    config = json.loads(path.read_text())
+    family = FAMILIES[config["model_type"]]
+    params = params_of(family, config, "")
+    specs = params.task.Instantiate().VariableSpecs()
+    mapping, flat = family.Mapping(params.task, specs), dict(specs.FlattenItems())
+    shapes = adapters.with_adapters(specs, 2, ".").adapters
+    rng, without = np.random.RandomState(0), []
+    for tensor, pairs in mapping.tensors.items():
+        pair, of_pair = pairs[0], adapters.name_of(pairs[0].path)
+        if ".1." in tensor or of_pair not in shapes:
+            continue
+        whole = {part: rng.normal(size=spec.shape) for part, spec in shapes[of_pair].items()}
+        adapter = NestedMap({part: values[pair.index] for part, values in whole.items()})
+        sizes = family.Sizes(params.task)
+        parts = adapter_files._matrices(pair, adapter, sizes) if len(pairs) == 1 else {}
+        if not parts:
+            without.append(tensor)
+            continue
+        added = adapters.added(adapter, flat[pair.path].shape[len(pair.index) :], 1.0)
+        want = mapping.Tensor(tensor, {pair: added}.get)
+        np.testing.assert_allclose(parts["B"] @ parts["A"], want, atol=1e-6)
+    refused = {f"model.layers.{i}.{part}.weight" for part in refused for i in (0, 2)}
+    assert {*without} == {"model.embed_tokens.weight", *refused}
