@@ -91,7 +91,7 @@ SHAPES = {
     "body.experts.wi": (2, 2, 4, 5),
     "body.experts.wo": (2, 2, 4, 5),
 }
-PLACES = [("body", 0), ("body", 1)]
+PLACES = {"layer": [("body", 0), ("body", 1)]}
 
 
 def test_a_mapping_goes_both_ways():
