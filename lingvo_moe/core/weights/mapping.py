@@ -171,7 +171,7 @@ class WeightMapping:
 
         Returns the names of the tensors that are left out.
 
-        Raises WeightsError: tensors are missing, or of another shape, or none of the model's.
+        Raises WeightsError: tensors are missing, of another shape, or of integers; or none of the model's.
         """
         needed = {name: self.Shape(name) for name in self.tensors}
         missing = [name for name in needed if name not in source.entries]
@@ -182,6 +182,10 @@ class WeightMapping:
         if unknown:
             raise WeightsError(f"{source.where}: the model has no place for {_list(unknown)}")
         for name, shape in needed.items():
+            if re.match("u?int|bool", dtype := source.entries[name].dtype):
+                raise WeightsError(
+                    f"{source.where}: {name} is of {dtype}: integers of a kind of quantization that is not read"
+                )
             if source.entries[name].shape != shape:
                 raise WeightsError(
                     f"{source.where}: {name} has the shape {list(source.entries[name].shape)}; the model needs "

@@ -2,8 +2,8 @@
 
 - float8 by blocks, as DeepSeek-V3: `X.weight` [O,I], and `X.weight_scale_inv` or `X.scale` [ceil(O/128), ceil(I/128)],
   which multiplies a block, whatever its name says; the last block of a row or column may be smaller.
-- MXFP4, as gpt-oss: `X_blocks` uint8 [...,G,16], two values a byte, the low half first, and `X_scales` uint8 [...,G],
-  exponents of 2 with a bias of 127. X is [...,32 G] with its last two dimensions exchanged, as in gpt-oss' files of
+- MXFP4, as gpt-oss: `X_blocks` uint8 [E,O,G,16], two values a byte, the low half first, and `X_scales` uint8 [E,O,G],
+  exponents of 2 with a bias of 127. X is [E,O,32 G] with its last two dimensions exchanged, as in gpt-oss' files of
   bfloat16.
 """
 
@@ -71,10 +71,10 @@ class Dequantized(WeightSource):
                 f"{self.where}: {names[0]} is of {self._source.entries[names[0]].dtype}; expected scales of "
                 f"{', '.join(_SCALE_TYPES)}"
             )
-        if self._source.entries[names[0]].shape != shape:
+        if len(shape) != 2 or self._source.entries[names[0]].shape != shape:
             raise WeightsError(
                 f"{self.where}: {names[0]} has the shape {list(self._source.entries[names[0]].shape)}; blocks of "
-                f"{_BLOCK} of {name}, {list(entry.shape)}, need {list(shape)}"
+                f"{_BLOCK} of {name}, {list(entry.shape)}, need {list(shape)}, of a matrix"
             )
         return names[0]
 
@@ -90,14 +90,16 @@ class Dequantized(WeightSource):
 
     def _ShapeOf(self, name: str, blocks: Entry) -> tuple[int, ...]:
         scales = self._source.entries.get(f"{name}_scales")
-        *outer, size = blocks.shape
-        if scales is None or (scales.shape, scales.dtype, size) != (tuple(outer), "uint8", 16):
+        outer, size = blocks.shape[:-1], blocks.shape[-1:]
+        there = scales and (len(outer), size, scales.shape, scales.dtype)
+        if there != (3, (16,), outer, "uint8"):
             raise WeightsError(
                 f"{self.where}: {name}_blocks has the shape {list(blocks.shape)}, and {name}_scales "
-                f"{list(scales.shape) if scales else 'is not there'}; expected 16 bytes a block, and a scale for each"
+                f"{list(scales.shape) if scales else 'is not there'}; expected [experts, rows, blocks, 16], and a "
+                "scale for each block"
             )
-        *outer, rows, groups = outer
-        return (*outer, groups * 32, rows)
+        experts, rows, groups = outer
+        return (experts, groups * 32, rows)
 
     def _Mxfp4(self, name: str, rows: slice) -> np.ndarray:
         blocks = self._source.Read(f"{name}_blocks", rows)

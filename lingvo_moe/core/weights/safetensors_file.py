@@ -100,7 +100,7 @@ def _place(path: Path, name: str, about: Any, start: int) -> TensorPlace:
         type(n) is int and n >= 0 for n in (*shape, begin, end)
     ):
         raise WeightsError(f"{path}: {name} has the shape {shape} at {begin} to {end}")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WeightsError(
             f"{path}: {name} has values of the type {dtype}; known are {', '.join(_DTYPES)}"
         )

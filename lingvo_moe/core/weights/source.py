@@ -59,7 +59,9 @@ def same_values(source: WeightSource, one: str, other: str) -> bool:
     if source.About(other) != entry or not entry.shape:
         return False
     row = math.prod(entry.shape[1:]) * np.dtype(entry.dtype).itemsize
-    step = max(1, _AT_ONCE // max(1, row))
+    if not row:  # whose other dimension may be of any size
+        return True
+    step = max(1, _AT_ONCE // row)
     for begin in range(0, entry.shape[0], step):
         part = slice(begin, begin + step)
         a, b = (source.Read(name, part).reshape(-1).view(np.uint8) for name in (one, other))

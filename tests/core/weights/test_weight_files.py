@@ -15,7 +15,7 @@ from lingvo_moe.core.weights.gguf_file import GgufFile
 from lingvo_moe.core.weights.open_source import open_source
 from lingvo_moe.core.weights.quantized import Dequantized
 from lingvo_moe.core.weights.safetensors_file import open_safetensors, write_safetensors
-from lingvo_moe.core.weights.source import Entry, WeightsError
+from lingvo_moe.core.weights.source import Entry, WeightsError, same_values
 from lingvo_moe.core.weights.torch_file import open_torch
 
 TESTDATA = Path(__file__).parent / "testdata"
@@ -227,6 +227,35 @@ def test_mxfp4_has_the_low_half_of_a_byte_first_and_is_transposed(tmp_path):
     assert (
         w.shape == (2, 32, 3) and w[1, :2, 2].tolist() == [2.0, -24.0] and np.count_nonzero(w) == 2
     )
+
+
+@pytest.mark.parametrize(("name", "shape"), [
+    *(("w_blocks", shape) for shape in [(16,), (3, 16), (2, 3, 16), (), (2, 3, 1, 15)]),
+    *(("w.weight", shape) for shape in [(), (200,), (2, 130, 130)]),
+])  # fmt: skip
+def test_values_of_few_bits_that_are_no_matrices_are_refused(name, shape, tmp_path):
+    blocks = name.endswith("blocks")
+    other, of_scales = "w_scales" if blocks else "w.scale", [-(-n // 128) for n in shape]
+    scales = np.ones(shape[:-1] if blocks else of_scales, np.uint8 if blocks else np.float32)
+    values = np.ones(shape, np.uint8 if blocks else ml_dtypes.float8_e4m3fn)
+    source = open_safetensors(_write(tmp_path / "x.safetensors", {name: values, other: scales}))
+    with pytest.raises(WeightsError, match="has the shape"):
+        Dequantized(source)
+
+
+def test_headers_that_say_more_than_there_is_cost_nothing(tmp_path):
+    path = tmp_path / "x.safetensors"
+
+    def write(**about):
+        about = {"shape": [2**70, 0], "data_offsets": [0, 0]} | about
+        header = json.dumps({"a": about, "b": about}).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+    write(dtype="F32")
+    assert same_values(open_safetensors(path), "a", "b")
+    write(dtype=["F32"])
+    with pytest.raises(WeightsError, match=r"values of the type \['F32'\]"):
+        open_safetensors(path)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,9 @@ CHANGES = {
     r"model.layers.0.mlp.up_proj.weight has the shape \[24, 20\]; the model needs \[20, 24\]": lambda t: (
         t | {"model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].T.copy()}
     ),
+    "model.norm.weight is of int8: integers of a kind": lambda t: (
+        t | {"model.norm.weight": t["model.norm.weight"].astype("int8")}
+    ),
     "weight is of float8_e4m3fn, and has 0 tensors of scales": lambda t: (
         t | {"model.norm.weight": t["model.norm.weight"].astype("float8_e4m3fn")}
     ),
