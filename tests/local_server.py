@@ -24,12 +24,13 @@ class Capitals:
 
     Attributes:
         batches: the lines of each call so far.
+        by_direction: whether a language is SOURCE-TARGET.
         gate: closed, calls wait for it; 'entered' tells that one does.
     """
 
     def __init__(self, languages: tuple[str, ...] = (), rows: int = 4, xla: bool = True):
         self.options = SimpleNamespace(rows=rows, max_source_length=16, xla=xla)
-        self.languages = languages
+        self.languages, self.by_direction = languages, False
         self.batches: list[list[bytes]] = []
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
@@ -55,7 +56,7 @@ class Echo:
     A stream fails at the word 'poison', and the model at 'panic', by what is no Exception.
     """
 
-    languages = ()
+    languages, by_direction = (), False
 
     def __init__(self, beam_size=1, vocabulary=None):
         self.options = SimpleNamespace(rows=4, max_length=50, xla=False, beam_size=beam_size)

@@ -5,12 +5,13 @@
 
     curl http://127.0.0.1:8080/translate --json '{"text": "Guten Tag"}'
 
-POST /translate takes {"text": "one line or several"} or {"text": ["line", ...]}, and for models that route by
-language {"language": "de"}. GET / is a page to try it, /health reports whether it is ready, /metrics is for Prometheus,
-and /v1/models/NAME:predict accepts requests for TensorFlow Serving. A language model has POST /generate instead:
-{"text": "a prompt", "max_tokens": 64, "stream": true} (docs/language_models.md), and OpenAI's /v1/models,
-/v1/completions and /v1/chat/completions; its page is there if it has a chat template. Requests that arrive at the same
-time are answered together. After Ctrl-C or SIGTERM it accepts no more requests, answers those that run, and exits.
+POST /translate takes {"text": "one line or several"} or {"text": ["line", ...]}, and for models that route by language
+{"language": "de"}, or "eng_Latn-fra_Latn" where both are chosen. GET / is a page to try it, /health reports whether it
+is ready, /metrics is for Prometheus, and /v1/models/NAME:predict accepts requests for TensorFlow Serving. A language
+model has POST /generate instead: {"text": "a prompt", "max_tokens": 64, "stream": true} (docs/language_models.md), and
+OpenAI's /v1/models, /v1/completions and /v1/chat/completions; its page is there if it has a chat template. Requests
+that arrive at the same time are answered together. After Ctrl-C or SIGTERM it accepts no more requests, answers those
+that run, and exits.
 
 Only this machine can reach it unless --host says otherwise. It has no encryption and no passwords: on a network, put
 a proxy that has both in front of it (docs/serving.md).

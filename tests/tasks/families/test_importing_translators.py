@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from local_server import running
 from sentencepiece import sentencepiece_model_pb2
 
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
@@ -20,12 +21,13 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
+from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.language_codes import read_language_codes
 from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
-from tools import translate
+from tools import export, translate
 
 TESTDATA = Path(__file__).parent / "testdata"
 NAMES = ["m2m100", "nllb_moe", "nllb_moe_before"]
@@ -69,6 +71,17 @@ def loaded(imported):
     run = TextRunDir(imported[0])
     model = run.Task()
     return model, load_theta(run, model)[0].Transform(tf.constant), imported[1]
+
+
+def _text(ids):
+    """The text of source or target ids, without marks and codes."""
+    return "".join(LETTERS[i - 4] for i in ids if 4 <= i < 30).replace("\u2581", " ").strip()
+
+
+def _directions(expected):
+    """The direction of each line."""
+    codes = zip(expected["source"][:, 0], expected["firsts"], strict=True)
+    return [f"{CODES[source - 30]}-{CODES[first - 30]}" for source, first in codes]
 
 
 def _row(ids):
@@ -129,16 +142,34 @@ def test_the_command_takes_a_source_and_a_target_language(imported, tmp_path, ca
     run, expected = imported
     if TextRunDir(run).Params().task.num_experts:
         pytest.skip("one model is enough")
-    source, first, target = (expected[name][0] for name in ("source", "firsts", "beam5"))
-    (tmp_path / "lines.txt").write_text("".join(LETTERS[i - 4] for i in source[2:-1]) + "\n\n")
+    (tmp_path / "lines.txt").write_text(_text(expected["source"][0]) + "\n\n")
     model = [f"--logdir={run}", "--beam_size=5", "--length_alpha=0", "--max_length=12"]
     files = [f"--input={tmp_path / 'lines.txt'}", f"--output={tmp_path / 'out.txt'}"]
-    of_lines = [f"--language={CODES[source[0] - 30]}-{CODES[first - 30]}"]
+    of_lines = [f"--language={_directions(expected)[0]}"]
     assert translate.main([*model, *files, *of_lines]) == 0
-    text = "".join(LETTERS[i - 4] for i in target if 4 <= i < 30).replace("\u2581", " ")
-    assert (tmp_path / "out.txt").read_text() == f"{text.strip()}\n\n"
+    assert (tmp_path / "out.txt").read_text() == f"{_text(expected['beam5'][0])}\n\n"
     assert translate.main([*model, *files, "--language=aaa_Latn-xyz_Latn"]) == 1
     assert "unknown language" in capsys.readouterr().err
+
+
+def test_an_exported_model_is_served_with_two_languages_for_each_line(imported, tmp_path):
+    run, expected = imported
+    if TextRunDir(run).Params().task.num_experts:
+        pytest.skip("one model is enough")
+    flags = [f"--logdir={run}", f"--output={tmp_path / 'model'}", "--beam_size=5", "--top_k=1"]
+    assert export.main([*flags, "--length_alpha=0", "--max_length=12"]) == 0
+    model, directions = SavedTranslator(tmp_path / "model"), _directions(expected)
+    lines, wanted = (list(map(_text, expected[name])) for name in ("source", "beam5"))
+    with running(model) as server:
+        columns = {"text": lines, "language": directions}
+        reply = server.Ask("POST", "/v1/models/translator:predict", {"inputs": columns})
+        assert reply.content["outputs"]["translations"] == [[text] for text in wanted]
+        assert server.Translate(lines[0], language=directions[0]) == wanted[:1]
+        reply = server.Ask("POST", "/translate", {"text": "a", "language": "aaa_Latn-xyz_Latn"})
+        assert reply.status == 400
+        assert 'no language "xyz_Latn" (did you mean' in reply.content["error"]
+        about = server.Ask("GET", "/health").content["model"]
+        assert about["languages"] == about["target_languages"] == CODES
 
 
 @pytest.mark.parametrize("name", ["nllb", "m2m100"])

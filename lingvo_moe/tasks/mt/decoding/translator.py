@@ -215,6 +215,10 @@ class Translator(Exportable):
     def languages(self) -> tuple[str, ...]:
         return tuple(self._languages)
 
+    @property
+    def by_direction(self) -> bool:
+        return self._codes is not None
+
     def SetTheta(self, theta: NestedMap) -> None:
         """Assigns other weights of the same model, e.g. of another checkpoint; compiled programs stay as they are.
 
@@ -236,7 +240,7 @@ class Translator(Exportable):
     def _TranslateBetween(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
         """Translates from any language to any: string [N], SOURCE-TARGET for each line. Raises as _TranslateFrom."""
         assert self._codes is not None
-        pairs = tf.strings.split(language, "-").to_tensor("", shape=[None, 2])
+        pairs = tf.strings.split(language, "-", maxsplit=1).to_tensor("", shape=[None, 2])
         ids = tf.constant(list(self._codes.ids.values()))
         why = "give SOURCE-TARGET; the model"
         code, first = (tf.gather(ids, self._Numbers(pairs[:, i], why)) for i in range(2))

@@ -29,6 +29,11 @@ class Exportable(tf.Module):
         """Source languages in the order of their task ids; empty for a model that does not route by language."""
         return ()
 
+    @property
+    def by_direction(self) -> bool:
+        """Whether the language of a line is SOURCE-TARGET, of two of the languages."""
+        return False
+
     def Prepare(self) -> None:
         """Makes further functions, before it is written."""
 
@@ -83,6 +88,7 @@ def export(
             **(about or {}),
             "version": VERSION,
             "languages": exported.languages,
+            "by_direction": exported.by_direction,
             "options": {**vars(exported.options), "xla": exported.options.xla},
         }
         write_atomic(file, (json.dumps(content, indent=2) + "\n").encode())

@@ -31,7 +31,9 @@ class SavedFunctions:
         NAME: what it does, by which it is used.
         about: what the exporter said of it: model, params_override, step, version (of the package), languages.
         options: how it does it, e.g. with the attributes of TranslateOptions.
-        languages: source languages by task id, of a model that routes by them; none of others.
+        languages: source languages by task id, of a model that routes by them; those of a model that translates from
+            any language to any; none of others.
+        by_direction: whether the language of a line is SOURCE-TARGET.
 
     Raises:
         ManifestError: a file was changed, is missing or was added since it was exported.
@@ -53,6 +55,7 @@ class SavedFunctions:
         self.about = json.loads((path / ABOUT[does]).read_text("utf-8"))
         self.options = SimpleNamespace(**self.about.pop("options", {}))
         self.languages = tuple(self.about.get("languages", ()))
+        self.by_direction = bool(self.about.get("by_direction"))
         if self.about.get("weights") == "int8":
             eight_bit.check_supported()
         with quiet_absl(), quiet():  # see tokenizer.py

@@ -39,10 +39,13 @@ class TextRequest:
     settings: Sequence[Sampling] = ()  # the settings of each prompt of a language model
 
 
-def parse_translate(body: bytes, limits: Limits, served: Sequence[str]) -> TextRequest:
+def parse_translate(
+    body: bytes, limits: Limits, served: Sequence[str], by_direction: bool = False
+) -> TextRequest:
     """Reads `{"text": "one line, or several", "language": "de"}` or `{"text": ["line", ...]}`.
 
-    `served` are the source languages of a model that routes by them.
+    `served` are the source languages of a model that routes by them; `by_direction`: those of a model that translates
+    from any language to any, where "language" is "SOURCE-TARGET".
 
     Raises:
         RequestError: 400 for any other body, 413 for too many or too long lines.
@@ -67,10 +70,13 @@ def parse_translate(body: bytes, limits: Limits, served: Sequence[str]) -> TextR
     if language is not None and not isinstance(language, str):
         raise RequestError(400, f'"language" is {kind_of(language)}; give a string, e.g. "de"')
     check_sizes(lines, limits)
-    return TextRequest(lines, _languages([language] * len(lines), served), "text")
+    languages = _languages([language] * len(lines), served, by_direction)
+    return TextRequest(lines, languages, "text")
 
 
-def parse_predict(body: bytes, limits: Limits, served: Sequence[str]) -> TextRequest:
+def parse_predict(
+    body: bytes, limits: Limits, served: Sequence[str], by_direction: bool = False
+) -> TextRequest:
     """Reads a predict request in TensorFlow Serving's REST form; arguments and errors as parse_translate."""
     content = object_of(body, ("signature_name", "instances", "inputs"))
     name = content.get("signature_name", _SIGNATURES[0])
@@ -89,7 +95,7 @@ def parse_predict(body: bytes, limits: Limits, served: Sequence[str]) -> TextReq
         if language is not None and not isinstance(language, str):
             raise RequestError(400, f"{form}, language {i} is {kind_of(language)}; give a string")
     check_sizes(lines, limits)
-    return TextRequest(lines, _languages(languages, served), form)
+    return TextRequest(lines, _languages(languages, served, by_direction), form)
 
 
 def parse_generate(body: bytes, limits: Limits, most: int) -> TextRequest:
@@ -251,17 +257,24 @@ def check_sizes(lines: Sequence[bytes], limits: Limits) -> None:
             )
 
 
-def _languages(languages: Sequence[str | None], served: Sequence[str]) -> list[str] | None:
+def _languages(
+    languages: Sequence[str | None], served: Sequence[str], by_direction: bool
+) -> list[str] | None:
     if not served:
         return None
-    for language in languages:
+    example = f'SOURCE-TARGET, e.g. "{served[0]}-{served[-1]}"'
+    for language in dict.fromkeys(languages):
         if language is None:
-            raise RequestError(
-                400, f'give "language": this model routes by it ({", ".join(served)})'
-            )
-        if language not in served:
-            hint = did_you_mean(language[:40], list(served))
-            raise RequestError(400, f"no language {json.dumps(language[:40])}{hint}")
+            why = example if by_direction else f"this model routes by it ({', '.join(served)})"
+            raise RequestError(400, f'give "language": {why}')
+        codes = language.split("-", 1) if by_direction else [language]
+        if by_direction and len(codes) == 1:
+            shown = json.dumps(language[:40])
+            raise RequestError(400, f'"language" is {shown}; give {example}')
+        for code in codes:
+            if code not in served:
+                hint = did_you_mean(code[:40], list(served))
+                raise RequestError(400, f"no language {json.dumps(code[:40])}{hint}")
     return [str(language) for language in languages]
 
 

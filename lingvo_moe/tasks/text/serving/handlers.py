@@ -99,7 +99,7 @@ def _log_request(handler: tornado.web.RequestHandler) -> None:
 class _TranslatingHandler(BaseHandler):
     """POST: lines to translations."""
 
-    parse: Callable[[bytes, Limits, Sequence[str]], bodies.TextRequest]
+    parse: Callable[[bytes, Limits, Sequence[str], bool], bodies.TextRequest]
     _work: asyncio.Future | None = None
 
     async def post(self) -> None:
@@ -122,9 +122,10 @@ class _TranslatingHandler(BaseHandler):
 
     def _wanted(self) -> bodies.TextRequest:
         """Parses the request from the body, and frees the body."""
-        body = self.ReadBody()
+        body, translator = self.ReadBody(), self.service.translator
         self.service.CheckReady()
-        return type(self).parse(body, self.service.limits, self.service.translator.languages)
+        limits, languages = self.service.limits, translator.languages
+        return type(self).parse(body, limits, languages, translator.by_direction)
 
     def on_connection_close(self) -> None:
         """Nobody waits any more: lines that were not begun are not."""

@@ -44,6 +44,8 @@ class Service:
     ):
         self.translator, self.limits = translator, limits
         self.about = {"languages": list(translator.languages), **about}
+        if translator.by_direction:
+            self.about["languages"] = self.about["target_languages"] = list(translator.languages)
         self.state = WARMING_UP
         self.connections = 0
         self.header_timers: dict[object, asyncio.TimerHandle] = {}
@@ -84,6 +86,8 @@ class Service:
         options = self.translator.options
         lines = warm_up_lines(options.max_source_length if options.xla else 1)
         language = self.translator.languages[:1] or None
+        if language and self.translator.by_direction:
+            language = [f"{language[0]}-{language[0]}"]
         for i, line in enumerate(lines, 1):
             await self._batcher.Call(functools.partial(self.translator.Translate, [line], language))
             yield i, len(lines)

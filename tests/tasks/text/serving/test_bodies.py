@@ -81,6 +81,25 @@ def test_languages():
         assert message in caught.value.message
 
 
+def test_directions():
+    def languages_of(*directions):
+        rows = [{"text": "a", "language": direction} for direction in directions]
+        body = json.dumps({"instances": rows}).encode()
+        return parse_predict(body, LIMITS, ("de", "fi"), True).languages
+
+    assert languages_of("de-fi", "fi-fi") == ["de-fi", "fi-fi"]
+    for direction, message in (
+        (None, 'give "language": SOURCE-TARGET, e.g. "de-fi"'),
+        ("de", '"language" is "de"; give SOURCE-TARGET, e.g. "de-fi"'),
+        ("de-sv", 'no language "sv" (known: de, fi)'),
+        ("de-fi-de", 'no language "fi-de"'),
+    ):
+        with pytest.raises(RequestError) as caught:
+            languages_of("de-fi", direction)
+        assert caught.value.status_code == 400
+        assert caught.value.message.startswith(message)
+
+
 FOUND = [
     Translation(["A", "B"], [-1.0, float("-inf")], False),
     Translation(["C", "D"], [-2, -3], True),

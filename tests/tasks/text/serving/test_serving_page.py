@@ -124,6 +124,27 @@ def test_the_page_asks_for_the_language_where_the_model_does():
 
 
 @needs_chromium
+def test_the_page_asks_for_both_languages_of_a_model_from_any_to_any():
+    async def work(port: int) -> None:
+        async with opened_tab() as tab:
+            await tab.Open(f"http://127.0.0.1:{port}/")
+            await tab.Until("!document.getElementById('go').disabled")
+            await tab.Type("a")
+            for side, code in (("language", "fra_Latn"), ("target", "zho_Hant")):
+                await tab.Eval(f"document.getElementById('{side}').value = '{code}'")
+            shown = await tab.Eval("document.getElementById('target').innerText")
+            assert "French" in shown
+            await tab.Eval("document.getElementById('go').click()")
+            await tab.Until("document.querySelector('#result div')")
+            assert await _lines(tab) == [["Afra_Latn-zho_Hant", "ltr", ""]]
+
+    model = Capitals(("eng_Latn", "fra_Latn", "zho_Hant"))
+    model.by_direction = True
+    with running(model) as it:
+        asyncio.run(work(it.port))
+
+
+@needs_chromium
 def test_a_conversation_is_shown_as_it_comes(monkeypatch):
     class Chatting(Echo):
         """Has a vocabulary whose conversations are its last message."""

@@ -1,6 +1,7 @@
 "use strict";
 const at = (id) => document.getElementById(id);
-const text = at("text"), go = at("go"), result = at("result"), status = at("status"), language = at("language");
+const text = at("text"), go = at("go"), result = at("result"), status = at("status");
+const language = at("language"), target = at("target");
 let running = null;
 
 function say(message, bad) {
@@ -27,6 +28,8 @@ async function watch() {
     if (about.languages.length && !language.options.length) {
       for (const code of about.languages) language.add(new Option(named(code), code));
       at("languages").hidden = false;
+      for (const code of about.target_languages || []) target.add(new Option(named(code), code));
+      at("targets").hidden = !target.options.length;
     }
     go.disabled = health.status !== "ready";
     say(go.disabled ? "The server is " + health.status + " \u2026" : "Ready.");
@@ -43,6 +46,7 @@ async function translate() {
   const mine = running = new AbortController();
   const asked = { text: text.value };
   if (language.options.length) asked.language = language.value;
+  if (target.options.length) asked.language += "-" + target.value;
   say("Translating \u2026");
   result.setAttribute("aria-busy", "true");
   const start = performance.now();
