@@ -12,12 +12,11 @@ async function watch() {
   try {
     const health = await (await fetch("health")).json();
     at("model").textContent = health.model.model || "";
-    go.disabled = health.status !== "ready";
-    say(go.disabled ? "The server is " + health.status + " \u2026" : "Ready.");
-    if (!go.disabled) {
-      model = (await (await fetch("v1/models")).json()).data[0].id;
-      return;
-    }
+    const ready = health.status === "ready";
+    if (ready) model = (await (await fetch("v1/models")).json()).data[0].id;
+    go.disabled = !ready;
+    say(ready ? "Ready." : "The server is " + health.status + " \u2026");
+    if (ready) return;
   } catch (error) {
     say("The server does not answer.", true);
   }
