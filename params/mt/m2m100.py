@@ -20,7 +20,11 @@ from lingvo_moe.core.weights.source import WeightsError, WeightSource, same_valu
 from lingvo_moe.tasks.families.family import HEAD, Default, Family
 from lingvo_moe.tasks.mt.mt_input import MtInput
 from lingvo_moe.tasks.mt.mt_model import MtModel
-from lingvo_moe.tasks.text.vocabulary.language_codes import LanguageCodes, read_language_codes
+from lingvo_moe.tasks.text.vocabulary.language_codes import (
+    VOCABULARY_FILES,
+    LanguageCodes,
+    read_language_codes,
+)
 
 _HEADS = 16
 _M2M_IDS, _NLLB_IDS = 128112, 256206
@@ -193,6 +197,7 @@ class M2M100Family(Family):
     )
     TABLE: ClassVar[str] = _TABLE
     VOCAB_SIZES: ClassVar[Sequence[str]] = ("input.source_vocab_size", "input.target_vocab_size")
+    FILES: ClassVar[Sequence[str]] = VOCABULARY_FILES
     # Copies of the table, the sinusoids, and fairseq's marks.
     LEFT_OUT: ClassVar[Sequence[str]] = (
         r"lm_head\.weight",

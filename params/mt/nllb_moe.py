@@ -76,11 +76,13 @@ class NllbMoeFamily(m2m100.M2M100Family):
     )
 
     def OtherKeys(self, p: Params) -> dict[str, Any]:
-        return super().OtherKeys(p) | {
-            "decoder_sparse_step": p.moe_every,
-            "second_expert_policy": p.moe.router.second_expert_policy,
-            "normalize_router_prob_before_dropping": p.moe.router.normalize_gates == "before_drops",
-        }
+        router = p.moe.router
+        keys = super().OtherKeys(p) | {"decoder_sparse_step": p.moe_every}
+        if "second_expert_policy" in router:
+            keys["second_expert_policy"] = router.second_expert_policy
+            before = router.normalize_gates == "before_drops"
+            keys["normalize_router_prob_before_dropping"] = before
+        return keys
 
     def Others(self, config: Mapping[str, Any], where: str) -> dict[str, Any]:
         steps = [config.get(f"{stack}_sparse_step", 4) for stack in ("encoder", "decoder")]

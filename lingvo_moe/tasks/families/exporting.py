@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.config.stored_params import difference, stored_values
 from lingvo_moe.core.engine.checkpoints.checkpoint_source import CheckpointSource
@@ -24,6 +25,7 @@ from lingvo_moe.tasks.families.adapter_files import adapter_of, peft_config, wri
 from lingvo_moe.tasks.families.family import FAMILIES, Family
 from lingvo_moe.tasks.families.importing import CONFIG, params_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
+from lingvo_moe.tasks.text.vocabulary.language_codes import PIECES
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import (
     CONFIG as TOKENIZER_CONFIG,
     ENDS,
@@ -76,6 +78,8 @@ def describe(run: TextRunDir, params: Params) -> Description:
     }
     nearest: list[str] | None = None
     for family in dict.fromkeys(FAMILIES.values()):
+        if not issubclass(params.task.cls, registry.GetParams(family.EXPERIMENT).task.cls):
+            continue
         usual["architectures"] = [family.ARCHITECTURE]
         written = {**usual, **family.Config(params)}
         kept = {key: x for key, x in imported.items() if key not in family.OTHER_KEYS}
@@ -93,7 +97,7 @@ def describe(run: TextRunDir, params: Params) -> Description:
                 nearest = differing
     raise WeightsError(
         f"{run.path}: no family of published models has this model's parts; the nearest one differs in "
-        f"{', '.join((nearest or [])[:_SHOWN])}"
+        f"{', '.join((nearest or [f'task.cls={params.task.cls.__name__}'])[:_SHOWN])}"
     )
 
 
@@ -281,10 +285,11 @@ def _write_rest(
     usual = max(dict.fromkeys(types), key=types.count)
     left = {name: x for name, x in config.items() if name != "quantization_config"}
     write_json(directory / CONFIG, {**left, key: usual})
-    artifacts = run.artifacts
-    for name, content in artifacts.files.items():
+    for name, content in run.artifacts.files.items():
         if name.startswith(PUBLISHED):
             (directory / Path(name).name).write_bytes(content)
+    if (directory / PIECES).exists():
+        return
     vocabulary = run.OpenVocabularies().target
     if not isinstance(vocabulary, JsonVocabulary):
         (directory / "tokenizer.model").write_bytes(vocabulary.model_bytes)

@@ -48,6 +48,7 @@ class Family:
         TABLE: the tensor of the embeddings, of which a tied head is a copy.
         VOCAB_SIZES: the parameters that are the vocabulary's number of ids.
         LEFT_OUT: regular expressions of the names of tensors that are no weights.
+        FILES: the names of files that a run keeps, and an export gives back, as they are.
     """
 
     TYPES: ClassVar[tuple[str, ...]]
@@ -61,6 +62,7 @@ class Family:
     TABLE: ClassVar[str] = "model.embed_tokens.weight"
     VOCAB_SIZES: ClassVar[Sequence[str]] = ("input.target_vocab_size",)
     LEFT_OUT: ClassVar[Sequence[str]] = ()
+    FILES: ClassVar[Sequence[str]] = ()
 
     def __init_subclass__(cls) -> None:
         """Adds the family to FAMILIES."""

@@ -29,7 +29,7 @@ from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
 registry.AllNames()  # imports the families, which lie beside their experiments
 CONFIG = "config.json"
 _AT_ONCE = 8 << 20  # values of a tensor
-_KEPT, _LARGEST = ("LICENSE*", "NOTICE*"), 1 << 20  # files beside weights, and their bytes
+_KEPT, _LARGEST = ("LICENSE*", "NOTICE*"), 64 << 20  # files beside weights, and their bytes
 # Parameters of all imported models: embeddings as they are in the table, and no rounding of activations.
 _TIED = "task.tied_softmax"
 _AS_PUBLISHED = {"task.embedding_scale": 1.0, "task.fprop_dtype": "float32"}
@@ -76,7 +76,7 @@ def open_published(path: str | os.PathLike) -> Published:
     size = open_vocabulary(vocabulary).size
     override = _override(values | dict.fromkeys(family.VOCAB_SIZES, size))
     params = _params(family, override, where)
-    files = _files_beside(path if path.is_dir() else path.parent)
+    files = _files_beside(path if path.is_dir() else path.parent, family)
     return Published(source, family, config, files, override, params, vocabulary, codes)
 
 
@@ -115,9 +115,9 @@ def params_of(family: Family, config: Mapping[str, Any], where: str) -> Params:
     return _params(family, _override(_AS_PUBLISHED | family.Overrides(config, where)), where)
 
 
-def _files_beside(directory: Path) -> dict[str, bytes]:
-    """The licences and notices of a checkpoint, by name."""
-    files = (path for form in _KEPT for path in directory.glob(form))
+def _files_beside(directory: Path, family: Family) -> dict[str, bytes]:
+    """The licences and notices of a checkpoint, and what its family keeps as it is, by name."""
+    files = (path for form in (*_KEPT, *family.FILES) for path in directory.glob(form))
     return {f.name: f.read_bytes() for f in files if f.is_file() and f.stat().st_size < _LARGEST}
 
 

@@ -1,11 +1,54 @@
 """Shared parts of the tests of published weights."""
 
+import json
+import shutil
+from pathlib import Path
+
 import tensorflow as tf
+from sentencepiece import sentencepiece_model_pb2
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.weights.open_source import open_source
+
+TESTDATA = Path(__file__).parent / "testdata"
+TOKENS = [f"<{i}>" for i in range(37)]
+LETTERS = "\u2581abcdefghijklmnopqrstuvwxy"  # ids 4 to 29 of translators; those of codes follow
+CODES = [f"{letter * 3}_Latn" for letter in "abcdefghijk"]
+
+
+def copied(name, directory):
+    """Copies a recorded checkpoint of a name, and gives it a tokenizer: words, or a translator's letters and codes."""
+    shutil.copytree(TESTDATA / name, directory)
+    (directory / "expected.npz").unlink()
+    if json.loads((directory / "config.json").read_text()).get("is_encoder_decoder"):
+        _write_letters(directory)
+    else:
+        _write_words(directory)
+    return directory
+
+
+def _write_words(directory):
+    model = {
+        "type": "WordLevel",
+        "vocab": {t: i for i, t in enumerate(TOKENS)},
+        "unk_token": TOKENS[0],
+    }
+    (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    marks = {"bos_token": TOKENS[1], "eos_token": TOKENS[2]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(marks))
+
+
+def _write_letters(directory):
+    model = sentencepiece_model_pb2.ModelProto()
+    model.trainer_spec.model_type = model.trainer_spec.BPE
+    marks = (("<unk>", 2), ("<s>", 3), ("</s>", 3))
+    for piece, kind in (*marks, *((letter, 1) for letter in LETTERS)):
+        model.pieces.add(piece=piece, score=-1.0, type=kind)
+    (directory / "sentencepiece.bpe.model").write_bytes(model.SerializeToString())
+    codes = {"additional_special_tokens": CODES}
+    (directory / "special_tokens_map.json").write_text(json.dumps(codes))
 
 
 def tensors_of(directory):

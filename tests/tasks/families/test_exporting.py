@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 )
 TESTDATA = Path(__file__).parent / "testdata"
 # MXFP4 comes out as bfloat16.
-NAMES = sorted({path.name for path in TESTDATA.iterdir() if path.is_dir()} - {"gpt_oss_mxfp4"})
+NAMES = sorted({path.parent.name for path in TESTDATA.glob("*/config.json")} - {"gpt_oss_mxfp4"})
 SMALL = (
     "task.vocab_size=38;input.target_vocab_size=37;task.model_dim=16;task.hidden_dim=8;task.expert_hidden_dim=8;"
     "task.num_layers=1;task.num_heads=4;task.num_kv_heads=2;task.key_dim=4;task.moe.router.k=2;"
@@ -60,12 +60,21 @@ def _theta(run):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_import_comes_out_byte_for_byte(name, checkpoint, tmp_path):
     directory = checkpoint(name)
-    _export(_import(directory, tmp_path / "run"), tmp_path / "out")
-    assert_same_tensors(tensors_of(directory), tensors_of(tmp_path / "out"))
+    left_out = import_checkpoint(open_published(directory), tmp_path / "run", _quiet)
+    _export(TextRunDir(tmp_path / "run"), tmp_path / "out")
     config, before = (
         json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", directory)
     )
     assert config == before
+    there = tensors_of(directory)
+    if name == "m2m100":  # an old file, with copies of the table, and sinusoids
+        for tensor in left_out:
+            del there[tensor]
+    assert_same_tensors(there, tensors_of(tmp_path / "out"))
+    for path in directory.iterdir():
+        if path.name in FAMILIES[config["model_type"]].FILES:
+            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "out" / "tokenizer.model").exists()
 
 
 @pytest.mark.parametrize(
@@ -175,3 +184,5 @@ def test_a_model_of_no_family_is_refused_by_what_differs(checkpoint, tmp_path):
     with pytest.raises(WeightsError, match=r"task.activation='gelu' \(there 'swiglu'\)$"):
         _export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(WeightsError, match=r"no family .* differs in .*decoder_ffn_dim=32"):
+        exporting.describe(run, registry.GetParams("mt.M4Tiny"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from local_server import running
-from sentencepiece import sentencepiece_model_pb2
+from published import CODES, LETTERS, copied
 
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.nested_map import NestedMap
@@ -31,34 +31,13 @@ from tools import export, translate
 
 TESTDATA = Path(__file__).parent / "testdata"
 NAMES = ["m2m100", "nllb_moe", "nllb_moe_before"]
-LETTERS = "\u2581abcdefghijklmnopqrstuvwxy"  # ids 4 to 29; those of codes follow
-CODES = [f"{letter * 3}_Latn" for letter in "abcdefghijk"]
-
-
-def _checkpoint(name, directory):
-    """Copies a checkpoint, and gives it a vocabulary of single letters."""
-    shutil.copytree(TESTDATA / name, directory)
-    (directory / "expected.npz").unlink()
-    model = sentencepiece_model_pb2.ModelProto()
-    model.trainer_spec.model_type = model.trainer_spec.BPE
-    for piece, kind in (
-        ("<unk>", 2),
-        ("<s>", 3),
-        ("</s>", 3),
-        *((letter, 1) for letter in LETTERS),
-    ):
-        model.pieces.add(piece=piece, score=-1.0, type=kind)
-    (directory / "sentencepiece.bpe.model").write_bytes(model.SerializeToString())
-    marks = {"additional_special_tokens": CODES}
-    (directory / "special_tokens_map.json").write_text(json.dumps(marks))
-    return directory
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def imported(request, tmp_path_factory):
     """The run of an imported checkpoint, and the expected arrays."""
     directory = tmp_path_factory.mktemp("runs")
-    published = open_published(_checkpoint(request.param, directory / request.param))
+    published = open_published(copied(request.param, directory / request.param))
     left_out = import_checkpoint(published, directory / "run", lambda line: None)
     if request.param == "m2m100":
         assert len(left_out) == 5  # three copies of the table, and the sinusoids of both stacks

@@ -18,6 +18,8 @@ PIECES, IDS = "sentencepiece.bpe.model", "vocab.json"
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _PLACES = "added_tokens_decoder"  # of newer files, where each token's id stands
 _CODE_LISTS = ("additional_special_tokens", "extra_special_tokens")
+# What transformers reads, the last in the place of the others.
+VOCABULARY_FILES = (PIECES, IDS, *_CONFIGS, "tokenizer.json")
 # fairseq's marks, whose ids come first.
 _MARKS = ("<s>", "<pad>", "</s>", "<unk>")
 _CODE = re.compile(r"__(\w+)__|([a-z]{3}_[A-Z][a-z]{3})")  # of M2M-100, or of NLLB
