@@ -22,6 +22,7 @@ from lingvo_moe.tasks.families.importing import import_checkpoint, open_publishe
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
+from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
@@ -149,6 +150,15 @@ def test_an_exported_model_is_served_with_two_languages_for_each_line(imported, 
         assert 'no language "xyz_Latn" (did you mean' in reply.content["error"]
         about = server.Ask("GET", "/health").content["model"]
         assert about["languages"] == about["target_languages"] == CODES
+
+
+def test_a_tokenizer_json_alone_is_refused_by_what_is_needed(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    needed = (
+        r"sentencepiece.bpe.model: No such file .*, since tokenizer.json is not read in its place$"
+    )
+    with pytest.raises(DataError, match=needed):
+        read_language_codes(tmp_path, 2)
 
 
 @pytest.mark.parametrize("name", ["nllb", "m2m100"])

@@ -46,7 +46,10 @@ def read_language_codes(directory: Path, start_id: int) -> tuple[bytes, Language
     try:
         model.ParseFromString(path.read_bytes())
     except OSError as e:
-        raise DataError(f"{path}: {e.strerror or e}; expected the pieces of this family") from e
+        raise DataError(
+            f"{path}: {e.strerror or e}; put it there from where the model was published, since {VOCABULARY_FILES[-1]} "
+            "is not read in its place"
+        ) from e
     except DecodeError as e:
         raise DataError(f"{path}: no SentencePiece model, or damaged: {e}") from e
     by_name = {piece.piece: piece for piece in model.pieces}
