@@ -9,6 +9,7 @@ import pytest
 from published import assert_same_tensors, logits_of, tensors_of, write_texts
 
 from lingvo_moe import trainer
+from lingvo_moe.core.engine.checkpoints.init_from import InitFromError, begin_from
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task import adapters
@@ -84,6 +85,8 @@ def test_adapters_of_an_import_come_out_in_its_weights_and_alone(checkpoint, tmp
     command = [f"--init_from={run}", f"--data_dir={texts}", f"--logdir={tuned}", "--max_steps=2"]
     assert trainer.main([*command, "--num_devices=1", f"--model_params_override={override}"]) == 0
     tuned = TextRunDir(tuned)
+    with pytest.raises(InitFromError, match=r"of all weights, and here of adapters alone"):
+        begin_from(run, 0, tuned.Params().task, tuned.artifacts, keep_state=True)
     for name in ("whole", "alone"):
         options = ExportOptions(adapters=name == "alone")
         export_checkpoint(tuned, tmp_path / name, NEWEST, options, lambda line: None)

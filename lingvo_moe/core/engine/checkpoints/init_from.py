@@ -21,6 +21,7 @@ from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.files.paths import absolute
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.task.adapters import scale_of
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.task_growth import NamedRows
 
@@ -122,6 +123,11 @@ def begin_from(
             raise InitFromError(
                 f"{_STATE}: the optimizer's state belongs to the rows of {run.path}, and here {', '.join(moved)} have "
                 "others; leave the flag out"
+            )
+        if grows and scale_of(task):
+            raise InitFromError(
+                f"{_STATE}: the optimizer's state in {run.path} is of all weights, and here of adapters alone "
+                "(task.adapter_rank); leave the flag out"
             )
         about["state"], more = True, _state_of(run, old, new)
     small = new if grows else None
