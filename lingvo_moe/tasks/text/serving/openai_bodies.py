@@ -84,11 +84,14 @@ def parse_openai(body: bytes, limits: Limits, most: int, name: str, chat: bool) 
     texts = [] if chat else _prompts(content.get("prompt"))
     if stream and (n > 1 or len(texts) > 1):
         raise RequestError(400, '"stream" is of one text: leave "n" out, and send one prompt')
+    if (count := n if chat else n * len(texts)) > limits.max_lines:  # before they are made
+        raise RequestError(
+            413, f"{count} lines; at most {limits.max_lines} in a request: send them in parts"
+        )
     lines = [text.encode("utf-8", "replace") for text in texts for _ in range(n)]
     sizes = [message["content"].encode("utf-8", "replace") for message in messages]
     check_sizes(sizes or lines, limits)
     sampling = _sampling(content, most if chat else min(_COMPLETION_TOKENS, most), most)
-    count = n if chat else len(lines)
     settings = [Sampling(**sampling, number=i) for i in range(count)]
     with_usage = bool(options.get("include_usage"))
     form: Literal["prompts", "stream"] = "stream" if stream else "prompts"

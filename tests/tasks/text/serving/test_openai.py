@@ -9,6 +9,8 @@ import pytest
 from local_server import Echo, running
 
 from lingvo_moe.tasks.text.serving.limits import Limits
+from lingvo_moe.tasks.text.serving.openai_bodies import parse_openai
+from lingvo_moe.tasks.text.serving.request_error import RequestError
 from tools.import_graph import ROOT
 
 _USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
@@ -130,6 +132,12 @@ def test_refusals_have_openai_s_form(server, more, status, message):
     error = reply.content["error"]
     assert (reply.status, error["message"][: len(message)]) == (status, message)
     assert error["type"] == "invalid_request_error" and error.keys() >= {"param", "code"}
+
+
+def test_a_short_body_does_not_become_many_lines():
+    asked = {"model": "m", "prompt": ["a"] * 100_000, "n": 128}
+    with pytest.raises(RequestError, match="12800000 lines; at most 128 in a request"):
+        parse_openai(json.dumps(asked).encode(), Limits(), 9, "m", False)
 
 
 @pytest.mark.parametrize(("messages", "message"), [
