@@ -188,3 +188,17 @@ def test_ids_of_tokenizers(name, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"legacy_behaviour": true}')
     assert read_language_codes(tmp_path, 2)[1].is_last
     assert vocabulary.Decode(found[0]) == lines[0]
+
+
+@pytest.mark.parametrize(("codes", "start", "message"), [
+    (5, 2, "must be lists: 5"),
+    (["eng_Latn"], "x", "begins with 'x', which is no id"),
+    (["eng_Latn"], None, "begins with None, which is no id"),
+    (["eng_Latn"], 902, "begins with 902, which is no id"),
+])  # fmt: skip
+def test_codes_and_starts_of_another_type_are_refused(codes, start, message, tmp_path):
+    shutil.copy(TESTDATA / "translators/sentencepiece.bpe.model", tmp_path)
+    settings = json.dumps({"additional_special_tokens": codes})
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(DataError, match=message):
+        read_language_codes(tmp_path, start)

@@ -41,6 +41,8 @@ def read_language_codes(directory: Path, start_id: int) -> tuple[bytes, Language
         if (directory / name).exists():
             settings |= _object(directory / name)
     tokens: list[Any] = next((settings[name] for name in _CODE_LISTS if settings.get(name)), [])
+    if not isinstance(tokens, list):
+        raise DataError(f"{directory}: {' and '.join(_CODE_LISTS)} must be lists: {tokens!r:.60}")
     tokens = [token.get("content") if isinstance(token, dict) else token for token in tokens]
     path, model = directory / PIECES, sentencepiece_model_pb2.ModelProto()
     try:
@@ -73,6 +75,8 @@ def read_language_codes(directory: Path, start_id: int) -> tuple[bytes, Language
         raise DataError(
             f"{directory}: {' and '.join(_CONFIGS)} list no codes of languages; expected {_CODE_LISTS[0]}"
         )
+    if type(start_id) is not int or start_id not in range(len(names)):
+        raise DataError(f"{directory}: a translation begins with {start_id!r}, which is no id")
     return _model(model, by_name, names), LanguageCodes(
         ids, bool(settings.get("legacy_behaviour")), start_id
     )
