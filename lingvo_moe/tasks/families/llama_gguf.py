@@ -38,6 +38,9 @@ _KEYS = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "context_length",
 }
+# Further keys: those that are the size of a head, and others with the values that change nothing.
+_HEAD_SIZES = ("rope.dimension_count", "attention.key_length", "attention.value_length")
+_USUAL = {"rope.scaling.type": "none", "expert_count": 0, "expert_used_count": 0}
 
 
 class LlamaGguf(WeightSource):
@@ -59,6 +62,18 @@ class LlamaGguf(WeightSource):
         if missing := [name for name in keys.values() if name not in file.metadata]:
             raise WeightsError(f"{file.where}: lacks {', '.join(missing)}")
         self.config = {key: file.metadata[name] for key, name in keys.items()}
+        sizes = [self.config[key] for key in ("hidden_size", "num_attention_heads")]
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise WeightsError(f"{file.where}: has the sizes {sizes}; expected positive integers")
+        usual = {**_USUAL, **dict.fromkeys(_HEAD_SIZES, sizes[0] // sizes[1])}
+        for name, value in file.metadata.items():
+            part = name.removeprefix("llama.")
+            is_other = part != name and part not in _KEYS.values()
+            if is_other and value != usual.get(part, ...):
+                raise WeightsError(
+                    f"{file.where}: {name}={value!r} cannot be represented"
+                    + (f"; expected {usual[part]!r}" if part in usual else "")
+                )
         epsilon = np.float32(self.config["rms_norm_eps"])
         self.config |= {
             "model_type": "llama",
@@ -106,8 +121,9 @@ def gguf_tokenizer(file: GgufFile) -> dict[str, Any]:
         raise WeightsError(
             f"{file.where}: a tokenizer {kind!r} with the cuts {cut!r}; expected 'gpt2' with {', '.join(_CUTS)}"
         )
-    if missing := [key for key in ("tokens", "token_type", "merges") if key not in about]:
-        raise WeightsError(f"{file.where}: lacks tokenizer.ggml.{missing[0]}")
+    lists = ("tokens", "token_type", "merges")
+    if missing := [key for key in lists if not isinstance(about.get(key), list)]:
+        raise WeightsError(f"{file.where}: lacks the list tokenizer.ggml.{missing[0]}")
     tokens, types = about["tokens"], about["token_type"]
     byte_level = {
         "type": "ByteLevel",
@@ -134,7 +150,7 @@ def gguf_tokenizer(file: GgufFile) -> dict[str, Any]:
     marks = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     numbers = {mark: about.get(f"{name}_token_id") for mark, name in marks.items()}
     for mark, i in numbers.items():
-        if i is not None and i not in vocabulary:
+        if i is not None and (type(i) is not int or i not in vocabulary):
             raise WeightsError(f"{file.where}: the mark {mark} is token {i} of {len(tokens)}")
     config = {f"{mark}_token": vocabulary[i] for mark, i in numbers.items() if i is not None}
     template = file.metadata.get("tokenizer.chat_template")

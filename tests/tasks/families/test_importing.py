@@ -13,10 +13,12 @@ from equivalence import assert_same
 from imported import TESTDATA, assert_as_recorded, change, load_imported, set_config
 
 from lingvo_moe.core.engine.checkpoints import streamed
+from lingvo_moe.core.weights.gguf_file import GgufFile
 from lingvo_moe.core.weights.safetensors_file import open_safetensors
 from lingvo_moe.core.weights.source import WeightsError
 from lingvo_moe.tasks.families.family import FAMILIES
 from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+from lingvo_moe.tasks.families.llama_gguf import LlamaGguf, gguf_tokenizer
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
@@ -235,6 +237,20 @@ def test_a_gguf_has_the_logits_and_the_tokenizer_of_its_model(tmp_path):
     vocabulary = TextRunDir(tmp_path / "run").OpenVocabularies().target
     assert vocabulary.Encode("ABAC") == [36, 5] and vocabulary.Decode([36, 5]) == "ABAC"
     assert (vocabulary.bos_id, vocabulary.eos_id) == (1, 2)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    *(("llama.rope.scaling.type", "linear"), ("llama.rope.scaling.factor", 4.0)),
+    *(("llama.attention.key_length", 8), ("llama.new", 1), ("llama.embedding_length", [24])),
+    *(("tokenizer.ggml.tokens", 5), ("tokenizer.ggml.bos_token_id", [1])),
+])  # fmt: skip
+def test_metadata_that_change_results_are_refused_by_name(key, value):
+    file = GgufFile(GGUF)
+    LlamaGguf(file), gguf_tokenizer(file)
+    file.metadata[key] = value
+    match = key.replace("embedding_length", "").rpartition(".")[2]
+    with pytest.raises(WeightsError, match=f"{match}|has the sizes|mark bos"):
+        LlamaGguf(file), gguf_tokenizer(file)
 
 
 def test_damaged_ggufs_are_refused_with_a_line_or_are_other_models(tmp_path):
