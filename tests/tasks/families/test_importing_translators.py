@@ -128,8 +128,9 @@ def test_the_command_takes_a_source_and_a_target_language(imported, tmp_path, ca
     of_lines = [f"--language={_directions(expected)[0]}"]
     assert translate.main([*model, *files, *of_lines]) == 0
     assert (tmp_path / "out.txt").read_text() == f"{_text(expected['beam5'][0])}\n\n"
-    assert translate.main([*model, *files, "--language=aaa_Latn-xyz_Latn"]) == 1
-    assert "unknown language" in capsys.readouterr().err
+    for language in ("aaa_Latn-xyz_Latn", f"{CODES[0]}-{CODES[1]}-{CODES[2]}"):
+        assert translate.main([*model, *files, f"--language={language}"]) == 1
+        assert "unknown language" in capsys.readouterr().err
 
 
 def test_an_exported_model_is_served_with_two_languages_for_each_line(imported, tmp_path):
