@@ -32,8 +32,9 @@ COMMANDS = [
 
 
 def _needed(flags):
-    """Values for the flags that a command requires."""
-    names = (n for n in flags.Names() if "(required)" in flags[n].help or n == "saved_model")
+    """Values for the flags that a command requires, or one of several."""
+    one = "model" if "init_from" in flags.Names() else "saved_model"
+    names = (n for n in flags.Names() if "(required)" in flags[n].help or n == one)
     return dict.fromkeys(names, "x")
 
 
@@ -103,6 +104,7 @@ def test_the_data_that_a_run_trained_on_is_named(capsys):
 # Commands that write to standard output, or nothing at all.
 _MAKE_NO_FILES = (
     "build_files",
+    "chat",
     "import_graph",
     "generate",
     "lingvo_moe",
