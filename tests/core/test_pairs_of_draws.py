@@ -19,7 +19,7 @@ from lingvo_moe.core.decode.sampling import sample
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.core.kernels import tensorflow, xla
-from lingvo_moe.core.moe.layer import ROUTERS
+from lingvo_moe.core.moe.layer import ROUTERS, MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.image.input import crops
@@ -97,6 +97,13 @@ def _sent() -> np.ndarray:
     return _routing("top2", [0.0, 0.0], **params).gate[..., 1].numpy() > 0
 
 
+def _masked() -> np.ndarray:
+    sizes = {"model_dim": 4, "hidden_dim": 4, "num_experts": 4}
+    layer = MoELayer.Params().Set(name="moe", output_masking=0.5, **sizes).Instantiate()
+    with use_mesh(single_device()):
+        return layer._Masking(tf.ones([128, 128, 2]), SEED).numpy()
+
+
 def _of_seeds(seeds_N2: tf.Tensor) -> np.ndarray:
     return _quarters(randomness.uniform(seeds_N2, [128, 256]))
 
@@ -137,6 +144,7 @@ PLACES = {
         4,
     ),
     "second choice, sent or not": lambda: (_sent(), 2),
+    "masked outputs of experts": lambda: (_masked(), 2),
     "permutation": lambda: (permute(np.arange(1 << 16), 1 << 16, 3) >> 14, 4),
     "permutations of epochs": lambda: (
         np.stack([permute(np.arange(1000), 1000, 3, "de", e) // 250 for e in range(80)]),
@@ -174,6 +182,7 @@ def test_every_module_that_draws_is_above():
         "core/initializers.py",
         "core/kernels/tensorflow.py",
         "core/kernels/xla.py",
+        "core/moe/layer.py",
         "core/moe/routers/lsh.py",  # its directions, as initial values
         "core/moe/routers/noisy_top_k.py",
         "core/moe/routers/random.py",
