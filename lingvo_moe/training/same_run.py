@@ -190,15 +190,17 @@ def with_model_of_source(args: Flags) -> Flags:
         raise UsageError(
             f"--model is required: {run.path} has no mark as a run of yours; or give --trust_run"
         )
-    kept = registry.part_of(
+    override = registry.part_of(
         run.override, lambda path: not f"{path}.".startswith(("train.", *_PLACES))
     )
     vocabularies = run.path / "vocab"
     if vocabularies.is_dir():
-        kept = join_overrides(kept, f"input.vocab_dir={registry.escape(absolute(vocabularies))}")
-    flags = {"model": model, "model_params_override": kept}
+        override = join_overrides(
+            override, f"input.vocab_dir={registry.escape(absolute(vocabularies))}"
+        )
+    flags = {"model": model, "model_params_override": override}
     say(f"{flags_line(**flags)}: from {run.path}")
-    override = join_overrides(kept, args.model_params_override)
+    override = join_overrides(override, args.model_params_override)
     return args.With(model=model, model_params_override=override)
 
 

@@ -1,6 +1,7 @@
 """Writes files and directories atomically (complete or absent), with one writer at a time.
 
 New files have the permissions that the umask gives. Write errors name the final file, not the temporary one beside it.
+Here, too, the files of JSON that others wrote are read.
 """
 
 import contextlib
@@ -115,6 +116,17 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Writes a value as JSON that people can read. Raises as atomic_file."""
     write_atomic(path, json.dumps(value, indent=1).encode() + b"\n")
+
+
+def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
+    """Reads an object of JSON. Raises `error`, with a line that names the file: it is missing, or holds none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise error(f"{path}: {getattr(e, 'strerror', None) or e}") from None
+    if not isinstance(content, dict):
+        raise error(f"{path}: must be an object")
+    return content
 
 
 @contextlib.contextmanager

@@ -82,9 +82,9 @@ def describe(run: TextRunDir, params: Params) -> Description:
             continue
         usual["architectures"] = [family.ARCHITECTURE]
         written = {**usual, **family.Config(params)}
-        kept = {key: x for key, x in imported.items() if key not in family.OTHER_KEYS}
+        single = {key: x for key, x in imported.items() if key not in family.OTHER_KEYS}
         mine = imported.get("model_type") in family.TYPES
-        for config in ([usual | imported, kept | written] if mine else []) or [written]:
+        for config in ([usual | imported, single | written] if mine else []) or [written]:
             try:
                 said = params_of(family, config, str(run.path))
             except WeightsError as e:

@@ -85,10 +85,10 @@ class Family:
                 f"{where}: {_QUANTIZATION}={kind!r} cannot be read; expected quant_method fp8 in blocks of 128 x 128, "
                 "or mxfp4"
             )
-        known = {_QUANTIZATION, *_SAYS_NOTHING.split(), *self.ALWAYS, *self.OTHER_KEYS}
-        known |= {key for key, _ in self.KEYS.values()}
+        keys = {_QUANTIZATION, *_SAYS_NOTHING.split(), *self.ALWAYS, *self.OTHER_KEYS}
+        keys |= {key for key, _ in self.KEYS.values()}
         for key, value in config.items():
-            if key not in known and value not in (None, False):
+            if key not in keys and value not in (None, False):
                 raise WeightsError(
                     f"{where}: {key}={value!r} is not known, so it might change results"
                 )

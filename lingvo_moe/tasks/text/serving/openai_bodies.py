@@ -130,8 +130,8 @@ def _messages(messages: Any) -> list[dict[str, str]]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(400, f'messages[{i}]: give an object with "role" and "content"')
-        given = {key for key, value in message.items() if value not in (None, [])}
-        if more := sorted(given - {"role", "content", "name"}):
+        keys = {key for key, value in message.items() if value not in (None, [])}
+        if more := sorted(keys - {"role", "content", "name"}):
             raise RequestError(
                 400, f'messages[{i}] has "{more[0]}", which this server does not read'
             )

@@ -2,7 +2,6 @@
 the ids. Out comes a SentencePiece model with these ids, which graphs read as any other.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
+from lingvo_moe.core.files.files import read_object
 from lingvo_moe.tasks.text.data.errors import DataError
 
 PIECES, IDS = "sentencepiece.bpe.model", "vocab.json"
@@ -39,7 +39,7 @@ def read_language_codes(directory: Path, start_id: int) -> tuple[bytes, Language
     settings: dict[str, Any] = {}
     for name in _CONFIGS:
         if (directory / name).exists():
-            settings |= _object(directory / name)
+            settings |= read_object(directory / name, DataError)
     tokens: list[Any] = next((settings[name] for name in _CODE_LISTS if settings.get(name)), [])
     if not isinstance(tokens, list):
         raise DataError(f"{directory}: {' and '.join(_CODE_LISTS)} must be lists: {tokens!r:.60}")
@@ -103,20 +103,10 @@ def _model(model: Any, by_name: Mapping[str, Any], names: Sequence[str]) -> byte
 
 def _in_order(path: Path, names: Sequence[str]) -> list[str]:
     """The names in the order of a file of ids. Raises DataError: it has gaps, or lacks a piece."""
-    number_of = _object(path)
+    number_of = read_object(path, DataError)
     order = {i: name for name, i in number_of.items() if isinstance(i, int)}
     if missing := [name for name in names if name not in number_of]:
         raise DataError(f"{path}: has no id of the piece {missing[0]!r}")
     if sorted(order) != list(range(len(number_of))) or [order[i] for i in range(4)] != list(_MARKS):
         raise DataError(f"{path}: ids must be 0, 1, ... and begin with {', '.join(_MARKS)}")
     return [order[i] for i in range(len(order))]
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise DataError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: must be an object")
-    return content

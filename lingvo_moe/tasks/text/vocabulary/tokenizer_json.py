@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core.console.quiet import quiet
+from lingvo_moe.core.files.files import read_object
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.data.tidying import tidy_text
 
@@ -167,11 +168,7 @@ def _chat_template(directory: Path, template: Any) -> dict[str, str]:
 def _ends(directory: Path) -> dict[str, list[int]]:
     """The ids that end an answer, by their key. Raises DataError."""
     for path in (directory / name for name in (GENERATION, "config.json")):
-        try:
-            content = json.loads(path.read_bytes()) if path.exists() else {}
-        except (OSError, ValueError, RecursionError) as e:
-            raise DataError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
-        ends = content.get(ENDS) if isinstance(content, dict) else None
+        ends = read_object(path, DataError).get(ENDS) if path.exists() else None
         if ends is not None:
             ends = ends if isinstance(ends, list) else [ends]
             if not all(type(i) is int for i in ends):
