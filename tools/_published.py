@@ -55,9 +55,10 @@ def imported(args: Flags) -> None:
         return
     from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
 
+    published = open_published(path)
     say(f"importing {path} into {args.logdir}, once")
     with LineProgress() as progress:
-        import_checkpoint(open_published(path), Path(args.logdir), progress)
+        import_checkpoint(published, Path(args.logdir), progress)
 
 
 def name_experiment(args: Flags) -> None:

@@ -12,6 +12,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.files.artifacts import IMPORTED, PUBLISHED, RunArtifacts
+from lingvo_moe.core.files.files import read_object
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import RunLock
@@ -63,11 +64,11 @@ def open_published(path: str | os.PathLike) -> Published:
         vocabulary, codes = JsonVocabulary(tokenizer, path).model_bytes, None
         source = LlamaGguf(source)
         config, where = source.config, source.where
+        family, values = _model(config, where)
     else:
         source, where = Dequantized(source), str(path / CONFIG)
-        config = _config(path / CONFIG)
-    family, values = _model(config, where)
-    if path.is_dir():
+        config = read_object(path / CONFIG, WeightsError)
+        family, values = _model(config, where)
         vocabulary, codes = family.Vocabulary(path, config)
     source = family.Source(source)
     values |= family.FromTensors(config, source)
@@ -81,15 +82,15 @@ def open_published(path: str | os.PathLike) -> Published:
 
 
 def published_model(path: str | os.PathLike) -> tuple[str, str]:
-    """The experiment and the override of a checkpoint, of which a directory need only have config.json.
+    """The experiment and the override of a checkpoint, which need only have config.json, or be a GGUF.
 
     Raises as open_published.
     """
-    if not Path(path).is_dir():
+    file = Path(path) / CONFIG
+    if not file.is_file():
         published = open_published(path)
         return published.family.EXPERIMENT, published.override
-    file = Path(path) / CONFIG
-    family, values = _model(_config(file), str(file))
+    family, values = _model(read_object(file, WeightsError), str(file))
     override = _override(values)
     _params(family, override, str(file))
     return family.EXPERIMENT, override
@@ -130,16 +131,6 @@ def _params(family: Family, override: str, where: str) -> Params:
         for parameter, (key, _) in family.KEYS.items():
             reason = reason.replace(f"{parameter}=", f"{key}=")
         raise WeightsError(f"{where}: {reason}") from e
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise WeightsError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
-    if not isinstance(config, dict):
-        raise WeightsError(f"{path}: must be an object")
-    return config
 
 
 def _has_a_head(source: WeightSource, table: str) -> bool:

@@ -6,6 +6,7 @@ benchmarks/peers/record_published.py made the files in testdata/.
 import importlib.util
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -17,7 +18,11 @@ from lingvo_moe.core.weights.gguf_file import GgufFile
 from lingvo_moe.core.weights.safetensors_file import open_safetensors
 from lingvo_moe.core.weights.source import WeightsError
 from lingvo_moe.tasks.families.family import FAMILIES
-from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+from lingvo_moe.tasks.families.importing import (
+    import_checkpoint,
+    open_published,
+    published_model,
+)
 from lingvo_moe.tasks.families.llama_gguf import LlamaGguf, gguf_tokenizer
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
@@ -231,8 +236,11 @@ def test_float8_with_its_scales_is_imported(checkpoint, tmp_path):
 
 
 def test_a_gguf_has_the_logits_and_the_tokenizer_of_its_model(tmp_path):
-    """Its queries and keys are ordered in another way, which no shape tells."""
-    model, theta = load_imported(GGUF, tmp_path / "run")
+    """Its queries and keys are ordered in another way, which no shape tells. A directory may have it alone."""
+    (tmp_path / "package").mkdir()
+    shutil.copy(GGUF, tmp_path / "package")
+    assert published_model(tmp_path / "package") == published_model(GGUF)
+    model, theta = load_imported(tmp_path / "package", tmp_path / "run")
     assert_as_recorded(model, theta, "llama_tied")
     vocabulary = TextRunDir(tmp_path / "run").OpenVocabularies().target
     assert vocabulary.Encode("ABAC") == [36, 5] and vocabulary.Decode([36, 5]) == "ABAC"
