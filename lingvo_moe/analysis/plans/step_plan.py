@@ -5,6 +5,7 @@ not there instead of being run on one that is.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.lowering import lower_step
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.engine.program_analysis import ERROR, OFF, check_action
+from lingvo_moe.core.nested_map import flatten
 from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.state.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
@@ -41,7 +43,8 @@ from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.meshes import check_divisible, make_mesh
 from lingvo_moe.core.task.step import Step
 
-WHATS = ("train", "decode")
+TRAIN, PREFILL, DECODE = "train", "prefill", "decode"
+WHATS = (TRAIN, PREFILL, DECODE)
 Say = Callable[[str], None]
 
 
@@ -52,11 +55,13 @@ class Request:
     model: str  # an experiment, e.g. 'mt.M4MoE2048E36L'
     topology: str  # e.g. 'v3:32x32', 'v5p:4x4x4*2' (two slices) or 'h100:32x8'
     override: str = ""  # the text of --model_params_override
-    what: str = "train"  # one of WHATS
+    what: str = TRAIN  # one of WHATS
     mesh: str = ""  # 'axis:size,...'; '': the experiment's own, sized to the topology
     token_budget: float = 1e12  # target tokens that a whole training run sees
     # What to do with a step that XLA's partitioner is known to compute wrongly: one of `program_analysis.ACTIONS`.
     known_faults: str = ERROR
+    prompt: int = 0  # tokens that decoding reads; 0: as many as the input says
+    reply: int = 0  # new tokens of decoding; 0: as the task says
 
 
 class Lowering:
@@ -102,7 +107,7 @@ def make_plan(
     mesh = planned_mesh(params, len(devices), request.mesh)
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
-    train = request.what == "train"
+    train = request.what == TRAIN
     if train:
         form, line = chosen_form(params, mesh, topology_memory(topology))
         task = form.Instantiate()
@@ -110,7 +115,8 @@ def make_plan(
             say(line)
     step, job = describe_job(request, params, task)
     fused = has_fused_kernels(devices[0])
-    key = request.model, request.override, request.what, form.ToText(), str(mesh), fused
+    sizes = f"{request.what} {request.prompt} {request.reply}"
+    key = request.model, request.override, sizes, form.ToText(), str(mesh), fused
 
     def lower() -> Program:
         say(f"lowering the {job.what} step of {request.model} for mesh {mesh}")
@@ -142,7 +148,7 @@ def _before_compiling(
     request: Request, topology: Machine, task: BaseTask, job: tables.PlannedJob, program: Program
 ) -> dict[str, Any]:
     """The part of a plan that needs no compiler."""
-    specs = task.StateSpecs() if request.what == "train" else task.VariableSpecs()
+    specs = task.StateSpecs() if request.what == TRAIN else task.VariableSpecs()
     return {
         "version": tables.VERSION,
         "model": request.model,
@@ -163,7 +169,7 @@ def _check_compiled(
     compiled: aot.AotResult, program: Program, request: Request, task: BaseTask, topology: Machine
 ) -> None:
     """Refuses an offload that frees nothing, and a known fault of the partitioner."""
-    if request.what == "train":
+    if request.what == TRAIN:
         check_offloaded(task.p.offload, compiled.memory, topology.name)
     if program.mesh.size > 1 and request.known_faults != OFF:
         faults = checking.find_faults(compiled.partitioner_input, program)
@@ -182,7 +188,7 @@ def check_offloaded(offload: Offload, reported: Mapping[str, int], topology: str
 
 def _state(request: Request, task: BaseTask, mesh: Mesh) -> dict[str, Any]:
     """The part of a plan about the training state, of a training step."""
-    if request.what != "train":
+    if request.what != TRAIN:
         return {}
     return {"state": state.state_plan(task, mesh, dict(_offloaded(task)))}
 
@@ -273,15 +279,18 @@ def describe_job(
     """The step to lower, and what one run of it takes in and puts out."""
     inputs = params.input.Instantiate()
     counts = task.Costs().BatchCounts(inputs.BatchSpec())
-    if request.what == "train":
+    if request.what == TRAIN:
         step = train_step(task, inputs, params.train.num_micro_batches)
         budget = request.token_budget if task.UNIT == "tokens" else 0.0
         flops = task.Costs().StepFlops(inputs.BatchSpec())
     else:
-        step, budget, flops = task.DecodeStep(inputs), 0.0, 0
-        # It takes in nothing, and puts out one unit for each row.
+        programs = task.DecodePrograms(inputs, request.prompt, request.reply)
+        step, budget, flops = programs[request.what == DECODE], 0.0, 0
         *taken, made = counts
-        counts = dict.fromkeys(taken, 0) | {made: inputs.p.batch_size}
+        if request.what == DECODE:  # which takes in nothing, and puts out one unit for each row
+            counts = dict.fromkeys(taken, 0) | {made: inputs.p.batch_size}
+        else:
+            counts = {next(iter(counts)): math.prod(flatten(step.arg_specs[1])[0].shape)}
     job = tables.PlannedJob(
         request.model, request.override, request.what, counts, task.UNIT, budget, flops
     )

@@ -198,11 +198,14 @@ def empty_cache(shape: CacheShape) -> tf.Tensor:
 
 def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     index = tf.reshape(tf.cast(time, tf.int32), [-1, 1])
-    if time.shape.rank:
-        new = tf.transpose(new, [1, 0, 2, 3])[:, :, tf.newaxis]
-    else:
-        new = new[tf.newaxis]
-    return tf.tensor_scatter_nd_update(cache, index, new)
+    if not time.shape.rank:
+        return tf.tensor_scatter_nd_update(cache, index, new[tf.newaxis])
+    new = tf.transpose(new, [1, 0, 2, 3])[:, :, tf.newaxis]
+    if not in_xla():
+        return tf.tensor_scatter_nd_update(cache, index, new)
+    # Steps are consecutive: one copy, where a scatter would be a loop over them.
+    place = tf.pad(index[0], [[0, cache.shape.rank - 1]])
+    return gen_xla_ops.xla_dynamic_update_slice(cache, new, place)
 
 
 def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen) -> tf.Tensor:

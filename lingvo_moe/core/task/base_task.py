@@ -151,8 +151,14 @@ class BaseTask(TrainableLayer):
         name = type(self).__name__
         raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
 
-    def DecodeStep(self, inputs: BaseInput) -> Step:
-        """Returns the program of one decoding step for a batch of the input's size, for the planner.
+    def DecodePrograms(
+        self, inputs: BaseInput, prompt_length: int = 0, reply_length: int = 0
+    ) -> tuple[Step, Step]:
+        """Returns what reads prompts, and one step of decoding, for a batch of the input's rows, for the planner.
+
+        Args:
+            prompt_length: tokens of a prompt, or of a text to translate; 0: the input's.
+            reply_length: new tokens, for which caches have room; 0: as the prompt's length says.
 
         Raises:
             TaskError: the task has no decoder.

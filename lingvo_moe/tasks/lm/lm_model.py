@@ -9,7 +9,9 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.task.step import Step
 from lingvo_moe.tasks.transformer.costs import TransformerCosts
 from lingvo_moe.tasks.transformer.stacks import TaskStack, sizes_of
 from lingvo_moe.tasks.transformer.task import TransformerTask
@@ -42,6 +44,15 @@ class LmModel(TransformerTask):
     def CacheLetters(self) -> NestedMap:
         """The letters of InitCache's tensors."""
         return NestedMap(decoder=self.decoder.CacheLetters())
+
+    def DecodePrograms(
+        self, inputs: BaseInput, prompt_length: int = 0, reply_length: int = 0
+    ) -> tuple[Step, Step]:
+        """See BaseTask: a greedy search. By default a prompt is as long as a row, and a reply as long as the prompt."""
+        from lingvo_moe.tasks.lm.prompt_programs import decode_programs  # which imports engines
+
+        length = prompt_length or inputs.p.target_length
+        return decode_programs(self, inputs.p.batch_size, length, reply_length or length)
 
     def Costs(self) -> TransformerCosts:
         return TransformerCosts(self, self.InitCache)

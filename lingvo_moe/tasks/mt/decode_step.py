@@ -6,7 +6,6 @@ program, run by another loop, and planned for machines that you do not have.
 Letters: B row, S source token, J hypothesis, V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,10 +18,9 @@ from lingvo_moe.core.decode.flat_beam_search import (
     SearchOptions,
     StepFn,
 )
-from lingvo_moe.core.engine.lowering.specs import TensorSpec
-from lingvo_moe.core.nested_map import NestedMap, map_structure
-from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.step import Step
+from lingvo_moe.tasks.text.decoding.programs import decoding_programs
 from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 
@@ -106,6 +104,19 @@ class Decoder:
         """The caches before the first step, from the results of the model's `Encode`."""
         return self.model.InitCache(theta, encoded, self._beam_size, self.max_length)
 
+    def Caches(self, theta: NestedMap, shape: tuple[int, int]) -> NestedMap:
+        """See SearchInSteps."""
+        model: Any = self.model
+        memory = tf.zeros([*shape, model.p.model_dim], model.fprop_dtype)
+        encoded = NestedMap(memory=memory, segment_ids=tf.zeros(shape, tf.int32))
+        if "task_ids" in self.CacheLetters():
+            encoded.task_ids = encoded.segment_ids[:, 0]
+        return self.InitCache(theta, encoded)
+
+    def CacheLetters(self) -> NestedMap:
+        """The letters of the caches' tensors."""
+        return self.model.CacheLetters()
+
     def _StepFn(self, theta: NestedMap) -> StepFn:
         def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
             logits, cache = self.model.ExtendStep(theta, ids, cache, time, mask)
@@ -125,10 +136,10 @@ def with_first(logits_BJV: tf.Tensor, cache: NestedMap, time: tf.Tensor) -> tf.T
     return tf.where((time > 0) | only, logits_BJV, NEVER)
 
 
-def decode_step(
+def decode_programs(
     task: Any, rows: int, source_length: int, beam_size: int = 4, max_length: int = 0
-) -> Step:
-    """The program of one step of the beam search: (state, cache, theta) -> (state, cache), donated.
+) -> tuple[Step, Step]:
+    """The programs that translate: to encode sources, and one step of the beam search; see `decoding_programs`.
 
     Args:
         task: an MtModel.
@@ -140,34 +151,13 @@ def decode_step(
     """
     options = SearchOptions(beam_size, 1, bos_id=BOS_ID, eos_id=EOS_ID, pad_id=PAD_ID)
     decoder = Decoder(task, options, max_length or 2 * source_length + 10)
-    return Step("decode_step", decoder.Step, _step_specs(decoder, rows, source_length), (0, 1))
+    names = ["ids", "segment_ids", "segment_pos"] + ["task_ids"] * task.RoutesByTask(task.p)
+    src = NestedMap.fromkeys(names)
+    return decoding_programs("encode", decoder, src, (rows, source_length))
 
 
-def _step_specs(decoder: Decoder, rows: int, source_length: int) -> tuple:
-    """Specs of the arguments of an MtModel's `Decoder.Step`.
-
-    Rows are sharded as activations are, heads where their letter is, theta as in training.
-    """
-    model: Any = decoder.model
-    theta = model.VariableSpecs()
-    memory = tf.TensorSpec([rows, source_length, model.p.model_dim], model.fprop_dtype)
-    segment_ids = tf.TensorSpec([rows, source_length], tf.int32)
-    encoded = NestedMap(memory=memory, segment_ids=segment_ids)
-    if "task_ids" in model.Needs(model.p, model.STACKS[-1]):
-        encoded.task_ids = tf.TensorSpec([rows], tf.int32)
-    weights = theta.Transform(lambda s: tf.TensorSpec(s.shape, s.dtype))
-    with use_mesh(single_device()):
-        state = _traced(decoder.search.Start, tf.TensorSpec([rows], tf.int32))
-        cache = _traced(decoder.InitCache, weights, encoded)
-
-    def spec(value: tf.Tensor, letters: str) -> TensorSpec:
-        split = dims_mapping(letters, model.p.activation_split)
-        return TensorSpec(tuple(value.shape), value.dtype.name, split)
-
-    state = map_structure(spec, state, decoder.search.STATE_LETTERS)
-    return state, map_structure(spec, cache, model.CacheLetters()), theta
-
-
-def _traced(fn: Callable[..., Any], *specs: Any) -> Any:
-    """Traces `fn` for arguments of these specs and returns its symbolic results."""
-    return tf.function(fn, autograph=False).get_concrete_function(*specs).structured_outputs
+def decode_step(
+    task: Any, rows: int, source_length: int, beam_size: int = 4, max_length: int = 0
+) -> Step:
+    """The second of `decode_programs`, one step of the beam search: (state, cache, theta) -> (state, cache)."""
+    return decode_programs(task, rows, source_length, beam_size, max_length)[1]

@@ -155,11 +155,14 @@ class MtModel(TransformerTask):
     def Growth(cls, task: InstantiableParams) -> "_Growth":
         return _Growth(task)
 
-    def DecodeStep(self, inputs: BaseInput) -> Step:
-        """See BaseTask: one step of the beam search."""
-        from lingvo_moe.tasks.mt.decode_step import decode_step  # which imports engines
+    def DecodePrograms(
+        self, inputs: BaseInput, prompt_length: int = 0, reply_length: int = 0
+    ) -> tuple[Step, Step]:
+        """See BaseTask: the encoder, and one step of a beam search over translations."""
+        from lingvo_moe.tasks.mt.decode_step import decode_programs  # which imports engines
 
-        return decode_step(self, inputs.p.batch_size, inputs.p.source_length)
+        length = prompt_length or inputs.p.source_length
+        return decode_programs(self, inputs.p.batch_size, length, max_length=reply_length)
 
     # --- decoding
 
