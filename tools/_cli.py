@@ -393,9 +393,16 @@ def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator
     from lingvo_moe.tasks.mt.decoding.ensemble import load_ensemble
     from lingvo_moe.tasks.mt.decoding.translator import load_translator
 
+    from . import _mesh
+
     runs = logdirs(args)
     if len(runs) == 1:
-        return load_translator(runs[0], options, chosen(args), args.shortlist, args.trust_run)
+        engine = _mesh.engine_of(args)
+        weights = chosen(args)
+        loaded = load_translator(runs[0], options, weights, args.shortlist, args.trust_run, engine)
+        _mesh.lead(loaded[0].mesh_search)
+        return loaded
+    _mesh.refuse(args, f"--logdir={args.logdir}: an ensemble runs on one host")
     if args.shortlist:
         raise ValueError(f"--shortlist={args.shortlist} goes with one run, not with an ensemble")
     return load_ensemble([(run, chosen(args, run)) for run in runs], options, args.trust_run)

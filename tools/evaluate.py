@@ -26,7 +26,7 @@ from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.files.copies import local
 from lingvo_moe.tasks.mt.quality.intervals import TOKENIZERS
 
-from . import _cli
+from . import _cli, _mesh
 
 if TYPE_CHECKING:  # they import NumPy
     from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations, TranslateLines
@@ -67,6 +67,7 @@ def define_flags() -> Flags:
     flags.DEFINE_integer("batch_size", 256, "lines translated at once", checks.SIZE)
     _cli.define_quiet_flag(flags)
     _cli.define_search_flags(flags)
+    _mesh.define_flags(flags)
     translating = " ".join((*_cli.OF_RUNS, "batch_size"))
     flags.OnlyWith(translating, "nothing is translated", rescore=False)
     return flags
@@ -75,7 +76,7 @@ def define_flags() -> Flags:
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
     resumes = "; the same command resumes from there" if _output(args) and not args.rescore else ""
-    return _cli.attempt("evaluate", lambda: _run(args), f"stopped{resumes}")
+    return _mesh.attempt("evaluate", lambda: _run(args), f"stopped{resumes}")
 
 
 def _bounds(text: str) -> tuple[int, int]:
@@ -168,7 +169,7 @@ def _progress(translations: "KeptTranslations", done: int, lines: int) -> str:
 
 def _translating(args: Flags) -> "tuple[TranslateLines, dict[str, Any]]":
     """Returns the function that translates lines, and a description of the model."""
-    _cli.load_tensorflow()
+    _mesh.load_tensorflow(args)
     translator, about = _cli.open_translator(args)
     return (
         lambda lines, langs: [row[0] for row in translator.Translate(lines, langs).translations],

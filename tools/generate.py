@@ -21,7 +21,7 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.decoding.line_stream import Line
 
-from . import _cli, _lines, _published
+from . import _cli, _lines, _mesh, _published
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.tasks.lm.saved_generator import Continuation
@@ -56,6 +56,7 @@ def define_flags() -> Flags:
         "n", 1, "with --json and --temperature: samples of each prompt", checks.SIZE
     )
     _cli.define_search_flags(flags, translates=False)
+    _mesh.define_flags(flags)
     flags.OnlyWith("top_k top_p min_p seed n", "nothing is drawn", temperature=True)
     flags.OnlyWith("logprobs n", "a line has one text", json=True)
     not_of_a_beam = "temperature repetition_penalty stop logprobs"
@@ -70,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.Fail(f"{flag} goes with a --beam_size of 2 or more: greedy search has one text")
     if why := Sampling.RANGES["stop"](args.stop):
         args.Fail(f"--stop={args.stop}: {why}")
-    return _cli.attempt("generate", lambda: _run(args))
+    return _mesh.attempt("generate", lambda: _run(args))
 
 
 def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
-        _cli.load_tensorflow()
+        _mesh.load_tensorflow(args)
         _published.imported(args)
         generator, _ = _cli.open_generator(args, args.max_tokens)
         numbers, texts_of = itertools.count(), _lines.text_reader(args)

@@ -57,7 +57,11 @@ def define_flags() -> Flags:
         "of a chip-hour, e.g. v5p:4.2,h100:3: shows what steps and the budget cost",
         read_prices,
     )
-    flags.DEFINE_string("what", "train", "which program: train; decode, a step of it; or prefill, what comes before the first one")
+    flags.DEFINE_string(
+        "what",
+        "train",
+        "which program: train; decode, a step of it; or prefill, what comes before the first one",
+    )
     flags.DEFINE_string(
         "mesh", "", "axis:size,... (default: the experiment's, sized to the topology)"
     )

@@ -25,7 +25,7 @@ from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, FEW, has_few
 from lingvo_moe.tasks.text.decoding.line_stream import Line
 
-from . import _cli, _lines, _published
+from . import _cli, _lines, _mesh, _published
 
 if TYPE_CHECKING:  # they import TensorFlow
     from lingvo_moe.tasks.text.quality.forced_decoding import Score, Scorer
@@ -93,6 +93,7 @@ def define_flags() -> Flags:
     _published.define_from_flag(flags)
     flags.DEFINE_boolean("tokens", False, "also print the score of each token")
     _cli.define_run_flags(flags)
+    _mesh.define_flags(flags)
     truncated = "longer ones are truncated"
     flags.DEFINE_integer("max_source_length", 256, f"tokens of a source; {truncated}", LENGTH)
     flags.DEFINE_integer("max_length", 256, f"tokens of a target; {truncated}", LENGTH)
@@ -110,13 +111,13 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    return _cli.attempt("score", lambda: _run(args))
+    return _mesh.attempt("score", lambda: _run(args))
 
 
 def _run(args: Flags) -> int:
     losses = Losses()
     with _lines.opened(args) as (source, sink):
-        _cli.load_tensorflow()
+        _mesh.load_tensorflow(args)
         _published.imported(args)
         scorer = _open(args)
         texts_of = _lines.text_reader(args)
@@ -143,7 +144,10 @@ def _open(args: Flags) -> "Scorer":
     from lingvo_moe.tasks.text.quality.forced_decoding import ScoreOptions, Scorer
 
     options = ScoreOptions(args.max_source_length, args.max_length)
-    return Scorer(args.logdir, options, _cli.chosen(args), args.trust_run)
+    engine = _mesh.engine_of(args)
+    scorer = Scorer(args.logdir, options, _cli.chosen(args), args.trust_run, engine)
+    _mesh.lead(scorer.mesh_scores)
+    return scorer
 
 
 def _answer(

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 
-from . import _cli, _published
+from . import _cli, _mesh, _published
 
 _CONNECTIONS = checks.Integer(1, 2**16)  # each is an open file
 
@@ -75,6 +75,7 @@ def define_flags() -> Flags:
     flags.DEFINE_boolean("quiet", False, "no line for each request")
     _define_limits(flags)
     _cli.define_search_flags(flags)
+    _mesh.define_flags(flags)
     return flags
 
 
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--max_waiting_lines={args.max_waiting_lines}: must be at least --max_lines, {args.max_lines},"
             " or the largest requests would never be taken"
         )
-    return _cli.attempt("serve", lambda: _run(args))
+    return _mesh.attempt("serve", lambda: _run(args))
 
 
 def _run(args: Flags) -> int:
@@ -124,7 +125,7 @@ def _run(args: Flags) -> int:
     from lingvo_moe.tasks.text.serving.service import Service
 
     sockets = server.bind(args.host, args.port)
-    _cli.load_tensorflow()
+    _mesh.load_tensorflow(args)
     _published.imported(args)
     is_lm = _cli.is_language_model(args)
     translator, about = _cli.open_generator(args) if is_lm else _cli.open_translator(args)

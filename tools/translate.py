@@ -27,7 +27,7 @@ from lingvo_moe.core.files.store import is_address
 from lingvo_moe.tasks.text.decoding.line_stream import Answer, Line, translation_of
 from lingvo_moe.tasks.text.decoding.noise import Noise, read_noise
 
-from . import _cli, _lines
+from . import _cli, _lines, _mesh
 
 if TYPE_CHECKING:
     from lingvo_moe.core.nested_map import NestedMap
@@ -47,6 +47,7 @@ def define_flags() -> Flags:
         BEAM_SIZE,
     )
     _cli.define_search_flags(flags)
+    _mesh.define_flags(flags)
     _define_drawing_flags(flags)
     _cli.define_runner_flags(flags)
     because = "workers read exported models and files"
@@ -81,13 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     beam_size = args.beam_size or 4
     if args.logdir and not args.temperature and (args.nbest or 1) > beam_size:
         args.Fail(f"--nbest={args.nbest} goes with a --beam_size of as many, not of {beam_size}")
-    return _cli.attempt("translate", lambda: _run(args), stopped)
+    return _mesh.attempt("translate", lambda: _run(args), stopped)
 
 
 def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         runner = _cli.beam_runner(args)
-        _cli.load_tensorflow()
+        _mesh.load_tensorflow(args)
         translator, about = _cli.open_translator(args)
         if args.language and not translator.languages:
             raise ValueError(

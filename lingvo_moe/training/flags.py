@@ -159,13 +159,7 @@ def _define_machine_flags(flags: Flags) -> None:
         tuple(ENGINES),
         "what runs the program; see the README (default: tf_graph on one CPU device without --mesh, else pjrt)",
     )
-    flags.DEFINE_integer(
-        "num_devices",
-        0,
-        "virtual CPU devices of each process; 0: all devices that exist",
-        checks.Integer(0, MOST_DEVICES),
-    )
-    flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
+    define_devices_flags(flags)
     flags.DEFINE_string("strategy", "", f"{_STRATEGY_HELP}. {_AUTO_HELP}")
     define_layout_flag(flags)
     flags.DEFINE_enum("known_faults", ERROR, ACTIONS, FLAG_HELP)
@@ -179,6 +173,27 @@ def _define_machine_flags(flags: Flags) -> None:
         False,
         "first run a small copy of the step over the mesh and on one device, and compare; for a new mesh or sharding",
     )
+    define_job_flags(flags)
+    flags.DEFINE_boolean(
+        "elastic",
+        False,
+        "of several processes: when one but process 0 is lost, the others go on from the newest checkpoint",
+    )
+
+
+def define_devices_flags(flags: Flags) -> None:
+    """Defines --num_devices and --mesh, for a command that runs over a mesh."""
+    flags.DEFINE_integer(
+        "num_devices",
+        0,
+        "virtual CPU devices of each process; 0: all devices that exist",
+        checks.Integer(0, MOST_DEVICES),
+    )
+    flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
+
+
+def define_job_flags(flags: Flags) -> None:
+    """Defines --coordinator_address, --num_processes and --process_id, which launchers.place reads."""
     flags.DEFINE_string(
         "coordinator_address",
         "",
@@ -195,11 +210,6 @@ def _define_machine_flags(flags: Flags) -> None:
         None,
         "the number of this process, from 0 (default: the launcher's)",
         checks.COUNT,
-    )
-    flags.DEFINE_boolean(
-        "elastic",
-        False,
-        "of several processes: when one but process 0 is lost, the others go on from the newest checkpoint",
     )
 
 

@@ -44,7 +44,7 @@ def test_a_run_and_its_export_give_the_same_texts(run, saved, tmp_path, capfd):
     prompts, out = tmp_path / "prompts", tmp_path / "out"
     prompts.write_bytes(b"red house\nopen\n\n" + b"tree " * 300)
     options = json.loads((saved / ABOUT["generate"]).read_text())["options"]
-    assert options.keys() == {"xla", *vars(GenerateOptions())}  # what the server reads
+    assert options.keys() == vars(GenerateOptions()).keys()  # what the server reads
     files = [f"--input={prompts}", f"--output={out}"]
     assert generate.main([f"--saved_model={saved}", *files, "--max_tokens=20"]) == 0
     assert len(out.read_text().split("\n")) == 4

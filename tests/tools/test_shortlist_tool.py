@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import toy_translation as toy
 
+from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
@@ -114,8 +115,8 @@ def test_files_that_do_not_fit_are_refused(logdir, made, tmp_path):
     toy.save_run(run, toy.train_vocab(toy.sentences(200)), target_vocab=other)
     with pytest.raises(DataError, match="made for another target vocabulary than the model's"):
         load_translator(run, OPTIONS, shortlist=made)
-    with pytest.raises(ValueError, match="a shortlist is for TensorFlow's own kernels"):
-        load_translator(logdir, TranslateOptions(xla=True), shortlist=made)
+    with pytest.raises(ValueError, match="a shortlist is for the search on one host, not over"):
+        load_translator(logdir, OPTIONS, shortlist=made, engine=TfEngine())
     with pytest.raises(DataError, match=r"none\.npz: there is no such file; make one with .*"):
         load_translator(logdir, OPTIONS, shortlist=tmp_path / "none.npz")
 

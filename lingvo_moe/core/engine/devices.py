@@ -146,7 +146,12 @@ def process_index() -> int:
 
 def from_first_process(text: str) -> str:
     """Returns process 0's `text` on every process; all texts are ASCII and equally long."""
-    if jax.process_count() == 1:
-        return text
     codes = np.frombuffer(text.encode("ascii"), np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(codes)).tobytes().decode("ascii")
+    return broadcast(codes).tobytes().decode("ascii")
+
+
+def broadcast(values: np.ndarray) -> np.ndarray:
+    """Returns process 0's array on every process; all have its shape and type."""
+    if jax.process_count() == 1:
+        return values
+    return np.asarray(multihost_utils.broadcast_one_to_all(values))

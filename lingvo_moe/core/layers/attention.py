@@ -294,14 +294,15 @@ class MultiHeadAttention(BaseLayer):
             time: int32 scalar, the step, in [0, length); or, with one hypothesis, int32 [P], consecutive steps at
                 once: x and what comes back are [B, P, M] then, and mask is [B, P, length].
             mask: [B, J, length * J], bool or 0/1; must allow a hypothesis its own new position,
-                time * J + j. Or a NestedMap of it and `shared`: see FProp.
+                time * J + j. Or a NestedMap of it, `shared`, see FProp, and `first`, int32 [B], the step of each row's
+                first token, from which its positions count; without it 0.
 
         Returns:
             ([B, J, M], the new cache).
         """
         ops = kernels.current()
         takes = self.NEEDS_POSITIONS or self.p.position is not None
-        query_at = tf.reshape(time, [1, -1]) if takes else None
+        query_at = in_row(tf.reshape(time, [1, -1]), mask) if takes else None
         q, k, v = self._Heads(theta, x, x, query_at)
         k, v = ops.write_cache(cache.k, k, time), ops.write_cache(cache.v, v, time)
         seen = self._SeenInCache(theta, mask, time, query_at)
@@ -319,7 +320,7 @@ class MultiHeadAttention(BaseLayer):
             return self._Seen(theta, mask, None, None)
         pairs = mask.mask if isinstance(mask, NestedMap) else mask
         hypotheses = 1 if time.shape.rank else dim(pairs, 1)
-        key_at = tf.range(dim(pairs, 2))[tf.newaxis] // hypotheses
+        key_at = in_row(tf.range(dim(pairs, 2))[tf.newaxis] // hypotheses, mask)
         return self._Seen(theta, mask, query_at, key_at)
 
     def _Positioned(self, heads: tf.Tensor, positions: tf.Tensor | None) -> tf.Tensor:
@@ -350,6 +351,13 @@ class MultiHeadAttention(BaseLayer):
         projections = 2 * dim * k * batch * (2 * n * time + 2 * a * length)
         products = 2 * 2 * batch * n * time * length * k
         return NestedMap(flops=projections + products, out_shapes=((batch, time, dim),))
+
+
+def in_row(steps_1P: tf.Tensor, mask: tf.Tensor | NestedMap) -> tf.Tensor:
+    """The positions at steps, int32 [1 or B, P], of rows that begin where the `mask` of ExtendStep says."""
+    if not isinstance(mask, NestedMap) or "first" not in mask:
+        return steps_1P
+    return tf.maximum(steps_1P - mask.first[:, tf.newaxis], 0)
 
 
 class CrossAttention(MultiHeadAttention):

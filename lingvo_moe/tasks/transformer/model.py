@@ -18,7 +18,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as Hyp
 from lingvo_moe.core.kernels.blockwise import FROM_LENGTH
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import embedding, kept, masks, positions, softmax
-from lingvo_moe.core.layers.attention import AUTO
+from lingvo_moe.core.layers.attention import AUTO, in_row
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.nested_map import NestedMap, map_structure, updates_of
 from lingvo_moe.core.pipeline import params as pipeline
@@ -419,13 +419,14 @@ class TransformerModel(BaseTask):
             cache: as InitCache gave it, or the last step: the last stack's caches by its name; with cross-attention
                 `memory` and `cross_mask`; `task_ids` [B] if the router needs them.
             time: int32 scalar, the position; or int32 [P], consecutive ones, with one hypothesis.
-            mask: bool [B, J or P, J*length], the flat positions that each looks at, its own included.
+            mask: bool [B, J or P, J*length], the flat positions that each looks at, its own included; or as that of
+                MultiHeadAttention.ExtendStep, with `first`.
 
         Returns:
             float32 logits [B, J or P, V] of the next tokens, and the cache.
         """
         stack = self.STACKS[-1]
-        at = tf.zeros_like(ids) + tf.reshape(time, [1, -1])
+        at = tf.zeros_like(ids) + in_row(tf.reshape(time, [1, -1]), mask)
         table = self.Table(stack)
         x = self.position.Add(self.children[table].FProp(theta[table], ids), at)
         row, aux = NestedMap(ids=ids), NestedMap(self_mask=mask)

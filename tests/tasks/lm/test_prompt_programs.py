@@ -10,6 +10,7 @@ import tensorflow as tf
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions
 from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 from lingvo_moe.tasks.lm.prompt_programs import decode_programs
@@ -51,7 +52,7 @@ def test_a_loop_over_the_programs_is_the_generators_search(mesh, beam_size, more
     engine = PjrtEngine(Mesh.parse(mesh))
     prefill, step = map(engine.BuildStep, decode_programs(task, ROWS, P, T, beam_size))
     theta = engine.Put(theta, task.VariableSpecs())
-    state, cache = prefill(theta, ids, LENGTHS)
+    state, cache = prefill(theta, NestedMap(ids=ids), LENGTHS)
     for _ in range(T):
         state, cache = step(state, cache, theta)
     last = engine.Get(state).Transform(tf.constant)

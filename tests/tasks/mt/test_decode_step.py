@@ -1,104 +1,80 @@
-"""The step of the search as a program: a Python loop over it finds the translator's results.
+"""Searches over a mesh, and the programs that they are made of.
 
-Letters: B row, S source token, J hypothesis, K result.
+Letters: B row, S source token, J hypothesis.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import sentencepiece
-import tensorflow as tf
 import toy_translation as toy
 
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
-from lingvo_moe.tasks.mt.decode_step import Decoder, decode_step
-from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.decode_step import decode_step
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
+from lingvo_moe.tasks.text.quality.forced_decoding import ScoreOptions, Scorer
 
-ROWS, S = 8, 8
-OPTIONS = TranslateOptions(
-    beam_size=3, top_k=1, max_source_length=S, max_length=9, rows=ROWS, xla=True
-)
-LENGTHS = np.array([8, 5, 1, 0, 2, 3, 8, 6], np.int32)
+OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=9, rows=6)
+LINES = [*toy.sentences(9, seed=1, longest=5), ""]
 
 
 @pytest.fixture(scope="module")
-def vocab() -> bytes:
-    return toy.train_vocab(toy.sentences(200))
-
-
-@pytest.fixture(scope="module")
-def task(vocab):
-    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
-    override = f"task.source_vocab_size={size};task.target_vocab_size={size};task.num_experts=2"
-    return registry.GetParams("mt.M4Tiny", override).task.Instantiate()
-
-
-@pytest.fixture(scope="module")
-def theta(task):
-    with use_mesh(single_device()):
-        theta = task.InitTheta(make_seed(4, 0)).Transform(lambda w: w.numpy())
-    # EOS competes with the others: some rows end early, at different steps.
-    theta.target_embedding.table[2] *= 3.0
-    return theta
-
-
-@pytest.fixture(scope="module")
-def src(task):
-    ids = np.random.RandomState(0).randint(4, task.p.source_vocab_size, (ROWS, S))
-    at_BS = np.tile(np.arange(S), (ROWS, 1))
-    real = at_BS < LENGTHS[:, None]
-    values = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at_BS * real)
-    return values.Transform(lambda x: x.astype(np.int32))
-
-
-@pytest.fixture(scope="module")
-def found(task, theta, src, vocab):
-    """(ids, lengths, scores) of the translator's own program."""
-    translator = Translator(task, theta, NestedMap(source=vocab, target=vocab), OPTIONS)
-    out = translator._search(S)(tf.constant(src.ids), tf.constant(LENGTHS))
-    return [x.numpy() for x in out]
-
-
-def _loop(task, theta, src, mesh):
-    """Runs the step's program in a loop on the host; returns it, the last state and the caches."""
-    decoder = Decoder(task, OPTIONS.Search(), OPTIONS.max_length)
-    with use_mesh(single_device()):
-        max_lengths = tf.where(LENGTHS > 0, OPTIONS.MaxTargetLength(tf.constant(LENGTHS)), 0)
-        start = decoder.Start(theta.Transform(tf.constant), src.Transform(tf.constant), max_lengths)
-    state, cache = (tree.Transform(lambda x: x.numpy()) for tree in start)
-    step = decode_step(task, ROWS, S, OPTIONS.beam_size, OPTIONS.max_length)
-    engine = PjrtEngine(mesh)
-    program = engine.BuildStep(step)
-    theta = engine.Put(theta, task.VariableSpecs())
-    host = state
-    while host.time < OPTIONS.max_length and not host.done_B.all():
-        state, cache = program(state, cache, theta)
-        host = engine.Get(state)
-    return program, host.Transform(tf.constant), cache
+def logdir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    toy.save_run(path, toy.train_vocab(toy.sentences(200)), more="task.num_experts=4")
+    return path
 
 
 @pytest.mark.slow
-def test_a_loop_over_the_step_is_the_translators_search(task, theta, src, found):
-    """Its caches and its state are donated."""
-    program, state, cache = _loop(task, theta, src, Mesh.parse("expert:2"))
-    results = Decoder(task, OPTIONS.Search(), OPTIONS.max_length).search.Results(state)
-    ids, lengths, scores = found
-    assert len({tuple(row) for row in ids[:, 0]}) > 4 and len(set(lengths[:, 0].tolist())) > 2
-    np.testing.assert_array_equal(results.lengths_BK, lengths)
-    np.testing.assert_array_equal(results.ids_BKT, ids)
-    np.testing.assert_allclose(results.scores_BK, scores, rtol=1e-5)
-    k = cache.decoder[0][1].k
-    assert k.addressable_shards[0].data.shape == (OPTIONS.max_length, 4, 3, 2, 8)
-    # To the experts and back, and how many rows, in the MoE layer; nothing else leaves a device.
-    assert [c.kind for c in program.Collectives()] == ["all-to-all"] * 3
-    signature = program.program.signature
-    donated = [signature.args[i].name for i in signature.donated]
-    assert {name.partition(".")[0] for name in donated} == {"state", "cache"}
-    assert len(donated) == len([*state.Flatten(), *cache.Flatten()])
+@pytest.mark.parametrize(
+    "mesh, more", [("expert:4", {}), ("expert:2", {"sampling": Sampling(temperature=1.0, seed=3)})]
+)
+def test_translations_over_a_mesh_are_those_of_one_host(logdir, mesh, more):
+    """Bucket 8 alone; more lines than rows, which are rounded up to divide over the devices."""
+    options = replace(OPTIONS, **more)
+    want = load_translator(logdir, options)[0].Translate(LINES)
+    translator, about = load_translator(logdir, options, engine=PjrtEngine(mesh))
+    assert about["step"] == 7 and translator.options.rows == (8 if mesh == "expert:4" else 6)
+    out = translator.Translate(LINES)
+    assert out.translations == want.translations
+    assert len({row[0] for row in out.translations}) > 5 and out.translations[-1] == ["", ""]
+    np.testing.assert_allclose(out.scores, want.scores, rtol=1e-4 if more else 2e-5)
+    search = translator.mesh_search
+    assert search.programs == 2  # for all lines
+    theta = search.theta
+    assert theta.decoder.blocks.body.layers[1].ffn.experts.wi.sharding.num_devices == int(mesh[-1])
+    if not more:
+        check_programs(search)
+    translator.SetTheta(theta.Transform(lambda x: x * 0.5))
+    assert translator.Translate(LINES).translations != out.translations
+    assert search.programs == 2
+
+
+def check_programs(search):
+    """To the experts and back, and how many rows; in the loop whether all are done. Caches are donated."""
+    (_, begin, block) = next(iter(search._built.values()))
+    assert [c.kind for c in begin.Collectives()] == ["all-to-all"] * 3
+    kinds = [c.kind for c in block.Collectives()]
+    assert sorted(kinds) == ["all-reduce"] * 2 + ["all-to-all"] * 3
+    assert all(c.num_bytes <= 4 for c in block.Collectives() if c.kind == "all-reduce")
+    signature = block.program.signature
+    donated = {signature.args[i].name.partition(".")[0] for i in signature.donated}
+    assert donated == {"state", "cache"}
+
+
+@pytest.mark.slow
+def test_scores_over_a_mesh_are_those_of_one_host(logdir):
+    options = ScoreOptions(8, 8, rows=4)
+    host, mesh = (
+        Scorer(logdir, options, engine=engine) for engine in (None, PjrtEngine("expert:4"))
+    )
+    pairs = LINES[:6], LINES[3:9]
+    for one, other in zip(host.Score(*pairs), mesh.Score(*pairs), strict=True):
+        assert one.pieces == other.pieces
+        np.testing.assert_allclose(other.token_log_probs, one.token_log_probs, rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_is_made_while_the_papers_largest_is_described():

@@ -16,7 +16,7 @@ from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
 pytestmark = pytest.mark.slow
 
 TESTDATA = Path(__file__).parent / "testdata"
-OPTIONS = TranslateOptions(beam_size=2, max_source_length=8, max_length=8, rows=2, xla=False)
+OPTIONS = TranslateOptions(beam_size=2, max_source_length=8, max_length=8, rows=2)
 LINES = ["red green house", "open file"]
 
 

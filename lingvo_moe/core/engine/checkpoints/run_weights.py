@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.lowering.specs import numpy_dtype
 from lingvo_moe.core.nested_map import NestedMap
@@ -77,13 +78,18 @@ def read_weights(
     """
     if not use_ema:
         return checkpointer.RestoreToNumpy("theta", step)[0]
-    if not task.p.ema_decay:
-        raise CheckpointError(
-            f"--use_ema: the run in {checkpointer.directory} keeps no moving average of its weights; train one with "
-            "task.ema_decay=0.999, or leave the flag out"
-        )
+    check_average(checkpointer, task.p)
     average, _ = checkpointer.RestoreToNumpy("ema", step)
     types = {path: spec.dtype for path, spec in task.Unpacked().VariableSpecs().FlattenItems()}
     return average.Pack(
         [np.asarray(x, numpy_dtype(types.get(path, x.dtype))) for path, x in average.FlattenItems()]
     )
+
+
+def check_average(checkpointer: Checkpointer, task: Params) -> None:
+    """Raises CheckpointError where a run of a task with these Params keeps no moving average of its weights."""
+    if not task.ema_decay:
+        raise CheckpointError(
+            f"--use_ema: the run in {checkpointer.directory} keeps no moving average of its weights; train one with "
+            "task.ema_decay=0.999, or leave the flag out"
+        )

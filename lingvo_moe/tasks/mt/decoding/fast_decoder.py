@@ -5,17 +5,15 @@ Letters: B row, S source token, J hypothesis, U place in the union of the rows' 
 
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions, StepFn
 from lingvo_moe.core.decode.ranges import Sampling
-from lingvo_moe.core.decode.sampling import LETTERS as SETTINGS
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.decode_step import with_first
+from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
     ALLOWED,
     LETTERS,
@@ -24,12 +22,12 @@ from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
     tokens_of_places,
 )
 from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
-from lingvo_moe.tasks.text.decoding.sampled_search import SampledSearch, settings_of
+from lingvo_moe.tasks.text.decoding.sampled_search import SampledSearch
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 
 
-class FastDecoder:
-    """A model on a CPU and a search over its translations.
+class FastDecoder(Decoder):
+    """A model on a CPU and a search over its translations, whose caches grow.
 
     Args:
         weights: of an MtModel, or of another TranslationModel.
@@ -54,56 +52,37 @@ class FastDecoder:
             raise ValueError(
                 f"a shortlist is for models that pack their weights; {type(weights.model).__name__} scores all tokens"
             )
-        self._weights, self._shortlist, self._sampling = weights, shortlist, sampling
-        self._beam_size, self._vocab_size = options.beam_size, vocab_size
-        allowed_V = np.arange(vocab_size) != options.unk_id if shortlist is None else ALLOWED
-        search = SampledSearch if sampling else GrowingBeamSearch
-        self._search = search(max_length, options, allowed_V)
+        super().__init__(weights.model, options, max_length, vocab_size, sampling)
+        self._weights, self._shortlist = weights, shortlist
+        kind = SampledSearch if sampling else GrowingBeamSearch
+        allowed_V = self.search.allowed_V if shortlist is None else ALLOWED
+        self.search = kind(max_length, options, allowed_V)
 
-    def Search(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
-        """Encodes the sources and runs the complete search, inside of a tf.function; B and S may be unknown.
-
-        Args:
-            src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each; and `task_ids`, if the
-                model routes by them; `seeds` [B], if translations are drawn; `first` [B], their first token, if given.
-            max_lengths_B: int32, the maximum length of each row's translations, EOS included; 0 skips the row.
-
-        Returns:
-            NestedMap(ids_BKT, lengths_BK, scores_BK, steps); see `GrowingBeamSearch.Run`.
-        """
+    def Find(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
+        """Search with the weights, inside of a tf.function; B and S may be unknown."""
         with use_mesh(single_device()), kernels.using(tensorflow):
-            return self._Search(src, max_lengths_B)
+            return self.Search(self._weights.Tensors(), src, max_lengths_B)
 
-    def _Search(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
-        model, weights = self._weights.model, self._weights.Tensors()
-        cache = model.InitCache(weights, model.Encode(weights, src), self._beam_size, BLOCK)
-        letters = model.CacheLetters()
-        if "first" in src:
-            cache.first, letters.first = src.first, "B"
-        if self._sampling:
-            cache.settings, letters.settings = settings_of(self._sampling, src.seeds), SETTINGS
+    def Search(self, theta: NestedMap, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
+        """See Decoder."""
+        model = self.model
+        cache = self._InitCache(theta, src, model.Encode(theta, src), BLOCK)
+        letters = self.CacheLetters(cache)
         if self._shortlist is None:
-            return self._search.Run(self._StepFn(weights), cache, max_lengths_B, letters)
+            return self.search.Run(self._StepFn(theta), cache, max_lengths_B, letters)
         cache.shortlist, union_U = self._shortlist.Lists(src.ids)
         letters.shortlist = LETTERS
-        table = model.softmax.OfTokens(weights[model.softmax_table], union_U)
-        step = self._ShortlistStepFn(NestedMap(weights, **{model.softmax_table: table}))
-        results = self._search.Run(step, cache, max_lengths_B, letters)
+        table = model.softmax.OfTokens(theta[model.softmax_table], union_U)
+        step = self._ShortlistStepFn(NestedMap(theta, **{model.softmax_table: table}))
+        results = self.search.Run(step, cache, max_lengths_B, letters)
         return NestedMap(results, ids_BKT=tokens_of_places(cache.shortlist, results.ids_BKT))
-
-    def _StepFn(self, weights: NestedMap) -> StepFn:
-        def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
-            logits, cache = self._weights.model.ExtendStep(weights, ids, cache, time, mask)
-            return with_first(logits[..., : self._vocab_size], cache, time), cache
-
-        return step
 
     def _ShortlistStepFn(self, weights: NestedMap) -> StepFn:
         """A step over places in each row's list, with the weights of the tokens of all lists."""
 
         def step(places: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
             ids = tokens_of_places(cache.shortlist, places)
-            logits, cache = self._weights.model.ExtendStep(weights, ids, cache, time, mask)
+            logits, cache = self.model.ExtendStep(weights, ids, cache, time, mask)
             return logits_of_lists(cache.shortlist, logits), cache
 
         return step

@@ -1,15 +1,15 @@
-"""Strings to translations, in TensorFlow alone: tokenise, encode, flat beam search, detokenise.
+"""Strings to translations: tokenise, encode, flat beam search, detokenise.
 
-Letters: N line, K result of a line, R row of a compiled batch, S source token, T target token.
+Letters: N line, K result of a line, R row of a batch, S source token, T target token.
 
-TensorFlow's own kernels run one search for any number and length of lines, lines of similar length together. Under
-XLA a line runs in the bucket of its length, in a batch of exactly `rows` rows. Either way nothing is
-traced or compiled twice, and the translation of a line is bit-identical in a batch of 1, 7
-or 32 (docs/speed.md).
+In TensorFlow alone, its own kernels run one search for any number and length of lines, lines of similar length
+together; that can be exported. Over a mesh (MeshSearch) a line runs in the bucket of its length, in a batch of exactly
+`rows` rows. Either way nothing is traced or compiled twice, and the translation of a line is bit-identical in a batch
+of 1, 7 or 32 (docs/speed.md).
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,10 @@ import tensorflow as tf
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH, Sampling
+from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decode_step import Decoder, TranslationModel
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
@@ -30,7 +30,9 @@ from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.text.decoding.export import Exportable
-from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights, SavedWeights
+from lingvo_moe.tasks.text.decoding.leading import rows_over
+from lingvo_moe.tasks.text.decoding.mesh_search import MeshSearch
+from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
 from lingvo_moe.tasks.text.runs.artifacts import language_codes_of, target_language_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
@@ -59,13 +61,10 @@ class TranslateOptions:
         length_alpha: exponent of the length normalisation; None: the model's, which a Translator fills in.
         max_source_length: tokens of a line, EOS included; the rest is cut off and reported.
         max_length: tokens of a translation, EOS included. A line of n tokens gets at most 2 n + 10.
-        rows: R, the most lines translated at once, more take turns; None: 8 under XLA, else 32.
-        xla: whether XLA compiles the search, a program for each bucket of exactly R rows; otherwise
-            TensorFlow's own kernels run it, which is much faster on a CPU. None: where there is an
-            accelerator.
-        weights: "float32", or "int8" for the weights of matrix products (with TensorFlow's kernels only).
+        rows: R, the most lines translated at once, more take turns.
+        weights: "float32", or "int8" for the weights of matrix products (not over a mesh).
         sampling: draws top_k translations of a line, by temperature, top_k, top_p and seed of these settings and the
-            line alone, in place of the search (with TensorFlow's kernels only); None: searches.
+            line alone, in place of the search; None: searches.
     """
 
     beam_size: int = 4
@@ -73,8 +72,7 @@ class TranslateOptions:
     length_alpha: float | None = None
     max_source_length: int = 256
     max_length: int = 256
-    rows: int | None = None
-    xla: bool | None = None
+    rows: int = 32
     weights: str = "float32"
     sampling: Sampling | None = None
 
@@ -83,22 +81,7 @@ class TranslateOptions:
         checks.check_fields(
             self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
         )
-        if self.xla is None:
-            has_accelerator = any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
-            object.__setattr__(self, "xla", has_accelerator)
-        if self.rows is None:
-            object.__setattr__(self, "rows", 8 if self.xla else 32)
         checks.check_one_of("weights", self.weights, WEIGHTS)
-        if self.weights == "int8" and self.xla:
-            raise ValueError(
-                "weights=int8 is for TensorFlow's own kernels; XLA, which runs the search where there is an"
-                " accelerator, has no fast products of 8 bits: leave it out, or hide the accelerator"
-            )
-
-        if self.sampling and self.xla:
-            raise ValueError(
-                "sampling is for TensorFlow's own kernels, and XLA runs where there is an accelerator: hide it"
-            )
 
     def Search(self) -> SearchOptions:
         """The options of the beam search."""
@@ -107,7 +90,7 @@ class TranslateOptions:
         return SearchOptions(*beam, alpha)
 
     def Buckets(self) -> list[int]:
-        """Source lengths that are compiled: powers of two, and the longest."""
+        """Source lengths for which there are programs over a mesh: powers of two, and the longest."""
         lengths = []
         length = _SMALLEST_BUCKET
         while length < self.max_source_length:
@@ -135,10 +118,12 @@ class Translator(Exportable):
             LanguageCodes of one that translates from any to any, where the language of a line is SOURCE-TARGET; else
             empty.
         shortlist: the tokens that each line is scored for; None: all.
+        engine: whose devices hold theta, and run the search (MeshSearch); None: TensorFlow's kernels here. Over an
+            engine it cannot be exported.
 
     Raises:
         ValueError: a vocabulary with more pieces than the model has embeddings for, a shortlist for other
-            vocabularies or under XLA, or weights of 8 bits where they are not supported.
+            vocabularies or over a mesh, or weights of 8 bits where they are not supported.
     """
 
     NAME = "translate"
@@ -151,6 +136,7 @@ class Translator(Exportable):
         options: TranslateOptions | None = None,
         languages: Sequence[str] | LanguageCodes = (),
         shortlist: Shortlist | None = None,
+        engine: Engine | None = None,
     ):
         super().__init__(name="translator")
         o = options or TranslateOptions()
@@ -163,6 +149,7 @@ class Translator(Exportable):
             self._codes, languages = languages, list(languages.ids)
         self._languages = tuple(languages)
         self.traces = 0  # of searches; grows no more once `translate` was traced
+        self.mesh_search: MeshSearch | None = None
         self._tidied = vocabs.get("tidied", 0)
         self._source, self._target = tokenizer(vocabs.source), tokenizer(vocabs.target)
         sizes = {"source": int(self._source.vocab_size()), "target": int(self._target.vocab_size())}
@@ -186,21 +173,28 @@ class Translator(Exportable):
                 raise ValueError(
                     "a model whose languages are tokens has no shortlist: leave it out"
                 )
-            if o.xla:
-                raise ValueError(
-                    "a shortlist is for TensorFlow's own kernels; under XLA, which runs the search where there is an"
-                    " accelerator, a program has one number of tokens: leave it out, or hide the accelerator"
-                )
             shortlist.Check(vocabs, sizes)
             self._shortlist = ShortlistColumns(
                 shortlist, self._target_size, 2 * o.Search().beam_size + 3
             )
-        self._weights = SavedWeights(theta) if o.xla else PackedWeights(model, theta, o.weights)
         self._model = lambda: model
         names = ("text", "language") if self._languages else ("text",)
         by_language = self._TranslateBetween if self._codes else self._TranslateFrom
+        self.translate: Any = by_language if self._languages else self._Translate
+        if engine is not None:
+            if shortlist or o.weights == "int8":
+                what = "a shortlist is" if shortlist else "weights=int8 is"
+                raise ValueError(
+                    f"{what} for the search on one host, not over a mesh: leave it out"
+                )
+            text = f"{model.p.ToText()}\n{o}\n{self._search_options}"
+            self.mesh_search = MeshSearch(engine, theta, self._DecoderOf, text)
+            rows = rows_over(engine, model.p.activation_split, o.rows)
+            self.options = replace(o, rows=rows)
+            return
+        self._weights = PackedWeights(model, theta, o.weights)
         self.translate = tf.function(
-            by_language if self._languages else self._Translate,
+            self.translate,
             input_signature=[tf.TensorSpec([None], tf.string, name=name) for name in names],
             autograph=False,
         )
@@ -225,7 +219,10 @@ class Translator(Exportable):
         Raises:
             ValueError: with weights of 8 bits, which TensorFlow packs when they are first used.
         """
-        self._weights.Assign(theta)
+        if self.mesh_search:
+            self.mesh_search.theta = theta
+        else:
+            self._weights.Assign(theta)
 
     def _TranslateFrom(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
         """Translates with a model that routes by language: string [N], the source language of each line.
@@ -298,13 +295,14 @@ class Translator(Exportable):
             source = self._Draws(source, text)
         shape = [tf.shape(source.lengths)[0], o.Search().top_k]
         results = tf.fill(shape, ""), tf.zeros(shape)
-        if not o.xla:
+        if not self.mesh_search:
             lines = tf.argsort(source.lengths, direction="DESCENDING", stable=True)
             lines = lines[: tf.math.count_nonzero(source.lengths, dtype=tf.int32)]
             results = self._in_batches(source, lines, results)
         shorter = 0
-        for length in o.Buckets() if o.xla else ():
-            lines = tf.where((lengths > shorter) & (lengths <= length))[:, 0]
+        for length in o.Buckets() if self.mesh_search else ():
+            at_length = (source.lengths > shorter) & (source.lengths <= length)
+            lines = tf.where(at_length)[:, 0]
             results = self._in_batches(source, tf.cast(lines, tf.int32), results, length)
             shorter = length
         if o.sampling:
@@ -327,11 +325,11 @@ class Translator(Exportable):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Translates the given lines in their order, and puts them into `results`: texts [N,K] and scores [N,K].
 
-        With a `length` XLA compiles the search for it, for batches of exactly `rows` rows, and no line is longer.
-        Otherwise the longest lines come first, and rows are padded to the longest of their batch, at a multiple of 16.
+        With a `length` there is a program for it, for batches of exactly `rows` rows, and no line is longer. Otherwise
+        the longest lines come first, and rows are padded to the longest of their batch, at a multiple of 16.
         """
         o, n = self.options, tf.shape(lines)[0]
-        search = self._search(length)
+        search = self._SearchOverMesh(length) if length else self._Search()
 
         def one(start: tf.Tensor, texts: tf.Tensor, scores: tf.Tensor) -> tuple:
             size, rows = length, o.rows
@@ -371,46 +369,59 @@ class Translator(Exportable):
         text = tf.strings.strip(tf.strings.regex_replace(text, _NOT_IN_A_LINE, " "))
         return tf.reshape(text, [-1, self.options.Search().top_k]), scores_RK
 
-    def _search(self, length: int | None = None) -> Any:
-        """int32 ids [R,S], lengths [R] (and _OF_LINES, [R]) to ids [R,K,T], lengths [R,K], scores [R,K].
+    def _Search(self) -> Any:
+        """int32 ids [R,S], lengths [R] (and _OF_LINES, [R]) to ids [R,K,T], lengths [R,K], scores [R,K]."""
+        o, weights = self.options, self._weights
+        size = self._target_size
+        decoder = FastDecoder(
+            weights, self._search_options, o.max_length, size, self._shortlist, o.sampling
+        )
 
-        Args:
-            length: S of the program that XLA compiles; None: any number and length of rows, not compiled.
-        """
-        o = self.options
-        find = self._finder(o.MaxTargetLength(length) if length else o.max_length)
-        names = ["first"] if self._codes else ["tasks"] if self._languages else []
-        names += ["seeds"] if o.sampling else []
-
-        @tf.function(jit_compile=length is not None, autograph=False)
-        def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *of_rows: tf.Tensor) -> tuple:
+        @tf.function(autograph=False)
+        def search(*arguments: tf.Tensor) -> tuple:
             self.traces += 1
-            with use_mesh(single_device()):
-                rows, size = (dim(ids_RS, axis) for axis in (0, 1))
-                at_S = tf.tile(tf.range(size)[tf.newaxis], [rows, 1])
-                real_RS = at_S < lengths_R[:, tf.newaxis]
-                src = NestedMap(
-                    ids=tf.where(real_RS, ids_RS, self._pad_id),
-                    segment_ids=tf.cast(real_RS, tf.int32),
-                    segment_pos=tf.where(real_RS, at_S, 0),
-                )
-                src.update(zip(names, of_rows, strict=True))
-                if "tasks" in src:
-                    src.task_ids = tf.where(real_RS, src.pop("tasks")[:, tf.newaxis], 0)
-                max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
-                results = find(src, max_lengths)
+            results = decoder.Find(*self._Rows(*arguments))
             return results.ids_BKT, results.lengths_BK, results.scores_BK
 
         return search
 
-    def _finder(self, longest: int) -> Callable[[NestedMap, tf.Tensor], NestedMap]:
-        """The search of a source, see `Decoder` and `FastDecoder`, for translations of up to `longest` tokens."""
-        search, size, weights = self._search_options, self._target_size, self._weights
-        if isinstance(weights, PackedWeights):
-            sampling = self.options.sampling
-            return FastDecoder(weights, search, longest, size, self._shortlist, sampling).Search
-        decoder = Decoder(self._model(), search, longest, size)
-        return lambda src, max_lengths: decoder.Search(weights.Tensors(), src, max_lengths)
+    def _SearchOverMesh(self, length: int) -> Any:
+        """The search of _Search for S = `length`, called with tensors that have values."""
+
+        mesh_search = self.mesh_search
+        assert mesh_search
+
+        def search(*arguments: tf.Tensor) -> tuple:
+            src, max_lengths = self._Rows(*arguments)
+            inputs = NestedMap(src, max_lengths=max_lengths).Transform(lambda x: x.numpy())
+            results = mesh_search.Run((length,), inputs)
+            return results.ids_BKT, results.lengths_BK, results.scores_BK
+
+        return search
+
+    def _DecoderOf(self, kind: tuple[int, ...]) -> Decoder:
+        """The search of sources of so many tokens."""
+        longest, size = self.options.MaxTargetLength(kind[0]), self._target_size
+        return Decoder(self._model(), self._search_options, longest, size, self.options.sampling)
+
+    def _Rows(
+        self, ids_RS: tf.Tensor, lengths_R: tf.Tensor, *of_rows: tf.Tensor
+    ) -> tuple[NestedMap, tf.Tensor]:
+        """The sources of a search, see `Decoder`, and the most tokens of each translation."""
+        names = ["first"] if self._codes else ["tasks"] if self._languages else []
+        names += ["seeds"] if self.options.sampling else []
+        rows, size = (dim(ids_RS, axis) for axis in (0, 1))
+        at_S = tf.tile(tf.range(size)[tf.newaxis], [rows, 1])
+        real_RS = at_S < lengths_R[:, tf.newaxis]
+        src = NestedMap(
+            ids=tf.where(real_RS, ids_RS, self._pad_id),
+            segment_ids=tf.cast(real_RS, tf.int32),
+            segment_pos=tf.where(real_RS, at_S, 0),
+        )
+        src.update(zip(names, of_rows, strict=True))
+        if "tasks" in src:
+            src.task_ids = tf.where(real_RS, src.pop("tasks")[:, tf.newaxis], 0)
+        return src, tf.where(lengths_R > 0, self.options.MaxTargetLength(lengths_R), 0)
 
 
 def load_translator(
@@ -419,6 +430,7 @@ def load_translator(
     chosen: Chosen = NEWEST,
     shortlist: str | os.PathLike | None = None,
     trust_run: bool = False,
+    engine: Engine | None = None,
 ) -> tuple[Translator, dict[str, Any]]:
     """The model of a run at a checkpoint.
 
@@ -426,6 +438,7 @@ def load_translator(
         logdir: a trainer's.
         options, chosen: how to translate, and with which weights.
         shortlist: a file of tools.shortlist; None to score all tokens.
+        engine: over whose devices the model lies, see Translator.
 
     Returns:
         The translator, and what it is: what load_theta says, weights, shortlist, the source languages of its data, and
@@ -437,16 +450,16 @@ def load_translator(
         CheckpointError: as load_theta.
         ValueError: as Translator.
     """
-    parts, about = read_parts(logdir, chosen, trust_run)
+    parts, about = read_parts(logdir, chosen, trust_run, engine)
     some = Shortlist.Load(shortlist) if shortlist else None
     about["weights"] = options.weights if options else "float32"
     if some:
         about["shortlist"] = some.About()
-    return Translator(*parts[:3], options, parts[3], some), about
+    return Translator(*parts[:3], options, parts[3], some, engine), about
 
 
 def read_parts(
-    logdir: str | os.PathLike, chosen: Chosen, trust_run: bool
+    logdir: str | os.PathLike, chosen: Chosen, trust_run: bool, engine: Engine | None = None
 ) -> tuple[tuple[MtModel, NestedMap, NestedMap, Sequence[str] | LanguageCodes], dict[str, Any]]:
     """The model of a run, its weights, vocabularies, and languages (of one that routes by them); and what it is.
 
@@ -454,7 +467,7 @@ def read_parts(
     """
     run = TextRunDir(logdir, trust_run=trust_run)
     model, vocabs = run.Task(MtModel), NestedMap(run.vocabs, tidied=run.tidied)
-    theta, about = load_theta(run, model, chosen)
+    theta, about = load_theta(run, model, chosen, engine)
     about["trained_languages"] = run.languages or []
     if language := target_language_of(run.artifacts):
         about["target_language"] = language

@@ -89,7 +89,7 @@ def export(
             "version": VERSION,
             "languages": exported.languages,
             "by_direction": exported.by_direction,
-            "options": {**vars(exported.options), "xla": exported.options.xla},
+            "options": vars(exported.options),
         }
         write_atomic(file, (json.dumps(content, indent=2) + "\n").encode())
         for name, data in exported.Assets().items():

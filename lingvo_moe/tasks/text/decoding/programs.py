@@ -1,4 +1,4 @@
-"""A search as two programs over a mesh: what comes before its first step, and a step.
+"""A search as programs over a mesh: what comes before its first step, a step, and a block of steps.
 
 Letters: B row, T token of what is read.
 """
@@ -21,61 +21,83 @@ class SearchInSteps(Protocol):
     search: FlatBeamSearch
 
     def Start(
-        self, theta: NestedMap, inputs: Any, max_lengths_B: tf.Tensor
+        self, theta: NestedMap, inputs: NestedMap, max_lengths_B: tf.Tensor
     ) -> tuple[NestedMap, NestedMap]:
-        """The state and the caches before the first step; `inputs` is a tree of int32 [B,T]."""
+        """The state and the caches before the first step; `inputs` is a tree of tensors [B], [B,T] of what is read."""
 
     def Step(
         self, state: NestedMap, cache: NestedMap, theta: NestedMap
     ) -> tuple[NestedMap, NestedMap]:
         """One step; state and caches come out as they go in."""
 
-    def Caches(self, theta: NestedMap, shape: tuple[int, int]) -> NestedMap:
-        """Caches in which nothing is, for B rows of T tokens, whose shapes alone are of interest."""
+    def Caches(self, theta: NestedMap, inputs: NestedMap) -> NestedMap:
+        """Caches in which nothing is, for inputs whose shapes alone are of interest."""
 
-    def CacheLetters(self) -> NestedMap:
+    def CacheLetters(self, cache: NestedMap) -> NestedMap:
         """The letters of the caches' tensors."""
 
 
-def decoding_programs(
-    name: str, decoder: SearchInSteps, inputs: Any, shape: tuple[int, int]
-) -> tuple[Step, Step]:
+def decoding_programs(name: str, decoder: SearchInSteps, inputs: NestedMap) -> tuple[Step, Step]:
     """The programs of a search. Rows and heads are sharded as activations are, theta as in training.
 
     Args:
         name: of the first program.
-        inputs: the structure of what `Start` takes.
-        shape: B, of all devices together, and T.
+        inputs: TensorSpecs, of B rows of all devices together, of what `Start` takes.
 
     Returns:
         (theta, inputs, max_lengths_B) -> (state, cache), and (state, cache, theta) -> (state, cache), donated.
     """
     model = decoder.model
     split, theta = model.p.activation_split, model.VariableSpecs()
-    row = dims_mapping("BT", split)
-    read = map_structure(lambda _: TensorSpec(shape, "int32", row), inputs)
-    lengths = TensorSpec(shape[:1], "int32", row[:1])
+    read = inputs.Transform(lambda x: _spec(x, "BT"[: len(x.shape)], split))
+    lengths = _spec(TensorSpec(read.Flatten()[0].shape[:1], "int32"), "B", split)
 
-    def before(theta: NestedMap, lengths_B: tf.Tensor) -> tuple[NestedMap, NestedMap]:
-        return decoder.search.Start(lengths_B), decoder.Caches(theta, shape)
+    def before(
+        theta: NestedMap, inputs: NestedMap, lengths_B: tf.Tensor
+    ) -> tuple[NestedMap, NestedMap]:
+        return decoder.search.Start(lengths_B), decoder.Caches(theta, inputs)
 
     with use_mesh(single_device()):
         plain = [
             map_structure(lambda s: tf.TensorSpec(s.shape, s.dtype), arg)
-            for arg in (theta, lengths)
+            for arg in (theta, read, lengths)
         ]
         traced = tf.function(before, autograph=False).get_concrete_function(*plain)
     state, cache = traced.structured_outputs
     state = _sharded(state, decoder.search.STATE_LETTERS, split)
-    cache = _sharded(cache, decoder.CacheLetters(), split)
+    cache = _sharded(cache, decoder.CacheLetters(cache), split)
     start = Step(name, decoder.Start, (theta, read, lengths), results=(state, cache))
     return start, Step("decode_step", decoder.Step, (state, cache, theta), (0, 1))
 
 
+def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "") -> Step:
+    """The program of at most `size` steps: (state, cache, theta) -> (state, cache, whether it is over), donated.
+
+    Args:
+        step: the second of decoding_programs.
+        text: determines the program, see Step.
+    """
+
+    def block(state: NestedMap, cache: NestedMap, theta: NestedMap) -> tuple:
+        end = state.time + size
+
+        def unfinished(state: NestedMap, cache: NestedMap) -> tf.Tensor:
+            del cache
+            return search.Unfinished(state) & (state.time < end)
+
+        state, cache = tf.while_loop(
+            unfinished, lambda *before: step.fn(*before, theta), (state, cache)
+        )
+        return state, cache, ~search.Unfinished(state)
+
+    return Step("decode_block", block, step.arg_specs, step.donate, text=text)
+
+
 def _sharded(tree: NestedMap, letters: NestedMap, split: SplitMap) -> NestedMap:
     """The TensorSpecs of a tree of tensors, by the letters of their dimensions."""
+    return map_structure(lambda value, dims: _spec(value, dims, split), tree, letters)
 
-    def spec(value: tf.Tensor, dims: str) -> TensorSpec:
-        return TensorSpec(tuple(value.shape), value.dtype.name, dims_mapping(dims, split))
 
-    return map_structure(spec, tree, letters)
+def _spec(value: Any, dims: str, split: SplitMap) -> TensorSpec:
+    dtype = value.dtype if isinstance(value.dtype, str) else value.dtype.name
+    return TensorSpec(tuple(value.shape), dtype, dims_mapping(dims, split))

@@ -3,13 +3,13 @@
 Letters: R row of a batch, S source token, T target token.
 
 A pair runs in the bucket of its longer side, in a batch of exactly `rows` rows, so a score does not depend on the other
-pairs of the batch. TensorFlow's own kernels run one program for all buckets. XLA would need a program for each, and
-compiling them takes longer than scoring thousands of pairs.
+pairs of the batch. TensorFlow's own kernels run one program for all buckets. Over a mesh there is a program for each,
+and compiling them takes longer than scoring thousands of pairs on one host.
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tensorflow as tf
@@ -18,11 +18,14 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.collection import paused_collection
 from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
+from lingvo_moe.tasks.text.decoding.leading import Kind, LedPrograms, rows_over
 from lingvo_moe.tasks.text.runs.artifacts import task_numbers
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
@@ -69,14 +72,39 @@ class Score:
         return float(self.token_log_probs.sum(dtype=np.float64))
 
 
+class MeshScores(LedPrograms):
+    """LogProbs of batches on the devices of an engine; a kind of program is S and T."""
+
+    def __init__(self, engine: Engine, theta: NestedMap, task: TransformerTask, vocab_size: int):
+        super().__init__(engine, theta)
+        self._task, self._vocab_size = task, vocab_size
+        self._programs: dict[Kind, Compiled] = {}
+
+    def Run(self, kind: Kind, inputs: NestedMap) -> tuple[np.ndarray, np.ndarray]:
+        """Float32 [R,T] and bool [R,T]; see LedPrograms."""
+        self.Tell(kind, inputs)
+        if kind not in self._programs:
+            row = dims_mapping("BT", self._task.p.activation_split)
+            batch = inputs.Transform(lambda x: TensorSpec(x.shape, x.dtype.name, row))
+            specs = [self._task.VariableSpecs(), batch]
+            self._programs[kind] = self.engine.Build(self._LogProbs, specs, name="log_probs")
+        log_probs_RT, likeliest_RT = self.engine.Get(self._programs[kind](self.theta, inputs))
+        return log_probs_RT, likeliest_RT
+
+    def _LogProbs(self, theta: NestedMap, batch: NestedMap) -> tuple[tf.Tensor, tf.Tensor]:
+        return self._task.LogProbs(theta, batch, self._vocab_size)
+
+
 class Scorer:
     """A run's model at a checkpoint; texts of a language model are targets without a source.
 
     Args:
         options, chosen: how to score, and with which weights.
+        engine: over whose devices the model lies; None: TensorFlow's kernels here.
 
     Attributes:
         about: what the model is: model, params_override, step.
+        mesh_scores: the programs over an engine's mesh, if there is one.
         scores_texts: whether it is a language model.
 
     Raises:
@@ -89,6 +117,7 @@ class Scorer:
         options: ScoreOptions | None = None,
         chosen: Chosen = NEWEST,
         trust_run: bool = False,
+        engine: Engine | None = None,
     ):
         run = TextRunDir(logdir, trust_run=trust_run)
         self._options = options or ScoreOptions()
@@ -98,7 +127,13 @@ class Scorer:
         self._by_language = self._task.RoutesByTask(self._task.p)
         self._languages = run.languages
         self._vocabs = run.OpenVocabularies()
-        theta, self.about = load_theta(run, self._task, chosen)
+        theta, self.about = load_theta(run, self._task, chosen, engine)
+        self.mesh_scores: MeshScores | None = None
+        if engine is not None:
+            rows = rows_over(engine, self._task.p.activation_split, self._options.rows)
+            self._options = replace(self._options, rows=rows)
+            self.mesh_scores = MeshScores(engine, theta, self._task, self._vocabs.target.size)
+            return
         self._theta = theta.Transform(tf.constant)
         self._program = tf.function(self._log_probs, autograph=False)
 
@@ -187,7 +222,10 @@ class Scorer:
         """LogProbs of at most `rows` pairs: float32 [R,T] and bool [R,T]."""
         shape = Shape(self._options.rows, *bucket, pack=False, task_ids=self._by_language)
         rows = [[self._input.Whole(*pair, self._vocabs)] for pair in pairs]
-        batch = self._input.ToBatch(rows, shape).Transform(tf.constant)
+        batch = self._input.ToBatch(rows, shape)
+        if self.mesh_scores:
+            return self.mesh_scores.Run(bucket, batch)
+        batch = batch.Transform(tf.constant)
         if not self.programs:
             self._trace(batch)
         log_probs_RT, likeliest_RT = self._program(self._theta, batch)

@@ -2,18 +2,21 @@
 
 from typing import Any
 
+from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen, read_newest, read_weights
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.adapters import merged, scale_of
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
+from lingvo_moe.tasks.text.runs.sharded_weights import weights_on_devices
 
 
 def load_theta(
-    run: TextRunDir, model: BaseTask, chosen: Chosen = NEWEST
+    run: TextRunDir, model: BaseTask, chosen: Chosen = NEWEST, engine: Engine | None = None
 ) -> tuple[NestedMap, dict[str, Any]]:
-    """The weights of a run's model at a checkpoint, as NumPy arrays.
+    """The weights of a run's model at a checkpoint, as NumPy arrays; with an engine on its devices, sharded as in
+    training, so that no host needs to hold them all.
 
     Returns:
         The weights, and what they are: model, params_override, step; averaged_steps, of a mean; ema, of a moving
@@ -33,13 +36,21 @@ def load_theta(
 
     def read(checkpointer: Checkpointer, at: int) -> NestedMap:
         about["step"] = at
+        if chosen.average_last > 1:
+            about["averaged_steps"] = steps = _last_steps(checkpointer, at, chosen.average_last)
+        else:
+            steps = [at]
+        if engine:
+            return weights_on_devices(
+                engine, run.Params().task, checkpointer, steps, chosen.use_ema
+            )
         if chosen.average_last == 1:
             return read_weights(checkpointer, model, at, chosen.use_ema)
-        about["averaged_steps"] = steps = _last_steps(checkpointer, at, chosen.average_last)
         return checkpointer.RestoreMeanToNumpy("theta", steps)
 
-    scale = scale_of(run.Params().task)
-    theta = merged(read_newest(run.checkpoint_dir, read, chosen.step), scale)
+    theta = read_newest(run.checkpoint_dir, read, chosen.step)
+    if not engine:
+        theta = merged(theta, scale_of(run.Params().task))
     if chosen.use_ema:
         about["ema"] = model.p.ema_decay
     _check_theta(f"{run.checkpoint_dir}, step {about['step']}", theta, model.VariableSpecs())

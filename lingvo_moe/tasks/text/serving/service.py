@@ -81,10 +81,11 @@ class Service:
     async def WarmUp(self) -> AsyncIterator[tuple[int, int]]:
         """Has every program made, and is ready then. Yields how many lengths of lines are done, of how many.
 
-        XLA has a program for each bucket; TensorFlow's own kernels run one for all lengths.
+        Over a mesh there is a program for each bucket; TensorFlow's own kernels run one for all lengths.
         """
-        options = self.translator.options
-        lines = warm_up_lines(options.max_source_length if options.xla else 1)
+        over_mesh = getattr(self.translator, "mesh_search", None)
+        longest = self.translator.options.max_source_length
+        lines = warm_up_lines(longest if over_mesh else 1)
         language = self.translator.languages[:1] or None
         if language and self.translator.by_direction:
             language = [f"{language[0]}-{language[0]}"]

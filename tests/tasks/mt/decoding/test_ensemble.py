@@ -13,7 +13,7 @@ from lingvo_moe.tasks.text.decoding.line_stream import one_line
 from tools import translate
 
 _OPTIONS = TranslateOptions(
-    beam_size=2, top_k=2, max_source_length=8, max_length=10, rows=4, xla=False, length_alpha=0.0
+    beam_size=2, top_k=2, max_source_length=8, max_length=10, rows=4, length_alpha=0.0
 )
 
 

@@ -55,7 +55,7 @@ class Searcher:
 
     def _Fast(self, ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
         self.traces += 1
-        return self.fast_decoder.Search(*source(ids, lengths, LONGEST))
+        return self.fast_decoder.Find(*source(ids, lengths, LONGEST))
 
     def _Plain(self, ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
         with use_mesh(single_device()):
@@ -234,7 +234,7 @@ def test_a_layer_of_one_s_own_runs_as_it_is(encoder, decoder, sizes, monkeypatch
 
     @tf.function(autograph=False)
     def search(ids, lengths):
-        return FastDecoder(fast, options, 28, V).Search(*source(ids, lengths, 28))
+        return FastDecoder(fast, options, 28, V).Find(*source(ids, lengths, 28))
 
     @tf.function(autograph=False)
     def plain(ids, lengths):

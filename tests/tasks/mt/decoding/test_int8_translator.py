@@ -10,6 +10,7 @@ import toy_translation as toy
 from rows import assert_rows_equal
 
 from lingvo_moe.core import kernels
+from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -19,7 +20,7 @@ from lingvo_moe.tasks.text.decoding.export import export
 from lingvo_moe.tasks.text.decoding.saved_functions import ABOUT
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
-OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=10, xla=False)
+OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=10)
 INT8 = dataclasses.replace(OPTIONS, weights="int8")
 LINES = [*toy.sentences(12, seed=3, longest=5), ""]
 
@@ -103,8 +104,10 @@ def test_the_logits_of_a_shortlist_are_of_float32(translator):
 def test_where_they_cannot_be_it_is_told(logdir, translator):
     with pytest.raises(ValueError, match="int4: must be one of float32, int8"):
         dataclasses.replace(OPTIONS, weights="int4")
-    with pytest.raises(ValueError, match=r"TensorFlow's own kernels; XLA, .*leave it out"):
-        dataclasses.replace(INT8, xla=True)
+    with pytest.raises(
+        ValueError, match=r"weights=int8 is for the search on one host, .*leave it out"
+    ):
+        load_translator(logdir, INT8, engine=TfEngine())
     with pytest.raises(ValueError, match="cannot be assigned"):
         translator[0].SetTheta(TextRunDir(logdir).Task().InitTheta(tf.constant([0, 0])))
 

@@ -13,11 +13,7 @@ from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator, load_translator
 
-# Under XLA two buckets, 8 and 16; compiling one is a second.
-OPTIONS = TranslateOptions(
-    beam_size=3, top_k=2, max_source_length=16, max_length=20, rows=4, xla=True
-)
-TENSORFLOW = replace(OPTIONS, rows=5, xla=False)
+OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=16, max_length=20, rows=5)
 ODD = [
     "",
     " ",
@@ -44,9 +40,9 @@ def make(vocab: bytes, options: TranslateOptions = OPTIONS, seed: int = 0) -> Tr
     return Translator(model, model.InitTheta(seed), NestedMap(source=vocab, target=vocab), options)
 
 
-@pytest.fixture(scope="module", params=[OPTIONS, TENSORFLOW], ids=["xla", "tensorflow"])
-def translator(vocab, request) -> Translator:
-    return make(vocab, request.param)
+@pytest.fixture(scope="module")
+def translator(vocab) -> Translator:
+    return make(vocab)
 
 
 @pytest.fixture(scope="module")
@@ -66,54 +62,29 @@ def in_batches(translator: Translator, lines, size: int) -> NestedMap:
 def test_batch_size_changes_nothing(translator, lines):
     """Neither scores nor traces change with the batch size.
 
-    Bit-identical under XLA, whose programs always have the same number of rows. With TensorFlow's kernels the toy's own
-    products, also those of single rows, round in two ways (MtModel's do not: test_fast_decoder.py).
+    The toy's own products, also those of single rows, round in two ways (MtModel's do not: test_fast_decoder.py).
     """
     whole = translator.Translate(lines)
     traces = translator.traces
-    assert len(OPTIONS.Buckets()) == 2
-    assert traces == (2 if translator.options.xla else 1)
+    assert traces == 1
     for size in (1, 7):
         got = in_batches(translator, lines, size)
         assert got.translations == whole.translations
-        rtol = 0 if translator.options.xla else 1e-6
-        np.testing.assert_allclose(got.scores, whole.scores, rtol=rtol)
+        np.testing.assert_allclose(got.scores, whole.scores, rtol=1e-6)
         assert_array_equal(got.truncated, whole.truncated)
     assert translator.traces == traces
     assert len({t[0] for t in whole.translations}) > 20
 
 
-@pytest.fixture(scope="module")
-def short(lines) -> list[str]:
-    """Lines of the smallest bucket."""
-    return [line for line in lines if len(line) < 20 and line.isascii()]
-
-
-@pytest.fixture(scope="module")
-def padded(vocab) -> Translator:
-    """A translator of other weights with one bucket, longer than necessary."""
-
-    class OneBucket(TranslateOptions):
-        def Buckets(self) -> list[int]:
-            return [40]
-
-    options = OneBucket(**vars(replace(OPTIONS, max_source_length=40)))
-    return make(vocab, options, seed=1)
-
-
-def test_padding_and_other_weights_in_the_same_programs(padded, translator, short):
-    """After SetTheta the results equal those of a translator made with these weights, whatever its padding, and
-    back."""
-    traces = translator.traces
-    model = padded._model()
-    first = translator.Translate(short)
-    translator.SetTheta(model.InitTheta(1))
-    got, want = translator.Translate(short), padded.Translate(short)
-    translator.SetTheta(model.InitTheta(0))
-    assert translator.Translate(short).translations == first.translations != got.translations
-    assert padded.traces == 1
+def test_other_weights_in_the_same_search(vocab, translator, lines):
+    """After SetTheta the results equal those of a translator made with these weights, and back."""
+    traces, first = translator.traces, translator.Translate(lines)
+    translator.SetTheta(translator._model().InitTheta(1))
+    got, want = translator.Translate(lines), make(vocab, seed=1).Translate(lines)
+    translator.SetTheta(translator._model().InitTheta(0))
+    assert translator.Translate(lines).translations == first.translations != got.translations
     assert got.translations == want.translations
-    np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
+    assert_array_equal(got.scores, want.scores)
     assert translator.traces == traces
 
 
@@ -152,7 +123,7 @@ def test_byte_pieces_become_characters(vocab):
 
 def test_drawn_translations_depend_on_line_and_seed_alone(vocab, lines):
     def drawn(seed):
-        options = replace(TENSORFLOW, top_k=2, sampling=Sampling(temperature=1.0, seed=seed))
+        options = replace(OPTIONS, top_k=2, sampling=Sampling(temperature=1.0, seed=seed))
         return make(vocab, options)
 
     one = drawn(3)
@@ -165,16 +136,14 @@ def test_drawn_translations_depend_on_line_and_seed_alone(vocab, lines):
     other = drawn(4).Translate(lines)
     assert sum(a != b for a, b in zip(other.translations, together.translations)) > 30
     assert together.translations[30:32] == [["", ""]] * 2 and not together.scores[30:32].any()
-    with pytest.raises(ValueError, match="sampling is for TensorFlow's own kernels"):
-        replace(OPTIONS, sampling=Sampling(temperature=1.0))
 
 
 def test_scores_are_normalised_as_the_run_says(tmp_path, vocab):
     """An option that is not given is None, in every command."""
-    assert make(vocab, TENSORFLOW).options.length_alpha == 0.6
+    assert make(vocab, OPTIONS).options.length_alpha == 0.6
     toy.save_run(tmp_path, vocab, more=f"{toy.SMALL};task.length_alpha=1.25")
     for given, alpha in ((None, 1.25), (0.0, 0.0)):
-        translator, _ = load_translator(tmp_path, replace(TENSORFLOW, length_alpha=given))
+        translator, _ = load_translator(tmp_path, replace(OPTIONS, length_alpha=given))
         assert translator.options.length_alpha == alpha
         assert translator.options.Search().length_alpha == alpha
     assert registry.GetParams("mt.M4Demo").task.length_alpha == 1.5

@@ -141,7 +141,7 @@ class _Plain(Exportable):
     def __init__(self):
         super().__init__()
         self.weights = tf.Variable(tf.zeros([4000]))
-        self.options = SimpleNamespace(beam_size=1, xla=False)
+        self.options = SimpleNamespace(beam_size=1)
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
     def translate(self, text):
