@@ -7,6 +7,7 @@ from typing import Any
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.console.waiting import LineProgress
+from lingvo_moe.core.files.files import only_one
 from lingvo_moe.core.files.paths import check_local, user_cache_dir
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.version import VERSION
@@ -57,8 +58,9 @@ def imported(args: Flags) -> None:
 
     published = open_published(path)
     say(f"importing {path} into {args.logdir}, once")
-    with LineProgress() as progress:
-        import_checkpoint(published, Path(args.logdir), progress)
+    with only_one(Path(args.logdir)), LineProgress() as progress:
+        if not RunDir(args.logdir).steps:  # another command may have done it meanwhile
+            import_checkpoint(published, Path(args.logdir), progress)
 
 
 def name_experiment(args: Flags) -> None:

@@ -178,7 +178,8 @@ def with_source(args: Flags, run_dir: RunDir) -> Flags:
 
 
 def with_model_of_source(args: Flags) -> Flags:
-    """The flags; without --model, with that of the run in --init_from, its parameters and its vocabularies.
+    """The flags; without --model, with that of the run in --init_from, its parameters and its vocabularies; with
+    --init_from_state its data, too.
 
     Raises UsageError: the run is by somebody else, and not trusted.
     """
@@ -190,11 +191,11 @@ def with_model_of_source(args: Flags) -> Flags:
         raise UsageError(
             f"--model is required: {run.path} has no mark as a run of yours; or give --trust_run"
         )
-    override = registry.part_of(
-        run.override, lambda path: not f"{path}.".startswith(("train.", *_PLACES))
-    )
+    # A run that goes on at a place in the data has these data.
+    others = ("train.", *(() if args.init_from_state else _PLACES))
+    override = registry.part_of(run.override, lambda path: not f"{path}.".startswith(others))
     vocabularies = run.path / "vocab"
-    if vocabularies.is_dir():
+    if vocabularies.is_dir() and not args.init_from_state:
         override = join_overrides(
             override, f"input.vocab_dir={registry.escape(absolute(vocabularies))}"
         )

@@ -1,5 +1,6 @@
 """--from: a published checkpoint is imported once, and planned without its weights."""
 
+import concurrent.futures
 import importlib.util
 import json
 import shutil
@@ -31,7 +32,8 @@ def test_a_checkpoint_is_imported_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gguf = shutil.copy(TESTDATA / "llama_tied.gguf", tmp_path / "a.gguf")
     args = _parsed(f"--from={gguf}")
-    _published.imported(args)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # the second waits for the first
+        list(pool.map(_published.imported, [args, args]))
     assert "a.gguf into" in capsys.readouterr().err
     assert args.logdir.startswith(str(tmp_path / "cache/lingvo_moe/imported/a.gguf-"))
     assert TextRunDir(args.logdir).steps == [0]

@@ -42,7 +42,7 @@ class Family:
         KEYS: the keys of config.json that are a parameter each: parameter -> (key, its value where it is left out, or
             a function of the parameters before it).
         ALIASES: other names of keys, which some releases of the `transformers` library write -> those in KEYS.
-        ALWAYS: further keys, with the value that the experiment's parts need; None or a missing key is that value.
+        ALWAYS: further keys, with the value that the experiment's parts need, which is that of a missing key.
         OTHER_KEYS: the keys that Others reads and OtherKeys gives.
         RULES: see WeightMapping. Names have `{layer}`, or `{encoder}` and `{decoder}` in a model of two stacks.
         TABLE: the tensor of the embeddings, of which a tied head is a copy.
@@ -73,10 +73,13 @@ class Family:
         config = {self.ALIASES.get(key, key): value for key, value in config.items()}
         values: dict[str, Any] = {}
         for parameter, (key, default) in self.KEYS.items():
-            default = default(values) if callable(default) else default
-            values[parameter] = number(config, key, default, where)
+            given = config
+            if callable(default):  # then null is it, too
+                default = default(values)
+                given = {} if config.get(key) is None else config
+            values[parameter] = number(given, key, default, where)
         for key, expected in self.ALWAYS.items():
-            if (value := config.get(key)) is not None and value != expected:
+            if (value := config.get(key, expected)) != expected and (value or expected):
                 raise WeightsError(
                     f"{where}: {key}={value!r} cannot be represented; this family has {expected!r}"
                 )
@@ -200,8 +203,11 @@ def gate_keys(p: Params) -> dict[str, Any]:
 
 
 def number(config: Mapping[str, Any], key: str, default: Any, where: str) -> Any:
-    """The value of a key, or the default where it is left out or null. Raises WeightsError: it is no number."""
-    value = default if (value := config.get(key)) is None else value
+    """The value of a key, or the default where it is left out. Raises WeightsError: it is no number.
+
+    Null is no default: it means "none". So it is one where the default is false or 0.
+    """
+    value = default if (value := config.get(key, default)) is None and not default else value
     if not isinstance(value, (bool, int, float)):
         raise WeightsError(f"{where}: {key}={value!r}; expected a number, true or false")
     return value

@@ -9,6 +9,7 @@ import pytest
 from published import assert_same_tensors, logits_of, tensors_of, write_texts
 
 from lingvo_moe import trainer
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.checkpoints.init_from import InitFromError, begin_from
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.nested_map import NestedMap
@@ -19,6 +20,8 @@ from lingvo_moe.tasks.families.family import FAMILIES
 from lingvo_moe.tasks.families.importing import import_checkpoint, open_published, params_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
+from lingvo_moe.training.flags import define_flags
+from lingvo_moe.training.same_run import check_same_input, with_model_of_source
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tokenizers") is None,
@@ -47,6 +50,10 @@ def test_the_trainer_takes_model_and_vocabulary_from_an_import(checkpoint, tmp_p
         json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", directory)
     )
     assert config == before
+    # To go on where it stands, with its optimizer, takes its data, too.
+    args = define_flags().Parse([f"--init_from={tuned.path}", "--init_from_state"])
+    args = with_model_of_source(args)
+    check_same_input(tuned, registry.GetParams(args.model, args.model_params_override))
     (run / "experiment.hmac").unlink()
     assert trainer.main([*command[:2], f"--logdir={tmp_path / 'x'}"]) == 2
     assert "has no mark as a run of yours" in capsys.readouterr().err

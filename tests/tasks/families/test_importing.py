@@ -137,6 +137,9 @@ def test_a_config_that_cannot_be_represented_is_refused_by_its_key(key, value, c
         ("llama4", "layer_types", ["full_attention"] * 2),
         ("llama4", "num_experts_per_tok", 2),
         ("mistral", "sliding_window", 0),
+        ("gpt_oss", "sliding_window", None),
+        ("gpt_oss", "head_dim", None),
+        ("gpt_oss", "attention_bias", None),
         ("olmoe", "clip_qkv", 8.0),
         ("qwen3", "layer_types", ["sliding_attention"] * 3),
         ("qwen3", "use_sliding_window", True),
@@ -186,8 +189,10 @@ DEFAULTS = json.loads((TESTDATA / "defaults.json").read_text())
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_keys_that_are_left_out_have_the_library_s_values(kind):
-    family = FAMILIES[kind]
-    assert family.Overrides({}, "") == family.Overrides(DEFAULTS[kind], "")
+    family, defaults = FAMILIES[kind], dict(DEFAULTS[kind])
+    if defaults.get("num_experts_per_tok", 1) is None:  # deepseek_v2: of which no model can be made
+        del defaults["num_experts_per_tok"]
+    assert family.Overrides({}, "") == family.Overrides(defaults, "")
 
 
 def test_two_scalings_of_positions_are_refused_unless_they_are_the_same():

@@ -221,8 +221,11 @@ class CompletionsHandler(_GeneratingHandler):
     def _wanted(self) -> OpenAiRequest:
         body, service = self.ReadBody(), self.service
         service.CheckReady()
-        most, name = service.translator.options.max_length, self.settings["model"]
-        wanted = parse_openai(body, service.limits, most, name, self.CHAT)
+        options, name = service.translator.options, self.settings["model"]
+        draws = options.beam_size == 1
+        wanted = parse_openai(
+            body, service.limits, options.max_length, name, self.CHAT, draws=draws
+        )
         self.CheckBeam(wanted)
         return wanted
 

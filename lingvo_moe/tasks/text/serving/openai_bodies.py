@@ -53,10 +53,13 @@ class OpenAiRequest(TextRequest):
     with_usage: bool = False  # whether a stream ends with the numbers of tokens
 
 
-def parse_openai(body: bytes, limits: Limits, most: int, name: str, chat: bool) -> OpenAiRequest:
+def parse_openai(
+    body: bytes, limits: Limits, most: int, name: str, chat: bool, draws: bool = True
+) -> OpenAiRequest:
     """Reads the body of /v1/chat/completions, if it is a `chat`, or of /v1/completions.
 
-    `most` is the largest number of new tokens, `name` the model's.
+    `most` is the largest number of new tokens, `name` the model's; one that `draws` has the temperature 1, where none
+    is given, as OpenAI has it.
 
     Raises:
         RequestError: 400 for what is wrong or not here, 404 for another model, 413 for too many or too long texts.
@@ -91,6 +94,7 @@ def parse_openai(body: bytes, limits: Limits, most: int, name: str, chat: bool) 
     lines = [text.encode("utf-8", "replace") for text in texts for _ in range(n)]
     sizes = [message["content"].encode("utf-8", "replace") for message in messages]
     check_sizes(sizes or lines, limits)
+    content = {"temperature": float(draws), **content}
     sampling = _sampling(content, most if chat else min(_COMPLETION_TOKENS, most), most)
     settings = [Sampling(**sampling, number=i) for i in range(count)]
     with_usage = bool(options.get("include_usage"))
@@ -101,7 +105,7 @@ def parse_openai(body: bytes, limits: Limits, most: int, name: str, chat: bool) 
 def _sampling(content: Mapping[str, Any], default: int, most: int) -> dict[str, Any]:
     """The fields of Sampling. Raises RequestError."""
     limit = content.get("max_completion_tokens", content.get("max_tokens", default))
-    fields = {"max_tokens": limit, "temperature": 1.0, "seed": secrets.randbelow(_LARGEST_SEED)}
+    fields = {"max_tokens": limit, "seed": secrets.randbelow(_LARGEST_SEED)}
     fields |= {name: content[name] for name in _SAMPLING if name in content}
     if isinstance(fields["seed"], int):  # OpenAI's have 64 bits
         fields["seed"] %= _LARGEST_SEED

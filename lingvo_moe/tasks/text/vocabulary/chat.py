@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ class Chat:
         if not vocabulary.chat_template:
             raise DataError("this model's tokenizer has no chat template: it continues texts only")
         self._vocabulary, self._seconds = vocabulary, seconds
-        self._marks = re.compile("|".join(map(re.escape, vocabulary.special)) or "(?!)")
+        longest_first = sorted(vocabulary.special, key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special = {*vocabulary.special} - {vocabulary.marks.get("unk_token")}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -43,9 +46,17 @@ class Chat:
                     raise DataError(
                         f"message {number} spells {mark[0]}, a mark of this model's conversations: leave it out"
                     )
-        ids = self._vocabulary.EncodeMarked(self.Text(messages))
+        text = self.Text(messages)
+        ids = self._vocabulary.EncodeMarked(text)
         if not ids:
             raise DataError("the chat template makes nothing of this conversation")
+        # Some tokenizers look for marks in what they have normalized: those have to be in the text already.
+        spelled = Counter(mark[0] for mark in self._marks.finditer(text))
+        made = Counter(piece for piece in self._vocabulary.Pieces(ids) if piece in self._special)
+        if more := [*(made - spelled)]:
+            raise DataError(
+                f"a message spells {more[0]} in other letters, a mark of this model's conversations: leave it out"
+            )
         return ids
 
     def Text(self, messages: Sequence[Message]) -> str:

@@ -84,6 +84,14 @@ def test_completions(server):
     assert (last["choices"], last["usage"]) == ([], _USAGE)
 
 
+def test_a_beam_is_asked_without_a_temperature():
+    asked = {"model": "translator", "prompt": "a"}
+    with running(Counting(beam_size=2)) as server:
+        assert server.Ask("POST", "/v1/completions", asked).status == 200
+        reply = server.Ask("POST", "/v1/completions", {**asked, "temperature": 0.5})
+        assert "leave out temperature" in reply.content["error"]["message"]
+
+
 def test_chats(chatting):
     parts = [{"type": "text", "text": "red "}, {"type": "text", "text": "green"}]
     asked = {"model": "translator", "messages": [USER], "seed": 1, "max_completion_tokens": 9}
