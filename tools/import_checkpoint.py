@@ -4,8 +4,8 @@
     python -m tools.import_checkpoint --from=model.gguf --output=RUN
 
 DIR is a checkpoint as it is published: config.json, tokenizer.json with tokenizer_config.json, and weights in
-safetensors or PyTorch's .bin. Every tensor has its place in the model, or nothing is written. The command goes on where
-it was killed.
+safetensors or PyTorch's .bin. Every tensor has its place in the model, or nothing is written. A table says which. The
+command goes on where it was killed.
 """
 
 from collections.abc import Sequence
@@ -33,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Flags) -> int:
     _cli.check_output_directory(args.output, replaces=RUN)
     _cli.load_tensorflow()
-    from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+    from lingvo_moe.core.pages import tables
+    from lingvo_moe.tasks.families.importing import import_checkpoint, open_published, placement
 
     published = open_published(getattr(args, "from"))
     with LineProgress() as progress:
-        left_out = import_checkpoint(published, Path(args.output), progress)
-    if left_out:
-        print(f"left out, since they are no weights of the model: {', '.join(left_out)}")
+        import_checkpoint(published, Path(args.output), progress)
+    print(*tables.lines(placement(Path(args.output))), sep="\n")
     _cli.made(args.output, next=f"python -m tools.generate --logdir={args.output} <prompts.txt")
     return 0
 

@@ -277,6 +277,7 @@ COMMANDS += [
         **_CLI,
         "lingvo_moe.tasks.families.importing:open_published": None,
         "lingvo_moe.tasks.families.importing:import_checkpoint": None,
+        "lingvo_moe.tasks.families.importing:placement": Table([], []),
     }, [["--from=DATA", "--output=NEW"]]),
     Command("param_stubs", {"tools.param_stubs:_run": Through(lambda out: print(out) or 0)}, [[]]),
     Command("parallelize", {**_COMPILING, "lingvo_moe.analysis.search.parallelizing:find": _FOUND},

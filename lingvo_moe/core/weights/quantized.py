@@ -38,11 +38,11 @@ class Dequantized(WeightSource):
         for name, entry in source.entries.items():
             if entry.dtype in _FLOAT8 and not name.endswith(_SCALES):
                 self._scale_of[name] = scale = self._Scale(name, entry)
-                entries[name] = Entry(entry.shape, "bfloat16")
+                entries[name] = Entry(entry.shape, "bfloat16", entry.dtype)
                 used.add(scale)
             elif name.endswith("_blocks") and entry.dtype == "uint8":
                 whole = name.removesuffix("_blocks")
-                entries[whole] = Entry(self._ShapeOf(whole, entry), "bfloat16")
+                entries[whole] = Entry(self._ShapeOf(whole, entry), "bfloat16", "mxfp4")
                 used |= {name, f"{whole}_scales"}
             else:
                 entries[name] = entry

@@ -4,7 +4,7 @@ import abc
 import math
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 and float8 then
@@ -25,6 +25,8 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: str  # NumPy's name of the type that Read returns, or one of ml_dtypes: 'bfloat16', 'float8_e4m3fn'
+    # The name of the form that the values have in the file, where that is no type, e.g. 'q4_1'.
+    form: str = field(default="", compare=False, repr=False)
 
 
 class WeightSource(abc.ABC):
@@ -92,6 +94,10 @@ class Encoding:
         """Values one after another."""
         return cls(dtype, 1, np.dtype(dtype).itemsize)
 
+    def Entry(self, shape: tuple[int, ...]) -> Entry:
+        """What is known of a tensor of that shape."""
+        return Entry(shape, self.dtype, self.decode.__name__ if self.decode else "")
+
 
 @dataclass(frozen=True)
 class TensorPlace:
@@ -115,7 +121,7 @@ class TensorFile(WeightSource):
 
     def __init__(self, path: Path, places: Mapping[str, TensorPlace]):
         self.path, self.where, self._places = path, str(path), places
-        self.entries = {name: Entry(p.shape, p.encoding.dtype) for name, p in places.items()}
+        self.entries = {name: p.encoding.Entry(p.shape) for name, p in places.items()}
         end = path.stat().st_size
         for name, place in places.items():
             row = place.shape[-1] if place.shape else 1

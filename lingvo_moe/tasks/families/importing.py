@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.files.artifacts import IMPORTED, PUBLISHED, RunArtifacts
 from lingvo_moe.core.files.files import read_object
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pages.tables import Table, numbers, words
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.weights.gguf_file import GgufFile
+from lingvo_moe.core.weights.mapping import WeightMapping
 from lingvo_moe.core.weights.open_source import open_source, state_of
 from lingvo_moe.core.weights.quantized import Dequantized
 from lingvo_moe.core.weights.source import WeightsError, WeightSource, same_values
@@ -165,7 +169,7 @@ def import_checkpoint(
         raise WeightsError(f"{output}: there is a run already; name another directory")
     with RunLock(output) as lock:
         lock.Acquire()
-        _describe(published, run)
+        _describe(published, run, _places(source, mapping, left_out))
         identity = f"{source.where} {state_of(source.where)} {published.override}"
         checkpoint = StreamedCheckpoint(output, NestedMap(theta=specs), identity)
         needed = [name for name in source.entries if name in mapping.tensors]  # file by file
@@ -183,7 +187,35 @@ def import_checkpoint(
     return left_out
 
 
-def _describe(published: Published, run: RunDir) -> None:
+def _places(
+    source: WeightSource, mapping: WeightMapping, left_out: Sequence[str]
+) -> list[list[str]]:
+    """A row of `placement` for the tensors of each rule; those that are left out share one by names without numbers."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, pairs in mapping.tensors.items():
+        variables = " and ".join(pair.rule.variable for pair in pairs)
+        names.setdefault((pairs[0].rule.tensor, variables), []).append(name)
+    for name in left_out:
+        names.setdefault((re.sub(r"\d+", "*", name), "left out"), []).append(name)
+    rows = []
+    for (tensor, variable), alike in names.items():
+        entries = [source.entries[name] for name in alike]
+        shapes = dict.fromkeys(f"{[*entry.shape]}" for entry in entries)
+        forms = dict.fromkeys(entry.form or entry.dtype for entry in entries)
+        values = sum(math.prod(entry.shape) for entry in entries)
+        about = [", ".join(shapes), ", ".join(forms), f"{values:,}", variable]
+        rows.append([tensor, f"{len(alike):,}", *about])
+    return rows
+
+
+def placement(run: Path) -> Table:
+    """The table of what became of the tensors of an imported run."""
+    columns = [*words("tensor"), *numbers("number"), *words("shape", "stored as")]
+    columns += [*numbers("values"), *words("variable")]
+    return Table(columns, RunDir(run).artifacts.about[IMPORTED]["places"])
+
+
+def _describe(published: Published, run: RunDir, places: list[list[str]]) -> None:
     """Writes all of a run but its checkpoint."""
     vocabs = dict.fromkeys(("source", "target"), published.vocabulary)
     artifacts = text_artifacts(vocabs, codes=published.codes)
@@ -198,6 +230,7 @@ def _describe(published: Published, run: RunDir) -> None:
         "config": published.config,
         "dtype": usual,
         "other_dtypes": others,
+        "places": places,
     }
     files = {f"{PUBLISHED}{name}": content for name, content in published.files.items()}
     whole = RunArtifacts({**artifacts.files, **files}, {**artifacts.about, IMPORTED: imported})

@@ -226,6 +226,8 @@ def test_a_copy_of_the_embeddings_is_left_out_by_name(checkpoint, tmp_path):
     change(directory, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
     left_out = import_checkpoint(open_published(directory), tmp_path / "run", lambda line: None)
     assert left_out == ["lm_head.weight"]
+    places = TextRunDir(tmp_path / "run").artifacts.about["imported"]["places"]
+    assert places[-1] == ["lm_head.weight", "1", "[37, 24]", "float32", "888", "left out"]
 
 
 def test_float8_with_its_scales_is_imported(checkpoint, tmp_path):
@@ -236,6 +238,9 @@ def test_float8_with_its_scales_is_imported(checkpoint, tmp_path):
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     set_config(directory, quantization_config=quantization)
     _, theta = load_imported(directory, tmp_path / "run")
+    places = TextRunDir(tmp_path / "run").artifacts.about["imported"]["places"]
+    row = ["model.layers.{layer}.mlp.up_proj.weight", "3", "[20, 24]", "float32, float8_e4m3fn"]
+    assert [*row, "1,440", "ffn.wi"] in places
     expected = (values.astype(np.float32) * 1.5).astype("bfloat16").astype(np.float32)
     assert_same(theta.decoder.blocks.body.layers[0].ffn.wi[1], expected.T)
 
