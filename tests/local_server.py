@@ -51,9 +51,9 @@ class Capitals:
 
 
 class Echo:
-    """Continues a prompt with its words and the seed of each; closed, `gate` holds a stream after its first step.
+    """Continues a prompt with its words, and at the end with its settings' seed; closed, `gate` holds a step.
 
-    A stream fails at the word 'poison', and the model at 'panic', by what is no Exception.
+    An answer fails at the word 'poison', and one to 'panic' by what is no Exception.
     """
 
     languages, by_direction = (), False
@@ -65,35 +65,66 @@ class Echo:
         self.gate = threading.Event()
         self.gate.set()
 
-    def Translate(self, lines, settings=None):
-        if b"panic" in lines:
+    def Translate(self, lines, settings=None):  # with a beam
+        texts = [[line.decode()] for line in lines]
+        about = [{}] * len(lines)
+        zeros = np.zeros([len(lines), 1])
+        return NestedMap(translations=texts, scores=zeros, truncated=zeros[:, 0] > 0, about=about)
+
+    def Batch(self, rows, cache_bytes):
+        return EchoBatch(self.gate)
+
+    def Begin(self, prompt, settings):
+        if prompt == b"panic":
             raise BaseException("panicked at main.rs")
-        settings = settings or [SimpleNamespace(seed=0, number=0)] * len(lines)
-        pairs = zip(map(self._Read, lines), settings)
-        texts = [f"{line.decode()} {s.seed}.{s.number}" for line, s in pairs]
-        count = len(lines)
-        return NestedMap(
-            translations=[[text] for text in texts],
-            scores=np.zeros([count, 1]),
-            truncated=[False] * count,
-            about=[self._About(line) for line in map(self._Read, lines)],
-        )
+        read = prompt if isinstance(prompt, bytes) else self.vocabulary.Decode(prompt).encode()
+        return EchoAnswer(read.decode(), settings, self.About(read))
 
-    def _Read(self, line):
-        return line if isinstance(line, bytes) else self.vocabulary.Decode(line).encode()
-
-    def _About(self, line):
+    def About(self, line):
         return {"finished": b"end" in line}
 
-    def Stream(self, prompt, settings):
-        for word in self._Read(prompt).decode().split():
-            if word == "poison":
-                raise RuntimeError("the model broke")
-            if word == "panic":
-                raise BaseException("panicked at main.rs")
-            yield f" {word}", None
+
+class EchoAnswer:
+    """An answer, and the text that a batch continues."""
+
+    def __init__(self, prompt, settings, about):
+        self.text, self.settings, self.reason, self.steps = self, settings, "", 0
+        self.words = prompt.split()
+        text = f"{prompt} {settings.seed}.{settings.number}"
+        self.end = SimpleNamespace(text=text, truncated=False, About=lambda: about, **about)
+
+    def News(self):
+        if self.steps > len(self.words):
+            return "", self.end
+        word = self.words[self.steps - 1]
+        if word == "poison":
+            raise RuntimeError("the model broke")
+        return f" {word}", None
+
+
+class EchoBatch:
+    """A batch of EchoAnswers."""
+
+    def __init__(self, gate):
+        self.running, self.gate = [], gate
+        self.pool = SimpleNamespace(pages=8, free=5)
+
+    def Join(self, answer):
+        self.running.append(answer)
+
+    def Leave(self, answer):
+        self.running = [one for one in self.running if one is not answer]
+
+    def Step(self):
+        stepped = list(self.running)
+        if any(answer.steps for answer in stepped):
             assert self.gate.wait(20)
-        yield "", SimpleNamespace(About=lambda: {"finished": settings.max_tokens > 5})
+        for answer in stepped:
+            answer.steps += 1
+            if answer.steps > len(answer.words):
+                answer.reason = "stop"
+                self.Leave(answer)
+        return stepped
 
 
 @dataclass

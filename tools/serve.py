@@ -37,8 +37,9 @@ _SIZES = {
     "max_body_bytes": "bytes of a request",
     "max_lines": "lines of a request",
     "max_line_chars": "characters of a line",
-    "max_waiting_lines": "lines of all requests that wait; what exceeds them is answered with status 503",
+    "max_waiting_lines": "lines of all requests that wait; what exceeds them is answered with status 429",
     "max_connections": "open connections",
+    "cache_mib": "MiB of keys and values of all texts that a language model continues",
 }
 _TIMES = {
     "request_timeout": "to translate a request",

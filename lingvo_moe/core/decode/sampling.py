@@ -26,7 +26,7 @@ def sample(logits_BV: tf.Tensor, settings: NestedMap, step: tf.Tensor) -> tf.Ten
         settings: temperature, float32 [B], that logits are divided by, 0 for the largest one; then top_k, int32 [B],
             how many of the largest remain, 0 for all; then top_p, float32 [B]: of those the fewest whose probabilities
             sum to at least that remain. Equal logits remain together. seed, int32 [B, 2].
-        step: int32 scalar.
+        step: int32 scalar, or [B].
     """
     greedy_B = settings.temperature <= 0.0
     temperature_B = tf.where(greedy_B, 1.0, tf.maximum(settings.temperature, _COLDEST))

@@ -104,6 +104,11 @@ class Kernels(Protocol):
         or, with J = 1, of the steps `time`, int32 [P], of P positions. The old cache must not be used again: its memory
         may be overwritten."""
 
+    def seen_positions(
+        self, query_at: tf.Tensor | None, time: tf.Tensor, mask: tf.Tensor
+    ) -> tuple[tf.Tensor | None, tf.Tensor]:
+        """The positions of queries and of keys in the mask of `attend_cache`, at the step or steps `time`."""
+
     def attend_cache(self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen) -> tf.Tensor:
         """`attend` for J queries, or P of one hypothesis, and the keys and values of two caches. In the mask,
         [B, J or P, L J], key t J + j is hypothesis j at step t."""

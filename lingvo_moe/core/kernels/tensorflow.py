@@ -22,6 +22,7 @@ _FEW_ROWS = 128
 _MANY_EXPERTS = 256  # with more, a product for each would be a large graph
 
 cross_entropy = xla.cross_entropy
+seen_positions = xla.seen_positions
 adafactor = tensorflow_adafactor.adafactor
 
 

@@ -208,6 +208,13 @@ def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     return gen_xla_ops.xla_dynamic_update_slice(cache, new, place)
 
 
+def seen_positions(
+    query_at: tf.Tensor | None, time: tf.Tensor, mask: tf.Tensor
+) -> tuple[tf.Tensor | None, tf.Tensor]:
+    hypotheses = 1 if time.shape.rank else dim(mask, 1)
+    return query_at, tf.range(dim(mask, 2))[tf.newaxis] // hypotheses
+
+
 def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen) -> tf.Tensor:
     batch, queries, heads, _ = shape_of(q)
     steps, num_hyps = dim(k, 0), dim(k, 2)

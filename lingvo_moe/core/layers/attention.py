@@ -21,7 +21,7 @@ from lingvo_moe.core.kernels.scores import Bias, Seen
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers.positions import ScoreBias
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.tensors import Kept, dim
+from lingvo_moe.core.tensors import Kept
 
 AUTO = "auto"
 
@@ -292,7 +292,8 @@ class MultiHeadAttention(BaseLayer):
             x: [B, J, M], the new position of each hypothesis.
             cache: from InitCache or the step before; it must not be used again.
             time: int32 scalar, the step, in [0, length); or, with one hypothesis, int32 [P], consecutive steps at
-                once: x and what comes back are [B, P, M] then, and mask is [B, P, length].
+                once: x and what comes back are [B, P, M] then, and mask is [B, P, length]; or int32 [B, P], where
+                caches are in pages (kernels/paged.py).
             mask: [B, J, length * J], bool or 0/1; must allow a hypothesis its own new position,
                 time * J + j. Or a NestedMap of it, `shared`, see FProp, and `first`, int32 [B], the step of each row's
                 first token, from which its positions count; without it 0.
@@ -302,7 +303,7 @@ class MultiHeadAttention(BaseLayer):
         """
         ops = kernels.current()
         takes = self.NEEDS_POSITIONS or self.p.position is not None
-        query_at = in_row(tf.reshape(time, [1, -1]), mask) if takes else None
+        query_at = positions_of(time, mask) if takes else None
         q, k, v = self._Heads(theta, x, x, query_at)
         k, v = ops.write_cache(cache.k, k, time), ops.write_cache(cache.v, v, time)
         seen = self._SeenInCache(theta, mask, time, query_at)
@@ -319,9 +320,8 @@ class MultiHeadAttention(BaseLayer):
         if not (self.NEEDS_POSITIONS or isinstance(self.children.get("position"), ScoreBias)):
             return self._Seen(theta, mask, None, None)
         pairs = mask.mask if isinstance(mask, NestedMap) else mask
-        hypotheses = 1 if time.shape.rank else dim(pairs, 1)
-        key_at = in_row(tf.range(dim(pairs, 2))[tf.newaxis] // hypotheses, mask)
-        return self._Seen(theta, mask, query_at, key_at)
+        query_at, key_at = kernels.current().seen_positions(query_at, time, pairs)
+        return self._Seen(theta, mask, query_at, in_row(key_at, mask))
 
     def _Positioned(self, heads: tf.Tensor, positions: tf.Tensor | None) -> tf.Tensor:
         if self.p.position is None or heads is None:
@@ -367,6 +367,11 @@ class CrossAttention(MultiHeadAttention):
         q, k, v, o = self._ToPack(theta)
         packed = {"q": packing.Heads(q), "kv": packing.Heads(k, v), "o": packing.Matrix(o)}
         return NestedMap(_others(theta), **packed)
+
+
+def positions_of(time: tf.Tensor, mask: tf.Tensor | NestedMap) -> tf.Tensor:
+    """The positions [1 or B, P] of the new tokens of a step, from the `time` and the `mask` of ExtendStep."""
+    return in_row(time if time.shape.rank == 2 else tf.reshape(time, [1, -1]), mask)
 
 
 def shared_position(p: HyperParams) -> InstantiableParams | None:

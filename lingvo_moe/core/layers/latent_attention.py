@@ -13,7 +13,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers.attention import MultiHeadAttention, head_dim, in_row
+from lingvo_moe.core.layers.attention import MultiHeadAttention, head_dim, positions_of
 from lingvo_moe.core.layers.normalization import normalized
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import shape_of
@@ -135,7 +135,7 @@ class LatentAttention(MultiHeadAttention):
     def ExtendStep(
         self, theta: NestedMap, x: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:
-        ops, query_at = kernels.current(), in_row(tf.reshape(time, [1, -1]), mask)
+        ops, query_at = kernels.current(), positions_of(time, mask)
         latent, turned = self._Latent(theta, x, query_at)
         new = tf.concat([ops.in_layout(latent[:, :, tf.newaxis]), turned], -1)
         latents = ops.write_cache(cache.latent, new, time)

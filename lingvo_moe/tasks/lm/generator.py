@@ -6,7 +6,7 @@ Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.lm_model import LmModel
+from lingvo_moe.tasks.lm.paged_search import PLACES, PagedSearch
 from lingvo_moe.tasks.lm.prompt_search import PromptSearch
 from lingvo_moe.tasks.lm.saved_generator import PROMPT, SETTINGS, TOKENIZER, Texts
 from lingvo_moe.tasks.text.decoding.export import Exportable
@@ -109,6 +110,9 @@ class Generator(Exportable, Texts):
             ids = [tf.TensorSpec([None], tf.int32, "ids")]
             self.pieces = _function(self._tokenizer.id_to_string, ids)
             prompt = [tf.TensorSpec([None], tf.string, "text")]
+            self.ids_of = _function(self._IdsOfOne, [tf.TensorSpec([], tf.string, "text")])
+            new = tf.TensorSpec([None], tf.int32, "new")
+            self.text_of = _function(lambda prompt, new: self._Added(prompt[1:], new), [*ids, new])
         self._takes = len(prompt)
         if size > model.p.vocab_size:
             raise ValueError(
@@ -133,33 +137,29 @@ class Generator(Exportable, Texts):
             return KeptGraph(function, specs, self._weights.variables, key)
 
         self._kept = kept("generate", self._Continued, [*of_ids, *specs])
-        self._kept_begin = kept("begin", self._FlatBegin, [*of_ids, *specs])
-        self._kept_more = kept("more", self._FlatMore, self._SpecsOfMore)
+        if samples:
+            paged = PagedSearch(model, o.Search(**marks, other_ends=other_ends), allowed)
+            self._paged, empty = lambda: paged, paged.Pool(1)
+            self._structure = lambda: empty
+            pools = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in empty.Flatten()]
+            drawn = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
+            of_step = [_one_token(spec) for spec in PLACES[:3]] + [*PLACES[3:], *drawn, *specs[1:]]
+            self.pool = _function(
+                lambda pages: _named(paged.Pool(pages).Flatten()), [tf.TensorSpec([], tf.int32)]
+            )
+            self.fill = _function(self._Fill, [*PLACES, *pools])
+            self.step = _function(self._Step, [*of_step, *pools])
+            self._kept_fill = kept("fill", self._Fill, [*PLACES, *pools])
+            self._kept_step = kept("step", self._Step, [*of_step, *pools])
 
     def Call(self, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
         """See Texts: text becomes tokens outside of graphs, so that the search alone is traced."""
         return self._With(self._kept, arguments)
 
-    def Prepare(self) -> None:
-        """Makes the functions `begin` and `more`, whose trace takes time, of a stream; a beam has none."""
-        if self.options.beam_size == 1 and self.begin is None:
-            self.begin = _function(self._Begin, self._arguments())
-            self.begin.get_concrete_function()
-            self.more = _function(self._More, self._SpecsOfMore())
-
-    def Begin(self, arguments: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """See Texts; where functions are of ids, their graphs are kept."""
-        if not self.vocabulary:
-            return super().Begin(arguments)
-        out = self._kept_begin(*arguments)
-        return _state(out), out["truncated"]
-
-    def More(self, state: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict, tf.Tensor]:
-        """See Texts."""
-        if not self.vocabulary:
-            return super().More(state)
-        out = self._kept_more(*state)
-        return _state(out), {name: out[name] for name in self._columns}, out["over"]
+    def CallPaged(self, name: str, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
+        """See Texts; graphs that take time to trace are kept."""
+        kept = {"fill": self._kept_fill, "step": self._kept_step}
+        return kept[name](*arguments) if name in kept else super().CallPaged(name, arguments)
 
     def Assets(self) -> dict[str, bytes]:
         """See Exportable."""
@@ -267,47 +267,41 @@ class Generator(Exportable, Texts):
     def _TextOf(self, ids: tf.RaggedTensor, columns: dict[str, tf.Tensor]) -> tf.Tensor:
         """The text of the new tokens of prompts with BOS: what the text of all has more than the prompt's."""
         tokens = tf.RaggedTensor.from_tensor(columns["ids"], columns["tokens"])
-        prompt = ids[:, 1:]
+        return self._Added(ids[:, 1:], tokens)
+
+    def _Added(self, prompt: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
+        """The text that new tokens add to the prompt's: of ids [T], or of each row of ragged ones."""
         before = self._tokenizer.detokenize(prompt)
-        whole = self._tokenizer.detokenize(tf.concat([prompt, tokens], 1))
+        whole = self._tokenizer.detokenize(tf.concat([prompt, new], -1))
         start = tf.strings.length(before)
         return tf.strings.substr(whole, start, tf.strings.length(whole) - start)
 
-    def _Begin(self, *arguments: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The arguments of `more` to continue one prompt, and whether it was too long; arguments as `_Generate`."""
-        ids, truncated = self._Ids(*arguments[: self._takes])
-        ids_RP = ids.to_tensor()
-        most, settings = self._Settings(arguments[self._takes :])
-        search = self._search().Begin(self._weights.Tensors(), ids_RP, most, settings)
-        specs = self._search().Specs(search)
-        self._structure, self._specs = lambda: search, lambda: specs
-        return [ids_RP, *search.Flatten()], truncated[0]
+    def _IdsOfOne(self, prompt: tf.Tensor) -> tf.Tensor:
+        """BOS and all tokens of one prompt."""
+        tokens = self._tokenizer.tokenize(tidy_strings(prompt, self._tidied))
+        return tf.concat([[self._marks[0]], tokens], 0)
 
-    def _More(self, ids_RP: tf.Tensor, *state: tf.Tensor) -> tuple:
-        """One more token. Returns what it takes itself, what `_Generate` returns so far, and whether that is all."""
-        search = self._structure().Pack(list(state))
-        search, new, over = self._search().More(self._weights.Tensors(), search)
-        new = new.Transform(lambda x: x[:1])
-        columns = self._ColumnsOf(new, new.lengths_B[0])
-        if not self.vocabulary:
-            columns["texts"] = self._TextOf(tf.RaggedTensor.from_tensor(ids_RP), columns)
-        return [ids_RP, *search.Flatten()], columns, over
+    def _Fill(self, *arguments: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The pool after the tokens of PLACES; the pool's tensors come last."""
+        places, pool = arguments[: len(PLACES)], arguments[len(PLACES) :]
+        structured = self._structure().Pack(list(pool))
+        _, after = self._paged().Extend(self._weights.Tensors(), places, structured)
+        return _named(after.Flatten())
 
-    def _FlatBegin(self, *arguments: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The results of `_Begin`, by name."""
-        state, truncated = self._Begin(*arguments)
-        return {**_named(state), "truncated": truncated}
+    def _Step(self, *arguments: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The pool after one token of each text, the `tokens` that follow and their `log_probs`.
 
-    def _FlatMore(self, *before: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The results of `_More`, by name."""
-        state, columns, over = self._More(*before)
-        return {**_named(state), **columns, "over": over}
-
-    def _SpecsOfMore(self) -> list[tf.TensorSpec]:
-        """The specs of what `_More` takes, which a trace of `_Begin` says."""
-        if "_specs" not in vars(self):
-            _function(self._Begin, self._arguments()).get_concrete_function()
-        return [tf.TensorSpec([None, None], tf.int32), *self._specs()]
+        Args:
+            arguments: PLACES; the ids before and the step of PagedSearch.Step; SETTINGS but max_tokens; the pool.
+        """
+        places, rest = arguments[: len(PLACES)], arguments[len(PLACES) :]
+        before, step, *values = rest
+        names = list(SETTINGS)[1:]
+        settings = NestedMap(zip(names, values), step=step)
+        pool = self._structure().Pack(values[len(names) :])
+        theta = self._weights.Tensors()
+        pool, tokens, log_probs = self._paged().Step(theta, places, before, settings, pool)
+        return {**_named(pool.Flatten()), "tokens": tokens, "log_probs": log_probs}
 
 
 def load_generator(
@@ -330,9 +324,8 @@ def _named(state: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
     return {f"{i:04}": x for i, x in enumerate(state)}
 
 
-def _state(tensors: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
-    """The state of `_named`, among other tensors."""
-    return [tensors[name] for name in sorted(tensors) if name.isdigit()]
+def _one_token(spec: tf.TensorSpec) -> tf.TensorSpec:
+    return tf.TensorSpec([None, 1], spec.dtype, spec.name)
 
 
 def _function(fn: Callable, specs: list[tf.TensorSpec]) -> Any:

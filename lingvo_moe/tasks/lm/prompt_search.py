@@ -18,7 +18,7 @@ from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
-from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch, open_shape
+from lingvo_moe.tasks.text.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
 from lingvo_moe.tasks.text.decoding.sampled_search import SampledSearch
 
 
@@ -34,7 +34,7 @@ class LanguageModel(Protocol):
     ) -> tuple[tf.Tensor, Any]: ...
 
 
-class _PenalizedSearch(SampledSearch):
+class PenalizedSearch(SampledSearch):
     """Draws by min_p and repetition_penalty of the settings too, and by `seen_BV` of caches: the tokens before."""
 
     def _Weighed(self, logits_BV: tf.Tensor, cache: NestedMap) -> tf.Tensor:
@@ -66,7 +66,7 @@ class PromptSearch:
     ):
         self._model, self._o, self._allowed_V = model, options, allowed_V
         # At the limit the search ends a text with EOS, which is not one of the new tokens.
-        kind = _PenalizedSearch if options.beam_size == 1 else GrowingBeamSearch
+        kind = PenalizedSearch if options.beam_size == 1 else GrowingBeamSearch
         self._search = kind(most + 1, options, allowed_V)
 
     def Search(
@@ -90,53 +90,6 @@ class PromptSearch:
             num_rows = dim(ids_BP, 0)
             results = results.Transform(lambda x: x[:num_rows] if x.shape.rank else x)
             return self._Result(results, most_B[:num_rows])
-
-    def Begin(
-        self, theta: NestedMap, ids_BP: tf.Tensor, most_B: tf.Tensor, settings: NestedMap | None
-    ) -> NestedMap:
-        """The search before its first step, for `More`: a tree of tensors; arguments as of `Search`."""
-        with use_mesh(single_device()), kernels.using(tensorflow):
-            most_B, cache, letters = self._Start(theta, ids_BP, most_B, settings)
-            most_B, cache = self._search.Filled(_steps(most_B), cache, letters)
-            return NestedMap(state=self._search.Start(most_B, BLOCK), cache=cache)
-
-    def Specs(self, search: NestedMap) -> list[tf.TensorSpec]:
-        """The specs of the tensors of `Begin`, of any number of rows and steps."""
-        with kernels.using(tensorflow):
-            letters = self._Letters("settings" in search.cache)
-        all_letters = NestedMap(state=self._search.STATE_LETTERS, cache=letters)
-        shapes = map_structure(open_shape, search, all_letters)
-        return [tf.TensorSpec(shape, x.dtype) for shape, x in shapes.Zip(search)]
-
-    def More(self, theta: NestedMap, search: NestedMap) -> tuple[NestedMap, NestedMap, tf.Tensor]:
-        """One more token of each row, with a beam of 1.
-
-        Args:
-            search: from `Begin` or the last call; it must not be used again.
-
-        Returns:
-            The search; as `Search`, the tokens so far; and whether these are all, a bool scalar.
-        """
-        with use_mesh(single_device()), kernels.using(tensorflow):
-            state, cache = self._search.Step(self._StepFn(theta), search.state, search.cache)
-            full = state.time + 1 >= dim(state.ids_BS, 1)
-            letters, at_B = self._Letters("settings" in cache), tf.range(dim(state.ids_BS, 0))
-            state, cache = tf.cond(
-                full,
-                lambda: self._search.Regrown(at_B, state, cache, letters)[1:],
-                lambda: (state, cache),
-            )
-            over = ~self._search.Unfinished(state)
-            new = NestedMap(
-                ids_BKT=state.ids_BS[:, tf.newaxis, 1 : 1 + state.time],
-                lengths_BK=tf.where(over, state.ended_lengths_BJ, state.time + 1),
-                log_probs_BKT=state.log_probs_BS[:, tf.newaxis, : state.time],
-            )
-            return (
-                NestedMap(state=state, cache=cache),
-                self._Result(new, state.max_lengths_B - 1),
-                over,
-            )
 
     def _Result(self, results: NestedMap, most_B: tf.Tensor) -> NestedMap:
         lengths_B = results.lengths_BK[:, 0] - 1

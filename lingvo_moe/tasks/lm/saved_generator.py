@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.files.copies import local
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.lm.running_batch import RunningBatch, RunningText, pages_of
 from lingvo_moe.tasks.text.data.file_list import check_tidied
 from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
 from lingvo_moe.tasks.text.decoding.saved_functions import SavedFunctions
@@ -63,31 +65,49 @@ class Continuation:
 
 
 class Texts:
-    """Calls the functions `generate`, `begin` and `more` of a generator with Python values."""
+    """Calls the functions of a generator with Python values: `generate`; and without a beam `pool`, `fill` and `step`,
+    which a RunningBatch calls. Where functions are of strings: `pieces` and `text_of` of ids, `ids_of` of strings."""
 
     NAME = "generate"
     options: Any
     generate: Any
-    begin: Any = None
-    more: Any = None
-    pieces: Any = None  # from ids, where functions are of strings
+    pieces: Any = None
+    ids_of: Any = None
+    text_of: Any = None
     vocabulary: JsonVocabulary | None = None  # None: the functions are of strings
-
-    def Prepare(self) -> None:
-        """Makes `begin` and `more`, where they are not there yet."""
 
     def Call(self, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
         """Returns the tensors of `generate`."""
         return self.generate(*arguments)
 
-    def Begin(self, arguments: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Returns what `begin` does."""
-        self.Prepare()
-        return self.begin(*arguments)
+    def CallPaged(self, name: str, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
+        """Returns the tensors of `pool`, `fill` or `step`."""
+        return getattr(self, name)(*arguments)
 
-    def More(self, state: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], dict, tf.Tensor]:
-        """Returns what `more` does."""
-        return self.more(*state)
+    def Pool(self, pages: int) -> list[tf.Tensor]:
+        """See PagedFunctions."""
+        return _pool_of(self.CallPaged("pool", [tf.constant(pages)]))
+
+    def Batch(self, rows: int, cache_bytes: int) -> RunningBatch:
+        """A batch of so many rows, whose pages have at most so many bytes; of no more pages than rows can use."""
+        o, one = self.options, sum(np.prod(x.shape) * x.dtype.size for x in self.Pool(1))
+        longest = pages_of(1 + o.max_source_length + o.max_length)
+        return RunningBatch(self, rows, int(min(cache_bytes // one, rows * longest)))
+
+    def Fill(self, places: Sequence[Any], pool: list[tf.Tensor]) -> list[tf.Tensor]:
+        """See PagedFunctions."""
+        return _pool_of(self.CallPaged("fill", [*map(tf.constant, places), *pool]))
+
+    def Step(
+        self, places: Sequence[Any], more: Sequence[Any], pool: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], np.ndarray, np.ndarray]:
+        """See PagedFunctions."""
+        before, step, *values = more
+        specs = list(SETTINGS.values())[1:]
+        settings = [tf.constant(value, spec.dtype) for value, spec in zip(values, specs)]
+        arguments = [*map(tf.constant, (*places, before, step)), *settings, *pool]
+        out = self.CallPaged("step", arguments)
+        return _pool_of(out), out["tokens"].numpy(), out["log_probs"].numpy()
 
     def Generate(
         self, prompts: Sequence[Prompt], settings: Sequence[Sampling]
@@ -100,10 +120,11 @@ class Texts:
         whole = [i for i, sampling in enumerate(settings) if not sampling.stop]
         rows = self._Together([prompts[i] for i in whole], [settings[i] for i in whole])
         by_prompt = dict(zip(whole, rows, strict=True))
-        for i in sorted({*range(len(settings))} - {*whole}):
-            *_, (_, end) = self.Stream(prompts[i], settings[i])
-            assert end is not None
-            by_prompt[i] = end
+        rest = sorted({*range(len(settings))} - {*whole})
+        answers = [self.Begin(prompts[i], settings[i]) for i in rest]
+        for number, (_, end) in self._Running(answers):
+            if end:
+                by_prompt[rest[number]] = end
         return [by_prompt[i] for i in range(len(settings))]
 
     def Stream(
@@ -115,25 +136,34 @@ class Texts:
 
         Raises ValueError: as Generate, or options have a beam.
         """
+        for _, news in self._Running([self.Begin(prompt, settings)]):
+            yield news
+
+    def Begin(self, prompt: Prompt, settings: Sampling) -> "Answer":
+        """The answer to a prompt, which can join a RunningBatch. Raises ValueError: as Stream."""
         self._Check([settings])
         if self.options.beam_size > 1:
             raise ValueError("a beam search has no text before its end: it cannot be streamed")
-        ids, arguments = self._Arguments([prompt], [settings])
-        (state, truncated), sent, ends = self.Begin(arguments), 0, False
-        prompt_tokens = int(state[0].shape[1]) - 1
-        while not ends:
-            state, tensors, over = self.More(state)
-            columns = {name: value.numpy() for name, value in tensors.items()}
-            columns |= {"truncated": [bool(truncated)], "prompt_tokens": [prompt_tokens]}
-            row = self._Row(ids[0] if ids else [], columns, 0, settings)
-            at = min((i for i in map(row.text.find, settings.stop) if i >= 0), default=-1)
-            ends = at >= 0 or bool(over)
-            if at >= 0:
-                row = dataclasses.replace(row, text=row.text[:at], finish_reason="stop")
-            # The first bytes of a character that is not whole yet read as U+FFFD.
-            ready = row.text if ends else _before_a_stop(row.text.rstrip("\ufffd"), settings.stop)
-            yield ready[sent:], row if ends else None
-            sent = max(sent, len(ready))
+        ids, most = self._PromptIds([prompt])[0], self.options.max_source_length
+        text = RunningText([ids[0], *ids[1:][-most:]], settings)
+        return Answer(self, text, len(ids) > most + 1)
+
+    def _Running(self, answers: Sequence["Answer"]) -> Iterator[tuple[int, tuple]]:
+        """Runs answers in a batch of their own; yields their numbers and news."""
+        numbers = {answer.text: i for i, answer in enumerate(answers)}
+        rows = min(len(answers), self.options.rows)
+        longest = [pages_of(len(text.ids) + text.settings.max_tokens) for text in numbers]
+        if not answers:
+            return
+        batch = RunningBatch(self, rows, rows * max(longest))
+        for text in numbers:
+            batch.Join(text)
+        while batch.running or batch.waiting:
+            for text in batch.Step():
+                news = answers[numbers[text]].News()
+                if news[1]:
+                    batch.Leave(text)
+                yield numbers[text], news
 
     def Translate(
         self, lines: Sequence[Prompt], settings: Sequence[Sampling] | None = None
@@ -141,8 +171,6 @@ class Texts:
         """Generate as the server calls it, in the form of Translator.Translate; without settings, to warm up."""
         if settings is None:
             settings = [Sampling(1)] * len(lines)
-            if self.options.beam_size == 1:
-                list(self.Stream(lines[0], settings[0]))
         rows = self.Generate(lines, settings)
         return NestedMap(
             translations=[[row.text] for row in rows],
@@ -218,15 +246,22 @@ class Texts:
             tensors = tensors[:1]
         if self.vocabulary is None:
             return [], [tf.constant(values, tf.string), *tensors]
-        texts = [value.decode("utf-8", "replace") for value in values if isinstance(value, bytes)]
-        of_texts, begin = iter(self.vocabulary.EncodeBatch(texts)), self.vocabulary.bos_id
-        ids = [
-            [begin, *next(of_texts)] if isinstance(value, bytes) else [*value] for value in values
-        ]
+        ids = self._PromptIds(values)
         ragged = tf.ragged.constant(ids, tf.int32, ragged_rank=1)
         most = self.options.max_source_length
         arguments = [ragged.to_tensor(), tf.cast(ragged.row_lengths(), tf.int32)]
         return [one[1:][-most:] for one in ids], [*arguments, *tensors]
+
+    def _PromptIds(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The ids of each prompt, of all its tokens, after the mark that begins it."""
+        values = [utf8_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        if self.vocabulary is None:
+            return [self.ids_of(tf.constant(value)).numpy().tolist() for value in values]
+        texts = [value.decode("utf-8", "replace") for value in values if isinstance(value, bytes)]
+        of_texts, begin = iter(self.vocabulary.EncodeBatch(texts)), self.vocabulary.bos_id
+        return [
+            [begin, *next(of_texts)] if isinstance(value, bytes) else [*value] for value in values
+        ]
 
 
 class SavedGenerator(SavedFunctions, Texts):
@@ -239,13 +274,58 @@ class SavedGenerator(SavedFunctions, Texts):
             tidied = check_tidied(self.about.get("tidied", 0), path)
             self.vocabulary = JsonVocabulary(file.read_bytes(), file, tidied)
             self._CheckNames([PROMPT])
-        if self.options.beam_size == 1:
-            self.begin, self.more = self._loaded.begin, self._loaded.more
-        if self.vocabulary is None:
-            self.pieces = self._loaded.pieces
+        names = ["pool", "fill", "step"] if self.options.beam_size == 1 else []
+        names += ["pieces", "ids_of", "text_of"] if self.vocabulary is None else []
+        self._CheckThere(names, dir(self._loaded))
+        vars(self).update({name: getattr(self._loaded, name) for name in names})
 
     def Names(self) -> list[str]:
         return ["prompt_tokens", *[*SETTINGS][: 1 if self.options.beam_size > 1 else None]]
+
+
+class Answer:
+    """An answer that comes token by token: the text that a RunningBatch continues, read."""
+
+    def __init__(self, texts: Texts, text: RunningText, truncated: bool):
+        self._texts, self.text, self._truncated, self._sent = texts, text, truncated, 0
+
+    def News(self) -> tuple[str, Continuation | None]:
+        """What text the last tokens add; and at the end the whole, else None.
+
+        Text that may be the beginning of a stop string comes when it is known to be none.
+        """
+        text, row = self.text, self._Row()
+        stops = text.settings.stop
+        at = min((i for i in map(row.text.find, stops) if i >= 0), default=-1)
+        if at >= 0:
+            row = dataclasses.replace(row, text=row.text[:at], finish_reason="stop")
+        ends = at >= 0 or bool(text.reason)
+        # The first bytes of a character that is not whole yet read as U+FFFD.
+        ready = row.text if ends else _before_a_stop(row.text.rstrip("\ufffd"), stops)
+        news = ready[self._sent :], row if ends else None
+        self._sent = max(self._sent, len(ready))
+        return news
+
+    def _Row(self) -> Continuation:
+        """The continuation so far."""
+        text, prompt = self.text, self.text.ids[: self.text.prompt]
+        columns = {
+            "ids": [np.asarray(text.new, np.int32)],
+            "tokens": [len(text.new)],
+            "finished": [text.reason == "stop"],
+            "log_probs": [np.asarray(text.log_probs, np.float32)],
+            "truncated": [self._truncated],
+            "prompt_tokens": [text.prompt - 1],
+        }
+        if self._texts.vocabulary is None:
+            ids = (tf.constant(part, tf.int32) for part in (prompt, text.new))
+            columns["texts"] = [self._texts.text_of(*ids).numpy()]
+        return self._texts._Row(prompt[1:], columns, 0, text.settings)
+
+
+def _pool_of(tensors: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors of a pool, among others."""
+    return [tensors[name] for name in sorted(tensors) if name.isdigit()]
 
 
 def _before_a_stop(text: str, stops: Sequence[str]) -> str:

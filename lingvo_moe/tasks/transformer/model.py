@@ -18,7 +18,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as Hyp
 from lingvo_moe.core.kernels.blockwise import FROM_LENGTH
 from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import embedding, kept, masks, positions, softmax
-from lingvo_moe.core.layers.attention import AUTO, in_row
+from lingvo_moe.core.layers.attention import AUTO, positions_of
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.nested_map import NestedMap, map_structure, updates_of
 from lingvo_moe.core.pipeline import params as pipeline
@@ -418,7 +418,8 @@ class TransformerModel(BaseTask):
             ids: int32 [B,J], the tokens at `time`; or [B,P].
             cache: as InitCache gave it, or the last step: the last stack's caches by its name; with cross-attention
                 `memory` and `cross_mask`; `task_ids` [B] if the router needs them.
-            time: int32 scalar, the position; or int32 [P], consecutive ones, with one hypothesis.
+            time: int32 scalar, the position; or int32 [P], consecutive ones, with one hypothesis; or [B,P], see
+                MultiHeadAttention.ExtendStep.
             mask: bool [B, J or P, J*length], the flat positions that each looks at, its own included; or as that of
                 MultiHeadAttention.ExtendStep, with `first`.
 
@@ -426,7 +427,7 @@ class TransformerModel(BaseTask):
             float32 logits [B, J or P, V] of the next tokens, and the cache.
         """
         stack = self.STACKS[-1]
-        at = tf.zeros_like(ids) + in_row(tf.reshape(time, [1, -1]), mask)
+        at = tf.zeros_like(ids) + positions_of(time, mask)
         table = self.Table(stack)
         x = self.position.Add(self.children[table].FProp(theta[table], ids), at)
         row, aux = NestedMap(ids=ids), NestedMap(self_mask=mask)

@@ -34,9 +34,6 @@ class Exportable(tf.Module):
         """Whether the language of a line is SOURCE-TARGET, of two of the languages."""
         return False
 
-    def Prepare(self) -> None:
-        """Makes further functions, before it is written."""
-
     def Assets(self) -> Mapping[str, bytes]:
         """Further files, by path in the export."""
         return {}
@@ -68,7 +65,6 @@ def export(
             export(exported, made, about)
             upload(made, os.fspath(output), MANIFEST)
         return
-    exported.Prepare()
     output = Path(output)
     with replaced_directory(output.absolute()) as directory, quiet_absl():
         signature = getattr(exported, exported.NAME).get_concrete_function()

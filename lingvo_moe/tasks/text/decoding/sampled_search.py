@@ -36,17 +36,10 @@ class SampledSearch(GrowingBeamSearch):
             return super().Step(step_fn, state, cache)
         logits_B1V, cache = step_fn(self.Ids(state), cache, state.time, state.mask_BJS)
         logits_BV = tf.cast(logits_B1V[:, 0], tf.float32)
-        allowed = self._Allowed(logits_BV.shape[1])
-        at_V = tf.minimum(tf.range(dim(logits_BV, 1)), allowed.size)
-        may_BV = tf.where(tf.gather(np.append(allowed, True), at_V), logits_BV, float("-inf"))
         length = state.time + 1
-        tokens_B = sample(self._Weighed(may_BV, cache), cache.settings, state.time)
-        for end in self.o.other_ends:
-            tokens_B = tf.where(tokens_B == end, self.o.eos_id, tokens_B)
+        tokens_B = self.Drawn(logits_BV, cache, state.time)
         tokens_B1 = tf.where(length < state.max_lengths_B, tokens_B, self.o.eos_id)[:, tf.newaxis]
-
-        partition_B1 = log_sum_exp(logits_BV, tf.reduce_max(logits_BV, 1))
-        log_probs_B1 = tf.gather(logits_BV, tokens_B1, batch_dims=1) - partition_B1
+        log_probs_B1 = log_probs_of(logits_BV, tokens_B1)
         now_S = tf.range(dim(state.ids_BS, 1)) == state.time
         newest_BS = tf.where(now_S, log_probs_B1, state.log_probs_BS)
         # The second candidate, which can never live, fills the place of one that ends.
@@ -58,6 +51,16 @@ class SampledSearch(GrowingBeamSearch):
         state = NestedMap(state, log_probs_BS=newest_BS)
         state = self._finish(state, length, scores_BC, parents_BC, is_eos_BC)
         return self._continue(state, scores_BC, parents_BC, tokens_BC, is_eos_BC), cache
+
+    def Drawn(self, logits_BV: tf.Tensor, cache: NestedMap, step: tf.Tensor) -> tf.Tensor:
+        """The tokens [B] that are drawn from float32 logits by the settings of the cache at a step, int32 [] or [B]."""
+        allowed = self._Allowed(logits_BV.shape[1])
+        at_V = tf.minimum(tf.range(dim(logits_BV, 1)), allowed.size)
+        may_BV = tf.where(tf.gather(np.append(allowed, True), at_V), logits_BV, float("-inf"))
+        tokens_B = sample(self._Weighed(may_BV, cache), cache.settings, step)
+        for end in self.o.other_ends:
+            tokens_B = tf.where(tokens_B == end, self.o.eos_id, tokens_B)
+        return tokens_B
 
     def Results(self, state: NestedMap) -> NestedMap:
         """See FlatBeamSearch."""
@@ -71,6 +74,12 @@ class SampledSearch(GrowingBeamSearch):
     def _NothingFound(self, max_lengths_B: tf.Tensor) -> NestedMap:
         results = super()._NothingFound(max_lengths_B)
         return NestedMap(results, log_probs_BKT=tf.zeros_like(results.ids_BKT, tf.float32))
+
+
+def log_probs_of(logits_BV: tf.Tensor, tokens_B1: tf.Tensor) -> tf.Tensor:
+    """The log-probabilities [B,1] of tokens, by float32 logits."""
+    partition_B1 = log_sum_exp(logits_BV, tf.reduce_max(logits_BV, 1))
+    return tf.gather(logits_BV, tokens_B1, batch_dims=1) - partition_B1
 
 
 def settings_of(sampling: Sampling, seeds_B: tf.Tensor) -> NestedMap:

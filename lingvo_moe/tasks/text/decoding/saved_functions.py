@@ -66,8 +66,11 @@ class SavedFunctions:
     def _CheckNames(self, names: Iterable[str]) -> None:
         """Raises ValueError unless the function has inputs or outputs of these names."""
         call = self._loaded.signatures["serving_default"]
-        there = {*call.structured_input_signature[1], *call.structured_outputs}
-        if lacking := sorted({*names} - there):
+        self._CheckThere(names, {*call.structured_input_signature[1], *call.structured_outputs})
+
+    def _CheckThere(self, names: Iterable[str], there: Iterable[str]) -> None:
+        """Raises ValueError where a name is not among those of the model."""
+        if lacking := sorted({*names} - {*there}):
             version = self.about.get("version", "an older version")
             raise ValueError(
                 f"--saved_model={self._path}: has no {', '.join(lacking)}: it was exported by lingvo_moe {version}, "

@@ -117,19 +117,9 @@ class Batcher:
     async def Call(self, work: Callable[[], Any]) -> Any:
         """Runs `work()` in the translator's thread after the work that runs there now, and returns its result.
 
-        Raises Exception: what it raises; a RuntimeError for what is none, such as a panic of a library in Rust, which
-            would end the server.
+        Raises Exception: what it raises, see `guarded`.
         """
-
-        def guarded() -> Any:
-            try:
-                return work()
-            except Exception:
-                raise
-            except BaseException as e:
-                raise RuntimeError(f"{type(e).__name__}: {e}") from e
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, guarded)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, guarded(work))
 
     async def _quiet(self) -> None:
         """Waits for a first line, and then a little for others."""
@@ -211,6 +201,21 @@ class Batcher:
             request.results[i] = translation
             if len(request.results) == len(request.lines) and not request.done.done():
                 request.done.set_result([request.results[i] for i in range(len(request.lines))])
+
+
+def guarded(work: Callable[[], Any]) -> Callable[[], Any]:
+    """The same work, which raises a RuntimeError in the place of what is no Exception, such as a panic of a library in
+    Rust: that would end the server."""
+
+    def run() -> Any:
+        try:
+            return work()
+        except Exception:
+            raise
+        except BaseException as e:
+            raise RuntimeError(f"{type(e).__name__}: {e}") from e
+
+    return run
 
 
 def _translations(out: Any) -> Iterable[Translation]:

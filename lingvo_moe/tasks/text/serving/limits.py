@@ -13,6 +13,7 @@ class Limits:
     # The lines of all requests, those being translated too; at least max_lines.
     max_waiting_lines: int = 1024
     max_connections: int = 256  # open at once
+    cache_mib: int = 1024  # keys and values of all texts that a language model continues
     request_timeout: float = 60.0  # seconds from a whole request to its translations
     # Seconds for a client to send headers, then for it to send a body, to take the answer, and to come back on a
     # connection that it keeps open.

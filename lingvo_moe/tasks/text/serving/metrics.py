@@ -1,6 +1,6 @@
 """The metrics of a server, in Prometheus's text format."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -14,14 +14,13 @@ DropReason = Literal["closed", "malformed", "slow", "too_large"]
 
 
 class Metrics:
-    """The metrics of one server; two servers in a process are separate."""
+    """The metrics of one server; two servers in a process are separate.
 
-    def __init__(
-        self,
-        waiting: Callable[[], float],
-        connections: Callable[[], float],
-        ready: Callable[[], float],
-    ):
+    Args:
+        gauges: names without the prefix, descriptions, and what gives the values.
+    """
+
+    def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]):
         self._registry = CollectorRegistry()
         registry = self._registry
         ProcessCollector(registry=registry)
@@ -56,11 +55,7 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        for name, text, function in (
-            ("waiting_lines", "Lines that wait or are being translated.", waiting),
-            ("connections", "Connections that are open.", connections),
-            ("ready", "1 when translations are served.", ready),
-        ):
+        for name, (text, function) in gauges.items():
             Gauge(f"lingvo_moe_{name}", text, registry=registry).set_function(function)
 
     def CountRequest(self, route: str, status: int, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """The Service that request handlers call: a translator, its limits and its state."""
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.serving.batcher import Batcher, Translation
 from lingvo_moe.tasks.text.serving.bodies import TextRequest
+from lingvo_moe.tasks.text.serving.decode_loop import DecodeLoop
 from lingvo_moe.tasks.text.serving.limits import Limits
 from lingvo_moe.tasks.text.serving.metrics import Metrics
 from lingvo_moe.tasks.text.serving.request_error import RequestError
@@ -21,8 +23,8 @@ class Service:
     """Translates for many at once, within limits.
 
     Args:
-        translator: a Translator, a Generator (with settings in the place of languages), or an exported one; called in
-            one thread only.
+        translator: a Translator, a Generator, or an exported one; called in one thread only. A Generator with a beam
+            takes settings in the place of languages.
         about: the model, as `/health` shows it; with its languages, unless they are those that the translator takes.
         max_batch_lines: translated at once; None for the rows of the translator's programs.
         max_batch_wait: seconds that the first line of a quiet time waits for others.
@@ -49,16 +51,27 @@ class Service:
         self.state = WARMING_UP
         self.connections = 0
         self.header_timers: dict[object, asyncio.TimerHandle] = {}
-        self.running = self._streams = 0
-        self.metrics = Metrics(
-            lambda: self._batcher.lines, lambda: self.connections, lambda: self.state == READY
-        )
-        self._batcher = Batcher(
-            translator.Translate,
-            max_batch_lines or translator.options.rows,
-            max_batch_wait,
-            self.metrics.CountBatch,
-        )
+        self.running = 0
+        rows = max_batch_lines or translator.options.rows
+        self._loop: DecodeLoop | None = None
+        if hasattr(translator, "Begin") and translator.options.beam_size == 1:
+            self._loop = DecodeLoop(translator, rows, limits.cache_mib << 20, self._CountBatch)
+        else:
+            self._batcher = Batcher(translator.Translate, rows, max_batch_wait, self._CountBatch)
+        self.metrics = Metrics({
+            "waiting_lines": ("Lines that wait or are being translated.", lambda: self.lines),
+            "connections": ("Connections that are open.", lambda: self.connections),
+            "ready": ("1 when translations are served.", lambda: self.state == READY),
+            **(self._loop.Gauges() if self._loop else {}),
+        })  # fmt: skip
+
+    def _CountBatch(self, lines: int, seconds: float) -> None:
+        self.metrics.CountBatch(lines, seconds)
+
+    @property
+    def lines(self) -> int:
+        """Lines that wait or are being answered."""
+        return (self._loop or self._batcher).lines
 
     @functools.cached_property
     def chat(self) -> Chat | None:
@@ -83,6 +96,11 @@ class Service:
 
         Over a mesh there is a program for each bucket; TensorFlow's own kernels run one for all lengths.
         """
+        if self._loop:
+            await self._loop.WarmUp()
+            yield 1, 1
+            self._BeReady()
+            return
         over_mesh = getattr(self.translator, "mesh_search", None)
         longest = self.translator.options.max_source_length
         lines = warm_up_lines(longest if over_mesh else 1)
@@ -92,12 +110,15 @@ class Service:
         for i, line in enumerate(lines, 1):
             await self._batcher.Call(functools.partial(self.translator.Translate, [line], language))
             yield i, len(lines)
+        self._BeReady()
+
+    def _BeReady(self) -> None:
         if self.state == WARMING_UP:
             self.state = READY
 
     async def Run(self) -> None:
         """Translates incoming lines until it is cancelled."""
-        await self._batcher.Run()
+        await (self._loop or self._batcher).Run()
 
     def StopHeaderTimer(self, stream: object) -> None:
         """The headers of a request have come on this connection, or it ended."""
@@ -112,14 +133,17 @@ class Service:
     async def Translate(self, wanted: TextRequest) -> list[Translation]:
         """One Translation for each line.
 
-        Raises RequestError: 503 while there are too many lines, 504 when it took too long, 500 where the model failed.
+        Raises RequestError: 429 while there are too many lines, 504 when it took too long, 500 where the model failed.
         """
         self._CheckRoom(len(wanted.lines))
         try:
             async with asyncio.timeout(self.limits.request_timeout):
-                translations = await self._batcher.Translate(
-                    wanted.lines, wanted.settings or wanted.languages
-                )
+                if self._loop:
+                    translations = await self._loop.Answers(wanted.lines, wanted.settings)
+                else:
+                    translations = await self._batcher.Translate(
+                        wanted.lines, wanted.settings or wanted.languages
+                    )
         except TimeoutError:
             raise RequestError(
                 504, f"not done within {self.limits.request_timeout:g} s; send fewer lines", 1
@@ -130,24 +154,21 @@ class Service:
     async def Stream(
         self, prompt: bytes | list[int], settings: Sampling
     ) -> AsyncGenerator[tuple[str, Any], None]:
-        """The text of each step that continues a prompt, as Texts.Stream; between two steps others have their turn.
+        """The text of each step that continues a prompt; and at the end the Continuation, else None.
 
-        Raises RequestError: 503 while there are too many lines.
+        Raises RequestError: 429 while there are too many lines.
         """
         self._CheckRoom(1)
-        self._streams += 1
-        try:
-            steps = self.translator.Stream(prompt, settings)
-            while step := await self._batcher.Call(functools.partial(next, steps, None)):
+        assert self._loop
+        async with contextlib.aclosing(self._loop.Stream(prompt, settings)) as steps:
+            async for step in steps:
                 yield step
-        finally:
-            self._streams -= 1
         self.metrics.CountLines(1, 0)
 
     def _CheckRoom(self, lines: int) -> None:
-        """Raises RequestError 503 if so many lines more would be too many."""
-        if self._batcher.lines + self._streams + lines > self.limits.max_waiting_lines:
-            raise RequestError(503, "too many lines wait already; try again later", 1)
+        """Raises RequestError 429 if so many lines more would be too many."""
+        if self.lines + lines > self.limits.max_waiting_lines:
+            raise RequestError(429, "too many lines wait already; try again later", 1)
 
 
 def warm_up_lines(max_source_length: int) -> Sequence[bytes]:

@@ -35,7 +35,7 @@ def test_a_stream_is_of_events(server):
     assert events.pop() == "" and all(event.startswith("data: ") for event in events)
     found = [json.loads(event[6:]) for event in events]
     texts = [{"text": " grün"}, {"text": " und"}, {"text": " blau"}]
-    assert found == [*texts, {"text": "", "finished": True}]
+    assert found == [*texts, {"text": "", "finished": False}]
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error_and_frees_its_place(server):

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 from local_server import Echo, running
@@ -20,13 +19,8 @@ USER = {"role": "user", "content": "red green"}
 class Counting(Echo):
     """Says of each answer that its prompt had four tokens, and it three."""
 
-    def _About(self, line):
+    def About(self, line):
         return {"tokens": 3, "prompt_tokens": 4, "finish_reason": "length"}
-
-    def Stream(self, prompt, settings):
-        *steps, _ = super().Stream(prompt, settings)
-        yield from steps
-        yield "", SimpleNamespace(tokens=3, prompt_tokens=4, finish_reason="stop")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +74,7 @@ def test_completions(server):
     asked = {"model": "translator", "prompt": "a b", **more, "max_tokens": None, "stop": "x"}
     *chunks, last = _events(server.Ask("POST", "/v1/completions", asked))
     found = [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks]
-    assert found == [(" a", None), (" b", None), ("", "stop")]
+    assert found == [(" a", None), (" b", None), ("", "length")]
     assert (last["choices"], last["usage"]) == ([], _USAGE)
 
 
@@ -108,7 +102,7 @@ def test_chats(chatting):
     first, *deltas = [c["choices"][0] for c in chunks]
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert [d["delta"] for d in deltas] == [{"content": f" {w}"} for w in USER_WORDS] + [{}]
-    assert deltas[-1]["finish_reason"] == "stop"
+    assert deltas[-1]["finish_reason"] == "length"
     too_long = [{"role": "user", "content": "a " * 300}]
     reply = chatting.Ask("POST", "/v1/chat/completions", {**asked, "messages": too_long})
     assert reply.status == 400 and "tokens; at most 200 here" in reply.content["error"]["message"]

@@ -182,7 +182,7 @@ def test_too_many_lines_and_too_long_a_wait():
             slow = pool.submit(it.Ask, "POST", "/translate", {"text": "a\nb\nc"})
             it.Until(lambda: it.service.running == 1)
             full = it.Ask("POST", "/translate", {"text": "d\ne\nf"})
-            assert (full.status, full.headers["Retry-After"]) == (503, "1")
+            assert (full.status, full.headers["Retry-After"]) == (429, "1")
             assert "too many lines wait" in full.content["error"]
             assert slow.result().status == 504
             assert "not done within 0.5 s" in slow.result().content["error"]

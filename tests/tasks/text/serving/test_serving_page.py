@@ -147,11 +147,10 @@ def test_the_page_asks_for_both_languages_of_a_model_from_any_to_any():
 @needs_chromium
 def test_a_conversation_is_shown_as_it_comes(monkeypatch):
     class Chatting(Echo):
-        """Has a vocabulary whose conversations are its last message."""
+        """Has a vocabulary whose conversations are the number of their messages."""
 
-        def Stream(self, prompt, settings):
-            yield from [(f"<b>{prompt[0]}", None), ("!", None)]
-            yield "", SimpleNamespace(tokens=2, prompt_tokens=0, finish_reason="stop")
+        def About(self, line):
+            return {"tokens": 2, "prompt_tokens": 0, "finish_reason": "stop"}
 
     ids = {"Ids": lambda messages: [len(messages)]}
     monkeypatch.setattr(service, "Chat", lambda vocabulary: SimpleNamespace(**ids))
@@ -168,13 +167,13 @@ def test_a_conversation_is_shown_as_it_comes(monkeypatch):
                 await tab.Until(f"{lines} && {ready}")
             assert await _lines(tab) == [
                 ["größer", "ltr", "user"],
-                ["<b>1!", "ltr", "assistant"],
+                [" <b>1 !", "ltr", "assistant"],
                 ["שלום", "rtl", "user"],
-                ["<b>3!", "ltr", "assistant"],
+                [" <b>3 !", "ltr", "assistant"],
             ]
             await tab.Eval("document.getElementById('new').click()")
             assert await _lines(tab) == []
 
-    vocabulary = SimpleNamespace(chat_template="any")
+    vocabulary = SimpleNamespace(chat_template="any", Decode=lambda ids: f"<b>{ids[0]} !")
     with running(Chatting(vocabulary=vocabulary)) as it:
         asyncio.run(work(it.port))

@@ -1,0 +1,112 @@
+"""Texts that join and leave a running batch at any time are those that run alone, and give all pages back."""
+
+import dataclasses
+import random
+
+import pytest
+import toy_text
+from rows import products_ignore_the_batch
+
+from lingvo_moe.core.decode.pages import PAGE
+from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
+from lingvo_moe.tasks.lm.running_batch import FILLED, RunningBatch, RunningText
+from lingvo_moe.tasks.text.data.errors import DataError
+
+# Grouped heads with rotary positions, windows and sinks; ALiBi's numbers, with a head for each.
+MODELS = (
+    "task.num_kv_heads=1;task.attention=extended;task.attention.window=40;task.attention.sinks=True",
+    "task.position=alibi;task.num_experts=4",
+    "task.attention=latent;task.attention.rank=6;task.attention.turned_dim=4",
+)
+
+
+@pytest.fixture(scope="module", params=MODELS[:1])
+def generator(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("lm")
+    toy_text.save_run(path, request.param)
+    return load_generator(path, GenerateOptions(max_source_length=200, max_length=80))[0]
+
+
+def _texts(count):
+    """Prompts of up to 150 tokens, of which many begin alike, and settings of all kinds."""
+    rng = random.Random(0)
+    begins = [[1, *(rng.randrange(4, 290) for _ in range(size))] for size in (0, 3, 70, 130)]
+    kinds = (Sampling(40), Sampling(3), Sampling(60, 0.9, 0, 0.9, 7), Sampling(40, 0.5, 9))
+    kinds += (Sampling(20, repetition_penalty=1.4),)
+    for number in range(count):
+        more = [rng.randrange(4, 290) for _ in range(rng.randrange(1, 20))]
+        settings = dataclasses.replace(rng.choice(kinds), number=number)
+        yield RunningText([*rng.choice(begins), *more], settings)
+
+
+def _run(batch, texts):
+    for text in texts:
+        batch.Join(text)
+    while batch.running or batch.waiting:
+        batch.Step()
+    assert batch.pool.free == batch.pool.pages
+
+
+def _answer(text):
+    exact = text.log_probs if products_ignore_the_batch() else None
+    return text.new, text.reason, exact
+
+
+def test_texts_that_join_and_leave_are_those_that_run_alone(generator):
+    """50 texts; some are cut off, and some give their pages back for others and are read again."""
+    alone, rng = list(_texts(50)), random.Random(1)
+    for text in alone:
+        _run(RunningBatch(generator, 1, 12), [text])
+    together, gone, waited = list(_texts(50)), set(), 0
+    batch, coming = RunningBatch(generator, 6, 14), list(together)
+    while coming or batch.running or batch.waiting:
+        while coming and rng.random() < 0.5:
+            batch.Join(coming.pop(0))
+        before = {*batch.running}
+        for text in batch.Step():
+            assert text.pages == [] or text in batch.running
+        waited += any(text in before for text in batch.waiting)
+        if batch.running and rng.random() < 0.02:
+            gone.add(text := rng.choice(batch.running))
+            batch.Leave(text)
+    assert batch.pool.free == batch.pool.pages and waited and 0 < len(gone) < 15
+    for text, want in zip(together, alone):
+        if text in gone:
+            assert text.new == want.new[: len(text.new)]
+        else:
+            assert _answer(text) == _answer(want)
+            assert text.log_probs == pytest.approx(want.log_probs, abs=1e-4)
+
+
+def test_a_long_begin_is_read_once_and_long_prompts_in_parts(generator, monkeypatch):
+    begin, read = [1, *range(10, 10 + FILLED + 3)], []
+    fill = generator.Fill
+    monkeypatch.setattr(
+        generator,
+        "Fill",
+        lambda places, pool: (read.append(places[0].shape), fill(places, pool))[1],
+    )
+    batch = RunningBatch(generator, 4, 40)
+    texts = [RunningText([*begin, 200 + i], Sampling(5)) for i in range(3)]
+    _run(batch, texts)
+    # The last tokens of all prompts, which are in no full page of the first, are read together.
+    assert read == [(1, FILLED), (3, 16)]
+    assert [text.filled for text in texts] == [0] * 3
+    with pytest.raises(
+        DataError, match=rf"more than the {40 * PAGE} tokens that all texts together"
+    ):
+        batch.Join(RunningText(begin * 10, Sampling(5)))
+
+
+@pytest.mark.parametrize("more", MODELS[1:])
+def test_other_kinds_of_attention_continue_as_over_whole_caches(tmp_path, more):
+    toy_text.save_run(tmp_path, more)
+    generator = load_generator(tmp_path, GenerateOptions(max_length=40))[0]
+    prompts = ["open the green tree and close the red house, then edit the file", "red house"]
+    settings = [Sampling(30, logprobs=True), Sampling(30, 0.8, logprobs=True)]
+    for prompt, each, want in zip(prompts, settings, generator.Generate(prompts, settings)):
+        *_, (_, got) = generator.Stream(prompt, each)
+        assert (got.text, got.finish_reason) == (want.text, want.finish_reason)
+        values = [[value for _, value in one.logprobs] for one in (got, want)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
