@@ -452,6 +452,8 @@ def generator_from_run(
     from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
     from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
+    from . import _mesh
+
     if getattr(args, "shortlist", None):
         what = f"{args.logdir} is of a language model; leave it out"
         raise ValueError(f"--shortlist is for translation models: {what}")
@@ -461,7 +463,12 @@ def generator_from_run(
     if b'"chat_template"' in TextRunDir(args.logdir, trust_run=args.trust_run).vocabs.target:
         options.setdefault("max_source_length", CHAT_LENGTH)
     enable_compilation_cache()  # which keeps the traced search
-    return load_generator(args.logdir, GenerateOptions(**options), chosen(args), args.trust_run)
+    engine = _mesh.engine_of(args)
+    loaded = load_generator(
+        args.logdir, GenerateOptions(**options), chosen(args), args.trust_run, engine
+    )
+    _mesh.lead(getattr(loaded[0], "mesh_search", None))
+    return loaded
 
 
 def open_generator(

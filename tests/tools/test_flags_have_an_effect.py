@@ -94,7 +94,17 @@ def _evaluated_by_harness(args: Any, open_model: Any) -> tuple[str, dict]:
     return "table", {}
 
 
-_CLI = {"tools._cli:load_tensorflow": None}
+def _over(args: Flags) -> None:
+    print(
+        args.mesh, args.num_devices, args.coordinator_address, args.num_processes, args.process_id
+    )
+
+
+_CLI = {
+    "tools._cli:load_tensorflow": None,
+    "tools._mesh:engine_of": Through(_over),
+    "tools._mesh:lead": None,
+}
 _OPTIONS = SimpleNamespace(top_k=9)
 _TRANSLATOR = anything(Translate=_lines, about={}, languages=("aa", "bb"), options=_OPTIONS)
 _GENERATOR = anything(Generate=_texts, about={})

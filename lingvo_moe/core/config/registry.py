@@ -171,6 +171,13 @@ def _DefineIntervals(p: Params) -> None:
     )
     p.Define("eval_batches", 8, "Held-out batches of an evaluation.", checks.SIZE)
     p.Define(
+        "eval_decode_every",
+        0,
+        "Steps between scores of decoded held-out lines (BLEU), by the model as it lies on the devices; a multiple of "
+        "eval_interval_steps, with whose evaluations they come. 0: never.",
+        checks.COUNT,
+    )
+    p.Define(
         "early_stopping_evals",
         0,
         "Training ends after so many evaluations without a lower held-out loss; 0: never.",

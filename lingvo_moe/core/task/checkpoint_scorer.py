@@ -10,6 +10,7 @@ from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
 
 if TYPE_CHECKING:
+    from lingvo_moe.core.engine.base import Engine
     from lingvo_moe.core.task.base_task import BaseTask
 
 
@@ -24,18 +25,25 @@ class CheckpointScores:
 
 
 class BaseCheckpointScorer(abc.ABC):
-    """Scores weights of one run in the way of its task, for `--mode=eval`; see BaseTask.CHECKPOINT_SCORER."""
+    """Scores weights of one run in the way of its task, for `--mode=eval` and train.eval_decode_every; see
+    BaseTask.CHECKPOINT_SCORER."""
 
     @abc.abstractmethod
     def __init__(
-        self, task: "BaseTask", inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
+        self,
+        task: "BaseTask",
+        inputs: BaseInput,
+        artifacts: RunArtifacts,
+        lines: int | None = None,
+        engine: "Engine | None" = None,
     ):
         """
         Args:
             inputs: prepared, with held-out data.
             lines: held-out examples of each kind, e.g. of a language, at most; None for the task's own number.
+            engine: over whose devices the weights lie; None: they are arrays of this host.
         """
 
     @abc.abstractmethod
     def __call__(self, theta: NestedMap) -> CheckpointScores:
-        """Scores weights, NumPy arrays."""
+        """Scores weights: NumPy arrays, or an engine's, which all processes of its job do."""

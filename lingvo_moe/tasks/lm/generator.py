@@ -8,7 +8,7 @@ Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +17,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.engine import kept_programs
+from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
@@ -53,7 +54,6 @@ class GenerateOptions:
     max_length: int = 256
     rows: int = 32
     weights: str = "float32"
-    xla: ClassVar[bool] = False  # TensorFlow's own kernels run the search
 
     def __post_init__(self) -> None:
         self.Search()
@@ -65,6 +65,13 @@ class GenerateOptions:
     def Search(self, **marks: Any) -> SearchOptions:
         """The options of the search; `marks` are those of SearchOptions."""
         return SearchOptions(self.beam_size, 1, self.length_alpha, **marks)
+
+
+# The ids of prompts, and how many are of each.
+_IDS = [
+    tf.TensorSpec([None, None], tf.int32, PROMPT),
+    tf.TensorSpec([None], tf.int32, "lengths"),
+]
 
 
 class Generator(Exportable, Texts):
@@ -98,11 +105,7 @@ class Generator(Exportable, Texts):
         self._marks = (vocabulary.bos_id, vocabulary.eos_id, vocabulary.pad_id)
         size = vocabulary.size
         other_ends: tuple[int, ...] = ()
-        of_ids = [
-            tf.TensorSpec([None, None], tf.int32, PROMPT),
-            tf.TensorSpec([None], tf.int32, "lengths"),
-        ]
-        prompt = of_ids
+        prompt = _IDS
         if isinstance(vocabulary, JsonVocabulary):
             self.vocabulary, other_ends = vocabulary, vocabulary.other_ends
         else:
@@ -118,27 +121,32 @@ class Generator(Exportable, Texts):
             raise ValueError(
                 f"the vocabulary has {size} pieces, the model's vocab_size is {model.p.vocab_size}"
             )
-        self._weights = PackedWeights(model, theta, o.weights)
-        allowed = np.arange(size) != vocabulary.unk_id
+        self._allowed = np.arange(size) != vocabulary.unk_id
         marks = dict(zip(("bos_id", "eos_id", "pad_id"), self._marks))
-        search = PromptSearch(
-            model, o.Search(**marks, other_ends=other_ends), o.max_length, allowed
-        )
+        self._search_options = o.Search(**marks, other_ends=other_ends)
+        self._Load(model, theta, prompt, text)
+
+    def _Load(
+        self, model: LmModel, theta: NestedMap, prompt: Sequence[tf.TensorSpec], text: str
+    ) -> None:
+        """Makes the functions, of a `prompt`, and the variables of the weights; the rest is as in the constructor."""
+        o, allowed, options = self.options, self._allowed, self._search_options
+        self._weights = PackedWeights(model, theta, o.weights)
+        search = PromptSearch(model, options, o.max_length, allowed)
         self._search = lambda: search  # tf.Module would track it
         samples = o.beam_size == 1
         names = list(SETTINGS) if samples else ["max_tokens"]
         specs = [tf.TensorSpec([None, *SETTINGS[n].shape], SETTINGS[n].dtype, n) for n in names]
-        self._arguments = lambda: [*prompt, *specs]
-        self.generate = _function(self._Generate, self._arguments())
-        parts = (vars(o), size, vocabulary.unk_id, self._marks, other_ends)
+        self.generate = _function(self._Generate, [*prompt, *specs])
+        parts = (vars(o), allowed.tolist(), vars(options))
 
         def kept(kind: str, function: Callable, specs: Any) -> KeptGraph:
             key = kept_programs.name_of(kind, text, *parts) if text else ""
             return KeptGraph(function, specs, self._weights.variables, key)
 
-        self._kept = kept("generate", self._Continued, [*of_ids, *specs])
+        self._kept: Any = kept("generate", self._Continued, [*_IDS, *specs])
         if samples:
-            paged = PagedSearch(model, o.Search(**marks, other_ends=other_ends), allowed)
+            paged = PagedSearch(model, options, allowed)
             self._paged, empty = lambda: paged, paged.Pool(1)
             self._structure = lambda: empty
             pools = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in empty.Flatten()]
@@ -309,13 +317,19 @@ def load_generator(
     options: GenerateOptions | None = None,
     chosen: Chosen = NEWEST,
     trust_run: bool = False,
+    engine: Engine | None = None,
 ) -> tuple[Generator, dict[str, Any]]:
     """The language model of a run at a checkpoint; arguments, result and errors as load_theta."""
     run = TextRunDir(logdir, trust_run=trust_run)
     model = run.Task(LmModel)
-    theta, about = load_theta(run, model, chosen)
+    theta, about = load_theta(run, model, chosen, engine)
     about["weights"] = options.weights if options else "float32"
     about["tidied"] = run.tidied
+    if engine:
+        from lingvo_moe.tasks.lm.mesh_generator import MeshGenerator  # which imports this module
+
+        parts = (model, theta, run.vocabs.target)
+        return MeshGenerator(engine, *parts, options, run.tidied), about
     text = f"type/{type(model).__module__}/{type(model).__qualname__}\n{model.p.ToText()}"
     return Generator(model, theta, run.vocabs.target, options, run.tidied, text), about
 

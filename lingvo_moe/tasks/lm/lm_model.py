@@ -49,7 +49,7 @@ class LmModel(TransformerTask):
         self, inputs: BaseInput, prompt_length: int = 0, reply_length: int = 0
     ) -> tuple[Step, Step]:
         """See BaseTask: a greedy search. By default a prompt is as long as a row, and a reply as long as the prompt."""
-        from lingvo_moe.tasks.lm.prompt_programs import decode_programs  # which imports engines
+        from lingvo_moe.tasks.lm.prompt_decoder import decode_programs  # which imports engines
 
         length = prompt_length or inputs.p.target_length
         return decode_programs(self, inputs.p.batch_size, length, reply_length or length)

@@ -14,7 +14,8 @@ from lingvo_moe.core.decode.pages import PAGE
 from lingvo_moe.core.kernels import paged
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.lm.prompt_search import LanguageModel, PenalizedSearch
+from lingvo_moe.tasks.lm.prompt_decoder import LanguageModel
+from lingvo_moe.tasks.lm.prompt_search import PenalizedSearch
 from lingvo_moe.tasks.text.decoding.sampled_search import log_probs_of
 
 END = -1  # in the place of a token: the text ends

@@ -151,11 +151,9 @@ class Texts:
     def _Running(self, answers: Sequence["Answer"]) -> Iterator[tuple[int, tuple]]:
         """Runs answers in a batch of their own; yields their numbers and news."""
         numbers = {answer.text: i for i, answer in enumerate(answers)}
-        rows = min(len(answers), self.options.rows)
-        longest = [pages_of(len(text.ids) + text.settings.max_tokens) for text in numbers]
         if not answers:
             return
-        batch = RunningBatch(self, rows, rows * max(longest))
+        batch = self._BatchOf([*numbers])
         for text in numbers:
             batch.Join(text)
         while batch.running or batch.waiting:
@@ -164,6 +162,12 @@ class Texts:
                 if news[1]:
                     batch.Leave(text)
                 yield numbers[text], news
+
+    def _BatchOf(self, texts: Sequence[RunningText]) -> RunningBatch:
+        """A batch for these texts alone."""
+        rows = min(len(texts), self.options.rows)
+        longest = max(pages_of(len(text.ids) + text.settings.max_tokens) for text in texts)
+        return RunningBatch(self, rows, rows * longest)
 
     def Translate(
         self, lines: Sequence[Prompt], settings: Sequence[Sampling] | None = None

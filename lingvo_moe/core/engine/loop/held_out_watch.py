@@ -3,22 +3,27 @@
 import hashlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import numpy as np
 
+from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.config.hyperparams import ParamError, Params
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.loop.summaries import Summaries
 from lingvo_moe.core.engine.loop.trained import Trained
+from lingvo_moe.core.engine.lowering.specs import numpy_dtype
 from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch
 from lingvo_moe.core.input.input_errors import NoHeldOutError
-from lingvo_moe.core.nested_map import NestedMap, flatten_items
+from lingvo_moe.core.nested_map import NestedMap, flatten_items, map_structure
+from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.runs.evaluations import Evaluations
 from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.task.adapters import scale_of
 from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer
 
 
 class HeldOutWatch:
@@ -48,6 +53,7 @@ class HeldOutWatch:
         self._summaries = Summaries(str(run_dir.held_out_dir), enabled=writes)
         average = bool(self._task.p.ema_decay)
         self._evaluator = Evaluator(self._task, trained.inputs, trained.engine, average)
+        self._score = _scorer(trained, run_dir) if self._train.eval_decode_every else None
         self._of_weights: Evaluator | None = None  # beside their average
         if average:
             self._of_weights = Evaluator(self._task, trained.inputs, trained.engine)
@@ -106,6 +112,8 @@ class HeldOutWatch:
         if self._of_weights:
             metrics.weights = self._of_weights(state.theta, self._batches)
             in_words += f", of the weights themselves {self._of_weights.InWords(metrics.weights)}"
+        if self._score and step and step % self._train.eval_decode_every == 0:
+            in_words += f", {self._score(state.get('ema', state.theta), metrics)}"
         loss = float(metrics[self._task.HELD_OUT_METRICS[0]])
         self._summaries.Write(step, metrics)
         self._Record(self._evaluations.With(step, loss))
@@ -120,6 +128,37 @@ class HeldOutWatch:
             what = "best so far"
         say(f"step {step}: held-out loss {in_words}, {what} ({end - start:.1f} s{share})")
         return is_best
+
+
+def _scorer(trained: Trained, run_dir: RunDir) -> Callable[[NestedMap, NestedMap], str]:
+    """A function that adds the task's own scores of weights to metrics, and says them in words.
+
+    Raises ParamError: the task has none, or the weights do not lie as it takes them.
+    """
+    task, train, engine = trained.task, trained.train, trained.engine
+    path, value = "train.eval_decode_every", str(train.eval_decode_every)
+    if not (name := task.CHECKPOINT_SCORER):
+        why = f"{type(task).__name__} has no scores beside its held-out loss; set it to 0"
+        raise ParamError(path, value, why)
+    if settings_of(task.p) or scale_of(task.p):
+        why = "a model in stages, or with adapters, is not decoded while it trains; set it to 0 and use --mode=eval"
+        raise ParamError(path, value, why)
+    over_mesh = engine if engine.PJRT else None
+    scorer: BaseCheckpointScorer = any_class(name)(
+        task, trained.inputs, run_dir.artifacts, engine=over_mesh
+    )
+    types = task.VariableSpecs().Transform(lambda spec: numpy_dtype(spec.dtype))
+
+    def score(weights: NestedMap, metrics: NestedMap) -> str:
+        theta = weights if over_mesh else engine.Get(weights)
+        if task.p.ema_decay:
+            theta = map_structure(lambda x, dtype: x.astype(dtype), theta, types)
+        scores = scorer(theta)
+        for path, number in scores.metrics.FlattenItems():
+            metrics.Set(path, number)
+        return scores.text
+
+    return score
 
 
 def first_batches(inputs: BaseInput, count: int) -> list[HeldOutBatch]:
@@ -141,10 +180,14 @@ def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
     Empty where `train.eval_interval_steps` is 0; and, which is said, where there is no held-out data.
 
     Raises:
-        ParamError: early stopping needs them.
+        ParamError: early stopping, or decoding, needs them, or another interval.
         ValueError: the data is damaged.
     """
-    if not train.eval_interval_steps:
+    interval, decode_every = train.eval_interval_steps, train.eval_decode_every
+    if decode_every and (not interval or decode_every % interval):
+        why = f"must be a multiple of train.eval_interval_steps={interval}, with whose evaluations it comes"
+        raise ParamError("train.eval_decode_every", str(decode_every), why)
+    if not interval:
         return []
     try:
         batches = first_batches(inputs, train.eval_batches)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
@@ -24,16 +25,21 @@ _SCORES = ("bleu", "chrf")
 
 
 class CheckpointScorer(BaseCheckpointScorer):
-    """Translates held-out lines with the weights that it is called with, by the translator for CPUs, and scores them.
+    """Translates held-out lines with the weights that it is called with, and scores them.
 
     `lines` are those of each language at most; None for ENOUGH_LINES.
     """
 
     def __init__(
-        self, task: BaseTask, inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
+        self,
+        task: BaseTask,
+        inputs: BaseInput,
+        artifacts: RunArtifacts,
+        lines: int | None = None,
+        engine: Engine | None = None,
     ):
         assert isinstance(task, MtModel) and isinstance(inputs, MtInput)
-        self._model, self._train_pairs = task, inputs.languages
+        self._model, self._train_pairs, self._engine = task, inputs.languages, engine
         self._vocabs = NestedMap(vocabs_of(artifacts), tidied=tidied_of(artifacts))
         by_language = task.RoutesByTask(task.p)
         self._languages = (languages_of(artifacts) or ()) if by_language else ()
@@ -47,9 +53,8 @@ class CheckpointScorer(BaseCheckpointScorer):
     def __call__(self, theta: NestedMap) -> CheckpointScores:
         """See BaseCheckpointScorer: bleu and chrf with their margins, as means over all languages and by group."""
         if self._translator is None:
-            self._translator = Translator(
-                self._model, theta, self._vocabs, languages=self._languages
-            )
+            parts = (self._model, theta, self._vocabs)
+            self._translator = Translator(*parts, languages=self._languages, engine=self._engine)
         else:
             self._translator.SetTheta(theta)
         translate = self._translator.Translate

@@ -7,8 +7,6 @@ lie as in training, rows and caches as activations do.
 import math
 from collections.abc import Callable, Iterator
 
-import tensorflow as tf
-
 from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
@@ -58,34 +56,42 @@ class MeshSearch(LedPrograms):
                 int32 [B], the most tokens of each row's results, EOS included, 0 to skip the row.
 
         Returns:
-            FlatBeamSearch.Results, as NumPy arrays.
+            FlatBeamSearch.Results, and more: see `block_program`, as NumPy arrays.
         """
-        *_, results = self.Blocks(kind, inputs)
-        return results
+        *_, known = self.Blocks(kind, inputs)
+        return known
 
     def Blocks(self, kind: Kind, inputs: NestedMap) -> Iterator[NestedMap]:
-        """Searches as Run does, and yields after each block what is known by then.
+        """Searches as Run does, and yields after each block what is known by then: see `block_program`.
 
-        The host looks at whether a block was the last one while the devices run the next.
+        The host looks at a block's results while the devices run the next. A search goes on to its end where nobody
+        wants its results any more, since the processes of a job run the same blocks.
         """
         self.Tell(kind, inputs)
-        inputs = NestedMap(inputs)
-        max_lengths_B = inputs.pop("max_lengths")
         search, begin, block = self._Built(kind, inputs)
-        state, cache = begin(self.theta, inputs, max_lengths_B)
-        over = None
-        for _ in range(math.ceil(search.search.T / BLOCK)):
-            before, (state, cache, over) = over, block(state, cache, self.theta)
-            if before is not None and bool(self.engine.Get(before)):
-                break
-        ended: NestedMap = search.search.Results(self.engine.Get(state).Transform(tf.constant))
-        yield ended.Transform(lambda x: x.numpy())
+        rows = NestedMap({name: x for name, x in inputs.items() if name != "max_lengths"})
+        state, cache = begin(self.theta, rows, inputs.max_lengths)
+        state, cache, known = block(state, cache, self.theta)
+        wanted, left = True, math.ceil(search.search.T / BLOCK) - 1
+        while True:
+            newest = known
+            if left:
+                state, cache, known = block(state, cache, self.theta)
+            newest, left = self.engine.Get(newest), left - 1
+            try:
+                if wanted:
+                    yield newest
+            except GeneratorExit:
+                wanted = False
+            if newest.over or left < 0:
+                return
 
     def _Built(self, kind: Kind, inputs: NestedMap) -> tuple[SearchInSteps, Compiled, Compiled]:
         key = (kind, *((path, x.shape) for path, x in inputs.FlattenItems()))
         if key not in self._built:
             search = self._searches(kind)
             specs = inputs.Transform(lambda x: TensorSpec(x.shape, x.dtype.name))
+            del specs["max_lengths"]
             begin, step = decoding_programs("begin", search, specs)
             text = f"{self._text}\n{kind}" if self._text else ""
             block = block_program(step, search.search, BLOCK, text)

@@ -49,7 +49,7 @@ def decoding_programs(name: str, decoder: SearchInSteps, inputs: NestedMap) -> t
     """
     model = decoder.model
     split, theta = model.p.activation_split, model.VariableSpecs()
-    read = inputs.Transform(lambda x: _spec(x, "BT"[: len(x.shape)], split))
+    read = inputs.Transform(lambda x: _spec(x, "B" + "." * (len(x.shape) - 1), split))
     lengths = _spec(TensorSpec(read.Flatten()[0].shape[:1], "int32"), "B", split)
 
     def before(
@@ -71,7 +71,10 @@ def decoding_programs(name: str, decoder: SearchInSteps, inputs: NestedMap) -> t
 
 
 def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "") -> Step:
-    """The program of at most `size` steps: (state, cache, theta) -> (state, cache, whether it is over), donated.
+    """The program of at most `size` steps: (state, cache, theta) -> (state, cache, known), donated.
+
+    `known` is on every device what a host wants to know: FlatBeamSearch.Results of what has ended so far; `over`, a
+    bool scalar; `done_B` and `ids_BS` of the state.
 
     Args:
         step: the second of decoding_programs.
@@ -88,7 +91,8 @@ def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "")
         state, cache = tf.while_loop(
             unfinished, lambda *before: step.fn(*before, theta), (state, cache)
         )
-        return state, cache, ~search.Unfinished(state)
+        known = NestedMap(search.Results(state), over=~search.Unfinished(state))
+        return state, cache, NestedMap(known, done_B=state.done_B, ids_BS=state.ids_BS)
 
     return Step("decode_block", block, step.arg_specs, step.donate, text=text)
 

@@ -57,3 +57,21 @@ def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, mon
     assert row["nll"] == pytest.approx(found.nll, rel=1e-5)
     assert row["groups/high/nll"] == pytest.approx(found.groups.high.nll, rel=1e-5)
     assert row["tokens"] == found.tokens
+
+    # The same scores come from a model over two devices, in a trainer and by the command.
+    going_on = tmp_path / "going_on"
+    more = f"input.vocab_dir={registry.escape(str(run / 'vocab'))};train.eval_batches=1"
+    more += ";train.eval_interval_steps=1;train.eval_decode_every=1"
+    flags = ["--model=mt.M4Tiny", f"--logdir={going_on}", f"--init_from={run}", "--mesh=expert:2"]
+    flags += ["--max_steps=1", f"--data_dir={data}"]
+    assert trainer.main([*flags, f"--model_params_override={override};{more}"]) == 0
+    assert re.search(
+        r"step 1: held-out loss .*, BLEU [\d.]+ .* of 24 lines", capfd.readouterr().err
+    )
+    (row,) = read_metrics(str(TextRunDir(going_on).held_out_dir))
+    for over in ([], ["--mesh=expert:2"]):
+        assert evaluate.main([f"--logdir={going_on}", "--quiet", *over]) == 0
+        report = json.loads((going_on / "eval" / "report.json").read_text())
+        for name in ("bleu", "chrf"):
+            assert row[name] == pytest.approx(report["average"][name])
+            assert row[f"groups/low/{name}"] == pytest.approx(report["groups"]["low"][name])
