@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core.kernels.weights import Matrix
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import gen_xla_ops
 
@@ -59,17 +58,17 @@ def by_group(
 def packed_feed_forward(
     rows_NM: tf.Tensor,
     group_sizes_E: tf.Tensor,
-    weights: Sequence[Sequence[Matrix]],
+    products: Sequence[Sequence[Callable[[tf.Tensor], tf.Tensor]]],
     activation: Callable[..., tf.Tensor],
 ) -> tf.Tensor:
-    """Multiplies each row by the packed weights of its expert, and the activation of that by the last ones: [N,M].
+    """Takes each row [N,M] through the products of its expert: the activation of the first ones, then the last: [N,M].
 
-    An expert's hidden layer is used while the processor's cache has it. `weights` are those of all experts, each.
+    An expert's hidden layer is used while the processor's cache has it. `products` are those of all experts, each.
     """
     pieces = _split(rows_NM, group_sizes_E)
     outputs = []
-    for x_nM, *first, last in zip(pieces[:-1], *weights, strict=True):
-        outputs.append(last.Product(activation(*(w.Product(x_nM) for w in first))))
+    for x_nM, *first, last in zip(pieces[:-1], *products, strict=True):
+        outputs.append(last(activation(*(product(x_nM) for product in first))))
     return tf.concat([*outputs, tf.zeros_like(pieces[-1])], 0)
 
 

@@ -17,7 +17,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as Hyp
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import Activation
 from lingvo_moe.core.kernels.grouped_matmul import packed_feed_forward
-from lingvo_moe.core.kernels.weights import Packing
+from lingvo_moe.core.kernels.weights import Matrix, Packing
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS, FeedForward
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
@@ -170,9 +170,11 @@ class Experts(BaseExperts):
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in groups of any size, sharded along D: a device has its own experts."""
         if are_packed(theta):
-            weights = [theta[name] for name in (*self.activation.weights, "wo")]
+            of_all = [
+                self._PackedProducts(theta, name) for name in (*self.activation.weights, "wo")
+            ]
             run, activation = packed_feed_forward, self.activation.function
-            return x.With(run(x.values[0], x.group_sizes[0], weights, activation)[tf.newaxis])
+            return x.With(run(x.values[0], x.group_sizes[0], of_all, activation)[tf.newaxis])
         products = [
             self._Biased(x.MatMul(self.Cast(theta[name]), self._Mapping(name, "EMH")), theta, name)
             for name in self.activation.weights
@@ -194,16 +196,32 @@ class Experts(BaseExperts):
         biases = self.Cast(theta[bias])[:, tf.newaxis]
         return rows.values + ones.MatMul(biases, (expert, None, hidden)).values
 
+    def _PackedProducts(self, theta: NestedMap, name: str) -> list[Callable]:
+        """The product of each expert's rows with its packed weight, plus its bias, if there is one."""
+        if not self.p.biases:
+            return [weight.Product for weight in theta[name]]
+
+        def biased(weight: Matrix, bias: tf.Tensor) -> Callable[[tf.Tensor], tf.Tensor]:
+            return lambda rows: weight.Product(rows) + bias
+
+        return list(map(biased, theta[name], theta[f"{name}_bias"]))
+
     @property
     def activation(self) -> Activation:
         """f."""
         return ACTIVATIONS[self.p.activation]
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer: lists of the experts' weights; up to 256 experts, without biases."""
-        if self.p.num_experts > _MOST_PACKED or self.p.biases:
+        """See BaseLayer: lists of the experts' weights, and of their biases as they are; up to 256 experts."""
+        if self.p.num_experts > _MOST_PACKED:
             return theta
-        return theta.Transform(lambda w: [packing.Matrix(one) for one in tf.unstack(self.Cast(w))])
+        lists = theta.Transform(lambda w: tf.unstack(self.Cast(w)))
+        packed = {
+            name: [packing.Matrix(one) for one in of_experts]
+            for name, of_experts in lists.items()
+            if not name.endswith("_bias")
+        }
+        return NestedMap(lists, **packed)
 
     def _Mapping(self, name: str, letters: str) -> DimsMapping:
         return dims_mapping(letters, self.p.weight_split, name)

@@ -72,15 +72,22 @@ def test_experts_that_nobody_chose_are_not_read():
     assert _run([]).shape == (0, M)
 
 
-@pytest.mark.parametrize(("kind", "shared"), [("float32", 0), ("float32", 2), ("int8", 2)])
-def test_the_layer_is_the_layer(kind, shared):
+@pytest.mark.parametrize(
+    ("kind", "shared", "biases"),
+    [("float32", 0, False), ("float32", 2, True), ("int8", 2, False), ("int8", 0, True)],
+)
+def test_the_layer_is_the_layer(kind, shared, biases):
     p = MoELayer.Params().Set(name="moe", model_dim=M, hidden_dim=H, num_experts=E)
-    p.experts.activation = "geglu"
+    p.experts.Set(activation="geglu", biases=biases)
     router = TopKRouter.Params().Set(k=2, gate="sigmoid")
     layer = p.Set(router=router, num_shared_experts=shared).Instantiate()
     x, paddings = tf.constant(X.reshape(2, 6, M)), tf.constant([[0.0] * 6, [0.0] * 4 + [1.0] * 2])
     with use_mesh(single_device()), kernels.using(tensorflow):
         theta = layer.InitTheta(make_seed(1, 0))
+        for name in [name for name in theta.experts if name.endswith("_bias")]:
+            theta.experts[name] = tf.constant(
+                DRAW.normal(size=theta.experts[name].shape), tf.float32
+            )
         want, _ = layer.FProp(theta, x, paddings)
         got, extras = layer.FProp(layer.PackWeights(theta, PackAs(kind)), x, paddings)
     np.testing.assert_allclose(got, want, atol=1e-5 if kind == "float32" else 0.1)
