@@ -53,6 +53,7 @@ class NllbMoeFamily(m2m100.M2M100Family):
         "task.num_experts": ("num_experts", 128),
         "task.moe_every": ("encoder_sparse_step", 4),
         "task.moe.output_masking": ("moe_token_dropout", 0.2),
+        "task.moe.router.prioritize_by_gate": ("batch_prioritized_routing", False),
     }
     ALWAYS: ClassVar[Mapping[str, Any]] = {
         **m2m100.M2M100Family.ALWAYS,
@@ -60,11 +61,11 @@ class NllbMoeFamily(m2m100.M2M100Family):
         "router_dtype": "float32",
         "moe_eval_capacity_token_fraction": 1.0,  # no token is dropped in inference
     }
-    # The first line of these has an effect. Which tokens are dropped first is a matter of training alone.
+    # The first line of these has an effect.
     OTHER_KEYS: ClassVar[Sequence[str]] = (
         *m2m100.M2M100Family.OTHER_KEYS,
         *("decoder_sparse_step", "second_expert_policy", "normalize_router_prob_before_dropping"),
-        *("expert_capacity", "batch_prioritized_routing", "router_ignore_padding_tokens"),
+        *("expert_capacity", "router_ignore_padding_tokens"),
         *("router_z_loss_coef", "router_aux_loss_coef", "router_type"),
     )
     RULES: ClassVar[Sequence[WeightRule]] = (

@@ -112,6 +112,27 @@ def test_equals_the_sequential_algorithm(shape, capacity, reading, train, seed):
     np.testing.assert_allclose(r.aux_loss, want["aux_loss"], rtol=1e-5)
 
 
+def test_the_largest_gates_come_first_for_both_choices():
+    """fairseq's batch_prioritized_routing: all first choices by the first gate, then all second ones by the same."""
+    rng, capacity = np.random.default_rng(0), 3
+    logits = rng.normal(size=(2, 12, 4)).astype(np.float32)
+    real, gates = rng.random((2, 12)) < 0.8, tf.nn.softmax(logits).numpy()
+    router = _router(4, reading="lingvo", second_expert_policy="all", prioritize_by_gate=True)
+    routed = route_logits(router, logits, ~real, capacity)
+    best = gates.argsort(-1)[..., :-3:-1]
+    want = np.full((2, 12, 2), 0)
+    for g in range(2):
+        taken = np.zeros(4, int)
+        for k in range(2):
+            for s in (-gates[g].max(-1)).argsort():
+                if real[g, s]:
+                    want[g, s, k] = taken[best[g, s, k]] < capacity
+                    taken[best[g, s, k]] += 1
+    np.testing.assert_array_equal(routed.kept, want)
+    plain = route_logits(_router(4, second_expert_policy="all"), logits, ~real, capacity)
+    assert np.any(want != plain.kept.numpy())
+
+
 def test_the_loss_reaches_the_logits_through_mean_gates_alone():
     logits = tf.Variable(np.random.default_rng(0).normal(size=(2, 6, 3)).astype(np.float32))
     first = tf.one_hot(tf.argmax(logits, -1), 3)

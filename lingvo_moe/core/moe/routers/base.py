@@ -194,7 +194,9 @@ class Router(BaseLayer):
         position, kept_GSk = choice.position, choice.wanted
         if position is None and capacity is not None:
             counted = kept_GSk if choice.counted is None else choice.counted
-            position, fits = assign_slots(choice.expert_index, counted, E, capacity)
+            position, fits = assign_slots(
+                choice.expert_index, counted, E, capacity, choice.priority
+            )
             kept_GSk = fits if choice.counted is None else kept_GSk * fits
         gate = choice.Gate(kept_GSk)
         terms = choice.losses() if measured else ()

@@ -45,6 +45,7 @@ class Choice:
     position: tf.Tensor | None = None
     # float32 [G,S,k], 1 where a choice takes a position, wanted or not; None: as `wanted`.
     counted: tf.Tensor | None = None
+    priority: tf.Tensor | None = None  # float32 [G,S], see `slots.assign_slots`
     losses: Callable[[], Sequence[AuxLoss]] = tuple  # gives the terms of the auxiliary loss
     # The next values of variables, as in `Routing`.
     updates: NestedMap = field(default_factory=NestedMap)

@@ -137,7 +137,11 @@ _BLOCK = 32
 
 
 def assign_slots(
-    expert_index_GSk: tf.Tensor, wanted_GSk: tf.Tensor, num_experts: int, capacity: int
+    expert_index_GSk: tf.Tensor,
+    wanted_GSk: tf.Tensor,
+    num_experts: int,
+    capacity: int,
+    priority_GS: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Assigns a slot to every choice that asks for one: first choices of a group in the order of its
     tokens, then second choices, and so on (the paper's Algorithm 1, for any k).
@@ -149,12 +153,24 @@ def assign_slots(
     Args:
         expert_index_GSk: int32, the experts of each token, all different for one token.
         wanted_GSk: float32, 1 where a slot is asked for, 0 elsewhere, e.g. at padding.
+        priority_GS: float32; tokens come in its order, the largest first, and where it is equal in their own.
 
     Returns:
         position_GSk, int32: the slot within (group, expert), undefined where none is asked for;
         kept_GSk, float32: 1 where a slot is asked for and the position is below C. Counts are exact
         for S up to 2^24.
     """
+    if priority_GS is not None:
+        order_GS = tf.math.top_k(priority_GS, priority_GS.shape[1]).indices
+        place_GS = tf.math.top_k(-order_GS, priority_GS.shape[1]).indices  # of each token in it
+        index, wanted = (
+            tf.gather(x, order_GS, batch_dims=1) for x in (expert_index_GSk, wanted_GSk)
+        )
+        position, kept = (
+            tf.gather(x, place_GS, batch_dims=1)
+            for x in assign_slots(index, wanted, num_experts, capacity)
+        )
+        return position, kept
     queue_GQR = _queue(expert_index_GSk, wanted_GSk)
     before_GQE = _before(_counts(queue_GQR, num_experts))
     choice_GQR = tf.maximum(queue_GQR, 0)

@@ -80,6 +80,12 @@ class Top2Router(LearnedRouter):
             checks.one_of(_CHOICES["normalize_gates"]),
         )
         p.Define(
+            "prioritize_by_gate",
+            False,
+            "Tokens get slots in the order of their largest gates, not in that of the group (batch-prioritized routing "
+            "of fairseq).",
+        )
+        p.Define(
             "aux_loss_scale",
             None,
             "Factor on 1/E sum_e (c_e/S) m_e; None: 1 in the paper's reading, E^2 in Lingvo's.",
@@ -107,6 +113,7 @@ class Top2Router(LearnedRouter):
         probabilities_GSE = self.gate.Probabilities(gates_GSE)
         index_GSk = _best_two(gates_GSE, self._Drawn(logits_GSE, seed))
         gate_GSk = pick(gates_GSE, index_GSk)
+        priority_GS = tf.stop_gradient(gate_GSk[:, :, 0]) if p.prioritize_by_gate else None
         if p.normalize_gates == "before_drops":
             gate_GSk = normalize(gate_GSk)
         wanted_GSk = tf.stack([real_GS, real_GS * self._Sampled(gate_GSk[:, :, 1], seed)], -1)
@@ -125,6 +132,7 @@ class Top2Router(LearnedRouter):
             probabilities_GSE,
             # The choices that count as earlier ones for a later second choice: the readings differ here.
             counted=tf.stack([real_GS] * 2, -1) if p.reading == "paper" else wanted_GSk,
+            priority=priority_GS,
             losses=losses,
             normalized_after_drops=p.normalize_gates == "after_drops",
         )
