@@ -2,7 +2,8 @@
 
 Weights are random, sizes odd. Each directory in tests/tasks/families/testdata/ has config.json, the weights, and
 expected.npz: source ids [N,S], a code's, 4, text and the end; target ids [N,T], logits [N,T,V]; the code that each
-translation begins with [N]; greedy and best of five hypotheses [N,L], without the start token, filled up with -1.
+translation begins with [N]; greedy and best of five hypotheses [N,L], without the start token, filled up with -1; of
+the dense one the losses of pairs [N,T], too.
 To record again: NLLB-MoE with transformers 4.57.6, since 5.0 to 5.24 run two of its experts; the dense one with 5.24.0:
 
     pip install torch==2.13.0 transformers==5.24.0
@@ -96,6 +97,28 @@ def record(name: str) -> None:
     np.savez_compressed(out / "expected.npz", **{n: x.numpy() for n, x in arrays.items()})
 
 
+def record_losses(name: str) -> None:
+    """Adds to expected.npz the losses of pairs, [N,T], from the first language to the second.
+
+    The texts are those of source and target, and the end is a token, too.
+    """
+    out = OUT / name
+    arrays = dict(np.load(out / "expected.npz"))
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(out).eval()
+    source, target = (torch.tensor(arrays[side]) for side in ("source", "target"))
+    source[:, 0] = FIRST
+    marks = torch.tensor([[2, FIRST + 1, 4, 2]]).repeat(len(target), 1)  # 4 begins a word
+    whole = torch.cat([marks[:, :3], target[:, 1:], marks[:, 3:]], 1)
+    labels = whole[:, 1:].contiguous()
+    with torch.no_grad():
+        found = model(input_ids=source, decoder_input_ids=whole[:, :-1], labels=labels)
+    losses = torch.nn.functional.cross_entropy(
+        found.logits.transpose(1, 2), labels, reduction="none"
+    )
+    torch.testing.assert_close(losses.mean(), found.loss)
+    np.savez_compressed(out / "expected.npz", **{**arrays, "losses": losses.numpy()})
+
+
 def translations(
     model: torch.nn.Module, source: torch.Tensor, firsts: torch.Tensor, beams: int
 ) -> torch.Tensor:
@@ -171,3 +194,5 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     for name in sys.argv[1:]:
         record_tokenizers() if name == "tokenizers" else record(name)
+        if name == "m2m100":
+            record_losses(name)

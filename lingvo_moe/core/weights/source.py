@@ -95,7 +95,7 @@ class Encoding:
         return cls(dtype, 1, np.dtype(dtype).itemsize)
 
     def Entry(self, shape: tuple[int, ...]) -> Entry:
-        """What is known of a tensor of that shape."""
+        """Returns what is known of a tensor of that shape."""
         return Entry(shape, self.dtype, self.decode.__name__ if self.decode else "")
 
 

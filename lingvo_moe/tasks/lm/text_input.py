@@ -95,7 +95,9 @@ class LmInput(PackedInput):
         return NestedMap(source=vocabulary, target=vocabulary)
 
     @staticmethod
-    def Whole(source: Sequence[int], target: Sequence[int], task: int, vocabs: NestedMap) -> Any:
+    def Whole(
+        source: Sequence[int], target: Sequence[int], about: tuple[Any, ...], vocabs: NestedMap
+    ) -> Any:
         return marked(target, vocabs.target)
 
     def __iter__(self) -> "TextIterator":
@@ -106,7 +108,7 @@ class LmInput(PackedInput):
         texts = self.vocabs.target.EncodeBatch([text for _, text in pairs])
         return [part for ids in texts for part in self.Parts(ids)]
 
-    def _HeldOutSized(self, part: np.ndarray, task: int | None) -> Sized:
+    def _HeldOutSized(self, part: np.ndarray, about: tuple[Any, ...]) -> Sized:
         return len(part) - 2, len(part) - 2, part
 
 

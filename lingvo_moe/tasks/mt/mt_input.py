@@ -1,7 +1,7 @@
 """MtInput: packed rows of pairs for translation. Letters: B row of the batch, T time."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.input.base_input import ArraySpec
@@ -33,15 +33,15 @@ class MtInput(PackedInput):
         )
         return p
 
-    @staticmethod
-    def Whole(source: Sequence[int], target: Sequence[int], task: int, vocabs: NestedMap) -> Any:
-        """See PackedInput. Raises DataError: the marks of rows are not those of the vocabularies."""
-        _check_marks(vocabs)
-        return source, target, task
-
     def _check_sizes(self, vocabs: NestedMap, scanned: Scan) -> None:
         super()._check_sizes(vocabs, scanned)
-        _check_marks(vocabs)
+        marks = [(vocabulary.bos_id, vocabulary.eos_id) for vocabulary in vocabs.values()]
+        if self.codes is None and set(marks) != {(BOS_ID, EOS_ID)}:
+            raise DataError(
+                f"{vocabs.source.path or 'the vocabulary'}: begin and end must be the ids {BOS_ID} and {EOS_ID}, but "
+                f"are {marks[0]}: it is that of a published model, whose languages input.vocab_dir=RUN/vocab names, of "
+                "an imported run"
+            )
 
     def BatchSpec(self) -> NestedMap:
         """See BaseInput: int32 [B,T] arrays."""
@@ -55,13 +55,3 @@ class MtInput(PackedInput):
             src=side(self.p.source_length, "ids", "segment_ids", "segment_pos", *tasks),
             tgt=side(self.p.target_length, "ids", "labels", "segment_ids", "segment_pos", *tasks),
         )
-
-
-def _check_marks(vocabs: NestedMap) -> None:
-    """Raises DataError: a vocabulary of a published translator, whose languages rows of pairs do not name."""
-    for vocabulary in vocabs.values():
-        if (vocabulary.bos_id, vocabulary.eos_id) != (BOS_ID, EOS_ID):
-            raise DataError(
-                f"{vocabulary.path or 'the vocabulary'}: begin and end must be the ids {BOS_ID} and {EOS_ID} in pairs;"
-                f" they are {vocabulary.bos_id} and {vocabulary.eos_id}: an imported translator only translates"
-            )

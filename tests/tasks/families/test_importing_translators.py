@@ -14,7 +14,9 @@ import tensorflow as tf
 from local_server import running
 from published import CODES, LETTERS, copied
 
+from lingvo_moe import trainer
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
+from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -24,6 +26,8 @@ from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
+from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
+from lingvo_moe.tasks.text.runs.artifacts import language_codes_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.text.vocabulary.language_codes import read_language_codes
@@ -151,6 +155,35 @@ def test_an_exported_model_is_served_with_two_languages_for_each_line(imported, 
         assert 'no language "xyz_Latn" (did you mean' in reply.content["error"]
         about = server.Ask("GET", "/health").content["model"]
         assert about["languages"] == about["target_languages"] == CODES
+
+
+def test_pairs_are_scored_and_trained_on_from_one_language_to_another(imported, tmp_path, capsys):
+    """The losses are those of `transformers`; codes are ids of both sides, that of the target is predicted first."""
+    run, expected = imported
+    if TextRunDir(run).Params().task.num_experts:
+        pytest.skip("one model is enough")
+    sources, targets = ([_text(row) for row in expected[side]] for side in ("source", "target"))
+    scores = Scorer(run).Score(sources, targets, "aaa_Latn-bbb_Latn")
+    for score, losses in zip(scores, expected["losses"], strict=True):
+        np.testing.assert_allclose(score.token_log_probs, -losses[1:], atol=1e-4)
+    with pytest.raises(DataError, match=r"'aaa_Latn': this model needs SOURCE-TARGET, e.g. aaa"):
+        Scorer(run).Score(["a"], ["b"], "aaa_Latn")
+    texts, tuned = tmp_path / "texts", tmp_path / "tuned"
+    texts.mkdir()
+    lines = "".join(f"{a}\t{b}\n" for a, b in zip(sources, targets, strict=True))
+    (texts / "aaa_Latn-bbb_Latn.tsv").write_text(lines)
+    override = "input.batch_size=8;input.source_length=16;input.target_length=16;input.pack=False"
+    override += ";task.dropout=0;task.label_smoothing=0;train.summary_interval_steps=1"
+    override += ";task.optimizer.learning_rate=constant;task.optimizer.learning_rate.value=0.01"
+    flags = [f"--init_from={run}", f"--data_dir={texts}", f"--logdir={tuned}", "--max_steps=4"]
+    assert trainer.main([*flags, "--num_devices=1", f"--model_params_override={override}"]) == 0
+    losses = [row["nll"] for row in read_metrics(str(tuned / "train"))]
+    assert losses[0] == pytest.approx(expected["losses"].mean(), abs=1e-4)
+    assert losses[3] < losses[2] < losses[1] < losses[0]
+    assert language_codes_of(TextRunDir(tuned).artifacts).ids.keys() == {*CODES}
+    (texts / "aaa_Latn-bbb_Latn.tsv").rename(texts / "aaa_Latn-xyz_Latn.tsv")
+    assert trainer.main([*flags[:2], f"--logdir={tmp_path / 'x'}"]) == 2
+    assert "'aaa_Latn-xyz_Latn': this model has no language 'xyz_Latn'" in capsys.readouterr().err
 
 
 def test_a_tokenizer_json_alone_is_refused_by_what_is_needed(tmp_path):

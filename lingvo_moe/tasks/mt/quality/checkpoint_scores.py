@@ -15,6 +15,7 @@ from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, with_margin
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.runs.artifacts import (
+    language_codes_of,
     languages_of,
     target_language_of,
     tidied_of,
@@ -41,8 +42,8 @@ class CheckpointScorer(BaseCheckpointScorer):
         assert isinstance(task, MtModel) and isinstance(inputs, MtInput)
         self._model, self._train_pairs, self._engine = task, inputs.languages, engine
         self._vocabs = NestedMap(vocabs_of(artifacts), tidied=tidied_of(artifacts))
-        by_language = task.RoutesByTask(task.p)
-        self._languages = (languages_of(artifacts) or ()) if by_language else ()
+        languages = (languages_of(artifacts) or ()) if task.RoutesByTask(task.p) else ()
+        self._languages = language_codes_of(artifacts) or languages
         language = target_language_of(artifacts) or inputs.target_language
         self._options = scoring.EvalOptions(language=language)
         data_dir = inputs.p.data_dir

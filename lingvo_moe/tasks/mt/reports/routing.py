@@ -212,7 +212,7 @@ def _batches(
     """Each pair once, packed."""
     encode = vocabs.source.Encode, vocabs.target.Encode
     sized = encoded(encode, shape, truncate=True)
-    for held_out in held_out_batches({"": [(lines, task_id)]}, sized, shape):
+    for held_out in held_out_batches({"": [(lines, (task_id,))]}, sized, shape):
         yield held_out.batch
 
 

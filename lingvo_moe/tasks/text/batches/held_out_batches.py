@@ -16,8 +16,8 @@ from lingvo_moe.core.input.base_input import HeldOutBatch
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
 
-# Pairs of a language, e.g. of texts, and its task or None.
-LanguagePairs = tuple[Sequence[Any], int | None]
+# Pairs of a language, e.g. of texts, and what else rows need of it: its task or None; and Marks, if not the usual.
+LanguagePairs = tuple[Sequence[Any], tuple[Any, ...]]
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -39,30 +39,33 @@ class _GroupPairs:
         """The share of its pairs that were drawn."""
         return self._drawn / len(self._places)
 
-    def Draw(self) -> Iterator[tuple[Any, int | None]]:
-        """Yields the pairs that were not drawn yet, with their tasks."""
+    def Draw(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Yields the pairs that were not drawn yet, with what else rows need of their languages."""
         while self._drawn < len(self._places):
             _, number, i = self._places[self._drawn]
             self._drawn += 1
-            pairs, task = self._languages[number]
-            yield pairs[i], task
+            pairs, about = self._languages[number]
+            yield pairs[i], about
 
 
 def encoded(
     encode: tuple[Encode, Encode], shape: Shape, truncate: bool
-) -> Callable[[tuple[str, str], int | None], Sized | None]:
-    """A function from texts and a task to what a batch takes; None of a pair longer than a row, unless it is truncated.
+) -> Callable[[tuple[str, str], tuple[Any, ...]], Sized | None]:
+    """A function from texts and LanguagePairs[1] to what a batch takes; None of a pair longer than a row, unless it is
+    truncated.
 
     `encode` gives the ids of a source, and of a target.
     """
 
-    def sized(pair: tuple[str, str], task: int | None) -> Sized | None:
+    def sized(pair: tuple[str, str], about: tuple[Any, ...]) -> Sized | None:
         source, target = (np.array(f(text), np.int32) for f, text in zip(encode, pair))
+        more = about[1].more if len(about) > 1 else 0
         if truncate:
-            source = source[: shape.source_length - 1]
-            target = target[: shape.target_length - 1]
-        if source.size and target.size and shape.Fits(source.size, target.size):
-            return source.size, target.size, (source, target, task)
+            source = source[: shape.source_length - 1 - more]
+            target = target[: shape.target_length - 1 - more]
+        sizes = source.size + more, target.size + more
+        if source.size and target.size and shape.Fits(*sizes):
+            return *sizes, (source, target, *about)
         return None
 
     return sized
@@ -70,7 +73,7 @@ def encoded(
 
 def held_out_batches(
     groups: dict[str, list[LanguagePairs]],
-    sized: Callable[[Any, int | None], Sized | None],
+    sized: Callable[[Any, tuple[Any, ...]], Sized | None],
     shape: Shape,
     batch: Callable[[list, Shape], NestedMap] = to_batch,
 ) -> Iterator[HeldOutBatch]:

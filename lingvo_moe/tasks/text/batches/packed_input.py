@@ -27,7 +27,7 @@ from lingvo_moe.tasks.text.batches.held_out_batches import LanguagePairs, encode
 from lingvo_moe.tasks.text.batches.lengths import Loss, measure
 from lingvo_moe.tasks.text.batches.order import PairOrder
 from lingvo_moe.tasks.text.batches.records import Records, cached_records, prepared_records
-from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape, Sized, fill_batch, to_batch
+from lingvo_moe.tasks.text.batches.rows_of_pairs import Marks, Shape, Sized, fill_batch, to_batch
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError, NoDevSetError, OtherTextsError
 from lingvo_moe.tasks.text.data.prepared import target_language
@@ -35,6 +35,7 @@ from lingvo_moe.tasks.text.data.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.text.data.scan import Scan, scan
 from lingvo_moe.tasks.text.data.tsv import reasons
 from lingvo_moe.tasks.text.runs.artifacts import (
+    language_codes_of,
     languages_of,
     target_language_of,
     task_numbers,
@@ -43,6 +44,7 @@ from lingvo_moe.tasks.text.runs.artifacts import (
     vocabs_of,
 )
 from lingvo_moe.tasks.text.runs.run_dir import artifacts_of_vocabularies
+from lingvo_moe.tasks.text.vocabulary.language_codes import LanguageCodes
 from lingvo_moe.tasks.text.vocabulary.vocab_cache import (
     MIN_SENTENCES,
     VocabOptions,
@@ -65,6 +67,7 @@ class PackedInput(BaseInput):
         vocabs: NestedMap(source, target) of Vocabulary.
         languages: `{lang: pairs}`.
         target_language: its code, of prepared data or the run of `vocab_dir`; '' where it is not known.
+        codes: the languages of a model between any; each file of the data is then of a direction of them.
         dropped: lines and pairs of the data that are not trained on, by reason; pairs longer than a row are not in it.
     """
 
@@ -137,7 +140,8 @@ class PackedInput(BaseInput):
         self.shape = Shape(params.batch_size, self._row[0], self._row[-1], params.pack, tasks)
         self._records: Records | None = None
         self._vocabs: NestedMap | None = None
-        self._task_of: list[int] | None = None
+        self._about: list[tuple[Any, ...]] = []
+        self.codes: LanguageCodes | None = None
         self._loss: Loss | None = None
         self.dropped: dict[str, int] = {}
         self.target_language = ""
@@ -151,9 +155,11 @@ class PackedInput(BaseInput):
             )
 
     @staticmethod
-    def Whole(source: Sequence[int], target: Sequence[int], task: int, vocabs: NestedMap) -> Any:
-        """Makes of a pair of ids that fits what a row holds."""
-        return source, target, task
+    def Whole(
+        source: Sequence[int], target: Sequence[int], about: tuple[Any, ...], vocabs: NestedMap
+    ) -> Any:
+        """Makes of a pair of ids that fits, and of LanguagePairs[1], what a row holds."""
+        return source, target, *about
 
     def Prepare(self, progress: Progress = quiet, artifacts: RunArtifacts | None = None) -> Self:
         """Reads the data once, trains vocabularies, tokenises; quick when the cache has it all. Returns self.
@@ -168,7 +174,8 @@ class PackedInput(BaseInput):
 
         Raises:
             DataError: the data is missing, empty, broken or damaged, a vocabulary is too large for it, a language is
-                none of the tasks, or the cache directory cannot be used.
+                none of the tasks, or no direction of a model between any languages, or the cache directory cannot be
+                used.
         """
         if self._records is not None:
             return self
@@ -178,6 +185,7 @@ class PackedInput(BaseInput):
         scanned = scan(p.data_dir, p.languages, progress, self._Field())
         # Vocabularies of another run come with what it knows of its texts.
         run = artifacts or artifacts_of_vocabularies(p.vocab_dir) or RunArtifacts()
+        self.codes = language_codes_of(run) if "source_length" in p else None
         self._vocabs = self._find_vocabularies(scanned, progress, run)
         self._tidied = max(tidied_of(run), 0 if artifacts else scanned.tidied)
         for vocabulary in self._vocabs.values():
@@ -186,13 +194,17 @@ class PackedInput(BaseInput):
         self._records = prepared_records(scanned, self._vocabs) or cached_records(
             scanned, self._vocabs, self._CacheDir(), progress
         )
+        numbers = None
         if self.shape.task_ids:
             if tasks and (more := [name for name in self._records.languages if name not in tasks]):
                 raise OtherTextsError(
                     f"{p.data_dir} has languages that the run did not begin with, and whose experts it lacks: "
                     f"{', '.join(more)}; leave them out (input.languages)"
                 )
-            self._task_of = task_numbers(list(self._records.languages), tasks)
+            numbers = task_numbers(list(self._records.languages), tasks)
+        for i, lang in enumerate(self._records.languages):
+            marks = (Marks(self._vocabs, self.codes, lang),) if self.codes else ()
+            self._about.append((numbers[i] if numbers else None, *marks))
         dropped = Counter(scanned.skipped) + Counter(self._records.dropped)
         self.dropped = dict(dropped)
         skipped = f"{dropped.total():,} skipped ({reasons(dropped)})" if dropped else "none skipped"
@@ -224,7 +236,8 @@ class PackedInput(BaseInput):
     def Artifacts(self) -> RunArtifacts:
         """See BaseInput: the vocabularies, and the languages by task id."""
         vocabs = self.vocabs.Transform(lambda vocabulary: vocabulary.model_bytes)
-        return text_artifacts(vocabs, list(self.languages), self.target_language, self._tidied)
+        languages = list(self.languages)
+        return text_artifacts(vocabs, languages, self.target_language, self._tidied, self.codes)
 
     def _CacheDir(self) -> Path:
         try:
@@ -280,10 +293,10 @@ class PackedInput(BaseInput):
         return dict(self.records.languages)
 
     @property
-    def task_of(self) -> list[int] | None:
-        """The task id of each language, in the order of `languages`; None without task ids."""
+    def about(self) -> list[tuple[Any, ...]]:
+        """The rest that rows need of each language, in the order of `languages`; see LanguagePairs."""
         self.Prepare()
-        return self._task_of
+        return self._about
 
     def __iter__(self) -> "PackedBatches":
         """Endless batches from the beginning; each call starts from the beginning."""
@@ -303,20 +316,20 @@ class PackedInput(BaseInput):
                 f"{self.p.data_dir}/dev has {self.WORDS[0]} of {', '.join(dev.languages)}, but of none of the "
                 f"{self.WORDS[1]} that are trained on: {', '.join(trained)}"
             )
-        tasks = dict(zip(trained, self.task_of or (), strict=False))
+        about = dict(zip(trained, self.about, strict=True))
         groups: dict[str, list[LanguagePairs]] = {name: [] for name in GROUPS}
         for lang, group in resource_groups({lang: trained[lang] for lang in languages}).items():
-            groups[group].append((self._HeldOutPairs(dev[lang]), tasks.get(lang)))
+            groups[group].append((self._HeldOutPairs(dev[lang]), about[lang]))
         groups = {name: [item for item in items if item[0]] for name, items in groups.items()}
         return held_out_batches(groups, self._HeldOutSized, self.shape, self.ToBatch)
 
     def _HeldOutPairs(self, pairs: Sequence[tuple[str, str]]) -> Sequence[Any]:
         return pairs
 
-    def _HeldOutSized(self, pair: Any, task: int | None) -> Sized | None:
+    def _HeldOutSized(self, pair: Any, about: tuple[Any, ...]) -> Sized | None:
         """One of _HeldOutPairs for a row; None to leave it out."""
         encode = self.vocabs.source.Encode, self.vocabs.target.Encode
-        return encoded(encode, self.shape, self.p.too_long == "truncate")(pair, task)
+        return encoded(encode, self.shape, self.p.too_long == "truncate")(pair, about)
 
     def _VocabFlags(self, sizes: Mapping[str, int]) -> str:
         """The trainer's flag that sets these sizes of vocabularies, by side."""
@@ -352,6 +365,7 @@ class PackedBatches(base_input.BatchIterator):
         self._input, self._shape = input_generator, input_generator.shape
         self._records = input_generator.records
         p = input_generator.p
+        self._more = int(input_generator.codes is not None)  # codes on each side
         sizes, shards = self._Sizes()
         self._order = PairOrder(sizes, p.temperature, p.seed, shards, self._lengths, p.weights)
         self._waiting: list[Sized] = []  # with their places in the records: language, position
@@ -405,8 +419,9 @@ class PackedBatches(base_input.BatchIterator):
         return about | ({"weights": p.weights} if p.weights else {})
 
     def _lengths(self, language: int, positions: np.ndarray) -> np.ndarray:
-        """The numbers of ids of pairs, before they are truncated: [N, 2] for positions [N]."""
-        return self._records.Lengths(language)[positions]
+        """The numbers of ids of pairs, with codes, before they are truncated: [N, 2] for positions [N]."""
+        lengths = self._records.Lengths(language)[positions]
+        return lengths + np.uint16(1) if self._more else lengths
 
     def _drawn(self) -> Iterator[Sized]:
         """The next pairs that fit, or are truncated."""
@@ -448,9 +463,9 @@ class PackedBatches(base_input.BatchIterator):
     def _read(self, language: int, position: int) -> Any:
         """A pair's ids, truncated to a row's lengths, and its task, for ToBatch."""
         source, target = self._records.Read(language, position)
-        task = self._input.task_of[language] if self._input.task_of else None
-        shape = self._shape
-        return source[: shape.source_length - 1], target[: shape.target_length - 1], task
+        shape, less = self._shape, 1 + self._more
+        about = self._input.about[language]
+        return source[: shape.source_length - less], target[: shape.target_length - less], *about
 
 
 def _usable(cache_dir: Path) -> Path:

@@ -15,13 +15,48 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.text.vocabulary.language_codes import LanguageCodes
 from lingvo_moe.tasks.text.vocabulary.special_ids import BOS_ID, EOS_ID
 
-# The numbers of source and target ids, without eos and bos, and whatever stands for the pair.
+# The numbers of source and target ids, without one for eos and bos, and whatever stands for the pair.
 Sized = tuple[int, int, Any]
 MAX_WAITING = 512
 # A row with less free space than this is full: hardly any pair is shorter, including eos.
 _SMALLEST_SIDE = 2
+
+
+class Marks:
+    """The ids around the texts of a pair: int32 arrays, before and after a source, and before and after a target.
+
+    Attributes:
+        more: how many more ids there are on each side than eos, or bos.
+    """
+
+    def __init__(self, vocabs: NestedMap, codes: LanguageCodes | None = None, direction: str = ""):
+        """`codes` are those of a model between any languages, of which `direction`, SOURCE-TARGET, names two.
+
+        Raises DataError: it does not.
+        """
+        end, begin, after = [vocabs.source.eos_id], [vocabs.target.bos_id], list[int]()
+        sides = [[], end, begin, [vocabs.target.eos_id]]
+        if codes:
+            source, target = codes.Direction(direction)
+            before, after = ([], [source]) if codes.is_last else ([source], [])
+            sides = [before, [*end, *after], [codes.start_id, target], sides[3]]
+        self.more = int(codes is not None)
+        self._sides = [np.array(ids, np.int32) for ids in sides]
+
+    def Source(self, ids: Any) -> np.ndarray:
+        """A source with its marks."""
+        return np.concatenate([self._sides[0], ids, self._sides[1]])
+
+    def Target(self, ids: Any) -> np.ndarray:
+        """A target with its marks: all but the last are inputs, all but the first labels."""
+        return np.concatenate([self._sides[2], ids, self._sides[3]])
+
+
+_USUAL = NestedMap(bos_id=BOS_ID, eos_id=EOS_ID)
+_MARKS = Marks(NestedMap(source=_USUAL, target=_USUAL))
 
 
 @dataclass(frozen=True)
@@ -110,12 +145,13 @@ def _numbers(count: int) -> list[np.ndarray]:
 
 
 def to_batch(rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
-    """Arrays from rows of pairs: source and target ids, and the task, if the shape has tasks.
+    """Arrays from rows of pairs: source and target ids, the task, if the shape has tasks, and Marks, if not the usual.
 
     Returns:
         NestedMap of int32 [B, T]: `src.ids` (the source, then eos), `tgt.ids` (bos, then the target), `tgt.labels` (the
-        target, then eos), and `segment_ids` (1, 2, ... by pair, 0 for padding) and `segment_pos` (0, 1, ... within a
-        pair, 0 for padding) of both sides; and `task_ids` of both, if the shape has them. Padding ids are 0.
+        target, then eos), or as other Marks say, and `segment_ids` (1, 2, ... by pair, 0 for padding) and `segment_pos`
+        (0, 1, ... within a pair, 0 for padding) of both sides; and `task_ids` of both, if the shape has them. Padding
+        ids are 0.
     """
     tasks = ["task_ids"] if shape.task_ids else []
     src = _zeros(shape.rows, shape.source_length, "ids", "segment_ids", "segment_pos", *tasks)
@@ -126,23 +162,22 @@ def to_batch(rows: Sequence[Sequence[Any]], shape: Shape) -> NestedMap:
     for row, pairs in enumerate(rows):
         source_start = target_start = 0
         for segment, (source, target, *rest) in enumerate(pairs, start=1):
-            end = source_start + len(source) + 1
-            src.ids[row, source_start : end - 1] = source
-            src.ids[row, end - 1] = EOS_ID
+            task, marks = (*rest, None)[0], rest[1] if len(rest) > 1 else _MARKS
+            source, target = marks.Source(source), marks.Target(target)
+            end = source_start + len(source)
+            src.ids[row, source_start:end] = source
             src.segment_ids[row, source_start:end] = segment
             src.segment_pos[row, source_start:end] = steps[: end - source_start]
             if shape.task_ids:
-                src.task_ids[row, source_start:end] = rest[-1]
+                src.task_ids[row, source_start:end] = task
             source_start = end
-            end = target_start + len(target) + 1
-            tgt.ids[row, target_start] = BOS_ID
-            tgt.ids[row, target_start + 1 : end] = target
-            tgt.labels[row, target_start : end - 1] = target
-            tgt.labels[row, end - 1] = EOS_ID
+            end = target_start + len(target) - 1
+            tgt.ids[row, target_start:end] = target[:-1]
+            tgt.labels[row, target_start:end] = target[1:]
             tgt.segment_ids[row, target_start:end] = segment
             tgt.segment_pos[row, target_start:end] = steps[: end - target_start]
             if shape.task_ids:
-                tgt.task_ids[row, target_start:end] = rest[-1]
+                tgt.task_ids[row, target_start:end] = task
             target_start = end
     return NestedMap(src=src, tgt=tgt)
 

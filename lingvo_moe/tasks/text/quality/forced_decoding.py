@@ -10,6 +10,7 @@ and compiling them takes longer than scoring thousands of pairs on one host.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,9 +25,9 @@ from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
-from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
+from lingvo_moe.tasks.text.batches.rows_of_pairs import Marks, Shape
 from lingvo_moe.tasks.text.decoding.leading import Kind, LedPrograms, rows_over
-from lingvo_moe.tasks.text.runs.artifacts import task_numbers
+from lingvo_moe.tasks.text.runs.artifacts import language_codes_of, task_numbers
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 from lingvo_moe.tasks.transformer.task import TransformerTask
@@ -125,7 +126,8 @@ class Scorer:
         self._input = run.Params().input.cls
         self.scores_texts = len(self._task.STACKS) == 1
         self._by_language = self._task.RoutesByTask(self._task.p)
-        self._languages = run.languages
+        self._languages, self._codes = run.languages, language_codes_of(run.artifacts)
+        self._more = int(self._codes is not None)  # codes on each side
         self._vocabs = run.OpenVocabularies()
         theta, self.about = load_theta(run, self._task, chosen, engine)
         self.mesh_scores: MeshScores | None = None
@@ -152,7 +154,8 @@ class Scorer:
 
         Args:
             sources, targets: N texts each. A text may be empty: the end of the sentence is a token, too.
-            languages: the source language of each pair, or of all; needed by models that route by it.
+            languages: the source language of each pair, or of all; needed by models that route by it. SOURCE-TARGET,
+                of a model between any languages; the code that begins each target is not scored.
 
         Raises:
             ValueError: no language where it is needed. DataError: one that the run does not know.
@@ -160,8 +163,8 @@ class Scorer:
         o = self._options
         src = self._encode("source", sources, o.max_source_length)
         tgt = self._encode("target", targets, o.max_length)
-        tasks = self._tasks(languages, len(src))
-        rows = [(s, t, task) for (s, _), (t, _), task in zip(src, tgt, tasks, strict=True)]
+        about = self._of_languages(languages, len(src))
+        rows = [(s, t, one) for (s, _), (t, _), one in zip(src, tgt, about, strict=True)]
         scores = []
         for (log_probs, _), (_, source_cut), (ids, cut) in zip(self._score(rows), src, tgt):
             pieces = self._vocabs.target.Pieces([*ids, self._vocabs.target.eos_id])
@@ -180,43 +183,51 @@ class Scorer:
     def ScoreIds(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns for each text of a language model its ids' log-probabilities, float32 [T], and whether no other token
         was likelier there, bool [T]; the end is not scored."""
-        rows = self._score([([], list(ids), 0) for ids in texts])
+        rows = self._score([([], list(ids), ()) for ids in texts])
         return [(log_probs[:-1], likeliest[:-1]) for log_probs, likeliest in rows]
 
     def _score(self, rows: Sequence[tuple]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Log-probabilities, and whether none is larger, of the ids of each (source, target, task), and of EOS."""
-        o = self._options
+        """Log-probabilities, and whether none is larger, of the ids of each target, and of EOS; `rows` are arguments of
+        Whole."""
+        o, more = self._options, 1 + self._more
         buckets: dict[tuple[int, int], list[int]] = {}
         for i, (source, target, _) in enumerate(rows):
-            buckets.setdefault(o.Bucket(len(source) + 1, len(target) + 1), []).append(i)
+            buckets.setdefault(o.Bucket(len(source) + more, len(target) + more), []).append(i)
         scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for bucket, members in buckets.items():
             for at in range(0, len(members), o.rows):
                 batch = members[at : at + o.rows]
                 log_probs_RT, likeliest_RT = self._run(bucket, [rows[i] for i in batch])
                 for r, i in enumerate(batch):
-                    tokens = len(rows[i][1]) + 1
-                    scores[i] = log_probs_RT[r, :tokens], likeliest_RT[r, :tokens]
+                    ids = slice(self._more, len(rows[i][1]) + more)  # without the target's code
+                    scores[i] = log_probs_RT[r, ids], likeliest_RT[r, ids]
         return [scores[i] for i in range(len(rows))]
 
     def _encode(self, side: str, texts: Sequence[str], most: int) -> list[tuple[list[int], bool]]:
         """The ids of each text without EOS, and whether they were truncated to leave space for it."""
         # The time of tokenising grows with the square of a line that has no spaces.
-        longest = most * _LONGEST_PIECE
+        longest, less = most * _LONGEST_PIECE, 1 + self._more
         texts = [text.strip() for text in texts]
         ids = self._vocabs[side].EncodeBatch([text[:longest] for text in texts])
         return [
-            (one[: most - 1], len(text) > longest or len(one) > most - 1)
+            (one[: most - less], len(text) > longest or len(one) > most - less)
             for text, one in zip(texts, ids)
         ]
 
-    def _tasks(self, languages: str | Sequence[str] | None, number: int) -> list[int]:
-        if not self._by_language:
-            return [0] * number
+    def _of_languages(
+        self, languages: str | Sequence[str] | None, number: int
+    ) -> list[tuple[Any, ...]]:
+        """The rest that rows need of each pair; see LanguagePairs."""
+        if not self._by_language and not self._codes:
+            return [(0,)] * number
         if languages is None:
-            raise ValueError("the model routes by the source language: give it (--language)")
+            why = "needs SOURCE-TARGET" if self._codes else "routes by the source language"
+            raise ValueError(f"the model {why}: give it (--language)")
         by_text = [languages] * number if isinstance(languages, str) else list(languages)
-        return task_numbers(by_text, self._languages)
+        if self._codes:
+            marks = {d: Marks(self._vocabs, self._codes, d) for d in dict.fromkeys(by_text)}
+            return [(0, marks[direction]) for direction in by_text]
+        return [(task,) for task in task_numbers(by_text, self._languages)]
 
     def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
         """LogProbs of at most `rows` pairs: float32 [R,T] and bool [R,T]."""

@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
+from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.files.files import read_object
 from lingvo_moe.tasks.text.data.errors import DataError
 
@@ -32,6 +33,18 @@ class LanguageCodes:
     ids: Mapping[str, int]  # the id of each language's code, e.g. "eng_Latn"
     is_last: bool  # whether the source's code follows the mark of a text's end; else it comes before the text
     start_id: int  # the token before the target's code, which is the first of each translation
+
+    def Direction(self, name: str) -> tuple[int, int]:
+        """The ids of the codes of SOURCE-TARGET. Raises DataError: it is none, or names an unknown language."""
+        codes = name.split("-", 1)
+        if wrong := [code for code in codes if code not in self.ids]:
+            hint = did_you_mean(wrong[0], list(self.ids))
+            raise DataError(f"{name!r}: this model has no language {wrong[0]!r}{hint}")
+        if len(codes) == 1:
+            raise DataError(
+                f"{name!r}: this model needs SOURCE-TARGET, e.g. {name}-{[*self.ids][-1]}"
+            )
+        return self.ids[codes[0]], self.ids[codes[1]]
 
 
 def read_language_codes(directory: Path, start_id: int) -> tuple[bytes, LanguageCodes]:

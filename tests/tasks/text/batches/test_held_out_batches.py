@@ -42,9 +42,9 @@ def _ids(batch) -> list[int]:
 
 def test_every_pair_once_in_batches_of_one_group_that_take_turns():
     groups = {
-        "high": [(_pairs(100, 9), 0), (_pairs(200, 3), 1)],
+        "high": [(_pairs(100, 9), (0,)), (_pairs(200, 3), (1,))],
         "mid": [],
-        "low": [(_pairs(300, 6), 2)],
+        "low": [(_pairs(300, 6), (2,))],
     }
     batches = _batches(groups)
     found = [(one.group, _ids(one.batch)) for one in batches]
@@ -64,10 +64,10 @@ def test_every_pair_once_in_batches_of_one_group_that_take_turns():
 
 def test_pairs_longer_than_a_row_as_in_training():
     pairs = [*_pairs(5, 1, length=6), *_pairs(6, 1, length=5), ("", "7")]
-    assert [_ids(one.batch) for one in _batches({"high": [(pairs, 0)]})] == [[6]]
-    (truncated,) = _batches({"high": [(pairs, 0)]}, truncate=True)
+    assert [_ids(one.batch) for one in _batches({"high": [(pairs, (0,))]})] == [[6]]
+    (truncated,) = _batches({"high": [(pairs, (0,))]}, truncate=True)
     assert sorted(_ids(truncated.batch)) == [5, 6]
-    assert _batches({"high": [(_pairs(5, 3, length=9), 0)]}) == []
+    assert _batches({"high": [(_pairs(5, 3, length=9), (0,))]}) == []
 
 
 def test_the_pairs_of_the_languages_that_are_trained_on(tmp_path):

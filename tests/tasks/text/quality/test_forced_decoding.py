@@ -57,7 +57,7 @@ def test_equals_what_the_search_reports(run, scorer):
     assert len({*lengths_BK.ravel()}) > 1
     for k in range(2):
         targets = [ids[: n - 1].tolist() for ids, n in zip(ids_BKT[:, k], lengths_BK[:, k])]
-        pairs = [(s, t, 0) for s, t in zip(sources, targets)]
+        pairs = [(s, t, (0,)) for s, t in zip(sources, targets)]
         found_BT, _ = scorer._run((16, 16), pairs)
         np.testing.assert_allclose(found_BT.sum(1), scores_BK[:, k], rtol=1e-4, atol=1e-4)
         assert (found_BT[np.arange(16) >= lengths_BK[:, k : k + 1]] == 0).all()
@@ -73,7 +73,7 @@ def test_one_program_has_the_capacities_of_each_length(tmp_path):
     task, theta = run.Task(), load_theta(run, run.Task())[0].Transform(tf.constant)
     rng = np.random.default_rng(0)
     for length in (8, 32):
-        pairs = [(rng.integers(4, 30, length - 1), rng.integers(4, 30, 5), 0) for _ in range(4)]
+        pairs = [(rng.integers(4, 30, length - 1), rng.integers(4, 30, 5), (0,)) for _ in range(4)]
         batch = to_batch([[pair] for pair in pairs], Shape(4, length, length, pack=False))
         with use_mesh(single_device()):
             wanted_BT, _ = task.LogProbs(
