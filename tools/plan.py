@@ -3,6 +3,7 @@
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v3:32x32
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v3:32x32,v5p:8x8x8,h100:32x8 --price=v5p:4.2,h100:3
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v5p --output=plan.json --html=plan.html
+    python -m tools.plan --what=serve --model=lm.OLMoE1B7B --topology=v5e:2x4 --prompt=1024 --reply=256 --slo=200ms/30ms
     python -m tools.plan --compare=plan.json,other.json
     python -m tools.plan --validate --output=errors.json
     python -m tools.plan --model=mt.M4MoE512E36L --topology=v3:16x16 --variants='|task.fprop_dtype="bfloat16"'
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
 from lingvo_moe.analysis.plans.machines.slices import machines
-from lingvo_moe.analysis.plans.prices import check_prices, kind_of, priced, read_prices
+from lingvo_moe.analysis.plans.prices import check_prices, kind_of, priced, read_limits, read_prices
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, same_place
@@ -60,7 +61,23 @@ def define_flags() -> Flags:
     flags.DEFINE_string(
         "what",
         "train",
-        "which program: train; decode, a step of it; or prefill, what comes before the first one",
+        "which program: train; decode, a step of it; prefill, what comes before the first one; serve: both, by layout "
+        "and batch (docs/planning.md)",
+    )
+    flags.DEFINE_integer("prompt", 0, "tokens of a prompt, or of a text to translate", checks.COUNT)
+    flags.DEFINE_integer("reply", 0, "new tokens, for which caches have room", checks.COUNT)
+    flags.DEFINE_numbers(
+        "batches",
+        (),
+        "rows that are served at once; default: 1, 8, 32, 128, ... until the memory is full",
+        checks.SIZE,
+    )
+    flags.DEFINE_parsed(
+        "slo",
+        None,
+        "the longest times to the first token and between tokens, e.g. 200ms/30ms: marks the largest batch that keeps "
+        "both",
+        read_limits,
     )
     flags.DEFINE_string(
         "mesh", "", "axis:size,... (default: the experiment's, sized to the topology)"
@@ -92,6 +109,13 @@ def define_flags() -> Flags:
     _cli.define_known_faults_flag(flags)
     _cli.define_cache_flag(flags)
     flags.Refuse(["output", "html"], same_place)
+    flags.OnlyWith("prompt reply", what=("serve", "decode", "prefill"))
+    flags.OnlyWith("batches slo", what="serve")
+    flags.OnlyWith(
+        "variants mesh layout strategy token_budget compare html",
+        "plans of serving have layouts of their own",
+        what=("train", "decode", "prefill"),
+    )
     of_new = "variants what mesh layout model_params_override strategy token_budget known_faults"
     flags.OnlyWith(f"{of_new} cache_dir", "it is of a new plan", model=True)
     flags.OnlyWith(
@@ -113,9 +137,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.Fail(f"--output={args.output} goes with --model or --validate")
     if bool(args.model) != bool(args.topology):
         args.Fail(f"--{'from' if args['from'].value else 'model'} and --topology go together")
+    if args.what == "serve" and not (args.prompt and args.reply):
+        args.Fail("--what=serve goes with --prompt and --reply, e.g. --prompt=1024 --reply=256")
     if not args.model and not args.compare:
         args.Fail("nothing to do: give --model and --topology, or --compare")
-    return _cli.attempt_compiling("plan", lambda: run(args))
+    work = serve if args.what == "serve" else run
+    return _cli.attempt_compiling("plan", lambda: work(args))
 
 
 def validate(output: str) -> int:
@@ -171,6 +198,44 @@ def run(args: Flags) -> int:
     if failed:
         return 1
     return 0 if all(plan["memory"]["fits"] for plan in new) else 3
+
+
+def serve(args: Flags) -> int:
+    """Plans how a model is served, prints a table for each machine; returns the exit status."""
+    check_topologies(args.topology)
+    prices = dict(args.price)
+    check_prices(prices, [TopologyName.parse(name.lower()).kind for name in args.topology])
+    outputs = output_files(args.output, len(args.topology)) if args.output else []
+    for path in outputs:
+        _cli.check_output_file(path)
+    cache = _cli.plan_cache(args.cache_dir)
+    _cli.load_tensorflow()
+    from lingvo_moe.analysis.plans.step_plan import Request
+    from lingvo_moe.analysis.search import serving_plan
+    from lingvo_moe.core.files import files
+    from lingvo_moe.core.pages import tables
+
+    _published.name_experiment(args)
+    fit = False
+    with _cli.CompilerProgress() as progress:
+        for name, path in itertools.zip_longest(args.topology, outputs, fillvalue=""):
+            sizes = {"prompt": args.prompt, "reply": args.reply}
+            faults = {"known_faults": args.known_faults}
+            request = Request(args.model, name, args.model_params_override, **sizes, **faults)
+            make = partial(serving_plan.make_serving_plan, request, args.batches, cache, progress)
+            plan = progress.Watch(make)
+            if path:
+                files.write_json(path, plan)
+            fit |= any(row["fits"] for row in plan["rows"])
+            price = prices.get(TopologyName.parse(name.lower()).kind)
+            shown = serving_plan.table(plan, args.slo, price)
+            print(
+                f"{args.model} on {name}, prompts of {args.prompt}, replies of {args.reply} tokens"
+            )
+            print(*tables.lines(shown), sep="\n", end="\n\n")
+    if outputs:
+        _cli.made(*outputs)
+    return 0 if fit else 3
 
 
 def check_topologies(names: Sequence[str]) -> None:

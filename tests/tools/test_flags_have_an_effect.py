@@ -48,7 +48,7 @@ reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_pa
 user_symbols=<a> language_column=3 num_devices=4 max_waiting_lines=99999 max_lines=7 average_last=2
 source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2 noise=0,1,0
 dump_programs=programs steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25 runner=SparkRunner
-runner_option=parallelism=2 stop=END tasks=arc min_p=0.1 n=2 from=RUN system=Hi
+runner_option=parallelism=2 slo=9s/9s batches=4 stop=END tasks=arc min_p=0.1 n=2 from=RUN system=Hi
 """
 _SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
 # The trainer's flags go with --mode=eval, too, so that its command only needs that flag.
@@ -255,6 +255,10 @@ COMMANDS = [
 ]  # fmt: skip
 
 _PLAN = json.loads(_GOLDEN.read_text())
+_BYTES = dict.fromkeys(["weights", "caches", "needed", "hbm"], 1)
+_TIMES = dict.fromkeys(["first_token_seconds", "step_seconds", "chip_seconds_per_million"], 1e-3)
+_RATES = dict.fromkeys(["user_tokens_per_second", "chip_tokens_per_second"], 1.0)
+_SERVED = {**_BYTES, **_TIMES, **_RATES, "layout": "ep", "batch": 8, "fits": True}
 _PROGRAM = SimpleNamespace(name="train", mesh=anything(size=8))
 _EXPLANATION = SimpleNamespace(
     Sharding=lambda name: [], ToJson=dict, ToHtml=lambda: "page", Check=lambda: None
@@ -298,7 +302,9 @@ COMMANDS += [
         "lingvo_moe.analysis.search.best_plan:smallest_slice": _PLAN,
         "lingvo_moe.analysis.plans.report:html_report": "page",
         "lingvo_moe.analysis.plans.report:print_plan": None,
-    }, [_MACHINE, ["--compare=plan.json"], ["--validate"]]),
+        "lingvo_moe.analysis.search.serving_plan:make_serving_plan": {"rows": [_SERVED]},
+    }, [_MACHINE, ["--compare=plan.json"], ["--validate"],
+        [*_MACHINE, "--what=serve", "--prompt=8", "--reply=8"]]),
     Command("prepare", {
         **NO_BEAM,
         "tools.prepare:prepare": {},

@@ -77,6 +77,9 @@ plan --model=mt.M4Tiny | --model and --topology go together
 plan | nothing to do
 plan --compare=x --output=x.json | --output=x.json goes with --model
 plan --model=mt.M4Tiny --topology=v3:2x2 --token_budget=inf | must be a positive number
+plan --model=x --topology=v3:2x2 --what=serve | --what=serve goes with --prompt and --reply
+plan --model=x --topology=v3:2x2 --slo=9s/9s | --slo=9s/9s goes with --what=serve
+plan --model=x --topology=v3:2x2 --what=serve --slo=200 | '200' is no pair of times
 plan --compare=x --variants=|a=1 | --variants=|a=1 goes with --model, which is not given: it is of a new plan
 plan --topolgy=v3:2x2 | did you mean '--topology'
 compare_experts --only=top2_e15 | did you mean

@@ -1,7 +1,9 @@
-"""The cost of a planned step, from a user's own prices of machines."""
+"""The cost of a planned step, from a user's own prices of machines; and how long users of a server may wait."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lingvo_moe.analysis.plans.figures import Plan
@@ -9,8 +11,9 @@ from lingvo_moe.analysis.plans.machines.base_machine import PlanError
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.topology_names import TopologyName
 
-_SECONDS_AN_HOUR = 3600.0
+SECONDS_AN_HOUR = 3600.0
 _HOURS_A_DAY = 24.0
+_TIME = re.compile(r"(\d+\.?\d*)(ms|s)")
 
 
 def read_prices(text: str) -> tuple[tuple[str, float], ...]:
@@ -60,7 +63,33 @@ def priced(plan: dict[str, Any], prices: Mapping[str, float]) -> dict[str, Any]:
     days = time.get("chip_days")
     cost = {
         "price": price,
-        "step_cost": price * chips * time["step_seconds"] / _SECONDS_AN_HOUR,
+        "step_cost": price * chips * time["step_seconds"] / SECONDS_AN_HOUR,
         "budget_cost": None if days is None else price * days * _HOURS_A_DAY,
     }
     return plan | {"time": time | cost}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The longest times that a user may wait, in seconds."""
+
+    first_token: float
+    between: float  # between two tokens
+
+    def Keeps(self, first_token: float, between: float) -> bool:
+        """Whether waits of so many seconds are within the limits."""
+        return first_token <= self.first_token and between <= self.between
+
+    def __str__(self) -> str:
+        return f"{self.first_token:g}s/{self.between:g}s"
+
+
+def read_limits(text: str) -> Limits:
+    """Reads '200ms/30ms'. Raises ValueError with what would be right."""
+    times = [_TIME.fullmatch(part) for part in text.split("/")]
+    if len(times) != 2 or None in times:
+        raise ValueError(f"{text!r} is no pair of times, e.g. 200ms/30ms or 1.5s/50ms")
+    first, between = (float(t[1]) * (1e-3 if t[2] == "ms" else 1) for t in times if t)
+    if not (first > 0 and between > 0):
+        raise ValueError(f"{text!r}: both times must be positive")
+    return Limits(first, between)

@@ -290,7 +290,8 @@ def describe_job(
         if request.what == DECODE:  # which takes in nothing, and puts out one unit for each row
             counts = dict.fromkeys(taken, 0) | {made: inputs.p.batch_size}
         else:
-            counts = {next(iter(counts)): math.prod(flatten(step.arg_specs[1])[0].shape)}
+            read = max(math.prod(spec.shape) for spec in flatten(step.arg_specs[1]))
+            counts = {next(iter(counts)): read}
     job = tables.PlannedJob(
         request.model, request.override, request.what, counts, task.UNIT, budget, flops
     )

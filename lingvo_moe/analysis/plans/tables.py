@@ -16,7 +16,7 @@ Times are estimates:
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lingvo_moe.analysis.plans.machines.base_machine import Machine
@@ -44,7 +44,7 @@ class PlannedJob:
     # `model`, `override`: the trainer's flags --model and --model_params_override.
     model: str
     override: str
-    what: str  # 'train' or 'decode'
+    what: str  # 'train', 'decode' or 'prefill'
     # What one run of the program takes in and puts out, as TaskCosts.BatchCounts names it; the last one is of units.
     batch: dict[str, int]
     unit: str  # what is counted, e.g. 'tokens'
@@ -179,11 +179,13 @@ def time(
     between = sum(row["seconds"] for row in collective_rows if row.get("slices", 1) > 1)
     turning = topology.turn_seconds * sum(row.get("turns", 0) for row in work_rows)
     inside, apart = network_seconds - between, waiting + between + turning
-    step = topology.pace.Seconds(roofline, inside, apart)
+    # In decoding a collective waits for what comes before it, and all else for the collective.
+    pace = topology.pace if job.what == "train" else replace(topology.pace, overlap=0.0)
+    step = pace.Seconds(roofline, inside, apart)
     arithmetic, memory = (
         sum(row[f"{kind}_seconds"] for row in work_rows) for kind in ("compute", "memory")
     )
-    least, most = topology.pace.Bounds(arithmetic, memory, roofline, inside, apart)
+    least, most = pace.Bounds(arithmetic, memory, roofline, inside, apart)
     peak = step * topology.peaks["bfloat16"]
     speed = list(job.batch.values())[-1] / step
     out: dict[str, Any] = {

@@ -4,7 +4,7 @@ import contextlib
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.analysis.search.strategies.named_layouts import FUNCTIONS, named_layout
 from lingvo_moe.analysis.search.strategies.strategy_file import AUTO, StrategyError, as_override
@@ -14,6 +14,9 @@ from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.sharding import ShardingError
 from lingvo_moe.core.task.meshes import check_divisible, make_mesh
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from lingvo_moe.core.task.base_task import BaseTask
 
 
 def layouts(name: str, model: str, override: str, count: int) -> dict[str, str]:
@@ -32,10 +35,7 @@ def layouts(name: str, model: str, override: str, count: int) -> dict[str, str]:
         raise StrategyError(
             f"--layout={name}: is for models of equal blocks, which {task.cls.__name__} is not; give --mesh"
         )
-    sizes: dict[str, set[int]] = defaultdict(set)
-    for spec in task.Instantiate().VariableSpecs().Flatten():
-        for letter, size in zip(spec.letters, spec.shape, strict=True):
-            sizes[letter].add(size)
+    sizes = letter_sizes(task.Instantiate())
     overrides: dict[str, str] = {}
     refusal: ValueError | None = None
     for layout in FUNCTIONS if name == AUTO else [name]:
@@ -51,6 +51,15 @@ def layouts(name: str, model: str, override: str, count: int) -> dict[str, str]:
     if refusal and not overrides:
         raise refusal
     return overrides
+
+
+def letter_sizes(task: "BaseTask") -> dict[str, set[int]]:
+    """The sizes that the dimensions of each letter have in a task's variables."""
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for spec in task.VariableSpecs().Flatten():
+        for letter, size in zip(spec.letters, spec.shape, strict=True):
+            sizes[letter].add(size)
+    return sizes
 
 
 def fastest_here(args: Flags, override: str, count: int) -> str:

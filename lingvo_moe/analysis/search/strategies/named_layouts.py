@@ -22,7 +22,7 @@ from lingvo_moe.analysis.search.strategies.strategy_file import StrategyError
 from lingvo_moe.core.pipeline.schedule import DATA
 from lingvo_moe.core.sharding.letters import NONE, WEIGHTS
 
-_NODE = 8  # the most devices of axis `model`, as many as share a host
+NODE = 8  # the most devices of axis `model`, as many as share a host
 Sizes = Mapping[str, set[int]]
 # The sizes of mesh axes, and the letters that axis `model` shards; None where the model does not divide so.
 _Found = tuple[dict[str, int], str] | None
@@ -33,7 +33,7 @@ def _fsdp(sizes: Sizes, count: int) -> _Found:
 
 
 def _tp(sizes: Sizes, count: int) -> _Found:
-    fit = [n for n in divisors(count) if 1 < n <= _NODE and divides(n, sizes, "NAH")]
+    fit = [n for n in divisors(count) if 1 < n <= NODE and divides(n, sizes, "NAH")]
     if not fit:
         return None
     letters = "NAHV" if divides(fit[-1], sizes, "V") else "NAH"
