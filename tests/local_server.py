@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.moe.expert_loads import ExpertLoads
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.text.serving import server
 from lingvo_moe.tasks.text.serving.limits import Limits
@@ -108,6 +109,8 @@ class EchoBatch:
     def __init__(self, gate):
         self.running, self.gate = [], gate
         self.pool = SimpleNamespace(pages=8, free=5)
+        self.tokens, self.loads = 0, ExpertLoads(2)
+        self.loads.Add(np.array([[[0]], [[1]]]))
 
     def Join(self, answer):
         self.running.append(answer)
@@ -117,6 +120,7 @@ class EchoBatch:
 
     def Step(self):
         stepped = list(self.running)
+        self.tokens += len(stepped)
         if any(answer.steps for answer in stepped):
             assert self.gate.wait(20)
         for answer in stepped:

@@ -122,6 +122,7 @@ class Generator(Exportable, Texts):
                 f"the vocabulary has {size} pieces, the model's vocab_size is {model.p.vocab_size}"
             )
         self._allowed = np.arange(size) != vocabulary.unk_id
+        self._num_experts = model.p.num_experts
         marks = dict(zip(("bos_id", "eos_id", "pad_id"), self._marks))
         self._search_options = o.Search(**marks, other_ends=other_ends)
         self._Load(model, theta, prompt, text)
@@ -297,7 +298,8 @@ class Generator(Exportable, Texts):
         return _named(after.Flatten())
 
     def _Step(self, *arguments: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The pool after one token of each text, the `tokens` that follow and their `log_probs`.
+        """The pool after one token of each text, the `tokens` that follow and their `log_probs`; with
+        experts also those of each text's token, `experts` int32 [L,R,k], and `num_experts`.
 
         Args:
             arguments: PLACES; the ids before and the step of PagedSearch.Step; SETTINGS but max_tokens; the pool.
@@ -308,8 +310,12 @@ class Generator(Exportable, Texts):
         settings = NestedMap(zip(names, values), step=step)
         pool = self._structure().Pack(values[len(names) :])
         theta = self._weights.Tensors()
-        pool, tokens, log_probs = self._paged().Step(theta, places, before, settings, pool)
-        return {**_named(pool.Flatten()), "tokens": tokens, "log_probs": log_probs}
+        pool, tokens, log_probs, experts = self._paged().Step(theta, places, before, settings, pool)
+        out = {**_named(pool.Flatten()), "tokens": tokens, "log_probs": log_probs}
+        if experts:
+            out["experts"] = tf.stack([one[:, 0] for one in experts])
+            out["num_experts"] = tf.constant(self._num_experts)
+        return out
 
 
 def load_generator(

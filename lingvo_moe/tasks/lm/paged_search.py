@@ -12,6 +12,7 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.pages import PAGE
 from lingvo_moe.core.kernels import paged
+from lingvo_moe.core.moe import expert_loads
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.lm.prompt_decoder import LanguageModel
@@ -63,7 +64,7 @@ class PagedSearch:
         before_BL: tf.Tensor,
         settings: NestedMap,
         pool: NestedMap,
-    ) -> tuple[NestedMap, tf.Tensor, tf.Tensor]:
+    ) -> tuple[NestedMap, tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Draws the next token of each text.
 
         Args:
@@ -72,9 +73,11 @@ class PagedSearch:
             settings: as PromptSearch.Search takes them, and `step`, int32 [B], how many tokens were drawn.
 
         Returns:
-            The pool; int32 [B], the tokens, or END; float32 [B], their log-probabilities by the model.
+            The pool; int32 [B], the tokens, or END; float32 [B], their log-probabilities by the model;
+            of each MoE layer int32 [B,1,k], the experts of the newest tokens.
         """
-        logits, pool = self.Extend(theta, places, pool)
+        with expert_loads.noting_choices() as experts:
+            logits, pool = self.Extend(theta, places, pool)
         with use_mesh(single_device()), kernels.using(paged.tensorflow):
             logits_BV = tf.cast(logits[:, 0, : self._size], tf.float32)
             rows = tf.shape(before_BL)[0]
@@ -84,4 +87,4 @@ class PagedSearch:
             cache = NestedMap(settings=settings, seen_BV=seen_BV)
             tokens_B = self._draws.Drawn(logits_BV, cache, settings.step)
             log_probs_B = log_probs_of(logits_BV, tokens_B[:, tf.newaxis])[:, 0]
-        return pool, tf.where(tokens_B == self._eos, END, tokens_B), log_probs_B
+        return pool, tf.where(tokens_B == self._eos, END, tokens_B), log_probs_B, experts

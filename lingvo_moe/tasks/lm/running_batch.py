@@ -7,7 +7,7 @@ begin alike share full pages.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,9 +17,11 @@ import tensorflow as tf
 from lingvo_moe.core.decode.pages import PAGE, PagePool, name_of
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS
+from lingvo_moe.core.moe.expert_loads import ExpertLoads
 from lingvo_moe.tasks.text.data.errors import DataError
 
 FILLED = 128  # tokens of prompts that a step reads
+_WATCHED = 8
 _WIDTH = 16  # of which this many, or a multiple, belong to one prompt: never one alone, which rounds differently
 
 
@@ -34,8 +36,9 @@ class PagedFunctions(Protocol):
 
     def Step(
         self, places: Sequence[Any], more: Sequence[Any], pool: list[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], np.ndarray, np.ndarray]:
-        """Draws tokens: see PagedSearch.Step; `more` is before_BL, step_B and the settings."""
+    ) -> tuple[list[tf.Tensor], np.ndarray, np.ndarray, Mapping[str, tf.Tensor]]:
+        """Draws tokens: see PagedSearch.Step; `more` is before_BL, step_B and the settings. What comes last has
+        `experts` int32 [L,R,k] and `num_experts`, where the model has some."""
 
 
 @dataclass(eq=False)
@@ -92,6 +95,8 @@ class RunningBatch:
         self.running: list[RunningText] = []  # in the order in which they joined
         self.waiting: deque[RunningText] = deque()
         self._pool = functions.Pool(pages + 1)
+        self.tokens = self._steps = 0  # that were drawn; in so many steps
+        self.loads: ExpertLoads | None = None  # of one step in _WATCHED
 
     @property
     def room(self) -> int:
@@ -205,7 +210,12 @@ class RunningBatch:
         for row, text in zip(before_BL, texts):
             row[:] = (text.ids + text.ids[:1] * longest)[:longest]
         more = [before_BL, step_B, *map(list, zip(*values))]
-        self._pool, tokens_B, log_probs_B = self._functions.Step(places, more, self._pool)
+        self._pool, tokens_B, log_probs_B, out = self._functions.Step(places, more, self._pool)
+        if "experts" in out and self._steps % _WATCHED == 0:
+            self.loads = self.loads or ExpertLoads(int(out["num_experts"]))
+            self.loads.Add(out["experts"].numpy()[:, : len(texts)])
+        self._steps += 1
+        self.tokens += len(texts)
         for text, token, log_prob in zip(texts, tokens_B.tolist(), log_probs_B.tolist()):
             self._Filled(text, len(text.ids))
             if token < 0:

@@ -100,14 +100,14 @@ class Texts:
 
     def Step(
         self, places: Sequence[Any], more: Sequence[Any], pool: list[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], np.ndarray, np.ndarray]:
+    ) -> tuple[list[tf.Tensor], np.ndarray, np.ndarray, Mapping[str, tf.Tensor]]:
         """See PagedFunctions."""
         before, step, *values = more
         specs = list(SETTINGS.values())[1:]
         settings = [tf.constant(value, spec.dtype) for value, spec in zip(values, specs)]
         arguments = [*map(tf.constant, (*places, before, step)), *settings, *pool]
         out = self.CallPaged("step", arguments)
-        return _pool_of(out), out["tokens"].numpy(), out["log_probs"].numpy()
+        return _pool_of(out), out["tokens"].numpy(), out["log_probs"].numpy(), out
 
     def Generate(
         self, prompts: Sequence[Prompt], settings: Sequence[Sampling]

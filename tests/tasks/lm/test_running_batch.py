@@ -3,15 +3,24 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
+import tensorflow as tf
 import toy_text
 from rows import products_ignore_the_batch
 
 from lingvo_moe.core.decode.pages import PAGE
 from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.core.moe.expert_loads import noting_choices
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.parts import Context
+from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
+from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.running_batch import FILLED, RunningBatch, RunningText
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
+from lingvo_moe.tasks.text.runs.weights import load_theta
 
 # Grouped heads with rotary positions, windows and sinks; ALiBi's numbers, with a head for each.
 MODELS = (
@@ -110,3 +119,29 @@ def test_other_kinds_of_attention_continue_as_over_whole_caches(tmp_path, more):
         assert (got.text, got.finish_reason) == (want.text, want.finish_reason)
         values = [[value for _, value in one.logprobs] for one in (got, want)]
         assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def test_a_step_says_which_experts_its_tokens_chose(tmp_path):
+    """They are those that a pass over all of the text chooses for its last token."""
+    toy_text.save_run(tmp_path, "task.num_experts=4;task.moe.router=top_k;task.moe.router.k=2")
+    generator = load_generator(tmp_path, GenerateOptions())[0]
+    text = next(_texts(1))
+    ids = tf.constant([text.ids])
+    at = tf.range(ids.shape[1])[tf.newaxis]
+    rows = NestedMap(ids=ids, labels=ids, segment_ids=tf.ones_like(ids), segment_pos=at)
+    run = TextRunDir(tmp_path)
+    model = run.Task(LmModel)
+    theta = load_theta(run, model)[0].Transform(tf.constant)
+    model = LmModel(model.p.Copy().Set(repeat=False))  # no loop, in which choices would be
+    with use_mesh(single_device()), noting_choices() as choices:
+        model.Forward().Run(theta, Context(rows))
+    batch = RunningBatch(generator, 1, 12)
+    batch.Join(text)
+    while not batch.tokens:
+        batch.Step()
+    last = [one.numpy()[0, -1] for one in choices]
+    figures = batch.loads.Figures()
+    assert len(last) == len(figures["dead_share"]) > 0
+    assert list(figures["dead_share"]) == [0.5] * len(last)
+    counts = batch.loads._counts[0]
+    assert [set(np.flatnonzero(row)) for row in counts] == [set(one) for one in last]

@@ -7,6 +7,7 @@ earlier request.
 
 import asyncio
 import functools
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from lingvo_moe.tasks.text.serving.batcher import Translation, guarded
 from lingvo_moe.tasks.text.serving.request_error import RequestError
 
 Prompt = bytes | list[int]
+_SECONDS = 10.0  # that the rate of tokens is of
 
 
 @dataclass(eq=False)
@@ -53,6 +55,7 @@ class DecodeLoop:
         self._joined: dict[Any, _Line] = {}  # by the texts of the batch
         self._news = asyncio.Event()
         self._batch: Any = None
+        self._drawn: deque[tuple[float, int]] = deque()  # when, and how many tokens
 
     @property
     def lines(self) -> int:
@@ -70,6 +73,14 @@ class DecodeLoop:
                 "Prompts that are being continued.",
                 of_batch(lambda b: len(b.running)),
             ),
+            "prompts_waiting": (
+                "Prompts that wait for a row, or for pages.",
+                lambda: self.lines - of_batch(lambda b: len(b.running))(),
+            ),
+            "tokens_per_second": (
+                f"New tokens of all prompts, in the last {_SECONDS:g} s.",
+                self._TokensPerSecond,
+            ),
             "pages_used": (
                 "Pages of keys and values that running prompts use.",
                 of_batch(lambda b: b.pool.pages - b.pool.free),
@@ -79,6 +90,19 @@ class DecodeLoop:
                 of_batch(lambda b: b.pool.free),
             ),
         }
+
+    def Loads(self) -> dict[str, Sequence[float]]:
+        """Figures of the experts of each layer, by the names of gauges; see ExpertLoads."""
+        loads = self._batch and self._batch.loads
+        return {f"experts_{name}": x for name, x in loads.Figures().items()} if loads else {}
+
+    def _TokensPerSecond(self) -> float:
+        self._Forget()
+        return sum(tokens for _, tokens in self._drawn) / _SECONDS
+
+    def _Forget(self) -> None:
+        while self._drawn and self._drawn[0][0] < time.monotonic() - _SECONDS:
+            self._drawn.popleft()
 
     async def Answers(
         self, prompts: Sequence[Prompt], settings: Sequence[Sampling]
@@ -150,13 +174,15 @@ class DecodeLoop:
         """Lets prompts join and leave, takes a step, and says what is new."""
         leaving = [text for text, line in self._joined.items() if line.gone]
         joining = self._Joining()
-        start = asyncio.get_running_loop().time()
+        start, before = asyncio.get_running_loop().time(), self._batch.tokens
         try:
             events = await self._Call(lambda: self._Step(leaving, joining))
         except Exception as e:  # of the model: nobody's pages are whole
             events = [(line, e) for line in (*self._joined.values(), *joining)]
             self._joined.clear()
             await self._Call(self._Restart)
+        self._Forget()
+        self._drawn.append((time.monotonic(), max(self._batch.tokens - before, 0)))
         for line, news in events:
             line.news.put_nowait(news)
         if events:

@@ -1,10 +1,12 @@
 """The metrics of a server, in Prometheus's text format."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -13,14 +15,35 @@ _LINES = (1, 2, 4, 8, 16, 32, 64, 128)
 DropReason = Literal["closed", "malformed", "slow", "too_large"]
 
 
+class _ByLayer(Collector):
+    """Gauges of the experts of each layer, asked for when they are read."""
+
+    def __init__(self, values: Callable[[], Mapping[str, Sequence[float]]]):
+        self._values = values
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """See prometheus_client."""
+        for name, values in self._values().items():
+            text = "Of the layers with experts, counted from 0, in the last steps: docs/serving.md."
+            family = GaugeMetricFamily(f"lingvo_moe_{name}", text, labels=["layer"])
+            for layer, value in enumerate(values):
+                family.add_metric([str(layer)], float(value))
+            yield family
+
+
 class Metrics:
     """The metrics of one server; two servers in a process are separate.
 
     Args:
         gauges: names without the prefix, descriptions, and what gives the values.
+        by_layer: gives such names of gauges with the value of each layer.
     """
 
-    def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]):
+    def __init__(
+        self,
+        gauges: Mapping[str, tuple[str, Callable[[], float]]],
+        by_layer: Callable[[], Mapping[str, Sequence[float]]] = dict,
+    ):
         self._registry = CollectorRegistry()
         registry = self._registry
         ProcessCollector(registry=registry)
@@ -57,6 +80,7 @@ class Metrics:
         )
         for name, (text, function) in gauges.items():
             Gauge(f"lingvo_moe_{name}", text, registry=registry).set_function(function)
+        registry.register(_ByLayer(by_layer))
 
     def CountRequest(self, route: str, status: int, seconds: float) -> None:
         """A request that was answered; `route` is one of few names."""

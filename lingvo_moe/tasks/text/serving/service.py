@@ -58,12 +58,13 @@ class Service:
             self._loop = DecodeLoop(translator, rows, limits.cache_mib << 20, self._CountBatch)
         else:
             self._batcher = Batcher(translator.Translate, rows, max_batch_wait, self._CountBatch)
-        self.metrics = Metrics({
+        gauges = {
             "waiting_lines": ("Lines that wait or are being translated.", lambda: self.lines),
             "connections": ("Connections that are open.", lambda: self.connections),
             "ready": ("1 when translations are served.", lambda: self.state == READY),
             **(self._loop.Gauges() if self._loop else {}),
-        })  # fmt: skip
+        }
+        self.metrics = Metrics(gauges, self._loop.Loads if self._loop else dict)
 
     def _CountBatch(self, lines: int, seconds: float) -> None:
         self.metrics.CountBatch(lines, seconds)

@@ -28,6 +28,21 @@ def test_texts_of_prompts(server):
     assert server.Ask("GET", "/health").status == 200
 
 
+def test_what_a_running_batch_does_is_seen(server):
+    """Five steps, one after the other's, are five tokens; the batch of Echo has two layers of two experts."""
+    server.Ask("POST", "/generate", {"text": "a b c d"})
+    lines = server.Ask("GET", "/metrics").body.decode().splitlines()
+    rate = next(line for line in lines if line.startswith("lingvo_moe_tokens_per_second "))
+    assert float(rate.split()[1]) >= 0.5
+    assert {*lines} >= {
+        "lingvo_moe_prompts_waiting 0.0",
+        "lingvo_moe_rows_running 0.0",
+        'lingvo_moe_experts_dead_share{layer="0"} 0.5',
+        'lingvo_moe_experts_largest_over_mean{layer="1"} 2.0',
+        'lingvo_moe_experts_entropy{layer="1"} 0.0',
+    }
+
+
 def test_a_stream_is_of_events(server):
     reply = server.Ask("POST", "/generate", {"text": "grün und blau", "stream": True})
     assert reply.headers["Content-Type"] == "text/event-stream; charset=UTF-8"
