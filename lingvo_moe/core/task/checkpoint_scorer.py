@@ -3,14 +3,13 @@
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
 
 if TYPE_CHECKING:
-    from lingvo_moe.core.engine.base import Engine
     from lingvo_moe.core.task.base_task import BaseTask
 
 
@@ -35,13 +34,13 @@ class BaseCheckpointScorer(abc.ABC):
         inputs: BaseInput,
         artifacts: RunArtifacts,
         lines: int | None = None,
-        engine: "Engine | None" = None,
+        engine: Any = None,
     ):
         """
         Args:
             inputs: prepared, with held-out data.
             lines: held-out examples of each kind, e.g. of a language, at most; None for the task's own number.
-            engine: over whose devices the weights lie; None: they are arrays of this host.
+            engine: the Engine over whose devices the weights lie; None: they are arrays of this host.
         """
 
     @abc.abstractmethod

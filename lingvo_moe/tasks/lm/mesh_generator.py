@@ -139,6 +139,7 @@ class _MeshBatch:
         self.running: list[RunningText] = []
         self.waiting: deque[RunningText] = deque()
         self.pool = SimpleNamespace(pages=0, free=0)
+        self.tokens, self.loads = 0, None  # see RunningBatch; loads are not known
         self._blocks: Iterator[list[RunningText]] = iter(())
 
     def Join(self, text: RunningText) -> None:
@@ -188,6 +189,7 @@ class _MeshBatch:
             return False
         done = bool(known.done_B[row])
         count = int(known.lengths_BK[row, 0]) - 1 if done else int(known.steps)
+        self.tokens += count - len(text.new)
         text.ids[text.prompt :] = known.ids_BS[row, 1 : 1 + count].tolist()
         text.log_probs[:] = known.log_probs_BKT[row, 0, :count].tolist()
         if done:
