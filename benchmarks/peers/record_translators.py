@@ -7,7 +7,7 @@ the dense one the losses of pairs [N,T], too.
 To record again: NLLB-MoE with transformers 4.57.6, since 5.0 to 5.24 run two of its experts; the dense one with 5.24.0:
 
     pip install torch==2.13.0 transformers==5.24.0
-    python benchmarks/peers/record_translators.py m2m100
+    python benchmarks/peers/record_translators.py m2m100 tokenizer_json
     pip install transformers==4.57.6 sentencepiece==0.2.3 tiktoken protobuf
     python benchmarks/peers/record_translators.py nllb_moe nllb_moe_before tokenizers
 
@@ -18,6 +18,7 @@ code as its source, one after the other.
 
 import json
 import random
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -190,9 +191,23 @@ def record_tokenizers() -> None:
     np.savez_compressed(out / "expected.npz", **ids)
 
 
+def record_tokenizer_json() -> None:
+    """Writes translators/tokenizer.json as the library makes it of the pieces, with the codes at their places."""
+    out = OUT / "translators"
+    with tempfile.TemporaryDirectory() as directory:
+        shutil.copy(out / "sentencepiece.bpe.model", directory)
+        Path(directory, "tokenizer_config.json").write_text('{"tokenizer_class": "NllbTokenizer"}')
+        transformers.NllbTokenizer.from_pretrained(directory).save_pretrained(directory)
+        content = json.loads(Path(directory, "tokenizer.json").read_text())
+    places = json.loads((out / "nllb.json").read_text())["added_tokens_decoder"]
+    content["added_tokens"] = [{"id": int(i), **token} for i, token in places.items()]
+    (out / "tokenizer.json").write_text(json.dumps(content))
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     for name in sys.argv[1:]:
-        record_tokenizers() if name == "tokenizers" else record(name)
+        others = {"tokenizers": record_tokenizers, "tokenizer_json": record_tokenizer_json}
+        others[name]() if name in others else record(name)
         if name == "m2m100":
             record_losses(name)

@@ -186,13 +186,24 @@ def test_pairs_are_scored_and_trained_on_from_one_language_to_another(imported, 
     assert "'aaa_Latn-xyz_Latn': this model has no language 'xyz_Latn'" in capsys.readouterr().err
 
 
-def test_a_tokenizer_json_alone_is_refused_by_what_is_needed(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    needed = (
-        r"sentencepiece.bpe.model: No such file .*, since tokenizer.json is not read in its place$"
-    )
-    with pytest.raises(DataError, match=needed):
+def test_a_tokenizer_json_alone_gives_the_same_ids(tmp_path):
+    recorded = TESTDATA / "translators"
+    shutil.copy(recorded / "tokenizer.json", tmp_path)
+    model, codes = read_language_codes(tmp_path, 2)
+    expected = np.load(recorded / "expected.npz")
+    lines = (recorded / "lines.txt").read_text().splitlines()
+    texts = zip(expected["nllb_codes"].tolist(), Vocabulary(model).EncodeBatch(lines), strict=True)
+    ids = [[codes.ids[code], *ids, 2] for code, ids in texts]
+    assert list(itertools.chain(*ids)) == expected["nllb"].tolist()
+    content = json.loads((recorded / "tokenizer.json").read_text())
+    content["model"]["merges"].pop(7)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(
+        DataError, match=r"made of a SentencePiece model \(merges\); put sentencepi"
+    ):
         read_language_codes(tmp_path, 2)
+    with pytest.raises(DataError, match=r"No such file .*; expected it, or tokenizer.json$"):
+        read_language_codes(tmp_path / "x", 2)
 
 
 @pytest.mark.parametrize("name", ["nllb", "m2m100"])

@@ -2,9 +2,11 @@
 the ids. Out comes a SentencePiece model with these ids, which graphs read as any other.
 """
 
+import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,12 @@ from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.files.files import read_object
 from lingvo_moe.tasks.text.data.errors import DataError
 
-PIECES, IDS = "sentencepiece.bpe.model", "vocab.json"
+PIECES, IDS, NAME = "sentencepiece.bpe.model", "vocab.json", "tokenizer.json"
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _PLACES = "added_tokens_decoder"  # of newer files, where each token's id stands
 _CODE_LISTS = ("additional_special_tokens", "extra_special_tokens")
 # What transformers reads, the last in the place of the others.
-VOCABULARY_FILES = (PIECES, IDS, *_CONFIGS, "tokenizer.json")
+VOCABULARY_FILES = (PIECES, IDS, *_CONFIGS, NAME)
 # fairseq's marks, whose ids come first.
 _MARKS = ("<s>", "<pad>", "</s>", "<unk>")
 _CODE = re.compile(r"__(\w+)__|([a-z]{3}_[A-Z][a-z]{3})")  # of M2M-100, or of NLLB
@@ -58,15 +60,16 @@ def read_language_codes(directory: Path, start_id: int) -> tuple[bytes, Language
         raise DataError(f"{directory}: {' and '.join(_CODE_LISTS)} must be lists: {tokens!r:.60}")
     tokens = [token.get("content") if isinstance(token, dict) else token for token in tokens]
     path, model = directory / PIECES, sentencepiece_model_pb2.ModelProto()
-    try:
-        model.ParseFromString(path.read_bytes())
-    except OSError as e:
-        raise DataError(
-            f"{path}: {e.strerror or e}; put it there from where the model was published, since {VOCABULARY_FILES[-1]} "
-            "is not read in its place"
-        ) from e
-    except DecodeError as e:
-        raise DataError(f"{path}: no SentencePiece model, or damaged: {e}") from e
+    if not path.exists() and (directory / NAME).exists():
+        model, added = _from_json(directory / NAME)
+        settings.setdefault(_PLACES, added)
+    else:
+        try:
+            model.ParseFromString(path.read_bytes())
+        except OSError as e:
+            raise DataError(f"{path}: {e.strerror or e}; expected it, or {NAME}") from e
+        except DecodeError as e:
+            raise DataError(f"{path}: no SentencePiece model, or damaged: {e}") from e
     by_name = {piece.piece: piece for piece in model.pieces}
     names = [*_MARKS, *(name for name in by_name if name not in _MARKS)]
     if (directory / IDS).exists():
@@ -93,6 +96,44 @@ def read_language_codes(directory: Path, start_id: int) -> tuple[bytes, Language
     return _model(model, by_name, names), LanguageCodes(
         ids, bool(settings.get("legacy_behaviour")), start_id
     )
+
+
+def _from_json(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The SentencePiece model that a tokenizer.json was made of by `transformers`, and the added tokens by id.
+
+    A piece with a higher score is merged first; there it has rules of its own, one for each two pieces that it is of.
+    Raises DataError: it is no such file.
+    """
+    content, proto = read_object(path, DataError), sentencepiece_model_pb2.ModelProto()
+    try:
+        about = content["model"]
+        rules = [tuple(r.split(" ") if isinstance(r, str) else r) for r in about["merges"]]
+        added = {str(t["id"]): {"content": t["content"]} for t in content["added_tokens"]}
+        tokens = {token["content"] for token in added.values()}
+        names = [n for n in sorted(about["vocab"], key=about["vocab"].get) if n not in tokens]
+        merged = list(dict.fromkeys(a + b for a, b in rules))
+        pieces = {*names}
+        splits = ((n[:i], n[i:]) for n in names for i in range(1, len(n)))
+        assert {(a, b) for a, b in splits if {a, b} <= pieces} == {*rules}, "merges"
+        # All rules of a piece follow one another.
+        assert len(merged) == 1 + sum(a + b != c + d for (a, b), (c, d) in pairwise(rules)), "order"
+        assert about["type"] == "BPE" and not about.get("byte_fallback"), "model"
+        assert content["pre_tokenizer"]["type"] == "Metaspace", "pre_tokenizer"
+        normalizer = content.get("normalizer") or {}
+        steps = {step["type"]: step for step in normalizer.get("normalizers", [normalizer]) if step}
+        assert steps.keys() <= {"Precompiled", "Replace", "Strip"}, "normalizer"
+        charsmap = steps.get("Precompiled", {}).get("precompiled_charsmap", "")
+        proto.normalizer_spec.precompiled_charsmap = base64.b64decode(charsmap)
+        score_of = {name: -float(i) for i, name in enumerate(merged)}
+        for name in names:
+            proto.pieces.add(piece=name, score=score_of.get(name, -float(len(merged))))
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as e:
+        raise DataError(
+            f"{path}: is not one that was made of a SentencePiece model ({e}); put {PIECES} beside it, from where the "
+            "model was published"
+        ) from None
+    proto.trainer_spec.model_type = proto.trainer_spec.BPE
+    return proto, added
 
 
 def _model(model: Any, by_name: Mapping[str, Any], names: Sequence[str]) -> bytes:
