@@ -113,7 +113,7 @@ def test_tokens_of_translations(beam_size, fast, loaded):
     @tf.function(autograph=False)
     def search():
         if fast:
-            return FastDecoder(weights, options, 12, 41).Search(source, limits)
+            return FastDecoder(weights, options, 12, 41).Find(source, limits)
         with use_mesh(single_device()):
             return Decoder(model, options, 12).Search(theta, source, limits)
 
