@@ -25,7 +25,7 @@ from lingvo_moe.tasks.families.adapter_files import adapter_of, peft_config, wri
 from lingvo_moe.tasks.families.family import FAMILIES, Family
 from lingvo_moe.tasks.families.importing import CONFIG, params_of
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
-from lingvo_moe.tasks.text.vocabulary.language_codes import PIECES
+from lingvo_moe.tasks.text.vocabulary.language_codes import NAME, PIECES
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import (
     CONFIG as TOKENIZER_CONFIG,
     ENDS,
@@ -288,7 +288,7 @@ def _write_rest(
     for name, content in run.artifacts.files.items():
         if name.startswith(PUBLISHED):
             (directory / Path(name).name).write_bytes(content)
-    if (directory / PIECES).exists():
+    if any(f"{PUBLISHED}{name}" in run.artifacts.files for name in (PIECES, NAME)):
         return
     vocabulary = run.OpenVocabularies().target
     if not isinstance(vocabulary, JsonVocabulary):
