@@ -41,6 +41,7 @@ class Process:
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
             "TF_CPP_MIN_LOG_LEVEL": "3",
+            "TF_ENABLE_ONEDNN_OPTS": "1",  # as our commands have it
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false" if threads == 1 else "",
         }
