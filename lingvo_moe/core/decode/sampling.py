@@ -29,19 +29,12 @@ def sample(logits_BV: tf.Tensor, settings: NestedMap, step: tf.Tensor) -> tf.Ten
         step: int32 scalar, or [B].
     """
     greedy_B = settings.temperature <= 0.0
-    temperature_B = tf.where(greedy_B, 1.0, tf.maximum(settings.temperature, _COLDEST))
-    scaled_BV = logits_BV / temperature_B[:, tf.newaxis]
-    unlike_B = ((settings.top_k > 0) | (settings.top_p < 1.0)) & ~greedy_B
-    kept_BV = tf.cond(
-        tf.reduce_any(unlike_B), lambda: _largest(scaled_BV, settings), lambda: scaled_BV
+    largest_B = tf.argmax(logits_BV, 1, output_type=tf.int32)
+    return tf.cond(
+        tf.reduce_all(greedy_B),
+        lambda: largest_B,
+        lambda: tf.where(greedy_B, largest_B, _drawn(logits_BV, settings, step)),
     )
-    upto_BV = tf.cumsum(tf.nn.softmax(kept_BV), axis=1)
-    word_B = randomness.word_of_each(randomness.fold_in(settings.seed, step))
-    drawn_B = randomness.fractions(word_B) * upto_BV[:, -1]
-    found_B = tf.math.count_nonzero(upto_BV <= drawn_B[:, tf.newaxis], 1, dtype=tf.int32)
-    # Of a product that is rounded up to the sum of all, no token has a larger sum.
-    none_B = found_B == dim(logits_BV, 1)
-    return tf.where(greedy_B | none_B, tf.argmax(logits_BV, 1, output_type=tf.int32), found_B)
 
 
 def penalized(logits_BV: tf.Tensor, seen_BV: tf.Tensor, penalty_B: tf.Tensor) -> tf.Tensor:
@@ -56,6 +49,24 @@ def above(logits_BV: tf.Tensor, min_p_B: tf.Tensor, temperature_B: tf.Tensor) ->
     below_B = tf.where(min_p_B > 0, temperature_B * tf.math.log(min_p_B), float("-inf"))
     least_B = tf.reduce_max(logits_BV, 1) + below_B
     return tf.where(logits_BV >= least_B[:, tf.newaxis], logits_BV, float("-inf"))
+
+
+def _drawn(logits_BV: tf.Tensor, settings: NestedMap, step: tf.Tensor) -> tf.Tensor:
+    """Tokens by their probabilities; see `sample`."""
+    greedy_B = settings.temperature <= 0.0
+    temperature_B = tf.where(greedy_B, 1.0, tf.maximum(settings.temperature, _COLDEST))
+    scaled_BV = logits_BV / temperature_B[:, tf.newaxis]
+    unlike_B = ((settings.top_k > 0) | (settings.top_p < 1.0)) & ~greedy_B
+    kept_BV = tf.cond(
+        tf.reduce_any(unlike_B), lambda: _largest(scaled_BV, settings), lambda: scaled_BV
+    )
+    upto_BV = tf.cumsum(tf.nn.softmax(kept_BV), axis=1)
+    word_B = randomness.word_of_each(randomness.fold_in(settings.seed, step))
+    drawn_B = randomness.fractions(word_B) * upto_BV[:, -1]
+    found_B = tf.math.count_nonzero(upto_BV <= drawn_B[:, tf.newaxis], 1, dtype=tf.int32)
+    # Of a product that is rounded up to the sum of all, no token has a larger sum.
+    none_B = found_B == dim(logits_BV, 1)
+    return tf.where(none_B, tf.argmax(logits_BV, 1, output_type=tf.int32), found_B)
 
 
 def _largest(logits_BV: tf.Tensor, settings: NestedMap) -> tf.Tensor:
