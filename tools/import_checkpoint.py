@@ -11,6 +11,7 @@ command goes on where it was killed.
 from collections.abc import Sequence
 from pathlib import Path
 
+from lingvo_moe.core.console.allocator import keep_freed_memory
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.runs.directories import RUN
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Flags) -> int:
     _cli.check_output_directory(args.output, replaces=RUN)
+    keep_freed_memory()
     _cli.load_tensorflow()
     from lingvo_moe.core.pages import tables
     from lingvo_moe.tasks.families.importing import import_checkpoint, open_published, placement
