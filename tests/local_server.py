@@ -68,7 +68,7 @@ class Echo:
 
     def Translate(self, lines, settings=None):  # with a beam
         texts = [[line.decode()] for line in lines]
-        about = [{}] * len(lines)
+        about = [*map(self.About, lines)]
         zeros = np.zeros([len(lines), 1])
         return NestedMap(translations=texts, scores=zeros, truncated=zeros[:, 0] > 0, about=about)
 
@@ -80,6 +80,9 @@ class Echo:
             raise BaseException("panicked at main.rs")
         read = prompt if isinstance(prompt, bytes) else self.vocabulary.Decode(prompt).encode()
         return EchoAnswer(read.decode(), settings, self.About(read))
+
+    def Read(self, texts):
+        return [None] * len(texts)
 
     def About(self, line):
         return {"finished": b"end" in line}
@@ -94,7 +97,7 @@ class EchoAnswer:
         text = f"{prompt} {settings.seed}.{settings.number}"
         self.end = SimpleNamespace(text=text, truncated=False, About=lambda: about, **about)
 
-    def News(self):
+    def News(self, read):
         if self.steps > len(self.words):
             return "", self.end
         word = self.words[self.steps - 1]

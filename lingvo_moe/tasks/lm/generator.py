@@ -110,12 +110,11 @@ class Generator(Exportable, Texts):
             self.vocabulary, other_ends = vocabulary, vocabulary.other_ends
         else:
             self._tokenizer = tokenizer(vocab)
-            ids = [tf.TensorSpec([None], tf.int32, "ids")]
+            ids = [tf.TensorSpec([None], tf.int32)]
             self.pieces = _function(self._tokenizer.id_to_string, ids)
             prompt = [tf.TensorSpec([None], tf.string, "text")]
             self.ids_of = _function(self._IdsOfOne, [tf.TensorSpec([], tf.string, "text")])
-            new = tf.TensorSpec([None], tf.int32, "new")
-            self.text_of = _function(lambda prompt, new: self._Added(prompt[1:], new), [*ids, new])
+            self.texts_of = _function(self._TextsOf, ids * 4)
         self._takes = len(prompt)
         if size > model.p.vocab_size:
             raise ValueError(
@@ -279,11 +278,18 @@ class Generator(Exportable, Texts):
         return self._Added(ids[:, 1:], tokens)
 
     def _Added(self, prompt: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
-        """The text that new tokens add to the prompt's: of ids [T], or of each row of ragged ones."""
+        """The text that new tokens add to the prompt's, of ragged ids."""
         before = self._tokenizer.detokenize(prompt)
-        whole = self._tokenizer.detokenize(tf.concat([prompt, new], -1))
+        whole = self._tokenizer.detokenize(tf.concat([prompt, new], 1))
         start = tf.strings.length(before)
         return tf.strings.substr(whole, start, tf.strings.length(whole) - start)
+
+    def _TextsOf(
+        self, prompts: tf.Tensor, of_prompt: tf.Tensor, new: tf.Tensor, of_new: tf.Tensor
+    ) -> tf.Tensor:
+        """`_Added` of all prompts' ids and all new ones, one after the other, and of how many each has."""
+        rows = tf.RaggedTensor.from_row_lengths
+        return self._Added(rows(prompts, of_prompt), rows(new, of_new))
 
     def _IdsOfOne(self, prompt: tf.Tensor) -> tf.Tensor:
         """BOS and all tokens of one prompt."""

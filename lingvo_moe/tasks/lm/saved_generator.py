@@ -66,14 +66,14 @@ class Continuation:
 
 class Texts:
     """Calls the functions of a generator with Python values: `generate`; and without a beam `pool`, `fill` and `step`,
-    which a RunningBatch calls. Where functions are of strings: `pieces` and `text_of` of ids, `ids_of` of strings."""
+    which a RunningBatch calls. Where functions are of strings: `pieces` and `texts_of` of ids, `ids_of` of strings."""
 
     NAME = "generate"
     options: Any
     generate: Any
     pieces: Any = None
     ids_of: Any = None
-    text_of: Any = None
+    texts_of: Any = None
     vocabulary: JsonVocabulary | None = None  # None: the functions are of strings
 
     def Call(self, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
@@ -157,8 +157,9 @@ class Texts:
         for text in numbers:
             batch.Join(text)
         while batch.running or batch.waiting:
-            for text in batch.Step():
-                news = answers[numbers[text]].News()
+            texts = batch.Step()
+            for text, read in zip(texts, self.Read(texts)):
+                news = answers[numbers[text]].News(read)
                 if news[1]:
                     batch.Leave(text)
                 yield numbers[text], news
@@ -168,6 +169,16 @@ class Texts:
         rows = min(len(texts), self.options.rows)
         longest = max(pages_of(len(text.ids) + text.settings.max_tokens) for text in texts)
         return RunningBatch(self, rows, rows * longest)
+
+    def Read(self, texts: Sequence[RunningText]) -> list[bytes | None]:
+        """The new tokens of each as text, where a function of all of them does that; see Answer.News."""
+        if self.vocabulary or not texts:
+            return [None] * len(texts)
+        columns = [text.ids[1 : text.prompt] for text in texts], [text.new for text in texts]
+        arguments = []
+        for rows in columns:
+            arguments += [np.concatenate(rows).astype(np.int32), np.array([*map(len, rows)], np.int32)]
+        return self.texts_of(*map(tf.constant, arguments)).numpy().tolist()
 
     def Translate(
         self, lines: Sequence[Prompt], settings: Sequence[Sampling] | None = None
@@ -279,7 +290,7 @@ class SavedGenerator(SavedFunctions, Texts):
             self.vocabulary = JsonVocabulary(file.read_bytes(), file, tidied)
             self._CheckNames([PROMPT])
         names = ["pool", "fill", "step"] if self.options.beam_size == 1 else []
-        names += ["pieces", "ids_of", "text_of"] if self.vocabulary is None else []
+        names += ["pieces", "ids_of", "texts_of"] if self.vocabulary is None else []
         self._CheckThere(names, dir(self._loaded))
         vars(self).update({name: getattr(self._loaded, name) for name in names})
 
@@ -293,12 +304,15 @@ class Answer:
     def __init__(self, texts: Texts, text: RunningText, truncated: bool):
         self._texts, self.text, self._truncated, self._sent = texts, text, truncated, 0
 
-    def News(self) -> tuple[str, Continuation | None]:
+    def News(self, read: bytes | None) -> tuple[str, Continuation | None]:
         """What text the last tokens add; and at the end the whole, else None.
 
         Text that may be the beginning of a stop string comes when it is known to be none.
+
+        Args:
+            read: from Texts.Read.
         """
-        text, row = self.text, self._Row()
+        text, row = self.text, self._Row(read)
         stops = text.settings.stop
         at = min((i for i in map(row.text.find, stops) if i >= 0), default=-1)
         if at >= 0:
@@ -310,7 +324,7 @@ class Answer:
         self._sent = max(self._sent, len(ready))
         return news
 
-    def _Row(self) -> Continuation:
+    def _Row(self, read: bytes | None) -> Continuation:
         """The continuation so far."""
         text, prompt = self.text, self.text.ids[: self.text.prompt]
         columns = {
@@ -320,10 +334,8 @@ class Answer:
             "log_probs": [np.asarray(text.log_probs, np.float32)],
             "truncated": [self._truncated],
             "prompt_tokens": [text.prompt - 1],
+            "texts": [read],
         }
-        if self._texts.vocabulary is None:
-            ids = (tf.constant(part, tf.int32) for part in (prompt, text.new))
-            columns["texts"] = [self._texts.text_of(*ids).numpy()]
         return self._texts._Row(prompt[1:], columns, 0, text.settings)
 
 

@@ -219,12 +219,15 @@ class DecodeLoop:
                 events.append((line, RequestError(400, str(e))))
             except Exception as e:
                 events.append((line, e))
-        for text in self._batch.Step():
+        texts = [
+            text
+            for text in self._batch.Step()
+            if self._joined[text].streams or text.settings.stop or text.reason
+        ]
+        for text, read in zip(texts, self._texts.Read(texts)):
             line = self._joined[text]
-            if not (line.streams or text.settings.stop or text.reason):
-                continue
             try:
-                news = guarded(line.answer.News)()
+                news = guarded(functools.partial(line.answer.News, read))()
             except Exception as e:
                 news = e
             if not isinstance(news, tuple) or news[1]:

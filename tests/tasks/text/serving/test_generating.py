@@ -71,8 +71,10 @@ def test_a_stream_of_a_model_that_breaks_ends_with_an_error(server):
         {"text": " a"},
         {"error": "Internal Server Error"},
     ]
-    broken = 'requests_total{route="/generate",status="500"} 1'
-    assert broken in server.Ask("GET", "/metrics").body.decode()
+    shown = server.Ask("GET", "/metrics").body.decode()
+    assert 'requests_total{route="/generate",status="500"} 1' in shown
+    for value in ("rows_running 0.0", "pages_used 3.0", "pages_free 5.0", "waiting_lines 0.0"):
+        assert f"lingvo_moe_{value}" in shown
     assert server.Ask("POST", "/generate", {"text": "poison", "stream": True}).status == 500
 
 
