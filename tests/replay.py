@@ -150,7 +150,7 @@ def _exported_function(model: str) -> str:
     if model.startswith("lm."):
         limits = GenerateOptions(max_length=16, max_source_length=16)
         return graph_hash(Generator(task, theta, vocabulary, limits).generate)
-    options = TranslateOptions(max_length=16, max_source_length=16, xla=False)
+    options = TranslateOptions(max_length=16, max_source_length=16)
     vocabularies = NestedMap(source=vocabulary, target=vocabulary)
     languages = ["de", "fr"] if task.RoutesByTask(p) else []
     return graph_hash(Translator(task, theta, vocabularies, options, languages).translate)

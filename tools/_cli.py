@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
@@ -38,10 +38,7 @@ from lingvo_moe.core.runs.run_dir import RunDir
 if TYPE_CHECKING:  # they import NumPy or TensorFlow
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.core.sharding import Mesh
-    from lingvo_moe.tasks.lm.generator import Generator
-    from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
-    from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
-    from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+    from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
     from lingvo_moe.tasks.text.preparing.beam import BeamRunner
 
 CHAT_LENGTH = 4096  # tokens of a conversation, where no flag says how many
@@ -258,10 +255,10 @@ def define_quiet_flag(flags: Flags) -> None:
     flags.DEFINE_boolean("quiet", False, "no progress on standard error")
 
 
-_SEARCH_FLAGS = ("beam_size", "max_source_length", "length_alpha", "max_length")
+SEARCH_FLAGS = ("beam_size", "max_source_length", "length_alpha", "max_length")
 _TRANSLATION_FLAGS = ("max_length", "shortlist")
 # The flags that an exported model does not take.
-OF_RUNS = (*_SEARCH_FLAGS, "shortlist", "weights", "checkpoint_step", "average_last", "use_ema")
+OF_RUNS = (*SEARCH_FLAGS, "shortlist", "weights", "checkpoint_step", "average_last", "use_ema")
 
 
 def define_search_flags(flags: Flags, translates: bool = True) -> None:
@@ -334,7 +331,7 @@ def search_options(args: Flags, top_k: int = 1) -> "TranslateOptions":
     """Returns TranslateOptions from the flags of define_search_flags. Raises ValueError, naming the flag."""
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 
-    options = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
+    options = {k: getattr(args, k) for k in SEARCH_FLAGS if getattr(args, k) is not None}
     if args.Values().get("temperature"):
         drawn = {k: getattr(args, k) for k in ("temperature", "top_k", "seed")}
         options["sampling"] = Sampling(**drawn)
@@ -385,102 +382,9 @@ def data_dir(args: Flags, inputs: Params) -> str:
     return directory
 
 
-def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator, dict[str, Any]]":
-    """Calls `load_translator` for --logdir with the flags of define_search_flags, or `load_ensemble` for several runs.
-
-    Raises ValueError, OSError.
-    """
-    from lingvo_moe.tasks.mt.decoding.ensemble import load_ensemble
-    from lingvo_moe.tasks.mt.decoding.translator import load_translator
-
-    from . import _mesh
-
-    runs = logdirs(args)
-    if len(runs) == 1:
-        engine = _mesh.engine_of(args)
-        weights = chosen(args)
-        loaded = load_translator(runs[0], options, weights, args.shortlist, args.trust_run, engine)
-        _mesh.lead(loaded[0].mesh_search)
-        return loaded
-    _mesh.refuse(args, f"--logdir={args.logdir}: an ensemble runs on one host")
-    if args.shortlist:
-        raise ValueError(f"--shortlist={args.shortlist} goes with one run, not with an ensemble")
-    return load_ensemble([(run, chosen(args, run)) for run in runs], options, args.trust_run)
-
-
 def logdirs(args: Flags) -> list[str]:
     """The runs that --logdir names: one, or several with commas between them."""
     return [args.logdir] if os.path.isdir(args.logdir) else list(names(args.logdir))
-
-
-def open_translator(args: Flags) -> "tuple[Translator | SavedTranslator, dict[str, Any]]":
-    """Returns the Translator of --logdir or the SavedTranslator of --saved_model, and a description of the model.
-
-    Raises:
-        ValueError: nothing there, or a damaged checkpoint.
-    """
-    if args.saved_model:
-        from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
-
-        translator = SavedTranslator(args.saved_model)
-        about = {k: v for k, v in translator.about.items() if k == "target_language"}
-        return translator, {"saved_model": str(args.saved_model), **about}
-    options = search_options(args, args.Values().get("nbest") or 1)
-    translator, about = load_from_run(args, options)
-    return translator, {"logdir": str(args.logdir), **about}
-
-
-def is_language_model(args: Flags) -> bool:
-    """Whether --saved_model or --logdir is of a language model, by its description; TensorFlow is loaded."""
-    from lingvo_moe.tasks.lm.lm_model import LmModel
-    from lingvo_moe.tasks.text.decoding.saved_functions import use_of
-
-    if "saved_model" in args.Names() and args.saved_model:
-        return use_of(args.saved_model) == "generate"
-    task = RunDir(logdirs(args)[0], trust_run=args.trust_run).Params().task
-    return issubclass(task.cls, LmModel)
-
-
-def generator_from_run(
-    args: Flags, max_length: int | None = None
-) -> "tuple[Generator, dict[str, Any]]":
-    """Loads a language model from a run. `max_length` is the largest number of new tokens; None: --max_length.
-
-    Raises ValueError: also for a flag that only translation has.
-    """
-    from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
-    from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
-    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
-
-    from . import _mesh
-
-    if getattr(args, "shortlist", None):
-        what = f"{args.logdir} is of a language model; leave it out"
-        raise ValueError(f"--shortlist is for translation models: {what}")
-    values = {**args.Values(), **({"max_length": max_length} if max_length else {})}
-    names = (*_SEARCH_FLAGS, "weights")
-    options = {name: values[name] for name in names if values.get(name) is not None}
-    if b'"chat_template"' in TextRunDir(args.logdir, trust_run=args.trust_run).vocabs.target:
-        options.setdefault("max_source_length", CHAT_LENGTH)
-    enable_compilation_cache()  # which keeps the traced search
-    engine = _mesh.engine_of(args)
-    loaded = load_generator(
-        args.logdir, GenerateOptions(**options), chosen(args), args.trust_run, engine
-    )
-    _mesh.lead(getattr(loaded[0], "mesh_search", None))
-    return loaded
-
-
-def open_generator(
-    args: Flags, max_length: int | None = None
-) -> "tuple[Generator | SavedGenerator, dict[str, Any]]":
-    """Opens the language model of --logdir or --saved_model; `max_length` as for generator_from_run."""
-    if args.saved_model:
-        from lingvo_moe.tasks.lm.saved_generator import SavedGenerator
-
-        return SavedGenerator(args.saved_model), {"saved_model": str(args.saved_model)}
-    generator, about = generator_from_run(args, max_length)
-    return generator, {"logdir": str(args.logdir), **about}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import LENGTH, Sampling
 
-from . import _cli, _published
+from . import _cli, _models, _published
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.tasks.lm.saved_generator import Texts
@@ -57,7 +57,7 @@ def _run(args: Flags) -> int:
     _published.imported(args)
     from lingvo_moe.tasks.text.vocabulary.chat import chat_of
 
-    generator, about = _cli.open_generator(args, args.max_tokens)
+    generator, about = _models.open_generator(args, args.max_tokens)
     chat = chat_of(generator.vocabulary)
     list(generator.Stream(chat.Ids([{"role": "user", "content": ""}]), Sampling(1)))
     say(f"chat: {about.get('model', args.saved_model)}; {_NEW} begins again, Ctrl-D ends")

@@ -26,7 +26,7 @@ from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.files.copies import local
 from lingvo_moe.tasks.mt.quality.intervals import TOKENIZERS
 
-from . import _cli, _mesh
+from . import _cli, _mesh, _models
 
 if TYPE_CHECKING:  # they import NumPy
     from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations, TranslateLines
@@ -170,7 +170,7 @@ def _progress(translations: "KeptTranslations", done: int, lines: int) -> str:
 def _translating(args: Flags) -> "tuple[TranslateLines, dict[str, Any]]":
     """Returns the function that translates lines, and a description of the model."""
     _mesh.load_tensorflow(args)
-    translator, about = _cli.open_translator(args)
+    translator, about = _models.open_translator(args)
     return (
         lambda lines, langs: [row[0] for row in translator.Translate(lines, langs).translations],
         about,

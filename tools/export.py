@@ -18,7 +18,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.runs.directories import EXPORTED
 
-from . import _cli, _published
+from . import _cli, _models, _published
 
 
 def define_flags() -> Flags:
@@ -53,9 +53,9 @@ def _run(args: Flags) -> int:
 
     top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
     options = _cli.search_options(args, top_k)
-    if _cli.is_language_model(args):
+    if _models.is_language_model(args):
         return _export_generator(args)
-    translator, about = _cli.load_from_run(args, options)
+    translator, about = _models.load_from_run(args, options)
     export(translator, args.output, about)
     print(
         f"{about['model']} at step {about['step']}, beam {options.beam_size},"
@@ -73,7 +73,7 @@ def _export_generator(args: Flags) -> int:
         raise ValueError(
             f"--top_k={args.top_k}: a language model gives one text for a prompt; leave it out"
         )
-    generator, about = _cli.generator_from_run(args)
+    generator, about = _models.generator_from_run(args)
     export(generator, args.output, about)
     shown = f"beam {generator.options.beam_size}, weights {about['weights']}"
     print(f"{about['model']} at step {about['step']}, {shown}")

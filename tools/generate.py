@@ -21,7 +21,7 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.tasks.text.decoding.line_stream import Line
 
-from . import _cli, _lines, _mesh, _published
+from . import _cli, _lines, _mesh, _models, _published
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.tasks.lm.saved_generator import Continuation
@@ -78,7 +78,7 @@ def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         _mesh.load_tensorflow(args)
         _published.imported(args)
-        generator, _ = _cli.open_generator(args, args.max_tokens)
+        generator, _ = _models.open_generator(args, args.max_tokens)
         numbers, texts_of = itertools.count(), _lines.text_reader(args)
         settings = {name: getattr(args, name) for name in (*_INTEGERS, *_NUMBERS, "logprobs")}
         settings["stop"] = tuple(args.stop)

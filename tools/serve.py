@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 
-from . import _cli, _mesh, _published
+from . import _cli, _mesh, _models, _published
 
 _CONNECTIONS = checks.Integer(1, 2**16)  # each is an open file
 
@@ -128,8 +128,8 @@ def _run(args: Flags) -> int:
     sockets = server.bind(args.host, args.port)
     _mesh.load_tensorflow(args)
     _published.imported(args)
-    is_lm = _cli.is_language_model(args)
-    translator, about = _cli.open_generator(args) if is_lm else _cli.open_translator(args)
+    is_lm = _models.is_language_model(args)
+    translator, about = _models.open_generator(args) if is_lm else _models.open_translator(args)
     about |= getattr(translator, "about", {})
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(Limits)}
     if args.server_names is None and server.is_loopback(sockets):

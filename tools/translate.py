@@ -27,7 +27,7 @@ from lingvo_moe.core.files.store import is_address
 from lingvo_moe.tasks.text.decoding.line_stream import Answer, Line, translation_of
 from lingvo_moe.tasks.text.decoding.noise import Noise, read_noise
 
-from . import _cli, _lines, _mesh
+from . import _cli, _lines, _mesh, _models
 
 if TYPE_CHECKING:
     from lingvo_moe.core.nested_map import NestedMap
@@ -89,7 +89,7 @@ def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         runner = _cli.beam_runner(args)
         _mesh.load_tensorflow(args)
-        translator, about = _cli.open_translator(args)
+        translator, about = _models.open_translator(args)
         if args.language and not translator.languages:
             raise ValueError(
                 f"--language={args.language} has no effect: this model does not route by language; leave it out"

@@ -10,7 +10,7 @@ from local_server import Capitals, Echo, running
 
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.tasks.text.serving.handlers import make_app
-from tools import _cli, serve
+from tools import _cli, _mesh, serve
 from tools.import_graph import ROOT
 
 _PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -27,6 +27,7 @@ def test_the_page_lists_every_flag_and_its_default():
     elsewhere = Flags("", "")
     _cli.define_model_flags(elsewhere)
     _cli.define_search_flags(elsewhere)
+    _mesh.define_flags(elsewhere)
     flags = serve.define_flags()
     mine = set(flags.Names()) - set(elsewhere.Names())
     assert mine == listed.keys()

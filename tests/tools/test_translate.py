@@ -18,7 +18,7 @@ from tools import translate
 _WITH_STUB = """
 import sys
 from types import SimpleNamespace
-from tools import _cli, translate
+from tools import _cli, _models, translate
 
 class Capitals:
     def Translate(self, lines, languages=None):
@@ -26,7 +26,7 @@ class Capitals:
         return SimpleNamespace(translations=texts, truncated=[b"long" in line for line in lines])
 
 _cli.load_tensorflow = lambda: None
-_cli.open_translator = lambda args: (Capitals(), {})
+_models.open_translator = lambda args: (Capitals(), {})
 sys.exit(translate.main(["--saved_model=x", *sys.argv[1:]]))
 """
 

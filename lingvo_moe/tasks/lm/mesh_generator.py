@@ -115,7 +115,7 @@ class MeshGenerator(Generator):
         return _bucket(prompt, o.max_source_length + 1), _bucket(new + 1, o.max_length + 1)
 
     def _Inputs(self, kind: Kind, rows: Sequence[tuple[list[int], int, Any]]) -> NestedMap:
-        """What MeshSearch takes for (prompt, most new tokens, settings) of rows; rows without one fill the batch up."""
+        """The inputs of MeshSearch for (prompt, most new tokens, settings) of rows; empty rows fill the batch up."""
         ids_RP = np.full([self._rows, kind[0]], self._marks[0], np.int32)
         lengths_R, most_R = np.ones([self._rows], np.int32), np.zeros([self._rows], np.int32)
         for r, (prompt, most, _) in enumerate(rows):

@@ -177,7 +177,10 @@ class Texts:
         columns = [text.ids[1 : text.prompt] for text in texts], [text.new for text in texts]
         arguments = []
         for rows in columns:
-            arguments += [np.concatenate(rows).astype(np.int32), np.array([*map(len, rows)], np.int32)]
+            arguments += [
+                np.concatenate(rows).astype(np.int32),
+                np.array([*map(len, rows)], np.int32),
+            ]
         return self.texts_of(*map(tf.constant, arguments)).numpy().tolist()
 
     def Translate(

@@ -30,7 +30,7 @@ from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.text.decoding.export import Exportable
-from lingvo_moe.tasks.text.decoding.leading import rows_over
+from lingvo_moe.tasks.text.decoding.leading import PlacedWeights, rows_over
 from lingvo_moe.tasks.text.decoding.mesh_search import MeshSearch
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.decoding.tokenizer import tidy_strings, tokenizer
@@ -49,6 +49,10 @@ _OF_LINES = ("tasks", "first", "seeds")
 _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
 # Nothing that a reader of lines could take for the end of one: controls, NEL, line and paragraph separators.
 _NOT_IN_A_LINE = "[\\x{00}-\\x{1f}\\x{7f}\\x{85}\\x{2028}\\x{2029}]+"
+
+
+_Weights = NestedMap | PlacedWeights
+_Parts = tuple[MtModel, _Weights, NestedMap, Sequence[str] | LanguageCodes]
 
 
 @dataclass(frozen=True)
@@ -111,15 +115,14 @@ class Translator(Exportable):
 
     Args:
         model: e.g. an MtModel.
-        theta: NestedMap of arrays or tensors.
+        theta: NestedMap of arrays or tensors; or weights over a mesh, where the search runs then (MeshSearch), so that
+            it cannot be exported.
         vocabs: NestedMap(source, target) of serialised SentencePiece models; and `tidied`, the version of tidy_text
             that lines go through first, without which they do not.
         languages: source languages in the order of their task ids, for a model that routes by language; or the
             LanguageCodes of one that translates from any to any, where the language of a line is SOURCE-TARGET; else
             empty.
         shortlist: the tokens that each line is scored for; None: all.
-        engine: whose devices hold theta, and run the search (MeshSearch); None: TensorFlow's kernels here. Over an
-            engine it cannot be exported.
 
     Raises:
         ValueError: a vocabulary with more pieces than the model has embeddings for, a shortlist for other
@@ -131,12 +134,11 @@ class Translator(Exportable):
     def __init__(
         self,
         model: TranslationModel,
-        theta: NestedMap,
+        theta: _Weights,
         vocabs: NestedMap,
         options: TranslateOptions | None = None,
         languages: Sequence[str] | LanguageCodes = (),
         shortlist: Shortlist | None = None,
-        engine: Engine | None = None,
     ):
         super().__init__(name="translator")
         o = options or TranslateOptions()
@@ -181,15 +183,15 @@ class Translator(Exportable):
         names = ("text", "language") if self._languages else ("text",)
         by_language = self._TranslateBetween if self._codes else self._TranslateFrom
         self.translate: Any = by_language if self._languages else self._Translate
-        if engine is not None:
+        if isinstance(theta, PlacedWeights):
             if shortlist or o.weights == "int8":
                 what = "a shortlist is" if shortlist else "weights=int8 is"
                 raise ValueError(
                     f"{what} for the search on one host, not over a mesh: leave it out"
                 )
             text = f"{model.p.ToText()}\n{o}\n{self._search_options}"
-            self.mesh_search = MeshSearch(engine, theta, self._DecoderOf, text)
-            rows = rows_over(engine, model.p.activation_split, o.rows)
+            self.mesh_search = MeshSearch(theta.engine, theta.theta, self._DecoderOf, text)
+            rows = rows_over(theta.engine, model.p.activation_split, o.rows)
             self.options = replace(o, rows=rows)
             return
         self._weights = PackedWeights(model, theta, o.weights)
@@ -455,12 +457,12 @@ def load_translator(
     about["weights"] = options.weights if options else "float32"
     if some:
         about["shortlist"] = some.About()
-    return Translator(*parts[:3], options, parts[3], some, engine), about
+    return Translator(*parts[:3], options, parts[3], some), about
 
 
 def read_parts(
     logdir: str | os.PathLike, chosen: Chosen, trust_run: bool, engine: Engine | None = None
-) -> tuple[tuple[MtModel, NestedMap, NestedMap, Sequence[str] | LanguageCodes], dict[str, Any]]:
+) -> tuple[_Parts, dict[str, Any]]:
     """The model of a run, its weights, vocabularies, and languages (of one that routes by them); and what it is.
 
     Raises as load_translator.
@@ -468,8 +470,9 @@ def read_parts(
     run = TextRunDir(logdir, trust_run=trust_run)
     model, vocabs = run.Task(MtModel), NestedMap(run.vocabs, tidied=run.tidied)
     theta, about = load_theta(run, model, chosen, engine)
+    placed = PlacedWeights(engine, theta) if engine else theta
     about["trained_languages"] = run.languages or []
     if language := target_language_of(run.artifacts):
         about["target_language"] = language
     languages = about["trained_languages"] if model.RoutesByTask(model.p) else ()
-    return (model, theta, vocabs, language_codes_of(run.artifacts) or languages), about
+    return (model, placed, vocabs, language_codes_of(run.artifacts) or languages), about

@@ -14,6 +14,7 @@ from lingvo_moe.tasks.mt.mt_model import MtModel
 from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, with_margin
 from lingvo_moe.tasks.text.data.dev_set import DevSet
+from lingvo_moe.tasks.text.decoding.leading import PlacedWeights
 from lingvo_moe.tasks.text.runs.artifacts import (
     language_codes_of,
     languages_of,
@@ -54,8 +55,9 @@ class CheckpointScorer(BaseCheckpointScorer):
     def __call__(self, theta: NestedMap) -> CheckpointScores:
         """See BaseCheckpointScorer: bleu and chrf with their margins, as means over all languages and by group."""
         if self._translator is None:
-            parts = (self._model, theta, self._vocabs)
-            self._translator = Translator(*parts, languages=self._languages, engine=self._engine)
+            placed = PlacedWeights(self._engine, theta) if self._engine else theta
+            parts = (self._model, placed, self._vocabs)
+            self._translator = Translator(*parts, languages=self._languages)
         else:
             self._translator.SetTheta(theta)
         translate = self._translator.Translate

@@ -7,6 +7,7 @@ what it runs.
 import abc
 import io
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,14 @@ from lingvo_moe.core.sharding.letters import parts_of
 
 # The sizes that tell a program from others of the same model, e.g. how long its rows are.
 Kind = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlacedWeights:
+    """Weights that lie on the devices of an engine."""
+
+    engine: Engine
+    theta: NestedMap
 
 
 class LedPrograms(abc.ABC):
