@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes the environments that benchmarks/moe_layer.py, train_step.py, decode.py and quality_peers.py compare us
-# with; no part of the package.
+# Makes the environments that benchmarks/moe_layer.py, train_step.py, decode.py, generate.py and quality_peers.py compare
+# us with; no part of the package.
 #
-#     benchmarks/install_peers.sh PEERS             # PyTorch, Hugging Face, Tutel, CTranslate2
+#     benchmarks/install_peers.sh PEERS             # PyTorch, Hugging Face, Tutel, CTranslate2, llama.cpp
 #     benchmarks/install_peers.sh --lingvo PEERS    # Lingvo, which needs an environment of its own
 #     benchmarks/install_peers.sh --joeynmt PEERS   # JoeyNMT, for quality_peers.py
 #
@@ -37,7 +37,7 @@ if [ "$kind" = --joeynmt ]; then
     exec "$pip" install --no-deps joeynmt==2.3.0
 fi
 "$pip" install setuptools wheel numpy torch==2.13.0 transformers==5.23.0 \
-    ctranslate2==4.8.5
+    ctranslate2==4.8.5 llama-cpp-python==0.3.36 gguf==0.19.0 accelerate
 # Tutel builds against the torch that is there.
 NO_CUDA=1 exec "$pip" install --no-build-isolation \
     "${TUTEL:-git+https://github.com/microsoft/tutel@ac0e51b}"

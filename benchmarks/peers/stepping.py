@@ -43,6 +43,13 @@ def arrays(size):
     return result
 
 
+def prompts(size):
+    """Token ids [batch, prompt], int32, drawn at random; the first one begins a text."""
+    ids = np.random.default_rng(1).integers(100, 49000, (size["batch"], size["prompt"]))
+    ids[:, 0] = 1
+    return ids.astype(np.int32)
+
+
 def serve(step, **about):
     """Answers each line of standard input with one step's times.
 
