@@ -31,7 +31,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """How many pages `Take` could give."""
+        """The number of pages that `Take` could give."""
         return len(self._free) + len(self._idle)
 
     def Take(self) -> int:

@@ -23,7 +23,7 @@ CACHE = "BNLX"  # of a pool: B is its pages, L the slots of one
 
 
 @dataclass(frozen=True)
-class Places:
+class PagePlaces:
     """The pages of a batch, and where its new tokens go.
 
     Attributes:
@@ -48,8 +48,8 @@ class Places:
         return tf.gather(at_BT, self.owner_U), self.first_U[:, tf.newaxis] + tf.range(slots)
 
 
-def kernels_of(places: Places) -> Any:
-    """`Kernels` whose caches are pools; `time` is int32 [B,T], the positions of tokens, and a mask `Places.Mask`."""
+def kernels_of(places: PagePlaces) -> Any:
+    """`Kernels` whose caches are pools; `time` is the tokens' positions [B,T], a mask `PagePlaces.Mask`."""
 
     def write_cache(pool: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
         del time
@@ -82,7 +82,7 @@ def empty_cache(shape: CacheShape) -> tf.Tensor:
     return tf.ensure_shape(x, [n if isinstance(n, int) else None for n in sizes])
 
 
-def _attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen, places: Places) -> tf.Tensor:
+def _attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen, places: PagePlaces) -> tf.Tensor:
     """q [N,B,T,K] over pools [P,A,S,K]: [B,T,N,K]."""
     (heads, size), shared, slots = (q.shape[0], q.shape[-1]), k.shape[1], k.shape[2]
     batch, time, times = dim(q, 1), dim(q, 2), q.shape[0] // k.shape[1]

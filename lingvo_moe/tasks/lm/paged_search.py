@@ -20,7 +20,7 @@ from lingvo_moe.tasks.lm.prompt_search import PenalizedSearch
 from lingvo_moe.tasks.text.decoding.sampled_search import log_probs_of
 
 END = -1  # in the place of a token: the text ends
-# The first arguments of both functions: the new tokens and their positions, then the fields of Places.
+# The first arguments of both functions: the new tokens and their positions, then the fields of PagePlaces.
 PLACES = (
     tf.TensorSpec([None, None], tf.int32, "ids"),
     tf.TensorSpec([None, None], tf.int32, "at"),
@@ -44,7 +44,7 @@ class PagedSearch:
 
     def Pool(self, pages: int | tf.Tensor) -> NestedMap:
         """Empty pages of all layers, in the structure of the model's caches."""
-        nothing = paged.Places(*[tf.zeros([0], tf.int32)] * 4)
+        nothing = paged.PagePlaces(*[tf.zeros([0], tf.int32)] * 4)
         with use_mesh(single_device()), kernels.using(paged.kernels_of(nothing)):
             return self._model.InitCache(pages, PAGE)
 
@@ -53,7 +53,7 @@ class PagedSearch:
     ) -> tuple[tf.Tensor, NestedMap]:
         """Writes the keys and values of tokens; returns their logits [B,T,V], and the pool, which was overwritten."""
         ids_BT, at_BT, *more = places
-        where = paged.Places(*more)
+        where = paged.PagePlaces(*more)
         with use_mesh(single_device()), kernels.using(paged.kernels_of(where)):
             return self._model.ExtendStep(theta, ids_BT, pool, at_BT, where.Mask(at_BT, PAGE))
 

@@ -74,7 +74,7 @@ class RunningText:
 
     @property
     def left(self) -> int:
-        """How many tokens there are to read before the newest, whose successor a step draws."""
+        """The number of tokens to read before the newest, whose successor a step draws."""
         return len(self.ids) - 1 - self.filled
 
     def Name(self, number: int) -> bytes:
@@ -97,11 +97,6 @@ class RunningBatch:
         self._pool = functions.Pool(pages + 1)
         self.tokens = self._steps = 0  # that were drawn; in so many steps
         self.loads: ExpertLoads | None = None  # of one step in _WATCHED
-
-    @property
-    def room(self) -> int:
-        """How many texts may join without waiting for a row."""
-        return self._rows - len(self.running) - len(self.waiting)
 
     def Join(self, text: RunningText) -> None:
         """Adds a text. Raises DataError: the pool is too small for it."""
@@ -233,7 +228,7 @@ class RunningBatch:
 
 
 def pages_of(tokens: int) -> int:
-    """How many pages so many tokens fill."""
+    """The number of pages that so many tokens fill."""
     return -(-tokens // PAGE)
 
 

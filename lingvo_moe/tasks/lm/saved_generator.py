@@ -308,7 +308,7 @@ class Answer:
         self._texts, self.text, self._truncated, self._sent = texts, text, truncated, 0
 
     def News(self, read: bytes | None) -> tuple[str, Continuation | None]:
-        """What text the last tokens add; and at the end the whole, else None.
+        """The text that the last tokens add; and at the end the whole, else None.
 
         Text that may be the beginning of a stop string comes when it is known to be none.
 

@@ -121,7 +121,7 @@ class DecodeLoop:
     async def Stream(
         self, prompt: Prompt, settings: Sampling
     ) -> AsyncGenerator[tuple[str, Any], None]:
-        """What text each step adds to an answer; and at the end the Continuation, else None."""
+        """The text that each step adds to an answer; and at the end the Continuation, else None."""
         line, end = _Line(prompt, settings, streams=True), None
         self._Add([line])
         try:
