@@ -1,38 +1,14 @@
-"""The share of tokens that each expert gets where a model decodes: noted while it is traced, summed up by a server.
+"""The share of tokens that each expert gets where a model decodes, as a server sums it up.
 
-Letters: L MoE layer, G group, S token in group, R row, k choice rank, E expert.
+Letters: L MoE layer, R row, k choice rank, E expert.
 """
 
-import contextlib
-import contextvars
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
-import tensorflow as tf
 
-_choices: contextvars.ContextVar[list[tf.Tensor] | None] = contextvars.ContextVar(
-    "choices", default=None
-)
 _NOTED = 256  # steps that figures are of
-
-
-@contextlib.contextmanager
-def noting_choices() -> Iterator[list[tf.Tensor]]:
-    """Inside, the list takes what `note` is given, in the order of the layers."""
-    choices: list[tf.Tensor] = []
-    token = _choices.set(choices)
-    try:
-        yield choices
-    finally:
-        _choices.reset(token)
-
-
-def note(expert_index: tf.Tensor) -> None:
-    """Notes the experts of a layer's tokens, int32 [G,S,k], where somebody asks for them."""
-    choices = _choices.get()
-    if choices is not None:
-        choices.append(expert_index)
 
 
 class ExpertLoads:

@@ -15,9 +15,8 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
-from lingvo_moe.core.moe import expert_loads
 from lingvo_moe.core.moe.experts import Experts, Rows, are_packed
-from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
+from lingvo_moe.core.moe.routers.base import Routing, grouped, needed, note_choices
 from lingvo_moe.core.moe.routers.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.routers.slots import expert_capacity
 from lingvo_moe.core.nested_map import NestedMap, map_structure
@@ -216,7 +215,7 @@ class MoELayer(BaseLayer):
         else:
             routing = self.router.FProp(*arguments)
         if seed is None:
-            expert_loads.note(routing.expert_index)
+            note_choices(routing.expert_index)
         if self.p.gate_inputs:
             x_GSM *= tf.cast(routing.gate, x_GSM.dtype)
             routing = replace(routing, gate=routing.kept)

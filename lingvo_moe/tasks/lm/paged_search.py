@@ -12,7 +12,7 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.pages import PAGE
 from lingvo_moe.core.kernels import paged
-from lingvo_moe.core.moe import expert_loads
+from lingvo_moe.core.moe.routers.base import noting_choices
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.lm.prompt_decoder import LanguageModel
@@ -76,7 +76,7 @@ class PagedSearch:
             The pool; int32 [B], the tokens, or END; float32 [B], their log-probabilities by the model;
             of each MoE layer int32 [B,1,k], the experts of the newest tokens.
         """
-        with expert_loads.noting_choices() as experts:
+        with noting_choices() as experts:
             logits, pool = self.Extend(theta, places, pool)
         with use_mesh(single_device()), kernels.using(paged.tensorflow):
             logits_BV = tf.cast(logits[:, 0, : self._size], tf.float32)

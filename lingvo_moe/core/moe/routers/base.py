@@ -9,7 +9,9 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M 
 Z token in group.
 """
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -431,3 +433,26 @@ def _check_choice(router: str, choice: Any) -> None:
                 f"{router} returned a Choice whose {name} is {tf.as_dtype(value.dtype).name} {value.shape}; it has to "
                 f"be {dtype.name} [G,S,k], where expert_index is {index_shape}"
             )
+
+
+_choices: contextvars.ContextVar[list[tf.Tensor] | None] = contextvars.ContextVar(
+    "choices", default=None
+)
+
+
+@contextlib.contextmanager
+def noting_choices() -> Iterator[list[tf.Tensor]]:
+    """Inside, the list takes what `note_choices` is given, in the order of the layers."""
+    choices: list[tf.Tensor] = []
+    token = _choices.set(choices)
+    try:
+        yield choices
+    finally:
+        _choices.reset(token)
+
+
+def note_choices(expert_index: tf.Tensor) -> None:
+    """Notes the experts of a layer's tokens, int32 [G,S,k], where somebody asks for them."""
+    choices = _choices.get()
+    if choices is not None:
+        choices.append(expert_index)
