@@ -93,7 +93,7 @@ def _run(args: Flags) -> int:
     patterns = {
         name: arrivals(name, found, args.rate, args.seconds) for name in ("poisson", "bursts")
     }
-    checkpoint = args["from"].value
+    checkpoint = str(args["from"].value)
     port = _free_port()
     ours = [sys.executable, "-m", "tools.serve", f"--port={port}", "--quiet"]
     ours.append(f"--from={checkpoint}" if checkpoint else f"--logdir={args.logdir}")
