@@ -38,7 +38,7 @@ def scorer(*about: Any) -> Any:
         print(about, targets)
         return [one] * len(sources)
 
-    return SimpleNamespace(Score=score, scores_texts=about[0] == "TEXTS")
+    return SimpleNamespace(Score=score, scores_texts=about[0] == "TEXTS", mesh_scores=None)
 
 
 class StandIns:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.job import launchers
-from lingvo_moe.training.flags import define_devices_flags, define_job_flags
+from lingvo_moe.core.job.job_flags import define_devices_flags, define_job_flags
 
 from . import _cli
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # they import JAX or TensorFlow
     from lingvo_moe.core.engine.base import Engine
     from lingvo_moe.tasks.text.decoding.leading import LedPrograms
 
+NAMES = ("num_devices", "mesh", "coordinator_address", "num_processes", "process_id")
 _leading: "list[LedPrograms]" = []  # what the others follow
 
 
@@ -29,8 +30,7 @@ def define_flags(flags: Flags) -> None:
         define_devices_flags(flags)
         define_job_flags(flags)
     if "saved_model" in flags.Names():
-        names = "num_devices mesh coordinator_address num_processes process_id"
-        flags.OnlyWith(names, "an exported model runs on one host", logdir=True)
+        flags.OnlyWith(" ".join(NAMES), "an exported model runs on one host", logdir=True)
 
 
 def is_asked_for(args: Flags) -> bool:

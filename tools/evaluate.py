@@ -68,7 +68,7 @@ def define_flags() -> Flags:
     _cli.define_quiet_flag(flags)
     _cli.define_search_flags(flags)
     _mesh.define_flags(flags)
-    translating = " ".join((*_cli.OF_RUNS, "batch_size"))
+    translating = " ".join((*_cli.OF_RUNS, *_mesh.NAMES, "batch_size"))
     flags.OnlyWith(translating, "nothing is translated", rescore=False)
     return flags
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core.console.flags import Flags, same_place
-from lingvo_moe.training.flags import MOST_DEVICES, define_experiment_flag
+from lingvo_moe.core.job.job_flags import MOST_DEVICES
+from lingvo_moe.training.flags import define_experiment_flag
 
 from . import _cli
 

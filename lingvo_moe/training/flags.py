@@ -11,6 +11,7 @@ from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.engines import ENGINES, engine_class
 from lingvo_moe.core.engine.program_analysis import ACTIONS, ERROR, FLAG_HELP
 from lingvo_moe.core.job import launchers
+from lingvo_moe.core.job.job_flags import define_devices_flags, define_job_flags
 from lingvo_moe.core.job.launchers import JobError
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
@@ -29,8 +30,6 @@ _AUTO_HELP = (
     "auto: search one for the devices here, by measuring; a run that is resumed keeps its own"
 )
 MODES = ("sync", "eval", "inspect_model", "inspect_params")
-# Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
-MOST_DEVICES = 4096
 
 
 def define_flags() -> Flags:
@@ -178,38 +177,6 @@ def _define_machine_flags(flags: Flags) -> None:
         "elastic",
         False,
         "of several processes: when one but process 0 is lost, the others go on from the newest checkpoint",
-    )
-
-
-def define_devices_flags(flags: Flags) -> None:
-    """Defines --num_devices and --mesh, for a command that runs over a mesh."""
-    flags.DEFINE_integer(
-        "num_devices",
-        0,
-        "virtual CPU devices of each process; 0: all devices that exist",
-        checks.Integer(0, MOST_DEVICES),
-    )
-    flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
-
-
-def define_job_flags(flags: Flags) -> None:
-    """Defines --coordinator_address, --num_processes and --process_id, which launchers.place reads."""
-    flags.DEFINE_string(
-        "coordinator_address",
-        "",
-        "host:port of process 0, for a job of several processes (default: the launcher's)",
-    )
-    flags.DEFINE_integer(
-        "num_processes",
-        None,
-        "processes of this job (default: the launcher's, else 1)",
-        checks.SIZE,
-    )
-    flags.DEFINE_integer(
-        "process_id",
-        None,
-        "the number of this process, from 0 (default: the launcher's)",
-        checks.COUNT,
     )
 
 

@@ -33,7 +33,8 @@ COMMANDS = [
 
 def _needed(flags):
     """Values for the flags that a command requires, or one of several."""
-    one = "model" if "init_from" in flags.Names() else "saved_model"
+    one = next(n for n in ("init_from", "saved_model", "logdir", "") if n in flags.Names() or not n)
+    one = "model" if one == "init_from" else one
     names = (n for n in flags.Names() if "(required)" in flags[n].help or n == one)
     return dict.fromkeys(names, "x")
 

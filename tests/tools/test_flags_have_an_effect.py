@@ -32,7 +32,7 @@ from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from tools.import_graph import ROOT
 
 _GOLDEN = ROOT / "tests/plans/M4Tiny-v3_2x2.json"
-_RUN, _MODEL = "--logdir=RUN", "--saved_model=MODEL"
+_RUN, _MODEL, _OF_TWO = "--logdir=RUN", "--saved_model=MODEL", "--num_processes=2"
 # By name: another value than the default. Numbers and switches have one by themselves.
 _SETTABLE = """
 input=lines.txt output=out json=out.json html=out.html out=page.html png_dir=pictures
@@ -95,9 +95,8 @@ def _evaluated_by_harness(args: Any, open_model: Any) -> tuple[str, dict]:
 
 
 def _over(args: Flags) -> None:
-    print(
-        args.mesh, args.num_devices, args.coordinator_address, args.num_processes, args.process_id
-    )
+    names = ["mesh", "num_devices", "coordinator_address", "num_processes", "process_id"]
+    print([args.Values().get(name) for name in names])
 
 
 _CLI = {
@@ -190,7 +189,7 @@ _TRAINED = ["--model=mt.M4Tiny", "--data_dir=DATA", "--logdir=NEW"]
 
 COMMANDS = [
     Command("translate", {**_EXPORTED, **NO_BEAM}, [
-        [_MODEL], [_RUN], [_RUN, "--temperature=0.5"], [_MODEL, *A_CORPUS]]),
+        [_MODEL], [_RUN], [_RUN, _OF_TWO], [_RUN, "--temperature=0.5"], [_MODEL, *A_CORPUS]]),
     Command("chat", {
         **_CLI,
         "lingvo_moe.tasks.lm.generator:load_generator": (_CHATTING, _ABOUT),
@@ -209,6 +208,7 @@ COMMANDS = [
             [_RUN],
             [_MODEL, "--temperature=0.5"],
             [_RUN, "--beam_size=2"],
+            [_RUN, _OF_TWO],
             [_MODEL, "--input=texts.jsonl", "--json"],
             [_MODEL, "--temperature=0.5", "--json"],
         ],
@@ -224,14 +224,19 @@ COMMANDS = [
         [["--logdir=TEXTS", "--tasks=hellaswag"]],
     ),
     Command("score", {**_CLI, "lingvo_moe.tasks.text.quality.forced_decoding:Scorer": Through(scorer)},
-        [[_RUN], ["--logdir=TEXTS", "--input=texts.jsonl"]]),
+        [[_RUN], [_RUN, _OF_TWO], ["--logdir=TEXTS", "--input=texts.jsonl"]]),
     Command("evaluate", {
         **_EXPORTED,
         "lingvo_moe.tasks.mt.quality.scoring:evaluate": Through(_evaluated),
         "lingvo_moe.tasks.mt.quality.baselines:read_baselines": {},
         "tools.evaluate:_rescored": (lambda lines, _: lines, {}),
         "tools.evaluate:_print_scores": None,
-    }, [[_RUN, "--data_dir=DATA"], [_MODEL, "--data_dir=DATA"], [_RUN, "--data_dir=DATA", "--rescore"]],
+    }, [
+        [_RUN, "--data_dir=DATA"],
+        [_RUN, "--data_dir=DATA", _OF_TWO],
+        [_MODEL, "--data_dir=DATA"],
+        [_RUN, "--data_dir=DATA", "--rescore"],
+    ],
         {"": "trust_run"}),  # a permission
     Command(
         "evaluate_images",
@@ -335,7 +340,7 @@ COMMANDS += [
         "lingvo_moe.tasks.text.serving.server:serve": Through(_served),
         "lingvo_moe.tasks.text.serving.service:Service": None,
         "tools.serve:_start_log": None,
-    }, [[_MODEL], [_RUN]]),
+    }, [[_MODEL], [_RUN], [_RUN, _OF_TWO]]),
     Command("shortlist", {
         **_CLI,
         "lingvo_moe.tasks.mt.decoding.making_shortlists:make_shortlist": _SHORTLIST,

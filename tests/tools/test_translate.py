@@ -71,7 +71,7 @@ class _Stops:
     def __init__(self, monkeypatch, directory):
         (directory / "assets.extra").mkdir(parents=True, exist_ok=True)
         (directory / "assets.extra/manifest.sha256").touch()
-        monkeypatch.setattr(translate._cli, "open_translator", lambda args: (self, {}))
+        monkeypatch.setattr(translate._models, "open_translator", lambda args: (self, {}))
         self.languages, self.calls, self.stop_at, self.error = (), [], 0, OSError("disk full")
 
     def Translate(self, lines, languages=None):
@@ -134,7 +134,7 @@ def test_an_input_that_is_not_there_is_refused_by_its_flag(tmp_path, capfd):
 
 def test_a_language_needs_a_model_that_routes_by_it(tmp_path, monkeypatch, capfd):
     translator = SimpleNamespace(languages=())
-    monkeypatch.setattr(translate._cli, "open_translator", lambda args: (translator, {}))
+    monkeypatch.setattr(translate._models, "open_translator", lambda args: (translator, {}))
     assert translate.main(["--saved_model=x", f"--input={__file__}", "--language=klingon"]) == 1
     told = "--language=klingon has no effect: this model does not route by"
     assert told in capfd.readouterr().err

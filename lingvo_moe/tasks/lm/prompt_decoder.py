@@ -94,7 +94,7 @@ class PromptDecoder:
             seen = _in_rows(seen, at_S, _first_of(inputs))
             return self.model.ExtendStep(theta, inputs.ids[:, :-1], cache, at_P, seen)[1]
 
-        if self._before is None:
+        if not isinstance(before, int):
             cache = tf.cond(before > 0, read, lambda: cache)
         elif before:
             cache = read()
