@@ -29,8 +29,9 @@ class Capitals:
         gate: closed, calls wait for it; 'entered' tells that one does.
     """
 
-    def __init__(self, languages: tuple[str, ...] = (), rows: int = 4, xla: bool = True):
-        self.options = SimpleNamespace(rows=rows, max_source_length=16, xla=xla)
+    def __init__(self, languages: tuple[str, ...] = (), rows: int = 4):
+        self.options = SimpleNamespace(rows=rows, max_source_length=16)
+        self.mesh_search = True  # which has a program for each bucket
         self.languages, self.by_direction = languages, False
         self.batches: list[list[bytes]] = []
         self.gate, self.entered = threading.Event(), threading.Event()
@@ -60,7 +61,7 @@ class Echo:
     languages, by_direction = (), False
 
     def __init__(self, beam_size=1, vocabulary=None):
-        self.options = SimpleNamespace(rows=4, max_length=50, xla=False, beam_size=beam_size)
+        self.options = SimpleNamespace(rows=4, max_length=50, beam_size=beam_size)
         self.options.max_source_length = 200
         self.vocabulary = vocabulary  # whose conversations are read as their text
         self.gate = threading.Event()
