@@ -49,7 +49,7 @@ class Arrival:
 
 @dataclass
 class Seen:
-    """What all clients of a server saw."""
+    """The answers that all clients of a server saw."""
 
     first: list[float] = field(default_factory=list)  # seconds to the first text of each answer
     gaps: list[float] = field(default_factory=list)  # seconds between two texts

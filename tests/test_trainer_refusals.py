@@ -5,7 +5,7 @@ import re
 import pytest
 import trainer_testing
 
-from lingvo_moe.training.flags import MOST_DEVICES
+from lingvo_moe.core.job.job_flags import MOST_DEVICES
 
 _BASE = ["--model=mt.M4Tiny", "--data_dir=nowhere", "--logdir=RUN"]
 

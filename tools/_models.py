@@ -84,11 +84,14 @@ def generator_from_run(
         options.setdefault("max_source_length", _cli.CHAT_LENGTH)
     enable_compilation_cache()  # which keeps the traced search
     engine = _mesh.engine_of(args)
-    loaded = load_generator(
-        args.logdir, GenerateOptions(**options), _cli.chosen(args), args.trust_run, engine
-    )
-    _mesh.lead(getattr(loaded[0], "mesh_search", None))
-    return loaded
+    asked = (args.logdir, GenerateOptions(**options), _cli.chosen(args), args.trust_run)
+    if engine is None:
+        return load_generator(*asked)
+    from lingvo_moe.tasks.lm.mesh_generator import load_mesh_generator
+
+    generator, about = load_mesh_generator(engine, *asked)
+    _mesh.lead(generator.mesh_search)
+    return generator, about
 
 
 def open_generator(

@@ -70,7 +70,7 @@ def priced(plan: dict[str, Any], prices: Mapping[str, float]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """The longest times that a user may wait, in seconds."""
 
     first_token: float
@@ -84,7 +84,7 @@ class Limits:
         return f"{self.first_token:g}s/{self.between:g}s"
 
 
-def read_limits(text: str) -> Limits:
+def read_limits(text: str) -> LatencyLimits:
     """Reads '200ms/30ms'. Raises ValueError with what would be right."""
     times = [_TIME.fullmatch(part) for part in text.split("/")]
     if len(times) != 2 or None in times:
@@ -92,4 +92,4 @@ def read_limits(text: str) -> Limits:
     first, between = (float(t[1]) * (1e-3 if t[2] == "ms" else 1) for t in times if t)
     if not (first > 0 and between > 0):
         raise ValueError(f"{text!r}: both times must be positive")
-    return Limits(first, between)
+    return LatencyLimits(first, between)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lingvo_moe.analysis.plans import figures, step_plan
 from lingvo_moe.analysis.plans.machines.machine import parse_machine
-from lingvo_moe.analysis.plans.prices import SECONDS_AN_HOUR, Limits
+from lingvo_moe.analysis.plans.prices import SECONDS_AN_HOUR, LatencyLimits
 from lingvo_moe.analysis.plans.step_plan import DECODE, PREFILL, Request, Say
 from lingvo_moe.analysis.plans.tables import VERSION
 from lingvo_moe.analysis.search.layouts import letter_sizes
@@ -102,7 +102,7 @@ class _Served:
         return step_plan.make_plan(request, self._cache_dir, self._say)
 
     def _Bytes(self, batch: int) -> tuple[int, int]:
-        """What a device holds of the weights, and of the search's state and caches."""
+        """The bytes that a device holds of the weights, and of the search's state and caches."""
         params = registry.GetParams(self._request.model, self._Override(batch))
         programs = params.task.Instantiate().DecodePrograms(
             params.input.Instantiate(), self._request.prompt, self._request.reply
@@ -146,7 +146,7 @@ def _growing() -> Iterator[int]:
     yield from (8 * 4**i for i in itertools.count())
 
 
-def chosen(plan: Mapping[str, Any], limits: Limits | None) -> list[Mapping[str, Any]]:
+def chosen(plan: Mapping[str, Any], limits: LatencyLimits | None) -> list[Mapping[str, Any]]:
     """The largest batch of each layout that keeps the limits, the cheapest first; without limits none."""
     best = dict[str, Mapping[str, Any]]()
     for row in filter(lambda row: row["fits"], plan["rows"]):
@@ -155,7 +155,7 @@ def chosen(plan: Mapping[str, Any], limits: Limits | None) -> list[Mapping[str, 
     return sorted(best.values(), key=lambda row: row["chip_seconds_per_million"])
 
 
-def table(plan: Mapping[str, Any], limits: Limits | None, price: float | None) -> Table:
+def table(plan: Mapping[str, Any], limits: LatencyLimits | None, price: float | None) -> Table:
     """The rows of a plan, those that `chosen` returns marked.
 
     Args:

@@ -329,21 +329,26 @@ def load_generator(
     options: GenerateOptions | None = None,
     chosen: Chosen = NEWEST,
     trust_run: bool = False,
-    engine: Engine | None = None,
 ) -> tuple[Generator, dict[str, Any]]:
     """The language model of a run at a checkpoint; arguments, result and errors as load_theta."""
+    (model, theta, vocab, tidied), about = read_parts(logdir, chosen, trust_run)
+    about["weights"] = options.weights if options else "float32"
+    text = f"type/{type(model).__module__}/{type(model).__qualname__}\n{model.p.ToText()}"
+    return Generator(model, theta, vocab, options, tidied, text), about
+
+
+def read_parts(
+    logdir: str | os.PathLike, chosen: Chosen, trust_run: bool, engine: Engine | None = None
+) -> tuple[tuple[LmModel, NestedMap, bytes, int], dict[str, Any]]:
+    """The model of a run, its weights, its vocabulary and the version of its tidied texts; and what it is.
+
+    Raises as load_theta.
+    """
     run = TextRunDir(logdir, trust_run=trust_run)
     model = run.Task(LmModel)
     theta, about = load_theta(run, model, chosen, engine)
-    about["weights"] = options.weights if options else "float32"
     about["tidied"] = run.tidied
-    if engine:
-        from lingvo_moe.tasks.lm.mesh_generator import MeshGenerator  # which imports this module
-
-        parts = (model, theta, run.vocabs.target)
-        return MeshGenerator(engine, *parts, options, run.tidied), about
-    text = f"type/{type(model).__module__}/{type(model).__qualname__}\n{model.p.ToText()}"
-    return Generator(model, theta, run.vocabs.target, options, run.tidied, text), about
+    return (model, theta, run.vocabs.target, run.tidied), about
 
 
 def _named(state: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:

@@ -6,6 +6,7 @@ which there are programs (MeshSearch). Texts of a batch begin together; their ne
 Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 """
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ import tensorflow as tf
 
 from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch
 from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.lm.generator import GenerateOptions, Generator
+from lingvo_moe.tasks.lm.generator import GenerateOptions, Generator, read_parts
 from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.prompt_decoder import PromptDecoder
 from lingvo_moe.tasks.lm.prompt_search import PenalizedSearch, continuations, steps_of
@@ -129,6 +131,18 @@ class MeshGenerator(Generator):
                 for name, spec in list(SETTINGS.items())[1:]
             })  # fmt: skip
         return inputs
+
+
+def load_mesh_generator(
+    engine: Engine,
+    logdir: str | os.PathLike,
+    options: GenerateOptions | None = None,
+    chosen: Chosen = NEWEST,
+    trust_run: bool = False,
+) -> tuple[MeshGenerator, dict[str, Any]]:
+    """The language model of a run over an engine's devices; see load_generator."""
+    (model, theta, vocab, tidied), about = read_parts(logdir, chosen, trust_run, engine)
+    return MeshGenerator(engine, model, theta, vocab, options, tidied), about
 
 
 class _MeshBatch:

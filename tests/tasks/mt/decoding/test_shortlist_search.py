@@ -54,7 +54,7 @@ class Searcher:
 
         def search(ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
             self.traces += 1
-            return decoder.Search(*source(ids, lengths, LONGEST))
+            return decoder.Find(*source(ids, lengths, LONGEST))
 
         kinds = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
         return tf.function(search, input_signature=kinds, autograph=False)
