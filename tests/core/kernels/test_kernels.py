@@ -201,7 +201,7 @@ for _activation in ("gelu", "swiglu"):
         )
 # Attention's functions are compared together, since the layout between them is each set's own.
 STEPS = {"project_heads", "per_head", "in_layout", "out_of_layout", "attend", "project_back"}
-SEARCH = {"empty_cache", "write_cache", "attend_cache"}
+SEARCH = {"empty_cache", "write_cache", "seen_positions", "attend_cache"}
 for _heads in (2, 1):
     for _cross in (False, True):
         _fn = functools.partial(_attention, cross=_cross, dropped=_cross)
