@@ -78,6 +78,7 @@ input.target_vocab_size=500 => input.target_vocab_size=500 is more than task.tar
 train.mesh=expert => train.mesh='expert': 'expert' is not of the form axis:size
 train.max_steps=None => : is of type NoneType, expected int
 train.early_stopping_evals=2;train.eval_interval_steps=0 => nothing is evaluated
+train.eval_decode_every=3;train.eval_interval_steps=2 => must be a multiple of train.eval_interval_steps=2
 """
 
 

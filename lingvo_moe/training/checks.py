@@ -10,6 +10,7 @@ from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.engine.engines import engine_class
 from lingvo_moe.core.files.paths import absolute, check_local
 from lingvo_moe.core.files.store import check_place, is_address
+from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.runs.directories import check_addable, check_logdir, check_writable
 
 # Flags that set a parameter of the experiment.
@@ -68,13 +69,22 @@ def check_upcycling(args: Flags, params: Params) -> None:
 
 
 def check_evaluation(params: Params) -> None:
-    """Raises UsageError for early stopping without evaluations."""
-    train = params.train
+    """Raises UsageError for early stopping without evaluations, and for decoding that is not theirs or the task's."""
+    train, task = params.train, params.task
     if train.early_stopping_evals and not train.eval_interval_steps:
         raise UsageError(
             f"train.early_stopping_evals={train.early_stopping_evals}: nothing is evaluated while "
             "train.eval_interval_steps=0; set it, e.g. to 100"
         )
+    every, interval, why = train.eval_decode_every, train.eval_interval_steps, ""
+    if every and not task.cls.CHECKPOINT_SCORER:
+        why = f"{task.cls.__name__} has no scores beside its held-out loss; set it to 0"
+    elif every and (settings_of(task) or ("adapter_rank" in task and task.adapter_rank)):
+        why = "a model in stages, or with adapters, is not decoded while it trains; set it to 0, and use --mode=eval"
+    elif every and (not interval or every % interval):
+        why = f"must be a multiple of train.eval_interval_steps={interval}, with whose evaluations it comes"
+    if why:
+        raise UsageError(f"train.eval_decode_every={every}: {why}")
 
 
 def check_paths(args: Flags, params: Params) -> None:

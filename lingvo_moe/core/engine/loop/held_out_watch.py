@@ -18,10 +18,8 @@ from lingvo_moe.core.engine.lowering.specs import numpy_dtype
 from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch
 from lingvo_moe.core.input.input_errors import NoHeldOutError
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, map_structure
-from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.runs.evaluations import Evaluations
 from lingvo_moe.core.runs.run_dir import RunDir
-from lingvo_moe.core.task.adapters import scale_of
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer
 
@@ -131,20 +129,10 @@ class HeldOutWatch:
 
 
 def _scorer(trained: Trained, run_dir: RunDir) -> Callable[[NestedMap, NestedMap], str]:
-    """A function that adds the task's own scores of weights to metrics, and says them in words.
-
-    Raises ParamError: the task has none, or the weights do not lie as it takes them.
-    """
-    task, train, engine = trained.task, trained.train, trained.engine
-    path, value = "train.eval_decode_every", str(train.eval_decode_every)
-    if not (name := task.CHECKPOINT_SCORER):
-        why = f"{type(task).__name__} has no scores beside its held-out loss; set it to 0"
-        raise ParamError(path, value, why)
-    if settings_of(task.p) or scale_of(task.p):
-        why = "a model in stages, or with adapters, is not decoded while it trains; set it to 0 and use --mode=eval"
-        raise ParamError(path, value, why)
+    """A function that adds the task's own scores of weights to metrics, and says them in words."""
+    task, engine = trained.task, trained.engine
     over_mesh = engine if engine.PJRT else None
-    scorer: BaseCheckpointScorer = any_class(name)(
+    scorer: BaseCheckpointScorer = any_class(task.CHECKPOINT_SCORER)(
         task, trained.inputs, run_dir.artifacts, engine=over_mesh
     )
     types = task.VariableSpecs().Transform(lambda spec: numpy_dtype(spec.dtype))
@@ -180,14 +168,10 @@ def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
     Empty where `train.eval_interval_steps` is 0; and, which is said, where there is no held-out data.
 
     Raises:
-        ParamError: early stopping, or decoding, needs them, or another interval.
+        ParamError: early stopping needs them.
         ValueError: the data is damaged.
     """
-    interval, decode_every = train.eval_interval_steps, train.eval_decode_every
-    if decode_every and (not interval or decode_every % interval):
-        why = f"must be a multiple of train.eval_interval_steps={interval}, with whose evaluations it comes"
-        raise ParamError("train.eval_decode_every", str(decode_every), why)
-    if not interval:
+    if not train.eval_interval_steps:
         return []
     try:
         batches = first_batches(inputs, train.eval_batches)
