@@ -19,7 +19,7 @@ from lingvo_moe.tasks.mt.decoding import saved_translator
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.decoding.saved_functions import MANIFEST
 from lingvo_moe.tasks.text.preparing import beam, read_stage
-from tools import _cli, prepare, translate
+from tools import _models, prepare, translate
 
 ROOT = Path(__file__).parents[2]
 _PREPARING = "lingvo_moe.tasks.text.preparing"
@@ -144,7 +144,7 @@ class _Capitals:
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_corpus_is_translated_as_by_one_process(workers, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(saved_translator, "SavedTranslator", _Capitals)
-    monkeypatch.setattr(_cli, "open_translator", lambda args: (_Capitals(""), {}))
+    monkeypatch.setattr(_models, "open_translator", lambda args: (_Capitals(""), {}))
     monkeypatch.setattr(translate, "_BATCHES", 2)
     model = tmp_path / "model" / MANIFEST
     model.parent.mkdir(parents=True)

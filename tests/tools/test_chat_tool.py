@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lingvo_moe.tasks.text.vocabulary import chat as conversations
-from tools import _cli, _published, chat
+from tools import _cli, _models, _published, chat
 
 LONGEST = 20
 
@@ -28,7 +28,9 @@ def asked(monkeypatch):
     words = SimpleNamespace(Ids=lambda messages: " ".join(m["content"] for m in messages).split())
     monkeypatch.setattr(_cli, "load_tensorflow", lambda: None)
     monkeypatch.setattr(_published, "imported", lambda args: None)
-    monkeypatch.setattr(_cli, "open_generator", lambda args, most: (generator, {"model": "lm.X"}))
+    monkeypatch.setattr(
+        _models, "open_generator", lambda args, most: (generator, {"model": "lm.X"})
+    )
     monkeypatch.setattr(conversations, "chat_of", lambda vocabulary: words)
     return asked
 

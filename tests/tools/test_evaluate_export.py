@@ -15,7 +15,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.saved_steps import LIST
 from lingvo_moe.tasks.text.data.file_list import PREPARED_LIST
 from lingvo_moe.tasks.text.data.prepared import target_language
-from tools import _cli, evaluate, export
+from tools import _models, evaluate, export
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ class _Shouts:
 
     def __init__(self, monkeypatch, **about):
         self._calls = []
-        monkeypatch.setattr(_cli, "open_translator", lambda args: (self, {"step": 3, **about}))
+        monkeypatch.setattr(_models, "open_translator", lambda args: (self, {"step": 3, **about}))
 
     def Calls(self):
         """The lines of each call since this was last asked."""

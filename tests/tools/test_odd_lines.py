@@ -105,7 +105,7 @@ def test_the_saved_model_alone(name, model):
 def test_tools_translate(name, model, monkeypatch, tmp_path, capfd):
     """A loaded model translates standard input in batches of another size."""
     data, out = _MATRIX[name], tmp_path / "out.txt"
-    monkeypatch.setattr(translate._cli, "open_translator", lambda args: (model.opened, {}))
+    monkeypatch.setattr(translate._models, "open_translator", lambda args: (model.opened, {}))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     flags = [f"--saved_model={model.saved_model}", f"--output={out}", "--batch_size=7"]
     assert translate.main(flags) == 0
