@@ -1,5 +1,6 @@
 """Flags of commands that search or score over a mesh: the engine that they choose, and jobs of several processes."""
 
+import json
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -96,10 +97,37 @@ def engine_of(args: Flags) -> "Engine | None":
     enable_compilation_cache()
     params = TextRunDir(args.logdir, trust_run=args.trust_run).Params()
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else devices.device_count())
-    params.input.batch_size *= mesh.size  # a search has batches of its own
+    params.input.batch_size *= mesh.size  # a search has batches of its own, and each row is a group
     params.train.num_micro_batches = 1
+    if params.task.num_experts:
+        params.task.num_groups = 0
     check_divisible(params, params.task.Instantiate(), mesh)
-    return make_engine("pjrt", mesh)
+    engine = make_engine("pjrt", mesh)
+    _check_one_command(args, engine)
+    return engine
+
+
+def _check_one_command(args: Flags, engine: "Engine") -> None:
+    """Raises JobError on all processes of a job where one was given other flags than the first."""
+    from lingvo_moe.tasks.text.decoding.leading import said_by_first
+
+    mine = {name: str(value) for name, value in args.Values().items() if name != "process_id"}
+    first = json.loads(said_by_first(json.dumps(mine).encode()))
+    others = [
+        f"--{name}={value}, there {first[name]}"
+        for name, value in mine.items()
+        if value != first[name]
+    ]
+    if engine.AnyProcess(bool(others)):
+        what = (
+            f"this process was given {', '.join(others)}"
+            if others
+            else "another process was given other flags"
+        )
+        raise launchers.JobError(
+            f"{what}; the processes of a job run one command, whose first process reads and writes; start commands of "
+            "their own without the launcher"
+        )
 
 
 def lead(programs: "LedPrograms | None") -> None:

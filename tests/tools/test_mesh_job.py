@@ -9,6 +9,20 @@ from tools import score
 _FLAGS = ["--max_source_length=8", "--max_length=8", "--quiet"]
 
 
+def _job(flags, *more):
+    """Runs tools.score in two processes of two devices, each with further flags: statuses, and what they say."""
+    job = [f"--coordinator_address={free_address()}", "--num_processes=2", "--num_devices=2"]
+    env = {"XLA_FLAGS": None, "JAX_PLATFORMS": "cpu"}
+    processes = [
+        start_python(
+            "-m", "tools.score", *flags, *job, "--mesh=expert:4", f"--process_id={i}", *own, env=env
+        )
+        for i, own in enumerate(more)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in processes]
+    return [process.returncode for process in processes], said
+
+
 @pytest.mark.slow
 def test_two_processes_score_as_one_does(tmp_path):
     toy.save_run(tmp_path / "run", toy.train_vocab(toy.sentences(200)), more="task.num_experts=4")
@@ -16,18 +30,19 @@ def test_two_processes_score_as_one_does(tmp_path):
     (tmp_path / "pairs").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
     flags = [f"--logdir={tmp_path}/run", f"--input={tmp_path}/pairs", *_FLAGS]
     assert score.main([*flags, f"--output={tmp_path}/alone"]) == 0
-    job = [f"--coordinator_address={free_address()}", "--num_processes=2", "--num_devices=2"]
-    job += ["--mesh=expert:4", f"--output={tmp_path}/of_two"]
-    env = {"XLA_FLAGS": None, "JAX_PLATFORMS": "cpu"}
-    processes = [
-        start_python("-m", "tools.score", *flags, *job, f"--process_id={i}", env=env)
-        for i in range(2)
-    ]
-    said = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    output = f"--output={tmp_path}/of_two"
+    statuses, said = _job(flags, [output], [output])
+    assert statuses == [0, 0], said
     alone, of_two = ((tmp_path / name).read_text().splitlines() for name in ("alone", "of_two"))
     assert len(alone) == 6
     for one, other in zip(alone, of_two, strict=True):
         log_prob, tokens, _ = one.split("\t")
         assert other.split("\t")[1] == tokens
         assert float(other.split("\t")[0]) == pytest.approx(float(log_prob), rel=1e-5)
+
+    # A command with files of its own is not a part of a job.
+    statuses, (first, second) = _job(flags, [f"--output={tmp_path}/a"], [f"--output={tmp_path}/b"])
+    assert statuses == [1, 1]
+    assert "another process was given other flags; the processes of a job run one command" in first
+    assert f"was given --output={tmp_path}/b, there {tmp_path}/a" in second
+    assert not (tmp_path / "a").exists()

@@ -69,6 +69,11 @@ def name_of(kind: str, text: str, *parts: Any) -> str:
     return f"{kind}-{hashlib.sha256(json.dumps(determined_by).encode()).hexdigest()}"
 
 
+def text_of(layer: Any) -> str:
+    """The class and the Params of a layer, or of an input, which determine its programs: for Step.text."""
+    return f"type/{type(layer).__module__}/{type(layer).__qualname__}\n{layer.p.ToText()}"
+
+
 def find_bytes(key: str) -> bytes | None:
     """The bytes that were kept under a key; None if there are none, or, with a warning, if they are damaged."""
     cache = kept()

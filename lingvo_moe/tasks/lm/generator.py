@@ -138,7 +138,7 @@ class Generator(Exportable, Texts):
         names = list(SETTINGS) if samples else ["max_tokens"]
         specs = [tf.TensorSpec([None, *SETTINGS[n].shape], SETTINGS[n].dtype, n) for n in names]
         self.generate = _function(self._Generate, [*prompt, *specs])
-        parts = (vars(o), allowed.tolist(), vars(options))
+        parts = (vars(o), allowed.size, np.flatnonzero(~allowed).tolist(), vars(options))
 
         def kept(kind: str, function: Callable, specs: Any) -> KeptGraph:
             key = kept_programs.name_of(kind, text, *parts) if text else ""
@@ -333,7 +333,7 @@ def load_generator(
     """The language model of a run at a checkpoint; arguments, result and errors as load_theta."""
     (model, theta, vocab, tidied), about = read_parts(logdir, chosen, trust_run)
     about["weights"] = options.weights if options else "float32"
-    text = f"type/{type(model).__module__}/{type(model).__qualname__}\n{model.p.ToText()}"
+    text = kept_programs.text_of(model)
     return Generator(model, theta, vocab, options, tidied, text), about
 
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
+from lingvo_moe.core.engine.kept_programs import text_of
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.generator import GenerateOptions, Generator, read_parts
 from lingvo_moe.tasks.lm.lm_model import LmModel
@@ -60,7 +61,8 @@ class MeshGenerator(Generator):
         if o.weights == "int8":
             raise ValueError("weights=int8 is for one host, not over a mesh: leave it out")
         self._model = lambda: model  # tf.Module would track it
-        text = f"{model.p.ToText()}\n{o}\n{self._search_options}\n{self._allowed.tolist()}"
+        allowed = self._allowed.size, np.flatnonzero(~self._allowed).tolist()
+        text = f"{text_of(model)}\n{o}\n{self._search_options}\n{allowed}"
         self.mesh_search = MeshSearch(self._engine, theta, self._DecoderOf, text)
         self._rows = rows_over(self._engine, model.p.activation_split, o.rows)
         self._kept: Any = self._ContinuedOverMesh

@@ -11,11 +11,21 @@ import toy_translation as toy
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.decode.ranges import Sampling
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decode_step import decode_step
-from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
+from lingvo_moe.tasks.mt.decoding.translator import (
+    TranslateOptions,
+    Translator,
+    load_translator,
+    read_parts,
+)
+from lingvo_moe.tasks.mt.mt_model import MtModel
+from lingvo_moe.tasks.text.decoding.leading import PlacedWeights
 from lingvo_moe.tasks.text.quality.forced_decoding import ScoreOptions, Scorer
+from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
 OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=9, rows=6)
 LINES = [*toy.sentences(9, seed=1, longest=5), ""]
@@ -51,6 +61,28 @@ def test_translations_over_a_mesh_are_those_of_one_host(logdir, mesh, more):
     translator.SetTheta(theta.Transform(lambda x: x * 0.5))
     assert translator.Translate(LINES).translations != out.translations
     assert search.programs == 2
+
+
+def test_programs_are_kept_by_the_class_of_a_model_and_the_size_of_a_vocabulary(logdir):
+    """Arguments of a program do not say how many of the model's tokens it may choose from."""
+
+    class Other(MtModel):
+        pass
+
+    (model, _, vocabs, _), _ = read_parts(logdir, NEWEST, trust_run=False)
+    placed = PlacedWeights(PjrtEngine("expert:2"), NestedMap())
+    smaller, params = (
+        toy.train_vocab(toy.sentences(200), bytes_too=False),
+        TextRunDir(logdir).Params().task,
+    )
+    params.cls = Other
+    other = params.Instantiate()
+    texts = {
+        Translator(one, placed, NestedMap(source=vocab, target=vocab), OPTIONS).mesh_search._text
+        for one in (model, other)
+        for vocab in (vocabs.source, smaller)
+    }
+    assert len(texts) == 4
 
 
 def check_programs(search):

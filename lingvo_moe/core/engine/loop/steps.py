@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.kept_programs import text_of
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
@@ -50,11 +51,7 @@ def _determined_by(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1
     """The classes and parameters that the programs of a task follow from; '' for what only looks like an input."""
     if not isinstance(inputs, BaseInput):
         return ""
-    texts = (
-        f"type/{type(one).__module__}/{type(one).__qualname__}\n{one.p.ToText()}"
-        for one in (task, inputs)
-    )
-    return f"{''.join(texts)}{num_micro_batches}"
+    return f"{text_of(task)}{text_of(inputs)}{num_micro_batches}"
 
 
 def batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:

@@ -20,6 +20,7 @@ from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH, Sampling
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
+from lingvo_moe.core.engine.kept_programs import text_of
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
@@ -189,7 +190,7 @@ class Translator(Exportable):
                 raise ValueError(
                     f"{what} for the search on one host, not over a mesh: leave it out"
                 )
-            text = f"{model.p.ToText()}\n{o}\n{self._search_options}"
+            text = f"{text_of(model)}\n{o}\n{self._search_options}\n{self._target_size}"
             self.mesh_search = MeshSearch(theta.engine, theta.theta, self._DecoderOf, text)
             rows = rows_over(theta.engine, model.p.activation_split, o.rows)
             self.options = replace(o, rows=rows)

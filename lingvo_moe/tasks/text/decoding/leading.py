@@ -52,11 +52,11 @@ class LedPrograms(abc.ABC):
         message = io.BytesIO()
         arrays = {f"inputs.{path}": x for path, x in inputs.FlattenItems()}
         np.savez(message, kind=np.asarray(kind), **arrays)
-        _say(message.getvalue())
+        said_by_first(message.getvalue())
 
     def Follow(self) -> None:
         """Runs, in a process that does not lead, what the first one tells, until that ends."""
-        while told := _say(b""):
+        while told := said_by_first(b""):
             arrays, inputs = np.load(io.BytesIO(told), allow_pickle=False), NestedMap()
             for name in arrays.files:
                 if name != "kind":
@@ -67,7 +67,7 @@ class LedPrograms(abc.ABC):
         """Lets the processes end that follow."""
         if self.leads:
             self.leads = False
-            _say(b"")
+            said_by_first(b"")
 
 
 def rows_over(engine: Engine, split: SplitMap, rows: int) -> int:
@@ -76,8 +76,8 @@ def rows_over(engine: Engine, split: SplitMap, rows: int) -> int:
     return -(-rows // parts) * parts
 
 
-def _say(message: bytes) -> bytes:
-    """The first process's message, on every process."""
+def said_by_first(message: bytes) -> bytes:
+    """The first process's message, on every process of the job; all of them call it."""
     length = int(devices.broadcast(np.array(len(message), np.int32)))
     if not length:
         return b""

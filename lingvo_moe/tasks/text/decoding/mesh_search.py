@@ -64,8 +64,8 @@ class MeshSearch(LedPrograms):
     def Blocks(self, kind: Kind, inputs: NestedMap) -> Iterator[NestedMap]:
         """Searches as Run does, and yields after each block what is known by then: see `block_program`.
 
-        The host looks at a block's results while the devices run the next. A search goes on to its end where nobody
-        wants its results any more, since the processes of a job run the same blocks.
+        The host looks at a block's results while the devices run the next. Where others follow, a search goes on to its
+        end although nobody wants its results any more, since the processes of a job run the same blocks.
         """
         self.Tell(kind, inputs)
         search, begin, block = self._Built(kind, inputs)
@@ -82,6 +82,8 @@ class MeshSearch(LedPrograms):
                 if wanted:
                     yield newest
             except GeneratorExit:
+                if not self.leads:
+                    raise
                 wanted = False
             if newest.over or left < 0:
                 return
