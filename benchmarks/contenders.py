@@ -10,14 +10,33 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def define_contender_flags(flags: Flags, ours: Collection[str], peers: Collection[str]) -> None:
+    """Defines --peers, and --only, which chooses among contenders of these names; kinds_of reads both."""
+    names = [*ours, *peers]
+    flags.DEFINE_string("peers", "", "the Python of the peers' environment")
+    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(names)}", names)
+
+    def why(values: Mapping[str, Any]) -> str:
+        chosen = [name for name in values["only"] if name in peers]
+        return f"--only={','.join(chosen)} needs --peers" * bool(chosen and not values["peers"])
+
+    flags.Refuse(["only", "peers"], why)
+
+
+def kinds_of(args: Flags, ours: Collection[str], peers: Collection[str]) -> tuple[str, ...]:
+    """The contenders that the flags choose: without --only all, but peers with --peers alone."""
+    return tuple(args.only or (*ours, *(peers if args.peers else ())))
 
 
 class Process:

@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.compile_time import host
-from benchmarks.contenders import ROOT, Contender, take_turns, update_page
+from benchmarks.contenders import (
+    ROOT,
+    Contender,
+    define_contender_flags,
+    kinds_of,
+    take_turns,
+    update_page,
+)
 from benchmarks.decode_kinds import NAMES, OURS, PEERS
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
@@ -61,8 +68,7 @@ SETTINGS = {
 def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m benchmarks.decode", __doc__)
-    flags.DEFINE_string("peers", "", "the Python of the peers' environment")
-    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(NAMES)}", NAMES)
+    define_contender_flags(flags, OURS, PEERS)
     flags.DEFINE_list("batches", _BATCHES, f"some of {','.join(_BATCHES)}", _BATCHES)
     flags.DEFINE_integer("rounds", 8, "timed steps of each contender", checks.SIZE)
     flags.DEFINE_boolean("update", False, f"write the table into {PAGE.relative_to(ROOT)}")
@@ -71,13 +77,11 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    if not args.peers and (peers := [name for name in args.only if name in PEERS]):
-        args.Fail(f"--only={','.join(peers)} needs --peers")
     return _cli.attempt("decode", lambda: _run(args), "interrupted; nothing was written")
 
 
 def _run(args: Flags) -> int:
-    names = args.only or tuple(NAMES if args.peers else OURS)
+    names = kinds_of(args, OURS, PEERS)
     points: dict[str, list[Contender]] = {}
     for name, setting in SETTINGS.items():
         if ("mixed" if " of " in name else str(setting["batch"])) in args.batches:

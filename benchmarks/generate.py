@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.compile_time import host
-from benchmarks.contenders import ROOT, Contender, take_turns, update_page
+from benchmarks.contenders import (
+    ROOT,
+    Contender,
+    define_contender_flags,
+    kinds_of,
+    take_turns,
+    update_page,
+)
 from benchmarks.decode import least
 from benchmarks.peers.stepping import keep_memory, prompts, serve
 from lingvo_moe.core.config import checks
@@ -43,8 +50,7 @@ def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m benchmarks.generate", __doc__)
     flags.DEFINE_path("model", None, "the GGUF", required=True)
-    flags.DEFINE_string("peers", "", "the Python of the peers' environment")
-    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(NAMES)}", NAMES)
+    define_contender_flags(flags, OURS, PEERS)
     flags.DEFINE_integer("tokens", 128, "new tokens of each prompt", checks.SIZE)
     flags.DEFINE_integer("rounds", 5, "timed steps of each contender", checks.SIZE)
     flags.DEFINE_boolean("update", False, f"write the table into {PAGE.relative_to(ROOT)}")
@@ -53,13 +59,11 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    if not args.peers and (peers := [name for name in args.only if name in PEERS]):
-        args.Fail(f"--only={','.join(peers)} needs --peers")
     return _cli.attempt("generate", lambda: _run(args), "interrupted; nothing was written")
 
 
 def _run(args: Flags) -> int:
-    kinds = args.only or tuple(NAMES if args.peers else OURS)
+    kinds = kinds_of(args, OURS, PEERS)
     points: dict[int, list[Contender]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"

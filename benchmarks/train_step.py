@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.compile_time import host
-from benchmarks.contenders import ROOT, Contender, take_turns, update_page
+from benchmarks.contenders import (
+    ROOT,
+    Contender,
+    define_contender_flags,
+    kinds_of,
+    take_turns,
+    update_page,
+)
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.pages.tables import Table, markdown, words
@@ -52,8 +59,7 @@ SIZE: dict[str, Any] = {
 def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m benchmarks.train_step", __doc__)
-    flags.DEFINE_string("peers", "", "the Python of the peers' environment")
-    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(NAMES)}", NAMES)
+    define_contender_flags(flags, OURS, PEERS)
     flags.DEFINE_integer("rounds", 7, "timed steps of each contender", checks.SIZE)
     flags.DEFINE_float(
         "dropout", 0.0, "dropout of embeddings, residuals, hidden layers", checks.NOT_NEGATIVE
@@ -65,9 +71,7 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    if not args.peers and (peers := [name for name in args.only if name in PEERS]):
-        args.Fail(f"--only={','.join(peers)} needs --peers")
-    kinds = args.only or tuple(NAMES if args.peers else OURS)
+    kinds = kinds_of(args, OURS, PEERS)
     interrupted = "interrupted; nothing was written"
     return _cli.attempt("train_step", lambda: _run(args, kinds), interrupted)
 

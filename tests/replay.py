@@ -127,10 +127,10 @@ def _decoding_step(model: str) -> str:
     if not model.startswith("mt."):
         return ""
     from lingvo_moe.core.engine.lowering.lowering import lower_step
-    from lingvo_moe.tasks.mt.decode_step import decode_step
+    from lingvo_moe.tasks.mt.decode_step import decode_programs
 
     params, mesh = _small(model)
-    return lower_step(decode_step(params.task.Instantiate(), 2 * _DEVICES, 16), mesh).hash
+    return lower_step(decode_programs(params.task.Instantiate(), 2 * _DEVICES, 16)[1], mesh).hash
 
 
 def _exported_function(model: str) -> str:

@@ -64,21 +64,7 @@ def define_flags() -> Flags:
         "which program: train; decode, a step of it; prefill, what comes before the first one; serve: both, by layout "
         "and batch (docs/planning.md)",
     )
-    flags.DEFINE_integer("prompt", 0, "tokens of a prompt, or of a text to translate", checks.COUNT)
-    flags.DEFINE_integer("reply", 0, "new tokens, for which caches have room", checks.COUNT)
-    flags.DEFINE_numbers(
-        "batches",
-        (),
-        "rows that are served at once; default: 1, 8, 32, 128, ... until the memory is full",
-        checks.SIZE,
-    )
-    flags.DEFINE_parsed(
-        "slo",
-        None,
-        "the longest times to the first token and between tokens, e.g. 200ms/30ms: marks the largest batch that keeps "
-        "both",
-        read_limits,
-    )
+    _define_serving_flags(flags)
     flags.DEFINE_string(
         "mesh", "", "axis:size,... (default: the experiment's, sized to the topology)"
     )
@@ -109,8 +95,6 @@ def define_flags() -> Flags:
     _cli.define_known_faults_flag(flags)
     _cli.define_cache_flag(flags)
     flags.Refuse(["output", "html"], same_place)
-    flags.OnlyWith("prompt reply", what=("serve", "decode", "prefill"))
-    flags.OnlyWith("batches slo", what="serve")
     flags.OnlyWith(
         "variants mesh layout strategy token_budget compare html",
         "plans of serving have layouts of their own",
@@ -122,6 +106,27 @@ def define_flags() -> Flags:
         "from model topology compare html price", "it takes recorded plans", validate=False
     )
     return flags
+
+
+def _define_serving_flags(flags: Flags) -> None:
+    """Defines the sizes of what is decoded, and what a plan of serving takes beside them."""
+    flags.DEFINE_integer("prompt", 0, "tokens of a prompt, or of a text to translate", checks.COUNT)
+    flags.DEFINE_integer("reply", 0, "new tokens, for which caches have room", checks.COUNT)
+    flags.DEFINE_numbers(
+        "batches",
+        (),
+        "rows that are served at once; default: 1, 8, 32, 128, ... until the memory is full",
+        checks.SIZE,
+    )
+    flags.DEFINE_parsed(
+        "slo",
+        None,
+        "the longest times to the first token and between tokens, e.g. 200ms/30ms: marks the largest batch that keeps "
+        "both",
+        read_limits,
+    )
+    flags.OnlyWith("prompt reply", what=("serve", "decode", "prefill"))
+    flags.OnlyWith("batches slo", what="serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

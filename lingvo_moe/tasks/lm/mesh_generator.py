@@ -7,9 +7,7 @@ Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 """
 
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from lingvo_moe.tasks.lm.generator import GenerateOptions, Generator, read_parts
 from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.prompt_decoder import PromptDecoder
 from lingvo_moe.tasks.lm.prompt_search import PenalizedSearch, continuations, steps_of
-from lingvo_moe.tasks.lm.running_batch import RunningText
+from lingvo_moe.tasks.lm.running_batch import RunningText, TextBatch
 from lingvo_moe.tasks.lm.saved_generator import SETTINGS
 from lingvo_moe.tasks.text.decoding.leading import Kind, rows_over
 from lingvo_moe.tasks.text.decoding.mesh_search import MeshSearch
@@ -67,15 +65,15 @@ class MeshGenerator(Generator):
         self._rows = rows_over(self._engine, model.p.activation_split, o.rows)
         self._kept: Any = self._ContinuedOverMesh
 
-    def Batch(self, rows: int, cache_bytes: int) -> Any:
+    def Batch(self, rows: int, cache_bytes: int) -> TextBatch:
         """See Texts; caches are as large as their buckets."""
         del rows, cache_bytes
-        return _MeshBatch(self)
+        return _MeshBatch(self, self._rows)
 
-    def _BatchOf(self, texts: Sequence[RunningText]) -> Any:
+    def _BatchOf(self, texts: Sequence[RunningText]) -> TextBatch:
         """See Texts."""
         del texts
-        return _MeshBatch(self)
+        return _MeshBatch(self, self._rows)
 
     def _DecoderOf(self, kind: Kind) -> PromptDecoder:
         """The search for prompts of P tokens and texts of T, EOS included."""
@@ -147,40 +145,21 @@ def load_mesh_generator(
     return MeshGenerator(engine, model, theta, vocab, options, tidied), about
 
 
-class _MeshBatch:
-    """A RunningBatch over a mesh: those that wait begin together, once all that run have ended."""
+class _MeshBatch(TextBatch):
+    """A batch over a mesh: the texts that wait begin together, once all that run have ended. It has no pages."""
 
-    def __init__(self, generator: MeshGenerator):
+    def __init__(self, generator: MeshGenerator, rows: int):
+        super().__init__(rows, pages=0)
         self._generator = generator
-        self.running: list[RunningText] = []
-        self.waiting: deque[RunningText] = deque()
-        self.pool = SimpleNamespace(pages=0, free=0)
-        self.tokens, self.loads = 0, None  # see RunningBatch; loads are not known
         self._blocks: Iterator[list[RunningText]] = iter(())
 
-    def Join(self, text: RunningText) -> None:
-        """See RunningBatch."""
-        self.waiting.append(text)
-
-    def Leave(self, text: RunningText) -> None:
-        """See RunningBatch."""
-        if text in self.running:
-            self.running.remove(text)
-        elif text in self.waiting:
-            self.waiting.remove(text)
-
     def Step(self) -> list[RunningText]:
-        """See RunningBatch; a block of steps."""
+        """See TextBatch; a block of steps."""
         news = next(self._blocks, None)
         if news is not None:
             return news
-        self._blocks = iter(())
-        rows = [
-            self.waiting.popleft() for _ in range(min(len(self.waiting), self._generator._rows))
-        ]
-        self.running = [*rows]
-        if rows:
-            self._blocks = self._Run(rows)
+        self.running = [self.waiting.popleft() for _ in range(min(len(self.waiting), self._rows))]
+        self._blocks = self._Run([*self.running]) if self.running else iter(())
         return []
 
     def _Run(self, rows: Sequence[RunningText]) -> Iterator[list[RunningText]]:
@@ -196,18 +175,18 @@ class _MeshBatch:
                 for text in rows
             ],
         )
-        for known in generator.mesh_search.Blocks(kind, inputs):
-            yield [text for r, text in enumerate(rows) if self._Read(text, known, r)]
+        for report in generator.mesh_search.Blocks(kind, inputs):
+            yield [text for r, text in enumerate(rows) if self._Read(text, report, r)]
 
-    def _Read(self, text: RunningText, known: NestedMap, row: int) -> bool:
-        """Takes a text's new tokens from what is known of the search; whether it is news."""
+    def _Read(self, text: RunningText, report: NestedMap, row: int) -> bool:
+        """Takes a text's new tokens from the report of a search; whether it is news."""
         if text not in self.running:
             return False
-        done = bool(known.done_B[row])
-        count = int(known.lengths_BK[row, 0]) - 1 if done else int(known.steps)
+        done = bool(report.done_B[row])
+        count = int(report.lengths_BK[row, 0]) - 1 if done else int(report.steps)
         self.tokens += count - len(text.new)
-        text.ids[text.prompt :] = known.ids_BS[row, 1 : 1 + count].tolist()
-        text.log_probs[:] = known.log_probs_BKT[row, 0, :count].tolist()
+        text.ids[text.prompt :] = report.ids_BS[row, 1 : 1 + count].tolist()
+        text.log_probs[:] = report.log_probs_BKT[row, 0, :count].tolist()
         if done:
             text.reason = "stop" if count < text.settings.max_tokens else "length"
             self.running.remove(text)

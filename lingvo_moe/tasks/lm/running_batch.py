@@ -6,6 +6,7 @@ the text that joined last gives its pages back and waits; later its tokens are r
 begin alike share full pages.
 """
 
+import abc
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,26 +87,26 @@ class RunningText:
         return self.names[number]
 
 
-class RunningBatch:
-    """Continues texts, at most `rows` at a time, with a pool of so many pages for all of them."""
+class TextBatch(abc.ABC):
+    """A batch of texts that are continued, at most `rows` at a time.
 
-    def __init__(self, functions: PagedFunctions, rows: int, pages: int):
-        self._functions, self._rows = functions, rows
-        self.pool = PagePool(pages)
-        self.running: list[RunningText] = []  # in the order in which they joined
+    Attributes:
+        running: the texts that are, in the order in which they joined.
+        waiting: those that will be.
+        pool: counts the pages of keys and values.
+        tokens: the number of tokens that were drawn.
+        loads: the experts' rows, of one step in _WATCHED; None where they are not known.
+    """
+
+    def __init__(self, rows: int, pages: int):
+        self._rows, self.pool = rows, PagePool(pages)
+        self.running: list[RunningText] = []
         self.waiting: deque[RunningText] = deque()
-        self._pool = functions.Pool(pages + 1)
-        self.tokens = self._steps = 0  # that were drawn; in so many steps
-        self.loads: ExpertLoads | None = None  # of one step in _WATCHED
+        self.tokens = 0
+        self.loads: ExpertLoads | None = None
 
     def Join(self, text: RunningText) -> None:
-        """Adds a text. Raises DataError: the pool is too small for it."""
-        longest = text.prompt + text.settings.max_tokens
-        if pages_of(longest) > self.pool.pages:
-            raise DataError(
-                f"a prompt of {text.prompt} tokens and max_tokens={text.settings.max_tokens} need more than the "
-                f"{self.pool.pages * PAGE} tokens that all texts together may have here"
-            )
+        """Adds a text."""
         self.waiting.append(text)
 
     def Leave(self, text: RunningText) -> None:
@@ -114,10 +115,38 @@ class RunningBatch:
             self.running.remove(text)
         elif text in self.waiting:
             self.waiting.remove(text)
+
+    @abc.abstractmethod
+    def Step(self) -> list[RunningText]:
+        """Does a part of the work. Returns the texts that have new tokens or ended; these have left."""
+
+
+class RunningBatch(TextBatch):
+    """A batch with pages of keys and values, so many for all texts."""
+
+    def __init__(self, functions: PagedFunctions, rows: int, pages: int):
+        super().__init__(rows, pages)
+        self._functions = functions
+        self._pool = functions.Pool(pages + 1)
+        self._steps = 0
+
+    def Join(self, text: RunningText) -> None:
+        """See TextBatch. Raises DataError: the pool is too small for it."""
+        longest = text.prompt + text.settings.max_tokens
+        if pages_of(longest) > self.pool.pages:
+            raise DataError(
+                f"a prompt of {text.prompt} tokens and max_tokens={text.settings.max_tokens} need more than the "
+                f"{self.pool.pages * PAGE} tokens that all texts together may have here"
+            )
+        super().Join(text)
+
+    def Leave(self, text: RunningText) -> None:
+        """See TextBatch."""
+        super().Leave(text)
         self._GiveBack(text)
 
     def Step(self) -> list[RunningText]:
-        """Does a part of the work. Returns the texts that have a new token or ended; these have left."""
+        """See TextBatch; a token of each."""
         self._Admit()
         if parts := self._Parts():
             self._Fill(parts)

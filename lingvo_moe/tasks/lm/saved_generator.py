@@ -13,7 +13,7 @@ import tensorflow as tf
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.files.copies import local
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.lm.running_batch import RunningBatch, RunningText, pages_of
+from lingvo_moe.tasks.lm.running_batch import RunningBatch, RunningText, TextBatch, pages_of
 from lingvo_moe.tasks.text.data.file_list import check_tidied
 from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
 from lingvo_moe.tasks.text.decoding.saved_functions import SavedFunctions
@@ -88,7 +88,7 @@ class Texts:
         """See PagedFunctions."""
         return _pool_of(self.CallPaged("pool", [tf.constant(pages)]))
 
-    def Batch(self, rows: int, cache_bytes: int) -> RunningBatch:
+    def Batch(self, rows: int, cache_bytes: int) -> TextBatch:
         """A batch of so many rows, whose pages have at most so many bytes; of no more pages than rows can use."""
         o, one = self.options, sum(np.prod(x.shape) * x.dtype.size for x in self.Pool(1))
         longest = pages_of(1 + o.max_source_length + o.max_length)
@@ -112,7 +112,7 @@ class Texts:
     def Generate(
         self, prompts: Sequence[Prompt], settings: Sequence[Sampling]
     ) -> list[Continuation]:
-        """Continues N prompts, each with its own settings; those with stop strings one after the other.
+        """Continues N prompts, each with its own settings.
 
         Raises ValueError: a setting that a beam search does not have, or more tokens than options.max_length.
         """
@@ -164,7 +164,7 @@ class Texts:
                     batch.Leave(text)
                 yield numbers[text], news
 
-    def _BatchOf(self, texts: Sequence[RunningText]) -> RunningBatch:
+    def _BatchOf(self, texts: Sequence[RunningText]) -> TextBatch:
         """A batch for these texts alone."""
         rows = min(len(texts), self.options.rows)
         longest = max(pages_of(len(text.ids) + text.settings.max_tokens) for text in texts)

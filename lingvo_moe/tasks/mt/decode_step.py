@@ -170,10 +170,3 @@ def decode_programs(
     names = ["ids", "segment_ids", "segment_pos"] + ["task_ids"] * task.RoutesByTask(task.p)
     src = NestedMap(dict.fromkeys(names, TensorSpec((rows, source_length), "int32")))
     return decoding_programs("encode", decoder, src)
-
-
-def decode_step(
-    task: Any, rows: int, source_length: int, beam_size: int = 4, max_length: int = 0
-) -> Step:
-    """The second of `decode_programs`, one step of the beam search: (state, cache, theta) -> (state, cache)."""
-    return decode_programs(task, rows, source_length, beam_size, max_length)[1]

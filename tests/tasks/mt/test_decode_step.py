@@ -15,7 +15,7 @@ from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.decode_step import decode_step
+from lingvo_moe.tasks.mt.decode_step import decode_programs
 from lingvo_moe.tasks.mt.decoding.translator import (
     TranslateOptions,
     Translator,
@@ -117,7 +117,7 @@ def test_nothing_is_made_while_the_papers_largest_is_described():
     """The caches of 32,768 rows are arguments, never allocated: for each layer two tensors of 286 GB."""
     params = registry.GetParams("mt.M4MoE2048E36L")
     task = params.task.Instantiate()
-    step = decode_step(task, params.input.batch_size, 128, beam_size=4)
+    step = decode_programs(task, params.input.batch_size, 128, beam_size=4)[1]
     state, cache, theta = step.arg_specs
     k = cache.decoder[8][1].k
     assert k == TensorSpec((266, 32768, 4, 16, 128), "float32", (None, "expert", None, None, None))
@@ -135,7 +135,7 @@ def test_heads_are_sharded_where_training_shards_them(heads, split, axis):
     """Fewer heads of keys are replicated over the devices of a row, unless the split names them."""
     params = registry.GetParams("mt.T96L", f"task.num_kv_heads={heads};task.num_decoder_layers=2")
     params.task.activation_split.update(split)
-    cache = decode_step(params.task.Instantiate(), 256, 8).arg_specs[1]
+    cache = decode_programs(params.task.Instantiate(), 256, 8)[1].arg_specs[1]
     heads = heads or params.task.num_heads
     for each in (cache.decoder[1][0].k, cache.decoder[1][0].v):
         assert each == TensorSpec(

@@ -170,30 +170,13 @@ class Translator(Exportable):
             bos_id=self._codes.start_id if self._codes else target.bos_id,
             **{f"{name}_id": getattr(target, f"{name}_id") for name in ("eos", "pad", "unk")},
         )
-        self._shortlist = None
-        if shortlist is not None:
-            if self._codes:
-                raise ValueError(
-                    "a model whose languages are tokens has no shortlist: leave it out"
-                )
-            shortlist.Check(vocabs, sizes)
-            self._shortlist = ShortlistColumns(
-                shortlist, self._target_size, 2 * o.Search().beam_size + 3
-            )
+        self._shortlist = self._ColumnsOf(shortlist, vocabs) if shortlist else None
         self._model = lambda: model
         names = ("text", "language") if self._languages else ("text",)
         by_language = self._TranslateBetween if self._codes else self._TranslateFrom
         self.translate: Any = by_language if self._languages else self._Translate
         if isinstance(theta, PlacedWeights):
-            if shortlist or o.weights == "int8":
-                what = "a shortlist is" if shortlist else "weights=int8 is"
-                raise ValueError(
-                    f"{what} for the search on one host, not over a mesh: leave it out"
-                )
-            text = f"{text_of(model)}\n{o}\n{self._search_options}\n{self._target_size}"
-            self.mesh_search = MeshSearch(theta.engine, theta.theta, self._DecoderOf, text)
-            rows = rows_over(theta.engine, model.p.activation_split, o.rows)
-            self.options = replace(o, rows=rows)
+            self._LieOver(theta.engine, theta.theta)
             return
         self._weights = PackedWeights(model, theta, o.weights)
         self.translate = tf.function(
@@ -201,6 +184,26 @@ class Translator(Exportable):
             input_signature=[tf.TensorSpec([None], tf.string, name=name) for name in names],
             autograph=False,
         )
+
+    def _ColumnsOf(self, shortlist: Shortlist, vocabs: NestedMap) -> ShortlistColumns:
+        """A shortlist as the search takes it. Raises as the constructor."""
+        if self._codes:
+            raise ValueError("a model whose languages are tokens has no shortlist: leave it out")
+        sizes = {side: int(getattr(self, f"_{side}").vocab_size()) for side in ("source", "target")}
+        shortlist.Check(vocabs, sizes)
+        return ShortlistColumns(
+            shortlist, self._target_size, 2 * self._search_options.beam_size + 3
+        )
+
+    def _LieOver(self, engine: Engine, theta: NestedMap) -> None:
+        """Makes the search over an engine's devices, on which weights lie. Raises as the constructor."""
+        o, model = self.options, self._model()
+        if self._shortlist or o.weights == "int8":
+            what = "a shortlist is" if self._shortlist else "weights=int8 is"
+            raise ValueError(f"{what} for the search on one host, not over a mesh: leave it out")
+        text = f"{text_of(model)}\n{o}\n{self._search_options}\n{self._target_size}"
+        self.mesh_search = MeshSearch(engine, theta, self._DecoderOf, text)
+        self.options = replace(o, rows=rows_over(engine, model.p.activation_split, o.rows))
 
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
@@ -390,7 +393,6 @@ class Translator(Exportable):
 
     def _SearchOverMesh(self, length: int) -> Any:
         """The search of _Search for S = `length`, called with tensors that have values."""
-
         mesh_search = self.mesh_search
         assert mesh_search
 

@@ -58,11 +58,11 @@ class MeshSearch(LedPrograms):
         Returns:
             FlatBeamSearch.Results, and more: see `block_program`, as NumPy arrays.
         """
-        *_, known = self.Blocks(kind, inputs)
-        return known
+        *_, report = self.Blocks(kind, inputs)
+        return report
 
     def Blocks(self, kind: Kind, inputs: NestedMap) -> Iterator[NestedMap]:
-        """Searches as Run does, and yields after each block what is known by then: see `block_program`.
+        """Searches as Run does, and yields after each block a report of what ended by then: see `block_program`.
 
         The host looks at a block's results while the devices run the next. Where others follow, a search goes on to its
         end although nobody wants its results any more, since the processes of a job run the same blocks.
@@ -71,12 +71,12 @@ class MeshSearch(LedPrograms):
         search, begin, block = self._Built(kind, inputs)
         rows = NestedMap({name: x for name, x in inputs.items() if name != "max_lengths"})
         state, cache = begin(self.theta, rows, inputs.max_lengths)
-        state, cache, known = block(state, cache, self.theta)
+        state, cache, report = block(state, cache, self.theta)
         wanted, left = True, math.ceil(search.search.T / BLOCK) - 1
         while True:
-            newest = known
+            newest = report
             if left:
-                state, cache, known = block(state, cache, self.theta)
+                state, cache, report = block(state, cache, self.theta)
             newest, left = self.engine.Get(newest), left - 1
             try:
                 if wanted:

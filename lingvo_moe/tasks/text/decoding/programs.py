@@ -71,10 +71,10 @@ def decoding_programs(name: str, decoder: SearchInSteps, inputs: NestedMap) -> t
 
 
 def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "") -> Step:
-    """The program of at most `size` steps: (state, cache, theta) -> (state, cache, known), donated.
+    """The program of at most `size` steps: (state, cache, theta) -> (state, cache, report), donated.
 
-    `known` is on every device what a host wants to know: FlatBeamSearch.Results of what has ended so far; `over`, a
-    bool scalar; `done_B` and `ids_BS` of the state.
+    `report`, whole on every device, is for the host: FlatBeamSearch.Results of what has ended so far; `over`, a bool
+    scalar; `done_B` and `ids_BS` of the state.
 
     Args:
         step: the second of decoding_programs.
@@ -91,8 +91,8 @@ def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "")
         state, cache = tf.while_loop(
             unfinished, lambda *before: step.fn(*before, theta), (state, cache)
         )
-        known = NestedMap(search.Results(state), over=~search.Unfinished(state))
-        return state, cache, NestedMap(known, done_B=state.done_B, ids_BS=state.ids_BS)
+        report = NestedMap(search.Results(state), over=~search.Unfinished(state))
+        return state, cache, NestedMap(report, done_B=state.done_B, ids_BS=state.ids_BS)
 
     return Step("decode_block", block, step.arg_specs, step.donate, text=text)
 
