@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.job import launchers
 from lingvo_moe.core.job.job_flags import define_devices_flags, define_job_flags
@@ -104,6 +105,8 @@ def engine_of(args: Flags) -> "Engine | None":
     check_divisible(params, params.task.Instantiate(), mesh)
     engine = make_engine("pjrt", mesh)
     _check_one_command(args, engine)
+    if not (args.quiet or devices.process_index()):
+        engine.doing = lambda doing: say(f"{doing} ...")
     return engine
 
 

@@ -94,7 +94,7 @@ class MeshSearch(LedPrograms):
             search = self._searches(kind)
             specs = inputs.Transform(lambda x: TensorSpec(x.shape, x.dtype.name))
             del specs["max_lengths"]
-            begin, step = decoding_programs("begin", search, specs)
+            begin, step = decoding_programs("search_begin", search, specs)
             text = f"{self._text}\n{kind}" if self._text else ""
             block = block_program(step, search.search, BLOCK, text)
             self._built[key] = search, self.engine.BuildStep(begin), self.engine.BuildStep(block)

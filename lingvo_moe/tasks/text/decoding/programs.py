@@ -73,7 +73,7 @@ def decoding_programs(name: str, decoder: SearchInSteps, inputs: NestedMap) -> t
 def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "") -> Step:
     """The program of at most `size` steps: (state, cache, theta) -> (state, cache, report), donated.
 
-    `report`, whole on every device, is for the host: FlatBeamSearch.Results of what has ended so far; `over`, a bool
+    `report`, replicated, is for the host: FlatBeamSearch.Results of what has ended so far; `over`, a bool
     scalar; `done_B` and `ids_BS` of the state.
 
     Args:
@@ -94,7 +94,7 @@ def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "")
         report = NestedMap(search.Results(state), over=~search.Unfinished(state))
         return state, cache, NestedMap(report, done_B=state.done_B, ids_BS=state.ids_BS)
 
-    return Step("decode_block", block, step.arg_specs, step.donate, text=text)
+    return Step("search_block", block, step.arg_specs, step.donate, text=text)
 
 
 def _sharded(tree: NestedMap, letters: NestedMap, split: SplitMap) -> NestedMap:
