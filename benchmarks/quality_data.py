@@ -26,15 +26,20 @@ class Data:
             spaces; VOCABULARIES, the pieces of each side by id; HELD_OUT, (language, source, target) of each dev pair.
         held_out: the dev pairs by language.
         train_pairs: the training pairs of each language.
-        tokens: of all targets of the dev pairs, ends of sentences included.
+        lengths: the tokens of each dev pair's target, the end of the sentence included.
         too_long: training and dev pairs that are left out for all contenders, since a row of ours cannot hold them.
     """
 
     directory: Path
     held_out: dict[str, list[tuple[str, str]]]
     train_pairs: dict[str, int]
-    tokens: int
+    lengths: list[int]
     too_long: tuple[int, int]
+
+    @property
+    def tokens(self) -> int:
+        """Of all targets of the dev pairs: a loss is divided by them."""
+        return sum(self.lengths)
 
 
 def write_data(directory: Path, inputs: MtInput, most: int) -> Data:
@@ -79,12 +84,13 @@ def write_data(directory: Path, inputs: MtInput, most: int) -> Data:
     _write_json(
         directory / HELD_OUT, [(k, *pair) for k, pairs in held_out.items() for pair in pairs]
     )
-    return Data(directory, held_out, train_pairs, target_tokens(ids), (too_long[0], too_long[1]))
-
-
-def target_tokens(pairs: Iterable[Sequence[Sequence[int]]]) -> int:
-    """The tokens of the targets by which a loss is divided: their pieces, and an end of the sentence for each."""
-    return sum(len(target) + 1 for _, target in pairs)
+    return Data(
+        directory,
+        held_out,
+        train_pairs,
+        [len(target) + 1 for _, target in ids],
+        (too_long[0], too_long[1]),
+    )
 
 
 def decode_pieces(vocabulary: Vocabulary, lines: Iterable[str]) -> list[str]:

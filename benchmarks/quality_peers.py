@@ -146,6 +146,7 @@ class Comparison:
             "train_pairs": sum(data.train_pairs.values()),
             "held_out_pairs": sum(map(len, data.held_out.values())),
             "held_out_tokens": data.tokens,
+            "lengths": data.lengths,
             "too_long": list(data.too_long),
             "beam_size": a.beam_size,
             "model": a.model,
@@ -165,11 +166,12 @@ class Comparison:
             "pairs": a.pairs,
         }
         for seed in a.seeds:
+            shared["seed"] = seed
             for kind in kinds:
                 if kind == JOEYNMT:
                     for rate in a.joeynmt_rates:
                         says = f"JoeyNMT, learning rate {rate:g}"
-                        yield f"{kind}_{rate}_seed{seed}", says, shared | self._joeynmt(rate, seed)
+                        yield f"{kind}_{rate}_seed{seed}", says, shared | self._joeynmt(rate)
                     continue
                 for name, says, override in self._models(kind):
                     for rate in a.rates:
@@ -199,7 +201,7 @@ class Comparison:
             "use_ema": bool(self._params.task.ema_decay),
         }
 
-    def _joeynmt(self, rate: float, seed: int) -> dict[str, Any]:
+    def _joeynmt(self, rate: float) -> dict[str, Any]:
         task = self._params.task
         return {
             **_JOEYNMT_SETTINGS,
@@ -208,7 +210,6 @@ class Comparison:
             "temperature": self._params.input.temperature,
             "label_smoothing": task.label_smoothing,
             "dropout": task.dropout,
-            "seed": seed,
         }
 
     def _result(self, name: str, says: str, setup: dict[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,45 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from lingvo_moe.core.pages.tables import Table, markdown, numbers, words
 from lingvo_moe.tasks.mt.quality.intervals import with_margin
 
 _MOST_LISTED = 12
 
 
-def point(answer: Mapping[str, Any]) -> dict[str, float]:
+def point(answer: Mapping[str, Any]) -> dict[str, Any]:
     """A point of the curve, of what a contender reported: its loss is in nats a target token."""
-    kept = {k: answer[k] for k in ("step", "cpu_seconds", "trained_tokens")}
-    return {**kept, "loss": -answer["log_prob"] / answer["tokens"]}
+    kept = {k: answer[k] for k in ("step", "cpu_seconds", "trained_tokens", "log_probs")}
+    return {**kept, "loss": -sum(answer["log_probs"]) / answer["tokens"]}
+
+
+def ahead(
+    runs: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], tokens: Sequence[int]
+) -> tuple[float, float]:
+    """By how much the last loss of runs is below that of others, in nats a token, and the standard error of that.
+
+    The error is that of differences pair by pair, of each pair's mean over seeds, and that of seeds beside it.
+
+    Args:
+        others: have the seeds of `runs` among theirs.
+        tokens: of each held-out pair's target.
+    """
+    other = {run["setup"]["seed"]: run for run in others}
+    differences = np.array(
+        [
+            np.subtract(*(r["curve"][-1]["log_probs"] for r in (run, other[run["setup"]["seed"]])))
+            for run in runs
+        ]
+    )
+    by_seed = differences.sum(1) / sum(tokens)
+    mean = float(by_seed.mean())
+    spread = differences.mean(0) - mean * np.array(tokens)
+    variance = float((spread**2).sum()) / sum(tokens) ** 2
+    if len(runs) > 1:
+        variance += float(by_seed.var(ddof=1)) / len(runs)
+    return mean, variance**0.5
 
 
 def progress(name: str, answer: Mapping[str, Any], seconds: float) -> str:
@@ -47,7 +76,31 @@ def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str
     )
     figures = numbers("parameters", "steps", "target tokens seen", *heads, "BLEU", "chrF")
     rows = [_row(says, runs) for says, runs in by_says.items()]
+    without = _best([runs for runs in by_says.values() if runs[0]["name"].startswith("dense_")])
+    if without and len(by_says) > 1:
+        figures += numbers("ahead of no experts by")
+        for row, runs in zip(rows, by_says.values(), strict=True):
+            row.append(_ahead(runs, without, about["lengths"]))
     return f"{about_all}\n\n{markdown(Table(words('') + figures, rows))}".rstrip()
+
+
+def _best(rows: Sequence[Sequence[Mapping[str, Any]]]) -> Sequence[Mapping[str, Any]]:
+    """The runs of the row with the lowest last loss, the mean over its seeds; () of no rows."""
+    return min(
+        rows,
+        key=lambda runs: statistics.mean(run["curve"][-1]["loss"] for run in runs),
+        default=(),
+    )
+
+
+def _ahead(
+    runs: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], lengths: Sequence[int]
+) -> str:
+    seeds = {run["setup"]["seed"] for run in others}
+    if runs is others or not seeds.issuperset(run["setup"]["seed"] for run in runs):
+        return ""
+    mean, error = ahead(runs, others, lengths)
+    return f"{mean:.3f} ± {error:.3f}"
 
 
 def _languages(names: Sequence[str]) -> str:

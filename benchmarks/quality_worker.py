@@ -86,10 +86,8 @@ def train_to(setup: dict[str, Any], logdir: str, override: str, *flags: str) -> 
         sys.exit(status)
 
 
-def held_out(
-    setup: dict[str, Any], run: str, pairs: list[list[str]], step: int
-) -> dict[str, float]:
-    """The log-probability of all targets in nats, and their number of tokens, of a checkpoint."""
+def held_out(setup: dict[str, Any], run: str, pairs: list[list[str]], step: int) -> dict[str, Any]:
+    """The log-probability of each target in nats, and the tokens of all, of a checkpoint."""
     from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
 
@@ -97,7 +95,7 @@ def held_out(
     languages, sources, targets = zip(*pairs, strict=True)
     scores = scorer.Score(sources, targets, languages)
     return {
-        "log_prob": sum(score.log_prob for score in scores),
+        "log_probs": [score.log_prob for score in scores],
         "tokens": sum(len(score.pieces) for score in scores),
     }
 

@@ -252,11 +252,11 @@ def read(directory, name):
 
 
 def held_out(model, pairs):
-    """(the log-probability of all targets in nats, their number of tokens, ends of sentences included).
+    """(the log-probability of each target in nats, the tokens of all, ends of sentences included).
 
     Without label smoothing, which JoeyNMT's own perplexity has.
     """
-    log_prob, tokens = 0.0, 0
+    log_probs, tokens = [0.0] * len(pairs), 0
     model.eval()
     order = sorted(range(len(pairs)), key=pairs.Length)
     for start in range(0, len(order), _SCORED):
@@ -264,9 +264,11 @@ def held_out(model, pairs):
         with torch.no_grad():
             _, log_probs_BTV, _, _ = model(return_type="loss", **vars(batch))
         found_BT = log_probs_BTV.gather(-1, batch.trg[..., None])[..., 0]
-        log_prob += found_BT[batch.trg_mask[:, 0]].double().sum().item()
+        sums_B = (found_BT.double() * batch.trg_mask[:, 0]).sum(-1)
+        for index, log_prob in zip(batch.indices.tolist(), sums_B.tolist(), strict=True):
+            log_probs[index] = log_prob
         tokens += batch.ntokens
-    return log_prob, tokens
+    return log_probs, tokens
 
 
 def translations(model, pairs, setup):
@@ -325,9 +327,9 @@ def main():
 
     def score(step, seen):
         used = budget.used
-        log_prob, tokens = held_out(model, dev)
+        log_probs, tokens = held_out(model, dev)
         point = {"step": step, "cpu_seconds": used, "trained_tokens": seen}
-        report("point", **point, log_prob=log_prob, tokens=tokens)
+        report("point", **point, log_probs=log_probs, tokens=tokens)
 
     trainer.Begin(budget, score)
     try:

@@ -3,10 +3,11 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import trainer_testing
 
-from benchmarks import contenders, quality_data, quality_peers, quality_worker
+from benchmarks import contenders, quality_data, quality_peers, quality_report, quality_worker
 from benchmarks.peers import budget
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.loop.summaries import read_metrics
@@ -17,11 +18,12 @@ import json, sys
 from pathlib import Path
 setup = json.loads(Path(sys.argv[2]).read_text())
 lines = (Path(setup["data"]) / "dev.target").read_text().split("\\n")[:-1]
-tokens = sum(len(line.split(" ")) + 1 for line in lines) + {more}
+lengths = [len(line.split(" ")) + 1 for line in lines]
 print("a warning", flush=True)
 for step, seconds in enumerate(setup["points"], 1):
     now = dict(step=step, cpu_seconds=seconds, trained_tokens=100 * step)
-    print(json.dumps(dict(kind="point", **now, log_prob=-2.0 * tokens, tokens=tokens)), flush=True)
+    now |= dict(log_probs=[-2.0 * n for n in lengths], tokens=sum(lengths) + {more})
+    print(json.dumps(dict(kind="point", **now)), flush=True)
 print(json.dumps(dict(kind="end", parameters=1000, version="by heart", pieces=lines)), flush=True)
 """
 
@@ -133,6 +135,32 @@ def test_a_contender_is_scored_and_kept(corpus, tmp_path, capsys):
     assert quality_peers.main([*flags, "--cpu_seconds=160"]) == 1
     told = "joeynmt_0.001_seed1/result.json has results of another points;"
     assert told in capsys.readouterr().err
+
+
+def test_what_runs_are_ahead_by_has_the_error_of_pairs_and_of_seeds():
+    """The error of one seed is that of drawing the pairs again; of seeds that differ alone, that of their mean."""
+    draw = np.random.default_rng(1)
+    lengths = draw.integers(2, 30, 500)
+
+    def runs(noise, *means):
+        values = [
+            -lengths * mean + np.sqrt(lengths) * noise * draw.normal(size=500) for mean in means
+        ]
+        return [
+            {"setup": {"seed": i}, "curve": [{"log_probs": v.tolist()}]}
+            for i, v in enumerate(values)
+        ]
+
+    dense, experts = runs(1.0, 3.0), runs(1.0, 2.9)
+    mean, error = quality_report.ahead(experts, dense, lengths.tolist())
+    difference = np.subtract(*(run[0]["curve"][0]["log_probs"] for run in (experts, dense)))
+    again = draw.integers(0, 500, (4000, 500))
+    drawn = difference[again].sum(1) / lengths[again].sum(1)
+    assert mean == pytest.approx(difference.sum() / lengths.sum())
+    assert error == pytest.approx(drawn.std(), rel=0.1)
+
+    mean, error = quality_report.ahead(runs(0, 2.9, 2.8), runs(0, 3.0, 3.0), lengths.tolist())
+    assert (mean, error) == pytest.approx((0.15, 0.05))
 
 
 def test_each_number_of_experts_and_router_is_a_contender(corpus, tmp_path):
