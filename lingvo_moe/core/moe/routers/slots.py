@@ -172,7 +172,7 @@ def assign_slots(
         )
         return position, kept
     queue_GQR = _queue(expert_index_GSk, wanted_GSk)
-    before_GQE = _before(_counts(queue_GQR, num_experts))
+    before_GQE = sums_before(_counts(queue_GQR, num_experts))
     choice_GQR = tf.maximum(queue_GQR, 0)
     position_GQR = tf.gather(before_GQE, choice_GQR, batch_dims=2)
     position_GQR += _earlier_in_block(queue_GQR)
@@ -211,8 +211,8 @@ def _counts(queue_GQR: tf.Tensor, num_experts: int) -> tf.Tensor:
     return tf.add_n([tf.cast(tf.equal(c, experts_E), tf.float32) for c in choices_GQ1])
 
 
-def _before(counts_GQE: tf.Tensor) -> tf.Tensor:
-    """float32 [G,Q,E]: the sum of the blocks before each."""
+def sums_before(counts_GQE: tf.Tensor) -> tf.Tensor:
+    """[G,Q,E], as `counts_GQE`: the sum of the blocks before each."""
     size = counts_GQE.shape[1]
     if not size:  # open, or none
         return tf.cumsum(counts_GQE, axis=1, exclusive=True)

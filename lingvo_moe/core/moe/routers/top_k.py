@@ -11,7 +11,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.routers.losses_and_metrics import (
@@ -21,8 +21,10 @@ from lingvo_moe.core.moe.routers.losses_and_metrics import (
     log_partition,
     z_loss,
 )
+from lingvo_moe.core.moe.routers.quantiles import balanced_bias
 from lingvo_moe.core.moe.routers.slots import count_choices, normalize, pick, top_k
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import dims_mapping
 from lingvo_moe.core.tensors import shape_of
 
 _ORDERS = ("before", "after")
@@ -52,7 +54,7 @@ class TopKRouter(LearnedRouter):
     is added to its probability for the choice only. No gradient changes it; after each
     step it goes up by `balance_bias` where the expert had fewer choices than the mean over experts,
     down where it had more. Experts are then best by biased probability. load_balance_weight=0 goes
-    with it.
+    with it. With `balance_quantiles` the bias is computed from the step's tokens instead.
     """
 
     @classmethod
@@ -103,6 +105,12 @@ class TopKRouter(LearnedRouter):
             "How far an expert's bias moves in a step (the paper: 0.001); 0: there is no bias.",
             checks.NOT_NEGATIVE,
         )
+        p.Define(
+            "balance_quantiles",
+            False,
+            "Whether the bias becomes what would have balanced the step's tokens, in place of a balance_bias that it "
+            "moves by, and of a loss (moe/routers/quantiles.py).",
+        )
         p.Define("logit_bias", False, "Whether the gating network has a bias (gpt-oss).")
         p.Define(
             "expert_groups",
@@ -134,7 +142,7 @@ class TopKRouter(LearnedRouter):
         self._Check()
         if p.logit_bias:
             self.CreateVariable("logit_bias", WeightParams.Vector((p.num_experts,), "E", 0.0))
-        if p.balance_bias:
+        if self._biased:
             self.CreateVariable(
                 "balance_bias",
                 WeightParams(
@@ -142,8 +150,15 @@ class TopKRouter(LearnedRouter):
                 ),
             )
 
+    @property
+    def _biased(self) -> bool:
+        """Whether experts are chosen by score plus bias."""
+        return bool(self.p.balance_bias) or self.p.balance_quantiles
+
     def _Check(self) -> None:
         p = self.p
+        if p.balance_quantiles:
+            self._CheckQuantiles()
         if p.expert_groups > 1:
             self._CheckGroups()
         if p.k == 1 and (p.softmax_order, p.normalize_gates) != ("before", "never"):
@@ -151,6 +166,18 @@ class TopKRouter(LearnedRouter):
                 f"{self.path}: with k=1, softmax_order={p.softmax_order!r} and normalize_gates="
                 f"{p.normalize_gates!r} make every gate 1, which trains nothing; use 'before' and 'never'"
             )
+
+    def _CheckQuantiles(self) -> None:
+        """Raises ParamError for what balances beside quantiles, or leaves them nothing to balance."""
+        p = self.p
+        goes_with = {"balance_bias": 0.0, "load_balance_weight": 0.0, "expert_groups": 1}
+        for name, value in goes_with.items():
+            if p.Get(name) != value:
+                why = f"balance_quantiles=True, which needs no other balance and no groups: set {value:g}"
+                raise ParamError(f"{self.path}.{name}", str(p.Get(name)), why)
+        if p.k == p.num_experts:
+            why = f"k={p.k} is all experts, which leaves nothing to balance"
+            raise ParamError(f"{self.path}.balance_quantiles", "True", why)
 
     def _CheckGroups(self) -> None:
         """Raises ValueError, naming the parameter, where groups are unequal or a token's experts do not fit."""
@@ -182,7 +209,7 @@ class TopKRouter(LearnedRouter):
             noise_GSM = randomness.uniform(self.FoldSeed(seed, "jitter"), x_GSM.shape)
             factor_GSM = self.Shard(1.0 + p.jitter * (2.0 * noise_GSM - 1.0), "GSM")
             x_GSM = tf.cast(x_GSM, tf.float32) * factor_GSM
-        bias_E = theta.balance_bias if p.balance_bias else None
+        bias_E = theta.balance_bias if self._biased else None
         return self.ChooseByLogits(self.Logits(theta, x_GSM), real_GS, capacity, seed, bias_E)
 
     def Logits(self, theta: NestedMap, x_GSM: tf.Tensor) -> tf.Tensor:
@@ -221,7 +248,12 @@ class TopKRouter(LearnedRouter):
 
         updates = NestedMap()
         if bias_E is not None and seed is not None:
-            updates.Set(f"{self.path}.balance_bias", self._NextBias(bias_E, count_GE()))
+            if p.balance_quantiles:
+                split = dims_mapping("GSE", p.activation_split or {})
+                next_E = balanced_bias(scores_GSE, index_GSk, real_GS, bias_E, split)
+            else:
+                next_E = self._NextBias(bias_E, count_GE())
+            updates.Set(f"{self.path}.balance_bias", next_E)
         return Choice(
             index_GSk,
             normalize(gate_GSk) if p.normalize_gates == "before_drops" else gate_GSk,
