@@ -100,7 +100,7 @@ def test_tensorboard_shows_what_is_asked_of_it(reference):
     layer = (
         "over_capacity_1_ratio over_capacity_2_ratio dispatch_0 dispatch_1 dispatch_2 "
         "over_capacity_ratio experts_per_token dead_experts gate_entropy effective_capacity loss_load_balance "
-        "expert_load expert_load_max_over_mean importance importance_max_over_mean"
+        "expert_load expert_load_max_over_mean expert_load_entropy importance importance_max_over_mean"
     )
     wanted = {*plain.split(), "params"}
     wanted |= {f"moe/{side}/{m}/layer_1" for side in ("encoder", "decoder") for m in layer.split()}

@@ -105,6 +105,7 @@ def test_a_preference_shows(corpus, vocab, tmp_path):
             len(Vocabulary(vocab).Encode(text)[:MOST]) + 1 for text, _ in _lines(lang)
         )
         assert encoder["unrouted"][lang] == 0
+        assert encoder["expert_load_max_over_mean_by_language"][lang] == E
         assert encoder["probability"][lang][expert] == pytest.approx(tokens * chosen, rel=1e-4)
         assert encoder["entropy"][lang] == pytest.approx(tokens * entropy, rel=1e-3)
         assert encoder["first"][lang] == (tokens * (np.arange(E) == expert)).tolist()

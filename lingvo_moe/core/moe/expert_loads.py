@@ -1,10 +1,9 @@
-"""The share of tokens that each expert gets where a model decodes, as a server sums it up.
+"""Figures of how evenly experts are used: in a training step, by language, where a model decodes.
 
 Letters: L MoE layer, R row, k choice rank, E expert.
 """
 
 from collections import deque
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -12,7 +11,7 @@ _NOTED = 256  # steps that figures are of
 
 
 class ExpertLoads:
-    """The rows that each expert got in the last steps."""
+    """The rows that each expert got in the last steps of decoding, as a server sums them up."""
 
     def __init__(self, num_experts: int):
         self._num_experts = num_experts
@@ -25,20 +24,32 @@ class ExpertLoads:
         counts = np.bincount(at.ravel(), minlength=layers * size)
         self._counts.append(counts.reshape(layers, size))
 
-    def Figures(self) -> Mapping[str, np.ndarray]:
-        """Figures of each layer, [L]; none before the first step.
+    def Figures(self) -> dict[str, np.ndarray]:
+        """The figures of `load_figures` of each layer, [L]; none before the first step."""
+        return load_figures(np.sum(list(self._counts), 0)) if self._counts else {}
 
-        Returns:
-            largest_over_mean: rows of the expert that has most, over the mean; dead_share: the share of experts without
-            rows; entropy: of the shares of rows, over log E: 1 where all experts have as many.
-        """
-        if not self._counts:
-            return {}
-        rows_LE = np.sum(list(self._counts), 0)
-        share_LE = rows_LE / rows_LE.sum(1, keepdims=True)
-        logs_LE = np.log(np.where(rows_LE > 0, share_LE, 1))
-        return {
-            "largest_over_mean": rows_LE.max(1) / rows_LE.mean(1),
-            "dead_share": (rows_LE == 0).mean(1),
-            "entropy": np.abs((share_LE * logs_LE).sum(1)) / np.log(max(self._num_experts, 2)),
-        }
+
+def load_figures(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Figures of the rows of experts, [..., E], by the names that a training step's metrics have, [...] each.
+
+    Returns:
+        Those of `evenness` after `expert_load_`, and dead_experts: the share of experts without rows.
+    """
+    figures = {f"expert_load_{name}": x for name, x in evenness(rows).items()}
+    return figures | {"dead_experts": (rows == 0).mean(-1)}
+
+
+def evenness(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Figures of how evenly rows, or shares of them, [..., E] fall on experts, [...] each.
+
+    Returns:
+        max_over_mean: the largest number over the mean; entropy: of the shares, over log E: 1 where all experts have as
+        many rows, 0 where one has all or none has any.
+    """
+    experts = rows.shape[-1]
+    share = rows / np.maximum(rows.sum(-1, keepdims=True), 1e-9)
+    logs = np.log(np.where(share > 0, share, 1))
+    return {
+        "max_over_mean": share.max(-1) * experts,
+        "entropy": np.abs((share * logs).sum(-1)) / np.log(max(experts, 2)),
+    }

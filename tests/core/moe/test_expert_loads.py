@@ -14,7 +14,7 @@ def test_figures_of_a_few_choices():
     loads.Add(np.array([[[1, 0]], [[2, 1]]]))
     figures = {name: list(values) for name, values in loads.Figures().items()}
     assert figures == {
-        "largest_over_mean": [2, 1],
-        "dead_share": [0.5, 0],
-        "entropy": [0.5, 1],
+        "expert_load_max_over_mean": [2, 1],
+        "expert_load_entropy": [0.5, 1],
+        "dead_experts": [0.5, 0],
     }

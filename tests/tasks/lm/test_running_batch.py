@@ -142,7 +142,7 @@ def test_a_step_says_which_experts_its_tokens_chose(tmp_path):
         batch.Step()
     last = [one.numpy()[0, -1] for one in choices]
     figures = batch.loads.Figures()
-    assert len(last) == len(figures["dead_share"]) > 0
-    assert list(figures["dead_share"]) == [0.5] * len(last)
+    assert len(last) == len(figures["dead_experts"]) > 0
+    assert list(figures["dead_experts"]) == [0.5] * len(last)
     counts = batch.loads._counts[0]
     assert [set(np.flatnonzero(row)) for row in counts] == [set(one) for one in last]

@@ -20,6 +20,7 @@ from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from lingvo_moe.core.files.checked_lines import append_row, end_last_line, parse
+from lingvo_moe.core.moe.expert_loads import evenness
 from lingvo_moe.core.nested_map import flatten_items
 
 METRICS_FILE = "metrics.jsonl"
@@ -75,13 +76,15 @@ class Summaries:
         Args:
             metrics: a NestedMap of NumPy arrays: scalars, one number a layer [L], or one number an
                 expert [L,E]. A scalar is written as it is, [L] as `<name>/<layer>`, [L,E], where it is
-                finite, as a histogram, with the busiest expert's number over the mean as a scalar.
+                finite, as a histogram, with the figures of `evenness` as `<name>_<figure>`.
             layers: for the beginning of a metric's path, what TensorBoard calls the L layers, as
                 TaskMetrics.Layers has it; a number where nothing is said.
         """
         if not self._enabled:
             return
         flat = {path.replace(".", "/"): np.asarray(x) for path, x in flatten_items(metrics)}
+        for name in [name for name, x in flat.items() if x.ndim == 2]:
+            flat |= {f"{name}_{figure}": x for figure, x in evenness(flat[name]).items()}
         # One event for all: an operation for each number would take a tenth of a second a step.
         shown = Summary()
         for name, value in flat.items():
@@ -171,8 +174,6 @@ def _shown(name: str, value: np.ndarray, layers: Sequence[str]) -> Iterator[Summ
             yield scalar_pb(f"{name}/{layer}", np.float32(part))
         elif np.isfinite(part).all():
             yield histogram_pb(f"{name}/{layer}", part)
-            busiest = part.max() / max(part.mean(), 1e-9)
-            yield scalar_pb(f"{name}_max_over_mean/{layer}", np.float32(busiest))
 
 
 def _json_value(value: np.ndarray, digits: int = 17) -> Any:

@@ -14,6 +14,7 @@ from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfGraphEngine
+from lingvo_moe.core.moe.expert_loads import load_figures
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.mt_model import MtModel
@@ -83,6 +84,10 @@ class LayerRouting:
             "unrouted": by_language(self.unrouted_U),
             "probability": by_language(self.probability_UE),
             "entropy": by_language(self.entropy_U),
+            **{
+                f"{name}_by_language": by_language(x)
+                for name, x in load_figures(self.chosen_UE).items()
+            },
             "load": self.load_E.tolist(),
             "dead_experts": self.dead_experts,
             "gate_entropy": self.gate_entropy,

@@ -94,7 +94,7 @@ class DecodeLoop:
     def Loads(self) -> dict[str, Sequence[float]]:
         """Figures of the experts of each layer, by the names of gauges; see ExpertLoads."""
         loads = self._batch and self._batch.loads
-        return {f"experts_{name}": x for name, x in loads.Figures().items()} if loads else {}
+        return dict(loads.Figures()) if loads else {}
 
     def _TokensPerSecond(self) -> float:
         self._Forget()

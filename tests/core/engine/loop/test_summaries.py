@@ -38,6 +38,7 @@ def test_tensorboard_reads_them(tmp_path):
     assert values("moe/encoder/dispatch_2/1")[0] == (10, 0.25)
     assert values("moe/encoder/expert_load_max_over_mean/0")[0] == (10, 2.0)
     assert values("moe/encoder/expert_load_max_over_mean/1")[0] == (10, 1.0)
+    assert values("moe/encoder/expert_load_entropy/0")[0] == (10, 0.75)  # 1.5 bits of 2
     step, buckets = values("moe/encoder/expert_load/0")[0]  # [left, right, count]
     assert step == 10 and buckets[:, 2].sum() == 4
     assert (buckets[0, 0], buckets[-1, 1]) == (0.0, 0.5)
@@ -59,7 +60,7 @@ def test_layers_have_names(tmp_path):
     _write(tmp_path, (10, 2.5), layers={"moe/encoder": ["layer_1", "layer_3"], "other": ["x"]})
     events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
     tags = set(events.Tags()["tensors"])
-    names = ("dispatch_2", "expert_load", "expert_load_max_over_mean")
+    names = ("dispatch_2", "expert_load", "expert_load_max_over_mean", "expert_load_entropy")
     wanted = {f"moe/encoder/{name}/layer_{i}" for name in names for i in (1, 3)}
     assert tags == wanted | {"loss", "params"}
     (event,) = events.Tensors("moe/encoder/dispatch_2/layer_3")
@@ -74,6 +75,8 @@ def test_json_lines(tmp_path):
         "loss": float(np.float32(1 / 3)),  # whole, to be compared bit for bit
         "moe/encoder/dispatch_2": [0.5, 0.25],
         "moe/encoder/expert_load": [[0.5, 0.25, 0.25, 0.0], [0.25] * 4],
+        "moe/encoder/expert_load_max_over_mean": [2.0, 1.0],
+        "moe/encoder/expert_load_entropy": [0.75, 1.0],
     }
 
 

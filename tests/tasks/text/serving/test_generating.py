@@ -37,9 +37,9 @@ def test_what_a_running_batch_does_is_seen(server):
     assert {*lines} >= {
         "lingvo_moe_prompts_waiting 0.0",
         "lingvo_moe_rows_running 0.0",
-        'lingvo_moe_experts_dead_share{layer="0"} 0.5',
-        'lingvo_moe_experts_largest_over_mean{layer="1"} 2.0',
-        'lingvo_moe_experts_entropy{layer="1"} 0.0',
+        'lingvo_moe_dead_experts{layer="0"} 0.5',
+        'lingvo_moe_expert_load_max_over_mean{layer="1"} 2.0',
+        'lingvo_moe_expert_load_entropy{layer="1"} 0.0',
     }
 
 
