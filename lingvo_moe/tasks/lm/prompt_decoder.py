@@ -79,7 +79,7 @@ class PromptDecoder:
     def CacheLetters(self, cache: NestedMap) -> NestedMap:
         """See SearchInSteps."""
         settings = NestedMap(sampling.LETTERS, min_p="B", repetition_penalty="B")
-        of_rows = {"before": "B", "first": "B", "settings": settings, "seen_BV": "BV"}
+        of_rows = {"before": "B", "first": "B", "settings": settings, "seen_BV": "B."}
         more = {name: letters for name, letters in of_rows.items() if name in cache}
         return NestedMap(model=self.model.CacheLetters(), last="B", **more)
 
