@@ -1,10 +1,10 @@
 """Keeps lowered programs beside compiled ones, so that a run that resumes neither traces nor lowers its step again.
 
 An entry is used only where all that determines the program is what it was: the parameters that the step names, the
-specs of its arguments, the mesh, the source code of this package, the installed packages, Python, and the variables of
-the environment that TensorFlow, XLA and JAX read. Steps with classes of other packages, whose code may read anything,
-are not kept, nor are those of programs that call the trainer, which may have changed its code in memory. Imports no
-TensorFlow.
+specs of its arguments and results, the mesh, the source code of this package, the installed packages, Python, and the
+variables of the environment that TensorFlow, XLA and JAX read. Steps with classes of other packages, whose code may
+read anything, are not kept, nor are those of programs that call the trainer, which may have changed its code in memory.
+Imports no TensorFlow.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import psutil
 from lingvo_moe.core.console.command import is_command, say
 from lingvo_moe.core.engine.compiled_cache import kept
 from lingvo_moe.core.engine.lowering.program import Program
-from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.nested_map import flatten_items
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.step import Step
@@ -37,12 +37,15 @@ _MARGIN = 2.0  # seconds: the system's time of a process's start is that far off
 
 def key_of(step: Step, mesh: Mesh, fused: bool = False) -> str:
     """The name under which the program of a step is kept; '' where it is not."""
-    if not step.text or step.results is not None:
+    if not step.text or step.results is AUTO:
         return ""
+    trees = {f"arg{number}": tree for number, tree in enumerate(step.arg_specs)}
+    if step.results is not None:
+        trees["result"] = step.results
     specs = [
         TensorSpec.Of(spec, path).OnMesh(mesh).ToJson()
-        for number, tree in enumerate(step.arg_specs)
-        for path, spec in flatten_items(tree, f"arg{number}")
+        for name, tree in trees.items()
+        for path, spec in flatten_items(tree, name)
     ]
     parts = (step.name, specs, list(step.donate), fused, mesh.axis_names, mesh.shape)
     return name_of("lowered", step.text, *parts)

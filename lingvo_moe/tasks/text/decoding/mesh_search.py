@@ -94,8 +94,8 @@ class MeshSearch(LedPrograms):
             search = self._searches(kind)
             specs = inputs.Transform(lambda x: TensorSpec(x.shape, x.dtype.name))
             del specs["max_lengths"]
-            begin, step = decoding_programs("search_begin", search, specs)
             text = f"{self._text}\n{kind}" if self._text else ""
-            block = block_program(step, search.search, BLOCK, text)
+            begin, step = decoding_programs("search_begin", search, specs, text)
+            block = block_program(step, search.search, BLOCK)
             self._built[key] = search, self.engine.BuildStep(begin), self.engine.BuildStep(block)
         return self._built[key]

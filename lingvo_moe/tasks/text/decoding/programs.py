@@ -37,12 +37,15 @@ class SearchInSteps(Protocol):
         """The letters of the caches' tensors."""
 
 
-def decoding_programs(name: str, decoder: SearchInSteps, inputs: NestedMap) -> tuple[Step, Step]:
+def decoding_programs(
+    name: str, decoder: SearchInSteps, inputs: NestedMap, text: str = ""
+) -> tuple[Step, Step]:
     """The programs of a search. Rows and heads are sharded as activations are, theta as in training.
 
     Args:
         name: of the first program.
         inputs: TensorSpecs, of B rows of all devices together, of what `Start` takes.
+        text: determines the programs, see Step.
 
     Returns:
         (theta, inputs, max_lengths_B) -> (state, cache), and (state, cache, theta) -> (state, cache), donated.
@@ -66,11 +69,11 @@ def decoding_programs(name: str, decoder: SearchInSteps, inputs: NestedMap) -> t
     state, cache = traced.structured_outputs
     state = _sharded(state, decoder.search.STATE_LETTERS, split)
     cache = _sharded(cache, decoder.CacheLetters(cache), split)
-    start = Step(name, decoder.Start, (theta, read, lengths), results=(state, cache))
-    return start, Step("decode_step", decoder.Step, (state, cache, theta), (0, 1))
+    start = Step(name, decoder.Start, (theta, read, lengths), results=(state, cache), text=text)
+    return start, Step("decode_step", decoder.Step, (state, cache, theta), (0, 1), text=text)
 
 
-def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "") -> Step:
+def block_program(step: Step, search: FlatBeamSearch, size: int) -> Step:
     """The program of at most `size` steps: (state, cache, theta) -> (state, cache, report), donated.
 
     `report`, replicated, is for the host: FlatBeamSearch.Results of what has ended so far; `over`, a bool
@@ -78,7 +81,6 @@ def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "")
 
     Args:
         step: the second of decoding_programs.
-        text: determines the program, see Step.
     """
 
     def block(state: NestedMap, cache: NestedMap, theta: NestedMap) -> tuple:
@@ -94,7 +96,7 @@ def block_program(step: Step, search: FlatBeamSearch, size: int, text: str = "")
         report = NestedMap(search.Results(state), over=~search.Unfinished(state))
         return state, cache, NestedMap(report, done_B=state.done_B, ids_BS=state.ids_BS)
 
-    return Step("search_block", block, step.arg_specs, step.donate, text=text)
+    return Step("search_block", block, step.arg_specs, step.donate, text=step.text)
 
 
 def _sharded(tree: NestedMap, letters: NestedMap, split: SplitMap) -> NestedMap:

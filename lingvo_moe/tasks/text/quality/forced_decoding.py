@@ -21,10 +21,12 @@ from lingvo_moe.core.console.collection import paused_collection
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
+from lingvo_moe.core.engine.kept_programs import text_of
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
+from lingvo_moe.core.task.step import Step
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Marks, Shape
 from lingvo_moe.tasks.text.decoding.leading import Kind, LedPrograms, rows_over
 from lingvo_moe.tasks.text.runs.artifacts import language_codes_of, task_numbers
@@ -88,7 +90,9 @@ class MeshScores(LedPrograms):
             row = dims_mapping("BT", self._task.p.activation_split)
             batch = inputs.Transform(lambda x: TensorSpec(x.shape, x.dtype.name, row))
             specs = [self._task.VariableSpecs(), batch]
-            self._programs[kind] = self.engine.Build(self._LogProbs, specs, name="log_probs")
+            text = f"{text_of(self._task)}\n{self._vocab_size}"
+            step = Step("log_probs", self._LogProbs, specs, text=text)
+            self._programs[kind] = self.engine.BuildStep(step)
         log_probs_RT, likeliest_RT = self.engine.Get(self._programs[kind](self.theta, inputs))
         return log_probs_RT, likeliest_RT
 

@@ -49,14 +49,18 @@ def _run(step, mesh=_MESH, known_faults="error"):
     return np.asarray(state.w), int(state.step), float(metrics.loss), run.program.hash
 
 
-def test_the_same_step_is_traced_once():
+_RESULTS = _STATE, NestedMap(loss=TensorSpec((), "float32"))
+
+
+@pytest.mark.parametrize("results", [None, _RESULTS])
+def test_the_same_step_is_traced_once(results):
     first, second = _Tracing(), _Tracing()
-    found = _run(first.Step()), _run(second.Step())
+    found = _run(first.Step(results=results)), _run(second.Step(results=results))
     assert (first.count, second.count) == (1, 0)
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
     again = _Tracing()  # lowered without the cache
-    assert _run(again.Step(text=""))[-1] == found[0][-1] and again.count == 1
+    assert _run(again.Step(results=results, text=""))[-1] == found[0][-1] and again.count == 1
 
 
 _OTHERS = {
@@ -69,7 +73,7 @@ _OTHERS = {
     "variable": lambda patch: patch.setenv("TF_ENABLE_ONEDNN_OPTS", "7"),
     "source": lambda patch: patch.setattr(kept_programs, "code_digest", lambda *_: "ab"),
     "class": lambda patch: {"text": "type/lingvo_moe.core.x/Y\ntype/my.module/Y\n"},
-    "result": lambda patch: {"results": (_STATE, NestedMap(loss=TensorSpec((), "float32")))},
+    "result": lambda patch: {"results": _RESULTS},
     "program": lambda patch: patch.setattr(command, "_runs", []),
 }
 
