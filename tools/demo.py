@@ -194,14 +194,14 @@ class Demo:
         from lingvo_moe.tasks.mt.reports.routing import measure_routing
         from lingvo_moe.tasks.mt.reports.run_report import gather
         from lingvo_moe.tasks.text.data.dev_set import DevSet
+        from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
         trained.Write(self._run / "eval")
         self._say("measuring which language is routed to which expert")
         devset = DevSet(self._corpus, self._args.max_per_language)
         trust = self._args.trust_run
-        gathered = gather(
-            self._run, measure_routing(self._run, devset, trust_run=trust), trust_run=trust
-        )
+        routing = measure_routing(TextRunDir(self._run, trust_run=trust), devset)
+        gathered = gather(self._run, routing, trust_run=trust)
         before = untrained.Average()
         scores = f"BLEU {before['bleu']:.1f}, chrF {before['chrf']:.1f}"
         untrained_scores = f"{scores} on {before['lines']:,} of the lines"

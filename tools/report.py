@@ -44,10 +44,16 @@ def define_flags() -> Flags:
     _cli.define_run_flags(flags)
     flags.DEFINE_path("out", None, "the page to write (default: RUN/report.html)")
     flags.DEFINE_path("png_dir", None, "also write a picture of each layer to this directory")
+    flags.DEFINE_path(
+        "tables_dir",
+        None,
+        "also write encoder.npy and decoder.npy to this directory: the experts that each token id is sent to most, for "
+        "a run with task.moe.router=hash;task.moe.router.table=file",
+    )
     flags.DEFINE_integer("batch_size", 16, "packed rows at once", checks.SIZE)
     _cli.define_quiet_flag(flags)
     flags.Refuse(["out", "png_dir"], same_place)
-    measuring = "data_dir languages max_per_language batch_size png_dir"
+    measuring = "data_dir languages max_per_language batch_size png_dir tables_dir"
     checkpoint = "checkpoint_step average_last use_ema"
     flags.OnlyWith(f"{measuring} {checkpoint} quiet", "the model is not run", no_routing=False)
     return flags
@@ -69,11 +75,14 @@ def _run(args: Flags) -> int:
         _cli.check_output_file(file, "--out")
     if page.suffix == ".json":
         raise ValueError(f"--out={page}: the numbers go there; name the page, e.g. report.html")
-    if args.png_dir:
-        _cli.check_output_directory(args.png_dir, "--png_dir")
+    for name in ("png_dir", "tables_dir"):
+        if directory := getattr(args, name):
+            _cli.check_output_directory(directory, f"--{name}")
     if args.eval_dir and not Path(args.eval_dir).is_dir():
         raise ValueError(f"--eval_dir={args.eval_dir}: no such directory")
     _cli.load_tensorflow()
+    import numpy as np
+
     from lingvo_moe.core.files.files import write_atomic, write_json
     from lingvo_moe.core.pages import drawing
     from lingvo_moe.core.pages.tables import show
@@ -91,6 +100,10 @@ def _run(args: Flags) -> int:
             written[-1].parent.mkdir(parents=True, exist_ok=True)
             picture = drawing.png(routing_page.plot_layer(layer, routing))
             write_atomic(written[-1], picture)
+        for stack, table_LV in routing.tables.items():
+            written.append(Path(args.tables_dir) / f"{stack}.npy")
+            written[-1].parent.mkdir(parents=True, exist_ok=True)
+            np.save(written[-1], table_LV)
         show(routing_page.table_of(routing), wide=False)
     for what in ("metrics", "scores", "routing"):
         missing = getattr(gathered, what)
@@ -122,14 +135,14 @@ def _routing(args: Flags, run: "TextRunDir") -> "RoutingReport | Missing":
         return Missing(str(e), f"{command} --data_dir=CORPUS")
     with LineProgress() as show:
         measured = routing.measure_routing(
-            args.logdir,
+            run,
             devset,
             _cli.chosen(args),
             rows=args.batch_size,
             progress=lambda n, all_: (
                 None if args.quiet else show(f"report: {n} of {all_} languages")
             ),
-            trust_run=args.trust_run,
+            with_tables=bool(args.tables_dir),
         )
     measured.about["data_dir"] = str(data_dir)
     return measured

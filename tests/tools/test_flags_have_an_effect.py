@@ -35,7 +35,7 @@ _GOLDEN = ROOT / "tests/plans/M4Tiny-v3_2x2.json"
 _RUN, _MODEL, _OF_TWO = "--logdir=RUN", "--saved_model=MODEL", "--num_processes=2"
 # By name: another value than the default. Numbers and switches have one by themselves.
 _SETTABLE = """
-input=lines.txt output=out json=out.json html=out.html out=page.html png_dir=pictures
+input=lines.txt output=out json=out.json html=out.html out=page.html png_dir=pictures tables_dir=tables
 eval_dir=DATA cache_dir=CACHE data_dir=OTHER corpus=DATA docs=DOCS shortlist=lines.txt
 baselines=DATA logdir=IMAGES saved_model=OTHER program=lines.txt init_from=RUN dtype=bfloat16 compare=plan.json
 strategy=strategy.txt layout=tp model=mt.M4Demo mesh=expert:4 topology=v3:2x2 price=v3:2
@@ -272,7 +272,7 @@ _FOUND = SimpleNamespace(
     ToText=lambda: "found", ToJson=dict, Ranked=list, ended="", candidates=(1, 1), tried=[],
     search=SimpleNamespace(model="m"), machine=SimpleNamespace(name="n"),
 )  # fmt: skip
-_MEASURED = SimpleNamespace(about={}, layers=[SimpleNamespace(name="layer")])
+_MEASURED = SimpleNamespace(about={}, layers=[SimpleNamespace(name="layer")], tables={})
 _GATHERED = SimpleNamespace(ToDict=dict, metrics=1, scores=1, routing=1)
 _SHORTLIST = SimpleNamespace(
     Save=lambda path: Path(path).touch(), About=lambda: {"per_source_piece": 1, "every_line": 1}

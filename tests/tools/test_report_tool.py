@@ -93,7 +93,8 @@ def test_a_preference_shows(corpus, vocab, tmp_path):
 
     run = tmp_path / "run"
     toy.save_run(run, vocab, more=more, languages=languages, planted=planted)
-    assert report.main([f"--logdir={run}", f"--data_dir={corpus}", "--quiet"]) == 0
+    flags = [f"--logdir={run}", f"--data_dir={corpus}", "--quiet", f"--tables_dir={tmp_path}"]
+    assert report.main(flags) == 0
     encoder, decoder = json.loads((run / "report.json").read_text())["routing"]["layers"]
     assert (encoder["router"], decoder["router"]) == ("TopKRouter", "HashRouter")
     # A logit of 9, and seven of 0.
@@ -112,6 +113,10 @@ def test_a_preference_shows(corpus, vocab, tmp_path):
         ids = [Vocabulary(vocab).Encode(text)[:MOST] for _, text in _lines(lang)]
         ids = np.concatenate([[1, *one] for one in ids])
         assert decoder["first"][lang] == np.bincount(ids % E, minlength=E).tolist()
+    # The decoder's choices by id are those that it was built with, but for ids of experts that are full.
+    table_LV = np.load(tmp_path / "decoder.npy")
+    ids = np.unique(ids)
+    assert len(table_LV) == 1 and np.mean(table_LV[0, ids] % E == ids % E) > 0.8
     assert encoder["dead_experts"] == E - 3
     assert encoder["language_bits"] == pytest.approx(np.log2(3), abs=0.05)
     assert decoder["language_bits"] < 0.5 and decoder["gate_entropy"] is None

@@ -16,7 +16,7 @@ from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
 from lingvo_moe.core.moe.experts import Experts, Rows, are_packed
-from lingvo_moe.core.moe.routers.base import Routing, grouped, needed, note_choices
+from lingvo_moe.core.moe.routers.base import Routing, grouped, needed, note_choices, noted_choices
 from lingvo_moe.core.moe.routers.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.routers.slots import expert_capacity
 from lingvo_moe.core.nested_map import NestedMap, map_structure
@@ -373,6 +373,8 @@ def _extras(routing: Routing, tokens: tf.Tensor | Rows, shares: NestedMap | None
         metrics.effective_capacity = metrics.experts_per_token
     if shares is not None:
         aux_loss, metrics = micro_batch_terms(routing.aux_losses, metrics, shares)
+    if noted_choices() is not None:
+        metrics = NestedMap(metrics, choices=tf.cast(routing.expert_index, tf.float32))
     # Without an annotation XLA shards a vector of E numbers as it shards experts, and gathers it later.
     metrics = metrics.Transform(lambda x: replicate(x) if x.shape.rank else x)
     extras = NestedMap(aux_loss=aux_loss, metrics=metrics)

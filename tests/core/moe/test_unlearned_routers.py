@@ -10,8 +10,10 @@ import pytest
 import tensorflow as tf
 from router_testing import SEED, check, route, router
 
+from lingvo_moe.core.config.hyperparams import ParamError
 from lingvo_moe.core.moe.routers.unlearned import spread
 from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.tasks.mt.reports.expert_tables import balanced
 
 RNG = np.random.default_rng(0)
 
@@ -41,6 +43,40 @@ def test_every_rank_is_dealt_out_evenly_and_experts_differ(num_experts, k):
     for rank in range(k):
         counts = np.bincount(index[:, rank], minlength=num_experts)
         assert counts.max() - counts.min() <= 1, rank
+
+
+def test_a_table_of_a_file_begins_the_weights_and_is_not_needed_again(tmp_path):
+    V, E = 12, 4
+    path = tmp_path / "encoder.npy"
+    params = {"table": "file", "table_file": str(path), "vocab_size": V}
+    layer = router("hash", 8, E, **params)
+    ids = np.arange(V)[np.newaxis]
+    x, none = np.zeros((1, V, 8)), np.zeros((1, V))
+    for wrong in (None, np.zeros([2, V], np.int32), np.zeros([1, V])):
+        if wrong is not None:
+            np.save(path, wrong)
+        with pytest.raises(ParamError, match=r"router.table_file=.*int32 \[1, 12\]"):
+            layer.InitTheta(make_seed(1, 0))
+    table_LV = RNG.permutation(V).astype(np.int32)[np.newaxis]
+    np.save(path, table_LV)
+    theta = layer.InitTheta(make_seed(1, 0))
+    path.unlink()
+    layer = router("hash", 8, E, **params)
+    routing = route(layer, x, none, None, context={"ids": ids}, theta=theta)
+    np.testing.assert_array_equal(routing.expert_index[..., 0], table_LV % E)
+    (spec,) = layer.VariableSpecs().Flatten()
+    table_LV = np.concatenate([table_LV, table_LV[:, ::-1]])
+    np.save(path, table_LV)
+    np.testing.assert_array_equal(spec.Stacked(2, None).Init(make_seed(1, 0)), table_LV)
+
+
+def test_a_table_follows_the_counts_until_an_expert_is_full():
+    """Three experts share 30 tokens; ids 4 and 5 do not occur."""
+    counts_VE = np.array([[1, 8, 0], [0, 7, 1], [6, 0, 0], [0, 4, 3], [0, 0, 0], [0, 0, 0]])
+    numbers_V = balanced(counts_VE)
+    # 0 and 1 fill expert 1; 2 goes to 0; 3 would go to 1, then to 2. The others have the fewest ids.
+    assert (numbers_V % 3).tolist() == [1, 1, 0, 2, 0, 2]
+    assert len(set(numbers_V.tolist())) == 6
 
 
 def test_random_hash_is_a_fixed_balanced_table():

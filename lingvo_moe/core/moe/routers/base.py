@@ -442,7 +442,8 @@ _choices: contextvars.ContextVar[list[tf.Tensor] | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def noting_choices() -> Iterator[list[tf.Tensor]]:
-    """Inside, the list takes what `note_choices` is given, in the order of the layers."""
+    """Inside, the list takes what `note_choices` is given, in the order of the layers; and MoE layers have metrics
+    `choices`, float32 [G,S,k], which leave loops."""
     choices: list[tf.Tensor] = []
     token = _choices.set(choices)
     try:
@@ -451,8 +452,13 @@ def noting_choices() -> Iterator[list[tf.Tensor]]:
         _choices.reset(token)
 
 
+def noted_choices() -> list[tf.Tensor] | None:
+    """The list of `noting_choices`; None outside."""
+    return _choices.get()
+
+
 def note_choices(expert_index: tf.Tensor) -> None:
     """Notes the experts of a layer's tokens, int32 [G,S,k], where somebody asks for them."""
-    choices = _choices.get()
+    choices = noted_choices()
     if choices is not None:
         choices.append(expert_index)

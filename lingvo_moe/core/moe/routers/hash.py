@@ -6,15 +6,47 @@ computation: a router that is not learnt, with a fixed rule.
 Letters: G group, S token in group, k choice rank, E expert, M model, V vocabulary.
 """
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
+from lingvo_moe.core.config.hyperparams import (
+    InstantiableParams,
+    ParamError,
+    Params as HyperParams,
+)
+from lingvo_moe.core.initializers import InitOfVariable
+from lingvo_moe.core.moe.routers.losses_and_metrics import Choice
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter, spread
 from lingvo_moe.core.nested_map import NestedMap
 
-TABLES = ("random", "modular")
+TABLES = ("random", "modular", "file")
+
+
+class TableInit(InitOfVariable):
+    """A variable [V], or [L,V] of L layers in a stack, starts as the int32 [L,V] of a file."""
+
+    def __init__(self, name: str, path: str):
+        super().__init__("constant", 0.0)
+        self._name, self._path = name, path
+
+    def OfVariable(self, spec: Any, seed: tf.Tensor) -> tf.Tensor:
+        """See `InitOfVariable`. Raises ParamError: the file holds no such table, or one of other sizes."""
+        want = spec.shape if spec.stack_dims else (1, *spec.shape)
+        why = f"must be a table of tools.report --tables_dir, int32 {list(want)}"
+        try:
+            table_LV = np.lib.format.open_memmap(self._path, mode="r")
+        except (OSError, ValueError) as e:
+            raise ParamError(self._name, self._path, f"{why}: {e}") from None
+        if table_LV.dtype != np.int32 or table_LV.shape != want:
+            why += f", and is {table_LV.dtype} {list(table_LV.shape)}"
+            raise ParamError(self._name, self._path, why)
+        # Floats are exact for the numbers of any vocabulary.
+        table_LV = np.clip(table_LV, 0, 1 << 24)
+        return tf.constant(table_LV.reshape(spec.shape), spec.dtype)
 
 
 class HashRouter(UnlearnedRouter):
@@ -25,6 +57,8 @@ class HashRouter(UnlearnedRouter):
       the load is less even than the table; the paper's balanced table counts occurrences.
     * 'modular': token mod E; no table, and neighbours in the vocabulary (which SentencePiece sorts
       by frequency) go to different experts.
+    * 'file': a table for each layer, of a trained model's choices, from `table_file`. It is a variable that is not
+      trained, so it is read only where weights begin, and goes with the checkpoints.
 
     Balanced the same for each of k choices: see `unlearned.spread`.
     """
@@ -35,12 +69,18 @@ class HashRouter(UnlearnedRouter):
         p.Define(
             "table", "random", f"One of {', '.join(TABLES)}: see the class.", checks.one_of(TABLES)
         )
+        p.Define(
+            "table_file",
+            "",
+            "With table 'file': RUN/tables/encoder.npy of tools.report --tables_dir.",
+        )
+        p.OnlyWith("table_file", lambda p: "" if p.table == "file" else f"table={p.table}")
         p.Define("table_seed", 0, "Seed of the random table.", checks.SEED)
         p.OnlyWith("table_seed", lambda p: "" if p.table == "random" else f"table={p.table}")
         p.Define(
             "vocab_size",
             0,
-            "V, for the random table; a translation model sets it.",
+            "V, for a table; a translation model sets it.",
             checks.Integer(0, checks.IDS.most),
         )
         return p
@@ -51,13 +91,37 @@ class HashRouter(UnlearnedRouter):
         return ("ids",)
 
     def __init__(self, params: InstantiableParams):
+        params = params.Copy()
+        params.weight_split = {"table.V": None, **(params.weight_split or {})}
         super().__init__(params)
         p = self.p
-        if p.table == "random" and p.vocab_size < 1:
+        if p.table != "modular" and p.vocab_size < 1:
             raise ValueError(
-                f"{self.path}.vocab_size={p.vocab_size}: a random table needs the size of the "
+                f"{self.path}.vocab_size={p.vocab_size}: a table needs the size of the "
                 "vocabulary; table='modular' does not"
             )
+        if p.table == "file":
+            init = TableInit(f"{self.path}.table_file", p.table_file)
+            self.CreateVariable(
+                "table", WeightParams((p.vocab_size,), "V", init, "float32", trainable=False)
+            )
+
+    def Choose(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None = None,
+        seed: tf.Tensor | None = None,
+        context: NestedMap | None = None,
+    ) -> Choice:
+        """See `Router`; with table 'file' theta holds table [V]."""
+        if self.p.table == "file":
+            assert context is not None
+            # A moving average of the weights may be off by its rounding.
+            number_GS = tf.gather(tf.cast(tf.round(theta.table), tf.int32), context.ids)
+            context = NestedMap(context, ids=number_GS)
+        return super().Choose(theta, x_GSM, paddings_GS, capacity, seed, context)
 
     def Rule(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None

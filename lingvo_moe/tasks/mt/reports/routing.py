@@ -3,7 +3,6 @@
 Letters: B row of the batch, T time, U language, L layer, E expert.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +14,11 @@ from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfGraphEngine
 from lingvo_moe.core.moe.expert_loads import load_figures
+from lingvo_moe.core.moe.routers.base import noting_choices
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.mt_model import MtModel
+from lingvo_moe.tasks.mt.reports.expert_tables import ExpertTables
 from lingvo_moe.tasks.text.batches.held_out_batches import encoded, held_out_batches
 from lingvo_moe.tasks.text.batches.rows_of_pairs import Shape
 from lingvo_moe.tasks.text.data.dev_set import DevSet
@@ -103,6 +104,8 @@ class RoutingReport:
     about: dict[str, Any]  # model, params_override and step of the checkpoint, and num_experts
     pairs: dict[str, int]  # how many held-out pairs of each language were looked at
     layers: list[LayerRouting]  # the layers in the order of the model
+    # By stack, where they were asked for: its tables of experts by token id, int32 [L,V].
+    tables: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def languages(self) -> list[str]:
@@ -143,12 +146,12 @@ def _missing(share_E: np.ndarray, tokens: int) -> float:
 
 
 def measure_routing(
-    logdir: str | os.PathLike,
+    run: TextRunDir,
     devset: DevSet,
     chosen: Chosen = NEWEST,
     rows: int = 16,
     progress: Progress = lambda done, all_: None,
-    trust_run: bool = False,
+    with_tables: bool = False,
 ) -> RoutingReport:
     """Runs a run's model over held-out pairs, as in inference: nothing is dropped, nothing by chance.
 
@@ -157,6 +160,7 @@ def measure_routing(
 
     Args:
         rows: B.
+        with_tables: whether the report has `tables`, whose counts take 8 L V E bytes.
 
     Raises:
         RunDirError: no run there.
@@ -164,11 +168,10 @@ def measure_routing(
         DataError: a language without a usable pair.
         ValueError: a model without experts.
     """
-    run = TextRunDir(logdir, trust_run=trust_run)
     params, task = run.Params(), run.Task(MtModel)
     if not task.Metrics().Layers():
         raise ValueError(
-            f"--logdir={logdir}: {run.experiment['model']} has no MoE layer (task.num_experts=0), so "
+            f"--logdir={run.path}: {run.experiment['model']} has no MoE layer (task.num_experts=0), so "
             "nothing is routed"
         )
     vocabs = run.OpenVocabularies()
@@ -178,13 +181,18 @@ def measure_routing(
     metrics_of = _moe_metrics(task, theta, batch_specs)
     by_language = []
     pairs: dict[str, int] = {}
+    sizes = {"encoder": task.p.source_vocab_size, "decoder": task.p.target_vocab_size}
+    tables = ExpertTables(_STACKS, sizes)
     tasks = [0] * len(devset.languages)
     if inputs.shape.task_ids:
         tasks = task_numbers(devset.languages, run.languages)
     for (lang, lines), task_id in zip(devset.items(), tasks, strict=True):
         counts = []
         for batch in _batches(lines, task_id, vocabs, inputs.shape):
-            counts.append(_counts(batch, metrics_of(batch)))
+            metrics = metrics_of(batch)
+            counts.append(_counts(batch, metrics))
+            if with_tables:
+                tables.Add(batch, metrics)
             segments = batch.tgt.segment_ids.max(axis=1)  # those of a row are its pairs
             pairs[lang] = pairs.get(lang, 0) + int(segments.sum())
         if not counts:
@@ -193,7 +201,7 @@ def measure_routing(
         progress(len(by_language), len(devset.languages))
     about["num_experts"] = task.p.num_experts
     counts_LU = map_structure(lambda *x: np.stack(x, 1), *by_language)
-    return RoutingReport(about, pairs, _layers(task, counts_LU, run))
+    return RoutingReport(about, pairs, _layers(task, counts_LU, run), tables.Tables())
 
 
 def _moe_metrics(
@@ -204,7 +212,8 @@ def _moe_metrics(
     specs = task.VariableSpecs(), batch_specs
 
     def moe_metrics(theta: NestedMap, batch: NestedMap) -> NestedMap:
-        return task.EvalStep(theta, batch).moe
+        with noting_choices():
+            return task.EvalStep(theta, batch).moe
 
     evaluate = engine.Build(moe_metrics, specs, name="routing")
     theta = engine.Put(theta, specs[0])
