@@ -151,6 +151,8 @@ def evaluate(job: Job) -> int:
     from lingvo_moe.training.evaluating import evaluate_run
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
+    if job.args.num_devices:
+        devices.request_cpu_devices(job.args.num_devices)
     devices.find_devices()
     return evaluate_run(job.args, job.defined, job.override)
 

@@ -4,7 +4,7 @@ import os
 
 from lingvo_moe.analysis.search.strategies.strategy_file import read_overrides
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.console.command import UsageError
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.engine.engines import engine_class
@@ -79,12 +79,17 @@ def check_evaluation(params: Params) -> None:
     every, interval, why = train.eval_decode_every, train.eval_interval_steps, ""
     if every and not task.cls.CHECKPOINT_SCORER:
         why = f"{task.cls.__name__} has no scores beside its held-out loss; set it to 0"
-    elif every and (settings_of(task) or ("adapter_rank" in task and task.adapter_rank)):
+    elif every and not is_decoded_over_mesh(task):
         why = "a model in stages, or with adapters, is not decoded while it trains; set it to 0, and use --mode=eval"
     elif every and (not interval or every % interval):
         why = f"must be a multiple of train.eval_interval_steps={interval}, with whose evaluations it comes"
     if why:
         raise UsageError(f"train.eval_decode_every={every}: {why}")
+
+
+def is_decoded_over_mesh(task: InstantiableParams) -> bool:
+    """Whether a model with these Params can be decoded as it lies on the trainer's devices."""
+    return not (settings_of(task) or ("adapter_rank" in task and task.adapter_rank))
 
 
 def check_paths(args: Flags, params: Params) -> None:

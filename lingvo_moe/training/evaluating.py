@@ -1,24 +1,26 @@
-"""`--mode=eval`: scores the checkpoints of a run as its trainer writes them, in a process of its own, on the CPU.
+"""`--mode=eval`: scores the checkpoints of a run as its trainer writes them, in a process of its own.
 
-It reads what the trainer writes and writes only to RUN/eval/scores. A lock of its own, which no trainer looks at, keeps
-a second evaluator out of there. It can be stopped at any time: a checkpoint is scored again unless its line was
-written.
+It runs on the CPU with TensorFlow's kernels, or over the mesh of several devices. It reads what the trainer writes and
+writes only to RUN/eval/scores. A lock of its own, which no trainer looks at, keeps a second evaluator out of there. It
+can be stopped at any time: a checkpoint is scored again unless its line was written.
 """
 
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.input.input_errors import NoHeldOutError
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import EVALUATOR, RunLock
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer, CheckpointScores
-from lingvo_moe.training.checks import UsageError, check_data_exists
+from lingvo_moe.training.checks import UsageError, check_data_exists, is_decoded_over_mesh
 from lingvo_moe.training.same_run import (
     check_same_run,
     evaluated_params,
@@ -26,6 +28,9 @@ from lingvo_moe.training.same_run import (
     is_run_of,
     overrides_of_run,
 )
+
+if TYPE_CHECKING:  # it imports NumPy
+    from lingvo_moe.core.engine.base import Engine
 
 POLL_SECONDS = 5.0  # between two looks at the directory of checkpoints
 
@@ -78,7 +83,7 @@ def _score_run(
     once, params = args.once, read_params()
     check_data_exists(args, params)
     check_same_run(run_dir, params, "give the flags of the trainer")
-    scorer = _Scorer(run_dir, params, args.eval_lines)
+    scorer = _Scorer(run_dir, params, args.eval_lines, mesh_engine(args, params))
     directory = str(run_dir.scores_dir)
     scored = {row["step"] for row in read_metrics(directory)}
     tried = {0} | scored
@@ -110,6 +115,29 @@ def _score_run(
                 return True
             time.sleep(POLL_SECONDS)
     return False
+
+
+def mesh_engine(args: Flags, params: Params) -> "Engine | None":
+    """The engine over the mesh that the flags choose; None: TensorFlow's kernels of this process.
+
+    Those score models in stages and with adapters, too; and where --mesh is of accelerators, which the trainer uses.
+
+    Raises ShardingError, EngineError: the devices do not fit the mesh, or the model does not.
+    """
+    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
+    from lingvo_moe.core.engine.engines import make_engine
+    from lingvo_moe.core.task.meshes import check_divisible, make_mesh
+
+    count = devices.device_count() if args.mesh else args.num_devices
+    if count <= 1 or not is_decoded_over_mesh(params.task):
+        return None
+    enable_compilation_cache()
+    mesh = make_mesh(params, args.mesh, 0 if args.mesh else count)
+    check_divisible(params, params.task.Instantiate(), mesh)
+    engine = make_engine("pjrt", mesh)
+    engine.doing = lambda doing: say(f"{doing} ...")
+    return engine
 
 
 def _await_run(run_dir: RunDir, once: bool) -> None:
@@ -148,37 +176,41 @@ def _why_done(run_dir: RunDir, last: int, params: Params) -> str:
 class _Scorer:
     """Computes the held-out loss of a run's checkpoints, and the task's own scores."""
 
-    def __init__(self, run_dir: RunDir, params: Params, lines: int | None):
+    def __init__(self, run_dir: RunDir, params: Params, lines: int | None, engine: "Engine | None"):
         from lingvo_moe.core.engine.loop.evaluation import Evaluator
         from lingvo_moe.core.engine.loop.held_out_watch import first_batches
         from lingvo_moe.core.engine.tf_engine import TfGraphEngine
 
         artifacts = run_dir.artifacts
-        self._run_dir = run_dir
+        self._run_dir, self._params, self._engine = run_dir, params.task, engine
         self._task: BaseTask = params.task.Instantiate().Unpacked()
         inputs = params.input.Instantiate().Prepare(artifacts=artifacts)
         try:
             self._batches = first_batches(inputs, params.train.eval_batches)
         except NoHeldOutError as e:
             raise UsageError(f"--mode=eval: there is nothing to evaluate on: {e}") from None
-        self._evaluator = Evaluator(self._task, inputs, TfGraphEngine())
+        self._evaluator = Evaluator(self._task, inputs, engine or TfGraphEngine())
         self._scorer: BaseCheckpointScorer | None = None
         if name := self._task.CHECKPOINT_SCORER:
-            self._scorer = any_class(name)(self._task, inputs, artifacts, lines)
+            self._scorer = any_class(name)(self._task, inputs, artifacts, lines, engine)
 
     def Score(self, step: int | None) -> tuple[int, CheckpointScores]:
         """The held-out loss and further scores of a checkpoint, None for the newest; and its step.
 
         Raises CheckpointError: it cannot be read, or was deleted.
         """
+        from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
         from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
+        from lingvo_moe.core.engine.checkpoints.sharded_weights import weights_on_devices
 
-        average = bool(self._task.p.ema_decay)
-        step, theta = read_newest(
-            self._run_dir.checkpoint_dir,
-            lambda saved, at: (at, read_weights(saved, self._task, at, use_ema=average)),
-            step,
-        )
+        engine, average = self._engine, bool(self._task.p.ema_decay)
+
+        def read(saved: Checkpointer, at: int) -> tuple[int, NestedMap]:
+            if engine:
+                return at, weights_on_devices(engine, self._params, saved, [at], average)
+            return at, read_weights(saved, self._task, at, average)
+
+        step, theta = read_newest(self._run_dir.checkpoint_dir, read, step)
         metrics = self._evaluator(theta, self._batches)
         text = f"held-out loss {self._evaluator.InWords(metrics)}"
         if self._scorer is None:

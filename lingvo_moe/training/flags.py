@@ -41,8 +41,9 @@ def define_flags() -> Flags:
         "mode",
         "sync",
         MODES,
-        "train or resume (sync), score the checkpoints of --logdir while a trainer writes them (eval; it runs on the "
-        "CPU and takes the trainer's flags), print all variables, or print all parameters with their help",
+        "train or resume (sync), score the checkpoints of --logdir while a trainer writes them (eval; it takes the "
+        "trainer's flags and runs on the CPU, with --num_devices over so many), print all variables, or print all "
+        "parameters with their help",
     )
     flags.DEFINE_override(
         "path=value;path=value, e.g. task.num_experts=16; may be given several times; --mode=inspect_params prints all "

@@ -5,11 +5,11 @@ from typing import Any
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen, read_newest, read_weights
+from lingvo_moe.core.engine.checkpoints.sharded_weights import weights_on_devices
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.adapters import merged, scale_of
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
-from lingvo_moe.tasks.text.runs.sharded_weights import weights_on_devices
 
 
 def load_theta(

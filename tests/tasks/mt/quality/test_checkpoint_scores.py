@@ -58,7 +58,7 @@ def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, mon
     assert row["groups/high/nll"] == pytest.approx(found.groups.high.nll, rel=1e-5)
     assert row["tokens"] == found.tokens
 
-    # The same scores come from a model over two devices, in a trainer and by the command.
+    # The same scores come from a model over two devices, in a trainer and beside one.
     going_on = tmp_path / "going_on"
     more = f"input.vocab_dir={registry.escape(str(run / 'vocab'))};train.eval_batches=1"
     more += ";train.eval_interval_steps=1;train.eval_decode_every=1"
@@ -69,9 +69,12 @@ def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, mon
         r"step 1: held-out loss .*, BLEU [\d.]+ .* of 24 lines", capfd.readouterr().err
     )
     (row,) = read_metrics(str(TextRunDir(going_on).held_out_dir))
-    for over in ([], ["--mesh=expert:2"]):
-        assert evaluate.main([f"--logdir={going_on}", "--quiet", *over]) == 0
-        report = json.loads((going_on / "eval" / "report.json").read_text())
-        for name in ("bleu", "chrf"):
-            assert row[name] == pytest.approx(report["average"][name])
-            assert row[f"groups/low/{name}"] == pytest.approx(report["groups"]["low"][name])
+    assert trainer.main([*flags, "--mode=eval", "--once", f"--model_params_override={more}"]) == 0
+    assert "lowering search_begin" in capfd.readouterr().err
+    (scored,) = read_metrics(str(TextRunDir(going_on).scores_dir))
+    assert evaluate.main([f"--logdir={going_on}", "--quiet"]) == 0
+    report = json.loads((going_on / "eval" / "report.json").read_text())
+    assert scored["nll"] == pytest.approx(row["nll"], rel=1e-6)
+    for name in ("bleu", "chrf"):
+        assert row[name] == scored[name] == pytest.approx(report["average"][name])
+        assert row[f"groups/low/{name}"] == pytest.approx(report["groups"]["low"][name])
