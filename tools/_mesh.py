@@ -1,7 +1,9 @@
 """Flags of commands that search or score over a mesh: the engine that they choose, and jobs of several processes."""
 
+import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:  # they import JAX or TensorFlow
 
 NAMES = ("num_devices", "mesh", "coordinator_address", "num_processes", "process_id")
 _leading: "list[LedPrograms]" = []  # what the others follow
+_watching = contextlib.ExitStack()  # while this process is of a job: see core/job/watcher.py
 
 
 class Followed(SystemExit):
@@ -43,7 +46,14 @@ def is_asked_for(args: Flags) -> bool:
 
 
 def load_tensorflow(args: Flags) -> None:
-    """Imports TensorFlow; the accelerators are left to the mesh, if the flags ask for one."""
+    """Imports TensorFlow; the accelerators are left to the mesh, if the flags ask for one.
+
+    From now on the other processes of a job learn at once if this one ends before it joins them.
+    """
+    if is_asked_for(args) and (place := _place(args))[0] > 1:
+        from lingvo_moe.core.job.meeting import meet
+
+        meet(args.coordinator_address, *place)
     if is_asked_for(args) and not args.num_devices:
         os.environ.setdefault("JAX_PLATFORMS", "")  # else commands use JAX on the CPU
     _cli.load_tensorflow()
@@ -51,16 +61,18 @@ def load_tensorflow(args: Flags) -> None:
 
 def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
     """Runs the work of a command as _cli.attempt does; the other processes of its job end with it."""
-    try:
-        status = _cli.attempt(name, work, interrupted)
-    except Followed:
-        return 0
-    if _leading and status:
-        from lingvo_moe.core.job import ending
+    with _watching:
+        try:
+            status = _cli.attempt(name, work, interrupted)
+        except Followed:
+            status = 0
+        if status and "jax" in sys.modules:
+            from lingvo_moe.core.job import ending
 
-        ending.leave(status, wait=False)
-    while _leading:
-        _leading.pop().End()
+            why = "another process of the job was interrupted" if status > 128 else ""
+            ending.leave(status, why, wait=False)  # returns where there is no job
+        while _leading:
+            _leading.pop().End()
     return status
 
 
@@ -86,6 +98,8 @@ def engine_of(args: Flags) -> "Engine | None":
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.engines import make_engine
+    from lingvo_moe.core.job import ending
+    from lingvo_moe.core.job.watcher import watching
     from lingvo_moe.core.task.meshes import check_divisible, make_mesh
     from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
@@ -93,10 +107,12 @@ def engine_of(args: Flags) -> "Engine | None":
         tf.config.set_visible_devices([], "GPU")
     if args.num_devices:
         _cli.request_devices(args.num_devices)
+    params = TextRunDir(args.logdir, trust_run=args.trust_run).Params()
     devices.initialize_distributed(args.coordinator_address, *_place(args))
     devices.find_devices()
+    ending.together(lambda: _check_one_command(args))
+    _watching.enter_context(watching(0))
     enable_compilation_cache()
-    params = TextRunDir(args.logdir, trust_run=args.trust_run).Params()
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else devices.device_count())
     params.input.batch_size *= mesh.size  # a search has batches of its own, and each row is a group
     params.train.num_micro_batches = 1
@@ -104,14 +120,13 @@ def engine_of(args: Flags) -> "Engine | None":
         params.task.num_groups = 0
     check_divisible(params, params.task.Instantiate(), mesh)
     engine = make_engine("pjrt", mesh)
-    _check_one_command(args, engine)
     if not (args.quiet or devices.process_index()):
         engine.doing = lambda doing: say(f"{doing} ...")
     return engine
 
 
-def _check_one_command(args: Flags, engine: "Engine") -> None:
-    """Raises JobError on all processes of a job where one was given other flags than the first."""
+def _check_one_command(args: Flags) -> None:
+    """Raises JobError in a process that was given other flags than the first of its job; all call it."""
     from lingvo_moe.tasks.text.decoding.leading import said_by_first
 
     mine = {name: str(value) for name, value in args.Values().items() if name != "process_id"}
@@ -121,15 +136,10 @@ def _check_one_command(args: Flags, engine: "Engine") -> None:
         for name, value in mine.items()
         if value != first[name]
     ]
-    if engine.AnyProcess(bool(others)):
-        what = (
-            f"this process was given {', '.join(others)}"
-            if others
-            else "another process was given other flags"
-        )
+    if others:
         raise launchers.JobError(
-            f"{what}; the processes of a job run one command, whose first process reads and writes; start commands of "
-            "their own without the launcher"
+            f"this process was given {', '.join(others)}; the processes of a job run one command, whose first process "
+            "reads and writes; start commands of their own without the launcher"
         )
 
 
@@ -139,9 +149,11 @@ def lead(programs: "LedPrograms | None") -> None:
     Raises Followed, in a process that followed.
     """
     from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.job.pace import PACE
 
     if programs is None or devices.process_count() == 1:
         return
+    PACE.Begin(0, asks=False)  # the others count on this process
     if devices.process_index():
         programs.Follow()
         raise Followed(0)

@@ -43,6 +43,12 @@ def test_two_processes_score_as_one_does(tmp_path):
     # A command with files of its own is not a part of a job.
     statuses, (first, second) = _job(flags, [f"--output={tmp_path}/a"], [f"--output={tmp_path}/b"])
     assert statuses == [1, 1]
-    assert "another process was given other flags; the processes of a job run one command" in first
-    assert f"was given --output={tmp_path}/b, there {tmp_path}/a" in second
+    assert "process 1 of the job could not begin; its error says why" in first
+    assert f"was given --output={tmp_path}/b, there {tmp_path}/a; the processes of a job" in second
     assert not (tmp_path / "a").exists()
+
+    # Nobody waits for a process that has ended.
+    statuses, (first, second) = _job(flags, [], [f"--logdir={tmp_path}"])
+    assert statuses == [1, 1]
+    assert "process 1 has ended before it joined the job" in first
+    assert f"{tmp_path}" in second
