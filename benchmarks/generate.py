@@ -5,9 +5,10 @@
 Greedy search continues prompts of 64 tokens that are drawn at random, one prompt and eight at once; one thread. All
 read the weights of one GGUF (docs/importing.md says where it is from), as float32, or as integers of 8 bits: here with
 a scale for each column, and inputs of 8 bits with one for each row; in llama.cpp Q8_0, with a scale for each 32
-numbers. Each contender is a process of its own, alone on its core while it runs: they take steps in turn, and the table
-has each one's least CPU time. PEERS is the environment that benchmarks/install_peers.sh makes; without it only our own
-contenders run. --update writes the table into docs/importing.md.
+numbers. A draft, the same model in 8 bits, proposes tokens that the one in float32 verifies. Each contender is a
+process of its own, alone on its core while it runs: they take steps in turn, and the table has each one's least CPU
+time. PEERS is the environment that benchmarks/install_peers.sh makes; without it only our own contenders run. --update
+writes the table into docs/importing.md.
 """
 
 import json
@@ -32,11 +33,12 @@ from benchmarks.decode import least
 from benchmarks.peers.stepping import keep_memory, prompts, serve
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.pages.tables import Table, markdown, words
 from tools import _cli
 
 PAGE = ROOT / "docs" / "importing.md"
-OURS = {"float32": "here", "int8": "here, int8"}
+OURS = {"float32": "here", "draft": "here, its own int8 as the draft", "int8": "here, int8"}
 PEERS = {
     "hf": "Hugging Face",
     "llama_f32": "llama.cpp, F32",
@@ -101,9 +103,10 @@ def contend() -> None:
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
+    from lingvo_moe.tasks.lm.generator import GenerateOptions, load_draft, load_generator
 
-    generator, _ = load_generator(size["run"], GenerateOptions(weights=kind))
+    options = GenerateOptions(weights="int8" if kind == "int8" else "float32")
+    generator, _ = load_generator(size["run"], options)
     rows, ids = size["batch"], tf.constant(prompts(size))
     same = {"max_tokens": size["tokens"], "top_p": 1.0, "repetition_penalty": 1.0}
     specs = generator.generate.input_signature[2:]
@@ -113,7 +116,15 @@ def contend() -> None:
         out = generator.Call([ids, tf.fill([rows], size["prompt"]), *settings])
         return _answer(size, out["ids"].numpy())
 
-    serve(step)
+    def drafted() -> dict[str, Any]:
+        answers = [generator.Begin(row, Sampling(size["tokens"])) for row in ids.numpy().tolist()]
+        for _ in generator._Running(answers):
+            pass
+        return _answer(size, np.array([answer.text.new for answer in answers]))
+
+    if kind == "draft":
+        generator.DraftBy(load_draft(size["run"], options, trust_run=False))
+    serve(drafted if kind == "draft" else step)
 
 
 def _answer(size: dict[str, Any], ids: np.ndarray) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Echo:
     An answer fails at the word 'poison', and one to 'panic' by what is no Exception.
     """
 
-    languages, by_direction = (), False
+    languages, by_direction, draft = (), False, "another model"
 
     def __init__(self, beam_size=1, vocabulary=None):
         self.options = SimpleNamespace(rows=4, max_length=50, beam_size=beam_size)
@@ -113,7 +113,7 @@ class EchoBatch:
     def __init__(self, gate):
         self.running, self.gate = [], gate
         self.pool = SimpleNamespace(pages=8, free=5)
-        self.tokens, self.loads = 0, ExpertLoads(2)
+        self.tokens, self.drafted, self.taken, self.loads = 0, 4, 3, ExpertLoads(2)
         self.loads.Add(np.array([[[0]], [[1]]]))
 
     def Join(self, answer):

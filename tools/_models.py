@@ -14,6 +14,17 @@ if TYPE_CHECKING:  # they import NumPy or TensorFlow
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 
 
+def define_draft_flag(flags: Flags) -> None:
+    """Defines --draft, which generator_from_run reads; after define_model_flags and --beam_size."""
+    help = (
+        "a run of a small language model with the same vocabulary, which proposes tokens: that of --logdir reads "
+        "several at once, and texts stay the same (docs/language_models.md)"
+    )
+    flags.DEFINE_path("draft", None, help, address=True)
+    flags.OnlyWith("draft", "an exported model has no function that verifies tokens", logdir=True)
+    flags.OnlyWith("draft", "a beam search reads one token at a time", beam_size=(None, 1))
+
+
 def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator, dict[str, Any]]":
     """Calls `load_translator` for --logdir with the flags of define_search_flags, or `load_ensemble` for several runs.
 
@@ -22,6 +33,8 @@ def load_from_run(args: Flags, options: "TranslateOptions") -> "tuple[Translator
     from lingvo_moe.tasks.mt.decoding.ensemble import load_ensemble
     from lingvo_moe.tasks.mt.decoding.translator import load_translator
 
+    if draft := args.Values().get("draft"):
+        raise ValueError(f"--draft={draft} is for language models, and {args.logdir} is none")
     runs = _cli.logdirs(args)
     if len(runs) == 1:
         engine = _mesh.engine_of(args)
@@ -71,7 +84,7 @@ def generator_from_run(
     Raises ValueError: also for a flag that only translation has.
     """
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
-    from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
+    from lingvo_moe.tasks.lm.generator import GenerateOptions, load_draft, load_generator
     from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
     if getattr(args, "shortlist", None):
@@ -83,10 +96,19 @@ def generator_from_run(
     if b'"chat_template"' in TextRunDir(args.logdir, trust_run=args.trust_run).vocabs.target:
         options.setdefault("max_source_length", _cli.CHAT_LENGTH)
     enable_compilation_cache()  # which keeps the traced search
+    draft = values.get("draft")
+    if draft:
+        _mesh.refuse(args, f"--draft={draft} is for one host")
     engine = _mesh.engine_of(args)
     asked = (args.logdir, GenerateOptions(**options), _cli.chosen(args), args.trust_run)
     if engine is None:
-        return load_generator(*asked)
+        loaded = load_generator(*asked)
+        if draft:
+            try:
+                loaded[0].DraftBy(load_draft(draft, GenerateOptions(**options), args.trust_run))
+            except ValueError as e:
+                raise ValueError(f"--draft={draft}: {e}") from e
+        return loaded
     from lingvo_moe.tasks.lm.mesh_generator import load_mesh_generator
 
     generator, about = load_mesh_generator(engine, *asked)

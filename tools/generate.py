@@ -56,6 +56,7 @@ def define_flags() -> Flags:
         "n", 1, "with --json and --temperature: samples of each prompt", checks.SIZE
     )
     _cli.define_search_flags(flags, translates=False)
+    _models.define_draft_flag(flags)
     _mesh.define_flags(flags)
     flags.OnlyWith("top_k top_p min_p seed n", "nothing is drawn", temperature=True)
     flags.OnlyWith("logprobs n", "a line has one text", json=True)

@@ -76,6 +76,7 @@ def define_flags() -> Flags:
     flags.DEFINE_boolean("quiet", False, "no line for each request")
     _define_limits(flags)
     _cli.define_search_flags(flags)
+    _models.define_draft_flag(flags)
     _mesh.define_flags(flags)
     return flags
 

@@ -48,7 +48,7 @@ reproduce.only=M4MoE2048E36L-v3_32x32 coordinator_address=host:1 mode=inspect_pa
 user_symbols=<a> language_column=3 num_devices=4 max_waiting_lines=99999 max_lines=7 average_last=2
 source_vocab_size=300 target_vocab_size=300 vocab_sentences=500 batch_size=1 max_per_language=2 noise=0,1,0
 dump_programs=programs steps=7 dev_share=0.5 max_steps=7 mtbf=2h interval=9min announced=0.25 runner=SparkRunner
-runner_option=parallelism=2 slo=9s/9s batches=4 stop=END tasks=arc min_p=0.1 n=2 from=RUN system=Hi
+runner_option=parallelism=2 slo=9s/9s batches=4 stop=END tasks=arc min_p=0.1 n=2 from=RUN system=Hi draft=TEXTS
 """
 _SETTABLE = dict(pair.split("=", 1) for pair in _SETTABLE.split())
 # The trainer's flags go with --mode=eval, too, so that its command only needs that flag.
@@ -201,6 +201,7 @@ COMMANDS = [
         {
             **_CLI,
             "lingvo_moe.tasks.lm.generator:load_generator": (_GENERATOR, _ABOUT),
+            "lingvo_moe.tasks.lm.generator:load_draft": _GENERATOR,
             "lingvo_moe.tasks.lm.saved_generator:SavedGenerator": _GENERATOR,
         },
         [
@@ -340,7 +341,7 @@ COMMANDS += [
         "lingvo_moe.tasks.text.serving.server:serve": Through(_served),
         "lingvo_moe.tasks.text.serving.service:Service": None,
         "tools.serve:_start_log": None,
-    }, [[_MODEL], [_RUN], [_RUN, _OF_TWO]]),
+    }, [[_MODEL], [_RUN], [_RUN, _OF_TWO]], {"": "draft"}),  # for language models, as in generate
     Command("shortlist", {
         **_CLI,
         "lingvo_moe.tasks.mt.decoding.making_shortlists:make_shortlist": _SHORTLIST,

@@ -5,7 +5,7 @@ product with a plain matrix of many columns first copies pieces of the matrix in
 in memory one after another need no copy. With many rows both are equally fast.
 
 A batch of one row takes another kernel and rounds differently. Two or three rows take longer than four, so the search
-has at least four.
+has at least four; but one where all products are of 8 bits.
 
 Letters: R row, M and N the dimensions of a weight, P block, W column of a block; N head and K key dimension, too.
 """

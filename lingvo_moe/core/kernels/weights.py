@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.tensors import open_shape
 
-FEWEST_ROWS = 4  # of a product: fewer take longer; a single one rounds differently
+FEWEST_ROWS = 4  # of a product of floats: fewer take longer; a single one rounds differently
 
 
 class Matrix(abc.ABC):

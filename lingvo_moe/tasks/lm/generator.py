@@ -7,7 +7,7 @@ Letters: N prompt, R row of a batch, P token of a prompt, T new token.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.engine import kept_programs
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
+from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.kernels.packed_weights import WEIGHTS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.lm_model import LmModel
@@ -132,7 +133,9 @@ class Generator(Exportable, Texts):
         """Makes the functions, of a `prompt`, and the variables of the weights; the rest is as in the constructor."""
         o, allowed, options = self.options, self._allowed, self._search_options
         self._weights = PackedWeights(model, theta, o.weights)
-        search = PromptSearch(model, options, o.max_length, allowed)
+        if not model.p.num_experts:  # whose routers multiply floats
+            self.fewest_rows = self._weights.fewest_rows
+        search = PromptSearch(model, options, o.max_length, allowed, self.fewest_rows)
         self._search = lambda: search  # tf.Module would track it
         samples = o.beam_size == 1
         names = list(SETTINGS) if samples else ["max_tokens"]
@@ -151,14 +154,19 @@ class Generator(Exportable, Texts):
             self._structure = lambda: empty
             pools = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in empty.Flatten()]
             drawn = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
-            of_step = [_one_token(spec) for spec in PLACES[:3]] + [*PLACES[3:], *drawn, *specs[1:]]
+            of_run = [*PLACES, *drawn, *specs[1:], *pools]
+            of_step = [*map(_one_token, PLACES[:3]), *of_run[3:]]
             self.pool = _function(
                 lambda pages: _named(paged.Pool(pages).Flatten()), [tf.TensorSpec([], tf.int32)]
             )
             self.fill = _function(self._Fill, [*PLACES, *pools])
-            self.step = _function(self._Step, [*of_step, *pools])
-            self._kept_fill = kept("fill", self._Fill, [*PLACES, *pools])
-            self._kept_step = kept("step", self._Step, [*of_step, *pools])
+            self.step = _function(self._Step, of_step)
+            graphs = {
+                "fill": kept("fill", self._Fill, [*PLACES, *pools]),
+                "step": kept("step", self._Step, of_step),
+                "verify": kept("verify", self._Step, of_run),
+            }
+            self._graphs = lambda: graphs
 
     def Call(self, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
         """See Texts: text becomes tokens outside of graphs, so that the search alone is traced."""
@@ -166,8 +174,26 @@ class Generator(Exportable, Texts):
 
     def CallPaged(self, name: str, arguments: Sequence[Any]) -> dict[str, tf.Tensor]:
         """See Texts; graphs that take time to trace are kept."""
-        kept = {"fill": self._kept_fill, "step": self._kept_step}
-        return kept[name](*arguments) if name in kept else super().CallPaged(name, arguments)
+        graph = self._graphs().get(name)
+        return graph(*arguments) if graph else super().CallPaged(name, arguments)
+
+    def DraftBy(self, draft: "Generator") -> None:
+        """Has another model propose tokens, which this one verifies, several at once: texts stay the same.
+
+        Raises ValueError: the draft has other pieces.
+        """
+        ours, others = self._AllPieces(), draft._AllPieces()
+        if ours != others:
+            at = next((i for i, (x, y) in enumerate(zip(ours, others)) if x != y), None)
+            what = f"{len(others)} pieces, the model {len(ours)}"
+            if at is not None:
+                what = f"{others[at]!r} as piece {at}, the model {ours[at]!r}"
+            raise ValueError(f"the draft has {what}: it must have the same vocabulary")
+        self._draft = lambda: draft
+
+    def _AllPieces(self) -> list[str]:
+        """The pieces of the vocabulary, in the order of ids."""
+        return self._Pieces(range(self._allowed.size))
 
     def Assets(self) -> dict[str, bytes]:
         """See Exportable."""
@@ -304,8 +330,8 @@ class Generator(Exportable, Texts):
         return _named(after.Flatten())
 
     def _Step(self, *arguments: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The pool after one token of each text, the `tokens` that follow and their `log_probs`; with
-        experts also those of each text's token, `experts` int32 [L,R,k], and `num_experts`.
+        """The pool after tokens of each text, the `tokens` that follow and their `log_probs`, [R,T]; with
+        experts also those of each text's first token, `experts` int32 [L,R,k], and `num_experts`.
 
         Args:
             arguments: PLACES; the ids before and the step of PagedSearch.Step; SETTINGS but max_tokens; the pool.
@@ -335,6 +361,18 @@ def load_generator(
     about["weights"] = options.weights if options else "float32"
     text = kept_programs.text_of(model)
     return Generator(model, theta, vocab, options, tidied, text), about
+
+
+def load_draft(logdir: str | os.PathLike, options: GenerateOptions, trust_run: bool) -> Generator:
+    """The language model of a run as a draft of another; errors as load_theta.
+
+    Its weights are of 8 bits where this processor has products of these: what a draft rounds changes no text.
+    """
+    try:
+        eight_bit.check_supported()
+    except ValueError:
+        return load_generator(logdir, options, trust_run=trust_run)[0]
+    return load_generator(logdir, replace(options, weights="int8"), trust_run=trust_run)[0]
 
 
 def read_parts(

@@ -1,6 +1,7 @@
 """Tokens of texts of unequal length, whose keys and values lie in pages of a pool; with TensorFlow's own kernels.
 
-Letters: B text, T new token, U page that the batch reads (core/kernels/paged.py), L token so far, V vocabulary.
+Letters: B text, T new token, R = B T, U page that the batch reads (core/kernels/paged.py), L token so far, V
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from lingvo_moe.core.kernels import paged
 from lingvo_moe.core.moe.routers.base import noting_choices
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.lm.prompt_decoder import LanguageModel
 from lingvo_moe.tasks.lm.prompt_search import PenalizedSearch
 from lingvo_moe.tasks.text.decoding.sampled_search import log_probs_of
@@ -65,26 +67,33 @@ class PagedSearch:
         settings: NestedMap,
         pool: NestedMap,
     ) -> tuple[NestedMap, tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-        """Draws the next token of each text.
+        """Draws the token after each of the tokens of texts.
 
         Args:
-            places: of the newest token of each text, T = 1.
+            places: of the newest token of each text, and of those that may follow it.
             before_BL: int32, the tokens that a repetition penalty is for, in any order and number; none if L is 0.
             settings: as PromptSearch.Search takes them, and `step`, int32 [B], how many tokens were drawn.
 
         Returns:
-            The pool; int32 [B], the tokens, or END; float32 [B], their log-probabilities by the model;
-            of each MoE layer int32 [B,1,k], the experts of the newest tokens.
+            The pool; int32 [B,T], the tokens, or END; float32 [B,T], their log-probabilities by the model;
+            of each MoE layer int32 [B,T,k], the experts of the tokens of places.
         """
         with noting_choices() as experts:
             logits, pool = self.Extend(theta, places, pool)
         with use_mesh(single_device()), kernels.using(paged.tensorflow):
-            logits_BV = tf.cast(logits[:, 0, : self._size], tf.float32)
-            rows = tf.shape(before_BL)[0]
+            rows, times = dim(logits, 0), dim(logits, 1)
+            logits_RV = tf.cast(tf.reshape(logits[..., : self._size], [-1, self._size]), tf.float32)
             row_BL = tf.zeros_like(before_BL) + tf.range(rows)[:, tf.newaxis]
             at = tf.reshape(tf.stack([row_BL, before_BL], -1), [-1, 2])
             seen_BV = tf.scatter_nd(at, tf.ones(tf.shape(at)[:1]), [rows, self._size]) > 0
             cache = NestedMap(settings=settings, seen_BV=seen_BV)
-            tokens_B = self._draws.Drawn(logits_BV, cache, settings.step)
-            log_probs_B = log_probs_of(logits_BV, tokens_B[:, tf.newaxis])[:, 0]
-        return pool, tf.where(tokens_B == self._eos, END, tokens_B), log_probs_B, experts
+            if not isinstance(times, int):  # else it is 1
+                cache = cache.Transform(lambda x: tf.repeat(x, times, 0))
+                cache.settings.step += tf.tile(tf.range(times), [rows])
+            tokens_R = self._draws.Drawn(logits_RV, cache, cache.settings.step)
+            log_probs_R = log_probs_of(logits_RV, tokens_R[:, tf.newaxis])
+            tokens_R = tf.where(tokens_R == self._eos, END, tokens_R)
+            tokens_BT, log_probs_BT = (
+                tf.reshape(x, [rows, times]) for x in (tokens_R, log_probs_R)
+            )
+        return pool, tokens_BT, log_probs_BT, experts

@@ -44,14 +44,21 @@ class PromptSearch(PromptDecoder):
         options: of the search; its best result alone is returned.
         most: the largest number of new tokens.
         allowed_V: bool, which tokens may be emitted, besides EOS; never PAD and BOS. As long as the vocabulary.
+        fewest_rows: of a product, see PackedWeights.
     """
 
     def __init__(
-        self, model: LanguageModel, options: SearchOptions, most: int, allowed_V: np.ndarray
+        self,
+        model: LanguageModel,
+        options: SearchOptions,
+        most: int,
+        allowed_V: np.ndarray,
+        fewest_rows: int = FEWEST_ROWS,
     ):
         # At the limit the search ends a text with EOS, which is not one of the new tokens.
         kind = PenalizedSearch if options.beam_size == 1 else GrowingBeamSearch
         super().__init__(model, kind(most + 1, options, allowed_V), allowed_V.size)
+        self.search.fewest_rows = fewest_rows
 
     def Search(
         self, theta: NestedMap, ids_BP: tf.Tensor, most_B: tf.Tensor, settings: NestedMap | None
@@ -67,8 +74,8 @@ class PromptSearch(PromptDecoder):
             See `continuations`.
         """
         rows, before = tf.shape(ids_BP)[0], tf.shape(ids_BP)[1] - 1
-        # Rows that are asked for nothing, so that no product has fewer than FEWEST_ROWS rows.
-        fill = tf.maximum(-(-FEWEST_ROWS // tf.maximum(before, 1)) - rows, 0)
+        # Rows that are asked for nothing, so that no product has fewer than `fewest_rows` rows.
+        fill = tf.maximum(-(-self.search.fewest_rows // tf.maximum(before, 1)) - rows, 0)
         inputs = NestedMap(ids=ids_BP, **({"settings": settings} if settings else {}))
         with use_mesh(single_device()), kernels.using(tensorflow):
             filled = NestedMap(inputs, most=most_B).Transform(

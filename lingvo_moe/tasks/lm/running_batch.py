@@ -4,6 +4,11 @@ A step reads a part of the prompts that have joined (FILLED tokens at most), and
 read its next token. Keys and values lie in pages of a pool: a text takes a page when it needs one. When none is free,
 the text that joined last gives its pages back and waits; later its tokens are read again, like a prompt. Texts that
 begin alike share full pages.
+
+A draft, another model, may propose tokens: a step then reads them all at once, and a text gets those that the model
+draws too, and one more (Leviathan et al. 2023). What is drawn depends on the seed and on the token's place, so that
+texts are the same as without a draft, drawn ones too. Both models have their keys and values in pages of the same
+numbers; those of tokens that the model did not draw are written again.
 """
 
 import abc
@@ -23,11 +28,18 @@ from lingvo_moe.tasks.text.data.errors import DataError
 
 FILLED = 128  # tokens of prompts that a step reads
 _WATCHED = 8
+DRAFTED = 3  # tokens that a draft proposes; with the newest one they are the rows that a product has anyhow
 _WIDTH = 16  # of which this many, or a multiple, belong to one prompt: never one alone, which rounds differently
 
 
 class PagedFunctions(Protocol):
-    """The functions of a generator that a batch calls."""
+    """The functions of a generator that a batch calls.
+
+    Attributes:
+        fewest_rows: of a step, so that its results are those of any number of rows.
+    """
+
+    fewest_rows: int
 
     def Pool(self, pages: int) -> list[tf.Tensor]:
         """Empty pages, as many of each layer."""
@@ -38,7 +50,7 @@ class PagedFunctions(Protocol):
     def Step(
         self, places: Sequence[Any], more: Sequence[Any], pool: list[tf.Tensor]
     ) -> tuple[list[tf.Tensor], np.ndarray, np.ndarray, Mapping[str, tf.Tensor]]:
-        """Draws tokens: see PagedSearch.Step; `more` is before_BL, step_B and the settings. What comes last has
+        """Draws tokens: see PagedSearch.Step; `more` is before_BL, step_B and the settings. The last result has
         `experts` int32 [L,R,k] and `num_experts`, where the model has some."""
 
 
@@ -54,6 +66,9 @@ class RunningText:
         pages: that it uses, in the order of its tokens.
         filled: of how many tokens these have keys and values.
         names: of its full pages.
+        drafted: the number of tokens that a draft proposed.
+        taken: of these, how many the model drew.
+        ahead: of how many tokens the draft has keys and values.
     """
 
     ids: list[int]
@@ -64,6 +79,9 @@ class RunningText:
     pages: list[int] = field(default_factory=list)
     filled: int = 0
     names: list[bytes] = field(default_factory=list)
+    drafted: int = 0
+    taken: int = 0
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         self.prompt = len(self.ids)
@@ -95,6 +113,8 @@ class TextBatch(abc.ABC):
         waiting: those that will be.
         pool: counts the pages of keys and values.
         tokens: the number of tokens that were drawn.
+        drafted: the number of tokens that a draft proposed.
+        taken: of these, how many the model drew.
         loads: the experts' rows, of one step in _WATCHED; None where they are not known.
     """
 
@@ -102,7 +122,7 @@ class TextBatch(abc.ABC):
         self._rows, self.pool = rows, PagePool(pages)
         self.running: list[RunningText] = []
         self.waiting: deque[RunningText] = deque()
-        self.tokens = 0
+        self.tokens = self.drafted = self.taken = 0
         self.loads: ExpertLoads | None = None
 
     def Join(self, text: RunningText) -> None:
@@ -122,12 +142,19 @@ class TextBatch(abc.ABC):
 
 
 class RunningBatch(TextBatch):
-    """A batch with pages of keys and values, so many for all texts."""
+    """A batch with pages of keys and values, so many for all texts.
 
-    def __init__(self, functions: PagedFunctions, rows: int, pages: int):
+    Args:
+        functions: of the model.
+        draft: those of a model that proposes tokens.
+    """
+
+    def __init__(
+        self, functions: PagedFunctions, rows: int, pages: int, draft: PagedFunctions | None = None
+    ):
         super().__init__(rows, pages)
-        self._functions = functions
-        self._pool = functions.Pool(pages + 1)
+        self._model = _Model(functions, pages)
+        self._draft = _Model(draft, pages) if draft else None
         self._steps = 0
 
     def Join(self, text: RunningText) -> None:
@@ -191,7 +218,7 @@ class RunningBatch(TextBatch):
             and (page := self.pool.Find(text.Name(len(text.pages))))
         ):
             text.pages.append(page)
-            text.filled += PAGE
+            text.filled = text.ahead = text.filled + PAGE
 
     def _HasPages(self, text: RunningText, tokens: int) -> bool:
         """Takes pages for so many tokens, where need be of those that joined last; False where it was the last."""
@@ -213,42 +240,83 @@ class RunningBatch(TextBatch):
             text.pages
         ):  # of a chain of names, the last ones are no use without the first
             self.pool.Give(page)
-        text.pages, text.filled = [], 0
+        text.pages, text.filled, text.ahead = [], 0, 0
 
     def _Fill(self, parts: Sequence[tuple[RunningText, int]]) -> None:
         width = -(-max(until - text.filled for text, until in parts) // _WIDTH) * _WIDTH
-        self._pool = self._functions.Fill(_places(parts, width, len(parts)), self._pool)
+        rows = [(text, text.filled, text.ids[text.filled : until]) for text, until in parts]
+        for model in filter(None, (self._model, self._draft)):
+            model.Fill(rows, width)
         for text, until in parts:
             self._Filled(text, until)
+            text.ahead = until
 
     def _Draw(self, texts: Sequence[RunningText]) -> None:
-        rows = max(len(texts), FEWEST_ROWS)
-        places = _places([(text, len(text.ids)) for text in texts], 1, rows)
-        values = [text.settings.Values()[1:] for text in texts]
-        values += [Sampling().Values()[1:]] * (rows - len(texts))
-        step_B = np.zeros([rows], np.int32)
-        step_B[: len(texts)] = [len(text.ids) - text.prompt for text in texts]
-        penalized = any(text.settings.repetition_penalty != 1 for text in texts)
-        longest = max(len(text.ids) for text in texts) if penalized else 0
-        before_BL = np.zeros([rows, longest], np.int32)
-        for row, text in zip(before_BL, texts):
-            row[:] = (text.ids + text.ids[:1] * longest)[:longest]
-        more = [before_BL, step_B, *map(list, zip(*values))]
-        self._pool, tokens_B, log_probs_B, out = self._functions.Step(places, more, self._pool)
+        drafts = self._Drafts(texts)
+        parts = [(t, len(t.ids) - 1, [t.ids[-1], *ids]) for t, ids in zip(texts, drafts)]
+        width = 1 + max(map(len, drafts))
+        # Several tokens are as many rows as a product needs, and a single text's queries too.
+        width, rows = (1, self._model.fewest) if width == 1 else (max(width, FEWEST_ROWS), 1)
+        tokens_BT, log_probs_BT, out = self._model.Step(parts, width, max(len(texts), rows))
         if "experts" in out and self._steps % _WATCHED == 0:
             self.loads = self.loads or ExpertLoads(int(out["num_experts"]))
             self.loads.Add(out["experts"].numpy()[:, : len(texts)])
         self._steps += 1
-        self.tokens += len(texts)
-        for text, token, log_prob in zip(texts, tokens_B.tolist(), log_probs_B.tolist()):
-            self._Filled(text, len(text.ids))
+        for text, ids, *drawn in zip(texts, drafts, tokens_BT.tolist(), log_probs_BT.tolist()):
+            self._Take(text, ids, *drawn)
+
+    def _Take(
+        self, text: RunningText, draft: list[int], tokens: list[int], log_probs: list[float]
+    ) -> None:
+        """Adds the tokens that were drawn after the newest one and after those of a draft, as far as that is right."""
+        before, taken = len(text.ids), 0
+        for token, log_prob, proposed in zip(tokens, log_probs, [*draft, None]):
+            self.tokens += 1
             if token < 0:
                 text.reason = "stop"
-                continue
+                break
             text.ids.append(token)
             text.log_probs.append(log_prob)
             if len(text.log_probs) == text.settings.max_tokens:
                 text.reason = "length"
+            if text.reason or token != proposed:
+                break
+            taken += 1
+        self._Filled(text, before + taken)
+        text.ahead = min(text.ahead, text.filled)
+        for one in (self, text):
+            one.drafted, one.taken = one.drafted + len(draft), one.taken + taken
+
+    def _Drafts(self, texts: Sequence[RunningText]) -> list[list[int]]:
+        """The tokens that the draft proposes for each text."""
+        drafts: list[list[int]] = [[] for _ in texts]
+        if self._draft is None:
+            return drafts
+        going = [(t, ids, self._MostDrafted(t)) for t, ids in zip(texts, drafts)]
+        while going := [(t, ids, most) for t, ids, most in going if len(ids) < most]:
+            parts = [(t, t.ahead, (t.ids + ids)[t.ahead :]) for t, ids, _ in going]
+            width = max(len(ids) for *_, ids in parts)
+            tokens_BT, *_ = self._draft.Step(parts, width, len(parts))
+            following = []
+            for one, (text, start, ids), row in zip(going, parts, tokens_BT.tolist()):
+                text.ahead = start + len(ids)
+                if (token := row[len(ids) - 1]) >= 0:  # behind an end there is nothing to propose
+                    one[1].append(token)
+                    following.append(one)
+            going = following
+        return drafts
+
+    def _MostDrafted(self, text: RunningText) -> int:
+        """The number of tokens to propose, for which the text takes pages that are free.
+
+        With a repetition penalty it is 0: each token would be drawn by others before it.
+        """
+        most = min(DRAFTED, text.settings.max_tokens - len(text.log_probs) - 1)
+        if text.settings.repetition_penalty != 1:
+            return 0
+        while len(text.pages) < pages_of(len(text.ids) + most) and (page := self.pool.Take()):
+            text.pages.append(page)
+        return min(most, len(text.pages) * PAGE - len(text.ids))
 
     def _Filled(self, text: RunningText, until: int) -> None:
         for number in range(text.filled // PAGE, until // PAGE):
@@ -261,15 +329,50 @@ def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def _places(parts: Sequence[tuple[RunningText, int]], width: int, rows: int) -> list[np.ndarray]:
-    """The arguments PLACES for the tokens of texts from `filled` on; what is padding goes to page 0."""
+# A text, a position of it, and the ids from there on.
+_Part = tuple[RunningText, int, list[int]]
+
+
+class _Model:
+    """The functions of a model, and its pages."""
+
+    def __init__(self, functions: PagedFunctions, pages: int):
+        self._functions, self.fewest = functions, functions.fewest_rows
+        self._pool = functions.Pool(pages + 1)
+
+    def Fill(self, parts: Sequence[_Part], width: int) -> None:
+        """Reads tokens."""
+        self._pool = self._functions.Fill(_places(parts, width, len(parts)), self._pool)
+
+    def Step(
+        self, parts: Sequence[_Part], width: int, rows: int
+    ) -> tuple[np.ndarray, np.ndarray, Mapping[str, tf.Tensor]]:
+        """Draws the token after each of some; see PagedSearch.Step."""
+        texts = [text for text, *_ in parts]
+        values = [text.settings.Values()[1:] for text in texts]
+        values += [Sampling().Values()[1:]] * (rows - len(texts))
+        step_B = np.zeros([rows], np.int32)
+        step_B[: len(texts)] = [start + 1 - text.prompt for text, start, _ in parts]
+        penalized = any(text.settings.repetition_penalty != 1 for text in texts)
+        longest = max(len(text.ids) for text in texts) if penalized else 0
+        before_BL = np.zeros([rows, longest], np.int32)
+        for row, text in zip(before_BL, texts):
+            row[:] = (text.ids + text.ids[:1] * longest)[:longest]
+        more = [before_BL, step_B, *map(list, zip(*values))]
+        places = _places(parts, width, rows)
+        self._pool, tokens_BT, log_probs_BT, out = self._functions.Step(places, more, self._pool)
+        return tokens_BT, log_probs_BT, out
+
+
+def _places(parts: Sequence[_Part], width: int, rows: int) -> list[np.ndarray]:
+    """The arguments PLACES for the tokens of texts; what is padding goes to page 0."""
     ids_BT, at_BT, slot_BT = (np.zeros([rows, width], np.int32) for _ in range(3))
     pages, owners, firsts = [], [], []
-    for row, (text, until) in enumerate(parts):
-        at = np.arange(text.filled, until)
-        used = np.asarray(text.pages[: pages_of(until)])
-        ids_BT[row, : at.size] = text.ids[text.filled : until]
-        at_BT[row] = text.filled + np.arange(width)
+    for row, (text, start, ids) in enumerate(parts):
+        at = np.arange(start, start + len(ids))
+        used = np.asarray(text.pages[: pages_of(start + len(ids))])
+        ids_BT[row, : at.size] = ids
+        at_BT[row] = start + np.arange(width)
         slot_BT[row, : at.size] = used[at // PAGE] * PAGE + at % PAGE
         pages.append(used)
         owners.append(np.full(used.size, row))

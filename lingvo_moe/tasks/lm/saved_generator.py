@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.files.copies import local
+from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.running_batch import RunningBatch, RunningText, TextBatch, pages_of
 from lingvo_moe.tasks.text.data.file_list import check_tidied
@@ -48,6 +49,7 @@ class Continuation:
         finish_reason: 'stop' where the model ended the text, or one of `stop` did; 'length' after max_tokens.
         truncated: whether the beginning of the prompt was left out.
         logprobs: each token's piece and log-probability; None where they are not asked for.
+        draft: how many tokens a draft proposed, and how many of these the model took; None without a draft.
     """
 
     text: str
@@ -56,19 +58,27 @@ class Continuation:
     finish_reason: str
     truncated: bool
     logprobs: list[tuple[str, float | None]] | None
+    draft: tuple[int, int] | None = None
 
     def About(self) -> dict[str, Any]:
         """All but the text and `truncated`, as JSON has it; logprobs where they are asked for."""
         about: dict[str, Any] = {"tokens": self.tokens, "finished": self.finish_reason == "stop"}
         about |= {"finish_reason": self.finish_reason, "prompt_tokens": self.prompt_tokens}
+        about |= dict(zip(("draft_tokens", "draft_tokens_taken"), self.draft or ()))
         return about if self.logprobs is None else {**about, "logprobs": self.logprobs}
 
 
 class Texts:
     """Calls the functions of a generator with Python values: `generate`; and without a beam `pool`, `fill` and `step`,
-    which a RunningBatch calls. Where functions are of strings: `pieces` and `texts_of` of ids, `ids_of` of strings."""
+    which a RunningBatch calls. Where functions are of strings: `pieces` and `texts_of` of ids, `ids_of` of strings.
+
+    Attributes:
+        fewest_rows: of a step, see PackedWeights.
+    """
 
     NAME = "generate"
+    fewest_rows = FEWEST_ROWS
+    _draft: Callable[[], "Texts | None"] = staticmethod(lambda: None)  # tf.Module would track it
     options: Any
     generate: Any
     pieces: Any = None
@@ -84,15 +94,22 @@ class Texts:
         """Returns the tensors of `pool`, `fill` or `step`."""
         return getattr(self, name)(*arguments)
 
+    @property
+    def draft(self) -> "Texts | None":
+        """The model that proposes tokens."""
+        return self._draft()
+
     def Pool(self, pages: int) -> list[tf.Tensor]:
         """See PagedFunctions."""
         return _pool_of(self.CallPaged("pool", [tf.constant(pages)]))
 
     def Batch(self, rows: int, cache_bytes: int) -> TextBatch:
         """A batch of so many rows, whose pages have at most so many bytes; of no more pages than rows can use."""
-        o, one = self.options, sum(np.prod(x.shape) * x.dtype.size for x in self.Pool(1))
+        o, models = self.options, [self, self.draft] if self.draft else [self]
+        pools = [x for model in models for x in model.Pool(1)]
+        one = sum(np.prod(x.shape) * x.dtype.size for x in pools)
         longest = pages_of(1 + o.max_source_length + o.max_length)
-        return RunningBatch(self, rows, int(min(cache_bytes // one, rows * longest)))
+        return RunningBatch(self, rows, int(min(cache_bytes // one, rows * longest)), self.draft)
 
     def Fill(self, places: Sequence[Any], pool: list[tf.Tensor]) -> list[tf.Tensor]:
         """See PagedFunctions."""
@@ -106,8 +123,10 @@ class Texts:
         specs = list(SETTINGS.values())[1:]
         settings = [tf.constant(value, spec.dtype) for value, spec in zip(values, specs)]
         arguments = [*map(tf.constant, (*places, before, step)), *settings, *pool]
-        out = self.CallPaged("step", arguments)
-        return _pool_of(out), out["tokens"].numpy(), out["log_probs"].numpy(), out
+        shape = places[0].shape
+        out = self.CallPaged("step" if shape[1] == 1 else "verify", arguments)
+        tokens, log_probs = (out[name].numpy().reshape(shape) for name in ("tokens", "log_probs"))
+        return _pool_of(out), tokens, log_probs, out
 
     def Generate(
         self, prompts: Sequence[Prompt], settings: Sequence[Sampling]
@@ -117,7 +136,7 @@ class Texts:
         Raises ValueError: a setting that a beam search does not have, or more tokens than options.max_length.
         """
         self._Check(settings)
-        whole = [i for i, sampling in enumerate(settings) if not sampling.stop]
+        whole = [i for i, sampling in enumerate(settings) if not (sampling.stop or self.draft)]
         rows = self._Together([prompts[i] for i in whole], [settings[i] for i in whole])
         by_prompt = dict(zip(whole, rows, strict=True))
         rest = sorted({*range(len(settings))} - {*whole})
@@ -168,7 +187,7 @@ class Texts:
         """A batch for these texts alone."""
         rows = min(len(texts), self.options.rows)
         longest = max(pages_of(len(text.ids) + text.settings.max_tokens) for text in texts)
-        return RunningBatch(self, rows, rows * longest)
+        return RunningBatch(self, rows, rows * longest, self.draft)
 
     def Read(self, texts: Sequence[RunningText]) -> list[bytes | None]:
         """The new tokens of each as text, where a function of all of them does that; see Answer.News."""
@@ -218,17 +237,17 @@ class Texts:
         else:
             text = self._Text(prompt, new)
         if settings.logprobs:
-            if self.vocabulary is None:
-                pieces = [
-                    piece.decode() for piece in self.pieces(tf.constant(new, tf.int32)).numpy()
-                ]
-            else:
-                pieces = self.vocabulary.Pieces(new)
-            scored = zip(pieces, columns["log_probs"][i][:tokens].tolist())
+            scored = zip(self._Pieces(new), columns["log_probs"][i][:tokens].tolist())
             logprobs = [(p, round(x, 6) if math.isfinite(x) else None) for p, x in scored]
         reason = "stop" if columns["finished"][i] else "length"
         prompt_tokens, truncated = int(columns["prompt_tokens"][i]), bool(columns["truncated"][i])
         return Continuation(text, tokens, prompt_tokens, reason, truncated, logprobs)
+
+    def _Pieces(self, ids: Sequence[int]) -> list[str]:
+        """The piece that each id stands for."""
+        if self.vocabulary is not None:
+            return self.vocabulary.Pieces(ids)
+        return [piece.decode() for piece in self.pieces(tf.constant(ids, tf.int32)).numpy()]
 
     def _Text(self, prompt: Sequence[int], new: Sequence[int]) -> str:
         """The text of new tokens: what the text of all has more than the prompt's, after the last mark of an end."""
@@ -316,8 +335,17 @@ class Answer:
             read: from Texts.Read.
         """
         text, row = self.text, self._Row(read)
-        stops = text.settings.stop
-        at = min((i for i in map(row.text.find, stops) if i >= 0), default=-1)
+        stops, at = text.settings.stop, self._StopOf(row)
+        while (
+            at >= 0 and len(text.new) > 1
+        ):  # of tokens that came together, some may be behind a stop
+            last = text.ids.pop(), text.log_probs.pop()
+            shorter = self._Row(self._texts.Read([text])[0])
+            if self._StopOf(shorter) < 0:
+                text.ids.append(last[0])
+                text.log_probs.append(last[1])
+                break
+            row, at = shorter, self._StopOf(shorter)
         if at >= 0:
             row = dataclasses.replace(row, text=row.text[:at], finish_reason="stop")
         ends = at >= 0 or bool(text.reason)
@@ -326,6 +354,10 @@ class Answer:
         news = ready[self._sent :], row if ends else None
         self._sent = max(self._sent, len(ready))
         return news
+
+    def _StopOf(self, row: Continuation) -> int:
+        """The place of the first stop string in a text; -1 where there is none."""
+        return min((i for i in map(row.text.find, self.text.settings.stop) if i >= 0), default=-1)
 
     def _Row(self, read: bytes | None) -> Continuation:
         """The continuation so far."""
@@ -339,7 +371,9 @@ class Answer:
             "prompt_tokens": [text.prompt - 1],
             "texts": [read],
         }
-        return self._texts._Row(prompt[1:], columns, 0, text.settings)
+        row = self._texts._Row(prompt[1:], columns, 0, text.settings)
+        draft = (text.drafted, text.taken) if self._texts.draft else None
+        return dataclasses.replace(row, draft=draft)
 
 
 def _pool_of(tensors: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:

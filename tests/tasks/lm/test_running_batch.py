@@ -15,8 +15,9 @@ from lingvo_moe.core.moe.routers.base import noting_choices
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.lm.generator import GenerateOptions, load_generator
+from lingvo_moe.tasks.lm.generator import GenerateOptions, load_draft, load_generator
 from lingvo_moe.tasks.lm.lm_model import LmModel
+from lingvo_moe.tasks.lm.paged_search import END
 from lingvo_moe.tasks.lm.running_batch import FILLED, RunningBatch, RunningText
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
@@ -106,6 +107,66 @@ def test_a_long_begin_is_read_once_and_long_prompts_in_parts(generator, monkeypa
         DataError, match=rf"more than the {40 * PAGE} tokens that all texts together"
     ):
         batch.Join(RunningText(begin * 10, Sampling(5)))
+
+
+@pytest.fixture(scope="module")
+def other(generator, tmp_path_factory):
+    path = tmp_path_factory.mktemp("other")
+    toy_text.save_run(path, "task.num_layers=2")
+    return load_draft(path, generator.options, trust_run=False)
+
+
+def test_a_text_runs_alone_by_products_of_8_bits(other):
+    assert other.fewest_rows == other._weights.fewest_rows == 1
+    alone, together = list(_texts(4)), list(_texts(4))
+    for text in alone:
+        _run(RunningBatch(other, 1, 12), [text])
+    _run(RunningBatch(other, 3, 30), together)
+    assert [(t.new, t.log_probs) for t in alone] == [(t.new, t.log_probs) for t in together]
+
+
+def test_a_draft_changes_no_text(generator, other, monkeypatch):
+    """All tokens of the model itself are taken, which may end a text, or reach max_tokens; few of another's are."""
+    for model in (generator, other):  # more texts end
+
+        def step(places, more, pool, step=model.Step):
+            pool, tokens, *rest = step(places, more, pool)
+            return pool, np.where(tokens % 13 == 0, END, tokens), *rest
+
+        monkeypatch.setattr(model, "Step", step)
+    alone = list(_texts(30))
+    _run(RunningBatch(generator, 4, 40), alone)
+    assert {text.reason for text in alone} == {"stop", "length"}
+    for draft in (generator, other):
+        drafted = list(_texts(30))
+        batch = RunningBatch(generator, 5, 14, draft)
+        _run(batch, drafted)
+        for text, want in zip(drafted, alone, strict=True):
+            assert _answer(text) == _answer(want)
+            assert text.log_probs == pytest.approx(want.log_probs, abs=1e-4)
+        assert batch.drafted == sum(text.drafted for text in drafted) > 300
+        assert batch.taken == sum(text.taken for text in drafted)
+        if draft is other:
+            assert batch.taken < 0.2 * batch.drafted
+        else:
+            assert batch.taken > (1 if products_ignore_the_batch() else 0.98) * batch.drafted - 1
+    # A text may stop between tokens that come together.
+    prompts = ["open the green tree", "red house"]
+    (whole,) = generator.Generate(prompts[:1], [Sampling(40, stop=("never",))])
+    stops = [Sampling(40, stop=(whole.text[i : i + 2],), logprobs=True) for i in (9, 11, 14)]
+    plain = [one for stop in stops for one in generator.Generate(prompts, [stop] * 2)]
+    monkeypatch.setattr(generator, "_draft", generator._draft)  # to put it back
+    generator.DraftBy(generator)
+    together = [one for stop in stops for one in generator.Generate(prompts, [stop] * 2)]
+    for one, want in zip(together, plain, strict=True):
+        assert one.draft[0] >= one.draft[1] > 0 and one.About()["draft_tokens"] == one.draft[0]
+        assert dataclasses.replace(one, draft=None, logprobs=None) == dataclasses.replace(
+            want, logprobs=None
+        )
+        assert [piece for piece, _ in one.logprobs] == [piece for piece, _ in want.logprobs]
+    monkeypatch.setattr(other, "_AllPieces", lambda: [*generator._AllPieces()[:-1], "x"])
+    with pytest.raises(ValueError, match="the draft has 'x' as piece 2"):
+        generator.DraftBy(other)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ It finds the hypotheses and scores of `FlatBeamSearch` at a lower cost:
   * the flat sequence and the caches begin with a capacity of one block of steps and grow by a block at a time
     ("growing"), so that attention spans little more than what was written;
   * at the end of a block the rows that are done leave the batch: they cost nothing from then on;
-  * padding rows, or rows that are done, fill the batch up to products of FEWEST_ROWS rows;
+  * padding rows, or rows that are done, fill the batch up to products of `fewest_rows` rows;
   * candidates come from the raw logits, which are read three times: by the softmax, by the maximum of each group of
     tokens, and by the top-k over the groups that can hold one of the best.
 
@@ -29,6 +29,8 @@ _FEW_FORBIDDEN = 16
 
 class GrowingBeamSearch(FlatBeamSearch):
     """`FlatBeamSearch` in blocks; see the file's top. The number of rows need not be known."""
+
+    fewest_rows = FEWEST_ROWS  # of a product
 
     def Run(
         self,
@@ -105,7 +107,7 @@ class GrowingBeamSearch(FlatBeamSearch):
     @property
     def _least(self) -> int:
         """The fewest rows of the batch, done or not."""
-        return -(-FEWEST_ROWS // self.J)
+        return -(-self.fewest_rows // self.J)
 
     def _Block(self, step_fn: StepFn, state: NestedMap, cache: NestedMap) -> tuple:
         """Steps until the capacity is used up, or all rows are done."""

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.kernels import eight_bit
 from lingvo_moe.core.kernels.packed_weights import PackAs
-from lingvo_moe.core.kernels.weights import Heads, Packed
+from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Heads, Packed
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -58,6 +58,10 @@ class PackedWeights(SavedWeights):
 
     The model's methods take `Tensors` as theta, and must be traced while TensorFlow's kernels are in use.
 
+    Attributes:
+        fewest_rows: of a batch, so that a row's results are those of any batch: 1 where all products are of 8 bits,
+            whose sums are exact.
+
     Args:
         model: whose weights they are; one that packs none runs as it is.
         theta: its weights, arrays or tensors.
@@ -74,6 +78,8 @@ class PackedWeights(SavedWeights):
         self._model, self._kind = lambda: model, kind
         weights = self._Packed(theta)
         self.are_packed = any(isinstance(leaf, Packed) for leaf in weights.Flatten())
+        exact = kind == "int8" and all(_has_no_floats(*item) for item in weights.FlattenItems())
+        self.fewest_rows = 1 if exact else FEWEST_ROWS
         if kind == "int8" and not self.are_packed:
             raise ValueError(
                 f"weights=int8: {type(model).__name__} packs none of its weights (BaseLayer.PackWeights); take float32"
@@ -96,6 +102,11 @@ class PackedWeights(SavedWeights):
 
 def _has_8_bits(leaf: Any) -> bool:
     return isinstance(leaf.packed if isinstance(leaf, Heads) else leaf, eight_bit.EightBit)
+
+
+def _has_no_floats(path: str, leaf: Any) -> bool:
+    """Whether no product multiplies a weight as floats: a table is looked up, and vectors are of norms and biases."""
+    return _has_8_bits(leaf) or path.endswith(".table") or len(leaf.shape) < 2
 
 
 def _tensors(leaf: Any) -> tuple:

@@ -68,7 +68,12 @@ class DecodeLoop:
         def of_batch(value: Callable[[Any], float]) -> Callable[[], float]:
             return lambda: value(self._batch) if self._batch else 0
 
+        share = "Share of the tokens that the draft proposed which the model took, since the start."
+        gauges = {
+            "draft_tokens_taken_share": (share, of_batch(lambda b: b.taken / max(b.drafted, 1)))
+        }
         return {
+            **(gauges if getattr(self._texts, "draft", None) else {}),
             "rows_running": (
                 "Prompts that are being continued.",
                 of_batch(lambda b: len(b.running)),

@@ -37,6 +37,7 @@ def test_what_a_running_batch_does_is_seen(server):
     assert {*lines} >= {
         "lingvo_moe_prompts_waiting 0.0",
         "lingvo_moe_rows_running 0.0",
+        "lingvo_moe_draft_tokens_taken_share 0.75",
         'lingvo_moe_dead_experts{layer="0"} 0.5',
         'lingvo_moe_expert_load_max_over_mean{layer="1"} 2.0',
         'lingvo_moe_expert_load_entropy{layer="1"} 0.0',
