@@ -143,6 +143,20 @@ def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., An
     return private.custom_gradient(named)
 
 
+@custom_gradient
+def lookup(table: tf.Tensor, ids: tf.Tensor) -> tuple:
+    """The rows of a table [V,M] by int32 ids: tf.gather whose gradient is one dense float32 sum, never IndexedSlices:
+    it partitions."""
+    num_ids, width = table.shape
+
+    def grad(dy: tf.Tensor) -> tuple:
+        rows = tf.reshape(tf.cast(dy, tf.float32), [-1, width])
+        total = tf.math.unsorted_segment_sum(rows, tf.reshape(ids, [-1]), num_ids)
+        return tf.cast(total, table.dtype), None
+
+    return tf.gather(table, ids), grad
+
+
 def fused(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function of tensors that XLA compiles by itself: for chains of elementwise operations and reductions.
 

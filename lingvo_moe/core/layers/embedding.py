@@ -11,7 +11,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.tensors import custom_gradient
+from lingvo_moe.core.tensors import lookup
 
 SCALE_HELP = "The factor of an embedding that is looked up, e.g. 1.0; None: sqrt(M)."
 
@@ -43,23 +43,10 @@ class Embedding(BaseLayer):
     def FProp(self, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
         """Looks up ids, int32 [B, T] with values in [0, V): embeddings [B, T, M]."""
         scale = math.sqrt(self.p.model_dim) if self.p.scale is None else self.p.scale
-        x = self.Cast(_lookup(theta.table, ids)) * tf.constant(scale, self.fprop_dtype)
+        x = self.Cast(lookup(theta.table, ids)) * tf.constant(scale, self.fprop_dtype)
         return self.Shard(x, "BTM")
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """A lookup multiplies no matrices."""
         return NestedMap(flops=0, out_shapes=((*input_shapes[0], params.model_dim),))
-
-
-@custom_gradient
-def _lookup(table: tf.Tensor, ids: tf.Tensor) -> tuple:
-    """tf.gather whose gradient is one dense float32 sum, never IndexedSlices: it partitions."""
-    num_ids, dim = table.shape
-
-    def grad(dy: tf.Tensor) -> tuple:
-        rows = tf.reshape(tf.cast(dy, tf.float32), [-1, dim])
-        total = tf.math.unsorted_segment_sum(rows, tf.reshape(ids, [-1]), num_ids)
-        return tf.cast(total, table.dtype), None
-
-    return tf.gather(table, ids), grad

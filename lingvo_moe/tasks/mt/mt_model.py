@@ -211,7 +211,8 @@ class _Growth(TransformerGrowth):
         rows = {}
         for path, spec in specs.FlattenItems():
             if "V" in spec.letters:
-                side = "source" if path.startswith("source_embedding") else "target"
+                of_source = path.startswith(("source_embedding", "encoder."))
+                side = "source" if of_source else "target"
                 names = functools.partial(_pieces, side)
                 rows[path] = NamedRows(
                     f"{side} pieces", spec.letters.index("V"), "vocab_size", names

@@ -97,7 +97,7 @@ def _configured(
         # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force.
         # Scaled by E^2, as in the authors' Lingvo, k means the same for any number of experts.
         router.aux_loss_scale = float(p.num_experts**2)
-    if "vocab_size" in router:
+    if "ids" in router.cls.Needs(router) and "vocab_size" in router:
         if 0 < router.vocab_size < vocab_size:
             why = f"must be at least {vocab_size}, the ids that it is asked for, or 0, which takes that"
             raise ParamError(f"task.{name}.vocab_size", str(router.vocab_size), why)

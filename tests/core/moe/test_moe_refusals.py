@@ -33,6 +33,7 @@ def _layer(**params):
     ("top2", {"num_experts": 1}, "two experts or more"),
     ("top2", {"level": "sentance"}, "did you mean 'sentence'"),
     ("top2", {"level": "task"}, "num_tasks=0: level 'task' needs the number of tasks"),
+    ("top2", {"level": "id"}, "vocab_size=0: level 'id' needs the size of the vocabulary"),
     ("top_k", {"softmax_order": "befor"}, "did you mean 'before'"),
     ("top_k", {"normalize_gates": "always"}, "one of never, before_drops, after_drops, or None"),
     ("top_k", {"k": 7}, "k=7: must be between 1 and the 6 experts"),

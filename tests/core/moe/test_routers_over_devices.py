@@ -22,6 +22,7 @@ ROUTED = {
     "hash": ("hash", {"k": 2, "vocab_size": 50}),
     "sentence": ("top2", {"level": "sentence", **TOP2}),
     "prioritized": ("top2", {"prioritize_by_gate": True, **TOP2}),
+    "id": ("top2", {"level": "id", "vocab_size": 50, **TOP2}),
     "task": ("top2", {"level": "task", "num_tasks": 3, **TOP2}),
 }
 

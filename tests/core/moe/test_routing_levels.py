@@ -1,4 +1,4 @@
-"""Routing by sentence and by task: what tokens share, what differs, which inputs it needs; the dense mixture.
+"""Routing by sentence, task and id: what tokens share, what differs, which inputs it needs; the dense mixture.
 
 Letters: B batch, T time, G group, S token in group, E expert, M model, U task.
 """
@@ -70,21 +70,23 @@ def test_sentences_of_different_rows_are_different_in_a_group():
     np.testing.assert_allclose(outs[0], inference, atol=1e-6)
 
 
-def test_by_task():
-    """The task alone decides: all its tokens have the experts of emb[task] wg."""
+@pytest.mark.parametrize(
+    ("level", "size", "name"), [("task", "num_tasks", "task_emb"), ("id", "vocab_size", "id_emb")]
+)
+def test_by_task_or_id(level, size, name):
+    """The number alone decides: all its tokens have the experts of emb[number] wg."""
     U = 3
-    tasks = RNG.integers(0, U, (2, 8)).astype(np.int32)
-    layer = router("top2", M, E, level="task", num_tasks=U, second_expert_policy="all")
-    theta = NestedMap(
-        wg=tf.constant(RNG.normal(size=(M, E)), tf.float32),
-        task_emb=tf.constant(RNG.normal(size=(U, M)), tf.float32),
-    )
+    numbers = RNG.integers(0, U, (2, 8)).astype(np.int32)
+    layer = router("top2", M, E, level=level, second_expert_policy="all", **{size: U})
+    table = tf.constant(RNG.normal(size=(U, M)), tf.float32)
+    theta = NestedMap({"wg": tf.constant(RNG.normal(size=(M, E)), tf.float32), name: table})
     x, none = RNG.normal(size=(2, 8, M)), np.zeros((2, 8))
-    index = route(layer, x, none, None, theta=theta, context={"task_ids": tasks}).expert_index
-    logits = theta.task_emb.numpy() @ theta.wg.numpy()
-    np.testing.assert_array_equal(index, np.argsort(-logits, -1)[:, :2][tasks])
+    context = {"task_ids" if level == "task" else "ids": numbers}
+    index = route(layer, x, none, None, theta=theta, context=context).expert_index
+    logits = table.numpy() @ theta.wg.numpy()
+    np.testing.assert_array_equal(index, np.argsort(-logits, -1)[:, :2][numbers])
     specs = {k: s.shape for k, s in layer.VariableSpecs().FlattenItems()}
-    assert specs == {"wg": (M, E), "task_emb": (U, M)}
+    assert specs == {"wg": (M, E), name: (U, M)}
 
 
 @pytest.mark.parametrize("seed", [None, SEED], ids=["inference", "training"])

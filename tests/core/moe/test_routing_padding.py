@@ -23,7 +23,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("top_k", {"k": 1, "jitter": 0.1, **_LOSSES}),
     ("top_k", {"k": 3, "softmax_order": "after", "balance_bias": 0.01, **_LOSSES}),
     ("top_k", {"level": "sentence", **_LOSSES}),
-    ("top_k", {"gate": "sigmoid", "gate_scale": 2.5, "balance_bias": 0.01}),
+    ("top_k", {"gate": "sigmoid", "balance_bias": 0.01, "level": "id", "vocab_size": 50}),
     ("top2", {"gate": "sigmoid", "second_expert_policy": "sampling"}),
     ("noisy_top_k", {"level": "task", "num_tasks": 3}),
     ("lsh", {"k": 2}),

@@ -1,12 +1,12 @@
 """The interface of all routers: tokens in, a few [G,S,k] tensors out; their inputs, and the level of a decision.
 
-A learned router decides for each token, sentence or task. Kudugunta et al. 2021 (Beyond Distillation: Task-level
-Mixture-of-Experts for Efficient Inference) compare the three levels for translation. A level only changes the input of
-the gating network, so any learned router works at any level. Chance (jitter, noise, a sampled second choice) and
-capacity are still each token's own.
+A learned router decides for each token, sentence, task or id. Kudugunta et al. 2021 (Beyond Distillation: Task-level
+Mixture-of-Experts for Efficient Inference) compare the first three levels for translation. A level only changes the
+input of the gating network, so any learned router works at any level. Chance (jitter, noise, a sampled second choice)
+and capacity are still each token's own.
 
-Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task; B batch, T time,
-Z token in group.
+Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task, V vocabulary;
+B batch, T time, Z token in group.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from lingvo_moe.core.moe.routers.losses_and_metrics import (
 )
 from lingvo_moe.core.moe.routers.slots import GATES, Gate, assign_slots
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.tensors import Kept
+from lingvo_moe.core.tensors import Kept, lookup
 
 CONTEXT = {
     "ids": "the number of the token in its vocabulary",
@@ -226,11 +226,12 @@ def check_choices(path: str, name: str, number: int, num_experts: int) -> None:
         raise ValueError(f"{path}.{name}={number}: must be between 1 and the {num_experts} experts")
 
 
-LEVELS = ("token", "sentence", "task")
+LEVELS = ("token", "sentence", "task", "id")
 _NEEDS: dict[str, tuple[str, ...]] = {
     "token": (),
     "sentence": ("segment_ids",),
     "task": ("task_ids",),
+    "id": ("ids",),
 }
 
 
@@ -240,19 +241,25 @@ def define_level(p: HyperParams) -> None:
         "level",
         "token",
         "The unit of the decision: each 'token', a 'sentence' (the mean of its tokens) for all of its "
-        "tokens, or the 'task' (an embedding of the source language's number).",
+        "tokens, the 'task' (an embedding of the source language's number), or the token's 'id' (an embedding of its "
+        "own, for the router alone).",
         checks.one_of(LEVELS),
     )
     p.Define("num_tasks", 0, "With level 'task': how many tasks there are.", checks.COUNT)
+    ids = checks.Integer(0, checks.IDS.most)
+    p.Define("vocab_size", 0, "With level 'id': V; a translation model sets it.", ids)
+    p.OnlyWith("vocab_size", lambda p: "" if p.level == "id" else f"level={p.level}")
 
 
 def check_level(path: str, p: HyperParams) -> None:
-    """Raises ValueError for level 'task' without num_tasks, or num_tasks with another level."""
+    """Raises ValueError for level 'task' without num_tasks, num_tasks with another one, or 'id' without vocab_size."""
     if (p.level == "task") != (p.num_tasks > 0):
         raise ValueError(
             f"{path}.level={p.level!r} with {path}.num_tasks={p.num_tasks}: level 'task' needs the "
             "number of tasks (of languages, for a translation model), other levels have none"
         )
+    if p.level == "id" and not p.vocab_size:
+        raise ValueError(f"{path}.vocab_size=0: level 'id' needs the size of the vocabulary")
 
 
 def real_tokens(paddings_GS: tf.Tensor) -> tf.Tensor:
@@ -294,8 +301,8 @@ def task_vectors(task_emb_UM: tf.Tensor, task_ids_GS: tf.Tensor) -> tf.Tensor:
 class LearnedRouter(Router):
     """A router with a gating network, wg [M,E]. Subclasses implement `ChooseByLogits`, or `ChooseByInputs`.
 
-    The network's input is each token or, by `level`, its sentence's mean or its task's embedding (then
-    there is a weight task_emb [U,M], U the number of tasks).
+    The network's input is each token or, by `level`, its sentence's mean, or an embedding of its task (then there is a
+    weight task_emb [U,M], U the number of tasks) or of its id (id_emb [V,M]), which nothing but the router uses.
     """
 
     KEEPS: ClassVar = {"router": Kept.PRODUCT}
@@ -328,13 +335,18 @@ class LearnedRouter(Router):
     def __init__(self, params: InstantiableParams):
         params = params.Copy()
         # Every device gates its own tokens against all experts: replicated, unless asked otherwise.
-        params.weight_split = {"wg.E": None, **(params.weight_split or {})}
+        replicated = {"wg.E": None, "id_emb.V": None}
+        params.weight_split = {**replicated, **(params.weight_split or {})}
         super().__init__(params)
         p = self.p
         check_level(self.path, p)
         if p.level == "task":
             self.CreateVariable(
                 "task_emb", WeightParams((p.num_tasks, p.model_dim), "UM", WeightInit.Gaussian())
+            )
+        if p.level == "id":
+            self.CreateVariable(
+                "id_emb", WeightParams((p.vocab_size, p.model_dim), "VM", WeightInit.Gaussian())
             )
         self.CreateVariable(
             "wg", WeightParams((p.model_dim, p.num_experts), "ME", self.GatingInit())
@@ -372,6 +384,8 @@ class LearnedRouter(Router):
         assert context is not None
         if self.p.level == "sentence":
             x_GSM = sentence_means(x_GSM, context.segment_ids, paddings_GS)
+        elif self.p.level == "id":
+            x_GSM = lookup(tf.cast(theta.id_emb, tf.float32), context.ids)
         else:
             x_GSM = task_vectors(theta.task_emb, context.task_ids)
         return self.Shard(x_GSM, "GSM")

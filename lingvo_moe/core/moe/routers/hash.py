@@ -97,7 +97,7 @@ class HashRouter(UnlearnedRouter):
         p = self.p
         if p.table != "modular" and p.vocab_size < 1:
             raise ValueError(
-                f"{self.path}.vocab_size={p.vocab_size}: a table needs the size of the "
+                f"{self.path}.vocab_size={p.vocab_size}: a {p.table} table needs the size of the "
                 "vocabulary; table='modular' does not"
             )
         if p.table == "file":
