@@ -55,6 +55,9 @@ def test_a_mesh_divides_what_it_shards(model, mesh, override, expected):
     with pytest.raises(ValueError) as error:
         check_divisible(params, task, Mesh.parse(mesh))
     assert expected in str(error.value)
+    with pytest.raises(ValueError) as error:
+        check_divisible(params, task, Mesh.parse(mesh), is_trained=False)
+    assert "--model_params_override" not in str(error.value)  # no flag of commands that decode
 
 
 @pytest.mark.parametrize("level", ["slots", "gradients", "weights"])

@@ -118,7 +118,7 @@ def engine_of(args: Flags) -> "Engine | None":
     params.train.num_micro_batches = 1
     if params.task.num_experts:
         params.task.num_groups = 0
-    check_divisible(params, params.task.Instantiate(), mesh)
+    check_divisible(params, params.task.Instantiate(), mesh, is_trained=False)
     engine = make_engine("pjrt", mesh)
     if not (args.quiet or devices.process_index()):
         engine.doing = lambda doing: say(f"{doing} ...")

@@ -58,10 +58,11 @@ def largest_mesh(
             count -= 1
 
 
-def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
+def check_divisible(params: Params, task: "BaseTask", mesh: Mesh, is_trained: bool = True) -> None:
     """Checks that the mesh divides what it shards, and that the batch divides into micro-batches.
 
     It looks at the splits of the task and of every layer in it, and at every variable. Messages name the parameter.
+    Those of a model that `is_trained` here, and not there already, advise other parameters, too.
 
     Raises:
         ShardingError: a sharding names an axis that the mesh lacks, a size is not divisible by its axis, or nothing is
@@ -93,17 +94,17 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
         split = layer.p.activation_split
         for letter in task.DIVIDED:
             for path in task.SIZES[letter]:
-                _check_size(path, params.Get(path), split.get(letter), mesh)
+                _check_size(path, params.Get(path), split.get(letter), mesh, is_trained)
                 if path in divided:
                     _check_part(path, params, split.get(letter), mesh)
     for path, spec in task.VariableSpecs().FlattenItems():
         for letter, size, axis in zip(spec.letters, spec.shape, spec.split, strict=True):
             sized_by = [p for p in size_params(task, path, letter) if params.Get(p) == size]
             if sized_by:
-                _check_size(sized_by[0], size, axis, mesh)
+                _check_size(sized_by[0], size, axis, mesh, is_trained)
             else:
                 _check_parts(f"variable {path}: {letter}={size}", size, axis, mesh)
-    _check_axes_are_used(params, task, [layer for _, layer in layers], mesh)
+    _check_axes_are_used(params, task, [layer for _, layer in layers], mesh, is_trained)
 
 
 def size_params(task: "BaseTask", path: str, letter: str) -> tuple[str, ...]:
@@ -144,7 +145,11 @@ def _shards_more(task: "BaseTask", level: str, mesh: Mesh) -> bool:
 
 
 def _check_axes_are_used(
-    params: Params, task: "BaseTask", layers: Sequence["BaseLayer"], mesh: Mesh
+    params: Params,
+    task: "BaseTask",
+    layers: Sequence["BaseLayer"],
+    mesh: Mesh,
+    is_trained: bool,
 ) -> None:
     """Raises ShardingError for an axis along which the devices compute the same, even if each stores its own part."""
     splits = [spec.split for spec in task.StateSpecs().Flatten()]
@@ -169,14 +174,16 @@ def _check_axes_are_used(
             split = {letter: axis for letter, axis in task.p.activation_split.items() if axis}
             for letter in {"B", *split} & set("BG"):
                 split[letter] = axis_of((name, *axes_of(split.get(letter))))
-            remedy = f"--model_params_override='task.activation_split={json.dumps(split)}'"
+            remedy = f"set --model_params_override='task.activation_split={json.dumps(split)}'"
             if name == STAGE:
-                remedy = f"task.pipeline.stages={size}"
+                remedy = f"set task.pipeline.stages={size}"
+            if not is_trained:
+                remedy = "give a mesh without it (--mesh)"
             level = params.train.shard_state
             stored = f" (train.shard_state={level} shards storage alone)" * (level != NONE)
             raise ShardingError(
                 f"mesh {mesh}: neither rows nor a letter of the computation are sharded along {name!r}, so its {size} "
-                f"devices would compute the same{stored}; set {remedy}"
+                f"devices would compute the same{stored}; {remedy}"
             )
 
 
@@ -199,9 +206,9 @@ def _check_axes(name: str, split: SplitMap, mesh: Mesh) -> None:
                 )
 
 
-def _check_size(path: str, size: int, axis: Axis, mesh: Mesh) -> None:
+def _check_size(path: str, size: int, axis: Axis, mesh: Mesh, is_trained: bool) -> None:
     """Raises ShardingError if the parameter at `path` is not divisible by the axis that shards what it sizes."""
-    hint = f", or --model_params_override='{path}=...'"
+    hint = f", or --model_params_override='{path}=...'" * is_trained
     _check_parts(f"{path}={size}", size, axis, mesh, hint)
 
 
