@@ -38,7 +38,7 @@ class Data:
 
     @property
     def tokens(self) -> int:
-        """Of all targets of the dev pairs: a loss is divided by them."""
+        """The tokens of all targets of the dev pairs: a loss is divided by them."""
         return sum(self.lengths)
 
 

@@ -25,6 +25,7 @@ from lingvo_moe.core.optimizers.by_layer import (
 )
 from lingvo_moe.core.optimizers.registry import SCHEDULES, elementwise_optimizers
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
+from lingvo_moe.core.optimizers.slow_variables import define_slow_variables, slow_variables
 from lingvo_moe.core.optimizers.weight_decay import (
     DecayedDelta,
     check_weight_decay,
@@ -85,6 +86,7 @@ class BaseOptimizer:
             else "Times the weight, added to its gradient; 0: none."
         )
         define_weight_decay(p, how)
+        define_slow_variables(p)
         p.Define(
             "offload",
             "none",
@@ -107,10 +109,11 @@ class BaseOptimizer:
         empty for those that are not trainable.
 
         Raises:
-            ParamError: a pattern of `decay_include` or `decay_exclude` that matches no variable.
+            ParamError: a pattern of `decay_include`, `decay_exclude` or `slow` that matches no variable.
             ValueError: a variable packs others, but this optimizer is not ELEMENTWISE.
         """
         self.Decays(specs)
+        self.Slow(specs)
         packed = next((spec for spec in specs.Flatten() if spec.packs and spec.trainable), None)
         if packed is not None and not self.ELEMENTWISE:
             raise ValueError(
@@ -123,6 +126,10 @@ class BaseOptimizer:
     def Decays(self, specs: NestedMap) -> dict[str, bool]:
         """Says of each trainable variable, by its spec's path, whether it decays. Raises ParamError as SlotSpecs."""
         return decays(specs, self.p)
+
+    def Slow(self, specs: NestedMap) -> frozenset[str]:
+        """The paths of variables with `slow_share` of the learning rate. Raises ParamError as SlotSpecs."""
+        return slow_variables(specs, self.p)
 
     def WithMasters(self, slots: NestedMap, theta: NestedMap, specs: NestedMap) -> NestedMap:
         """The slots with the values of weights theta in MASTER, where there are such slots."""
@@ -204,12 +211,14 @@ class BaseOptimizer:
         """The change of each variable, None where it is not trainable, and new slots, MASTER of AppliedByLayer only."""
         deltas: list[kernels.Delta | None] = []
         new_slots: list[NestedMap] = []
-        decayed = self.Decays(specs)
+        decayed, slow = self.Decays(specs), self.Slow(specs)
+        slowly = replace(numbers, rate=numbers.rate * self.p.slow_share) if slow else numbers
         leaves = specs.Zip(theta, grads)
         for (spec, weight, grad), slot in zip(leaves, slots, strict=True):
             delta: kernels.Delta | None = None
             if spec.trainable:
-                of_one = functools.partial(self._Delta, decays=decayed[spec.path], numbers=numbers)
+                own = slowly if spec.path in slow else numbers
+                of_one = functools.partial(self._Delta, decays=decayed[spec.path], numbers=own)
                 slot_specs = self._SlotsFor(spec)
                 with name_scope(f"optimizer.{spec.path}"):
                     if is_by_layer(spec, slot_specs):

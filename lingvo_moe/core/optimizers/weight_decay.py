@@ -72,9 +72,9 @@ def decays(specs: NestedMap, p: InstantiableParams) -> dict[str, bool]:
     trained = [spec for spec in specs.Flatten() if spec.trainable]
     if not p.weight_decay:
         return {spec.path: False for spec in trained}
-    parts = [part for spec in trained for part in _parts(spec)]
-    included = _matched("decay_include", p.decay_include, parts)
-    excluded = _matched("decay_exclude", p.decay_exclude, parts)
+    parts = [part for spec in trained for part in parts_of(spec)]
+    included = matched("decay_include", p.decay_include, parts)
+    excluded = matched("decay_exclude", p.decay_exclude, parts)
     both = sorted(included & excluded)
     if both:
         why = f"matches {both[0]}, which decay_include={p.decay_include} matches too"
@@ -87,14 +87,14 @@ def decays(specs: NestedMap, p: InstantiableParams) -> dict[str, bool]:
     return {spec.path: _agreed(spec, decayed, p) for spec in trained}
 
 
-def _parts(spec: VariableSpec) -> list[VariableSpec]:
+def parts_of(spec: VariableSpec) -> list[VariableSpec]:
     """The variables that a variable packs; itself if it packs none."""
     return [part for row in spec.packs for part in row] or [spec]
 
 
 def _agreed(spec: VariableSpec, decayed: dict[str, bool], p: InstantiableParams) -> bool:
     """Whether all parts of a variable decay. Raises ParamError if only some do."""
-    parts = [part.path for part in _parts(spec)]
+    parts = [part.path for part in parts_of(spec)]
     spared = [path for path in parts if not decayed[path]]
     if spared and len(spared) < len(parts):
         name = "decay_exclude" if p.decay_exclude else "decay_include"
@@ -118,7 +118,7 @@ def own_dims(spec: VariableSpec) -> int:
     return 1 if spec.is_vector else len(spec.letters[spec.stack_dims :].removeprefix("E"))
 
 
-def _matched(name: str, patterns: Sequence[str], specs: Sequence[VariableSpec]) -> set[str]:
+def matched(name: str, patterns: Sequence[str], specs: Sequence[VariableSpec]) -> set[str]:
     """The paths that some pattern matches. Raises ParamError for a pattern that matches none."""
     paths = {spec.path for spec in specs}
     all_matched = set()

@@ -98,11 +98,16 @@ def print_active(task: BaseTask) -> None:
 
 
 def print_optimizer(task: BaseTask, mesh: Mesh) -> None:
-    """Prints the state that training keeps beside the weights, and how many variables decay.
+    """Prints the state that training keeps beside the weights, and how many variables decay or learn slowly.
 
-    Raises ParamError: a pattern of the weight decay that matches no variable.
+    Raises ParamError: a pattern of these that matches no variable.
     """
-    state, decays = task.StateSpecs(), task.optimizer.Decays(task.VariableSpecs())
+    specs = task.VariableSpecs()
+    state, decays, slow = (
+        task.StateSpecs(),
+        task.optimizer.Decays(specs),
+        task.optimizer.Slow(specs),
+    )
     count = count_parameters(s for s in state.theta.Flatten() if s.trainable)
 
     def size(part: NestedMap) -> str:
@@ -117,6 +122,9 @@ def print_optimizer(task: BaseTask, mesh: Mesh) -> None:
             f"weight decay {task.optimizer.p.weight_decay:g} on {sum(decays.values())} of {len(decays)} variables: "
             f"{_ends(path for path, does in decays.items() if does)}"
         )
+    if slow:
+        share = f"{task.optimizer.p.slow_share:g} times the learning rate"
+        lines.append(f"{share} for {len(slow)} of {len(decays)} variables: {_ends(slow)}")
     if "ema" in state:
         lines.append(f"moving average of the weights: {size(state.ema)}")
     print("\n".join(lines))

@@ -16,6 +16,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.adam import AdamW
 from lingvo_moe.core.optimizers.schedules import Constant
+from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.optimizers.weight_decay import decays
 from lingvo_moe.core.randomness import make_seed
 
@@ -175,6 +176,34 @@ def test_decoupled_decay_is_beside_the_update(cls, used):
     for a, b in zip((slots, metrics), (slots_2, metrics_2), strict=True):
         for x, y in a.Zip(b):
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("cls", [Adafactor, AdamW, Sgd])
+def test_slow_variables_move_as_at_a_lower_rate(cls):
+    specs = NestedMap(w=_spec("m.w", "MH"), wg=_spec("m.router.wg", "ME"))
+    theta, grads = (specs.Transform(lambda s, i=i: s.Init(make_seed(i, 0))) for i in (1, 2))
+
+    def updated(rate, **params):
+        p = cls.Params().Set(learning_rate=Constant.Params().Set(value=rate), **params)
+        p.weight_decay = 0.5
+        optimizer = p.Instantiate()
+        slots = init_slots(optimizer, specs, make_seed(0, 0), theta)
+        state = NestedMap(theta=theta, slots=slots, step=tf.constant(3))
+        return optimizer.Update(state, grads, specs)[0]
+
+    slow = updated(0.25, slow=["*.router.*"], slow_share=0.5)
+    np.testing.assert_array_equal(slow.w, updated(0.25).w)
+    np.testing.assert_array_equal(slow.wg, updated(0.125).wg)
+
+
+def test_slow_variables_that_cannot_be():
+    refused = r"^slow=\['\*\.wgg'\]: .*matches no variable.*did you mean '\*\.wg'"
+    with pytest.raises(ParamError, match=refused):
+        AdamW.Params().Set(slow=["*.wgg"]).Instantiate().SlotSpecs(SPECS)
+    with pytest.raises(
+        registry.RegistryError, match=r"slow_share=0.2: has no effect with .*slow=\[\]"
+    ):
+        registry.GetParams("mt.M4Tiny", "task.optimizer.slow_share=0.2")
 
 
 def test_a_small_decay_of_a_bfloat16_weight_is_rounded_once():

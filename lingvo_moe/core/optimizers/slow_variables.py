@@ -1,0 +1,41 @@
+"""Variables that learn more slowly than the others, such as the gating networks of routers."""
+
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.param_text import shown
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.weight_decay import matched, parts_of
+
+
+def define_slow_variables(p: InstantiableParams) -> None:
+    """Defines `slow`, the patterns of these variables, and `slow_share`."""
+    p.Define(
+        "slow",
+        [],
+        "Variables with a lower learning rate, e.g. ['*.router.*']: patterns of their names.",
+        checks.ListOf(checks.TEXT, "a list of patterns"),
+    )
+    p.Define("slow_share", 0.1, "Their learning rate, over that of the others.", checks.POSITIVE)
+    p.OnlyWith("slow_share", lambda p: "" if p.slow else "slow=[]")
+
+
+def slow_variables(specs: NestedMap, p: InstantiableParams) -> frozenset[str]:
+    """The paths of the variables that a pattern of `slow` matches, as those of weight_decay.py.
+
+    Raises ParamError: a pattern that matches no trainable variable, or only some of the variables that another packs.
+    """
+    trained = [spec for spec in specs.Flatten() if spec.trainable]
+    paths = matched("slow", p.slow, [part for spec in trained for part in parts_of(spec)])
+    slow = set()
+    for spec in trained:
+        parts = [part.path for part in parts_of(spec)]
+        chosen = [path for path in parts if path in paths]
+        if chosen and len(chosen) < len(parts):
+            why = (
+                f"matches {chosen[0]}, but not all that a pipeline packs into {spec.path}, which has one rate; "
+                "choose patterns that match all of it, or none"
+            )
+            raise checks.ParamError("slow", shown(p.slow), why)
+        if chosen:
+            slow.add(spec.path)
+    return frozenset(slow)
