@@ -21,7 +21,7 @@ def point(answer: Mapping[str, Any]) -> dict[str, Any]:
 def ahead(
     runs: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], tokens: Sequence[int]
 ) -> tuple[float, float]:
-    """Returns by how much the last loss of runs is below that of others, in nats a token, and the standard error of that.
+    """Returns by how much the last loss of runs is below that of others, nats a token, and the standard error of that.
 
     The error is that of differences pair by pair, of each pair's mean over seeds, and that of seeds beside it.
 
