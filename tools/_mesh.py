@@ -45,6 +45,11 @@ def is_asked_for(args: Flags) -> bool:
     return bool(args.mesh or args.num_devices or _place(args)[0] > 1)
 
 
+def follows(args: Flags) -> bool:
+    """Whether this process is to follow the first one of its job, which alone reads, writes and serves."""
+    return is_asked_for(args) and _place(args)[1] > 0
+
+
 def load_tensorflow(args: Flags) -> None:
     """Imports TensorFlow; the accelerators are left to the mesh, if the flags ask for one.
 

@@ -126,7 +126,7 @@ def _run(args: Flags) -> int:
     from lingvo_moe.tasks.text.serving.limits import Limits
     from lingvo_moe.tasks.text.serving.service import Service
 
-    sockets = server.bind(args.host, args.port)
+    sockets = [] if _mesh.follows(args) else server.bind(args.host, args.port)
     _mesh.load_tensorflow(args)
     _published.imported(args)
     is_lm = _models.is_language_model(args)

@@ -4,7 +4,7 @@ import pytest
 import toy_translation as toy
 from processes import free_address, start_python
 
-from tools import score
+from tools import _mesh, score, serve
 
 _FLAGS = ["--max_source_length=8", "--max_length=8", "--quiet"]
 
@@ -52,3 +52,11 @@ def test_two_processes_score_as_one_does(tmp_path):
     assert statuses == [1, 1]
     assert "process 1 has ended before it joined the job" in first
     assert f"{tmp_path}" in second
+
+
+def test_the_first_process_alone_listens():
+    """Others may be on its machine, where they could not take the same port."""
+    flags = ["--logdir=x", "--coordinator_address=localhost:1", "--num_processes=2"]
+    args = [serve.define_flags().Parse([*flags, f"--process_id={i}"]) for i in range(2)]
+    assert [_mesh.follows(one) for one in args] == [False, True]
+    assert not _mesh.follows(serve.define_flags().Parse(flags[:1]))
