@@ -30,7 +30,7 @@ _FEW_FORBIDDEN = 16
 class GrowingBeamSearch(FlatBeamSearch):
     """`FlatBeamSearch` in blocks; see the file's top. The number of rows need not be known."""
 
-    fewest_rows = FEWEST_ROWS  # of a product
+    fewest_rows = FEWEST_ROWS  # the rows of a product at least
 
     def Run(
         self,
