@@ -15,6 +15,7 @@ from lingvo_moe.core.moe.routers.quantiles import BINS
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.vectorized import vectorized
 
 QUANTILES = {"balance_quantiles": True, "load_balance_weight": 0.0}
 
@@ -138,6 +139,27 @@ def test_any_mesh_gives_the_same_bits_by_one_sum_of_counts():
     assert len(summed) == 1 and f"s32[{BINS},{E}]" in summed[0]
     assert set(collectives) == set(before) == {"all-reduce"}
     assert collectives["all-reduce"] == before["all-reduce"] + 1
+
+
+def test_in_the_stages_of_a_pipeline():
+    rng = np.random.default_rng(2)
+    x = rng.integers(-8, 9, (2, G, S, M)).astype(np.float32) / 8
+    theta = NestedMap(
+        wg=rng.integers(-8, 9, (M, E)).astype(np.float32) / 8, balance_bias=np.zeros(E, np.float32)
+    )
+    route, paddings = _step(QUANTILES), np.zeros((G, S), np.float32)
+
+    def stages(theta, x):
+        def of_one(one):
+            return [route(theta, one, tf.constant(paddings)).updates.router.balance_bias]
+
+        return vectorized(of_one, "stage", [x])[0]
+
+    mesh, split = Mesh.parse("stage:2,expert:2"), ("stage", "expert", None, None)
+    got, _ = run_sharded(stages, [theta, x], mesh, [None, split])
+    for one, stage in zip(got, x, strict=True):
+        want, _ = run_sharded(route, [theta, stage, paddings], Mesh.parse("expert:1"))
+        np.testing.assert_array_equal(one, want.updates.router.balance_bias)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from lingvo_moe.core.sharding import DimsMapping, replicate
 from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.sharding.letters import axes_of, axis_of
 from lingvo_moe.core.sharding.manual import manual_region
+from lingvo_moe.core.sharding.mesh import traced_slices
 from lingvo_moe.core.tensors import shape_of
 
 BINS = 1000  # of each expert, as in the report
@@ -82,7 +83,9 @@ def _counts(bin_GSE: tf.Tensor, split: DimsMapping) -> tf.Tensor:
         counts = tf.math.unsorted_segment_sum(one_gse, place_gse, BINS * experts)
         return tf.reshape(counts, [1, BINS, experts])
 
-    group, token, expert = (None,) * 3 if mesh_of("balanced_bias", None).size == 1 else split
+    # In a stage of a pipeline a region's results must not depend on the number of devices: all count all tokens.
+    plain = mesh_of("balanced_bias", None).size == 1 or traced_slices()
+    group, token, expert = (None,) * 3 if plain else split
     tokens = axis_of((*axes_of(group), *axes_of(token)))
     region = manual_region(of_device, [(group, token, expert)], (tokens, None, expert))
     # The one sum over devices.
