@@ -52,11 +52,16 @@ def test_a_table_of_a_file_begins_the_weights_and_is_not_needed_again(tmp_path):
     layer = router("hash", 8, E, **params)
     ids = np.arange(V)[np.newaxis]
     x, none = np.zeros((1, V, 8)), np.zeros((1, V))
-    for wrong in (None, np.zeros([2, V], np.int32), np.zeros([1, V])):
-        if wrong is not None:
+    damaged = b"\x93NUMPY\x01\x00\x10\x00{'descr': 5, ]]]\n"
+    for wrong in (None, damaged, np.zeros([2, V], np.int32), np.zeros([1, V])):
+        if isinstance(wrong, bytes):
+            path.write_bytes(wrong)
+        elif wrong is not None:
             np.save(path, wrong)
         with pytest.raises(ParamError, match=r"router.table_file=.*int32 \[1, 12\]"):
             layer.InitTheta(make_seed(1, 0))
+    with pytest.raises(ParamError, match=r"router.table_file='': table='file' needs"):
+        router("hash", 8, E, **{**params, "table_file": ""})
     table_LV = RNG.permutation(V).astype(np.int32)[np.newaxis]
     np.save(path, table_LV)
     theta = layer.InitTheta(make_seed(1, 0))

@@ -6,6 +6,7 @@ computation: a router that is not learnt, with a fixed rule.
 Letters: G group, S token in group, k choice rank, E expert, M model, V vocabulary.
 """
 
+import tokenize
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class TableInit(InitOfVariable):
         why = f"must be a table of tools.report --tables_dir, int32 {list(want)}"
         try:
             table_LV = np.lib.format.open_memmap(self._path, mode="r")
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, SyntaxError, tokenize.TokenError) as e:
             raise ParamError(self._name, self._path, f"{why}: {e}") from None
         if table_LV.dtype != np.int32 or table_LV.shape != want:
             why += f", and is {table_LV.dtype} {list(table_LV.shape)}"
@@ -101,6 +102,9 @@ class HashRouter(UnlearnedRouter):
                 "vocabulary; table='modular' does not"
             )
         if p.table == "file":
+            if not p.table_file:
+                why = "table='file' needs a file of tools.report --tables_dir"
+                raise ParamError(f"{self.path}.table_file", "''", why)
             init = TableInit(f"{self.path}.table_file", p.table_file)
             self.CreateVariable(
                 "table", WeightParams((p.vocab_size,), "V", init, "float32", trainable=False)
