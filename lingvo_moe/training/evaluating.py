@@ -134,7 +134,7 @@ def mesh_engine(args: Flags, params: Params) -> "Engine | None":
         return None
     enable_compilation_cache()
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else count)
-    check_divisible(params, params.task.Instantiate(), mesh)
+    check_divisible(params, params.task.Instantiate(), mesh, is_trained=False)
     engine = make_engine("pjrt", mesh)
     engine.doing = lambda doing: say(f"{doing} ...")
     return engine
