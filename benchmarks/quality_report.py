@@ -1,5 +1,6 @@
 """The progress lines and the table of benchmarks/quality_peers.py."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -85,12 +86,13 @@ def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str
 
 
 def _best(rows: Sequence[Sequence[Mapping[str, Any]]]) -> Sequence[Mapping[str, Any]]:
-    """The runs of the row with the lowest last loss, the mean over its seeds; () of no rows."""
-    return min(
-        rows,
-        key=lambda runs: statistics.mean(run["curve"][-1]["loss"] for run in runs),
-        default=(),
-    )
+    """The runs of the row with the lowest last loss, the mean over its seeds; () of no rows. A loss may be NaN."""
+
+    def loss(runs: Sequence[Mapping[str, Any]]) -> float:
+        mean = statistics.mean(run["curve"][-1]["loss"] for run in runs)
+        return math.inf if math.isnan(mean) else mean
+
+    return min(rows, key=loss, default=())
 
 
 def _ahead(

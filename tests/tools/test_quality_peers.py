@@ -161,6 +161,8 @@ def test_what_runs_are_ahead_by_has_the_error_of_pairs_and_of_seeds():
 
     mean, error = quality_report.ahead(runs(0, 2.9, 2.8), runs(0, 3.0, 3.0), lengths.tolist())
     assert (mean, error) == pytest.approx((0.15, 0.05))
+    rows = [[{"curve": [{"loss": loss}]}] for loss in (float("nan"), 2.0, 1.0)]
+    assert quality_report._best(rows) is rows[2]
 
 
 def test_each_number_of_experts_and_router_is_a_contender(corpus, tmp_path):
