@@ -220,10 +220,10 @@ class Comparison:
         setup = json.loads(json.dumps({**setup, "train_pairs": self._data.train_pairs}))
         if file.is_file():
             result = json.loads(file.read_text())
-            if result["setup"] == setup:
+            if result["setup"] == setup and "log_probs" in result["curve"][-1]:
                 print(f"{name}: done before", file=sys.stderr, flush=True)
                 return result
-            other = [k for k in setup if setup[k] != result["setup"].get(k)]
+            other = [k for k in setup if setup[k] != result["setup"].get(k)] or ["form"]
             raise ValueError(
                 f"{file} has results of another {', '.join(other)}; give another --output or delete {directory}"
             )

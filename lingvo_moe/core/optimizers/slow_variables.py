@@ -15,7 +15,8 @@ def define_slow_variables(p: InstantiableParams) -> None:
         "Variables with a lower learning rate, e.g. ['*.router.*']: patterns of their names.",
         checks.ListOf(checks.TEXT, "a list of patterns"),
     )
-    p.Define("slow_share", 0.1, "Their learning rate, over that of the others.", checks.POSITIVE)
+    share = checks.Number(0, 1, open_low=True)
+    p.Define("slow_share", 0.1, "Their learning rate, over that of the others.", share)
     p.OnlyWith("slow_share", lambda p: "" if p.slow else "slow=[]")
 
 
