@@ -227,7 +227,7 @@ def _stream(vocabulary, ids):
 
         def Step(self, places, more, pool):
             rows = len(places[0])
-            return pool, np.full([rows], self.left.pop(0)), np.zeros([rows]), {}
+            return pool, np.full([rows, 1], self.left.pop(0)), np.zeros([rows, 1]), {}
 
     steps = Steps()
     parts = [text for text, _ in steps.Stream("the ", Sampling(len(ids)))]
