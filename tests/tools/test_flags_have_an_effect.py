@@ -101,6 +101,7 @@ def _over(args: Flags) -> None:
 
 _CLI = {
     "tools._cli:load_tensorflow": None,
+    "lingvo_moe.core.job.meeting:meet": None,
     "tools._mesh:engine_of": Through(_over),
     "tools._mesh:lead": None,
 }
