@@ -66,7 +66,7 @@ task.model_dim=1e9 => : is of type float, expected int
 task.dropout=1 => : must be a number in [0, 1)
 task.fprop_dtype=bf16 => : must be one of float32, bfloat16, float16, float64, or None (did you mean 'bfloat16'?)
 task.repeat=atuo => : must be True, False or auto (did you mean 'auto'?)
-task.moe.router.level=word => : must be one of token, sentence, task
+task.moe.router.level=word => : must be one of token, sentence, task, id
 task.moe.router=None => must be one of expert_choice, hash, lsh, noisy_top_k, random, soft, top2, top_k, or Params of a
 task.weight_split={{'Q': 'expert'}} => task.weight_split={{'Q': 'expert'}}: must be a map from letters
 task.weight_split={{'Q': 'expert'}} => unknown letter 'Q' (known: A,
