@@ -356,12 +356,15 @@ def begun_in_directory(run: Run, lock: TrainerLock) -> Iterator[None]:
 
     What is refused before its first checkpoint leaves nothing of a new run behind.
     """
+    from lingvo_moe.core.initializers import check_initial_values
+
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
             before = run.Prepare(lock)
             if before is not None:
                 stack.push(functools.partial(undo_refused, run.run_dir, before))
+                check_initial_values(run.task.VariableSpecs().Flatten())
 
         run.times.Switch(PREPARATION)
         try:

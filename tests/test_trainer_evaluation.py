@@ -4,6 +4,7 @@ On the toy task, within this process.
 """
 
 import os
+import re
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ import toy_held_out
 from trainer_testing import state
 
 from lingvo_moe import trainer
+from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console.interrupt import TimeLimit
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
@@ -20,6 +22,7 @@ from lingvo_moe.core.engine.loop import train_loop
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.loop.held_out_watch import read_batches
 from lingvo_moe.core.engine.loop.summaries import read_metrics
+from lingvo_moe.core.moe.routers.hash import TableInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.run_lock import EVALUATOR, RunLock, is_lock_file
@@ -196,6 +199,21 @@ def test_a_run_of_no_steps_saves_its_initial_weights_and_compiles_no_step(tmp_pa
     assert _train(run, 2) == 0
     assert "resuming at step 0" in capfd.readouterr().err
     assert max(RunDir(run).steps) == 2
+
+
+def test_a_file_that_weights_cannot_begin_with_is_refused_before_anything_is_compiled(
+    tmp_path, monkeypatch, capfd
+):
+    def began(self, params, before=toy_held_out.toy_task.LinearModel.__init__):
+        before(self, params)
+        table = WeightParams((8,), "V", TableInit(str(tmp_path / "nope.npy")), trainable=False)
+        self.CreateVariable("table", table)
+
+    monkeypatch.setattr(toy_held_out.toy_task.LinearModel, "__init__", began)
+    assert _train(tmp_path / "run", 2) == 2
+    err = capfd.readouterr().err
+    assert re.search(r"\.table_file=.*nope.npy: must be a table of tools.report", err), err
+    assert "compiling" not in err and not (tmp_path / "run").exists()
 
 
 def test_what_cannot_be_compiled_leaves_nothing_behind(reference, tmp_path, monkeypatch, capfd):

@@ -101,6 +101,11 @@ class VariableSpec:
     packs: "tuple[tuple[VariableSpec, ...], ...]" = ()
     is_vector: bool = False  # whether it is a bias or a scale; see WeightParams
 
+    @property
+    def parts(self) -> "list[VariableSpec]":
+        """The variables that this one packs; itself if it packs none."""
+        return [part for row in self.packs for part in row] or [self]
+
     def Stacked(self, num: int, axis: Axis = None, parts: int = 1) -> "VariableSpec":
         """The spec of `num` such variables in one, along a new leading dimension L, which a mesh axis may shard.
 

@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,3 +75,13 @@ class InitOfVariable(WeightInit, abc.ABC):
     def OfVariable(self, spec: Any, seed: tf.Tensor) -> tf.Tensor:
         """The initial value of a variable, of its shape and type, from its VariableSpec; `seed` is int32 [2], not yet
         folded with its path."""
+
+    def Check(self, spec: Any) -> None:
+        """Raises what `OfVariable` raises of a file that the value comes from, before anything is compiled."""
+
+
+def check_initial_values(specs: Iterable[Any]) -> None:
+    """Raises ParamError where the value of one of these VariableSpecs is to come from a file that does not hold it."""
+    for part in (part for spec in specs for part in spec.parts):
+        if isinstance(part.init, InitOfVariable):
+            part.init.Check(part)

@@ -142,7 +142,7 @@ def from_paths(specs: NestedMap, values: Mapping[str, Any]) -> NestedMap:
         return library.reshape(values[spec.path], [-1])
 
     def build(spec: VariableSpec) -> Any:
-        parts = [part for row in spec.packs for part in row] or [spec]
+        parts = spec.parts
         if missing := [part.path for part in parts if part.path not in values]:
             raise KeyError(f"{missing[0]}: there is no value for this variable")
         if not spec.packs:

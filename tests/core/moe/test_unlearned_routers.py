@@ -11,6 +11,7 @@ import tensorflow as tf
 from router_testing import SEED, check, route, router
 
 from lingvo_moe.core.config.hyperparams import ParamError
+from lingvo_moe.core.initializers import check_initial_values
 from lingvo_moe.core.moe.routers.unlearned import spread
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.tasks.mt.reports.expert_tables import balanced
@@ -60,6 +61,8 @@ def test_a_table_of_a_file_begins_the_weights_and_is_not_needed_again(tmp_path):
             np.save(path, wrong)
         with pytest.raises(ParamError, match=r"router.table_file=.*int32 \[1, 12\]"):
             layer.InitTheta(make_seed(1, 0))
+        with pytest.raises(ParamError, match=r"router.table_file=.*int32 \[1, 12\]"):
+            check_initial_values(layer.VariableSpecs().Flatten())
     with pytest.raises(ParamError, match=r"router.table_file='': table='file' needs"):
         router("hash", 8, E, **{**params, "table_file": ""})
     table_LV = RNG.permutation(V).astype(np.int32)[np.newaxis]

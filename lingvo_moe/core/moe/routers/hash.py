@@ -30,24 +30,33 @@ TABLES = ("random", "modular", "file")
 class TableInit(InitOfVariable):
     """A variable [V], or [L,V] of L layers in a stack, starts as the int32 [L,V] of a file."""
 
-    def __init__(self, name: str, path: str):
+    def __init__(self, file: str):
         super().__init__("constant", 0.0)
-        self._name, self._path = name, path
+        self._file = file
 
     def OfVariable(self, spec: Any, seed: tf.Tensor) -> tf.Tensor:
         """See `InitOfVariable`. Raises ParamError: the file holds no such table, or one of other sizes."""
+        # Floats are exact for the numbers of any vocabulary.
+        table_LV = np.clip(self._Table(spec), 0, 1 << 24)
+        return tf.constant(table_LV.reshape(spec.shape), spec.dtype)
+
+    def Check(self, spec: Any) -> None:
+        """See `InitOfVariable`."""
+        self._Table(spec)
+
+    def _Table(self, spec: Any) -> np.ndarray:
+        """The file's int32 [L,V], of the variable `table` of a router."""
+        name = f"{spec.path}_file"
         want = spec.shape if spec.stack_dims else (1, *spec.shape)
         why = f"must be a table of tools.report --tables_dir, int32 {list(want)}"
         try:
-            table_LV = np.lib.format.open_memmap(self._path, mode="r")
+            table_LV = np.lib.format.open_memmap(self._file, mode="r")
         except (OSError, ValueError, SyntaxError, tokenize.TokenError) as e:
-            raise ParamError(self._name, self._path, f"{why}: {e}") from None
+            raise ParamError(name, self._file, f"{why}: {e}") from None
         if table_LV.dtype != np.int32 or table_LV.shape != want:
             why += f", and is {table_LV.dtype} {list(table_LV.shape)}"
-            raise ParamError(self._name, self._path, why)
-        # Floats are exact for the numbers of any vocabulary.
-        table_LV = np.clip(table_LV, 0, 1 << 24)
-        return tf.constant(table_LV.reshape(spec.shape), spec.dtype)
+            raise ParamError(name, self._file, why)
+        return table_LV
 
 
 class HashRouter(UnlearnedRouter):
@@ -105,7 +114,7 @@ class HashRouter(UnlearnedRouter):
             if not p.table_file:
                 why = "table='file' needs a file of tools.report --tables_dir"
                 raise ParamError(f"{self.path}.table_file", "''", why)
-            init = TableInit(f"{self.path}.table_file", p.table_file)
+            init = TableInit(p.table_file)
             self.CreateVariable(
                 "table", WeightParams((p.vocab_size,), "V", init, "float32", trainable=False)
             )
