@@ -26,7 +26,13 @@ from typing import Any
 
 from benchmarks import quality_report
 from benchmarks.compile_time import host
-from benchmarks.contenders import ROOT, Process, update_page
+from benchmarks.contenders import (
+    ROOT,
+    Process,
+    define_contender_flags,
+    kinds_of,
+    update_page,
+)
 from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import BEAM_SIZE
@@ -56,7 +62,6 @@ ROUTERS = {
 }
 DENSE, JOEYNMT = "dense", "joeynmt"
 OURS = (*_BEGINNINGS, DENSE)
-KINDS = (*OURS, JOEYNMT)
 # Steps of warm-up, padded tokens a side of a batch, the part of each time in which rates decay, which is ours.
 _JOEYNMT_SETTINGS = {"warmup": 200, "batch_tokens": 1024, "decay_share": 0.1}
 _SIZES = ("model_dim", "hidden_dim", "num_heads", "num_encoder_layers", "num_decoder_layers")
@@ -69,8 +74,7 @@ def define_flags() -> Flags:
     flags = Flags("python -m benchmarks.quality_peers", __doc__)
     flags.DEFINE_path("corpus", None, "the directory of tools.build_corpus", required=True)
     flags.DEFINE_path("output", "quality_peers", "directory for everything", portable=True)
-    flags.DEFINE_string("peers", "", "the Python of JoeyNMT's environment")
-    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(KINDS)}", KINDS)
+    define_contender_flags(flags, OURS, (JOEYNMT,))
     flags.DEFINE_list("languages", (), "the source languages (default: all of the corpus)")
     flags.DEFINE_float("cpu_seconds", 1500.0, "of training, for each", checks.POSITIVE)
     flags.DEFINE_numbers("seeds", (1,), "each contender trains with each of them", checks.SIZE)
@@ -89,8 +93,6 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    if JOEYNMT in args.only and not args.peers:
-        args.Fail(f"--only={JOEYNMT} needs --peers, JoeyNMT's Python (install_peers.sh --joeynmt)")
     interrupted = "stopped; the same command keeps the contenders that were finished"
     return _cli.attempt("quality_peers", lambda: Comparison(args).Run(), interrupted)
 
@@ -157,7 +159,7 @@ class Comparison:
     def _runs(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """(name, description, setup) of each run."""
         a = self._args
-        kinds = a.only or (KINDS if a.peers else OURS)
+        kinds = kinds_of(a, OURS, (JOEYNMT,))
         shared = {
             "points": [a.cpu_seconds * part for part in POINTS],
             "beam_size": a.beam_size,

@@ -145,8 +145,8 @@ def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., An
 
 @custom_gradient
 def lookup(table: tf.Tensor, ids: tf.Tensor) -> tuple:
-    """The rows of a table [V,M] by int32 ids: tf.gather whose gradient is one dense float32 sum, never IndexedSlices:
-    it partitions."""
+    """The rows of a table [V,M] by int32 ids. The gradient is one dense float32 sum, which XLA shards, in place of
+    tf.gather's IndexedSlices."""
     num_ids, width = table.shape
 
     def grad(dy: tf.Tensor) -> tuple:

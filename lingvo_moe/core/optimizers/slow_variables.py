@@ -2,9 +2,8 @@
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.config.param_text import shown
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.weight_decay import matched, parts_of
+from lingvo_moe.core.optimizers.variable_patterns import matched, wholly
 
 
 def define_slow_variables(p: InstantiableParams) -> None:
@@ -21,22 +20,9 @@ def define_slow_variables(p: InstantiableParams) -> None:
 
 
 def slow_variables(specs: NestedMap, p: InstantiableParams) -> frozenset[str]:
-    """The paths of the variables that a pattern of `slow` matches, as those of weight_decay.py.
+    """The paths of the variables that a pattern of `slow` matches.
 
     Raises ParamError: a pattern that matches no trainable variable, or only some of the variables that another packs.
     """
     trained = [spec for spec in specs.Flatten() if spec.trainable]
-    paths = matched("slow", p.slow, [part for spec in trained for part in parts_of(spec)])
-    slow = set()
-    for spec in trained:
-        parts = [part.path for part in parts_of(spec)]
-        chosen = [path for path in parts if path in paths]
-        if chosen and len(chosen) < len(parts):
-            why = (
-                f"matches {chosen[0]}, but not all that a pipeline packs into {spec.path}, which has one rate; "
-                "choose patterns that match all of it, or none"
-            )
-            raise checks.ParamError("slow", shown(p.slow), why)
-        if chosen:
-            slow.add(spec.path)
-    return frozenset(slow)
+    return wholly(trained, matched("slow", p.slow, trained), "learns slowly", ("slow", p.slow))

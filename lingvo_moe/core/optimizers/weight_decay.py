@@ -3,19 +3,17 @@
 Letters: E expert, U task, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config import checks
-from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.param_text import shown
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.variable_patterns import matched, wholly
 
 _MASK = ("decay_min_dims", "decay_include", "decay_exclude")
 # The first letter of tables with a row for each id: embeddings.
@@ -72,39 +70,22 @@ def decays(specs: NestedMap, p: InstantiableParams) -> dict[str, bool]:
     trained = [spec for spec in specs.Flatten() if spec.trainable]
     if not p.weight_decay:
         return {spec.path: False for spec in trained}
-    parts = [part for spec in trained for part in parts_of(spec)]
-    included = matched("decay_include", p.decay_include, parts)
-    excluded = matched("decay_exclude", p.decay_exclude, parts)
+    parts = [part for spec in trained for part in spec.parts]
+    included = matched("decay_include", p.decay_include, trained)
+    excluded = matched("decay_exclude", p.decay_exclude, trained)
     both = sorted(included & excluded)
     if both:
         why = f"matches {both[0]}, which decay_include={p.decay_include} matches too"
         raise checks.ParamError("decay_exclude", shown(p.decay_exclude), why)
     decayed = {
-        part.path: part.path in included
-        or (part.path not in excluded and not is_table(part) and own_dims(part) >= p.decay_min_dims)
+        part.path
         for part in parts
+        if part.path in included
+        or (part.path not in excluded and not is_table(part) and own_dims(part) >= p.decay_min_dims)
     }
-    return {spec.path: _agreed(spec, decayed, p) for spec in trained}
-
-
-def parts_of(spec: VariableSpec) -> list[VariableSpec]:
-    """The variables that a variable packs; itself if it packs none."""
-    return [part for row in spec.packs for part in row] or [spec]
-
-
-def _agreed(spec: VariableSpec, decayed: dict[str, bool], p: InstantiableParams) -> bool:
-    """Whether all parts of a variable decay. Raises ParamError if only some do."""
-    parts = [part.path for part in parts_of(spec)]
-    spared = [path for path in parts if not decayed[path]]
-    if spared and len(spared) < len(parts):
-        name = "decay_exclude" if p.decay_exclude else "decay_include"
-        chosen = next(path for path in parts if decayed[path])
-        why = (
-            f"{chosen} decays and {spared[0]} does not, but a pipeline packs both into {spec.path}, which decays as a "
-            "whole; choose patterns that match all variables of as many dimensions, or none of them"
-        )
-        raise checks.ParamError(name, shown(p.Get(name)), why)
-    return not spared
+    name = "decay_exclude" if p.decay_exclude else "decay_include"
+    agreed = wholly(trained, decayed, "decays", (name, p.Get(name)))
+    return {spec.path: spec.path in agreed for spec in trained}
 
 
 def is_table(spec: VariableSpec) -> bool:
@@ -116,24 +97,6 @@ def is_table(spec: VariableSpec) -> bool:
 def own_dims(spec: VariableSpec) -> int:
     """The dimensions but for those that count layers and a leading one that counts experts; a vector has one."""
     return 1 if spec.is_vector else len(spec.letters[spec.stack_dims :].removeprefix("E"))
-
-
-def matched(name: str, patterns: Sequence[str], specs: Sequence[VariableSpec]) -> set[str]:
-    """The paths that some pattern matches. Raises ParamError for a pattern that matches none."""
-    paths = {spec.path for spec in specs}
-    all_matched = set()
-    for pattern in patterns:
-        matched = {path for path in paths if fnmatchcase(path, pattern)}
-        if not matched:
-            ends = {f"*.{path.rpartition('.')[2]}" for path in paths}
-            near = did_you_mean(pattern, paths | ends)
-            why = (
-                f"{pattern!r} matches no variable that is trained{near}; --mode=inspect_model lists them, and * "
-                "stands for any characters"
-            )
-            raise checks.ParamError(name, shown(list(patterns)), why)
-        all_matched |= matched
-    return all_matched
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ _TYPE_KEYS = ("torch_dtype", "dtype")  # of config.json
 # Parameters that change no logit once a model is trained, or whose effect goes into the weights.
 _WITHOUT_EFFECT = re.compile(
     r"(.*\.)?(activation_split|weight_split|dtype|fprop_dtype|jitter|\w+_loss_weight|balance_bias"
-    r"|balance_quantiles|load_balance_weight)|(optimizer|pipeline)\..*|moe\.(dispatcher|capacity_factor|min_capacity)|num_groups|attention_block|remat|repeat"
+    r"|balance_quantiles|load_balance_weight)|(optimizer|pipeline)\..*|moe\.(dispatcher|capacity_factor|min_capacity)"
+    r"|num_groups|attention_block|remat|repeat"
     r"|dropout|attention_dropout|label_smoothing|clip_gradient_norm|ema_decay|multi_token_weight|seed|name"
     r"|embedding_scale|softmax_scale|position\.shared|adapter_\w+"
 )

@@ -236,9 +236,8 @@ class RunningBatch(TextBatch):
         return True
 
     def _GiveBack(self, text: RunningText) -> None:
-        for page in reversed(
-            text.pages
-        ):  # of a chain of names, the last ones are no use without the first
+        # Of a chain of names, the last ones are no use without the first.
+        for page in reversed(text.pages):
             self.pool.Give(page)
         text.pages, text.filled, text.ahead = [], 0, 0
 

@@ -336,9 +336,8 @@ class Answer:
         """
         text, row = self.text, self._Row(read)
         stops, at = text.settings.stop, self._StopOf(row)
-        while (
-            at >= 0 and len(text.new) > 1
-        ):  # of tokens that came together, some may be behind a stop
+        # Of tokens that came together, some may be behind a stop.
+        while at >= 0 and len(text.new) > 1:
             last = text.ids.pop(), text.log_probs.pop()
             shorter = self._Row(self._texts.Read([text])[0])
             if self._StopOf(shorter) < 0:
