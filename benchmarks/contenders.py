@@ -29,7 +29,9 @@ def define_contender_flags(flags: Flags, ours: Collection[str], peers: Collectio
 
     def why(values: Mapping[str, Any]) -> str:
         chosen = [name for name in values["only"] if name in peers]
-        return f"--only={','.join(chosen)} needs --peers" * bool(chosen and not values["peers"])
+        if values["peers"] or not chosen:
+            return ""
+        return f"--only={','.join(chosen)} needs --peers, the Python of what install_peers.sh makes"
 
     flags.Refuse(["only", "peers"], why)
 

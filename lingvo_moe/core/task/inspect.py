@@ -103,11 +103,8 @@ def print_optimizer(task: BaseTask, mesh: Mesh) -> None:
     Raises ParamError: a pattern of these that matches no variable.
     """
     specs = task.VariableSpecs()
-    state, decays, slow = (
-        task.StateSpecs(),
-        task.optimizer.Decays(specs),
-        task.optimizer.Slow(specs),
-    )
+    state, optimizer = task.StateSpecs(), task.optimizer
+    decays, slow = optimizer.Decays(specs), optimizer.Slow(specs)
     count = count_parameters(s for s in state.theta.Flatten() if s.trainable)
 
     def size(part: NestedMap) -> str:
@@ -116,14 +113,14 @@ def print_optimizer(task: BaseTask, mesh: Mesh) -> None:
         there = _of_hosts(part.Flatten(), mesh)
         return f"{total / count:.2g} bytes a parameter, {units.size(on_device, 1)} on each device{there}"
 
-    lines = [f"optimizer {type(task.optimizer).__name__}: {size(state.slots)}"]
-    if task.optimizer.p.weight_decay:
+    lines = [f"optimizer {type(optimizer).__name__}: {size(state.slots)}"]
+    if optimizer.p.weight_decay:
         lines.append(
-            f"weight decay {task.optimizer.p.weight_decay:g} on {sum(decays.values())} of {len(decays)} variables: "
+            f"weight decay {optimizer.p.weight_decay:g} on {sum(decays.values())} of {len(decays)} variables: "
             f"{_ends(path for path, does in decays.items() if does)}"
         )
     if slow:
-        share = f"{task.optimizer.p.slow_share:g} times the learning rate"
+        share = f"{optimizer.p.slow_share:g} times the learning rate"
         lines.append(f"{share} for {len(slow)} of {len(decays)} variables: {_ends(slow)}")
     if "ema" in state:
         lines.append(f"moving average of the weights: {size(state.ema)}")

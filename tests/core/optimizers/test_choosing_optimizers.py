@@ -77,13 +77,15 @@ def test_the_state_of_a_trillion_parameters_is_only_described():
 
 def test_inspecting_a_model_says_what_training_keeps(capsys):
     override = (
-        "task.optimizer=adamw;task.ema_decay=0.999;task.optimizer.decay_exclude=['*.router.wg']"
+        "task.optimizer=adamw;task.ema_decay=0.999;task.optimizer.decay_exclude=['*.router.wg'];"
+        "task.optimizer.slow=['*.router.*']"
     )
     task = registry.GetParams("mt.M4Demo", override).task.Instantiate()
     print_optimizer(task, Mesh.parse("expert:1"))
     assert capsys.readouterr().out == (
         "optimizer AdamW: 8 bytes a parameter, 32.8 MiB on each device\n"
         "weight decay 0.01 on 32 of 60 variables: *.k, *.o, *.q, *.v, *.wi, *.wo\n"
+        "0.1 times the learning rate for 2 of 60 variables: *.wg\n"
         "moving average of the weights: 4 bytes a parameter, 16.4 MiB on each device\n"
     )
 
