@@ -70,11 +70,11 @@ def _run(args: Flags) -> int:
     print(markdown(Table(words(*heads.split(", ")), rows)), end="")
     if args.steps:
         sizes = args.classes, args.small_batch, args.small_pixels, args.small_channels, "float32"
-        times = measure(sizes, args.steps)
+        measured = measure(sizes, args.steps)
         print(f"\nMeasured on {host()}, {args.steps} steps each:")
-        for by, seconds in times.items():
+        for by, seconds in measured.items():
             print(f"{by}: {seconds * 1e3:.0f} ms")
-        print(f"ratio: {times[_DATA_PARALLEL] / times[_FOUND]:.2f}")
+        print(f"ratio: {measured[_DATA_PARALLEL] / measured[_FOUND]:.2f}")
     return 0
 
 
@@ -183,6 +183,7 @@ def _compiled(
         return pack_as(theta, new), value
 
     compiled = engine.Build(step, [theta_specs, loss.images, loss.labels], donate=[0], name="step")
+    assert isinstance(compiled, CompiledProgram)
     rng = np.random.RandomState(0)
     theta = map_structure(
         lambda s: (rng.standard_normal(s.shape) * 0.01).astype(np.float32), loss.theta

@@ -91,7 +91,7 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
             src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
             if kind.full:
                 return _full(module.model, src, target)
-            return tf.reduce_sum(decoder.Search(src, longest).lengths_BK)
+            return tf.reduce_sum(decoder.Find(src, longest).lengths_BK)
 
     signature = [tf.TensorSpec([None] * rank, tf.int32) for rank in (2, 1, 1)]
     module.search = tf.function(search, input_signature=signature, autograph=False)
@@ -109,7 +109,7 @@ def shortlist(size: dict[str, Any]) -> Any:
     up_to = np.cumsum(1 / np.arange(1, tokens + 1))
     draws = np.random.default_rng(2).random((tokens, 100))
     candidates = np.searchsorted(up_to / up_to[-1], draws)
-    some = Shortlist.Make(candidates, range(460), {"source": b"", "target": b""})
+    some = Shortlist.Make(list(candidates), range(460), {"source": b"", "target": b""})
     return ShortlistColumns(some, tokens, 2 * size["beam"] + 3)
 
 

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Flags, wanted: Request) -> int:
     _cli.check_output_files(args, "output", "plot")
-    points = []
+    points: list[dict[str, Any]] = []
     for threads in wanted.threads:
         for experts in wanted.experts:
             size = {**wanted.size, "num_experts": experts, "threads": threads}

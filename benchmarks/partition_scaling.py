@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.compile_time import host
@@ -84,12 +84,13 @@ def run(counts: list[int], forms: Sequence[str], rounds: int, limit: int) -> dic
                 if form == "spmd_tpu" and partitions not in TOPOLOGIES:
                     continue
                 print(f"{program}, {form}, {partitions} partitions ... ", end="", flush=True)
-                found = [_in_own_process(form, program, partitions, limit) for _ in range(rounds)]
-                if None in found:
+                runs = [_in_own_process(form, program, partitions, limit) for _ in range(rounds)]
+                ended = [run for run in runs if run is not None]
+                if len(ended) < rounds:
                     print(f"more than {limit} s")
                     entries.append({"program": program, "form": form, "partitions": partitions})
                     break
-                best = min(found, key=lambda f: f["compile_seconds"])
+                best = min(ended, key=lambda run: run["compile_seconds"])
                 print(f"compiled in {best['compile_seconds']:.2f} s")
                 entries.append({"program": program, "form": form, "partitions": partitions, **best})
     return {"rounds": rounds, "limit_seconds": limit, "host": host(), "entries": entries}
@@ -171,7 +172,8 @@ def _spmd(program: str, partitions: int) -> tuple[Any, int]:
             TensorSpec((_ROWS, long), "float32", (None, "d")),
             TensorSpec((long, _ROWS), "float32", rows),
         ]
-        fn, results = dot, [TensorSpec((_ROWS, _ROWS), "float32")]
+        fn: Callable[..., Any] = dot
+        results = [TensorSpec((_ROWS, _ROWS), "float32")]
     else:
         shape = (partitions * _ROWS, long)
         specs, fn = [TensorSpec(shape, "float32", rows)], reshard
