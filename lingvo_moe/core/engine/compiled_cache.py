@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import hashlib
 import os
-import platform
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import jax
 
+from lingvo_moe.core import processor
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.files.paths import PathError, check_local, user_cache_dir
 from lingvo_moe.core.files.sealed import read_sealed, write_sealed
@@ -170,7 +170,4 @@ def _make_room(directory: Path) -> None:
 
 def _cpu_features() -> str:
     """A short name for the features of this machine's CPU."""
-    features = platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-        features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(features.encode()).hexdigest()[:12]
+    return hashlib.sha256(processor.features().encode()).hexdigest()[:12]

@@ -14,7 +14,7 @@ as text, which takes seconds and gigabytes. The operation with an underscore has
 variable too. The packed weight belongs to the operation's node in the graph, which must always see the same weight: no
 argument of a function with several callers, no slice in a loop, and no variable that is assigned later.
 
-Letters: R row, M and N the dimensions of a weight, P block, W column of a block.
+Letters: R row, M and N the dimensions of a weight.
 """
 
 from typing import Any
@@ -39,14 +39,13 @@ class EightBit(Matrix):
         int8_MN: the integers, from -64 to 64.
         scale_N: float32; int8_MN * scale_N is about the weight.
         bias_N: float32, which subtracts what the shift of the inputs adds.
-        width: W, the columns of a block.
     """
 
-    def __init__(self, int8_MN: Any, scale_N: Any, bias_N: Any, width: int):
-        self.int8_MN, self.scale_N, self.bias_N, self.width = int8_MN, scale_N, bias_N, width
+    def __init__(self, int8_MN: Any, scale_N: Any, bias_N: Any):
+        self.int8_MN, self.scale_N, self.bias_N = int8_MN, scale_N, bias_N
 
     @classmethod
-    def Of(cls, w_MN: tf.Tensor | np.ndarray, width: int) -> "EightBit":
+    def Of(cls, w_MN: tf.Tensor | np.ndarray) -> "EightBit":
         """Rounds a float weight, an array or an eager tensor [M,N].
 
         Products with a column that contains NaN or infinity are NaN.
@@ -58,18 +57,18 @@ class EightBit(Matrix):
         int8_MN = np.round(np.where(finite_N, w_MN, 0) / scale_N).astype(np.int8)
         scale_N = np.where(finite_N, scale_N, np.nan).astype(np.float32)
         bias_N = (-_SHIFT * np.sum(int8_MN, 0, dtype=np.int64)).astype(np.float32)
-        return cls(tf.constant(int8_MN), tf.constant(scale_N), tf.constant(bias_N), width)
+        return cls(tf.constant(int8_MN), tf.constant(scale_N), tf.constant(bias_N))
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         return self.int8_MN, self.scale_N, self.bias_N
 
     def With(self, int8_MN: Any, scale_N: Any, bias_N: Any) -> "EightBit":
-        return EightBit(int8_MN, scale_N, bias_N, self.width)
+        return EightBit(int8_MN, scale_N, bias_N)
 
-    def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
-        blocks = -(-self.int8_MN.shape[1] // self.width)
-        return tf.transpose(tf.reshape(self.Product(x_RM), [-1, blocks, self.width]), [1, 0, 2])
+    def HeadsProduct(self, x_RM: tf.Tensor, heads: int) -> tf.Tensor:
+        size = self.int8_MN.shape[1] // heads
+        return tf.transpose(tf.reshape(self.Product(x_RM), [-1, heads, size]), [1, 0, 2])
 
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
         if not tf.inside_function():  # the operation exists in graphs only
@@ -85,7 +84,7 @@ class EightBit(Matrix):
 def check_supported() -> None:
     """Raises ValueError where TensorFlow has no such kernel: it is oneDNN's, of builds for x86-64."""
     try:
-        EightBit.Of(np.ones([4, 4]), 4).Product(tf.ones([1, 4]))
+        EightBit.Of(np.ones([4, 4])).Product(tf.ones([1, 4]))
     except (tf.errors.OpError, RuntimeError, ValueError) as e:
         raise ValueError(
             f"this TensorFlow has no products of 8 bits ({private.QUANTIZED_PRODUCT}), which its builds for x86-64 "

@@ -2,7 +2,8 @@
 
 A step of a search multiplies a few rows by every weight of the model, so its cost is that of reading the weights. A
 product with a plain matrix of many columns first copies pieces of the matrix into a buffer. Blocks of columns that lie
-in memory one after another need no copy. With many rows both are equally fast.
+in memory one after another need no copy. With many rows both are equally fast. How many columns are best for a few rows
+depends on the processor's registers: blocks are those for the processor that packs, and any other can read them.
 
 A batch of one row takes another kernel and rounds differently. Two or three rows take longer than four, so the search
 has at least four; but one where all products are of 8 bits.
@@ -15,10 +16,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core import processor
 from lingvo_moe.core.kernels.eight_bit import EightBit
 from lingvo_moe.core.kernels.weights import Heads, Matrix
 
-WIDTH = 64  # the default of W
+WIDTH = 64  # of W the multiple for all processors
 WEIGHTS = ("float32", "int8")
 
 
@@ -34,9 +36,13 @@ class FloatBlocks(Matrix):
         self.blocks_PMW, self.columns = blocks_PMW, columns
 
     @classmethod
-    def Of(cls, w_MN: tf.Tensor, width: int = WIDTH) -> "FloatBlocks":
-        """Packs a weight [M,N]. If N is unknown while tracing, it must be a multiple of `width`."""
+    def Of(cls, w_MN: tf.Tensor, head_size: int = 0) -> "FloatBlocks":
+        """Packs a weight [M,N]. If N is unknown while tracing, it must be a multiple of WIDTH.
+
+        With a head size K, which must divide N, the blocks divide each head's columns.
+        """
         rows, columns = w_MN.shape
+        width = head_size if head_size % _block_width() else _block_width()
         size = tf.shape(w_MN)[1] if columns is None else columns
         blocks = -(-size // width)
         w_MN = tf.pad(w_MN, [[0, 0], [0, blocks * width - size]])
@@ -49,14 +55,19 @@ class FloatBlocks(Matrix):
     def With(self, blocks_PMW: Any) -> "FloatBlocks":
         return FloatBlocks(blocks_PMW, self.columns)
 
-    def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
-        return tf.matmul(tf.expand_dims(x_RM, 0), self.blocks_PMW)
+    def HeadsProduct(self, x_RM: tf.Tensor, heads: int) -> tf.Tensor:
+        y_PRW = tf.matmul(tf.expand_dims(x_RM, 0), self.blocks_PMW)
+        blocks, _, width = self.blocks_PMW.shape
+        if blocks == heads:
+            return y_PRW
+        y_NPRW = tf.reshape(y_PRW, [heads, blocks // heads, -1, width])
+        return tf.reshape(tf.transpose(y_NPRW, [0, 2, 1, 3]), [heads, -1, blocks // heads * width])
 
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
+        y_PRW = tf.matmul(tf.expand_dims(x_RM, 0), self.blocks_PMW)
         blocks, _, width = self.blocks_PMW.shape
         blocks = tf.shape(self.blocks_PMW)[0] if blocks is None else blocks
-        y_RPW = tf.transpose(self.ProductByBlock(x_RM), [1, 0, 2])
-        y_RN = tf.reshape(y_RPW, [-1, blocks * width])
+        y_RN = tf.reshape(tf.transpose(y_PRW, [1, 0, 2]), [-1, blocks * width])
         return y_RN if self.columns in (None, blocks * width) else y_RN[:, : self.columns]
 
 
@@ -72,13 +83,17 @@ class PackAs:
 
     def Matrix(self, w_MN: tf.Tensor) -> Matrix:
         """Packs a weight [M,N] in the type of the activations."""
-        return EightBit.Of(w_MN, WIDTH) if self.kind == "int8" else FloatBlocks.Of(w_MN)
+        return EightBit.Of(w_MN) if self.kind == "int8" else FloatBlocks.Of(w_MN)
 
     def Heads(self, *weights_MNK: tf.Tensor) -> Heads:
         """Packs projections [M,N,K] of one input, in the type of the activations."""
         w_MNK = tf.concat(weights_MNK, 1)
         dim, heads, size = w_MNK.shape
-        numbers = tuple(w.shape[1] for w in weights_MNK)
-        if self.kind == "int8":
-            return Heads(EightBit.Of(tf.reshape(w_MNK, [dim, heads * size]), size), numbers)
-        return Heads(FloatBlocks(tf.transpose(w_MNK, [1, 0, 2]), heads * size), numbers)
+        w_MN = tf.reshape(w_MNK, [dim, heads * size])
+        packed = EightBit.Of(w_MN) if self.kind == "int8" else FloatBlocks.Of(w_MN, size)
+        return Heads(packed, tuple(w.shape[1] for w in weights_MNK))
+
+
+def _block_width() -> int:
+    """W for this machine's processor: how many columns its products of a few rows compute at a time."""
+    return WIDTH if "avx512f" in processor.features() else 16

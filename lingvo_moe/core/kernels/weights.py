@@ -38,12 +38,12 @@ class Matrix(abc.ABC):
         """Multiplies rows [R,M] by the weight: [R,N], in the type of the rows."""
 
     @abc.abstractmethod
-    def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """Multiplies rows [R,M] by each block of columns: [P,R,W]; W must divide N."""
+    def HeadsProduct(self, x_RM: tf.Tensor, heads: int) -> tf.Tensor:
+        """Multiplies rows [R,M] by the columns [M,K] of each of `heads` heads: [heads,R,K], where N = heads K."""
 
 
 class Heads:
-    """Projections [M,N,K] of one input, in one packed weight that has a block for each head; a leaf like the others.
+    """Projections [M,N,K] of one input, in one packed weight; a leaf like the others.
 
     Attributes:
         packed: the heads' weights [M,K], one after another.
@@ -65,8 +65,9 @@ class Heads:
     def Project(self, x_BTM: tf.Tensor) -> list[tf.Tensor]:
         """Multiplies x [B,T,M] by each projection: a list of [N,B,T,K]."""
         batch, time, dim = open_shape(x_BTM)
-        y_NRK = self.packed.ProductByBlock(tf.reshape(x_BTM, [-1, dim]))
-        y_NBTK = tf.reshape(y_NRK, [sum(self.numbers), batch, time, y_NRK.shape[-1]])
+        heads = sum(self.numbers)
+        y_NRK = self.packed.HeadsProduct(tf.reshape(x_BTM, [-1, dim]), heads)
+        y_NBTK = tf.reshape(y_NRK, [heads, batch, time, y_NRK.shape[-1]])
         return tf.split(y_NBTK, self.numbers, 0) if len(self.numbers) > 1 else [y_NBTK]
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from numpy.testing import assert_allclose, assert_array_equal
 from processes import run_python
 
+from lingvo_moe.core import processor
 from lingvo_moe.core.kernels.eight_bit import EightBit
 from lingvo_moe.core.kernels.packed_weights import FloatBlocks, PackAs
 from lingvo_moe.core.nested_map import NestedMap
@@ -22,7 +23,7 @@ import tensorflow as tf
 from lingvo_moe.core.kernels.eight_bit import EightBit
 
 x_RM = np.where(np.arange(96) % 5 < 4, 1.0, -1.0) * np.array([[1.0], [-1.0], [3.0]])
-product = tf.function(EightBit.Of(np.outer(np.where(np.arange(96) % 7 < 6, 1, -1), np.ones(80)), 64).Product)
+product = tf.function(EightBit.Of(np.outer(np.where(np.arange(96) % 7 < 6, 1, -1), np.ones(80))).Product)
 want = x_RM @ np.where(np.arange(96) % 7 < 6, 1, -1)
 np.testing.assert_allclose(product(tf.constant(x_RM, tf.float32)), np.repeat(want[:, None], 80, 1), rtol=1e-6)
 """
@@ -39,7 +40,7 @@ def _product(weight: EightBit):
 
 def test_a_product_is_that_of_the_integers():
     x_RM, w_MN = _numbers(9, 300), _numbers(300, 70, seed=1) * np.linspace(0.1, 9, 70, dtype="f")
-    weight = EightBit.Of(w_MN, 64)
+    weight = EightBit.Of(w_MN)
     assert np.abs(weight.int8_MN.numpy()).max(0).tolist() == [64] * 70
     most_R1 = np.abs(x_RM).max(1, keepdims=True)
     rounded_RM = np.floor(x_RM / (most_R1 / 127) + 0.5).astype(np.int64)
@@ -55,7 +56,7 @@ def test_a_product_is_that_of_the_integers():
 
 
 def test_a_row_is_bit_identical_alone_and_with_others():
-    product, x_RM = _product(EightBit.Of(_numbers(64, 40), 64)), _numbers(33, 64, seed=1)
+    product, x_RM = _product(EightBit.Of(_numbers(64, 40))), _numbers(33, 64, seed=1)
     together = product(x_RM).numpy()
     for rows in (1, 2, 3, 16, 17):
         assert_array_equal(product(x_RM[:rows]), together[:rows])
@@ -63,7 +64,7 @@ def test_a_row_is_bit_identical_alone_and_with_others():
 
 
 def test_no_rows_and_rows_of_zeros_or_without_a_number():
-    product, x_RM = _product(EightBit.Of(_numbers(16, 8) * (np.arange(8) > 0), 8)), _numbers(3, 16)
+    product, x_RM = _product(EightBit.Of(_numbers(16, 8) * (np.arange(8) > 0))), _numbers(3, 16)
     assert product(x_RM[:0]).shape == (0, 8)
     assert not product(x_RM)[:, 0].numpy().any()  # a column of zeros
     x_RM[0], x_RM[1, 4] = 0, np.nan
@@ -76,13 +77,13 @@ def test_a_weight_that_is_no_number_is_not_taken_for_one(bad):
     w_MN = _numbers(16, 8)
     w_MN[3, 2] = bad
     w_MN[:, 5] = 1e-42  # and one that is hardly more than none is none
-    got = _product(EightBit.Of(w_MN, 8))(_numbers(3, 16)).numpy()
+    got = _product(EightBit.Of(w_MN))(_numbers(3, 16)).numpy()
     assert np.isnan(got).any(0).nonzero()[0].tolist() == [2]
     assert not got[:, 5].any()
 
 
 def test_results_are_of_the_type_of_the_rows():
-    weight, x_RM = EightBit.Of(_numbers(16, 8), 8), tf.cast(_numbers(3, 16), tf.bfloat16)
+    weight, x_RM = EightBit.Of(_numbers(16, 8)), tf.cast(_numbers(3, 16), tf.bfloat16)
     got = tf.function(weight.Product)(x_RM)
     assert got.dtype == tf.bfloat16
     assert_array_equal(got, tf.cast(_product(weight)(tf.cast(x_RM, tf.float32)), tf.bfloat16))
@@ -95,28 +96,30 @@ def test_sums_do_not_overflow_on_processors_without_instructions_for_them():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_both_kinds_of_packed_weights_are_used_alike():
-    """Both give about the same products, complete and by block; float weights give the plain product."""
+@pytest.mark.parametrize("size", [8, 16, 24, 64])
+@pytest.mark.parametrize("instructions", ["avx2", "avx2 avx512f"])
+def test_both_kinds_of_packed_weights_are_used_alike(size, instructions, monkeypatch):
+    """Both give about the same products, complete and by head; float weights give the plain product, in blocks for
+    either processor."""
+    monkeypatch.setattr(processor, "features", lambda: instructions)
     x_RM, w_MN = tf.constant(_numbers(5, 32)), tf.constant(_numbers(32, 100))
-    w_MPW = tf.constant(_numbers(32, 3, 16))
+    w_MNK = tf.constant(_numbers(32, 3, size))
     plain, ints = (PackAs(kind).Matrix(w_MN) for kind in ("float32", "int8"))
     assert (type(plain), type(ints)) == (FloatBlocks, EightBit)
     assert_allclose(plain.Product(x_RM), x_RM @ w_MN, rtol=1e-5, atol=1e-5)
     assert_allclose(ints.Product(x_RM), x_RM @ w_MN, atol=0.3)
-    plain, ints = (PackAs(kind).Heads(w_MPW).packed for kind in ("float32", "int8"))
-    want = np.einsum("rm,mpw->prw", x_RM, w_MPW)
-    assert_allclose(plain.ProductByBlock(x_RM), want, rtol=1e-5, atol=1e-5)
-    assert_allclose(ints.ProductByBlock(x_RM), want, atol=0.3)
-    joined = np.transpose(want, [1, 0, 2]).reshape(5, 48)
+    plain, ints = (PackAs(kind).Heads(w_MNK).packed for kind in ("float32", "int8"))
+    want = np.einsum("rm,mnk->nrk", x_RM, w_MNK)
+    assert_allclose(plain.HeadsProduct(x_RM, 3), want, rtol=1e-5, atol=1e-5)
+    assert_allclose(ints.HeadsProduct(x_RM, 3), want, atol=0.5)
+    joined = np.transpose(want, [1, 0, 2]).reshape(5, 3 * size)
     assert_allclose(plain.Product(x_RM), joined, rtol=1e-5, atol=1e-5)
-    assert_allclose(ints.Product(x_RM), joined, atol=0.3)
+    assert_allclose(ints.Product(x_RM), joined, atol=0.5)
 
 
 def _saved(path, seed: int):
     """Saves a module that multiplies in a loop, as a search does; returns its result and the directory."""
-    module = SavedWeights(
-        NestedMap(layers=[NestedMap(w=EightBit.Of(_numbers(4, 5, seed=seed), 64))])
-    )
+    module = SavedWeights(NestedMap(layers=[NestedMap(w=EightBit.Of(_numbers(4, 5, seed=seed)))]))
 
     def product(x_RM: tf.Tensor) -> tf.Tensor:
         def step(i: tf.Tensor, y_RN: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -135,7 +138,7 @@ def test_a_module_holds_them_as_variables(tmp_path):
     assert [(v.name, v.dtype) for v in module.variables] == [
         ("layers_0_.w:0", kind) for kind in (tf.int8, tf.float32, tf.float32)
     ]
-    weight = EightBit.Of(_numbers(4, 5, seed=1), 64)
+    weight = EightBit.Of(_numbers(4, 5, seed=1))
     assert_array_equal(want, 2 * weight.Product(tf.constant(_numbers(3, 4))))
     with pytest.raises(ValueError, match="cannot be assigned"):
         module.Assign(NestedMap(layers=[NestedMap(w=weight)]))
