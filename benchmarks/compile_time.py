@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core import processor
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
@@ -24,6 +25,12 @@ from lingvo_moe.reproduction.requests import COMPILED, REQUESTS
 from tools import _cli
 
 PLANS = Path(__file__).resolve().parent.parent / "docs" / "plans"
+_INSTRUCTIONS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "VNNI",
+    "amx_bf16": "AMX",
+}
 _MEASURED = ("lower_seconds", "compile_seconds", "program_bytes")
 
 
@@ -102,11 +109,13 @@ def measure(path: Path, name: str) -> None:
 
 
 def host() -> str:
-    """This machine, in words."""
+    """This machine, in words, with the instruction sets that products run on."""
     cores = len(os.sched_getaffinity(0))
     with open("/proc/cpuinfo", encoding="ascii", errors="replace") as info:
         names = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
-    return f"{cores} CPU cores" + (f" ({names[0]})" if names else "")
+    flags = processor.features().split()
+    names[1:] = [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
+    return f"{cores} CPU cores" + (f" ({', '.join(names)})" if names else "")
 
 
 def show(result: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ step, which it answers by a line of JSON.
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
 
 ROOT = Path(__file__).resolve().parent.parent
+_MACHINE = "Measured on "
 
 
 def define_contender_flags(flags: Flags, ours: Collection[str], peers: Collection[str]) -> None:
@@ -183,12 +185,20 @@ def take_turns(
 def update_page(page: Path, name: str, text: str) -> None:
     """Puts `text` between the page's two marker lines of that name.
 
+    Where its last line says "Measured on" a machine, tables of other machines stay before it.
+
     Raises:
         ValueError: the page lacks them.
     """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     head, found, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, closed, tail = rest.partition(end)
+    block, closed, tail = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"{page} lacks the lines {begin} and {end}")
+    last_line = text.splitlines()[-1]
+    if last_line.startswith(_MACHINE):
+        tables = re.findall(
+            rf"(.*?^{_MACHINE}.*$)\n+", block.lstrip("\n"), re.DOTALL | re.MULTILINE
+        )
+        text = "\n\n".join([old for old in tables if not old.endswith(f"\n{last_line}")] + [text])
     files.write_atomic(str(page), f"{head}{begin}\n{text}\n{end}{tail}".encode())
