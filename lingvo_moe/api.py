@@ -76,7 +76,11 @@ if TYPE_CHECKING:
     from lingvo_moe.core.moe.dispatch import Dispatcher as Dispatcher
     from lingvo_moe.core.moe.layer import MoELayer as MoELayer
     from lingvo_moe.core.moe.routers.base import LearnedRouter as LearnedRouter, Router as Router
-    from lingvo_moe.core.moe.routers.losses_and_metrics import Choice as Choice
+    from lingvo_moe.core.moe.routers.losses_and_metrics import (
+        Choice as Choice,
+        noting_choices as noting_choices,
+        recorded_experts as recorded_experts,
+    )
     from lingvo_moe.core.moe.routers.slots import top_k as top_k
     from lingvo_moe.core.nested_map import NestedMap as NestedMap
     from lingvo_moe.core.optimizers import schedules as schedules

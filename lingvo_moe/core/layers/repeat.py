@@ -113,7 +113,8 @@ class Repeat(BaseLayer):
             carry: the tensor passed from repetition to repetition; its shape and type stay.
             shared: tensors that every repetition sees. Everything that the body uses beside theta
                 and carry must come through here: gradients do not reach tensors that the body
-                merely captures.
+                merely captures. Entries of `shared.each`, [L, ...], if there is one, stand in its place for
+                repetition i as their rows i.
             seed: int32 [2] or None.
 
         Returns:
@@ -200,6 +201,9 @@ class Repeat(BaseLayer):
     ) -> tuple[tf.Tensor, NestedMap]:
         theta = self._ShardTheta(theta.body)
         seed = self.FoldSeed(self.FoldSeed(seed, "body"), i)
+        if "each" in shared:
+            rows = shared.each.Transform(lambda x: tf.gather(x, i))
+            shared = NestedMap({n: x for n, x in shared.items() if n != "each"}, **rows)
         carry, extras = self.body.FProp(theta, self._ShardCarry(carry), shared, seed=seed)
         return self._ShardCarry(carry), extras
 

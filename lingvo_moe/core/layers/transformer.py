@@ -42,9 +42,13 @@ class TransformerBlock(BaseLayer):
     ) -> tuple[tf.Tensor, NestedMap]:
         """Maps x [B, T, M]; the extras of layer i, where it has any, are `extras.layer_<i>`."""
         all_extras = NestedMap()
+        recorded = iter(tf.unstack(aux.experts) if "experts" in aux else ())
         for i, layer in enumerate(self.layers):
-            name = f"layer_{i}"
-            x, extras = layer.FProp(theta.layers[i], x, aux, seed=self.FoldSeed(seed, name))
+            name, own = f"layer_{i}", aux
+            if "experts" in aux and layer.Variant() == "moe":
+                own = NestedMap(aux)
+                own.context = NestedMap(aux.get("context", {}), experts=next(recorded))
+            x, extras = layer.FProp(theta.layers[i], x, own, seed=self.FoldSeed(seed, name))
             if extras:
                 all_extras[name] = extras
         return x, all_extras
@@ -150,9 +154,27 @@ class TransformerStack(BaseLayer):
         seed: tf.Tensor | None = None,
         chunk: Chunk = ALL,
     ) -> tuple[tf.Tensor, NestedMap]:
-        """FProp without the last normalization, for the weights of all blocks or of a chunk of them."""
+        """FProp without the last normalization, for the weights of all blocks or of a chunk of them.
+
+        Raises ValueError: recorded `aux.experts` are of another number of layers than have experts.
+        """
         seed = self.FoldSeed(seed, "blocks")
+        if "experts" in aux:
+            aux = self._ByBlock(aux)
         return self.blocks.FProp(theta, x, aux, seed, chunk)
+
+    def _ByBlock(self, aux: NestedMap) -> NestedMap:
+        """aux with recorded experts [L, B, T, k] as what each block takes of them."""
+        blocks, layers = self.p.num_blocks, self.blocks.body.layers
+        of_block = sum(layer.Variant() == "moe" for layer in layers)
+        number, *rest = aux.experts.shape
+        if number != blocks * of_block:
+            raise ValueError(
+                f"{self.path}: recorded `experts` are of {number} layers, and {blocks * of_block} have experts"
+            )
+        by_block = tf.reshape(aux.experts, [blocks, of_block, *rest])
+        others = {name: value for name, value in aux.items() if name != "experts"}
+        return NestedMap(others, each=NestedMap(experts=by_block))
 
     @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> list[list[NestedMap]]:

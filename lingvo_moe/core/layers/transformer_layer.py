@@ -8,6 +8,7 @@ Layers share `aux`, a NestedMap:
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
     context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/base.py); only if it
         needs some.
+    experts: int32 [n, B, T, k], recorded ones of n MoE layers, in their order, where these are to choose them.
     shares: float scalars, in a micro-batch only; see core/moe/layer.py.
     positions: int32 [B, T], each token's in its segment; only where queries and keys take them (positions.py).
 """

@@ -16,8 +16,12 @@ from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
 from lingvo_moe.core.moe.experts import Experts, Rows, are_packed
-from lingvo_moe.core.moe.routers.base import Routing, grouped, needed, note_choices, noted_choices
-from lingvo_moe.core.moe.routers.losses_and_metrics import micro_batch_terms
+from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
+from lingvo_moe.core.moe.routers.losses_and_metrics import (
+    micro_batch_terms,
+    note_choices,
+    noted_choices,
+)
 from lingvo_moe.core.moe.routers.slots import expert_capacity
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import replicate
@@ -185,8 +189,9 @@ class MoELayer(BaseLayer):
             x_BTM: of a static shape where there is a seed.
             paddings_BT: bool or float, 1 for padding. Padding comes out as zeros, without shared experts.
             seed: int32 [2]; None means inference.
-            context: the entries that the router needs (`Needs`), int32 [B,T] each; other entries are
-                ignored.
+            context: the entries that the router needs (`Needs`), int32 [B,T] each; and recorded `experts`, int32
+                [B,T,k], where the router is to choose these: a token's are all different and best first, or negative
+                where it chooses itself. Other entries are ignored.
             shares: of a micro-batch in its batch, float32 scalars `tokens` and `groups`; loss and metrics are
                 then terms that sum up over micro-batches (see routers/losses_and_metrics.py). None for a whole batch.
 
@@ -196,10 +201,12 @@ class MoELayer(BaseLayer):
             updates: see `Routing`).
 
         Raises:
-            ValueError: tokens that do not fall into num_groups groups, or no context that the router
-                needs.
+            ValueError: tokens that do not fall into num_groups groups, no context that the router needs, or
+                experts that it does not take.
         """
         context = needed(self.path, self.Needs(self.p), context)
+        if context is not None and "experts" in context:
+            self.router.CheckRecorded(context.experts)
         x_BTM = tf.cast(x_BTM, self.fprop_dtype)
         if seed is None:
             x_GSM, paddings_GS, capacity = x_BTM, paddings_BT, None

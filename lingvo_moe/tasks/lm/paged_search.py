@@ -13,7 +13,7 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.pages import PAGE
 from lingvo_moe.core.kernels import paged
-from lingvo_moe.core.moe.routers.base import noting_choices
+from lingvo_moe.core.moe.routers.losses_and_metrics import noting_choices
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim

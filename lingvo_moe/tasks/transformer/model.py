@@ -3,6 +3,7 @@
 Letters: B batch, T time, S source time, J hypotheses, P consecutive tokens, M model, V vocabulary.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from lingvo_moe.core.kernels.weights import Packing
 from lingvo_moe.core.layers import embedding, kept, masks, positions, softmax
 from lingvo_moe.core.layers.attention import AUTO, positions_of
 from lingvo_moe.core.layers.repeat import Chunk
+from lingvo_moe.core.moe.routers.losses_and_metrics import noting_choices, recorded_experts
 from lingvo_moe.core.nested_map import NestedMap, map_structure, updates_of
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
@@ -261,6 +263,8 @@ class TransformerModel(BaseTask):
             **self._Context(stack, row),
             **self._Positions(row),
         )
+        if "experts" in row:
+            aux.experts = tf.transpose(self.Shard(row.experts, "BTlk"), [2, 0, 1, 3])
         for before in self.STACKS:
             if before.name == stack.memory:
                 sources = before.Row(context.batch).segment_ids
@@ -381,22 +385,34 @@ class TransformerModel(BaseTask):
 
     @scoped
     def LogProbs(
-        self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        self,
+        theta: NestedMap,
+        batch: NestedMap,
+        vocab_size: int | None = None,
+        with_experts: bool = False,
+    ) -> tuple[tf.Tensor, ...]:
         """The log-probability of each label, given what comes before it, in inference: float32 [B,T], 0 at padding; and
         whether no id is likelier than it: bool [B,T].
 
         Args:
             vocab_size: how many ids of the model's V the vocabulary has: the others get no probability, as in decoding;
                 None for all.
+            with_experts: whether the experts that the last stack's MoE layers chose come third, int32 [B,T,L,k], as
+                FProp and LogProbs take them from `batch.experts`; of a decoder, in its own rows.
         """
-        stack, (carry, _, _) = self.STACKS[-1], self.Forward().Run(theta, Context(batch))
+        stack = self.STACKS[-1]
+        with noting_choices() if with_experts else contextlib.nullcontext():
+            carry, _, extras = self.Forward().Run(theta, Context(batch))
         y = self.children[stack.name].Normalized(theta[stack.name], carry.x)
         row, logits = stack.Row(batch), self.softmax.FProp(theta[self.softmax_table], y)
         logits = logits[..., :vocab_size]
         nll = kernels.current().cross_entropy(logits, row.labels, 0.0)
         likeliest = tf.gather(logits, row.labels, batch_dims=2) >= tf.reduce_max(logits, -1)
-        return tf.where(row.segment_ids > 0, -nll, 0.0), likeliest
+        results = tf.where(row.segment_ids > 0, -nll, 0.0), likeliest
+        if not with_experts:
+            return results
+        chosen = map_structure(_in_order, *(x.metrics.choices for x in extras[stack.name].values()))
+        return *results, recorded_experts(chosen, row.ids)
 
     # --- decoding
 

@@ -11,7 +11,7 @@ from rows import products_ignore_the_batch
 
 from lingvo_moe.core.decode.pages import PAGE
 from lingvo_moe.core.decode.ranges import Sampling
-from lingvo_moe.core.moe.routers.base import noting_choices
+from lingvo_moe.core.moe.routers.losses_and_metrics import noting_choices
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context
 from lingvo_moe.core.sharding import single_device, use_mesh

@@ -9,9 +9,7 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M 
 B batch, T time, Z token in group.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -41,7 +39,8 @@ CONTEXT = {
 
 
 def needed(path: str, names: Sequence[str], context: NestedMap | None) -> NestedMap | None:
-    """The entries of a context, int32 [B,T] each, that a router needs; None where it needs none.
+    """The entries of a context, int32 [B,T] each, that a router needs, and recorded `experts` where there are some,
+    int32 [B,T,k]; None where there are none.
 
     Raises ValueError: an entry that it needs is missing.
     """
@@ -52,11 +51,13 @@ def needed(path: str, names: Sequence[str], context: NestedMap | None) -> Nested
                 f"{path} routes by {name} ({CONTEXT[name]}): it must be in `context`, int32 [B,T]; "
                 f"given: {entries}"
             )
+    recorded = ["experts"] if context and "experts" in context else []
+    names = [*names, *recorded]
     return NestedMap({name: context[name] for name in names}) if context and names else None
 
 
 def grouped(path: str, context: NestedMap, groups: int, size: int) -> NestedMap:
-    """A context [B,T] in the groups of the tokens, [G,S].
+    """A context [B,T,...] in the groups of the tokens, [G,S,...].
 
     Segment ids become unique in the batch: those of different rows differ.
 
@@ -73,7 +74,7 @@ def grouped(path: str, context: NestedMap, groups: int, size: int) -> NestedMap:
                     f"{time}: num_groups must divide the {batch} rows, or be 0"
                 )
             value_BT += (time + 1) * tf.range(batch)[:, tf.newaxis]
-        out[name] = tf.reshape(value_BT, [groups, size])
+        out[name] = tf.reshape(value_BT, [groups, size, *value_BT.shape[2:]])
     return out
 
 
@@ -111,6 +112,8 @@ class Router(BaseLayer):
     # True for expert choice: C decides how many tokens each expert picks, so C is passed even when the dispatcher is
     # dropless.
     CHOOSES_BY_CAPACITY: ClassVar[bool] = False
+    # Whether recorded `experts` of a context, int32 [G,S,k], may take the place of its own choice.
+    REPLAYS: ClassVar[bool] = False
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
@@ -166,9 +169,23 @@ class Router(BaseLayer):
             paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
             capacity: C, or None for no limit; for routers that choose by it.
             seed: int32 [2]; None means inference, where nothing is random.
-            context: the entries that `Needs` names, int32 [G,S] each; None where there are none.
+            context: the entries that `Needs` names, int32 [G,S] each, and recorded `experts`, if any; None where there
+                are none.
         """
         raise NotImplementedError(f"{type(self).__name__}.Choose")
+
+    def CheckRecorded(self, experts: tf.Tensor) -> None:
+        """Raises ValueError where recorded experts [..., k] cannot take the place of this router's choice."""
+        if not self.REPLAYS:
+            raise ValueError(
+                f"{self.path}: {type(self).__name__} takes no recorded `experts`; top_k and top2 do"
+            )
+        choices = self.Choices(self.p)
+        if experts.shape[-1] != choices:
+            raise ValueError(
+                f"{self.path}: recorded `experts` have {experts.shape[-1]} for each token, and this router chooses "
+                f"{choices}"
+            )
 
     def FProp(
         self,
@@ -371,8 +388,13 @@ class LearnedRouter(Router):
         context: NestedMap | None = None,
     ) -> Choice:
         """See `Router`; theta holds wg [M,E]."""
+        recorded = {}
+        if context is not None and "experts" in context:
+            recorded["recorded_GSk"] = self.Shard(context.experts, "GSk")
         x_GSM = self.Seen(theta, x_GSM, paddings_GS, context)
-        return self.ChooseByInputs(theta, x_GSM, real_tokens(paddings_GS), capacity, seed)
+        return self.ChooseByInputs(
+            theta, x_GSM, real_tokens(paddings_GS), capacity, seed, **recorded
+        )
 
     @scoped
     def Seen(
@@ -401,7 +423,8 @@ class LearnedRouter(Router):
     ) -> Choice:
         """The choice by the gating network's input; `real_GS` as in `Choice`, the other arguments as in `Choose`.
 
-        A router overrides it if it needs more than logits: other weights, noise on the inputs.
+        A router overrides it if it needs more than logits: other weights, noise on the inputs; or if it `REPLAYS`: then
+        it takes `recorded_GSk`, too.
         """
         return self.ChooseByLogits(self.Logits(theta, x_GSM), real_GS, capacity, seed)
 
@@ -447,32 +470,3 @@ def _check_choice(router: str, choice: Any) -> None:
                 f"{router} returned a Choice whose {name} is {tf.as_dtype(value.dtype).name} {value.shape}; it has to "
                 f"be {dtype.name} [G,S,k], where expert_index is {index_shape}"
             )
-
-
-_choices: contextvars.ContextVar[list[tf.Tensor] | None] = contextvars.ContextVar(
-    "choices", default=None
-)
-
-
-@contextlib.contextmanager
-def noting_choices() -> Iterator[list[tf.Tensor]]:
-    """Inside, the list takes what `note_choices` is given, in the order of the layers; and MoE layers have metrics
-    `choices`, float32 [G,S,k], which leave loops."""
-    choices: list[tf.Tensor] = []
-    token = _choices.set(choices)
-    try:
-        yield choices
-    finally:
-        _choices.reset(token)
-
-
-def noted_choices() -> list[tf.Tensor] | None:
-    """The list of `noting_choices`; None outside."""
-    return _choices.get()
-
-
-def note_choices(expert_index: tf.Tensor) -> None:
-    """Notes the experts of a layer's tokens, int32 [G,S,k], where somebody asks for them."""
-    choices = noted_choices()
-    if choices is not None:
-        choices.append(expert_index)

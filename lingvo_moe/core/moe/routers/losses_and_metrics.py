@@ -1,19 +1,23 @@
-"""The choices of routers, their auxiliary losses (how evenly experts are used, how large logits are) and their metrics.
+"""The choices of routers, their auxiliary losses (how evenly experts are used, how large logits are) and their metrics;
+and the choices taken out of a forward pass, in the form in which batches give them to another one.
 
 Padding moves none of them. Sums are over the whole batch, however it is sharded, and are scaled by numbers known at run
 time only.
 
-Letters: G group, S token in group, k choice rank, E expert, C capacity slot.
+Letters: G group, S token in group, k choice rank, E expert, C capacity slot; B batch, T time, L MoE layer.
 """
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import tensorflow as tf
 
 from lingvo_moe.core.moe.routers.slots import effective_capacity_factor, normalize
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import shape_of
 
 _TINY = 1e-20  # the least squared mean, so that the variation of zeros is 0
 
@@ -294,3 +298,41 @@ def _share_sent_to(n: int, dispatched_GS: tf.Tensor, real_GS: tf.Tensor) -> tf.T
     per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
     hit_GS = tf.cast(tf.equal(dispatched_GS, float(n)), tf.float32) * real_GS
     return tf.reduce_sum(hit_GS) * per_token
+
+
+_choices: contextvars.ContextVar[list[tf.Tensor] | None] = contextvars.ContextVar(
+    "choices", default=None
+)
+
+
+@contextlib.contextmanager
+def noting_choices() -> Iterator[list[tf.Tensor]]:
+    """Inside, the list takes what `note_choices` is given, in the order of the layers; and MoE layers have metrics
+    `choices`, float32 [G,S,k], which leave loops."""
+    choices: list[tf.Tensor] = []
+    token = _choices.set(choices)
+    try:
+        yield choices
+    finally:
+        _choices.reset(token)
+
+
+def noted_choices() -> list[tf.Tensor] | None:
+    """The list of `noting_choices`; None outside."""
+    return _choices.get()
+
+
+def note_choices(expert_index: tf.Tensor) -> None:
+    """Notes the experts of a layer's tokens, int32 [G,S,k], where somebody asks for them."""
+    choices = noted_choices()
+    if choices is not None:
+        choices.append(expert_index)
+
+
+def recorded_experts(choices_LGSk: tf.Tensor, ids_BT: tf.Tensor) -> tf.Tensor:
+    """The metrics `choices` of a stack, float32 (see `noting_choices`), as rows of a batch with these ids have
+    `experts`: int32 [B,T,L,k]."""
+    rows, length = shape_of(ids_BT)
+    layers, _, _, ranks = choices_LGSk.shape
+    by_layer = tf.reshape(tf.cast(choices_LGSk, tf.int32), [layers, rows, length, ranks])
+    return tf.transpose(by_layer, [1, 2, 0, 3])

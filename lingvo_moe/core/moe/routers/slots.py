@@ -124,6 +124,11 @@ def pick(values_GSE: tf.Tensor, index_GSk: tf.Tensor) -> tf.Tensor:
     return gathered(values_GSE)
 
 
+def replayed(recorded_GSk: tf.Tensor, own_GSk: tf.Tensor) -> tf.Tensor:
+    """int32 [G,S,k]: the recorded experts of each token; its own where the first of them is negative."""
+    return tf.where(recorded_GSk[:, :, :1] < 0, own_GSk, recorded_GSk)
+
+
 def normalize(gate_GSk: tf.Tensor) -> tf.Tensor:
     """A token's gates over their sum; zeros where all are zero."""
     total_GS1 = tf.reduce_sum(gate_GSk, -1, keepdims=True)

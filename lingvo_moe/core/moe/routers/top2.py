@@ -3,6 +3,8 @@
 Letters: G group, S token in group, k choice rank (2 here), E expert, C capacity slot.
 """
 
+from typing import ClassVar
+
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
@@ -10,7 +12,8 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError, Params as HyperParams
 from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.routers.losses_and_metrics import AuxLoss, Choice, load_balance
-from lingvo_moe.core.moe.routers.slots import count_choices, normalize, pick
+from lingvo_moe.core.moe.routers.slots import count_choices, normalize, pick, replayed
+from lingvo_moe.core.nested_map import NestedMap
 
 _CHOICES = {
     "reading": ("paper", "lingvo"),
@@ -45,6 +48,8 @@ class Top2Router(LearnedRouter):
     Here alone: padding is left out of the loss's means in both readings, and the second choice always
     differs from the first, even where the softmax underflows to a single one.
     """
+
+    REPLAYS: ClassVar[bool] = True
 
     @classmethod
     def Choices(cls, params: HyperParams) -> int:
@@ -100,18 +105,34 @@ class Top2Router(LearnedRouter):
             why = "top-2 needs two experts or more"
             raise ParamError(f"{self.path}.num_experts", str(p.num_experts), why)
 
+    def ChooseByInputs(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        real_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None,
+        recorded_GSk: tf.Tensor | None = None,
+    ) -> Choice:
+        """See `LearnedRouter`."""
+        logits_GSE = self.Logits(theta, x_GSM)
+        return self.ChooseByLogits(logits_GSE, real_GS, capacity, seed, recorded_GSk)
+
     def ChooseByLogits(
         self,
         logits_GSE: tf.Tensor,
         real_GS: tf.Tensor,
         capacity: int | None = None,
         seed: tf.Tensor | None = None,
+        recorded_GSk: tf.Tensor | None = None,
     ) -> Choice:
-        """Algorithm 1. See `LearnedRouter`."""
+        """Algorithm 1. See `LearnedRouter`; `recorded_GSk`, int32, are chosen instead (`slots.replayed`)."""
         p = self.p
         gates_GSE = self.gate.scores(logits_GSE, None)
         probabilities_GSE = self.gate.Probabilities(gates_GSE)
         index_GSk = _best_two(gates_GSE, self._Drawn(logits_GSE, seed))
+        if recorded_GSk is not None:
+            index_GSk = replayed(recorded_GSk, index_GSk)
         gate_GSk = pick(gates_GSE, index_GSk)
         priority_GS = tf.stop_gradient(gate_GSk[:, :, 0]) if p.prioritize_by_gate else None
         if p.normalize_gates == "before_drops":

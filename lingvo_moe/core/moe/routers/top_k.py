@@ -5,6 +5,7 @@ Letters: G group, S token in group, k choice rank, E expert, Q group of experts,
 
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -22,7 +23,13 @@ from lingvo_moe.core.moe.routers.losses_and_metrics import (
     z_loss,
 )
 from lingvo_moe.core.moe.routers.quantiles import balanced_bias
-from lingvo_moe.core.moe.routers.slots import count_choices, normalize, pick, top_k
+from lingvo_moe.core.moe.routers.slots import (
+    count_choices,
+    normalize,
+    pick,
+    replayed,
+    top_k,
+)
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import dims_mapping
 from lingvo_moe.core.tensors import shape_of
@@ -56,6 +63,8 @@ class TopKRouter(LearnedRouter):
     down where it had more. Experts are then best by biased probability. load_balance_weight=0 goes
     with it. With `balance_quantiles` the bias is computed from the step's tokens instead.
     """
+
+    REPLAYS: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -202,6 +211,7 @@ class TopKRouter(LearnedRouter):
         real_GS: tf.Tensor,
         capacity: int | None,
         seed: tf.Tensor | None,
+        recorded_GSk: tf.Tensor | None = None,
     ) -> Choice:
         """See `LearnedRouter`; with `balance_bias` theta holds balance_bias [E] too."""
         p = self.p
@@ -210,7 +220,8 @@ class TopKRouter(LearnedRouter):
             factor_GSM = self.Shard(1.0 + p.jitter * (2.0 * noise_GSM - 1.0), "GSM")
             x_GSM = tf.cast(x_GSM, tf.float32) * factor_GSM
         bias_E = theta.balance_bias if self._biased else None
-        return self.ChooseByLogits(self.Logits(theta, x_GSM), real_GS, capacity, seed, bias_E)
+        logits_GSE = self.Logits(theta, x_GSM)
+        return self.ChooseByLogits(logits_GSE, real_GS, capacity, seed, bias_E, recorded_GSk)
 
     def Logits(self, theta: NestedMap, x_GSM: tf.Tensor) -> tf.Tensor:
         """See `LearnedRouter`; with `logit_bias` theta holds logit_bias [E] too."""
@@ -226,13 +237,14 @@ class TopKRouter(LearnedRouter):
         capacity: int | None = None,
         seed: tf.Tensor | None = None,
         bias_E: tf.Tensor | None = None,
+        recorded_GSk: tf.Tensor | None = None,
     ) -> Choice:
         """See `LearnedRouter`. `bias_E`, float32, is added to the probabilities for the choice; in
-        training its next value is among the updates."""
+        training its next value is among the updates. `recorded_GSk`, int32, are chosen instead (`slots.replayed`)."""
         p = self.p
         log_z_GS = functools.cache(lambda: log_partition(logits_GSE))
         scores_GSE, index_GSk, gate_GSk = self._Best(
-            logits_GSE, bias_E, None if seed is None else log_z_GS
+            logits_GSE, bias_E, None if seed is None else log_z_GS, recorded_GSk
         )
         probabilities_GSE = self.gate.Probabilities(scores_GSE)
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
@@ -271,6 +283,7 @@ class TopKRouter(LearnedRouter):
         logits_GSE: tf.Tensor,
         bias_E: tf.Tensor | None,
         log_z_GS: Callable[[], tf.Tensor] | None,
+        recorded_GSk: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Scores [G,S,E], and the experts with their gates, [G,S,k].
 
@@ -278,6 +291,7 @@ class TopKRouter(LearnedRouter):
             logits_GSE: from the gating network.
             bias_E: added to the scores for the choice; None for no bias.
             log_z_GS: gives log_partition(logits_GSE), in training; None in inference.
+            recorded_GSk: the experts, where they are recorded ones.
         """
         p = self.p
         scores_GSE = self.gate.scores(logits_GSE, log_z_GS)
@@ -291,6 +305,9 @@ class TopKRouter(LearnedRouter):
                 summed = _GROUP_SCORES[p.group_score]
                 by_GSE = _in_best_groups(by_GSE, p.expert_groups, p.groups_per_token, summed)
             _, index_GSk = top_k(by_GSE, p.k)
+            logits_GSk = pick(logits_GSE, index_GSk)
+        if recorded_GSk is not None:
+            index_GSk = replayed(recorded_GSk, index_GSk)
             logits_GSk = pick(logits_GSE, index_GSk)
         if p.softmax_order == "after":
             gate_GSk = tf.nn.softmax(logits_GSk)

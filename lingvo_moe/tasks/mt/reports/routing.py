@@ -14,7 +14,7 @@ from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfGraphEngine
 from lingvo_moe.core.moe.expert_loads import load_figures
-from lingvo_moe.core.moe.routers.base import noting_choices
+from lingvo_moe.core.moe.routers.losses_and_metrics import noting_choices
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.mt_model import MtModel

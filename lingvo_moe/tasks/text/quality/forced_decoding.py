@@ -46,6 +46,7 @@ class ScoreOptions:
     max_source_length: int = 256
     max_length: int = 256
     rows: int = 8  # R, pairs scored at once. Fewer are padded, more run in several batches
+    experts: bool = False  # whether scores have the experts that the model chose
 
     def __post_init__(self) -> None:
         checks.check_fields(
@@ -68,6 +69,9 @@ class Score:
     token_log_probs: np.ndarray
     pieces: list[str]  # these tokens, as the vocabulary spells them
     truncated: bool  # whether a side was truncated
+    # int32 [T,L,k], where the options ask for them: of the place that predicts each token, the experts in the MoE
+    # layers of the last stack, as batches take them (`experts` [B,T,L,k]).
+    experts: np.ndarray | None = None
 
     @property
     def log_prob(self) -> float:
@@ -78,26 +82,32 @@ class Score:
 class MeshScores(LedPrograms):
     """LogProbs of batches on the devices of an engine; a kind of program is S and T."""
 
-    def __init__(self, engine: Engine, theta: NestedMap, task: TransformerTask, vocab_size: int):
+    def __init__(
+        self,
+        engine: Engine,
+        theta: NestedMap,
+        task: TransformerTask,
+        vocab_size: int,
+        with_experts: bool,
+    ):
         super().__init__(engine, theta)
-        self._task, self._vocab_size = task, vocab_size
+        self._task, self._vocab_size, self._with_experts = task, vocab_size, with_experts
         self._programs: dict[Kind, Compiled] = {}
 
-    def Run(self, kind: Kind, inputs: NestedMap) -> tuple[np.ndarray, np.ndarray]:
-        """Float32 [R,T] and bool [R,T]; see LedPrograms."""
+    def Run(self, kind: Kind, inputs: NestedMap) -> tuple[np.ndarray, ...]:
+        """Returns the results of LogProbs; see LedPrograms."""
         self.Tell(kind, inputs)
         if kind not in self._programs:
             row = dims_mapping("BT", self._task.p.activation_split)
             batch = inputs.Transform(lambda x: TensorSpec(x.shape, x.dtype.name, row))
             specs = [self._task.VariableSpecs(), batch]
-            text = f"{text_of(self._task)}\n{self._vocab_size}"
+            text = f"{text_of(self._task)}\n{self._vocab_size}" + "\nexperts" * self._with_experts
             step = Step("log_probs", self._LogProbs, specs, text=text)
             self._programs[kind] = self.engine.BuildStep(step)
-        log_probs_RT, likeliest_RT = self.engine.Get(self._programs[kind](self.theta, inputs))
-        return log_probs_RT, likeliest_RT
+        return tuple(self.engine.Get(self._programs[kind](self.theta, inputs)))
 
-    def _LogProbs(self, theta: NestedMap, batch: NestedMap) -> tuple[tf.Tensor, tf.Tensor]:
-        return self._task.LogProbs(theta, batch, self._vocab_size)
+    def _LogProbs(self, theta: NestedMap, batch: NestedMap) -> tuple[tf.Tensor, ...]:
+        return self._task.LogProbs(theta, batch, self._vocab_size, self._with_experts)
 
 
 class Scorer:
@@ -113,7 +123,7 @@ class Scorer:
         scores_texts: whether it is a language model.
 
     Raises:
-        RunDirError, CheckpointError: as load_theta.
+        RunDirError, CheckpointError: as load_theta. ValueError: experts of a model that has none.
     """
 
     def __init__(
@@ -127,6 +137,8 @@ class Scorer:
         run = TextRunDir(logdir, trust_run=trust_run)
         self._options = options or ScoreOptions()
         self._task = run.Task(TransformerTask)
+        if self._options.experts and not self._task.p.num_experts:
+            raise ValueError(f"experts=True: {run.path} has none (task.num_experts=0)")
         self._input = run.Params().input.cls
         self.scores_texts = len(self._task.STACKS) == 1
         self._by_language = self._task.RoutesByTask(self._task.p)
@@ -138,7 +150,8 @@ class Scorer:
         if engine is not None:
             rows = rows_over(engine, self._task.p.activation_split, self._options.rows)
             self._options = replace(self._options, rows=rows)
-            self.mesh_scores = MeshScores(engine, theta, self._task, self._vocabs.target.size)
+            sizes = self._vocabs.target.size, self._options.experts
+            self.mesh_scores = MeshScores(engine, theta, self._task, *sizes)
             return
         self._theta = theta.Transform(tf.constant)
         self._program = tf.function(self._log_probs, autograph=False)
@@ -170,9 +183,11 @@ class Scorer:
         about = self._of_languages(languages, len(src))
         rows = [(s, t, one) for (s, _), (t, _), one in zip(src, tgt, about, strict=True)]
         scores = []
-        for (log_probs, _), (_, source_cut), (ids, cut) in zip(self._score(rows), src, tgt):
+        for (log_probs, _, *experts), (_, source_cut), (ids, cut) in zip(
+            self._score(rows), src, tgt
+        ):
             pieces = self._vocabs.target.Pieces([*ids, self._vocabs.target.eos_id])
-            scores.append(Score(log_probs, pieces, cut or source_cut))
+            scores.append(Score(log_probs, pieces, cut or source_cut, *experts))
         return scores
 
     @property
@@ -184,27 +199,26 @@ class Scorer:
         """The ids of a text of a language model, without marks, as it stands."""
         return self._vocabs.target.Encode(text)
 
-    def ScoreIds(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def ScoreIds(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, ...]]:
         """Returns for each text of a language model its ids' log-probabilities, float32 [T], and whether no other token
-        was likelier there, bool [T]; the end is not scored."""
+        was likelier there, bool [T]; the end is not scored. With `options.experts` these come third, see Score."""
         rows = self._score([([], list(ids), ()) for ids in texts])
-        return [(log_probs[:-1], likeliest[:-1]) for log_probs, likeliest in rows]
+        return [tuple(values[:-1] for values in row) for row in rows]
 
-    def _score(self, rows: Sequence[tuple]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Log-probabilities, and whether none is larger, of the ids of each target, and of EOS; `rows` are arguments of
-        Whole."""
+    def _score(self, rows: Sequence[tuple]) -> list[tuple[np.ndarray, ...]]:
+        """Returns the results of LogProbs for the ids of each target and EOS; `rows` are arguments of Whole."""
         o, more = self._options, 1 + self._more
         buckets: dict[tuple[int, int], list[int]] = {}
         for i, (source, target, _) in enumerate(rows):
             buckets.setdefault(o.Bucket(len(source) + more, len(target) + more), []).append(i)
-        scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        scores: dict[int, tuple[np.ndarray, ...]] = {}
         for bucket, members in buckets.items():
             for at in range(0, len(members), o.rows):
                 batch = members[at : at + o.rows]
-                log_probs_RT, likeliest_RT = self._run(bucket, [rows[i] for i in batch])
+                values = self._run(bucket, [rows[i] for i in batch])
                 for r, i in enumerate(batch):
                     ids = slice(self._more, len(rows[i][1]) + more)  # without the target's code
-                    scores[i] = log_probs_RT[r, ids], likeliest_RT[r, ids]
+                    scores[i] = tuple(of_rows[r, ids] for of_rows in values)
         return [scores[i] for i in range(len(rows))]
 
     def _encode(self, side: str, texts: Sequence[str], most: int) -> list[tuple[list[int], bool]]:
@@ -233,8 +247,8 @@ class Scorer:
             return [(0, marks[direction]) for direction in by_text]
         return [(task,) for task in task_numbers(by_text, self._languages)]
 
-    def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
-        """LogProbs of at most `rows` pairs: float32 [R,T] and bool [R,T]."""
+    def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> tuple[np.ndarray, ...]:
+        """LogProbs of at most `rows` pairs."""
         shape = Shape(self._options.rows, *bucket, pack=False, task_ids=self._by_language)
         rows = [[self._input.Whole(*pair, self._vocabs)] for pair in pairs]
         batch = self._input.ToBatch(rows, shape)
@@ -243,8 +257,7 @@ class Scorer:
         batch = batch.Transform(tf.constant)
         if not self.programs:
             self._trace(batch)
-        log_probs_RT, likeliest_RT = self._program(self._theta, batch)
-        return log_probs_RT.numpy(), likeliest_RT.numpy()
+        return tuple(values.numpy() for values in self._program(self._theta, batch))
 
     def _trace(self, batch: NestedMap) -> None:
         """Traces the program for batches of any S and T."""
@@ -253,6 +266,7 @@ class Scorer:
         with paused_collection(), kernels.using(tensorflow_kernels):
             self._program.get_concrete_function(specs, any_length)
 
-    def _log_probs(self, theta: NestedMap, batch: NestedMap) -> tuple[tf.Tensor, tf.Tensor]:
+    def _log_probs(self, theta: NestedMap, batch: NestedMap) -> tuple[tf.Tensor, ...]:
         with use_mesh(single_device()):
-            return self._task.LogProbs(theta, batch, self._vocabs.target.size)
+            size, experts = self._vocabs.target.size, self._options.experts
+            return self._task.LogProbs(theta, batch, size, experts)

@@ -98,6 +98,15 @@ def test_a_score_is_its_pairs_own(scorer):
     assert scorer.Score([], []) == []
 
 
+def test_scores_have_the_experts_of_each_place(run, scorer):
+    recording = Scorer(run.path, ScoreOptions(max_source_length=16, max_length=16, experts=True))
+    layers = len(run.Task().Metrics().Layers()["moe/decoder"])
+    for score, plain in zip(recording.Score(SOURCES, TARGETS), scorer.Score(SOURCES, TARGETS)):
+        assert score.experts.shape == (len(score.pieces), layers, 2) and plain.experts is None
+        assert (np.sort(score.experts)[..., 1] > np.sort(score.experts)[..., 0]).all()
+        np.testing.assert_allclose(score.token_log_probs, plain.token_log_probs, atol=1e-4)
+
+
 def test_long_and_empty_sides(scorer):
     long, empty, both = scorer.Score(["red " * 3000, "red", ""], ["green", "", ""])
     assert long.truncated and not empty.truncated and not both.truncated
