@@ -8,11 +8,12 @@ from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags, join_overrides
 from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.files.files import only_one
-from lingvo_moe.core.files.paths import check_local, user_cache_dir
+from lingvo_moe.core.files.paths import user_cache_dir
+from lingvo_moe.core.files.store import check_place
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.version import VERSION
 
-_HELP = "a published checkpoint, a directory or a GGUF (docs/importing.md), in the place of"
+_HELP = "a published checkpoint, a directory, here or in a bucket, or a GGUF (docs/importing.md), in the place of"
 
 
 def define_from_flag(flags: Flags) -> None:
@@ -27,7 +28,7 @@ def define_from_model_flag(flags: Flags) -> None:
 
 def _define(flags: Flags, other: str, help: str) -> None:
     def read(text: str) -> str:
-        check_local(text, "--from")
+        check_place(text, "--from", portable=False)
         if "saved_model" in flags and flags["saved_model"].present:
             raise ValueError("goes without --saved_model")
         flags[other].value = _cached_run(text) if other == "logdir" else text

@@ -21,7 +21,8 @@ from . import _cli
 
 def define_flags() -> Flags:
     flags = Flags("python -m tools.import_checkpoint", __doc__)
-    flags.DEFINE_path("from", None, "the directory of a checkpoint, or a GGUF", required=True)
+    what = "the directory of a checkpoint, here or in a bucket, or a GGUF"
+    flags.DEFINE_path("from", None, what, required=True, address=True)
     flags.DEFINE_path("output", None, "the run that is made", required=True, portable=True)
     return flags
 

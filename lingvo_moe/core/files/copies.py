@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 class LocalCopy:
     """A directory with the files below an address, but for checkpoints and TensorBoard's events.
 
+    Args:
+        wanted: which of these names are copied.
+
     Attributes:
         path: the directory. Its name ends with the address, for messages.
         store: the place in the bucket.
@@ -37,8 +40,8 @@ class LocalCopy:
     Raises PathError: as Bucket. OSError: a file cannot be read, or not be written here.
     """
 
-    def __init__(self, address: str):
-        self.store = Bucket(address)
+    def __init__(self, address: str, wanted: Callable[[str], bool] = lambda name: True):
+        self.store, self._wanted = Bucket(address), wanted
         self._temporary = tempfile.mkdtemp(prefix="lingvo_moe.")
         atexit.register(shutil.rmtree, self._temporary, ignore_errors=True)
         self.path = Path(self._temporary, *filter(None, self.store.address.split("/")))
@@ -53,7 +56,7 @@ class LocalCopy:
         """Replaces the files here by those of the bucket."""
         names = self.store.List()
         for name in names:
-            if name.startswith(_IN_PLACE) or _EVENTS in name:
+            if name.startswith(_IN_PLACE) or _EVENTS in name or not self._wanted(name):
                 continue
             version, path = self.store.Version(name), self.path / _checked(self.store, name)
             if version.value is not None:

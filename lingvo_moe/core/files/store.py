@@ -30,6 +30,7 @@ _PATIENCE = 600.0  # seconds of a request with its repetitions, e.g. to write 2 
 _RETRIES = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}
 # A transfer that stands still for so long, in seconds, is broken off and repeated. TensorStore's own has no end.
 _STANDSTILL = {"TIME_SECONDS": "30", "LIMIT_BYTES": "1"}
+_PAST_END = "OUT_OF_RANGE"  # in the refusal of a range that is not in a file
 _ADVICE = {
     "NoSuchBucket": "there is no such bucket; make it, or correct its name",
     "credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
@@ -218,6 +219,28 @@ class Bucket(Store):
         answer = self._Do(name, "read", name)
         value = None if answer.state == "missing" else bytes(answer.value)
         return Version(value, answer.stamp.generation)
+
+    def Range(self, name: str, begin: int, end: int) -> bytes:
+        """Bytes of a file, none where it is shorter than `end`. Raises StoreError; FileNotFoundError: there is none."""
+        try:
+            answer = self._Do(name, "read", name, byte_range=slice(begin, end))
+        except StoreError as e:
+            if _PAST_END in str(e.__cause__):
+                return b""
+            raise
+        if answer.state == "missing":
+            raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.address}/{name}")
+        return bytes(answer.value)
+
+    def Generation(self, name: str) -> bytes:
+        """A word that tells a file from earlier and later ones; b'' for an empty one. Raises StoreError."""
+        try:
+            answer = self._Do(name, "read", name, byte_range=slice(0, 1))
+        except StoreError as e:
+            if _PAST_END in str(e.__cause__):
+                return b""
+            raise
+        return bytes(answer.stamp.generation)
 
     def IsStill(self, name: str, generation: bytes) -> bool:
         """Whether a file is still of that generation. Raises StoreError."""

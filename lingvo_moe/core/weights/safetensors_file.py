@@ -15,6 +15,7 @@ import numpy as np
 from lingvo_moe.core.weights.source import (
     Encoding,
     Entry,
+    FileBytes,
     TensorFile,
     TensorPlace,
     WeightsError,
@@ -42,11 +43,11 @@ NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 
 
-def open_safetensors(path: Path) -> TensorFile:
+def open_safetensors(path: Path | FileBytes) -> TensorFile:
     """Raises WeightsError: it is no such file, a damaged one, or one with tensors that overlap or leave gaps."""
+    path = path if isinstance(path, FileBytes) else FileBytes(path)
     try:
-        with open(path, "rb") as file:
-            header, start = _read_header(path, file)
+        header, start = _read_header(path)
     except OSError as e:
         raise WeightsError(f"{path}: {e.strerror or e}") from e
     places = {
@@ -62,22 +63,23 @@ def open_safetensors(path: Path) -> TensorFile:
                 "expected: the header is damaged"
             )
         end += place.size
-    if end != path.stat().st_size:
+    if (size := path.Size(end)) != end:
+        other = f"has {size:,}" if size is not None else "does not"
         raise WeightsError(
-            f"{path}: its tensors end at byte {end:,}, but the file has {path.stat().st_size:,}: it was cut, or copied "
-            "incompletely"
+            f"{path}: its tensors end at byte {end:,}, but the file {other}: it was cut, or copied incompletely"
         )
     return TensorFile(path, places)
 
 
-def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
+def _read_header(path: FileBytes) -> tuple[dict[str, Any], int]:
     """The header, and the file's bytes before the data."""
-    prefix = file.read(8)
+    prefix = path.Read(0, 8).tobytes()
     size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-    if not 2 <= size <= min(_HEADER, path.stat().st_size - 8):
+    text = path.Read(8, size).tobytes() if 2 <= size <= _HEADER else b""
+    if not text or len(text) < size:
         raise WeightsError(f"{path}: no file of safetensors, or its beginning is damaged")
     try:
-        header = json.loads(file.read(size).decode("utf-8"), object_pairs_hook=_distinct)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as e:
         raise WeightsError(f"{path}: the header of safetensors is damaged: {e}") from None
     if not isinstance(header, dict):
@@ -91,7 +93,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return named
 
 
-def _place(path: Path, name: str, about: Any, start: int) -> TensorPlace:
+def _place(path: FileBytes, name: str, about: Any, start: int) -> TensorPlace:
     try:
         dtype, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
     except (TypeError, KeyError, ValueError):

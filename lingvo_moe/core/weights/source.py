@@ -72,7 +72,7 @@ def same_values(source: WeightSource, one: str, other: str) -> bool:
     return True
 
 
-def check_name(path: Path, name: str) -> str:
+def check_name(path: object, name: str) -> str:
     """Returns a tensor's name, to stand in messages. Raises WeightsError: it has characters that cannot."""
     if not name.isprintable():
         raise WeightsError(f"{path}: a tensor is called {reprlib.repr(name)}: the file is damaged")
@@ -113,25 +113,45 @@ class TensorPlace:
         return math.prod(self.shape) // self.encoding.values * self.encoding.size
 
 
+class FileBytes:
+    """The bytes of a file on this machine. As a text it is the file's path; `name` is the last part of that."""
+
+    def __init__(self, path: Path):
+        self._path, self.name = path, path.name
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def Read(self, offset: int, size: int) -> np.ndarray:
+        """Bytes from a place on, uint8; fewer where the file ends. Raises OSError."""
+        return np.fromfile(self._path, np.uint8, size, offset=offset)
+
+    def Size(self, expected: int) -> int | None:
+        """Its size. Raises OSError. A file that can only be asked whether it has the expected size says None if not."""
+        return self._path.stat().st_size
+
+
 class TensorFile(WeightSource):
     """A file with tensors at known places.
 
     Raises WeightsError: a tensor lies beyond the file's end, or is cut within a block.
     """
 
-    def __init__(self, path: Path, places: Mapping[str, TensorPlace]):
-        self.path, self.where, self._places = path, str(path), places
+    def __init__(self, file: Path | FileBytes, places: Mapping[str, TensorPlace]):
+        self.file = file if isinstance(file, FileBytes) else FileBytes(file)
+        self.where, self._places = str(self.file), places
         self.entries = {name: p.encoding.Entry(p.shape) for name, p in places.items()}
-        end = path.stat().st_size
+        ends = [place.offset + place.size for place in places.values()]
+        end = (self.file.Size(max(ends)) if ends else None) or 0
         for name, place in places.items():
             row = place.shape[-1] if place.shape else 1
             if row % place.encoding.values:
                 raise WeightsError(
-                    f"{path}: {name} has rows of {row} values, which are stored by {place.encoding.values}"
+                    f"{file}: {name} has rows of {row} values, which are stored by {place.encoding.values}"
                 )
             if place.offset < 0 or place.offset + place.size > end:
                 raise WeightsError(
-                    f"{path}: {name} ends at byte {place.offset + place.size:,}, but the file has {end:,}: it was cut, "
+                    f"{file}: {name} ends at byte {place.offset + place.size:,}, but the file has {end:,}: it was cut, "
                     "or its header is damaged"
                 )
 
@@ -145,11 +165,11 @@ class TensorFile(WeightSource):
         row = place.size // max(1, place.shape[0]) if place.shape else place.size
         size = row * (stop - start)
         try:
-            raw = np.fromfile(self.path, np.uint8, size, offset=place.offset + row * start)
+            raw = self.file.Read(place.offset + row * start, size)
         except OSError as e:
-            raise WeightsError(f"{self.path}: {name} cannot be read: {e.strerror or e}") from e
+            raise WeightsError(f"{self.file}: {name} cannot be read: {e.strerror or e}") from e
         if raw.size != size:
-            raise WeightsError(f"{self.path}: {name} cannot be read: the file became shorter")
+            raise WeightsError(f"{self.file}: {name} cannot be read: the file became shorter")
         if encoding.decode is None:
             return raw.view(encoding.dtype).reshape(shape)
         return encoding.decode(raw.reshape(-1, encoding.size)).reshape(shape)
@@ -163,8 +183,8 @@ class Files(WeightSource):
         for file in files:
             for name in file.entries:
                 if name in self._file:
-                    other = self._file[name].path.name
-                    raise WeightsError(f"{where}: {name} is in {other} and in {file.path.name}")
+                    other = self._file[name].file.name
+                    raise WeightsError(f"{where}: {name} is in {other} and in {file.file.name}")
                 self._file[name] = file
         self.entries = {name: file.entries[name] for name, file in self._file.items()}
 

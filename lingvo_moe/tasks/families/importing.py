@@ -1,5 +1,6 @@
 """Makes a run of published weights: its experiment, its tokenizer, and a checkpoint at step 0."""
 
+import functools
 import hashlib
 import json
 import math
@@ -14,7 +15,9 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.files.artifacts import IMPORTED, PUBLISHED, RunArtifacts
+from lingvo_moe.core.files.copies import LocalCopy
 from lingvo_moe.core.files.files import read_object
+from lingvo_moe.core.files.store import is_address
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pages.tables import Table, numbers, words
 from lingvo_moe.core.runs.run_dir import RunDir
@@ -35,6 +38,8 @@ registry.AllNames()  # imports the families, which lie beside their experiments
 CONFIG = "config.json"
 _AT_ONCE = 8 << 20  # values of a tensor
 _KEPT, _LARGEST = ("LICENSE*", "NOTICE*"), 64 << 20  # files beside weights, and their bytes
+# The files of a directory in a bucket that are copied.
+_BESIDE = re.compile(r"(?!.*\.index\.json)[^/]*(\.(json|model|txt|jinja)|LICENSE[^/]*|NOTICE[^/]*)")
 # Parameters of all imported models: embeddings as they are in the table, and no rounding of activations.
 _TIED = "task.tied_softmax"
 _AS_PUBLISHED = {"task.embedding_scale": 1.0, "task.fprop_dtype": "float32"}
@@ -55,14 +60,14 @@ class Published:
 
 
 def open_published(path: str | os.PathLike) -> Published:
-    """Opens a checkpoint: a directory with config.json and weights, or a GGUF.
+    """Opens a checkpoint: a directory with config.json and weights, or a GGUF; or a directory in a bucket, of which the
+    weights are read where they are.
 
     Raises:
         WeightsError: there is none, it is damaged, or of a family or with parts that are not known.
         DataError: its tokenizer is missing or damaged.
     """
-    path = Path(path)
-    source = open_source(path)
+    source, path = open_source(path), _beside_weights(path)
     if isinstance(source, GgufFile):
         tokenizer = json.dumps(gguf_tokenizer(source), ensure_ascii=False).encode()
         vocabulary, codes = JsonVocabulary(tokenizer, path).model_bytes, None
@@ -90,7 +95,7 @@ def published_model(path: str | os.PathLike) -> tuple[str, str]:
 
     Raises as open_published.
     """
-    file = Path(path) / CONFIG
+    file = _beside_weights(path) / CONFIG
     if not file.is_file():
         published = open_published(path)
         return published.family.EXPERIMENT, published.override
@@ -98,6 +103,19 @@ def published_model(path: str | os.PathLike) -> tuple[str, str]:
     override = _override(values)
     _params(family, override, str(file))
     return family.EXPERIMENT, override
+
+
+def _beside_weights(path: str | os.PathLike) -> Path:
+    """The path; of a directory in a bucket a copy of the files that lie beside its weights. Raises WeightsError."""
+    return _copied(os.fspath(path)) if is_address(path) else Path(path)
+
+
+@functools.cache
+def _copied(address: str) -> Path:
+    try:
+        return LocalCopy(address, lambda name: bool(_BESIDE.fullmatch(name))).path
+    except OSError as e:
+        raise WeightsError(str(e)) from e
 
 
 def _model(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str, Any]]:

@@ -48,6 +48,21 @@ def test_files_are_written_read_listed_and_deleted(store):
 
 
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_ranges_of_a_file(scheme, storage, tmp_path):
+    store = Bucket(f"{scheme}://bucket/{tmp_path.name}/place")
+    store.Write("a", bytes(range(100)))
+    store.Write("empty", b"")
+    assert store.Range("a", 90, 100) == bytes(range(90, 100))
+    assert [store.Range("a", at, at + 2) for at in (99, 100, 200)] == [b""] * 3
+    with pytest.raises(FileNotFoundError, match="place/none"):
+        store.Range("none", 0, 1)
+    first = store.Generation("a")
+    assert first == store.Generation("a") and store.Generation("empty") == b""
+    store.Write("a", b"other")
+    assert store.Generation("a") != first
+
+
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
 def test_of_many_writers_one_creates_a_file(scheme, storage, tmp_path):
     store = Bucket(f"{scheme}://bucket/{tmp_path.name}/place")
     absent, won = store.Version("one").generation, []

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from equivalence import assert_same
 from imported import TESTDATA, assert_as_recorded, change, load_imported, set_config
+from published import tensors_of
 
 from lingvo_moe.core.engine.checkpoints import streamed
+from lingvo_moe.core.files.store import Bucket
 from lingvo_moe.core.weights.gguf_file import GgufFile
-from lingvo_moe.core.weights.safetensors_file import open_safetensors
-from lingvo_moe.core.weights.source import WeightsError
+from lingvo_moe.core.weights.open_source import open_source, state_of
+from lingvo_moe.core.weights.safetensors_file import open_safetensors, write_safetensors
+from lingvo_moe.core.weights.source import Entry, WeightsError
 from lingvo_moe.tasks.families.family import FAMILIES
 from lingvo_moe.tasks.families.importing import (
     import_checkpoint,
@@ -343,3 +346,60 @@ def test_an_import_whose_source_was_changed_meanwhile_begins_again(
     set_config(directory, rms_norm_eps=0.5)
     load_imported(directory, tmp_path / "other")
     assert TextRunDir(tmp_path / "other").artifacts.about["imported"]["digest"] != first
+
+
+def test_a_directory_in_a_bucket_is_read_in_ranges(checkpoint, tmp_path, monkeypatch, capsys):
+    directory, bucket = checkpoint("mixtral"), Bucket(f"memory://models/{tmp_path.name}")
+    tensors = tensors_of(directory)
+    halves = {"a.safetensors": list(tensors)[::2], "b.safetensors": list(tensors)[1::2]}
+    (directory / "model.safetensors").unlink()
+    for file, names in halves.items():
+        entries = {name: Entry(tensors[name].shape, str(tensors[name].dtype)) for name in names}
+        with open(directory / file, "wb") as opened:
+            write_safetensors(opened, entries, [tensors[name] for name in names])
+    index = {"weight_map": {name: file for file, names in halves.items() for name in names}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    for path in directory.iterdir():
+        bucket.Write(path.name, path.read_bytes())
+
+    read, whole = [], Bucket.Version
+    one_range = Bucket.Range
+
+    def ranges(self, name, begin, end):
+        read.append((name, begin, end))
+        return one_range(self, name, begin, end)
+
+    def version(self, name):
+        assert not name.endswith("safetensors"), f"{name} is read whole"
+        return whole(self, name)
+
+    monkeypatch.setattr(Bucket, "Range", ranges)
+    monkeypatch.setattr(Bucket, "Version", version)
+    flags = [f"--from={bucket.address}", f"--output={tmp_path / 'run'}"]
+    assert import_checkpoint_command.main(flags) == 0, capsys.readouterr().err
+    run = TextRunDir(tmp_path / "run")
+    assert_same(load_theta(run, run.Task())[0], load_imported(directory, tmp_path / "here")[1])
+    assert run.artifacts.about["imported"]["from"] == bucket.address
+    sizes = {file: (directory / file).stat().st_size for file in halves}
+    asked = {file: sum(end - begin for name, begin, end in read if name == file) for file in halves}
+    assert all(size <= asked[file] <= size + 4 for file, size in sizes.items())
+    assert max(end - begin for _, begin, end in read) < min(sizes.values()) / 2
+    assert published_model(bucket.address) == published_model(directory)
+
+    before = state_of(bucket.address)
+    bucket.Write("b.safetensors", (directory / "b.safetensors").read_bytes()[:-1])
+    assert state_of(bucket.address) != before
+    with pytest.raises(WeightsError, match=r"b.safetensors: its tensors end .* the file does not:"):
+        open_source(bucket.address)
+    bucket.Delete("b.safetensors")
+    with pytest.raises(WeightsError, match=r"index.json: names b.safetensors, which is missing"):
+        open_source(bucket.address)
+    for name in ("a.safetensors", "model.safetensors.index.json"):
+        bucket.Delete(name)
+    bucket.Write("pytorch_model.bin", b"PK")
+    with pytest.raises(
+        WeightsError, match=r"pytorch_model.bin: from a bucket files of safetensors"
+    ):
+        open_source(bucket.address)
+    with pytest.raises(WeightsError, match="there is no such directory in the bucket"):
+        open_source("memory://models/none")
