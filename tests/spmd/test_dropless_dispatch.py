@@ -15,7 +15,7 @@ from toy_moe import MESH, B, E, M, T, assert_close, eagerly
 
 from lingvo_moe.analysis.programs.hlo.collective_list import parse_collectives
 from lingvo_moe.core.engine.eager.testing import run_sharded
-from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
+from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher, _Layout
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device, use_mesh
@@ -128,6 +128,50 @@ def test_bounded_room_drops_what_does_not_fit_and_says_so():
     assert dropped > 3
     np.testing.assert_allclose(y, want.reshape(B, T, M), atol=1e-5)
     np.testing.assert_allclose(ratio, dropped / kept.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("devices", "k", "factor"), [(8, 2, 1.0), (4, 3, 0.25), (2, 2, 0.25)])
+def test_inference_in_rounds_drops_nothing(devices, k, factor):
+    """Half of the rows are copies of one token, so that its experts' devices get more than one round has room for."""
+    layer, free = (_layer("einsum", k, exchange_factor=f) for f in (factor, 0.0))
+    args, splits = toy_moe.arguments(layer)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(B, 64, M)).astype(np.float32)
+    x[: B // 2] = x[0, 0]
+    args = [args[0], x, (rng.random((B, 64)) < 0.2).astype(np.float32)]
+    tokens = B * 64 // devices
+    room = _Layout("expert", "expert", None, devices, devices, E // devices).room(
+        tokens * k, factor
+    )
+    with use_mesh(single_device()):
+        routing = layer.router.FProp(args[0].router, tf.constant(x), tf.constant(args[2]), None)
+    owner = tf.reshape(routing.expert_index // (E // devices), [devices, -1])
+    kept = tf.reshape(routing.kept, [devices, -1, 1])
+    rows = tf.reduce_max(tf.reduce_sum(tf.one_hot(owner, devices) * kept, 1))
+    assert rows > room
+
+    def infer(theta, x, paddings):
+        return layer.FProp(theta, x, paddings)[0]
+
+    mesh = Mesh(("expert",), (devices,))
+    got, collectives = run_sharded(infer, args, mesh, splits[:3])
+    np.testing.assert_allclose(got, eagerly(lambda *a: free.FProp(*a)[0], args), atol=1e-5)
+    assert (
+        _sent(collectives.hlo)
+        == [("all-to-all", E * 4)] + [("all-to-all", devices * room * M * 4)] * 2
+    )
+    sums = [c.num_bytes for c in parse_collectives(collectives.hlo) if c.kind == "all-reduce"]
+    assert sums == [4]  # the most rows from any device to another
+
+
+def test_little_room_is_seldom_too_little():
+    """A second round has 1 exchange in 100 at most, if experts are chosen as often as the factor says."""
+    rng = np.random.default_rng(0)
+    for devices, choices, factor in [(8, 256, 1.0), (8, 64, 2.0), (64, 32, 2.0), (256, 1024, 1.0)]:
+        layout = _Layout("expert", "expert", None, devices, devices, 1)
+        room = layout.room(choices, factor)
+        rows = rng.binomial(choices, factor / devices, (200, devices * devices)).max(1)
+        assert np.mean(rows > room) <= 0.01 and room < 2 * np.median(rows)
 
 
 def test_masked_over_devices():

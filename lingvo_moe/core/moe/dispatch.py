@@ -7,12 +7,13 @@ of shape [G,S,E,C] is made. Gradients gather rows too, or sum rows into others: 
 and each has the index of the other.
 
 Letters: G group (g: those of one device), S token in group, k choice rank, E expert, C capacity slot, X slots of a
-group, M model.
+group, M model; n tokens of a device, Q devices, B rows from one to another, e experts of one.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -20,10 +21,14 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.moe.experts import Rows
 from lingvo_moe.core.moe.routers.base import Routing
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.sharding.manual import manual_region
 from lingvo_moe.core.tensors import Kept, custom_gradient, shape_of
+
+# The outputs [E,G,C,M], or Rows, of experts for such inputs.
+RunExperts = Callable[[Any], Any]
 
 _MOST_UNROLLED = 4  # choices of a token that are gathered one after another
 
@@ -58,6 +63,22 @@ class Dispatcher(BaseLayer):
     def Combine(self, routing: Routing, tokens: "tf.Tensor | Rows") -> tf.Tensor:
         """The weighted sum of a token's experts, [G,S,M], from outputs in Dispatch's layout."""
         raise NotImplementedError(f"{type(self).__name__}.Combine")
+
+    def Through(
+        self, routing: Routing, x_GSM: tf.Tensor, experts: RunExperts, factor: float = 0.0
+    ) -> tuple[tf.Tensor, NestedMap | None]:
+        """Tokens through their experts: dispatch, experts, combine.
+
+        Args:
+            experts: computes the outputs of what `Dispatch` gives.
+            factor: in inference, the layer's exchange_factor, for a dispatcher that can go by it.
+
+        Returns:
+            As Combine; and `Rows.metrics`, None of slots.
+        """
+        tokens = self.Dispatch(routing, x_GSM)
+        y_GSM = self.Combine(routing, experts(tokens))
+        return y_GSM, tokens.metrics if isinstance(tokens, Rows) else None
 
     @classmethod
     def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:
@@ -241,6 +262,62 @@ def sorted_places(
     place, source, sizes_E = kernels.current().sort_rows(key, num_experts, fewest)
     slot_Sk = tf.where(kept_Sk, tf.reshape(place, shape_of(kept_Sk)), -1)
     return SlotIndex(slot_Sk[tf.newaxis], source[tf.newaxis]), sizes_E
+
+
+def blocks_to_send(
+    expert_nk: tf.Tensor,
+    kept_nk: tf.Tensor,
+    shape: tuple[int, int],
+    buffer: int,
+    first: tf.Tensor | None = None,
+) -> tuple[SlotIndex, tf.Tensor]:
+    """The places of choices in Q blocks of B rows, one for each device; those of a block by expert.
+
+    Args:
+        shape: Q, and e, the experts of a device.
+        buffer: B.
+        first: int32 scalar, how many rows of each device to leave out; None: none.
+
+    Returns:
+        SlotIndex with Q B slots, and int32 [Q,e], how many rows of each block belong to each expert.
+    """
+    places, sizes_E = sorted_places(expert_nk, kept_nk, math.prod(shape))
+    sizes_Qe = tf.reshape(sizes_E, shape)
+    count_Q = tf.reduce_sum(sizes_Qe, 1)
+    start_Q = tf.cumsum(count_Q, exclusive=True)
+    # The place of each sorted row in its block.
+    part_nk = tf.where(kept_nk, expert_nk, 0) // shape[1]
+    at_nk = places.slot_gSk[0] - tf.gather(start_Q, part_nk)
+    if first is not None:
+        at_nk -= first
+        kept_nk = tf.logical_and(kept_nk, at_nk >= 0)
+        start_Q, count_Q = start_Q + first, count_Q - first
+    fits_nk = tf.logical_and(kept_nk, at_nk < buffer)
+    slot_nk = tf.where(fits_nk, part_nk * buffer + at_nk, -1)
+    # The row at each place of a block.
+    at_B = tf.range(buffer)[tf.newaxis]
+    row_QB = tf.where(at_B < count_Q[:, tf.newaxis], start_Q[:, tf.newaxis] + at_B, -1)
+    source_QB = tf.gather(places.source_gX[0], tf.maximum(row_QB, 0))
+    source_QB = tf.where(row_QB < 0, -1, source_QB)
+    ends_Qe = _within(tf.cumsum(sizes_Qe, 1), buffer, first)
+    starts_Qe = _within(tf.cumsum(sizes_Qe, 1, exclusive=True), buffer, first)
+    blocks = SlotIndex(slot_nk[tf.newaxis], tf.reshape(source_QB, [1, shape[0] * buffer]))
+    return blocks, ends_Qe - starts_Qe
+
+
+def _within(at: tf.Tensor, buffer: int, first: tf.Tensor | None) -> tf.Tensor:
+    """Places among all rows as places in a buffer, which begins with the row `first`."""
+    return tf.minimum(at if first is None else tf.maximum(at - first, 0), buffer)
+
+
+def sorted_blocks(sizes_Qe: tf.Tensor, buffer: int) -> tuple[SlotIndex, tf.Tensor]:
+    """The places of received rows, Q blocks of B, sorted by expert; and int32 [e], their numbers."""
+    parts, experts = sizes_Qe.shape
+    ends_Qe = tf.cumsum(sizes_Qe, 1)
+    before_QBe = ends_Qe[:, tf.newaxis] <= tf.range(buffer)[tf.newaxis, :, tf.newaxis]
+    expert_QB = tf.reduce_sum(tf.cast(before_QBe, tf.int32), -1)
+    expert_X1 = tf.reshape(expert_QB, [parts * buffer, 1])
+    return sorted_places(expert_X1, expert_X1 < experts, experts)
 
 
 def to_slots(x_gSM: tf.Tensor, places: SlotIndex) -> tf.Tensor:

@@ -7,22 +7,27 @@ them by expert; the way back is the same.
 
 Letters: G group, S token in group, k choice rank, N tokens (n: those of one device), D devices, Q those
 that share the experts, B rows from one device to another, R rows of a device, E expert, e experts of a
-device, M model.
+device, X places of rows, M model.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
+from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import (
     Dispatcher,
+    RunExperts,
     SlotIndex,
+    blocks_to_send,
     of_slots,
+    sorted_blocks,
     sorted_places,
     there,
     to_slots,
@@ -32,12 +37,13 @@ from lingvo_moe.core.moe.experts import ROWS, Product, Rows
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, ShardingError, dims_mapping
-from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split
+from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split, replicate
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.sharding.manual import all_reduce, manual_region
 from lingvo_moe.core.sharding.mesh import traced_slices
-from lingvo_moe.core.tensors import shape_of
+from lingvo_moe.core.tensors import runtime_zeros, shape_of
 
+_ONE_IN = 100  # times, at most, a round of the exchange has too little room; see `_Layout.room`
 _OTHERWISE = (
     "as the dropless dispatcher requires; use dispatcher='einsum' and, for inference, "
     "inference_dispatcher='einsum'"
@@ -89,9 +95,7 @@ class DroplessDispatcher(Dispatcher):
                 "the stages of a pipeline; choose task.moe.dispatcher=index"
             )
         layout = self._LayoutOf(routing)
-        x_NM = _flat(x_GSM)
-        # A row for each token: its experts, which of them are kept, and the ids of its choices.
-        choices = tuple(_flat(x) for x in (routing.expert_index, routing.kept, _numbers(routing)))
+        x_NM, choices = _flat(x_GSM), _choices(routing)
         tokens, ranks = x_NM.shape[0], routing.kept.shape[-1]
         expected = None if tokens is None else tokens * ranks // layout.num_devices
         # The experts of a token are then on its own device, however many devices there are.
@@ -130,17 +134,28 @@ class DroplessDispatcher(Dispatcher):
         x_NM: tf.Tensor,
         choices_Nk: tuple[tf.Tensor, ...],
         expected: int | None,
+        of_round: "_Round | None" = None,
     ) -> Rows:
-        """Rows where experts are on other devices: packed by device, sent there, and sorted by expert."""
+        """Rows where experts are on other devices: packed by device, sent there, and sorted by expert.
+
+        Of each device's rows for another, those of the round go; without one, as many first ones as there is room for.
+        """
         devices, model, tokens = layout.devices, layout.model, x_NM.shape[0]
         ranks = choices_Nk[0].shape[1]
         assert tokens is not None  # checked by `_LayoutOf`
         buffer = self._BufferRows(tokens // layout.num_devices, ranks, layout)
+        shape, offset = (layout.owners, layout.local_experts), tuple[tf.Tensor, ...]()
+        if of_round is not None:
+            buffer, offset = of_round.rows, (of_round.first,)
 
         def send(
-            x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor, number_nk: tf.Tensor
+            x_nM: tf.Tensor,
+            expert_nk: tf.Tensor,
+            kept_nk: tf.Tensor,
+            number_nk: tf.Tensor,
+            *first: tf.Tensor,
         ) -> tuple:
-            places, sizes_Qe = _for_devices(expert_nk, kept_nk > 0, layout, buffer)
+            places, sizes_Qe = blocks_to_send(expert_nk, kept_nk > 0, shape, buffer, *first)
             rows = to_slots(x_nM[tf.newaxis], places)
             rows = tf.reshape(rows, [1, layout.owners, buffer, x_nM.shape[1]])
             number_1X = of_slots(number_nk[tf.newaxis], places)
@@ -149,7 +164,7 @@ class DroplessDispatcher(Dispatcher):
             return rows, sizes_Qe[tf.newaxis], number_1QB, *notes
 
         def receive(rows_1QBM: tf.Tensor, sizes_1Qe: tf.Tensor, number_1QB: tf.Tensor) -> tuple:
-            places, sizes_e = _from_devices(sizes_1Qe[0], buffer)
+            places, sizes_e = sorted_blocks(sizes_1Qe[0], buffer)
             rows = tf.reshape(rows_1QBM, [1, layout.owners * buffer, rows_1QBM.shape[-1]])
             number_1R = of_slots(tf.reshape(number_1QB, [1, layout.owners * buffer, 1]), places)
             notes = (places.slot_gSk[0], places.source_gX)
@@ -157,10 +172,12 @@ class DroplessDispatcher(Dispatcher):
 
         narrow = (devices, None, None)
         outs = [(devices, None, None, model), narrow, narrow, *[(devices, None)] * 2]
-        region = manual_region(send, [(devices, model), *[(devices, None)] * 3], outs)
-        sent_DQBM, sizes_DQe, number_DQB, *notes = region(x_NM, *choices_Nk)
+        ins = [(devices, model), *[(devices, None)] * 3, *[()] * len(offset)]
+        sent_DQBM, sizes_DQe, number_DQB, *notes = manual_region(send, ins, outs)(
+            x_NM, *choices_Nk, *offset
+        )
         metrics = NestedMap()
-        if buffer < layout.largest_buffer(tokens // layout.num_devices, ranks):
+        if of_round is None and buffer < layout.largest_buffer(tokens // layout.num_devices, ranks):
             fit = tf.cast(tf.reduce_sum(sizes_DQe), tf.float32)
             asked = tf.reduce_sum(choices_Nk[1])
             metrics.over_device_capacity_ratio = (asked - fit) / tf.maximum(asked, 1.0)
@@ -175,25 +192,23 @@ class DroplessDispatcher(Dispatcher):
 
     def Combine(self, routing: Routing, tokens: Rows) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs."""
-        groups, size, _ = shape_of(routing.gate)
         layout = self._LayoutOf(routing)
+        slot_Nk, source_DX, *received = tokens.notes
+        rows_DXM = self._Back(layout, tokens.values, received)
+        return self._Weigh(layout, routing, rows_DXM, slot_Nk, source_DX)
+
+    def _Weigh(
+        self,
+        layout: "_Layout",
+        routing: Routing,
+        rows_DXM: tf.Tensor,
+        slot_Nk: tf.Tensor,
+        source_DX: tf.Tensor,
+    ) -> tf.Tensor:
+        """The weighted sum of each token's rows, which are on its device, [G,S,M]; see `SlotIndex`."""
+        groups, size, _ = shape_of(routing.gate)
         devices, model = layout.devices, layout.model
         narrow = (devices, None)
-        rows_DXM = tokens.values
-        slot_Nk, source_DX, *received = tokens.notes
-        if received:
-
-            def send(rows_1RM: tf.Tensor, slot_X1: tf.Tensor, source_1R: tf.Tensor) -> tf.Tensor:
-                places = SlotIndex(slot_X1[tf.newaxis], source_1R)
-                one = tf.cast(slot_X1[tf.newaxis] >= 0, rows_1RM.dtype)
-                rows = weigh_slots(rows_1RM, one, places)
-                return tf.reshape(rows, [1, layout.owners, -1, rows_1RM.shape[-1]])
-
-            wide = (devices, None, None, model)
-            region = manual_region(send, [(devices, None, model), narrow, narrow], wide)
-            back_DQBM = layout.Exchange(region(rows_DXM, *received))
-            rows_DXM = tf.reshape(back_DQBM, [layout.num_devices, -1, back_DQBM.shape[-1]])
-        rows_DXM = self.Keep(rows_DXM, "returned", ROWS)
 
         def weigh(
             rows_1XM: tf.Tensor, gate_nk: tf.Tensor, slot_nk: tf.Tensor, source_1X: tf.Tensor
@@ -206,6 +221,88 @@ class DroplessDispatcher(Dispatcher):
         )
         y_NM = region(rows_DXM, _flat(routing.gate), slot_Nk, source_DX)
         return self.Shard(tf.reshape(y_NM, [groups, size, y_NM.shape[-1]]), "GSM")
+
+    def _Back(
+        self, layout: "_Layout", rows_DXM: tf.Tensor, received: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
+        """Rows on the devices that they came from; `received` is what `_Send` notes of where they are now."""
+        if received:
+            devices, model = layout.devices, layout.model
+
+            def send(rows_1RM: tf.Tensor, slot_X1: tf.Tensor, source_1R: tf.Tensor) -> tf.Tensor:
+                places = SlotIndex(slot_X1[tf.newaxis], source_1R)
+                one = tf.cast(slot_X1[tf.newaxis] >= 0, rows_1RM.dtype)
+                rows = weigh_slots(rows_1RM, one, places)
+                return tf.reshape(rows, [1, layout.owners, -1, rows_1RM.shape[-1]])
+
+            wide = (devices, None, None, model)
+            ins = [(devices, None, model), *[(devices, None)] * 2]
+            back_DQBM = layout.Exchange(manual_region(send, ins, wide)(rows_DXM, *received))
+            rows_DXM = tf.reshape(back_DQBM, [layout.num_devices, -1, back_DQBM.shape[-1]])
+        return self.Keep(rows_DXM, "returned", ROWS)
+
+    def Through(
+        self, routing: Routing, x_GSM: tf.Tensor, experts: RunExperts, factor: float = 0.0
+    ) -> tuple[tf.Tensor, NestedMap | None]:
+        """See `Dispatcher`; with a factor in rounds, where that at least halves the buffers."""
+        if factor and not traced_slices():
+            layout, tokens = self._LayoutOf(routing), x_GSM.shape[:2].num_elements()
+            if tokens is not None and layout.owners > 1:
+                tokens, ranks = tokens // layout.num_devices, routing.kept.shape[-1]
+                room = layout.room(tokens * ranks, factor)
+                if 2 * room <= layout.largest_buffer(tokens, ranks):
+                    return self._InRounds(layout, routing, x_GSM, experts, room), NestedMap()
+        return super().Through(routing, x_GSM, experts)
+
+    @scoped
+    def _InRounds(
+        self,
+        layout: "_Layout",
+        routing: Routing,
+        x_GSM: tf.Tensor,
+        experts: RunExperts,
+        room: int,
+    ) -> tf.Tensor:
+        """Tokens through their experts by a loop of rounds, in each of which a device sends each other one `room` rows.
+
+        All go on until none has a row left, nearly always after one round: buffers are small, and nothing is dropped.
+        The rows of all choices that came back are kept [D,X,M] until the end, so that a token's sum does not depend on
+        when they came.
+        """
+        x_NM, choices_Nk = _flat(x_GSM), _choices(routing)
+        expected = choices_Nk[0].shape.num_elements() // layout.num_devices
+        narrow, wide = (layout.devices, None), (layout.devices, None, layout.model)
+
+        def begin(x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor) -> tuple:
+            sizes_E = sorted_places(expert_nk, kept_nk > 0, routing.num_experts)[1]
+            sizes_1Q = tf.reduce_sum(tf.reshape(sizes_E, [1, layout.owners, -1]), 2)
+            none_1XM = runtime_zeros(x_nM, x_nM.dtype, [1, expected, x_nM.shape[1]])
+            return sizes_1Q, none_1XM
+
+        ins = [(layout.devices, layout.model), narrow, narrow]
+        sizes_DQ, none_DXM = manual_region(begin, ins, [narrow, wide])(x_NM, *choices_Nk[:2])
+        most = replicate(tf.reduce_max(sizes_DQ))
+
+        def take(rows_1RM: tf.Tensor, slot_nk: tf.Tensor, former_1XM: tf.Tensor) -> tf.Tensor:
+            slot_1X = tf.reshape(slot_nk, [1, expected])
+            rows_1XM = tf.gather(rows_1RM, tf.maximum(slot_1X, 0), batch_dims=1)
+            rows_1XM = tf.cast(rows_1XM, former_1XM.dtype)
+            return tf.where(slot_1X[..., tf.newaxis] >= 0, rows_1XM, former_1XM)
+
+        def turn(first: tf.Tensor, rows_DXM: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            sent = self._Send(layout, x_NM, choices_Nk, expected, _Round(first, room))
+            slot_Nk, _, *received = sent.notes
+            new_DRM = self._Back(layout, experts(sent).values, received)
+            region = manual_region(take, [wide, narrow, wide], wide)
+            return first + room, region(new_DRM, slot_Nk, rows_DXM)
+
+        with tf.name_scope("about_1_trips"):
+            _, rows_DXM = tf.while_loop(
+                lambda first, _: first < most, turn, (tf.constant(0), none_DXM)
+            )
+        at = tf.range(choices_Nk[0].shape.num_elements()) % expected
+        places = (tf.reshape(at, shape) for shape in (choices_Nk[0].shape, [-1, expected]))
+        return self._Weigh(layout, routing, rows_DXM, *places)
 
     @classmethod
     def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:
@@ -261,6 +358,14 @@ class DroplessDispatcher(Dispatcher):
 
 
 @dataclass(frozen=True)
+class _Round:
+    """Some of the rows that a device has for another, which are ordered by expert, token and rank."""
+
+    first: tf.Tensor  # int32 scalar
+    rows: int
+
+
+@dataclass(frozen=True)
 class _Layout:
     """The mesh axes over which tokens and experts are sharded."""
 
@@ -276,6 +381,19 @@ class _Layout:
     def largest_buffer(self, tokens: int, ranks: int) -> int:
         """The most rows that one device can send another."""
         return tokens * min(ranks, self.local_experts)
+
+    def room(self, choices: int, factor: float) -> int:
+        """Rows from one device to another that suffice for nearly all times, of so many choices of a device.
+
+        It is exceeded by some pair of devices in one of a hundred times at most if experts are chosen at random, and
+        those of every device `factor` times as often as the mean (the Chernoff bound of a Poisson distribution).
+        """
+        mean = factor * choices / self.owners
+        rare = math.log(_ONE_IN * self.num_devices * self.owners)
+        rows = max(1, math.floor(mean))
+        while (more := rows + 1) * math.log(more / mean) - more + mean < rare:
+            rows += 1
+        return rows
 
     def Product(self, expected: int | None) -> Product:
         """The product of `Rows`; about `expected` rows of a device are filled, None: all. Only speed depends on it."""
@@ -321,42 +439,9 @@ class _Layout:
         return mesh_split(tf.reshape(x, shape), mesh, (self.devices, None, *tail))
 
 
-def _for_devices(
-    expert_nk: tf.Tensor, kept_nk: tf.Tensor, layout: _Layout, buffer: int
-) -> tuple[SlotIndex, tf.Tensor]:
-    """The places of choices in Q blocks of B rows, one for each device; those of a block by expert.
-
-    Returns:
-        SlotIndex with Q B slots, and int32 [Q,e], how many rows of each block belong to each expert.
-    """
-    places, sizes_E = sorted_places(expert_nk, kept_nk, layout.owners * layout.local_experts)
-    sizes_Qe = tf.reshape(sizes_E, [layout.owners, layout.local_experts])
-    count_Q = tf.reduce_sum(sizes_Qe, 1)
-    start_Q = tf.cumsum(count_Q, exclusive=True)
-    # The place of each sorted row in its block.
-    part_nk = tf.where(kept_nk, expert_nk, 0) // layout.local_experts
-    at_nk = places.slot_gSk[0] - tf.gather(start_Q, part_nk)
-    fits_nk = tf.logical_and(kept_nk, at_nk < buffer)
-    slot_nk = tf.where(fits_nk, part_nk * buffer + at_nk, -1)
-    # The row at each place of a block.
-    at_B = tf.range(buffer)[tf.newaxis]
-    row_QB = tf.where(at_B < count_Q[:, tf.newaxis], start_Q[:, tf.newaxis] + at_B, -1)
-    source_QB = tf.gather(places.source_gX[0], tf.maximum(row_QB, 0))
-    source_QB = tf.where(row_QB < 0, -1, source_QB)
-    ends_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1), buffer)
-    starts_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1, exclusive=True), buffer)
-    blocks = SlotIndex(slot_nk[tf.newaxis], tf.reshape(source_QB, [1, layout.owners * buffer]))
-    return blocks, ends_Qe - starts_Qe
-
-
-def _from_devices(sizes_Qe: tf.Tensor, buffer: int) -> tuple[SlotIndex, tf.Tensor]:
-    """The places of received rows, Q blocks of B, sorted by expert; and int32 [e], their numbers."""
-    parts, experts = sizes_Qe.shape
-    ends_Qe = tf.cumsum(sizes_Qe, 1)
-    before_QBe = ends_Qe[:, tf.newaxis] <= tf.range(buffer)[tf.newaxis, :, tf.newaxis]
-    expert_QB = tf.reduce_sum(tf.cast(before_QBe, tf.int32), -1)
-    expert_X1 = tf.reshape(expert_QB, [parts * buffer, 1])
-    return sorted_places(expert_X1, expert_X1 < experts, experts)
+def _choices(routing: Routing) -> tuple[tf.Tensor, ...]:
+    """[N,k] each, a row for each token: its experts, which of them are kept, and the ids of its choices."""
+    return tuple(_flat(x) for x in (routing.expert_index, routing.kept, _numbers(routing)))
 
 
 def _numbers(routing: Routing) -> tf.Tensor:

@@ -5,7 +5,7 @@ Letters: B batch, T time, G group, S token in group, E expert, C capacity slot, 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -15,7 +15,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
-from lingvo_moe.core.moe.experts import Experts, Rows, are_packed
+from lingvo_moe.core.moe.experts import Experts, are_packed
 from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
 from lingvo_moe.core.moe.routers.losses_and_metrics import (
     micro_batch_terms,
@@ -135,6 +135,14 @@ class MoELayer(BaseLayer):
             "The same, without a seed. For experts without GroupedFProp `dispatcher` is used instead.",
             choices=DISPATCHERS,
         )
+        p.Define(
+            "exchange_factor",
+            2.0,
+            "In inference over devices, dropless: rows go to their experts in rounds, each with room for what a device "
+            "gets if its experts are chosen so many times as often as the mean. 0: one round, with room for all.",
+            checks.NOT_NEGATIVE,
+        )
+        p.OnlyWith("exchange_factor", _without_rows)
         for name in ("model_dim", "num_experts"):
             p.Derive(f"router.{name}", name)
             p.Derive(f"experts.{name}", name)
@@ -231,11 +239,13 @@ class MoELayer(BaseLayer):
         dispatcher = self.dispatcher
         if seed is None and self.experts.TAKES_ROWS:
             dispatcher = self.inference_dispatcher
-        tokens = dispatcher.Dispatch(routing, x_GSM)
         run = self.experts.GroupedFProp if dispatcher.GIVES_ROWS else self.experts.FProp
-        y_GSM = dispatcher.Combine(
-            routing, run(theta.experts, tokens, seed=self.FoldSeed(seed, "experts"))
-        )
+
+        def experts(tokens: Any) -> Any:
+            return run(theta.experts, tokens, seed=self.FoldSeed(seed, "experts"))
+
+        factor = self.p.exchange_factor if seed is None else 0.0
+        y_GSM, of_rows = dispatcher.Through(routing, x_GSM, experts, factor)
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
         if self.p.num_shared_experts:
             shared_seed = self.FoldSeed(seed, "shared_experts")
@@ -243,7 +253,7 @@ class MoELayer(BaseLayer):
                 theta.shared_experts, x_BTM, paddings_BT, shared_seed
             )[0]
         y_BTM = self.Keep(self.Shard(y_BTM, "BTM"), "combined", "BTM")
-        return y_BTM, NestedMap() if packed else _extras(routing, tokens, shares)
+        return y_BTM, NestedMap() if packed else _extras(routing, of_rows, shares)
 
     def _Masking(self, gate_GSk: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """The factors of gates, for `output_masking`."""
@@ -371,12 +381,22 @@ def _without_capacity(p: HyperParams) -> str:
     )
 
 
-def _extras(routing: Routing, tokens: tf.Tensor | Rows, shares: NestedMap | None) -> NestedMap:
+def _without_rows(p: HyperParams) -> str:
+    """The parameters because of which inference exchanges no rows, or '': a condition of Params.OnlyWith."""
+    if not p.experts.cls.TAKES_ROWS:
+        return f"experts={p.experts.cls.__name__}"
+    chosen = p.inference_dispatcher
+    if dispatcher_params(chosen).cls.GIVES_ROWS:
+        return ""
+    return f"inference_dispatcher={chosen if isinstance(chosen, str) else chosen.cls.__name__}"
+
+
+def _extras(routing: Routing, of_rows: NestedMap | None, shares: NestedMap | None) -> NestedMap:
     """FProp's second result."""
     aux_loss, metrics = routing.aux_loss, routing.metrics
     # The number of rows is that of the choices kept, whatever C would be.
-    if isinstance(tokens, Rows):
-        metrics = NestedMap({**metrics, **tokens.metrics})
+    if of_rows is not None:
+        metrics = NestedMap({**metrics, **of_rows})
         metrics.effective_capacity = metrics.experts_per_token
     if shares is not None:
         aux_loss, metrics = micro_batch_terms(routing.aux_losses, metrics, shares)

@@ -87,7 +87,7 @@ def costs(
             if turns is not None and not place.is_clear:
                 # A gradient's loop has no layer's scope; only experts have such loops.
                 place = dataclasses.replace(place, part=EXPERTS)
-            if place.part == ATTENTION or turns is not None:
+            if place.part == ATTENTION or (turns is not None and place.part == EXPERTS):
                 carried[instruction.name] = sum(map(traffic.in_hbm, instruction.arrays))
         counts = instruction.opcode not in _NO_CYCLES
         priced.append(

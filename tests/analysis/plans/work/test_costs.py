@@ -370,6 +370,9 @@ def test_a_loop_over_rows_of_experts_counts_as_one_kernel_where_that_moves_less(
         assert time.get("turning_seconds", 0) == pytest.approx(turns * on.turn_seconds)
         waits = time["step_seconds"] - time["roofline_seconds"] / on.pace.efficiency
         assert waits == pytest.approx(turns * on.turn_seconds, abs=1e-9)
+    # A loop over the rounds of an exchange contains products and more.
+    rounds = main.replace("experts/about", "inference_dispatcher/about")
+    assert _costs(rounds, _LOOP)["y.3"].flops == 2 * 4 * 8 * 8
     # A single trip moves less than all that the loop carries, as in a step of a search.
     wider = [text.replace("f32[9,", "f32[99,") for text in (main, _LOOP)]
     once = _costs(wider[0], wider[1].replace("constant(9)", "constant(1)"))
