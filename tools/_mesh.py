@@ -105,8 +105,9 @@ def engine_of(args: Flags) -> "Engine | None":
     from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.job import ending
     from lingvo_moe.core.job.watcher import watching
-    from lingvo_moe.core.task.meshes import check_divisible, make_mesh
-    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
+    from lingvo_moe.core.sharding import ShardingError
+    from lingvo_moe.core.task.meshes import check_divisible, meshes_for_inference
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir, lay_for_inference
 
     if tf.config.list_physical_devices("GPU"):
         tf.config.set_visible_devices([], "GPU")
@@ -118,12 +119,21 @@ def engine_of(args: Flags) -> "Engine | None":
     ending.together(lambda: _check_one_command(args))
     _watching.enter_context(watching(0))
     enable_compilation_cache()
-    mesh = make_mesh(params, args.mesh, 0 if args.mesh else devices.device_count())
-    params.input.batch_size *= mesh.size  # a search has batches of its own, and each row is a group
     params.train.num_micro_batches = 1
     if params.task.num_experts:
         params.task.num_groups = 0
-    check_divisible(params, params.task.Instantiate(), mesh, is_trained=False)
+    batch = params.input.batch_size
+    for mesh in meshes_for_inference(params, args.mesh, devices.device_count()):
+        # A search has batches of its own, and each row is a group.
+        params.input.batch_size = batch * mesh.size
+        lay_for_inference(params.task, mesh)
+        try:
+            check_divisible(params, params.task.Instantiate(), mesh, is_trained=False)
+            break
+        except ShardingError as e:
+            refused = e
+    else:
+        raise refused
     engine = make_engine("pjrt", mesh)
     if not (args.quiet or devices.process_index()):
         engine.doing = lambda doing: say(f"{doing} ...")

@@ -25,7 +25,9 @@ def _job(flags, *more):
 
 @pytest.mark.slow
 def test_two_processes_score_as_one_does(tmp_path):
-    more = "task.num_experts=4;task.moe.exchange_factor=0.05"  # rows reach experts in several rounds
+    more = (
+        "task.num_experts=4;task.moe.exchange_factor=0.05"  # rows reach experts in several rounds
+    )
     toy.save_run(tmp_path / "run", toy.train_vocab(toy.sentences(200)), more=more)
     pairs = zip(toy.sentences(6, seed=1, longest=4), toy.sentences(6, seed=2, longest=4))
     (tmp_path / "pairs").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))

@@ -11,7 +11,7 @@ from lingvo_moe.core.console.command import UsageError
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
-from lingvo_moe.core.sharding.letters import GRADIENTS, NONE, SLOTS, axes_of, axis_of
+from lingvo_moe.core.sharding.letters import GRADIENTS, NONE, SLOTS, WEIGHTS, axes_of, axis_of
 
 if TYPE_CHECKING:  # they import TensorFlow
     from lingvo_moe.core.base_layer import BaseLayer
@@ -32,6 +32,27 @@ def make_mesh(params: Params, text: str = "", num_devices: int = 0) -> Mesh:
         return Mesh.parse(text)
     mesh = Mesh.parse(params.train.mesh, "train.mesh")
     return mesh.over_devices(num_devices) if num_devices else mesh
+
+
+def meshes_for_inference(params: Params, text: str, num_devices: int) -> Iterator[Mesh]:
+    """The mesh of a search or of scoring, as for make_mesh; or several, of which the first that the model divides over.
+
+    Of a model whose weights are in parts where its rows are (train.shard_state=weights), several: no weight is gathered
+    in inference, so up to 8 neighbouring devices share its heads and its vocabulary, along axis 'model'.
+
+    Args:
+        text: the value of `--mesh`.
+        num_devices: those there are.
+
+    Raises ShardingError: as make_mesh.
+    """
+    mesh = make_mesh(params, text, 0 if text else num_devices)
+    if text or params.task.shard_state != WEIGHTS or "model" not in mesh.axis_names:
+        yield mesh
+        return
+    for inside in (n for n in range(8, 0, -1) if num_devices % n == 0):
+        sizes = [inside if name == "model" else 1 for name in mesh.axis_names]
+        yield Mesh(mesh.axis_names, tuple(sizes)).over_devices(num_devices)
 
 
 def largest_mesh(

@@ -384,7 +384,7 @@ def read_parts(
     Raises as load_theta.
     """
     run = TextRunDir(logdir, trust_run=trust_run)
-    model = run.Task(LmModel)
+    model = run.Task(LmModel, engine.mesh if engine else None)
     theta, about = load_theta(run, model, chosen, engine)
     about["tidied"] = run.tidied
     return (model, theta, run.vocabs.target, run.tidied), about

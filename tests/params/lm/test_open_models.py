@@ -5,6 +5,7 @@ import pytest
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task.inspect import active_parameters, count_parameters
+from lingvo_moe.core.task.meshes import meshes_for_inference
 
 # Parameters; active ones with both embeddings; and without that of the input, where another source states them.
 TABLE = {
@@ -90,3 +91,19 @@ def test_model_flops_are_those_of_mfu(name, dispatcher):
     assert task.Costs().StepFlops(params.input.Instantiate().BatchSpec()) == pytest.approx(
         want, rel=1e-3
     )
+
+
+def test_devices_share_heads_in_inference_as_far_as_they_divide():
+    def meshes(name, text, count):
+        found = meshes_for_inference(registry.GetParams(f"lm.{name}"), text, count)
+        return [str(mesh) for mesh in found]
+
+    assert meshes("Llama31_8B", "", 16) == [
+        "data:2,model:8",
+        "data:4,model:4",
+        "data:8,model:2",
+        "data:16,model:1",
+    ]
+    assert meshes("Mixtral8x7B", "", 3) == ["expert:1,model:3", "expert:3,model:1"]
+    assert meshes("Llama31_8B", "data:2,model:1", 2) == ["data:2,model:1"]
+    assert meshes("Tiny", "", 8) == ["data:8"]

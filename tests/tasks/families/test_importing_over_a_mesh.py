@@ -80,9 +80,12 @@ def test_translations_of_nllb_moe_over_a_mesh(tmp_path):
     assert over.mesh_search.programs == 2
 
 
-def test_texts_and_scores_of_llama_over_a_mesh(tmp_path):
-    """Each device has half of the heads and of the vocabulary, of whose 40 tokens the tokenizer has 37."""
-    run, engine = run_of("llama3", tmp_path), PjrtEngine("data:1,model:2")
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama3", "data:1,model:2"), ("mixtral", "expert:2,model:2")]
+)
+def test_texts_and_scores_over_a_mesh(name, mesh, tmp_path):
+    """A device has half of the heads and of the vocabulary, of whose 40 tokens the tokenizer has 37."""
+    run, engine = run_of(name, tmp_path), PjrtEngine(mesh)
     options = GenerateOptions(max_source_length=8, max_length=12, rows=4)
     host, over = load_generator(run, options)[0], load_mesh_generator(engine, run, options)[0]
     settings = [
@@ -98,6 +101,20 @@ def test_texts_and_scores_of_llama_over_a_mesh(tmp_path):
             assert piece == want
             np.testing.assert_allclose(log_prob, expected, atol=2e-5)
     assert over.mesh_search.programs == 2
+    check_that_no_weight_moves(over.mesh_search, engine.mesh)
     scorers = (Scorer(run, ScoreOptions(8, 8, rows=4), engine=e) for e in (None, engine))
     for one, other in zip(*(scorer.ScoreIds(TEXTS) for scorer in scorers), strict=True):
         np.testing.assert_allclose(other[0], one[0], atol=1e-5, rtol=1e-5)
+
+
+def check_that_no_weight_moves(search, mesh):
+    """A step gathers less than a matrix, where one of training gathers all that a device has not."""
+    matrices = []
+    for path, x in search.theta.FlattenItems():
+        if ".experts." in path:
+            assert x.sharding.shard_shape(x.shape)[1] * mesh.size == x.shape[1]
+        elif ".self_atten." in path:
+            matrices.append(x.nbytes // x.shape[0])
+    *_, block = next(iter(search._built.values()))
+    gathered = [c.num_bytes for c in block.Collectives() if c.kind == "all-gather"]
+    assert max(gathered) < min(matrices) // mesh.axis_size("model")

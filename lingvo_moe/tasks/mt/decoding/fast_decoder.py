@@ -58,7 +58,9 @@ class FastDecoder(Decoder):
         allowed_V = self.search.allowed_V if shortlist is None else ALLOWED
         self.search = kind(max_length, options, allowed_V)
         if not (sampling or processor.has_avx512()):
-            self.search.fewest_rows = 1  # a third less time there; its sums depend on the rows anyway
+            self.search.fewest_rows = (
+                1  # a third less time there; its sums depend on the rows anyway
+            )
 
     def Find(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """Search with the weights, inside of a tf.function; B and S may be unknown."""

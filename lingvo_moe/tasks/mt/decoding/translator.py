@@ -471,7 +471,8 @@ def read_parts(
     Raises as load_translator.
     """
     run = TextRunDir(logdir, trust_run=trust_run)
-    model, vocabs = run.Task(MtModel), NestedMap(run.vocabs, tidied=run.tidied)
+    model = run.Task(MtModel, engine.mesh if engine else None)
+    vocabs = NestedMap(run.vocabs, tidied=run.tidied)
     theta, about = load_theta(run, model, chosen, engine)
     placed = PlacedWeights(engine, theta) if engine else theta
     about["trained_languages"] = run.languages or []

@@ -136,7 +136,7 @@ class Scorer:
     ):
         run = TextRunDir(logdir, trust_run=trust_run)
         self._options = options or ScoreOptions()
-        self._task = run.Task(TransformerTask)
+        self._task = run.Task(TransformerTask, engine.mesh if engine else None)
         if self._options.experts and not self._task.p.num_experts:
             raise ValueError(f"experts=True: {run.path} has none (task.num_experts=0)")
         self._input = run.Params().input.cls

@@ -15,8 +15,8 @@ from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 def load_theta(
     run: TextRunDir, model: BaseTask, chosen: Chosen = NEWEST, engine: Engine | None = None
 ) -> tuple[NestedMap, dict[str, Any]]:
-    """The weights of a run's model at a checkpoint, as NumPy arrays; with an engine on its devices, sharded as in
-    training, so that no host needs to hold them all.
+    """The weights of a run's model at a checkpoint, as NumPy arrays; with an engine on its devices, sharded, so
+    that no host needs to hold them all: see lay_for_inference.
 
     Returns:
         The weights, and what they are: model, params_override, step; averaged_steps, of a mean; ema, of a moving
@@ -41,9 +41,8 @@ def load_theta(
         else:
             steps = [at]
         if engine:
-            return weights_on_devices(
-                engine, run.Params().task, checkpointer, steps, chosen.use_ema
-            )
+            params = run.ParamsOver(engine.mesh).task
+            return weights_on_devices(engine, params, checkpointer, steps, chosen.use_ema)
         if chosen.average_last == 1:
             return read_weights(checkpointer, model, at, chosen.use_ema)
         return checkpointer.RestoreMeanToNumpy("theta", steps)
