@@ -1,3 +1,5 @@
+import struct
+
 import pytest
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po
@@ -63,6 +65,48 @@ def test_a_single_plural_form_translates_both_numbers(tmp_path):
         "utf-8",
     )
     assert list(gettext_catalogs.catalog_pairs(po)) == [("%d日", "%d day"), ("%d日", "%d days")]
+
+
+def _mo(order: str, *pairs: tuple[bytes, bytes]) -> bytes:
+    """A compiled catalog by the format's description: header, two tables of sizes and places, texts."""
+    at = 28 + 16 * len(pairs)
+    tables, body = [], b""
+    for texts in zip(*pairs):
+        for text in texts:
+            tables += [len(text), at + len(body)]
+            body += text + b"\0"
+    head = 0x950412DE, 0, len(pairs), 28, 28 + 8 * len(pairs), 0, 0
+    return struct.pack(f"{order}{7 + len(tables)}I", *head, *tables) + body
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_compiled_catalogs_of_both_byte_orders_and_other_charsets(tmp_path, order):
+    header = (
+        b"PO-Revision-Date: YEAR-MO-DA HO:MI+ZONE\n"  # as in some that are published
+        b"Content-Type: text/plain; charset=KOI8-R\nPlural-Forms: nplurals=2; plural=n > 1;\n"
+    )
+    path = tmp_path / "x.mo"
+    path.write_bytes(_mo(
+        order,
+        (b"", header),
+        (b"menu\4House", "Дом".encode("koi8-r")),
+        (b"%d tree\0%d trees", "%d дуб\0%d дуба".encode("koi8-r")),
+    ))  # fmt: skip
+    assert list(gettext_catalogs.catalog_pairs(path)) == [
+        ("Дом", "House"),
+        ("%d дуб", "%d tree"),
+        ("%d дуба", "%d trees"),
+    ]
+
+
+def test_a_rule_of_plurals_that_is_none_matters_where_there_are_plurals(tmp_path):
+    header = b"Plural-Forms: nplurals=INTEGER; plural=EXPRESSION;\n"
+    path = tmp_path / "x.mo"
+    path.write_bytes(_mo("<", (b"", header), (b"House", b"Haus")))
+    assert list(gettext_catalogs.catalog_pairs(path)) == [("Haus", "House")]
+    path.write_bytes(_mo("<", (b"", header), (b"%d tree\0%d trees", b"%d Baum\0%d Bume")))
+    with pytest.raises(DataError, match=r"x\.mo: not a gettext catalog"):
+        list(gettext_catalogs.catalog_pairs(path))
 
 
 @pytest.mark.parametrize(
