@@ -26,13 +26,13 @@ def define_flags() -> Flags:
     flags.DEFINE_integer(
         "max_per_language",
         defaults.max_per_language,
-        "training pairs of each language at most; the longest are kept",
+        "training pairs of each language at most: sentences, then shorter texts, then names",
         checks.SIZE,
     )
     flags.DEFINE_integer(
         "max_dev_per_language",
         defaults.max_dev_per_language,
-        "dev pairs of each language at most",
+        "dev pairs of each language at most, in the same order",
         checks.SIZE,
     )
     flags.DEFINE_integer(
@@ -63,10 +63,11 @@ def _run(args: Flags) -> int:
     def progress(lang: str, train: int, dev: int) -> None:
         print(f"  {lang:<4} {train:>6} pairs, {dev:>4} dev", flush=True)
 
-    counts = build_corpus(args.output, options, progress)
-    total, dev = (sum(column) for column in zip(*counts.values()))
+    built = build_corpus(args.output, options, progress)
+    total, dev = (sum(column) for column in zip(*built.languages.values()))
     print(
-        f"{len(counts)} languages, {total} pairs and {dev} dev pairs, in {time.monotonic() - start:.0f} s"
+        f"{len(built.languages)} languages, {total} pairs and {dev} dev pairs;"
+        f" {built.english_sides} different English sides; in {time.monotonic() - start:.0f} s"
     )
     _cli.made(
         args.output,

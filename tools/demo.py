@@ -101,9 +101,12 @@ class Demo:
                     f"{','.join(there) or 'all'}; name another directory, or delete that one"
                 )
         self._say("building the corpus from installed packages")
-        counts = build_corpus(self._corpus, CorpusOptions(langs=langs))
-        pairs = sum(train for train, _ in counts.values())
-        self._say(f"corpus: {len(counts)} languages into English, {pairs:,} pairs")
+        built = build_corpus(self._corpus, CorpusOptions(langs=langs))
+        pairs = sum(train for train, _ in built.languages.values())
+        self._say(
+            f"corpus: {len(built.languages)} languages into English, {pairs:,} pairs,"
+            f" {built.english_sides:,} different English sides"
+        )
 
     def _train(self) -> None:
         self._say(f"training {self._args.model} on {_DEVICES} virtual devices")

@@ -28,6 +28,7 @@ from lingvo_moe.core.runs.goodput import PARTS, Goodput
 from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.runs.saved_steps import LIST
 from lingvo_moe.tasks.image.evaluation import Scores
+from lingvo_moe.tasks.text.corpus.corpus import Built
 from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from tools.import_graph import ROOT
 
@@ -281,6 +282,7 @@ _SHORTLIST = SimpleNamespace(
 )
 _COMPILING = {**_CLI, "tools._cli:request_devices": None}
 _MACHINE = ["--model=mt.M4Tiny", "--topology=v3:2x2"]
+_BUILT = Built({"aa": (1, 1)}, 1)
 _GOODPUT = Goodput(dict.fromkeys(PARTS, 60.0), 3, 2, 100, 0.5, 4, 2.0, 9.0, 10, 0.9)
 COMMANDS += [
     Command("explain", {
@@ -354,7 +356,7 @@ COMMANDS += [
         [["--data_dir=DATA", "--output=o"]]),
     Command("verify", {**_COMPILING, "lingvo_moe.analysis.explain.verifying:verify_model": ["loss"]},
         [["--model=mt.M4Tiny"]]),
-    Command("build_corpus", {"tools.build_corpus:build_corpus": {"aa": (1, 1)}}, [["--output=o"]]),
+    Command("build_corpus", {"tools.build_corpus:build_corpus": _BUILT}, [["--output=o"]]),
     Command("build_files", {
         "tools.build_files:stale_files": {"lines.txt": "text"},
         "tools.build_files:ROOT": Through(Path()),
@@ -379,7 +381,7 @@ COMMANDS += [
         "tools.demo:Demo._report": Through(lambda *_: None),
         "tools.demo:Demo._show": Through(lambda *_: None),
         "tools.demo:_initial_theta": None,
-        "lingvo_moe.tasks.text.corpus.corpus:build_corpus": {"aa": (1, 1)},
+        "lingvo_moe.tasks.text.corpus.corpus:build_corpus": _BUILT,
         "lingvo_moe.tasks.text.data.dev_set:DevSet": anything(languages=["aa"]),
         "lingvo_moe.tasks.mt.quality.scoring:count_train_pairs": {},
         "lingvo_moe.tasks.mt.quality.scoring:evaluate": anything(Average=lambda: {"chrf": 1.0}),

@@ -25,6 +25,7 @@ from lingvo_moe.tasks.text.data.tidying import TIDIED, sentence_key
 
 _DEV_SHARE = 0.08
 MAX_SOURCES_PER_ENGLISH = 2
+SENTENCE_WORDS = 3  # English texts of fewer words are labels and names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +36,8 @@ class CorpusOptions:
     langs: tuple[str, ...] = ()
     # Distributions whose gettext catalogs are read; "Babel" adds the CLDR.
     packages: tuple[str, ...] = ("Babel", *gettext_catalogs.PACKAGES)
-    max_per_language: int = 8_000  # training pairs kept of each language, the longest
-    max_dev_per_language: int = 100  # dev pairs kept of each language, drawn by hash
+    max_per_language: int = 12_000  # training pairs kept of each language, sentences first
+    max_dev_per_language: int = 100  # dev pairs kept of each language, sentences first
     min_pairs: int = 2_500  # fewer training pairs than this leave a language out
 
 
@@ -52,12 +53,20 @@ class Pair:
         return f"{self.source}\t{self.english}\t{self.origin}\n"
 
 
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """Counts of a corpus that was built."""
+
+    languages: dict[str, tuple[int, int]]  # by language: training pairs, dev pairs
+    english_sides: int  # different English sides of all languages' training pairs
+
+
 def build_corpus(
     output: str | os.PathLike,
     options: CorpusOptions | None = None,
     progress: Callable[[str, int, int], None] = lambda lang, train, dev: None,
-) -> dict[str, tuple[int, int]]:
-    """Writes a corpus atomically. Returns `{lang: (training pairs, dev pairs)}`.
+) -> Built:
+    """Writes a corpus atomically, and counts what it holds.
 
     An older corpus in `output` is replaced; `progress` is called after each language that was kept.
 
@@ -71,20 +80,23 @@ def build_corpus(
     catalogs = _catalogs_by_language(options.packages)
     languages = _languages(options, catalogs)
     counts: dict[str, tuple[int, int]] = {}
+    english: set[int] = set()
     with files.replaced_directory(output) as temp:
         (temp / "dev").mkdir()
         jobs = [(lang, options, catalogs.get(lang, []), temp) for lang in languages]
-        for lang, (train, dev) in zip(languages, _map(_build_language, jobs)):
+        for lang, (train, dev, sides) in zip(languages, _map(_build_language, jobs)):
             if train:
                 counts[lang] = (train, dev)
+                english |= sides
                 progress(lang, train, dev)
         if not counts:
             raise DataError(
                 f"no language has {options.min_pairs} pairs in {', '.join(options.packages)}"
             )
-        _write_summary(temp, options, counts)
+        built = Built(counts, len(english))
+        _write_summary(temp, options, built)
         CORPUS_LIST.Write(temp)
-    return counts
+    return built
 
 
 def languages_asked_for(corpus: str | os.PathLike) -> tuple[str, ...]:
@@ -121,12 +133,15 @@ def _map(function: Callable, jobs: Sequence[tuple]) -> Iterator:
 
 def _build_language(
     job: tuple[str, CorpusOptions, list[tuple[str, Path]], Path],
-) -> tuple[int, int]:
-    """Writes the files of one language into a directory and returns how many pairs they hold; (0, 0) if too few."""
+) -> tuple[int, int, set[int]]:
+    """Writes one language's files into a directory, unless it has too few pairs.
+
+    Returns how many training and dev pairs they hold, and hashes of the training pairs' English sides.
+    """
     lang, options, catalogs, directory = job
     train, dev = _split(lang, _collect(lang, options, catalogs), options)
     if len(train) < options.min_pairs and not options.langs:
-        return 0, 0
+        return 0, 0, set()
     if not train or not dev:
         raise DataError(
             f"language {lang!r}: only {len(train)} training and {len(dev)} dev pairs in "
@@ -134,7 +149,7 @@ def _build_language(
         )
     _write(directory / f"{lang}.tsv.gz", train)
     _write(directory / "dev" / f"{lang}.tsv.gz", dev)
-    return len(train), len(dev)
+    return len(train), len(dev), {split.text_hash(pair.english) for pair in train}
 
 
 def _catalogs_by_language(packages: Sequence[str]) -> dict[str, list[tuple[str, Path]]]:
@@ -181,11 +196,12 @@ def _collect(lang: str, options: CorpusOptions, catalogs: list[tuple[str, Path]]
 def _split(
     lang: str, pairs: Iterator[Pair], options: CorpusOptions
 ) -> tuple[list[Pair], list[Pair]]:
-    """Deduplicates, splits, keeps the longest, and shuffles (by hash, so always alike)."""
+    """Deduplicates, splits, keeps sentences first, and shuffles (by hash, so always alike)."""
     sources: set[str] = set()
     englishes: dict[str, int] = {}
-    train: list[Pair] = []
-    dev: dict[str, Pair] = {}
+    keys: set[str] = set()
+    train: list[tuple[int, int, Pair]] = []
+    dev: dict[str, tuple[int, int, Pair]] = {}
     for pair in pairs:
         source, english = pair.source.casefold(), pair.english.casefold()
         if source in sources or englishes.get(english, 0) >= MAX_SOURCES_PER_ENGLISH:
@@ -193,20 +209,27 @@ def _split(
         sources.add(source)
         englishes[english] = englishes.get(english, 0) + 1
         key = sentence_key(pair.english)
+        # Drawn by a hash that the language is part of: languages keep different sentences.
+        place = _rank(pair, key, key in keys), split.text_hash(f"{lang}\t{pair.line()}"), pair
+        keys.add(key)
         if split.is_held_out(key, _DEV_SHARE):
             # One dev pair per sentence: "in 2 days" beside "in 5 days" would measure the same twice.
-            dev.setdefault(key, pair)
+            dev.setdefault(key, place)
         else:
-            train.append(pair)
-    longest = sorted(train, key=lambda p: (-len(p.english), p.english, p.source))
+            train.append(place)
 
-    def shuffled(part: Iterable[Pair]) -> list[Pair]:
-        return sorted(part, key=lambda pair: split.text_hash(f"{lang}\t{pair.line()}"))
+    def first(part: Iterable[tuple[int, int, Pair]], most: int) -> list[Pair]:
+        chosen = sorted(part, key=lambda place: place[:2])[:most]
+        return [pair for *_, pair in sorted(chosen, key=lambda place: place[1])]
 
-    return (
-        shuffled(longest[: options.max_per_language]),
-        shuffled(dev.values())[: options.max_dev_per_language],
-    )
+    return first(train, options.max_per_language), first(dev.values(), options.max_dev_per_language)
+
+
+def _rank(pair: Pair, key: str, again: bool) -> int:
+    """0 for sentences, 1 for labels and texts that differ from earlier ones in digits alone, 2 for CLDR's names."""
+    if pair.origin == "Babel":
+        return 2
+    return int(again or key.count(" ") + 1 < SENTENCE_WORDS)
 
 
 def _write(path: Path, pairs: list[Pair]) -> None:
@@ -216,13 +239,16 @@ def _write(path: Path, pairs: list[Pair]) -> None:
             file.write("".join(pair.line() for pair in pairs).encode("utf-8"))
 
 
-def _write_summary(temp: Path, options: CorpusOptions, counts: dict[str, tuple[int, int]]) -> None:
+def _write_summary(temp: Path, options: CorpusOptions, built: Built) -> None:
     versions = {package: importlib.metadata.version(package) for package in options.packages}
-    languages = {lang: {"train": train, "dev": dev} for lang, (train, dev) in counts.items()}
+    languages = {
+        lang: {"train": train, "dev": dev} for lang, (train, dev) in built.languages.items()
+    }
     asked_for = sorted(set(options.langs))
     summary = {
         "packages": versions,
         "languages": languages,
+        "english_sides": built.english_sides,
         "asked_for": asked_for,
         "tidied": TIDIED,
         "list": CORPUS_LIST.name,

@@ -1,10 +1,11 @@
 import gzip
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from lingvo_moe.tasks.text.corpus import cldr, corpus
+from lingvo_moe.tasks.text.corpus import cldr, corpus, split
 from lingvo_moe.tasks.text.data import tsv
 from lingvo_moe.tasks.text.data.dev_set import DevSet
 from lingvo_moe.tasks.text.data.errors import DataError
@@ -19,8 +20,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("corpus") / "out"
     seen: list[str] = []
     counts = corpus.build_corpus(output, OPTIONS, lambda lang, train, dev: seen.append(lang))
-    assert tuple(counts) == tuple(seen) == LANGS
-    assert all(train >= 1_500 and dev >= 50 for train, dev in counts.values())
+    assert tuple(counts.languages) == tuple(seen) == LANGS
+    assert all(train >= 1_500 and dev >= 50 for train, dev in counts.languages.values())
+    english = {e for lang in LANGS for _, e in tsv.read_pairs(output / f"{lang}.tsv.gz")}
+    assert counts.english_sides == len(english) > 3_000
+    assert json.loads((output / "corpus.json").read_text())["english_sides"] == len(english)
     return output
 
 
@@ -59,6 +63,49 @@ def test_pairs_are_clean_and_unique(built):
     assert {row[2] for row in columns} == {"Babel", "Django"}
 
 
+_SENTENCES = [f"Nobody has a {word} here." for word in ("cat", "dog", "fox", "hen", "owl", "pig")]
+
+
+@pytest.mark.parametrize("most, kept", [
+    (4, 4 * ["sentence"]),
+    (6, 6 * ["sentence"]),
+    (8, 6 * ["sentence"] + 2 * ["short"]),
+    (9, 6 * ["sentence"] + 3 * ["short"]),
+    (11, 6 * ["sentence"] + 3 * ["short"] + 2 * ["name"]),
+    (99, 6 * ["sentence"] + 3 * ["short"] + 4 * ["name"]),
+])  # fmt: skip
+def test_sentences_are_kept_before_labels_and_these_before_names(monkeypatch, most, kept):
+    """A text that differs in its case, digits or punctuation from one before it is no other sentence."""
+    monkeypatch.setattr(split, "is_held_out", lambda key, share: False)
+    programs = ["Open", "Save as", *_SENTENCES, "nobody has a CAT here, 5"]
+    names = ["Central European Time", "May", "Seychellois Rupee", "On Monday, 5 May"]
+    kinds = dict.fromkeys(programs, "short") | dict.fromkeys(_SENTENCES, "sentence")
+    kinds |= dict.fromkeys(names, "name")
+    pairs = [corpus.Pair(f"<{text}>", text, "Django") for text in programs]
+    pairs += [corpus.Pair(f"<{text}>", text, "Babel") for text in names]
+    chosen = {}
+    for lang in ("de", "sw"):
+        options = corpus.CorpusOptions(max_per_language=most)
+        train, dev = corpus._split(lang, iter(pairs), options)
+        assert sorted(kinds[pair.english] for pair in train) == sorted(kept)
+        assert not dev
+        assert corpus._split(lang, iter(pairs), options) == (train, dev)
+        chosen[lang] = {pair.english for pair in train}
+    # Of more sentences than they keep, languages keep different ones.
+    assert (chosen["de"] == chosen["sw"]) == (most in (6, 9, 99))
+
+
+def test_held_out_pairs_are_sentences_first_too(monkeypatch):
+    monkeypatch.setattr(split, "is_held_out", lambda key, share: True)
+    texts = ["Open", *_SENTENCES, "Nobody has a cat here!"]
+    pairs = [corpus.Pair("Seychellen-Rupie", "Seychellois Rupee", "Babel")]
+    pairs += [corpus.Pair(f"<{text}>", text, "Django") for text in texts]
+    for most, others in ((6, set()), (7, {"Open"}), (9, {"Open", "Seychellois Rupee"})):
+        options = corpus.CorpusOptions(max_dev_per_language=most)
+        train, dev = corpus._split("de", iter(pairs), options)
+        assert {pair.english for pair in dev} == {*_SENTENCES, *others} and not train
+
+
 def test_cldr_gives_names_and_phrases_in_the_language():
     german = dict(cldr.cldr_pairs("de"))
     assert german["Frankreich"] == "France"
@@ -90,4 +137,4 @@ def test_a_language_with_little_data_is_left_out_unless_asked_for(tmp_path):
             tmp_path / "out", corpus.CorpusOptions(packages=("WTForms",), min_pairs=100_000)
         )
     asked = corpus.CorpusOptions(langs=("sw",), packages=("Django",), min_pairs=100_000)
-    assert set(corpus.build_corpus(tmp_path / "out", asked)) == {"sw"}
+    assert set(corpus.build_corpus(tmp_path / "out", asked).languages) == {"sw"}
