@@ -7,6 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from lingvo_moe.tasks.text.corpus.gettext_catalogs import PACKAGES as CORPUS_PACKAGES
 from tools.import_graph import PACKAGES, ROOT
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -47,11 +48,17 @@ def test_a_checkout_has_versions_in_the_ranges(requirement):
 
 
 def test_what_the_code_imports_is_in_the_package_and_nothing_else():
-    names = ("gpu", "beam", "tokenizers", "smollm2", "corpus")
+    names = ("gpu", "beam", "tokenizers", "smollm2")
     optional = (f"requirements-{name}.txt" for name in names)
     files = "requirements.txt", *optional
     wanted = {name for file in files for name in _pinned(file)}
     assert {canonicalize_name(r.name) for r in _ALL} == wanted
+
+
+def test_the_packages_of_the_corpus_are_those_that_are_installed():
+    expected = {canonicalize_name(name): version for name, version in CORPUS_PACKAGES.items()}
+    assert _pinned("requirements-corpus.txt") == expected
+    assert expected.items() <= _pinned("requirements.lock.txt").items()
 
 
 def test_every_directory_of_sources_is_a_package_of_the_wheel():

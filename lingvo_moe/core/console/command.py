@@ -21,7 +21,6 @@ _AS_INSTALLED = {
     "pip install --no-deps -r requirements-gpu.txt": "pip install 'lingvo_moe[gpu-plan]'",
     "pip install --no-deps -r requirements-beam.txt": "pip install 'lingvo_moe[beam]'",
     "pip install --no-deps -r requirements-tokenizers.txt": "pip install 'lingvo_moe[tokenizers]'",
-    "pip install --no-deps -r requirements-corpus.txt": "pip install 'lingvo_moe[corpus]'",
 }
 
 

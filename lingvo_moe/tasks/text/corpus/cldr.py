@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from babel import Locale, UnknownLocaleError, dates, localedata, numbers, units
+from babel import Locale, dates, localedata, numbers, units
 from babel.lists import format_list
 
 PHRASES_PER_KIND = 400
@@ -28,9 +28,7 @@ def cldr_languages() -> list[str]:
 
 def cldr_pairs(lang: str) -> Iterator[tuple[str, str]]:
     """Yields `(source, English)` of one language, names first; nothing for a language that is not in CLDR."""
-    try:
-        Locale.parse(lang)
-    except (UnknownLocaleError, ValueError):
+    if not localedata.exists(lang):
         return
     ours, english = _names(lang), _names("en")
     root = _names("root")

