@@ -9,6 +9,7 @@ same command resumes where it stopped.
 """
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # they import NumPy or TensorFlow
 _DEVICES = 2
 # An untrained model translates nothing, and its beams end late: a few lines of each language show it.
 _UNTRAINED_LINES = 4
+_SENTENCE = re.compile(r"(\S+ ){3,}\S+[.?!]\Z")  # of four words or more
 
 
 def define_flags() -> Flags:
@@ -258,14 +260,15 @@ def _initial_theta(task: "BaseTask") -> "NestedMap":
 
 
 def _samples(report: "EvalReport", count: int) -> list[tuple[str, str, str]]:
-    """(language, translation, reference) of some languages: a line of median length from each."""
-    out = []
-    names = sorted(report.languages, key=lambda lang: -report.languages[lang].train_pairs)
-    for lang in names[:: max(len(names) // count, 1)][:count]:
-        r = report.languages[lang]
-        lines = sorted(zip(r.hypotheses, r.references, strict=True), key=lambda line: len(line[1]))
-        out.append((lang, *lines[len(lines) // 2]))
-    return out
+    """(language, translation, reference) of some languages with whole sentences: of each, that of median length."""
+    sentences: dict[str, list[tuple[str, str]]] = {}
+    for lang, r in report.languages.items():
+        lines = zip(r.hypotheses, r.references, strict=True)
+        if whole := [line for line in lines if _SENTENCE.match(line[1])]:
+            sentences[lang] = sorted(whole, key=lambda line: len(line[1]))
+    names = sorted(sentences, key=lambda lang: -report.languages[lang].train_pairs)
+    chosen = names[:: max(len(names) // count, 1)][:count]
+    return [(lang, *sentences[lang][len(sentences[lang]) // 2]) for lang in chosen]
 
 
 if __name__ == "__main__":

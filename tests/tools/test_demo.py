@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import trainer_testing
@@ -54,6 +55,27 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, mon
     assert demo.main([f"--output={tmp_path}", *other]) == 1
     told = capfd.readouterr().err
     assert "holds a demo of other languages, af,br,sw; name another directory" in told
+
+
+def test_examples_are_whole_sentences_of_several_languages():
+    lines = {
+        "de": ["Save", "The file could not be saved.", "Is it you?", "The page that you want is gone.", "Add 2 files."],
+        "sw": ["Kenyan Shilling", "Monday, May 5"],  # none: the language is left out
+        "fr": ["Are you sure that you want this?"],
+    }  # fmt: skip
+    report = SimpleNamespace(
+        languages={
+            lang: SimpleNamespace(
+                references=texts, hypotheses=[t.upper() for t in texts], train_pairs=len(texts)
+            )
+            for lang, texts in lines.items()
+        }
+    )
+    assert demo._samples(report, 2) == [
+        ("de", "THE PAGE THAT YOU WANT IS GONE.", "The page that you want is gone."),
+        ("fr", "ARE YOU SURE THAT YOU WANT THIS?", "Are you sure that you want this?"),
+    ]
+    assert [lang for lang, *_ in demo._samples(report, 1)] == ["de"]
 
 
 def test_other_languages_are_another_corpus(tmp_path, monkeypatch):
