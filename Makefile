@@ -74,7 +74,7 @@ install: ## Make .venv with the pinned packages, once; GPU=1 adds JAX for NVIDIA
 	  echo "$$wanted" > "$$stamp"
 	  echo "Installed into $(VENV)."
 	}
-	install_once $(LOCK) installed "4 GB" --no-deps
+	install_once $(LOCK) installed "5 GB" --no-deps
 	if [[ -n "$(filter-out 0,$(GPU))" ]]; then install_once requirements-cuda.txt installed-cuda "5 GB" --constraint $(LOCK); fi
 
 lint: install ## ruff (rules and format) and mypy.
