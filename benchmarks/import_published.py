@@ -1,18 +1,24 @@
 """Imports of checkpoints of the largest published models, which are killed and gone on with: memory and speed.
 
     python -m benchmarks.import_published --scratch=/tmp/import --model=deepseek_v3
+    python -m benchmarks.import_published --scratch=/tmp/import --model=random_1b
 
 Makes a directory with the files of the model at their true sizes, sparse, so that they take no disk: DeepSeek-V3 in
 float8 with its head for the token after the next, 163 files; or Mixtral-8x22B in bfloat16, 59 files. It is imported for
 some seconds, killed, and imported on for as long. Reports the peak memory of the process beyond that of one which loads
 the same libraries and opens the same files, and bytes written in a second, and in one of the CPU, once it reads
 tensors, beside those of cp of a file of random bytes. What was written is deleted.
+
+random_1b is a Mixtral of two layers whose values are random: 1.7 GB in bfloat16. It is imported whole, in turn with cp
+of the run that came of it, both up to the end of fsync of all files.
 """
 
+import contextlib
 import json
 import math
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -28,7 +34,8 @@ from lingvo_moe.core.config import checks, registry
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.weights.source import Entry
 
-MODELS = ("deepseek_v3", "mixtral_8x22b")
+RANDOM = "random_1b"
+MODELS = ("deepseek_v3", "mixtral_8x22b", RANDOM)
 _SHARD = 4 << 30
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 _YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
@@ -57,6 +64,17 @@ _CONFIGS: Mapping[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
     },
 }
+_CONFIGS = {
+    **_CONFIGS,
+    RANDOM: {
+        **_CONFIGS["mixtral_8x22b"],
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
+}
 # Names of DeepSeek-V3's tensors that are matrices, and not in float8.
 _PLAIN = ("embed_tokens", "lm_head", "mlp.gate.", "eh_proj", "shared_head")
 
@@ -83,12 +101,18 @@ def main() -> None:
         checks.SIZE,
     )
     flags.DEFINE_integer("gigabytes", 16, "how much may be written", checks.SIZE)
+    flags.DEFINE_integer("rounds", 3, "how often random_1b is imported", checks.SIZE)
+    flags.OnlyWith("rounds", model=RANDOM)
+    flags.OnlyWith("seconds gigabytes", "others are imported whole", model=MODELS[:-1])
     args = flags.Parse()
     scratch = Path(args.scratch)
     scratch.mkdir(parents=True)
     try:
         model, output = scratch / args.model, scratch / "run"
         make_checkpoint(args.model, model)
+        if args.model == RANDOM:
+            beside_cp(model, output, args.rounds)
+            return
         alone = _opened(model)
         print(f"libraries and files opened: {alone / 2**20:,.0f} MiB", flush=True)
         for number in (1, 2):
@@ -103,6 +127,51 @@ def main() -> None:
         print(f"cp: {_copied(scratch):,.0f} MB/s")
     finally:
         shutil.rmtree(scratch)
+
+
+def beside_cp(model: Path, output: Path, rounds: int) -> None:
+    """Imports a model whole, copies what came of it, and prints the seconds of both, and of the CPU."""
+    for path in sorted(model.glob("*.safetensors")):
+        _fill(path)
+    _sync(model)
+    for number in range(1, rounds + 1):
+        run = _imported(model, output, math.inf, sys.maxsize)
+        began = time.monotonic()
+        _sync(output)
+        imported = run.seconds + time.monotonic() - began
+        began, before = time.monotonic(), os.times()
+        copy = output.parent / "copy"
+        subprocess.run(["cp", "-r", output, copy], check=True)
+        _sync(copy)
+        copied, cpu = time.monotonic() - began, sum(os.times()[2:4]) - sum(before[2:4])
+        written = _written(output)
+        print(
+            f"round {number}: {written / 1e9:.2f} GB; import {imported:.1f} s, {run.cpu:.1f} s of the CPU, "
+            f"{written / 1e6 / imported:,.0f} MB/s; cp {copied:.1f} s, {cpu:.1f} s of the CPU, "
+            f"{written / 1e6 / copied:,.0f} MB/s; {copied / imported:.0%} of cp",
+            flush=True,
+        )
+        shutil.rmtree(output)
+        shutil.rmtree(copy)
+
+
+def _fill(path: Path) -> None:
+    """Writes random values over the zeros of a file of safetensors: of bfloat16, and finite."""
+    rng = np.random.default_rng(0)
+    with open(path, "r+b") as file:
+        at = 8 + struct.unpack("<Q", file.read(8))[0]
+        file.seek(at)
+        while (left := path.stat().st_size - file.tell()) > 0:
+            values = rng.integers(0, 1 << 16, min(left // 2, 1 << 24), np.uint16)
+            file.write((values & 0xBFFF).tobytes())  # of an exponent that is no NaN's
+
+
+def _sync(directory: Path) -> None:
+    """Waits until all files of a directory are on the disk."""
+    for path, _, names in os.walk(directory):
+        for name in names:
+            with open(os.path.join(path, name), "rb") as file:
+                os.fsync(file.fileno())
 
 
 def make_checkpoint(name: str, directory: Path) -> None:
@@ -196,10 +265,10 @@ def _opened(model: Path) -> int:
 
 
 def _imported(model: Path, output: Path, seconds: float, most: int) -> Run:
-    """Imports until a time has passed, or so many bytes are there, and kills the process."""
+    """Imports until a time has passed, or so many bytes are there, and kills the process; or to its end."""
     command = [sys.executable, "-m", "tools.import_checkpoint", f"--from={model}"]
     log, before = output.parent / "log.txt", _written(output)
-    peak, since, cpu = 0, None, 0.0
+    peak, since, cpu, so_far = 0, None, 0.0, 0.0
     with open(log, "wb") as file:
         process = subprocess.Popen([*command, f"--output={output}"], stdout=file, stderr=file)
     try:
@@ -208,13 +277,14 @@ def _imported(model: Path, output: Path, seconds: float, most: int) -> Run:
                 since, cpu = time.monotonic(), _cpu(process.pid)
             if since is not None and time.monotonic() > since + seconds:
                 break
-            peak = max(peak, _peak(process.pid))
+            with contextlib.suppress(FileNotFoundError):  # it ends here
+                peak, so_far = max(peak, _peak(process.pid)), _cpu(process.pid)
             time.sleep(0.1)
-        ended, cpu = time.monotonic(), _cpu(process.pid) - cpu
+        ended, cpu = time.monotonic(), so_far - cpu
     finally:
         process.kill()
         process.wait()
-    if since is None:
+    if since is None or process.returncode not in (0, -signal.SIGKILL):
         raise SystemExit(log.read_text())
     first = log.read_text().partition("tensor ")[2].split()[0].replace(",", "")
     return Run(peak, ended - since, cpu, _written(output) - before, int(first))

@@ -64,7 +64,7 @@ def write_manifest(
     for path in sorted((_files(store) if files is None else set(files)) - {name}):
         if "\n" in path:
             raise ValueError(f"{store.address}: a file's name holds a newline: {path!r}")
-        lines.append(f"{digests.get(path) or _digest(store, path, digest)}  {path}\n")
+        lines.append(f"{digests.get(path) or digest_of(store, path, digest)}  {path}\n")
     body = "".join(lines).encode("utf-8", "surrogateescape")
     store.Write(name, body + _last_line(body))
 
@@ -187,10 +187,11 @@ def _difference(store: Store, listed: Mapping[str, str], path: str) -> str:
     if isinstance(store, LocalStore) and (wrong := cannot_be_listed(store.path / path)):
         return f"{wrong} (it is in"
     kind = _BY_LENGTH[len(listed[path])]
-    return "" if _digest(store, path, kind) == listed[path] else _CHANGED.format(kind)
+    return "" if digest_of(store, path, kind) == listed[path] else _CHANGED.format(kind)
 
 
-def _digest(store: Store, path: str, digest: str) -> str:
+def digest_of(store: Store, path: str, digest: str) -> str:
+    """The digest of a file, in hex; SHA256 or XXH128. Raises OSError."""
     state = _DIGESTS[digest]()
     for piece in store.Pieces(path):
         state.update(piece)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import did_you_mean
@@ -33,6 +33,9 @@ from lingvo_moe.tasks.text.runs.artifacts import text_artifacts
 from lingvo_moe.tasks.text.vocabulary.language_codes import LanguageCodes
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
 from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
+
+if TYPE_CHECKING:
+    from lingvo_moe.core.engine.checkpoints.streamed import StreamedCheckpoint
 
 registry.AllNames()  # imports the families, which lie beside their experiments
 CONFIG = "config.json"
@@ -189,20 +192,30 @@ def import_checkpoint(
         lock.Acquire()
         _describe(published, run, _places(source, mapping, left_out))
         identity = f"{source.where} {state_of(source.where)} {published.override}"
-        checkpoint = StreamedCheckpoint(output, NestedMap(theta=specs), identity)
-        needed = [name for name in source.entries if name in mapping.tensors]  # file by file
-        names = [name for name in needed if name not in checkpoint.written]
-        for number, name in enumerate(names, 1 + len(checkpoint.written)):
-            progress(f"tensor {number:,} of {len(mapping.tensors):,}: {name}")
-            for part in mapping.Slices(name, _AT_ONCE):
-                tensor = source.Read(name, part.rows)
-                for pair in mapping.tensors[name]:
-                    values = mapping.Values(pair, tensor)
-                    checkpoint.Write(f"theta.{pair.path}", *mapping.Box(pair, part), values)
-            checkpoint.Written(name)
-        progress("completing the checkpoint")
-        checkpoint.Finish(0)
+        with StreamedCheckpoint(output, NestedMap(theta=specs), identity) as checkpoint:
+            _write_tensors(source, mapping, checkpoint, progress)
+            progress("completing the checkpoint")
+            checkpoint.Finish(0)
     return left_out
+
+
+def _write_tensors(
+    source: WeightSource,
+    mapping: WeightMapping,
+    checkpoint: "StreamedCheckpoint",
+    progress: Callable[[str], None],
+) -> None:
+    """Writes those that the checkpoint does not have yet, file by file."""
+    needed = [name for name in source.entries if name in mapping.tensors]
+    names = [name for name in needed if name not in checkpoint.written]
+    for number, name in enumerate(names, 1 + len(checkpoint.written)):
+        progress(f"tensor {number:,} of {len(mapping.tensors):,}: {name}")
+        for part in mapping.Slices(name, _AT_ONCE):
+            tensor = source.Read(name, part.rows)
+            for pair in mapping.tensors[name]:
+                values = mapping.Values(pair, tensor)
+                checkpoint.Write(f"theta.{pair.path}", *mapping.Box(pair, part), values)
+        checkpoint.Written(name)
 
 
 def _places(

@@ -20,6 +20,7 @@ from lingvo_moe.core.files.store import MOST, Store, fresh_context
 
 OLD, NEW = 1, 2  # formats: arrays as Orbax wrote them, and as they are written now
 _STATE = "state"
+DATA = "d/"  # what the names of a database's files of values begin with
 _DRIVERS = {OLD: "zarr", NEW: "zarr3"}
 _AHEAD = 1 << 30  # bytes that are written, or read, at the same time
 

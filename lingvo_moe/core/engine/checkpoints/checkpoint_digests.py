@@ -16,6 +16,7 @@ from lingvo_moe.core.engine.checkpoints import arrays
 from lingvo_moe.core.files.manifest import (
     XXH128,
     ManifestError,
+    digest_of,
     read_manifest,
     verify_manifest,
     write_manifest,
@@ -39,9 +40,22 @@ def write_part(step: Store, process: int, pieces: list[arrays.ArrayPiece]) -> No
     list_part(step, process, None if pieces else ())  # without a piece there is no directory yet
 
 
-def list_part(step: Store, process: int, files: Iterable[str] | None = None) -> None:
-    """Lists what a process has written; None: all of it. Raises OSError."""
-    write_manifest(step.Below(arrays.part_of(process)), _PART, files, XXH128)
+def list_part(
+    step: Store,
+    process: int,
+    files: Iterable[str] | None = None,
+    digests: Mapping[str, str] | None = None,
+) -> None:
+    """Lists what a process has written; None: all of it. Files of known digests are not read. Raises OSError."""
+    write_manifest(step.Below(arrays.part_of(process)), _PART, files, XXH128, digests)
+
+
+def add_digests(step: Store, process: int, digests: dict[str, str]) -> None:
+    """Adds those of the files of arrays that a process has written since, which never change. Raises OSError."""
+    part = step.Below(arrays.part_of(process))
+    for name in part.List():
+        if name.startswith(arrays.DATA) and name not in digests:
+            digests[name] = digest_of(part, name, XXH128)
 
 
 def join_parts(

@@ -1,28 +1,33 @@
 """Writes a checkpoint from values that come one after another, in little memory, and goes on where it was killed.
 
 Its files lie in a directory of their own until it is complete. A text file beside them lists what is written already.
+A thread writes some values, and reads the files back for their digests, while the next values come.
 """
 
 import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
 from lingvo_moe.core.engine.checkpoints import arrays
-from lingvo_moe.core.engine.checkpoints.checkpoint_digests import join_parts, list_part
+from lingvo_moe.core.engine.checkpoints.checkpoint_digests import add_digests, join_parts, list_part
 from lingvo_moe.core.engine.checkpoints.packed_tensors import PackedLayout
 from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.nested_map import NestedMap, flatten_items
 from lingvo_moe.core.runs.run_lock import IMPORTING
 from lingvo_moe.core.runs.saved_steps import StepsOnDisk
 
-_AT_ONCE = 100 << 20  # bytes that are collected before they are written
+_AT_ONCE = 64 << 20  # bytes that are collected before they are written
 _LIST = "written.txt"
 
 
 class StreamedCheckpoint:
     """A checkpoint that is being written at `directory`/importing, to become a step in `directory`/checkpoints.
+
+    It is a context, which ends when nothing is being written any more.
 
     Args:
         directory: a run's.
@@ -39,6 +44,9 @@ class StreamedCheckpoint:
         self._tree, self._store = specs, StepsOnDisk(self._place).Part(0)
         self._pending: list[arrays.ArrayPiece] = []
         self._names: list[str] = []
+        self._writer, self._writing = ThreadPoolExecutor(1), Future[None]()
+        self._writing.set_result(None)
+        self._digests = dict[str, str]()  # those of files that were written, which never change
         self._list = self._place / _LIST
         # A line that was cut, as the process ended, says nothing.
         lines = self._list.read_text().split("\n")[:-1] if self._list.is_file() else []
@@ -48,6 +56,17 @@ class StreamedCheckpoint:
             self._list.write_text(f"{identity}\n")
             lines = [identity]
         self.written = set(lines[1:])
+
+    def __enter__(self) -> "StreamedCheckpoint":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._writer.shutdown()
 
     def Write(
         self, path: str, begin: tuple[int, ...], chunk: tuple[int, ...], values: np.ndarray
@@ -76,18 +95,25 @@ class StreamedCheckpoint:
             self._Flush()
 
     def _Flush(self) -> None:
-        arrays.write(self._store, 0, self._pending)
+        """Begins to write what was added, once what was added before is written. Raises what that raised."""
+        self._writing.result()
+        self._writing = self._writer.submit(self._Put, self._pending, self._names)
+        self._pending, self._names = [], []
+
+    def _Put(self, pieces: list[arrays.ArrayPiece], names: list[str]) -> None:
+        arrays.write(self._store, 0, pieces)
         with open(self._list, "a") as file:
-            file.writelines(f"{name}\n" for name in self._names)
+            file.writelines(f"{name}\n" for name in names)
             file.flush()
             os.fsync(file.fileno())
-        self.written |= {*self._names}
-        self._pending, self._names = [], []
+        self.written |= {*names}
+        add_digests(self._store, 0, self._digests)
 
     def Finish(self, step: int) -> None:
         """Makes the checkpoint complete, as the step."""
         self._Flush()
-        list_part(self._store, 0)
+        self._writing.result()
+        list_part(self._store, 0, digests=self._digests)
         about = PackedLayout(self._tree, {}).About({}, arrays.NEW, {})
         join_parts(self._store, 1, about, lambda: None)
         checkpoints = self._run / "checkpoints"
