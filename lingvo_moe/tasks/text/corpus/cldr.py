@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from babel import Locale, dates, localedata, numbers, units
+from babel.core import get_global
 from babel.lists import format_list
 
 PHRASES_PER_KIND = 400
@@ -46,7 +47,10 @@ def _names(lang: str) -> dict[tuple, str]:
     out: dict[tuple, str] = {}
     for section in _NAME_SECTIONS:
         out.update({(section, code): name for code, name in data[section].items()})
-    for section in ("months", "days", "quarters"):
+    # Haitian inherits from French: it would have French months, unless Babel, which changes its data as it reads them,
+    # had read French before.
+    inherits = lang in get_global("parent_exceptions")
+    for section in () if inherits else ("months", "days", "quarters"):
         for context in _CONTEXTS:
             words = _plain(data[section]).get(context, {}).get("wide")
             if isinstance(words, dict):

@@ -119,6 +119,15 @@ def test_cldr_gives_names_and_phrases_in_the_language():
     )
 
 
+def test_a_language_has_no_dates_of_another_that_it_inherits_from():
+    """Nor does it matter which languages this process has read before."""
+    haitian = dict(cldr.cldr_pairs("ht"))
+    assert len(haitian) > 2_500
+    assert list(cldr.cldr_pairs("fr"))
+    assert dict(cldr.cldr_pairs("ht")) == haitian
+    assert not [source for source in haitian if "avril" in source or "vendredi" in source]
+
+
 def test_an_interrupted_build_leaves_the_old_corpus(built, monkeypatch):
     before = _files(built)
 
