@@ -3,6 +3,7 @@
 import json
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trainer_testing
@@ -63,7 +64,7 @@ def test_examples_are_whole_sentences_of_several_languages():
         "sw": ["Kenyan Shilling", "Monday, May 5"],  # none: the language is left out
         "fr": ["Are you sure that you want this?"],
     }  # fmt: skip
-    report = SimpleNamespace(
+    report: Any = SimpleNamespace(
         languages={
             lang: SimpleNamespace(
                 references=texts, hypotheses=[t.upper() for t in texts], train_pairs=len(texts)
