@@ -11,6 +11,9 @@ To record again: NLLB-MoE with transformers 4.57.6, since 5.0 to 5.24 run two of
     pip install transformers==4.57.6 sentencepiece==0.2.3 tiktoken protobuf
     python benchmarks/peers/record_translators.py nllb_moe nllb_moe_before tokenizers
 
+With --many=DIR as the first argument it is 500 lines in 20 languages instead of 8 in 11, below DIR: too much for a test
+of every day (docs/importing.md).
+
 tokenizers writes, in translators/, pieces of lines.txt (names of countries and languages by Babel 2.18, in 40
 languages), the settings that the tokenizers of NLLB and M2M-100 save, and the ids that they give: of each line, with a
 code as its source, one after the other.
@@ -31,7 +34,6 @@ from transformers.models.m2m_100 import tokenization_m2m_100
 
 OUT = Path(__file__).parents[2] / "tests/tasks/families/testdata"
 SIZES = {
-    "vocab_size": 41,
     "d_model": 24,
     "encoder_layers": 4,
     "decoder_layers": 2,
@@ -54,20 +56,21 @@ FIRST, LENGTH = 30, 12
 M2M100_CODES = [f"__{code}__" for code in tokenization_m2m_100.FAIRSEQ_LANGUAGE_CODES["m2m100"]]
 
 
-def model_of(name: str) -> torch.nn.Module:
+def model_of(name: str, languages: int) -> torch.nn.Module:
+    sizes = {**SIZES, "vocab_size": FIRST + languages}
     if name == "m2m100":
-        config = transformers.M2M100Config(**SIZES)
+        config = transformers.M2M100Config(**sizes)
         return transformers.M2M100ForConditionalGeneration(config)
     before = name == "nllb_moe_before"
     config = transformers.NllbMoeConfig(
-        **SIZES, **EXPERTS, normalize_router_prob_before_dropping=before, scale_embedding=not before
+        **sizes, **EXPERTS, normalize_router_prob_before_dropping=before, scale_embedding=not before
     )
     return transformers.NllbMoeForConditionalGeneration(config)
 
 
-def record(name: str) -> None:
+def record(name: str, below: Path = OUT, lines: int = 8, languages: int = 11) -> None:
     """Draws the weights of a model, and writes its directory."""
-    model, generator = model_of(name), torch.Generator().manual_seed(sum(map(ord, name)))
+    model, generator = model_of(name, languages), torch.Generator().manual_seed(sum(map(ord, name)))
     with torch.no_grad():
         for path, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
@@ -76,14 +79,15 @@ def record(name: str) -> None:
         # So that translations end.
         model.model.shared.weight[2] += model.model.decoder.layer_norm.bias
     model.eval()
-    source, target = (torch.randint(5, FIRST, (8, n), generator=generator) for n in (8, 9))
+    source, target = (torch.randint(5, FIRST, (lines, n), generator=generator) for n in (8, 9))
     source[:, 1] = 4
     source[:, -1], target[:, 0] = 2, 2
-    firsts, source[:, 0] = torch.randint(FIRST, SIZES["vocab_size"], (2, 8), generator=generator)
+    codes = torch.randint(FIRST, FIRST + languages, (2, lines), generator=generator)
+    firsts, source[:, 0] = codes
     arrays = {"source": source, "target": target, "firsts": firsts}
     for beams in (1, 5):
         arrays[f"beam{beams}"] = translations(model, source, firsts, beams)
-    out = OUT / name
+    out = below / name
     model.save_pretrained(out)
     (out / "generation_config.json").unlink(missing_ok=True)
     if name == "m2m100":  # as old files are: with copies of the table, and the sinusoids
@@ -206,6 +210,11 @@ def record_tokenizer_json() -> None:
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
+    many = sys.argv[1].removeprefix("--many=") if sys.argv[1].startswith("--many=") else ""
+    if many:
+        for name in sys.argv[2:]:
+            record(name, Path(many), 500, 20)
+        sys.exit()
     for name in sys.argv[1:]:
         others = {"tokenizers": record_tokenizers, "tokenizer_json": record_tokenizer_json}
         others[name]() if name in others else record(name)
