@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core import kernels, processor
+from lingvo_moe.core import kernels
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions, StepFn
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.kernels import tensorflow
@@ -57,10 +57,6 @@ class FastDecoder(Decoder):
         kind = SampledSearch if sampling else GrowingBeamSearch
         allowed_V = self.search.allowed_V if shortlist is None else ALLOWED
         self.search = kind(max_length, options, allowed_V)
-        if not (sampling or processor.has_avx512()):
-            self.search.fewest_rows = (
-                1  # a third less time there; its sums depend on the rows anyway
-            )
 
     def Find(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """Search with the weights, inside of a tf.function; B and S may be unknown."""
