@@ -39,6 +39,7 @@ def build(kind: str, size: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.engine.loop.steps import train_step
     from lingvo_moe.core.engine.lowering.specs import TensorSpec
+    from lingvo_moe.core.optimizers.schedules import Constant
     from lingvo_moe.core.sharding import Mesh
 
     params = registry.GetParams("mt.M4Demo", "")
@@ -56,9 +57,11 @@ def build(kind: str, size: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
         dropout=size["dropout"],
         label_smoothing=size["label_smoothing"],
         repeat=False,
+        aux_loss_weight=0.01,  # as in the peers, like rate and capacity below
     )
-    params.task.moe.dispatcher = "index"
-    params.task.moe.router.second_expert_policy = "all"
+    params.task.optimizer.learning_rate = Constant.Params().Set(value=0.01)
+    params.task.moe.Set(dispatcher="index", capacity_factor=2.0)
+    params.task.moe.router.Set(reading="paper", second_expert_policy="all")
     params.input.Set(
         source_vocab_size=size["vocab_size"],
         target_vocab_size=size["vocab_size"],
