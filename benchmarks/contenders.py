@@ -198,7 +198,7 @@ def update_page(page: Path, name: str, text: str) -> None:
     last_line = text.splitlines()[-1]
     if last_line.startswith(_MACHINE):
         tables = re.findall(
-            rf"(.*?^{_MACHINE}.*$)\n+", block.lstrip("\n"), re.DOTALL | re.MULTILINE
+            rf"(.*?^{_MACHINE}[^\n]*)\n+", block.lstrip("\n"), re.DOTALL | re.MULTILINE
         )
         text = "\n\n".join([old for old in tables if not old.endswith(f"\n{last_line}")] + [text])
     files.write_atomic(str(page), f"{head}{begin}\n{text}\n{end}{tail}".encode())

@@ -246,3 +246,13 @@ def test_our_model_is_trained_and_scored(corpus, tmp_path, capsys, monkeypatch):
     assert stable[max(stable)] == max(stable.values()) > 2 * decayed[max(decayed)]
     assert max(stable) == min(decayed) - 1
     assert "| here, no experts, learning rate 0.03 |" in capsys.readouterr().out
+
+
+def test_a_page_keeps_the_tables_of_other_machines(tmp_path):
+    page, machines = tmp_path / "page.md", ["Measured on A.", "Measured on B.", "Measured on C."]
+    page.write_text("before\n<!-- x: begin -->\n<!-- x: end -->\nafter\n")
+    for at, machine in enumerate([*machines, machines[1]]):
+        contenders.update_page(page, "x", f"table {at}\n\n| 1 |\n\n{machine}")
+    tables = [f"table {at}\n\n| 1 |\n\n{machines[i]}" for at, i in ((0, 0), (2, 2), (3, 1))]
+    inside = "\n\n".join(tables)
+    assert page.read_text() == f"before\n<!-- x: begin -->\n{inside}\n<!-- x: end -->\nafter\n"
