@@ -64,6 +64,7 @@ class Dispatcher(BaseLayer):
         """The weighted sum of a token's experts, [G,S,M], from outputs in Dispatch's layout."""
         raise NotImplementedError(f"{type(self).__name__}.Combine")
 
+    @scoped
     def Through(
         self, routing: Routing, x_GSM: tf.Tensor, experts: RunExperts, factor: float = 0.0
     ) -> tuple[tf.Tensor, NestedMap | None]:
