@@ -96,4 +96,4 @@ class PackAs:
 
 def _block_width() -> int:
     """W for this machine's processor: how many columns its products of a few rows compute at a time."""
-    return WIDTH if "avx512f" in processor.features() else 16
+    return WIDTH if processor.has_avx512() else 16

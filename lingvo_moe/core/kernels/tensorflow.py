@@ -11,6 +11,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import blockwise, grouped_matmul as grouped, tensorflow_adafactor, xla
 from lingvo_moe.core.kernels.scores import MASKED, Seen, softmax_beside
+from lingvo_moe.core.kernels.weight_gradient import matmul, weight_gradient
 from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
 from lingvo_moe.core.kernels.xla import Activation, CacheShape, Drop, Keep, Shard
 from lingvo_moe.core.nested_map import NestedMap
@@ -41,7 +42,7 @@ def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.
 def product(x: tf.Tensor, w_MH: Weight) -> tf.Tensor:
     """See `Kernels`; a plain product, whose gradients transpose nothing."""
     rows = tf.reshape(x, [-1, x.shape[-1]])
-    y = w_MH.Product(rows) if isinstance(w_MH, Matrix) else tf.matmul(rows, w_MH)
+    y = w_MH.Product(rows) if isinstance(w_MH, Matrix) else matmul(rows, w_MH)
     return tf.reshape(y, [*open_shape(x)[:-1], dim(y, 1)])
 
 
@@ -91,7 +92,7 @@ def _expert_product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tf.Tensor:
 def _batched(x_ERM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     def grad(dy_ERH: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         dx_ERM = _by_transposed(dy_ERH, w_EMH)
-        return dx_ERM, tf.matmul(x_ERM, dy_ERH, transpose_a=True)
+        return dx_ERM, weight_gradient(x_ERM, dy_ERH)
 
     return tf.matmul(x_ERM, w_EMH), grad
 
@@ -116,8 +117,8 @@ def _each_expert(x_ERM: tf.Tensor, weights: NestedMap, activation: Activation) -
                 h_ERH = activation.function(*stacked)
             dh = tape.gradient(h_ERH, stacked, _by_transposed(dy_ERM, wo_EHM))
             dx = tf.add_n([_by_transposed(d, w) for d, w in zip(dh, wi, strict=True)])
-            dwo_EHM = tf.matmul(h_ERH, dy_ERM, transpose_a=True)
-            return dx, dwo_EHM, *[tf.matmul(x_ERM, d, transpose_a=True) for d in dh]
+            dwo_EHM = weight_gradient(h_ERH, dy_ERM)
+            return dx, dwo_EHM, *[weight_gradient(x_ERM, d) for d in dh]
 
         return tf.stack(outputs), grad
 
@@ -219,7 +220,7 @@ def _project(x: tf.Tensor, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     width, heads, size = weights[0].shape
     num = len(weights)
     joined = tf.concat([tf.cast(w, x.dtype) for w in weights], axis=1)
-    y = tf.matmul(tf.reshape(x, [-1, width]), tf.reshape(joined, [width, num * heads * size]))
+    y = matmul(tf.reshape(x, [-1, width]), tf.reshape(joined, [width, num * heads * size]))
     y = tf.reshape(y, [batch, time, num, heads, size])
     return tf.unstack(tf.transpose(y, [2, 3, 0, 1, 4]))
 
@@ -458,7 +459,7 @@ def _token_losses(label_smoothing: float) -> Callable:
             per_token = dxent[:, tf.newaxis]
             scaled = per_token * x
             dx = tf.matmul(probs, table) - on * tf.gather(table, labels)
-            dtable = tf.matmul(probs, scaled, transpose_a=True)
+            dtable = weight_gradient(probs, scaled)
             dtable = tf.tensor_scatter_nd_sub(dtable, labels[:, tf.newaxis], on * scaled)
             if label_smoothing:
                 dx -= off * summed

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import kernels, randomness
-from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core import kernels, processor, randomness
+from lingvo_moe.core.kernels import tensorflow, weight_gradient, xla
 from lingvo_moe.core.kernels.scores import Seen
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
@@ -289,3 +289,28 @@ def test_no_expert_s_weights_are_transposed(slots):
     assert "BatchMatMulV2" in kinds and "Einsum" not in kinds
     few = slots == 4
     assert ("Transpose" in kinds) == few and ("MatMul" in kinds) == few
+
+
+@pytest.mark.parametrize("sides", [(8, 1024), (1536, 320), (8, 1000), (512, 1024)])
+@pytest.mark.parametrize("instructions", ["avx2", "avx2 avx512f"])
+def test_a_weight_has_its_gradient_in_either_order_of_the_product(sides, instructions, monkeypatch):
+    """In each order in which a processor may compute it, alone and by expert; the wider side is first or second."""
+    monkeypatch.setattr(processor, "features", lambda: instructions)
+    draw = np.random.default_rng(0)
+    x, w = draw.normal(size=(5, sides[0])), draw.normal(size=sides)
+    x, w, dy = (tf.constant(a, tf.float32) for a in (x, w, draw.normal(size=(5, sides[1]))))
+
+    @tf.function(autograph=False)
+    def gradients():
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            y = weight_gradient.matmul(x, w)
+        by_expert = weight_gradient.weight_gradient(tf.stack([x, 2 * x]), tf.stack([dy, dy]))
+        return y, *tape.gradient(y, [x, w], dy), by_expert
+
+    y, dx, dw, by_expert = gradients()
+    np.testing.assert_allclose(y, x.numpy() @ w.numpy(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dx, dy.numpy() @ w.numpy().T, rtol=1e-4, atol=1e-3)
+    want = x.numpy().T @ dy.numpy()
+    np.testing.assert_allclose(dw, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(by_expert, [want, 2 * want], rtol=1e-4, atol=1e-4)
