@@ -294,7 +294,7 @@ def test_no_expert_s_weights_are_transposed(slots):
 @pytest.mark.parametrize("sides", [(8, 1024), (1536, 320), (8, 1000), (512, 1024)])
 @pytest.mark.parametrize("instructions", ["avx2", "avx2 avx512f"])
 def test_a_weight_has_its_gradient_in_either_order_of_the_product(sides, instructions, monkeypatch):
-    """In each order in which a processor may compute it, alone and by expert; the wider side is first or second."""
+    """Checks each order in which a processor may compute it, alone and by expert; the wider side is first or second."""
     monkeypatch.setattr(processor, "features", lambda: instructions)
     draw = np.random.default_rng(0)
     x, w = draw.normal(size=(5, sides[0])), draw.normal(size=sides)
