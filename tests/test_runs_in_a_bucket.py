@@ -110,7 +110,9 @@ def test_a_mistake_of_a_suspended_trainer_removes_nothing_of_its_successor(
 
     def overtaken(self, theta, batch, seed=None):
         store = Bucket(address)
-        store.Replace("WRITER", b'{"process": "another"}', store.Version("WRITER").generation)
+        another = b'{"process": "another"}'
+        while not store.Replace("WRITER", another, store.Version("WRITER").generation):
+            pass  # the trainer renewed its lock in between
         raise ValueError("a mistake in FProp")
 
     monkeypatch.setattr(toy_task.LinearModel, "FProp", overtaken)
