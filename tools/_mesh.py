@@ -126,9 +126,10 @@ def engine_of(args: Flags) -> "Engine | None":
     for mesh in meshes_for_inference(params, args.mesh, devices.device_count()):
         # A search has batches of its own, and each row is a group.
         params.input.batch_size = batch * mesh.size
-        lay_for_inference(params.task, mesh)
+        laid = params.Copy()
+        lay_for_inference(laid.task, mesh)
         try:
-            check_divisible(params, params.task.Instantiate(), mesh, is_trained=False)
+            check_divisible(laid, laid.task.Instantiate(), mesh, is_trained=False)
             break
         except ShardingError as e:
             refused = e

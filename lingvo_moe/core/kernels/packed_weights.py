@@ -55,8 +55,11 @@ class FloatBlocks(Matrix):
     def With(self, blocks_PMW: Any) -> "FloatBlocks":
         return FloatBlocks(blocks_PMW, self.columns)
 
+    def _ByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
+        return tf.matmul(tf.expand_dims(x_RM, 0), self.blocks_PMW)
+
     def HeadsProduct(self, x_RM: tf.Tensor, heads: int) -> tf.Tensor:
-        y_PRW = tf.matmul(tf.expand_dims(x_RM, 0), self.blocks_PMW)
+        y_PRW = self._ByBlock(x_RM)
         blocks, _, width = self.blocks_PMW.shape
         if blocks == heads:
             return y_PRW
@@ -64,10 +67,10 @@ class FloatBlocks(Matrix):
         return tf.reshape(tf.transpose(y_NPRW, [0, 2, 1, 3]), [heads, -1, blocks // heads * width])
 
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
-        y_PRW = tf.matmul(tf.expand_dims(x_RM, 0), self.blocks_PMW)
         blocks, _, width = self.blocks_PMW.shape
         blocks = tf.shape(self.blocks_PMW)[0] if blocks is None else blocks
-        y_RN = tf.reshape(tf.transpose(y_PRW, [1, 0, 2]), [-1, blocks * width])
+        y_RPW = tf.transpose(self._ByBlock(x_RM), [1, 0, 2])
+        y_RN = tf.reshape(y_RPW, [-1, blocks * width])
         return y_RN if self.columns in (None, blocks * width) else y_RN[:, : self.columns]
 
 

@@ -113,8 +113,8 @@ class Repeat(BaseLayer):
             carry: the tensor passed from repetition to repetition; its shape and type stay.
             shared: tensors that every repetition sees. Everything that the body uses beside theta
                 and carry must come through here: gradients do not reach tensors that the body
-                merely captures. Entries of `shared.each`, [L, ...], if there is one, stand in its place for
-                repetition i as their rows i.
+                merely captures. Repetition i sees row i of the entries [L, ...] of
+                `shared.by_repetition`, if there is one, beside the other entries.
             seed: int32 [2] or None.
 
         Returns:
@@ -201,9 +201,9 @@ class Repeat(BaseLayer):
     ) -> tuple[tf.Tensor, NestedMap]:
         theta = self._ShardTheta(theta.body)
         seed = self.FoldSeed(self.FoldSeed(seed, "body"), i)
-        if "each" in shared:
-            rows = shared.each.Transform(lambda x: tf.gather(x, i))
-            shared = NestedMap({n: x for n, x in shared.items() if n != "each"}, **rows)
+        if "by_repetition" in shared:
+            rows = shared.by_repetition.Transform(lambda x: tf.gather(x, i))
+            shared = NestedMap({n: x for n, x in shared.items() if n != "by_repetition"}, **rows)
         carry, extras = self.body.FProp(theta, self._ShardCarry(carry), shared, seed=seed)
         return self._ShardCarry(carry), extras
 

@@ -44,11 +44,11 @@ class TransformerBlock(BaseLayer):
         all_extras = NestedMap()
         recorded = iter(tf.unstack(aux.experts) if "experts" in aux else ())
         for i, layer in enumerate(self.layers):
-            name, own = f"layer_{i}", aux
+            name, layer_aux = f"layer_{i}", aux
             if "experts" in aux and layer.Variant() == "moe":
-                own = NestedMap(aux)
-                own.context = NestedMap(aux.get("context", {}), experts=next(recorded))
-            x, extras = layer.FProp(theta.layers[i], x, own, seed=self.FoldSeed(seed, name))
+                layer_aux = NestedMap(aux)
+                layer_aux.context = NestedMap(aux.get("context", {}), experts=next(recorded))
+            x, extras = layer.FProp(theta.layers[i], x, layer_aux, seed=self.FoldSeed(seed, name))
             if extras:
                 all_extras[name] = extras
         return x, all_extras
@@ -166,15 +166,15 @@ class TransformerStack(BaseLayer):
     def _ByBlock(self, aux: NestedMap) -> NestedMap:
         """aux with recorded experts [L, B, T, k] as what each block takes of them."""
         blocks, layers = self.p.num_blocks, self.blocks.body.layers
-        of_block = sum(layer.Variant() == "moe" for layer in layers)
+        moe_layers = sum(layer.Variant() == "moe" for layer in layers)
         number, *rest = aux.experts.shape
-        if number != blocks * of_block:
+        if number != blocks * moe_layers:
             raise ValueError(
-                f"{self.path}: recorded `experts` are of {number} layers, and {blocks * of_block} have experts"
+                f"{self.path}: recorded `experts` are of {number} layers, and {blocks * moe_layers} have experts"
             )
-        by_block = tf.reshape(aux.experts, [blocks, of_block, *rest])
+        by_block = tf.reshape(aux.experts, [blocks, moe_layers, *rest])
         others = {name: value for name, value in aux.items() if name != "experts"}
-        return NestedMap(others, each=NestedMap(experts=by_block))
+        return NestedMap(others, by_repetition=NestedMap(experts=by_block))
 
     @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> list[list[NestedMap]]:

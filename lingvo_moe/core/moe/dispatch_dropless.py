@@ -134,7 +134,7 @@ class DroplessDispatcher(Dispatcher):
         x_NM: tf.Tensor,
         choices_Nk: tuple[tf.Tensor, ...],
         expected: int | None,
-        of_round: "_Round | None" = None,
+        exchange_round: "_Round | None" = None,
     ) -> Rows:
         """Rows where experts are on other devices: packed by device, sent there, and sorted by expert.
 
@@ -145,8 +145,8 @@ class DroplessDispatcher(Dispatcher):
         assert tokens is not None  # checked by `_LayoutOf`
         buffer = self._BufferRows(tokens // layout.num_devices, ranks, layout)
         shape, offset = (layout.owners, layout.local_experts), tuple[tf.Tensor, ...]()
-        if of_round is not None:
-            buffer, offset = of_round.rows, (of_round.first,)
+        if exchange_round is not None:
+            buffer, offset = exchange_round.rows, (exchange_round.first,)
 
         def send(
             x_nM: tf.Tensor,
@@ -177,7 +177,9 @@ class DroplessDispatcher(Dispatcher):
             x_NM, *choices_Nk, *offset
         )
         metrics = NestedMap()
-        if of_round is None and buffer < layout.largest_buffer(tokens // layout.num_devices, ranks):
+        if exchange_round is None and buffer < layout.largest_buffer(
+            tokens // layout.num_devices, ranks
+        ):
             fit = tf.cast(tf.reduce_sum(sizes_DQe), tf.float32)
             asked = tf.reduce_sum(choices_Nk[1])
             metrics.over_device_capacity_ratio = (asked - fit) / tf.maximum(asked, 1.0)

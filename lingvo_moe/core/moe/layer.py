@@ -245,7 +245,7 @@ class MoELayer(BaseLayer):
             return run(theta.experts, tokens, seed=self.FoldSeed(seed, "experts"))
 
         factor = self.p.exchange_factor if seed is None else 0.0
-        y_GSM, of_rows = dispatcher.Through(routing, x_GSM, experts, factor)
+        y_GSM, row_metrics = dispatcher.Through(routing, x_GSM, experts, factor)
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
         if self.p.num_shared_experts:
             shared_seed = self.FoldSeed(seed, "shared_experts")
@@ -253,7 +253,7 @@ class MoELayer(BaseLayer):
                 theta.shared_experts, x_BTM, paddings_BT, shared_seed
             )[0]
         y_BTM = self.Keep(self.Shard(y_BTM, "BTM"), "combined", "BTM")
-        return y_BTM, NestedMap() if packed else _extras(routing, of_rows, shares)
+        return y_BTM, NestedMap() if packed else _extras(routing, row_metrics, shares)
 
     def _Masking(self, gate_GSk: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """The factors of gates, for `output_masking`."""
@@ -391,12 +391,12 @@ def _without_rows(p: HyperParams) -> str:
     return f"inference_dispatcher={chosen if isinstance(chosen, str) else chosen.cls.__name__}"
 
 
-def _extras(routing: Routing, of_rows: NestedMap | None, shares: NestedMap | None) -> NestedMap:
+def _extras(routing: Routing, row_metrics: NestedMap | None, shares: NestedMap | None) -> NestedMap:
     """FProp's second result."""
     aux_loss, metrics = routing.aux_loss, routing.metrics
     # The number of rows is that of the choices kept, whatever C would be.
-    if of_rows is not None:
-        metrics = NestedMap({**metrics, **of_rows})
+    if row_metrics is not None:
+        metrics = NestedMap({**metrics, **row_metrics})
         metrics.effective_capacity = metrics.experts_per_token
     if shares is not None:
         aux_loss, metrics = micro_batch_terms(routing.aux_losses, metrics, shares)

@@ -142,9 +142,8 @@ _Catalog = tuple[list[tuple[Sequence[str], Sequence[str]]], str]
 
 
 def _read_po(data: bytes) -> _Catalog:
-    with contextlib.redirect_stdout(
-        io.StringIO()
-    ):  # Babel's warnings of forms and comments that it passes over
+    # Babel prints warnings of forms and comments that it passes over.
+    with contextlib.redirect_stdout(io.StringIO()):
         catalog = read_po(io.BytesIO(data))
     messages = [
         (m.id, m.string) if m.pluralizable else ((m.id,), (m.string,))

@@ -218,7 +218,7 @@ class Scorer:
                 values = self._run(bucket, [rows[i] for i in batch])
                 for r, i in enumerate(batch):
                     ids = slice(self._more, len(rows[i][1]) + more)  # without the target's code
-                    scores[i] = tuple(of_rows[r, ids] for of_rows in values)
+                    scores[i] = tuple(value_R[r, ids] for value_R in values)
         return [scores[i] for i in range(len(rows))]
 
     def _encode(self, side: str, texts: Sequence[str], most: int) -> list[tuple[list[int], bool]]:
