@@ -21,6 +21,7 @@ from lingvo_moe.core.runs.run_lock import IMPORTING
 from lingvo_moe.core.runs.saved_steps import StepsOnDisk
 
 _AT_ONCE = 64 << 20  # bytes that are collected before they are written
+_DIGESTED = 1 << 30  # bytes that are written before files are listed for their digests: there may be many thousands
 _LIST = "written.txt"
 
 
@@ -47,6 +48,7 @@ class StreamedCheckpoint:
         self._writer, self._writing = ThreadPoolExecutor(1), Future[None]()
         self._writing.set_result(None)
         self._digests = dict[str, str]()  # those of files that were written, which never change
+        self._undigested = 0  # bytes written since
         self._list = self._place / _LIST
         # A line that was cut, as the process ended, says nothing.
         lines = self._list.read_text().split("\n")[:-1] if self._list.is_file() else []
@@ -107,7 +109,10 @@ class StreamedCheckpoint:
             file.flush()
             os.fsync(file.fileno())
         self.written |= {*names}
-        add_digests(self._store, 0, self._digests)
+        self._undigested += sum(piece.values.nbytes for piece in pieces)
+        if self._undigested >= _DIGESTED:
+            add_digests(self._store, 0, self._digests)
+            self._undigested = 0
 
     def Finish(self, step: int) -> None:
         """Makes the checkpoint complete, as the step."""
