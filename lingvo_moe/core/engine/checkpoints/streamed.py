@@ -21,7 +21,7 @@ from lingvo_moe.core.runs.run_lock import IMPORTING
 from lingvo_moe.core.runs.saved_steps import StepsOnDisk
 
 _AT_ONCE = 64 << 20  # bytes that are collected before they are written
-_DIGESTED = 1 << 30  # bytes that are written before files are listed for their digests: there may be many thousands
+_DIGESTED = 1 << 30  # bytes between two lists of files for their digests: there may be thousands
 _LIST = "written.txt"
 
 
