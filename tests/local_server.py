@@ -112,7 +112,7 @@ class EchoBatch:
 
     def __init__(self, gate):
         self.running, self.gate = [], gate
-        self.pool = SimpleNamespace(pages=8, free=5)
+        self.pages, self.free_pages = 8, 5
         self.tokens, self.drafted, self.taken, self.loads = 0, 4, 3, ExpertLoads(2)
         self.loads.Add(np.array([[[0]], [[1]]]))
 

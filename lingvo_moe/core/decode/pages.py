@@ -46,6 +46,10 @@ class PagePool:
         self._users[page] = 1
         return page
 
+    def Has(self, name: bytes) -> bool:
+        """Whether there is a page of that name."""
+        return name in self._named
+
     def Find(self, name: bytes) -> int:
         """The page of that name, with one user more; 0 where there is none."""
         page = self._named.get(name, 0)

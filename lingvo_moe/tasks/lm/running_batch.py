@@ -9,6 +9,8 @@ A draft, another model, may propose tokens: a step then reads them all at once, 
 draws too, and one more (Leviathan et al. 2023). What is drawn depends on the seed and on the token's place, so that
 texts are the same as without a draft, drawn ones too. Both models have their keys and values in pages of the same
 numbers; those of tokens that the model did not draw are written again.
+
+Over a mesh the rows of a batch, and the pages, lie in equal parts on its devices: a text has its pages where its row is.
 """
 
 import abc
@@ -69,6 +71,7 @@ class RunningText:
         drafted: the number of tokens that a draft proposed.
         taken: of these, how many the model drew.
         ahead: of how many tokens the draft has keys and values.
+        part: of the pages that it uses, see TextBatch.
     """
 
     ids: list[int]
@@ -82,6 +85,7 @@ class RunningText:
     drafted: int = 0
     taken: int = 0
     ahead: int = 0
+    part: int = 0
 
     def __post_init__(self) -> None:
         self.prompt = len(self.ids)
@@ -106,27 +110,47 @@ class RunningText:
 
 
 class TextBatch(abc.ABC):
-    """A batch of texts that are continued, at most `rows` at a time.
+    """A batch of texts that are continued, with pages of keys and values, so many for all texts.
+
+    Args:
+        rows: the number of texts that run at a time at most.
+        pools: count the pages, each those of an equal part of the rows.
 
     Attributes:
-        running: the texts that are, in the order in which they joined.
+        running: the texts that are continued, in the order in which they joined.
         waiting: those that will be.
-        pool: counts the pages of keys and values.
         tokens: the number of tokens that were drawn.
         drafted: the number of tokens that a draft proposed.
         taken: of these, how many the model drew.
         loads: the experts' rows, of one step in _WATCHED; None where they are not known.
     """
 
-    def __init__(self, rows: int, pages: int):
-        self._rows, self.pool = rows, PagePool(pages)
+    def __init__(self, rows: int, pools: Sequence[PagePool]):
+        self._rows, self._pools = rows // len(pools), pools
         self.running: list[RunningText] = []
         self.waiting: deque[RunningText] = deque()
         self.tokens = self.drafted = self.taken = 0
         self.loads: ExpertLoads | None = None
 
+    @property
+    def pages(self) -> int:
+        """The number of pages."""
+        return sum(pool.pages for pool in self._pools)
+
+    @property
+    def free_pages(self) -> int:
+        """The number of those that a text could take."""
+        return sum(pool.free for pool in self._pools)
+
     def Join(self, text: RunningText) -> None:
-        """Adds a text."""
+        """Adds a text. Raises DataError: the pages of all texts are too few for it."""
+        longest = text.prompt + text.settings.max_tokens
+        if pages_of(longest) > (most := self._pools[0].pages):
+            share = "" if len(self._pools) == 1 else " on its device"
+            raise DataError(
+                f"a prompt of {text.prompt} tokens and max_tokens={text.settings.max_tokens} need more than the "
+                f"{most * PAGE} tokens that all texts together may have here{share}"
+            )
         self.waiting.append(text)
 
     def Leave(self, text: RunningText) -> None:
@@ -135,50 +159,17 @@ class TextBatch(abc.ABC):
             self.running.remove(text)
         elif text in self.waiting:
             self.waiting.remove(text)
-
-    @abc.abstractmethod
-    def Step(self) -> list[RunningText]:
-        """Does a part of the work. Returns the texts that have new tokens or ended; these have left."""
-
-
-class RunningBatch(TextBatch):
-    """A batch with pages of keys and values, so many for all texts.
-
-    Args:
-        functions: of the model.
-        draft: those of a model that proposes tokens.
-    """
-
-    def __init__(
-        self, functions: PagedFunctions, rows: int, pages: int, draft: PagedFunctions | None = None
-    ):
-        super().__init__(rows, pages)
-        self._model = _Model(functions, pages)
-        self._draft = _Model(draft, pages) if draft else None
-        self._steps = 0
-
-    def Join(self, text: RunningText) -> None:
-        """See TextBatch. Raises DataError: the pool is too small for it."""
-        longest = text.prompt + text.settings.max_tokens
-        if pages_of(longest) > self.pool.pages:
-            raise DataError(
-                f"a prompt of {text.prompt} tokens and max_tokens={text.settings.max_tokens} need more than the "
-                f"{self.pool.pages * PAGE} tokens that all texts together may have here"
-            )
-        super().Join(text)
-
-    def Leave(self, text: RunningText) -> None:
-        """See TextBatch."""
-        super().Leave(text)
         self._GiveBack(text)
 
     def Step(self) -> list[RunningText]:
-        """See TextBatch; a token of each."""
+        """Does a part of the work. Returns the texts that have new tokens or ended; these have left."""
         self._Admit()
         if parts := self._Parts():
             self._Fill(parts)
+            for text, until in parts:
+                self._Filled(text, until)
         ready = [text for text in self.running if not text.left]
-        ready = [text for text in ready if self._HasPages(text, len(text.ids))]
+        ready = [text for text in ready if self._HasPages(text, self._Longest(text))]
         if ready:
             self._Draw(ready)
         for text in ready:
@@ -186,36 +177,70 @@ class RunningBatch(TextBatch):
                 self.Leave(text)
         return ready
 
+    @abc.abstractmethod
+    def _Fill(self, parts: Sequence[tuple[RunningText, int]]) -> None:
+        """Reads tokens of texts, up to a number of them each."""
+
+    @abc.abstractmethod
+    def _Draw(self, texts: Sequence[RunningText]) -> None:
+        """Draws the next tokens of texts, whose own were read."""
+
+    def _Longest(self, text: RunningText) -> int:
+        """The number of a text's tokens that have keys and values after they were drawn, at most."""
+        return len(text.ids)
+
     def _Admit(self) -> None:
-        while self.waiting and len(self.running) < self._rows:
-            text = self.waiting[0]
+        while self.waiting:
+            text, counts = self.waiting[0], self._Counts()
+            parts = [part for part, count in enumerate(counts) if count < self._rows]
+            if not parts:
+                return
+            text.part = max(parts, key=lambda part: self._Fitness(text, part))
             self._Reuse(text)
-            if pages_of(len(text.ids)) - len(text.pages) > self.pool.free and self.running:
+            missing = pages_of(len(text.ids)) - len(text.pages)
+            if missing > self._pools[text.part].free and counts[text.part]:
                 self._GiveBack(text)
                 return
             self.running.append(self.waiting.popleft())
 
+    def _Counts(self) -> list[int]:
+        """The number of texts that run in each part."""
+        counts = [0] * len(self._pools)
+        for text in self.running:
+            counts[text.part] += 1
+        return counts
+
+    def _Fitness(self, text: RunningText, part: int) -> tuple[bool, int]:
+        """The greater, the sooner the part has pages for a text."""
+        pool = self._pools[part]
+        return text.left >= PAGE and pool.Has(text.Name(0)), pool.free
+
     def _Parts(self) -> list[tuple[RunningText, int]]:
         """The texts of which tokens are read now, and up to which one."""
         parts: list[tuple[RunningText, int]] = []
-        width = 0
+        width, counts = 0, [0] * len(self._pools)
         for text in [text for text in self.running if text.left]:
             self._Reuse(text)
             if not parts:
-                width = min(-(-text.left // _WIDTH) * _WIDTH, FILLED)
-            elif (len(parts) + 1) * width > FILLED:
-                break
+                width = self._Width(text.left)
+            elif (counts[text.part] + 1) * width > FILLED:
+                continue
             until = text.filled + min(text.left, width)
             if text.left and self._HasPages(text, until):
                 parts.append((text, until))
+                counts[text.part] += 1
         return parts
+
+    def _Width(self, tokens: int) -> int:
+        """The number of tokens of each text that are read together, where the first has so many."""
+        return min(-(-tokens // _WIDTH) * _WIDTH, FILLED)
 
     def _Reuse(self, text: RunningText) -> None:
         """Takes the pages of others that have its next tokens."""
         while (
             text.filled == len(text.pages) * PAGE
             and text.left >= PAGE
-            and (page := self.pool.Find(text.Name(len(text.pages))))
+            and (page := self._pools[text.part].Find(text.Name(len(text.pages))))
         ):
             text.pages.append(page)
             text.filled = text.ahead = text.filled + PAGE
@@ -225,21 +250,61 @@ class RunningBatch(TextBatch):
         if text not in self.running:
             return False
         while len(text.pages) < pages_of(tokens):
-            if page := self.pool.Take():
+            if page := self._pools[text.part].Take():
                 text.pages.append(page)
                 continue
-            last = self.running.pop()
-            self._GiveBack(last)
-            self.waiting.appendleft(last)
+            last = next(other for other in reversed(self.running) if other.part == text.part)
+            self._SendBack(last)
             if last is text:
                 return False
         return True
 
+    def _SendBack(self, text: RunningText) -> None:
+        """Has a text give its pages back and wait for others."""
+        self.running.remove(text)
+        self._GiveBack(text)
+        self.waiting.appendleft(text)
+
     def _GiveBack(self, text: RunningText) -> None:
         # Of a chain of names, the last ones are no use without the first.
         for page in reversed(text.pages):
-            self.pool.Give(page)
+            self._pools[text.part].Give(page)
         text.pages, text.filled, text.ahead = [], 0, 0
+
+    def _Filled(self, text: RunningText, until: int) -> None:
+        for number in range(text.filled // PAGE, until // PAGE):
+            self._pools[text.part].Name(text.pages[number], text.Name(number))
+        text.filled = until
+
+    def _Add(self, text: RunningText, token: int, log_prob: float) -> bool:
+        """Adds a token that was drawn, or END; whether others may follow it."""
+        self.tokens += 1
+        if token < 0:
+            text.reason = "stop"
+            return False
+        text.ids.append(token)
+        text.log_probs.append(log_prob)
+        if len(text.log_probs) == text.settings.max_tokens:
+            text.reason = "length"
+        return not text.reason
+
+
+class RunningBatch(TextBatch):
+    """A batch on one host.
+
+    Args:
+        functions: of the model.
+        pages: of keys and values.
+        draft: the functions of a model that proposes tokens.
+    """
+
+    def __init__(
+        self, functions: PagedFunctions, rows: int, pages: int, draft: PagedFunctions | None = None
+    ):
+        super().__init__(rows, [PagePool(pages)])
+        self._model = _Model(functions, pages)
+        self._draft = _Model(draft, pages) if draft else None
+        self._steps = 0
 
     def _Fill(self, parts: Sequence[tuple[RunningText, int]]) -> None:
         width = -(-max(until - text.filled for text, until in parts) // _WIDTH) * _WIDTH
@@ -247,7 +312,6 @@ class RunningBatch(TextBatch):
         for model in filter(None, (self._model, self._draft)):
             model.Fill(rows, width)
         for text, until in parts:
-            self._Filled(text, until)
             text.ahead = until
 
     def _Draw(self, texts: Sequence[RunningText]) -> None:
@@ -270,15 +334,7 @@ class RunningBatch(TextBatch):
         """Adds the tokens that were drawn after the newest one and after those of a draft, as far as that is right."""
         before, taken = len(text.ids), 0
         for token, log_prob, proposed in zip(tokens, log_probs, [*draft, None]):
-            self.tokens += 1
-            if token < 0:
-                text.reason = "stop"
-                break
-            text.ids.append(token)
-            text.log_probs.append(log_prob)
-            if len(text.log_probs) == text.settings.max_tokens:
-                text.reason = "length"
-            if text.reason or token != proposed:
+            if not self._Add(text, token, log_prob) or token != proposed:
                 break
             taken += 1
         self._Filled(text, before + taken)
@@ -313,14 +369,11 @@ class RunningBatch(TextBatch):
         most = min(DRAFTED, text.settings.max_tokens - len(text.log_probs) - 1)
         if text.settings.repetition_penalty != 1:
             return 0
-        while len(text.pages) < pages_of(len(text.ids) + most) and (page := self.pool.Take()):
+        while len(text.pages) < pages_of(len(text.ids) + most) and (
+            page := self._pools[0].Take()
+        ):
             text.pages.append(page)
         return min(most, len(text.pages) * PAGE - len(text.ids))
-
-    def _Filled(self, text: RunningText, until: int) -> None:
-        for number in range(text.filled // PAGE, until // PAGE):
-            self.pool.Name(text.pages[number], text.Name(number))
-        text.filled = until
 
 
 def pages_of(tokens: int) -> int:

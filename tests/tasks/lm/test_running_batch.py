@@ -55,7 +55,7 @@ def _run(batch, texts):
         batch.Join(text)
     while batch.running or batch.waiting:
         batch.Step()
-    assert batch.pool.free == batch.pool.pages
+    assert batch.free_pages == batch.pages
 
 
 def _answer(text):
@@ -80,7 +80,7 @@ def test_texts_that_join_and_leave_are_those_that_run_alone(generator):
         if batch.running and rng.random() < 0.02:
             gone.add(text := rng.choice(batch.running))
             batch.Leave(text)
-    assert batch.pool.free == batch.pool.pages and waited and 0 < len(gone) < 15
+    assert batch.free_pages == batch.pages and waited and 0 < len(gone) < 15
     for text, want in zip(together, alone):
         if text in gone:
             assert text.new == want.new[: len(text.new)]

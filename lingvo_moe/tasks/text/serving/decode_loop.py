@@ -88,11 +88,11 @@ class DecodeLoop:
             ),
             "pages_used": (
                 "Pages of keys and values that running prompts use.",
-                of_batch(lambda b: b.pool.pages - b.pool.free),
+                of_batch(lambda b: b.pages - b.free_pages),
             ),
             "pages_free": (
                 "Pages that are free; of those that had keys and values some are kept, for prompts that begin alike.",
-                of_batch(lambda b: b.pool.free),
+                of_batch(lambda b: b.free_pages),
             ),
         }
 
