@@ -64,9 +64,7 @@ def kernels_of(places: TablePlaces) -> Any:
         return xla.attend(q, keys, keys if v is k else read(v, places.page_BU), seen)
 
     changed = (empty_cache, write_cache, seen_positions, attend_cache)
-    return SimpleNamespace(
-        **{**vars(xla), "CACHE": CACHE, **{f.__name__: f for f in changed}}
-    )
+    return SimpleNamespace(**{**vars(xla), "CACHE": CACHE, **{f.__name__: f for f in changed}})
 
 
 def empty_cache(shape: xla.CacheShape) -> tf.Tensor:

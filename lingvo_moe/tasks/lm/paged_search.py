@@ -83,17 +83,24 @@ class PagedSearch:
         with use_mesh(single_device()), kernels.using(paged.tensorflow):
             rows, times = dim(logits, 0), dim(logits, 1)
             logits_RV = tf.cast(tf.reshape(logits[..., : self._size], [-1, self._size]), tf.float32)
-            row_BL = tf.zeros_like(before_BL) + tf.range(rows)[:, tf.newaxis]
-            at = tf.reshape(tf.stack([row_BL, before_BL], -1), [-1, 2])
-            seen_BV = tf.scatter_nd(at, tf.ones(tf.shape(at)[:1]), [rows, self._size]) > 0
-            cache = NestedMap(settings=settings, seen_BV=seen_BV)
+            cache = NestedMap(settings=settings, seen_BV=self._Seen(before_BL))
             if not isinstance(times, int):  # else it is 1
                 cache = cache.Transform(lambda x: tf.repeat(x, times, 0))
                 cache.settings.step += tf.tile(tf.range(times), [rows])
-            tokens_R = self._draws.Drawn(logits_RV, cache, cache.settings.step)
-            log_probs_R = log_probs_of(logits_RV, tokens_R[:, tf.newaxis])
-            tokens_R = tf.where(tokens_R == self._eos, END, tokens_R)
             tokens_BT, log_probs_BT = (
-                tf.reshape(x, [rows, times]) for x in (tokens_R, log_probs_R)
+                tf.reshape(x, [rows, times]) for x in self._Drawn(logits_RV, cache)
             )
         return pool, tokens_BT, log_probs_BT, experts
+
+    def _Seen(self, before_BL: tf.Tensor) -> tf.Tensor:
+        """Whether each token of the vocabulary is among some, bool [B,V]."""
+        rows = dim(before_BL, 0)
+        row_BL = tf.zeros_like(before_BL) + tf.range(rows)[:, tf.newaxis]
+        at = tf.reshape(tf.stack([row_BL, before_BL], -1), [-1, 2])
+        return tf.scatter_nd(at, tf.ones(tf.shape(at)[:1]), [rows, self._size]) > 0
+
+    def _Drawn(self, logits_RV: tf.Tensor, cache: NestedMap) -> tuple[tf.Tensor, tf.Tensor]:
+        """The tokens [R] that are drawn, or END, and their log-probabilities [R]; `cache` has settings and seen_BV."""
+        tokens_R = self._draws.Drawn(logits_RV, cache, cache.settings.step)
+        log_probs_R = log_probs_of(logits_RV, tokens_R[:, tf.newaxis])[:, 0]
+        return tf.where(tokens_R == self._eos, END, tokens_R), log_probs_R

@@ -10,7 +10,8 @@ draws too, and one more (Leviathan et al. 2023). What is drawn depends on the se
 texts are the same as without a draft, drawn ones too. Both models have their keys and values in pages of the same
 numbers; those of tokens that the model did not draw are written again.
 
-Over a mesh the rows of a batch, and the pages, lie in equal parts on its devices: a text has its pages where its row is.
+Over a mesh the rows of a batch, and the pages, lie in equal parts on its devices: a text has its pages where its row
+is.
 """
 
 import abc
@@ -29,7 +30,7 @@ from lingvo_moe.core.moe.expert_loads import ExpertLoads
 from lingvo_moe.tasks.text.data.errors import DataError
 
 FILLED = 128  # tokens of prompts that a step reads
-_WATCHED = 8
+_WATCHED = 8  # steps on one host, and the steps of a block over a mesh, of which one is noted
 DRAFTED = 3  # tokens that a draft proposes; with the newest one they are the rows that a product has anyhow
 _WIDTH = 16  # of which this many, or a multiple, belong to one prompt: never one alone, which rounds differently
 
@@ -276,6 +277,11 @@ class TextBatch(abc.ABC):
             self._pools[text.part].Name(text.pages[number], text.Name(number))
         text.filled = until
 
+    def _Note(self, choices_LRk: np.ndarray, num_experts: int) -> None:
+        """Adds the experts that the texts of a step chose to `loads`."""
+        self.loads = self.loads or ExpertLoads(num_experts)
+        self.loads.Add(choices_LRk)
+
     def _Add(self, text: RunningText, token: int, log_prob: float) -> bool:
         """Adds a token that was drawn, or END; whether others may follow it."""
         self.tokens += 1
@@ -322,8 +328,7 @@ class RunningBatch(TextBatch):
         width, rows = (1, self._model.fewest) if width == 1 else (max(width, FEWEST_ROWS), 1)
         tokens_BT, log_probs_BT, out = self._model.Step(parts, width, max(len(texts), rows))
         if "experts" in out and self._steps % _WATCHED == 0:
-            self.loads = self.loads or ExpertLoads(int(out["num_experts"]))
-            self.loads.Add(out["experts"].numpy()[:, : len(texts)])
+            self._Note(out["experts"].numpy()[:, : len(texts)], int(out["num_experts"]))
         self._steps += 1
         for text, ids, *drawn in zip(texts, drafts, tokens_BT.tolist(), log_probs_BT.tolist()):
             self._Take(text, ids, *drawn)
@@ -369,9 +374,7 @@ class RunningBatch(TextBatch):
         most = min(DRAFTED, text.settings.max_tokens - len(text.log_probs) - 1)
         if text.settings.repetition_penalty != 1:
             return 0
-        while len(text.pages) < pages_of(len(text.ids) + most) and (
-            page := self._pools[0].Take()
-        ):
+        while len(text.pages) < pages_of(len(text.ids) + most) and (page := self._pools[0].Take()):
             text.pages.append(page)
         return min(most, len(text.pages) * PAGE - len(text.ids))
 

@@ -136,7 +136,7 @@ class Texts:
         Raises ValueError: a setting that a beam search does not have, or more tokens than options.max_length.
         """
         self._Check(settings)
-        whole = [i for i, sampling in enumerate(settings) if not (sampling.stop or self.draft)]
+        whole = [i for i, sampling in enumerate(settings) if self._RunsWhole(sampling)]
         rows = self._Together([prompts[i] for i in whole], [settings[i] for i in whole])
         by_prompt = dict(zip(whole, rows, strict=True))
         rest = sorted({*range(len(settings))} - {*whole})
@@ -166,6 +166,10 @@ class Texts:
         ids, most = self._PromptIds([prompt])[0], self.options.max_source_length
         text = RunningText([ids[0], *ids[1:][-most:]], settings)
         return Answer(self, text, len(ids) > most + 1)
+
+    def _RunsWhole(self, settings: Sampling) -> bool:
+        """Whether a prompt is one of those that `generate` continues together, and not of a batch of steps."""
+        return not (settings.stop or self.draft)
 
     def _Running(self, answers: Sequence["Answer"]) -> Iterator[tuple[int, tuple]]:
         """Runs answers in a batch of their own; yields their numbers and news."""

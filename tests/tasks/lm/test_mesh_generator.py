@@ -1,5 +1,7 @@
 """A generator over a mesh: the texts, samples and log-probabilities of one host."""
 
+import random
+
 import numpy as np
 import pytest
 import toy_text
@@ -10,7 +12,9 @@ from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.lm.generator import GenerateOptions, Generator
+from lingvo_moe.tasks.lm.mesh_batch import MeshBatch
 from lingvo_moe.tasks.lm.mesh_generator import MeshGenerator
+from lingvo_moe.tasks.lm.running_batch import RunningText
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +65,51 @@ def test_texts_over_a_mesh_are_those_of_one_host():
             np.testing.assert_allclose(log_prob, expected, atol=2e-5)
     *_, (_, streamed) = mesh.Stream(PROMPTS[0], Sampling(10, logprobs=True))
     assert streamed.text == texts[0].text
-    assert mesh.mesh_search.programs == 2  # prompts of 16 tokens, texts of 16
+    assert mesh.mesh_search.programs == 3  # empty pages; one that reads tokens, one that draws them
+
+
+def test_texts_join_and_leave_a_batch_over_two_devices():
+    """Those that wait take rows and pages of others; some lose their pages; all texts are those that run alone."""
+    options = GenerateOptions(max_source_length=100, max_length=24, rows=4)
+    host, mesh = _both("expert:2,model:1", "task.num_experts=4", options)
+    rng = random.Random(3)
+    begin = [rng.randrange(4, 290) for _ in range(40)]
+    texts = []
+    for number in range(12):
+        prompt = [1, *begin[: rng.choice((0, 40))], *rng.choices(range(4, 290), k=2 + number)]
+        settings = Sampling(rng.choice((3, 9, 20)), 0.8 * (number % 2), seed=5, number=number)
+        texts.append((prompt, settings))
+    alone, together = ([RunningText([*ids], one) for ids, one in texts] for _ in range(2))
+    for text in alone:
+        _run(host.Batch(1, 1 << 20), [text])
+    batch = MeshBatch(mesh.mesh_search, 8, 8, 4)
+    assert len(batch._pools) == 2 and batch.pages == 8
+    waited, coming = 0, [*together]
+    gone = coming[5]
+    while coming or batch.running or batch.waiting:
+        before = {*batch.running}
+        for text in [coming.pop(0) for _ in range(min(len(coming), rng.randrange(7)))]:
+            batch.Join(text)
+        batch.Step()
+        waited += any(text in before for text in batch.waiting)
+        if gone in batch.running and gone.new:
+            batch.Leave(gone)
+    assert batch.free_pages == batch.pages
+    for text, want in zip(together, alone, strict=True):
+        if text is gone:
+            assert text.new and text.new == want.new[: len(text.new)]
+        else:
+            assert (text.new, text.reason) == (want.new, want.reason)
+            np.testing.assert_allclose(text.log_probs, want.log_probs, atol=5e-5)
+    assert len(batch.loads.Figures()["dead_experts"]) == 1  # of two layers one has experts
+    assert waited and len({tuple(text.new) for text in alone}) == len(alone)
+
+
+def _run(batch, texts):
+    for text in texts:
+        batch.Join(text)
+    while batch.running or batch.waiting:
+        batch.Step()
 
 
 def test_beams_over_heads_and_vocabulary_are_those_of_one_host():

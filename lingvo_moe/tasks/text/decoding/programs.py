@@ -52,7 +52,7 @@ def decoding_programs(
     """
     model = decoder.model
     split, theta = model.p.activation_split, model.VariableSpecs()
-    read = inputs.Transform(lambda x: _spec(x, "B" + "." * (len(x.shape) - 1), split))
+    read = row_specs(inputs, split)
     lengths = _spec(TensorSpec(read.Flatten()[0].shape[:1], "int32"), "B", split)
 
     def before(
@@ -67,8 +67,8 @@ def decoding_programs(
         ]
         traced = tf.function(before, autograph=False).get_concrete_function(*plain)
     state, cache = traced.structured_outputs
-    state = _sharded(state, decoder.search.STATE_LETTERS, split)
-    cache = _sharded(cache, decoder.CacheLetters(cache), split)
+    state = letters_specs(state, decoder.search.STATE_LETTERS, split)
+    cache = letters_specs(cache, decoder.CacheLetters(cache), split)
     start = Step(name, decoder.Start, (theta, read, lengths), results=(state, cache), text=text)
     return start, Step("decode_step", decoder.Step, (state, cache, theta), (0, 1), text=text)
 
@@ -99,7 +99,12 @@ def block_program(step: Step, search: FlatBeamSearch, size: int) -> Step:
     return Step("search_block", block, step.arg_specs, step.donate, text=step.text)
 
 
-def _sharded(tree: NestedMap, letters: NestedMap, split: SplitMap) -> NestedMap:
+def row_specs(tree: NestedMap, split: SplitMap) -> NestedMap:
+    """The TensorSpecs of a tree of arrays, or specs, whose first dimension is that of rows."""
+    return tree.Transform(lambda x: _spec(x, "B" + "." * (len(x.shape) - 1), split))
+
+
+def letters_specs(tree: NestedMap, letters: NestedMap, split: SplitMap) -> NestedMap:
     """The TensorSpecs of a tree of tensors, by the letters of their dimensions."""
     return map_structure(lambda value, dims: _spec(value, dims, split), tree, letters)
 
