@@ -116,6 +116,9 @@ class EchoBatch:
         self.tokens, self.drafted, self.taken, self.loads = 0, 4, 3, ExpertLoads(2)
         self.loads.Add(np.array([[[0]], [[1]]]))
 
+    def WarmUps(self):
+        return []
+
     def Join(self, answer):
         self.running.append(answer)
 

@@ -3,7 +3,9 @@
 Letters: as in mesh_pages.py.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from lingvo_moe.tasks.lm.running_batch import FILLED, RunningText, TextBatch
 from lingvo_moe.tasks.lm.saved_generator import SETTINGS
 
 _SHORT = 32  # tokens of prompts that a program reads, where the first has no more; else FILLED
+_SETTINGS = dict([*SETTINGS.items()][1:])  # without max_tokens
 _SMALLEST_TABLE, _LARGER = 4, 4  # pages of a row's table, and how many times larger the next one is
 
 
@@ -54,66 +57,81 @@ class MeshBatch(TextBatch):
     def _Width(self, tokens: int) -> int:
         return _SHORT if tokens <= _SHORT else FILLED
 
+    def WarmUps(self) -> list[Callable[[], Any]]:
+        """See TextBatch."""
+        works: list[Callable[[], Any]] = []
+        for table in self._TableSizes():
+            read = [self._NoPlaces(width, table) for width in (_SHORT, FILLED)]
+            works += [functools.partial(self._programs.Read, places) for places in read]
+            works.append(functools.partial(self._programs.Block, self._NoRows(table)))
+        return works
+
     def _Fill(self, parts: Sequence[tuple[RunningText, int]]) -> None:
-        width = self._Width(max(until - text.filled for text, until in parts))
         texts = [text for text, _ in parts]
-        rows, numbers = self._Placed(texts, self._programs.RowsOf(FILLED // width))
-        pages_BU = self._Tables(texts, numbers, rows)
-        ids_BT, slot_BT, at_BT = (np.zeros([rows, width], np.int32) for _ in range(3))
-        at_BT[:] = np.arange(width)
-        for row, (text, until) in zip(numbers, parts):
+        width = self._Width(max(until - text.filled for text, until in parts))
+        places = self._NoPlaces(width, self._TableOf(texts))
+        for row, (text, until) in zip(self._Numbers(texts, len(places.ids)), parts):
             at = np.arange(text.filled, until)
-            at_BT[row] += text.filled
-            ids_BT[row, : at.size] = text.ids[text.filled : until]
-            slot_BT[row, : at.size] = pages_BU[row, at // PAGE] * PAGE + at % PAGE
-        self._programs.Read(NestedMap(ids=ids_BT, at=at_BT, slots=slot_BT, pages=pages_BU))
+            places.pages[row, : len(text.pages)] = text.pages
+            places.at[row] += text.filled
+            places.ids[row, : at.size] = text.ids[text.filled : until]
+            places.slots[row, : at.size] = places.pages[row, at // PAGE] * PAGE + at % PAGE
+        self._programs.Read(places)
 
     def _Draw(self, texts: Sequence[RunningText]) -> None:
-        rows, numbers = self._Placed(texts, self._num_rows)
-        pages_BU = self._Tables(texts, numbers, rows)
-        before_BL = np.zeros([rows, pages_BU.shape[1] * PAGE], np.int32)
-        counts = {name: np.zeros([rows], np.int32) for name in ("ids", "at", "left", "step")}
-        values = [Sampling().Values()[1:]] * rows
+        rows = self._NoRows(self._TableOf(texts))
+        numbers = self._Numbers(texts, len(rows.ids))
         for row, text in zip(numbers, texts):
-            values[row] = text.settings.Values()[1:]
-            before_BL[row] = np.resize(text.ids, before_BL.shape[1])
-            newest = text.ids[-1], len(text.ids) - 1, self._Most(text), len(text.log_probs)
-            for column, value in zip(counts.values(), newest):
-                column[row] = value
-        specs = [*SETTINGS.items()][1:]
-        settings = NestedMap({
-            name: np.asarray(column, spec.dtype.as_numpy_dtype)
-            for (name, spec), column in zip(specs, zip(*values), strict=True)
-        })  # fmt: skip
-        inputs = NestedMap(counts, pages=pages_BU, before=before_BL, settings=settings)
-        drawn = self._programs.Block(inputs)
+            rows.pages[row, : len(text.pages)] = text.pages
+            rows.before[row] = np.resize(text.ids, rows.before.shape[1])
+            rows.ids[row], rows.at[row] = text.ids[-1], len(text.ids) - 1
+            rows.left[row], rows.step[row] = self._Most(text), len(text.log_probs)
+            for name, value in zip(_SETTINGS, text.settings.Values()[1:], strict=True):
+                rows.settings[name][row] = value
+        drawn = self._programs.Block(rows)
         if "experts" in drawn:
             self._Note(drawn.experts[:, numbers], self._programs.num_experts)
         for row, text in zip(numbers, texts):
-            for token, log_prob in zip(
-                drawn.tokens[row, : counts["left"][row]].tolist(), drawn.log_probs[row].tolist()
-            ):
+            tokens = drawn.tokens[row, : rows.left[row]].tolist()
+            for token, log_prob in zip(tokens, drawn.log_probs[row].tolist()):
                 if not self._Add(text, token, log_prob):
                     break
             # The newest token has no keys and values, unless the text ended behind it.
             self._Filled(text, len(text.ids) - (text.reason != "stop"))
 
-    def _Placed(self, texts: Sequence[RunningText], rows: int) -> tuple[int, list[int]]:
-        """The number of rows, and that of each text's, among those of its part."""
+    def _NoPlaces(self, width: int, table: int) -> NestedMap:
+        """The inputs of MeshPages.Read for rows of so many tokens and pages, of which none is anybody's."""
+        rows = self._programs.RowsOf(FILLED // width)
+        ids, slots = (np.zeros([rows, width], np.int32) for _ in range(2))
+        at = np.tile(np.arange(width, dtype=np.int32), [rows, 1])
+        return NestedMap(ids=ids, at=at, slots=slots, pages=np.zeros([rows, table], np.int32))
+
+    def _NoRows(self, table: int) -> NestedMap:
+        """The inputs of MeshPages.Block likewise."""
+        rows = self._num_rows
+        counts = {name: np.zeros([rows], np.int32) for name in ("ids", "at", "left", "step")}
+        settings = NestedMap({
+            name: np.array([value] * rows, spec.dtype.as_numpy_dtype)
+            for (name, spec), value in zip(_SETTINGS.items(), Sampling().Values()[1:], strict=True)
+        })  # fmt: skip
+        pages, before = (np.zeros([rows, n], np.int32) for n in (table, table * PAGE))
+        return NestedMap(counts, pages=pages, before=before, settings=settings)
+
+    def _Numbers(self, texts: Sequence[RunningText], rows: int) -> list[int]:
+        """The rows of texts, each among those of its part."""
         counts, numbers = [0] * len(self._pools), []
         for text in texts:
             numbers.append(text.part * (rows // len(counts)) + counts[text.part])
             counts[text.part] += 1
-        return rows, numbers
+        return numbers
 
-    def _Tables(
-        self, texts: Sequence[RunningText], numbers: Sequence[int], rows: int
-    ) -> np.ndarray:
-        """The pages of texts, page_BU of TablePlaces."""
-        most, width = max(len(text.pages) for text in texts), _SMALLEST_TABLE
-        while width < most:
-            width *= _LARGER
-        page_BU = np.zeros([rows, min(width, self._most_pages)], np.int32)
-        for row, text in zip(numbers, texts):
-            page_BU[row, : len(text.pages)] = text.pages
-        return page_BU
+    def _TableOf(self, texts: Sequence[RunningText]) -> int:
+        """The number of pages of a row's table that is enough for texts."""
+        most = max(len(text.pages) for text in texts)
+        return next(size for size in self._TableSizes() if size >= most)
+
+    def _TableSizes(self) -> list[int]:
+        sizes = [min(_SMALLEST_TABLE, self._most_pages)]
+        while sizes[-1] < self._most_pages:
+            sizes.append(min(sizes[-1] * _LARGER, self._most_pages))
+        return sizes

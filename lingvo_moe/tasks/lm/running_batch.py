@@ -16,7 +16,7 @@ is.
 
 import abc
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -177,6 +177,10 @@ class TextBatch(abc.ABC):
             if text.reason:
                 self.Leave(text)
         return ready
+
+    def WarmUps(self) -> list[Callable[[], Any]]:
+        """Calls that make programs, one each, which Step would make when it first needs them."""
+        return []
 
     @abc.abstractmethod
     def _Fill(self, parts: Sequence[tuple[RunningText, int]]) -> None:

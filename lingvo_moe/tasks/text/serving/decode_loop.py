@@ -136,15 +136,20 @@ class DecodeLoop:
         finally:
             self._Drop([line])
 
-    async def WarmUp(self) -> None:
-        """Makes the pool, and has the model's functions traced."""
+    async def WarmUp(self) -> AsyncGenerator[tuple[int, int], None]:
+        """Makes the pool, and has the model's functions made. Yields how many of these are, of how many."""
         await self._Call(self._Restart)
+        works = self._batch.WarmUps()
+        for number, work in enumerate(works, 1):
+            await self._Call(work)
+            yield number, len(works) + 1
         done = asyncio.ensure_future(self.Answers([b"a"], [Sampling(1)]))
         await asyncio.sleep(0)  # it is added
         while not done.done():
             await self._Turn()
             await asyncio.sleep(0)
         await done
+        yield len(works) + 1, len(works) + 1
 
     async def Run(self) -> None:
         """Runs the batch until it is cancelled."""

@@ -93,13 +93,14 @@ class Service:
         return ids
 
     async def WarmUp(self) -> AsyncIterator[tuple[int, int]]:
-        """Has every program made, and is ready then. Yields how many lengths of lines are done, of how many.
+        """Has every program made, and is ready then. Yields how many are, of how many.
 
-        Over a mesh there is a program for each bucket; TensorFlow's own kernels run one for all lengths.
+        Over a mesh there are programs for each bucket, or size of table; TensorFlow's own kernels run one for all
+        lengths.
         """
         if self._loop:
-            await self._loop.WarmUp()
-            yield 1, 1
+            async for progress in self._loop.WarmUp():
+                yield progress
             self._BeReady()
             return
         over_mesh = getattr(self.translator, "mesh_search", None)
