@@ -69,7 +69,7 @@ def test_texts_over_a_mesh_are_those_of_one_host():
 
 
 def test_texts_join_and_leave_a_batch_over_two_devices():
-    """Those that wait take rows and pages of others; some lose their pages; all texts are those that run alone."""
+    """Texts take rows and pages of others, and some lose their pages; all are those that run alone."""
     options = GenerateOptions(max_source_length=100, max_length=24, rows=4)
     host, mesh = _both("expert:2,model:1", "task.num_experts=4", options)
     rng = random.Random(3)
