@@ -1,5 +1,6 @@
 """A generator over a mesh: the texts, samples and log-probabilities of one host."""
 
+import itertools
 import random
 
 import numpy as np
@@ -63,8 +64,11 @@ def test_texts_over_a_mesh_are_those_of_one_host():
         for (piece, log_prob), (want, expected) in zip(other.logprobs or [], one.logprobs or []):
             assert piece == want
             np.testing.assert_allclose(log_prob, expected, atol=2e-5)
-    *_, (_, streamed) = mesh.Stream(PROMPTS[0], Sampling(10, logprobs=True))
-    assert streamed.text == texts[0].text
+    # Each of two streams takes the pages of the other.
+    streams = [mesh.Stream(prompt, one) for prompt, one in zip(PROMPTS[2:4], settings[2:4])]
+    ends = [*itertools.zip_longest(*streams)]
+    streamed = [next(end for _, end in filter(None, column) if end) for column in zip(*ends)]
+    assert [one.text for one in streamed] == [one.text for one in texts[2:4]]
     assert mesh.mesh_search.programs == 3  # empty pages; one that reads tokens, one that draws them
 
 
