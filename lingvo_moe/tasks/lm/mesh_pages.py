@@ -18,8 +18,9 @@ from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.kernels import paged_over_mesh
 from lingvo_moe.core.moe.routers.losses_and_metrics import noting_choices
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
 from lingvo_moe.core.sharding.letters import parts_of
+from lingvo_moe.core.sharding.manual import manual_region
 from lingvo_moe.core.task.step import Step
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.lm.lm_model import LmModel
@@ -127,6 +128,11 @@ class MeshPagedSearch(PagedSearch):
             state.experts = tf.zeros(traced.structured_outputs[0].experts.shape, tf.int32)
         state, pool = tf.while_loop(goes_on, step, (state, pool))
         return pool, NestedMap({name: state[name] for name in _DRAWN if name in state})
+
+    def _Seen(self, before_BL: tf.Tensor) -> tf.Tensor:
+        """See PagedSearch; each device that of its own rows."""
+        rows = dims_mapping("B.", self._model.p.activation_split)
+        return manual_region(super()._Seen, [rows], rows)(before_BL)
 
     def _Places(self, slot_BT: tf.Tensor, page_BU: tf.Tensor) -> contextlib.AbstractContextManager:
         p = self._model.p
