@@ -409,7 +409,7 @@ def loop_of(run: Run, engine: Engine, lock: TrainerLock) -> Iterator[Callable[[]
         contextlib.ExitStack() as stack,
         ending.announcing(),
     ):
-        trained, watch = Trained(task, run.inputs, engine, params.train, saved, times), None
+        trained, watch = Trained(task, run.inputs, engine, params, saved, times), None
         if held_out:
             watch = HeldOutWatch(trained, held_out, run_dir, writes=first_process)
             stack.enter_context(watch)

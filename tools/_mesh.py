@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.job import launchers
 from lingvo_moe.core.job.job_flags import define_devices_flags, define_job_flags
@@ -101,13 +100,10 @@ def engine_of(args: Flags) -> "Engine | None":
     import tensorflow as tf
 
     from lingvo_moe.core.engine import devices
-    from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
-    from lingvo_moe.core.engine.engines import make_engine
+    from lingvo_moe.core.engine.engines import engine_for_inference
     from lingvo_moe.core.job import ending
     from lingvo_moe.core.job.watcher import watching
-    from lingvo_moe.core.sharding import ShardingError
-    from lingvo_moe.core.task.meshes import check_divisible, meshes_for_inference
-    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir, lay_for_inference
+    from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 
     if tf.config.list_physical_devices("GPU"):
         tf.config.set_visible_devices([], "GPU")
@@ -118,27 +114,13 @@ def engine_of(args: Flags) -> "Engine | None":
     devices.find_devices()
     ending.together(lambda: _check_one_command(args))
     _watching.enter_context(watching(0))
-    enable_compilation_cache()
+    # A search has batches of its own, and each row is a group.
     params.train.num_micro_batches = 1
+    count = devices.device_count()
+    params.input.batch_size *= count
     if params.task.num_experts:
         params.task.num_groups = 0
-    batch = params.input.batch_size
-    for mesh in meshes_for_inference(params, args.mesh, devices.device_count()):
-        # A search has batches of its own, and each row is a group.
-        params.input.batch_size = batch * mesh.size
-        laid = params.Copy()
-        lay_for_inference(laid.task, mesh)
-        try:
-            check_divisible(laid, laid.task.Instantiate(), mesh, is_trained=False)
-            break
-        except ShardingError as e:
-            refused = e
-    else:
-        raise refused
-    engine = make_engine("pjrt", mesh)
-    if not (args.quiet or devices.process_index()):
-        engine.doing = lambda doing: say(f"{doing} ...")
-    return engine
+    return engine_for_inference(params, args.mesh, count, args.quiet)[0]
 
 
 def _check_one_command(args: Flags) -> None:

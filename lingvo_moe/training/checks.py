@@ -88,7 +88,7 @@ def check_evaluation(params: Params) -> None:
 
 
 def is_decoded_over_mesh(task: InstantiableParams) -> bool:
-    """Whether a model with these Params can be decoded as it lies on the trainer's devices."""
+    """Whether a model with these Params can be decoded on the trainer's devices, or over a mesh."""
     return not (settings_of(task) or ("adapter_rank" in task and task.adapter_rank))
 
 

@@ -83,7 +83,8 @@ def _score_run(
     once, params = args.once, read_params()
     check_data_exists(args, params)
     check_same_run(run_dir, params, "give the flags of the trainer")
-    scorer = _Scorer(run_dir, params, args.eval_lines, mesh_engine(args, params))
+    engine, laid = mesh_engine(args, params)
+    scorer = _Scorer(run_dir, laid, args.eval_lines, engine)
     directory = str(run_dir.scores_dir)
     scored = {row["step"] for row in read_metrics(directory)}
     tried = {0} | scored
@@ -117,27 +118,21 @@ def _score_run(
     return False
 
 
-def mesh_engine(args: Flags, params: Params) -> "Engine | None":
-    """The engine over the mesh that the flags choose; None: TensorFlow's kernels of this process.
+def mesh_engine(args: Flags, params: Params) -> "tuple[Engine | None, Params]":
+    """The engine over the mesh that the flags choose, and the Params with a task as it lies there in inference.
 
-    Those score models in stages and with adapters, too; and where --mesh is of accelerators, which the trainer uses.
+    None: TensorFlow's kernels of this process. Those score models in stages and with adapters, too; and where --mesh is
+    of accelerators, which the trainer uses.
 
     Raises ShardingError, EngineError: the devices do not fit the mesh, or the model does not.
     """
     from lingvo_moe.core.engine import devices
-    from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
-    from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.core.task.meshes import check_divisible, make_mesh
+    from lingvo_moe.core.engine.engines import engine_for_inference
 
     count = devices.device_count() if args.mesh else args.num_devices
     if count <= 1 or not is_decoded_over_mesh(params.task):
-        return None
-    enable_compilation_cache()
-    mesh = make_mesh(params, args.mesh, 0 if args.mesh else count)
-    check_divisible(params, params.task.Instantiate(), mesh, is_trained=False)
-    engine = make_engine("pjrt", mesh)
-    engine.doing = lambda doing: say(f"{doing} ...")
-    return engine
+        return None, params
+    return engine_for_inference(params, args.mesh, count)
 
 
 def _await_run(run_dir: RunDir, once: bool) -> None:

@@ -173,7 +173,7 @@ def _DefineIntervals(p: Params) -> None:
     p.Define(
         "eval_decode_every",
         0,
-        "Steps between scores of decoded held-out lines (BLEU), by the model as it lies on the devices; a multiple of "
+        "Steps between scores of decoded held-out lines (BLEU), by the model on the devices; a multiple of "
         "eval_interval_steps, with whose evaluations they come. 0: never.",
         checks.COUNT,
     )

@@ -3,6 +3,8 @@
 import importlib
 
 from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.command import say
 from lingvo_moe.core.engine.base import Engine, EngineError
 from lingvo_moe.core.engine.program_analysis import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh
@@ -49,3 +51,32 @@ def make_engine(name: str, mesh: Mesh, known_faults: str = ERROR) -> Engine:
     engine = engine_class(name)(mesh)
     engine.known_faults = known_faults
     return engine
+
+
+def engine_for_inference(
+    params: Params, text: str, num_devices: int, quiet: bool = False
+) -> tuple[Engine, Params]:
+    """Makes the engine over whose devices a model is to be scored or to search; see laid_for_inference.
+
+    Programs are kept, see compiled_cache.py. The first process of a job says which it makes, unless `quiet`.
+
+    Args:
+        params: the experiment's.
+        text: the value of --mesh; '' for train.mesh, laid over `num_devices`.
+
+    Returns:
+        The engine, and the experiment's Params with the task as it lies over its mesh.
+
+    Raises:
+        EngineError, ShardingError: the devices do not fit the mesh, or the model does not.
+    """
+    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
+    from lingvo_moe.core.task.meshes import laid_for_inference
+
+    enable_compilation_cache()
+    mesh, laid = laid_for_inference(params, text, num_devices)
+    engine = make_engine("pjrt", mesh)
+    if not (quiet or devices.process_index()):
+        engine.doing = lambda doing: say(f"{doing} ...")
+    return engine, laid

@@ -55,6 +55,47 @@ def meshes_for_inference(params: Params, text: str, num_devices: int) -> Iterato
         yield Mesh(mesh.axis_names, tuple(sizes)).over_devices(num_devices)
 
 
+def laid_for_inference(params: Params, text: str, num_devices: int) -> tuple[Mesh, Params]:
+    """The mesh of a search or of scoring, and the experiment's Params with a task as it lies over it.
+
+    Of meshes_for_inference the first that the sizes divide over, see lay_for_inference; where they do over none, e.g.
+    the groups of a held-out batch, the mesh and the task as in training.
+
+    Raises ShardingError: as make_mesh and check_divisible.
+    """
+    for mesh in meshes_for_inference(params, text, num_devices):
+        laid = params.Copy()
+        lay_for_inference(laid.task, mesh)
+        try:
+            check_divisible(laid, laid.task.Instantiate(), mesh, is_trained=False)
+        except ShardingError:
+            continue
+        return mesh, laid
+    mesh = make_mesh(params, text, 0 if text else num_devices)
+    check_divisible(params, params.task.Instantiate(), mesh, is_trained=False)
+    return mesh, params
+
+
+def lay_for_inference(task: Params, mesh: Mesh) -> None:
+    """Lays a task so that inference over a mesh gathers no weight.
+
+    Training may gather weights that lie in parts on the devices that have different rows (train.shard_state=weights);
+    for a step of a search that would take longer than the step. So they lie by their letters alone then, e.g. heads and
+    vocabulary along axis 'model'. If they divide, heads of keys, and so caches, lie as the other heads do, and experts
+    over all devices: tokens go to them.
+    """
+    if task.shard_state != WEIGHTS:
+        return
+    task.shard_state = NONE
+    rows, weights = {**task.activation_split}, {**task.weight_split}
+    heads = mesh.axis_size(rows.get("N") or ())
+    if "num_kv_heads" in task and task.num_kv_heads and task.num_kv_heads % heads == 0:
+        rows["A"] = weights["A"] = rows.get("N")
+    if "num_experts" in task and task.num_experts and task.num_experts % mesh.size == 0:
+        rows["G"] = rows["E"] = weights["E"] = mesh.axis_names
+    task.activation_split, task.weight_split = rows, weights
+
+
 def largest_mesh(
     params: Params, override: str, text: str, processes: int, devices_each: int
 ) -> tuple[int, Mesh]:

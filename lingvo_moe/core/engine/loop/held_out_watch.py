@@ -11,6 +11,7 @@ import numpy as np
 from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.config.hyperparams import ParamError, Params
 from lingvo_moe.core.console.command import say
+from lingvo_moe.core.engine.engines import engine_for_inference
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.loop.summaries import Summaries
 from lingvo_moe.core.engine.loop.trained import Trained
@@ -20,6 +21,7 @@ from lingvo_moe.core.input.input_errors import NoHeldOutError
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, map_structure
 from lingvo_moe.core.runs.evaluations import Evaluations
 from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.sharding.letters import WEIGHTS
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer
 
@@ -129,19 +131,29 @@ class HeldOutWatch:
 
 
 def _scorer(trained: Trained, run_dir: RunDir) -> Callable[[NestedMap, NestedMap], str]:
-    """A function that adds the task's own scores of weights to metrics, and says them in words."""
+    """A function that adds the task's own scores of weights to metrics, and says them in words.
+
+    Weights that each step of a search would have to gather are copied, as they lie in inference: see
+    laid_for_inference.
+    """
     task, engine = trained.task, trained.engine
+    if engine.PJRT and task.p.shard_state == WEIGHTS:
+        params, mesh = trained.params.Copy().Set(task=task.p.Copy()), engine.mesh
+        params.train.mesh = str(mesh)
+        engine, laid = engine_for_inference(params, "", mesh.size, quiet=True)
+        engine.known_faults, task = trained.engine.known_faults, laid.task.Instantiate()
     over_mesh = engine if engine.PJRT else None
     scorer: BaseCheckpointScorer = any_class(task.CHECKPOINT_SCORER)(
         task, trained.inputs, run_dir.artifacts, engine=over_mesh
     )
-    types = task.VariableSpecs().Transform(lambda spec: numpy_dtype(spec.dtype))
+    specs = task.VariableSpecs()
+    types = specs.Transform(lambda spec: numpy_dtype(spec.dtype))
 
     def score(weights: NestedMap, metrics: NestedMap) -> str:
         theta = weights if over_mesh else engine.Get(weights)
         if task.p.ema_decay:
             theta = map_structure(lambda x, dtype: x.astype(dtype), theta, types)
-        scores = scorer(theta)
+        scores = scorer(engine.Put(theta, specs) if over_mesh else theta)
         for path, number in scores.metrics.FlattenItems():
             metrics.Set(path, number)
         return scores.text

@@ -17,6 +17,11 @@ class Trained:
     task: BaseTask
     inputs: BaseInput  # prepared
     engine: Engine
-    train: Params  # registry.TrainParams
+    params: Params  # the experiment's
     checkpointer: Checkpointer  # the run's checkpoints
     times: TimeRecord = field(default_factory=TimeRecord)  # where the time goes
+
+    @property
+    def train(self) -> Params:
+        """registry.TrainParams."""
+        return self.params.train

@@ -67,6 +67,8 @@ class CheckpointScorer(BaseCheckpointScorer):
             {lang: self._train_pairs[lang] for lang in self._dev.languages},
             self._options,
         )
+        if self._engine:
+            self._translator.SetTheta(NestedMap())  # the next weights may need their room
         groups = {group: report.Average(group) for group in report.groups}
         mean = report.Average()
         metrics = _numbers(mean)

@@ -11,7 +11,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs import run_dir
 from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.runs.run_lock import DESCRIPTION
-from lingvo_moe.core.sharding.letters import NONE, WEIGHTS
+from lingvo_moe.core.task.meshes import lay_for_inference
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.runs.artifacts import VOCAB_FILES, languages_of, tidied_of, vocabs_of
 from lingvo_moe.tasks.text.vocabulary.vocabulary import open_vocabulary
@@ -85,26 +85,6 @@ class TextRunDir(run_dir.RunDir):
                 f"e.g. of {kind.EXAMPLE}"
             )
         return task
-
-
-def lay_for_inference(task: Params, mesh: "Mesh") -> None:
-    """Lays a task so that inference over a mesh gathers no weight.
-
-    Training may gather weights that lie in parts on the devices that have different rows (train.shard_state=weights);
-    for a step of a search that would take longer than the step. So they lie by their letters alone then, e.g. heads and
-    vocabulary along axis 'model'. If they divide, heads of keys, and so caches, lie as the other heads do, and experts
-    over all devices: tokens go to them.
-    """
-    if task.shard_state != WEIGHTS:
-        return
-    task.shard_state = NONE
-    rows, weights = {**task.activation_split}, {**task.weight_split}
-    heads = mesh.axis_size(rows.get("N") or ())
-    if task.num_kv_heads and task.num_kv_heads % heads == 0:
-        rows["A"] = weights["A"] = rows.get("N")
-    if task.num_experts and task.num_experts % mesh.size == 0:
-        rows["G"] = rows["E"] = weights["E"] = mesh.axis_names
-    task.activation_split, task.weight_split = rows, weights
 
 
 def artifacts_of_vocabularies(directory: str | os.PathLike) -> RunArtifacts | None:

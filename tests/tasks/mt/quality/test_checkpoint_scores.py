@@ -1,6 +1,7 @@
 """`--mode=eval` of a translation model: the scores of tools.evaluate and the held-out loss, in the run and a line."""
 
 import json
+import math
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import toy_translation as toy
 from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.loop.summaries import read_metrics
+from lingvo_moe.tasks.text.decoding.mesh_search import MeshSearch
 from lingvo_moe.tasks.text.quality.held_out_loss import held_out_loss
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from tools import evaluate
@@ -58,10 +60,12 @@ def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, mon
     assert row["groups/high/nll"] == pytest.approx(found.groups.high.nll, rel=1e-5)
     assert row["tokens"] == found.tokens
 
-    # The same scores come from a model over two devices, in a trainer and beside one.
+    # The same scores come from a model over two devices, in a trainer and beside one. Training gathers its weights.
+    searches, made = [], MeshSearch.__init__
+    monkeypatch.setattr(MeshSearch, "__init__", lambda s, *a: searches.append(s) or made(s, *a))
     going_on = tmp_path / "going_on"
     more = f"input.vocab_dir={registry.escape(str(run / 'vocab'))};train.eval_batches=1"
-    more += ";train.eval_interval_steps=1;train.eval_decode_every=1"
+    more += ";train.eval_interval_steps=1;train.eval_decode_every=1;train.shard_state=weights"
     flags = ["--model=mt.M4Tiny", f"--logdir={going_on}", f"--init_from={run}", "--mesh=expert:2"]
     flags += ["--max_steps=1", f"--data_dir={data}"]
     assert trainer.main([*flags, f"--model_params_override={override};{more}"]) == 0
@@ -78,3 +82,16 @@ def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, mon
     for name in ("bleu", "chrf"):
         assert row[name] == scored[name] == pytest.approx(report["average"][name])
         assert row[f"groups/low/{name}"] == pytest.approx(report["groups"]["low"][name])
+    assert len(searches) == 2
+    for search in searches:
+        check_that_no_weight_moves(search)
+
+
+def check_that_no_weight_moves(search):
+    """A step gathers nothing of the size of a weight, as one of training does."""
+    (of_search, _, block), *_ = search._built.values()
+    specs = of_search.model.VariableSpecs().Flatten()
+    sizes = {math.prod(spec.shape) for spec in specs if len(spec.shape) > 1}
+    gathers = [c for c in block.Collectives() if c.kind == "all-gather"]
+    gathered = [s for c in gathers for s in c.shapes if s[0] == "f32"]
+    assert gathered and sizes.isdisjoint(math.prod(dims) for _, dims in gathered)
