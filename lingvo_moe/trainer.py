@@ -148,13 +148,21 @@ def print_model(job: Job) -> int:
 def evaluate(job: Job) -> int:
     """Mode `eval`: scores the checkpoints of a run while its trainer writes them."""
     from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.job import ending
+    from lingvo_moe.core.job.pace import PACE
+    from lingvo_moe.core.job.watcher import watching
     from lingvo_moe.training.evaluating import evaluate_run
 
+    args = job.args
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
-    if job.args.num_devices:
-        devices.request_cpu_devices(job.args.num_devices)
+    if args.num_devices:
+        devices.request_cpu_devices(args.num_devices)
+    devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
     devices.find_devices()
-    return evaluate_run(job.args, job.defined, job.override)
+    ending.together(lambda: None)  # at a later meeting processes wait without an end
+    with watching(0):
+        PACE.Begin(0, asks=False)  # from now on the others miss this process if it is silent
+        return evaluate_run(args, job.defined, job.override)
 
 
 def begun_record(args: Flags) -> TimeRecord:
@@ -453,7 +461,7 @@ def share_run(lock: TrainerLock, begin: Callable[[], None], follow: Callable[[],
     processes = devices.process_count()
     if processes == 1:
         return
-    token = devices.from_first_process(lock.token)
+    token = devices.from_first_process(lock.token.encode()).decode()
 
     def join_and_follow() -> None:
         lock.Join(token, devices.process_index())

@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import toy_held_out
+from processes import free_address, start_python
 from trainer_testing import state
 
 from lingvo_moe import trainer
@@ -447,3 +448,35 @@ def test_the_newest_checkpoint_must_be_readable_to_be_scored_once(reference, tmp
     assert _train(run, 10, "--mode=eval", "--once") == 2
     assert "step 10: files.xxh128, the list of its files, is missing" in capfd.readouterr().err
     assert not _scores(run)
+
+
+# The trainer, whose second process does not find step 8.
+_TRAINER = """
+import sys
+from lingvo_moe import trainer
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+
+if "--process_id=1" in sys.argv:
+    Checkpointer.Steps = lambda self: [10]
+sys.exit(trainer.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_an_evaluator_of_two_processes(reference, tmp_path):
+    """The first one writes; both leave out the step that one of them does not find, and end."""
+    run = shutil.copytree(reference, tmp_path / "run")
+    job = [f"--coordinator_address={free_address()}", "--num_processes=2", "--num_devices=1"]
+    flags = ["--model=toy_held_out.Line", f"--logdir={run}", "--mode=eval", *job, "--max_steps=10"]
+    env = {"XLA_FLAGS": None, "JAX_PLATFORMS": None}
+    processes = [start_python("-c", _TRAINER, *flags, f"--process_id={i}", env=env) for i in (0, 1)]
+    (_, first), (_, second) = (process.communicate(timeout=90) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], first + second
+    assert "another process of the job cannot use the checkpoint" in first
+    assert "step 8: there is no such checkpoint; there are [10]" in second
+    assert "scored step 10, the last one" in first and "step 10:" not in second
+    assert _scores(run) == [10]
+    (scored,), (*_, trained) = (
+        read_metrics(str(place)) for place in (RunDir(run).scores_dir, RunDir(run).held_out_dir)
+    )
+    assert scored == pytest.approx(trained, rel=1e-5)

@@ -125,10 +125,10 @@ def engine_of(args: Flags) -> "Engine | None":
 
 def _check_one_command(args: Flags) -> None:
     """Raises JobError in a process that was given other flags than the first of its job; all call it."""
-    from lingvo_moe.tasks.text.decoding.leading import said_by_first
+    from lingvo_moe.core.engine import devices
 
     mine = {name: str(value) for name, value in args.Values().items() if name != "process_id"}
-    first = json.loads(said_by_first(json.dumps(mine).encode()))
+    first = json.loads(devices.from_first_process(json.dumps(mine).encode()))
     others = [
         f"--{name}={value}, there {first[name]}"
         for name, value in mine.items()

@@ -5,10 +5,11 @@ writes only to RUN/eval/scores. A lock of its own, which no trainer looks at, ke
 can be stopped at any time: a checkpoint is scored again unless its line was written.
 """
 
+import json
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.config.hyperparams import Params
@@ -50,22 +51,25 @@ def evaluate_run(args: Flags, defined: Params, override: str) -> int:
         RunLockError: another evaluator is at work there.
         ValueError: nothing is held out, or it is damaged.
     """
-    run_dir = RunDir(args.logdir)
+    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.job import ending
+
+    run_dir, several = RunDir(args.logdir), devices.process_count() > 1
     while True:
-        _await_run(run_dir, args.once)
+        ending.together(partial(_await_run, run_dir, args.once), on=[0])
         run = run_dir.identity
         with RunLock(args.logdir, holder=EVALUATOR) as lock:
             try:
-                lock.Acquire()
-                if is_run_of(run_dir, args.model):
+                ending.together(lock.Acquire, on=[0])
+                if is_run_of(run_dir, args.model) and not devices.process_index():
                     overrides_of_run(run_dir, override)
                 read_params = partial(evaluated_params, args, defined, override)
                 if _score_run(run_dir, run, args, read_params):
                     return 0
             except (OSError, ValueError):
-                if run_dir.identity == run:  # else it was moved while it was read
+                if several or run_dir.identity == run:  # else it was moved while it was read
                     raise
-        if run_dir.identity != run:
+        if run_dir.identity != run and not devices.process_index():
             say(f"the run that was in {run_dir.path} is there no more; the next one is read afresh")
 
 
@@ -74,48 +78,96 @@ def _score_run(
 ) -> bool:
     """Scores the run with this RunDir.identity; returns False once it, or all its checkpoints, have gone.
 
-    `read_params` returns its parameters, with the flags' override.
+    The first process of a job chooses what to score, and writes. `read_params` returns the run's parameters, with the
+    flags' override.
     """
+    from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.checkpoints.checkpoints import CheckpointError
-    from lingvo_moe.core.engine.checkpoints.run_weights import was_deleted
-    from lingvo_moe.core.engine.loop.summaries import Summaries, read_metrics
+    from lingvo_moe.core.engine.loop.summaries import Summaries
 
-    once, params = args.once, read_params()
+    params, tell = read_params(), (lambda text: None) if devices.process_index() else say
     check_data_exists(args, params)
     check_same_run(run_dir, params, "give the flags of the trainer")
     engine, laid = mesh_engine(args, params)
     scorer = _Scorer(run_dir, laid, args.eval_lines, engine)
     directory = str(run_dir.scores_dir)
-    scored = {row["step"] for row in read_metrics(directory)}
-    tried = {0} | scored
-    with Summaries(directory) as summaries:
-        while run_dir.identity == run and (steps := run_dir.steps):
-            new = [s for s in (steps[-1:] if once else steps) if s not in tried]
-            if new:
-                tried.add(new[0])
-                try:
-                    step, scores = scorer.Score(None if once else new[0])
-                except CheckpointError as e:
-                    if once or run_dir.identity != run:
-                        raise
-                    gone = was_deleted(run_dir.checkpoint_dir, new[0])
-                    why = "its checkpoint has made place for newer ones" if gone else str(e)
-                    say(f"step {new[0]}: {why}")
-                    continue
-                summaries.Write(step, scores.metrics)
-                for name, text in scores.notes.items():
-                    summaries.Text(name, text)
-                say(f"step {step}: {scores.text}")
-                scored.add(step)
-                if not once:
-                    continue  # the next look may find that others are gone
-            params = read_params()  # a later command may have changed its end
-            if why := "--once" if once else _why_done(run_dir, steps[-1], params):
-                last = max(scored, default=0)
-                say(f"scored step {last}, the last one ({why}): {directory}")
+    steps = _Steps(run_dir, run, args.once, read_params)
+    with Summaries(directory, enabled=not devices.process_index()) as summaries:
+        while found := _from_first(steps.Next):
+            if why := found.get("why"):
+                tell(
+                    f"scored step {max(steps.scored, default=0)}, the last one ({why}): {directory}"
+                )
                 return True
-            time.sleep(POLL_SECONDS)
+            if "step" not in found:
+                time.sleep(POLL_SECONDS)
+                continue
+            step = found["step"]
+            try:
+                scores = scorer.Score(step)
+            except CheckpointError as e:
+                say(f"step {step}: {steps.WhyLeftOut(step, e)}")
+                continue
+            summaries.Write(step, scores.metrics)
+            for name, text in scores.notes.items():
+                summaries.Text(name, text)
+            steps.scored.add(step)
+            tell(f"step {step}: {scores.text}")
     return False
+
+
+class _Steps:
+    """The checkpoints of a run that are to be scored, as the first process of a job sees them.
+
+    Args:
+        run: see RunDir.identity.
+        read_params: see _score_run.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        run: tuple[int, int] | None,
+        once: bool,
+        read_params: Callable[[], Params],
+    ):
+        from lingvo_moe.core.engine.loop.summaries import read_metrics
+
+        self._run_dir, self._run, self._once, self._read_params = run_dir, run, once, read_params
+        self.scored = {row["step"] for row in read_metrics(str(run_dir.scores_dir))}
+        self._before, self._tried = len(self.scored), {0} | self.scored
+
+    def Next(self) -> dict[str, Any]:
+        """The next `step`; or `why` there is none any more, '' while there may be; {} where the run has gone."""
+        steps = self._run_dir.steps if self._run_dir.identity == self._run else []
+        if not steps:
+            return {}
+        new = [s for s in (steps[-1:] if self._once else steps) if s not in self._tried]
+        if new and not (self._once and len(self.scored) > self._before):
+            self._tried.add(new[0])
+            return {"step": new[0]}
+        # A later command may have changed its end.
+        why = "--once" if self._once else _why_done(self._run_dir, steps[-1], self._read_params())
+        return {"why": why}
+
+    def WhyLeftOut(self, step: int, error: Exception) -> str:
+        """Says why a step cannot be scored. Raises the error where it is the only one, and still there."""
+        from lingvo_moe.core.engine.checkpoints.run_weights import was_deleted
+
+        if was_deleted(self._run_dir.checkpoint_dir, step):
+            return "its checkpoint has made place for newer ones"
+        if self._once and self._run_dir.identity == self._run:
+            raise error
+        return str(error)
+
+
+def _from_first(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns on each process of a job the result, which JSON can hold, of work that the first one does alone."""
+    from lingvo_moe.core.engine import devices
+
+    said = b"" if devices.process_index() else json.dumps(work()).encode()
+    found: dict[str, Any] = json.loads(devices.from_first_process(said))
+    return found
 
 
 def mesh_engine(args: Flags, params: Params) -> "tuple[Engine | None, Params]":
@@ -124,15 +176,23 @@ def mesh_engine(args: Flags, params: Params) -> "tuple[Engine | None, Params]":
     None: TensorFlow's kernels of this process. Those score models in stages and with adapters, too; and where --mesh is
     of accelerators, which the trainer uses.
 
-    Raises ShardingError, EngineError: the devices do not fit the mesh, or the model does not.
+    Raises:
+        ShardingError, EngineError: the devices do not fit the mesh, or the model does not.
+        UsageError: several processes, for a model that is scored by one.
     """
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.engines import engine_for_inference
 
-    count = devices.device_count() if args.mesh else args.num_devices
-    if count <= 1 or not is_decoded_over_mesh(params.task):
-        return None, params
-    return engine_for_inference(params, args.mesh, count)
+    several = devices.process_count() > 1
+    count = devices.device_count() if args.mesh or several else args.num_devices
+    if count > 1 and is_decoded_over_mesh(params.task):
+        return engine_for_inference(params, args.mesh, count)
+    if several:
+        raise UsageError(
+            f"--num_processes={devices.process_count()}: a model in stages, or with adapters, is scored by one "
+            "process; leave the flags of a job out, and the launcher"
+        )
+    return None, params
 
 
 def _await_run(run_dir: RunDir, once: bool) -> None:
@@ -177,40 +237,47 @@ class _Scorer:
         from lingvo_moe.core.engine.tf_engine import TfGraphEngine
 
         artifacts = run_dir.artifacts
-        self._run_dir, self._params, self._engine = run_dir, params.task, engine
+        self._run_dir, self._params = run_dir, params.task
+        self._engine: Engine = engine or TfGraphEngine()
         self._task: BaseTask = params.task.Instantiate().Unpacked()
         inputs = params.input.Instantiate().Prepare(artifacts=artifacts)
         try:
             self._batches = first_batches(inputs, params.train.eval_batches)
         except NoHeldOutError as e:
             raise UsageError(f"--mode=eval: there is nothing to evaluate on: {e}") from None
-        self._evaluator = Evaluator(self._task, inputs, engine or TfGraphEngine())
+        self._evaluator = Evaluator(self._task, inputs, self._engine)
         self._scorer: BaseCheckpointScorer | None = None
         if name := self._task.CHECKPOINT_SCORER:
             self._scorer = any_class(name)(self._task, inputs, artifacts, lines, engine)
 
-    def Score(self, step: int | None) -> tuple[int, CheckpointScores]:
-        """The held-out loss and further scores of a checkpoint, None for the newest; and its step.
+    def Score(self, step: int) -> CheckpointScores:
+        """The held-out loss and further scores of a checkpoint. All processes of a job call it.
 
-        Raises CheckpointError: it cannot be read, or was deleted.
+        Raises CheckpointError: one of them cannot read it, or it was deleted.
         """
-        from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+        from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
         from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
         from lingvo_moe.core.engine.checkpoints.sharded_weights import weights_on_devices
 
         engine, average = self._engine, bool(self._task.p.ema_decay)
 
-        def read(saved: Checkpointer, at: int) -> tuple[int, NestedMap]:
-            if engine:
-                return at, weights_on_devices(engine, self._params, saved, [at], average)
-            return at, read_weights(saved, self._task, at, average)
+        def read(saved: Checkpointer, at: int) -> NestedMap:
+            if engine.PJRT:
+                return weights_on_devices(engine, self._params, saved, [at], average)
+            return read_weights(saved, self._task, at, average)
 
-        step, theta = read_newest(self._run_dir.checkpoint_dir, read, step)
+        theta, failed = NestedMap(), None
+        try:
+            theta = read_newest(self._run_dir.checkpoint_dir, read, step)
+        except CheckpointError as e:
+            failed = e
+        if engine.AnyProcess(failed is not None):
+            raise failed or CheckpointError("another process of the job cannot read its checkpoint")
         metrics = self._evaluator(theta, self._batches)
         text = f"held-out loss {self._evaluator.InWords(metrics)}"
         if self._scorer is None:
-            return step, CheckpointScores(metrics, text)
+            return CheckpointScores(metrics, text)
         scores = self._scorer(theta)
         for path, value in scores.metrics.FlattenItems():
             metrics.Set(path, value)
-        return step, CheckpointScores(metrics, f"{text}, {scores.text}", scores.notes)
+        return CheckpointScores(metrics, f"{text}, {scores.text}", scores.notes)

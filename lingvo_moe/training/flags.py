@@ -197,22 +197,24 @@ def _check_engine(args: Flags) -> None:
 def parse_flags(argv: Sequence[str] | None = None) -> Flags:
     """Returns the flags' values as attributes. Ends the process with status 2 after a mistake.
 
-    The count of processes and the number of this one are the launcher's where they are not given; only training is
-    a job of several.
+    The count of processes and the number of this one are the launcher's where they are not given; only training and
+    --mode=eval are a job of several.
     """
     args = define_flags().Parse(argv)
     _check_engine(args)
     count, number = 1, 0
-    if args.mode == "sync":
+    if args.mode in ("sync", "eval"):
         try:
             launch = launchers.find()
+            if launch is not None and launch.of_machine and args.mode == "eval":
+                launch = None  # the trainer's, beside which it may be alone
             count, number = launchers.place(
                 launch, args.coordinator_address, args.num_processes, args.process_id
             )
         except JobError as e:
             args.Fail(str(e))
         alone = args.engine is not None and not engine_class(args.engine).SEVERAL_PROCESSES
-        if launch is not None and count > 1 and alone:
+        if launch is not None and count > 1 and alone and args.mode == "sync":
             args.Fail(
                 f"--engine={args.engine}: trains in one process, and {launch.launcher} has started {count}; "
                 "several need --engine=pjrt"

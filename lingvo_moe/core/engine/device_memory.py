@@ -36,7 +36,7 @@ def memory_of(engine: str, mesh: Mesh, num_processes: int = 1) -> Memory:
     on_cpu = kind.RunsOnCpu()
     size = machine_bytes() - psutil.swap_memory().total if on_cpu else kind.DeviceBytes()
     if num_processes > 1:
-        size = int(devices.from_first_process(f"{size or 0:020d}")) or None
+        size = int(devices.from_first_process(b"%d" % (size or 0))) or None
     if on_cpu:
         return Memory(size, "this machine's", max(1, mesh.size // num_processes))
     return Memory(size, "each device's")

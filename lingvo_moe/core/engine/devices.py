@@ -144,10 +144,13 @@ def process_index() -> int:
     return jax.process_index()
 
 
-def from_first_process(text: str) -> str:
-    """Returns process 0's `text` on every process; all texts are ASCII and equally long."""
-    codes = np.frombuffer(text.encode("ascii"), np.uint8)
-    return broadcast(codes).tobytes().decode("ascii")
+def from_first_process(message: bytes) -> bytes:
+    """Returns process 0's message, of any length, on every process; all of them call it."""
+    length = int(broadcast(np.array(len(message), np.int32)))
+    if not length:
+        return b""
+    mine = np.frombuffer(message, np.uint8) if process_index() == 0 else np.zeros(length, np.uint8)
+    return broadcast(mine).tobytes()
 
 
 def broadcast(values: np.ndarray) -> np.ndarray:

@@ -32,6 +32,8 @@ class Launch:
     # The number of this process among those of its machine, and their count; None where each process sees devices of
     # its own already.
     local: tuple[int, int] | None = None
+    # Whether every command on the machine sees these variables, also one that nobody started on the others.
+    of_machine: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.count:
@@ -147,7 +149,8 @@ def _tpu(variables: _Variables, workers: list[str]) -> Launch:
     host = (coordinator or workers[0]).split(":")[0]
     worker = variables.Integer("TPU_WORKER_ID") if len(workers) > 1 else 0
     number = part * len(workers) + worker
-    return Launch(variables.launcher, slices * len(workers), number, f"{host}:8482")
+    count = slices * len(workers)
+    return Launch(variables.launcher, count, number, f"{host}:8482", of_machine=True)
 
 
 def _jobset(variables: _Variables) -> Launch:
@@ -155,9 +158,8 @@ def _jobset(variables: _Variables) -> Launch:
     count = variables.Integer("JOB_REPLICAS") * pods
     number = variables.Integer("JOB_INDEX") * pods + variables.Integer("JOB_COMPLETION_INDEX")
     address = variables.Text("JAX_COORDINATOR_ADDRESS")
-    return Launch(
-        variables.launcher, count, number, address if ":" in address else f"{address}:8476"
-    )
+    address = address if ":" in address else f"{address}:8476"
+    return Launch(variables.launcher, count, number, address, of_machine=True)
 
 
 def place(

@@ -126,7 +126,8 @@ class Checkpointer:
             uncommitted, leftovers = self._steps.Uncommitted(), self._steps.Leftovers()
             self._renew_lock()  # by now, what was listed is older than whoever takes the lock over
             self._steps.Clear(leftovers)
-        self._steps.writer = devices.from_first_process(self._steps.writer)  # the others wait
+        writer = devices.from_first_process(self._steps.writer.encode())  # the others wait
+        self._steps.writer = writer.decode()
         self._saved = set(self._steps.Steps())
         return uncommitted
 
@@ -325,15 +326,11 @@ class Checkpointer:
 
     def _about(self, step: int | None, engine: Engine | None = None) -> tuple[int, dict[str, Any]]:
         """The step, the newest for None, and its JSON, once its files are verified; by all processes of an engine."""
-        steps = self.Steps()
-        if not steps:
-            raise CheckpointError(f"{self.directory}: there is no checkpoint")
         if step is None:
+            steps = self.Steps()
+            if not steps:
+                raise CheckpointError(f"{self.directory}: there is no checkpoint")
             step = steps[-1]
-        if step not in steps:
-            raise CheckpointError(
-                f"{self._where(step)}: there is no such checkpoint; there are {steps}"
-            )
         self._verify(step, engine)
         with self._guarded(step):
             about = json.loads(self._steps.Of(step).Read(ABOUT))
@@ -342,12 +339,15 @@ class Checkpointer:
         return step, about
 
     def _verify(self, step: int, engine: Engine | None) -> None:
-        """Compares a step's files with their digests, once; the processes of an engine share the work."""
+        """Checks once that a step is there, and its files' digests; all processes of an engine raise if one does."""
         if step in self._verified:
             return
         part = (jax.process_index(), jax.process_count()) if engine else (0, 1)
         mistake: CheckpointError | None = None
         try:
+            if step not in (steps := self.Steps()):
+                there = f"there are {steps}" if steps else "there is none"
+                raise CheckpointError(f"{self._where(step)}: there is no such checkpoint; {there}")
             self._verify_files(step, part)
         except CheckpointError as e:
             mistake = e

@@ -52,11 +52,11 @@ class LedPrograms(abc.ABC):
         message = io.BytesIO()
         arrays = {f"inputs.{path}": x for path, x in inputs.FlattenItems()}
         np.savez(message, kind=np.asarray(kind), **arrays)
-        said_by_first(message.getvalue())
+        devices.from_first_process(message.getvalue())
 
     def Follow(self) -> None:
         """Runs, in a process that does not lead, what the first one tells, until that ends."""
-        while told := said_by_first(b""):
+        while told := devices.from_first_process(b""):
             arrays, inputs = np.load(io.BytesIO(told), allow_pickle=False), NestedMap()
             for name in arrays.files:
                 if name != "kind":
@@ -67,19 +67,10 @@ class LedPrograms(abc.ABC):
         """Lets the processes end that follow."""
         if self.leads:
             self.leads = False
-            said_by_first(b"")
+            devices.from_first_process(b"")
 
 
 def rows_over(engine: Engine, split: SplitMap, rows: int) -> int:
     """The least number of rows from `rows` on that a model with this activation_split divides over an engine's mesh."""
     parts = math.lcm(*(parts_of(letter, engine.mesh, [split]) for letter in "BG"))
     return -(-rows // parts) * parts
-
-
-def said_by_first(message: bytes) -> bytes:
-    """The first process's message, on every process of the job; all of them call it."""
-    length = int(devices.broadcast(np.array(len(message), np.int32)))
-    if not length:
-        return b""
-    mine = np.frombuffer(message or bytes(length), np.uint8)
-    return devices.broadcast(mine).tobytes()
