@@ -43,7 +43,10 @@ def _run(args: Flags) -> int:
     with LineProgress() as progress:
         import_checkpoint(published, Path(args.output), progress)
     print(*tables.lines(placement(Path(args.output))), sep="\n")
-    _cli.made(args.output, next=f"python -m tools.generate --logdir={args.output} <prompts.txt")
+    use = "generate --logdir={} <prompts.txt"
+    if published.codes:
+        use = "translate --logdir={} --language=SOURCE-TARGET <lines.txt"
+    _cli.made(args.output, next=f"python -m tools.{use.format(args.output)}")
     return 0
 
 

@@ -298,7 +298,7 @@ COMMANDS += [
     }, [["--logdir=RUN", "--output=NEW"]]),
     Command("import_checkpoint", {
         **_CLI,
-        "lingvo_moe.tasks.families.importing:open_published": None,
+        "lingvo_moe.tasks.families.importing:open_published": SimpleNamespace(codes=None),
         "lingvo_moe.tasks.families.importing:import_checkpoint": None,
         "lingvo_moe.tasks.families.importing:placement": Table([], []),
     }, [["--from=DATA", "--output=NEW"]]),
