@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.files import files
+from tools import _cli
 
 ROOT = Path(__file__).resolve().parent.parent
 _MACHINE = "Measured on "
@@ -124,7 +125,7 @@ class Contender(Process):
 
     def __init__(self, name: str, command: Sequence[str], threads: int):
         super().__init__(name, command, threads)
-        self.answers, self.about = list[dict[str, float]](), dict[str, Any]()
+        self.answers, self.about = list[dict[str, Any]](), dict[str, Any]()
 
     def WaitUntilReady(self) -> None:
         """Raises ChildProcessError, with what it complained of, where it ends instead."""
@@ -180,6 +181,14 @@ def take_turns(
     finally:
         for contender in contenders:
             contender.Stop()
+
+
+def import_published(model: str | Path, run: Path) -> None:
+    """Imports a published checkpoint into a run. Raises as import_checkpoint."""
+    _cli.load_tensorflow()
+    from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
+
+    import_checkpoint(open_published(model), run, lambda *_: None)
 
 
 def update_page(page: Path, name: str, text: str) -> None:

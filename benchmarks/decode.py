@@ -8,11 +8,20 @@ tokens, with as many out for each, and for all as many as for the longest. Each 
 own, alone on its core while it runs: they take steps in turn, and the table has each one's least CPU time.
 PEERS is the environment that benchmarks/install_peers.sh makes; without it only our own contenders run.
 --update writes the table into docs/speed.md.
+
+    python -m benchmarks.decode --from=DIR --peers=PEERS/bin/python --batches=1,8
+
+has all contenders translate with the weights of one checkpoint, which benchmarks/peers/decode_peers.py made: imported
+here, and converted by CTranslate2. What those of float32 find greedily for the first line must be the same ids; a beam
+ends by other rules in each.
 """
 
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.compile_time import host
@@ -20,6 +29,7 @@ from benchmarks.contenders import (
     ROOT,
     Contender,
     define_contender_flags,
+    import_published,
     kinds_of,
     take_turns,
     update_page,
@@ -39,7 +49,9 @@ SIZE = {
     "num_layers": 6,
     "num_experts": 8,
 }
-_BATCHES = ("1", "32", "mixed")
+_BATCHES = ("1", "8", "32", "mixed")
+# Contenders that translate with the weights of a checkpoint; those of float32 come first.
+_OF_CHECKPOINTS = ("here", "ct2", "hf", "here_int8", "ct2_int8")
 MIXED = [5 + 55 * i // 31 for i in range(32)]
 
 
@@ -58,6 +70,8 @@ def _setting(
 SETTINGS = {
     "1, greedy": _setting(1, [30], [30]),
     "1, beam 4": _setting(4, [30], [30]),
+    "8, greedy": _setting(1, [30] * 8, [30] * 8),
+    "8, beam 4": _setting(4, [30] * 8, [30] * 8),
     "32, greedy": _setting(1, [30] * 32, [30] * 32),
     "32, beam 4": _setting(4, [30] * 32, [30] * 32),
     "32 of 5 to 60, as many out, beam 4": _setting(4, MIXED, MIXED, ["here", "hf"]),
@@ -69,9 +83,11 @@ def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m benchmarks.decode", __doc__)
     define_contender_flags(flags, OURS, PEERS)
-    flags.DEFINE_list("batches", _BATCHES, f"some of {','.join(_BATCHES)}", _BATCHES)
+    flags.DEFINE_path("from", None, "a checkpoint of benchmarks/peers/decode_peers.py")
+    flags.DEFINE_list("batches", ("1", "32", "mixed"), f"some of {','.join(_BATCHES)}", _BATCHES)
     flags.DEFINE_integer("rounds", 8, "timed steps of each contender", checks.SIZE)
     flags.DEFINE_boolean("update", False, f"write the table into {PAGE.relative_to(ROOT)}")
+    flags.OnlyWith("update", "the page has the table of random weights", **{"from": False})
     return flags
 
 
@@ -81,17 +97,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    names = kinds_of(args, OURS, PEERS)
+    names, checkpoint = kinds_of(args, OURS, PEERS), getattr(args, "from")
     points: dict[str, list[Contender]] = {}
-    for name, setting in SETTINGS.items():
-        if ("mixed" if " of " in name else str(setting["batch"])) in args.batches:
-            kinds = [kind for kind in names if _can(kind, setting)]
-            points[name] = measure(args, kinds, {**SIZE, **setting, "threads": 1})
+    with tempfile.TemporaryDirectory() as scratch:
+        sizes = SIZE
+        if checkpoint:
+            names = tuple(kind for kind in _OF_CHECKPOINTS if kind in names)
+            sizes = _prepare(args, names, Path(checkpoint), Path(scratch))
+        for name, setting in SETTINGS.items():
+            if ("mixed" if " of " in name else str(setting["batch"])) in args.batches:
+                kinds = [kind for kind in names if _can(kind, setting)]
+                points[name] = measure(args, kinds, {**sizes, **setting, "threads": 1})
+                print(table({name: points[name]}, args.rounds), file=sys.stderr, flush=True)
+                if checkpoint and setting["beam"] == 1:
+                    _check_same(points[name])
     text = table(points, args.rounds)
     print(text)
     if args.update:
         update_page(PAGE, "benchmarks.decode", f"{text}\nMeasured on {host()}.")
     return 0
+
+
+def _prepare(args: Flags, names: Sequence[str], checkpoint: Path, scratch: Path) -> dict[str, Any]:
+    """Imports a checkpoint and converts it. Returns the sizes that contenders are given."""
+    size = {"checkpoint": str(checkpoint.resolve()), "threads": 1}
+    size |= {"run": str(scratch / "run"), "converted": str(scratch / "converted")}
+    size["vocab_size"] = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    import_published(checkpoint, scratch / "run")
+    if any(name.startswith("ct2") for name in names):
+        command = [*_script(args, "ct2"), "convert", json.dumps(size)]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            raise ChildProcessError("CTranslate2 did not convert the checkpoint; see above")
+    return size
+
+
+def _check_same(contenders: Sequence[Contender]) -> None:
+    """Raises ChildProcessError: two contenders of float32 gave the first line other ids."""
+    ids = {c.name: c.answers[0]["ids"] for c in contenders if not c.name.endswith("int8")}
+    for name, found in ids.items():
+        if found != next(iter(ids.values())):
+            raise ChildProcessError(f"other ids came out of {name}: {ids}")
 
 
 def _can(kind: str, setting: dict[str, Any]) -> bool:

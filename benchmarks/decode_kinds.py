@@ -33,7 +33,7 @@ OURS = {
 PEERS = {
     "ct2": "CTranslate2",
     "ct2_int8": "CTranslate2, int8",
-    "hf": "Hugging Face M2M100",
+    "hf": "Hugging Face",
     "hf_nllb_moe": "Hugging Face NLLB-MoE (E=8)",
 }
 NAMES = {**{kind: one.name for kind, one in OURS.items()}, **PEERS}

@@ -7,6 +7,7 @@ lists the kinds.
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -21,33 +22,43 @@ from benchmarks.peers.stepping import keep_memory, serve
 def main() -> None:
     kind, size = OURS[sys.argv[1]], json.loads(sys.argv[2])
     keep_memory()
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(size["threads"])
-    tf.config.threading.set_inter_op_parallelism_threads(1)
-    module, parameters = build(kind, size)
     with tempfile.TemporaryDirectory() as directory:
-        tf.saved_model.save(
-            module,
-            directory,
-            options=tf.saved_model.SaveOptions(experimental_custom_gradients=False),
-        )
-        del module
+        # In a process of its own: the one that is measured never had the weights before they were packed.
+        if not (child := os.fork()):
+            _save(kind, size, directory)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            raise ChildProcessError("the search was not saved; see above")
+        tf = _tensorflow(size)
         before = time.process_time()
         loaded = tf.saved_model.load(directory)
         load = time.process_time() - before
     inputs = batch(size)
 
-    def step() -> dict[str, float]:
-        tokens = int(loaded.search(*inputs))
-        if tokens != sum(size["target_lengths"]):
+    def step() -> dict[str, Any]:
+        tokens, ids = loaded.search(*inputs)
+        if int(tokens) != sum(size["target_lengths"]):
             raise RuntimeError(f"{tokens} tokens came out")
-        return {"tokens": tokens}
+        return {"tokens": int(tokens), "ids": ids.numpy()[: size["target_lengths"][0] - 1].tolist()}
 
     before = time.process_time()
     step()
     first = time.process_time() - before
-    serve(step, parameters=parameters, load_seconds=load, first_seconds=first)
+    serve(step, load_seconds=load, first_seconds=first)
+
+
+def _save(kind: Kind, size: dict[str, Any], directory: str) -> None:
+    saved_model = _tensorflow(size).saved_model
+    options = saved_model.SaveOptions(experimental_custom_gradients=False)
+    saved_model.save(build(kind, size), directory, options=options)
+
+
+def _tensorflow(size: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(size["threads"])
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    return tf
 
 
 def batch(size: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -59,8 +70,8 @@ def batch(size: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ids, lengths, np.array(size["target_lengths"], np.int32)
 
 
-def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
-    """A tf.Module whose `search` gives the number of tokens found, and the number of parameters."""
+def build(kind: Kind, size: dict[str, Any]) -> Any:
+    """A tf.Module whose `search` gives the number of tokens found and those of the first line, [T]."""
     import tensorflow as tf
 
     from lingvo_moe.core import kernels
@@ -71,14 +82,11 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
     from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 
-    model = _model(kind, size)
-    with use_mesh(single_device()):
-        theta = _weights(model)
-    parameters = sum(int(np.prod(w.shape)) for w in theta.Flatten())
+    model, theta, start = _imported(size["run"]) if "run" in size else _random(kind, size)
     module = tf.Module()
     module.model = PackedWeights(model, theta, kind.weights)
     target = max(size["target_lengths"])
-    options = SearchOptions(size["beam"], 1)
+    options = SearchOptions(size["beam"], 1, bos_id=start)
     module.shortlist = shortlist(size) if kind.shortlist else None
     decoder = FastDecoder(
         module.model, options, target, model.p.target_vocab_size, module.shortlist
@@ -91,11 +99,12 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
             src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
             if kind.full:
                 return _full(module.model, src, target)
-            return tf.reduce_sum(decoder.Find(src, longest).lengths_BK)
+            found = decoder.Find(src, longest)
+            return tf.reduce_sum(found.lengths_BK), found.ids_BKT[0, 0]
 
     signature = [tf.TensorSpec([None] * rank, tf.int32) for rank in (2, 1, 1)]
     module.search = tf.function(search, input_signature=signature, autograph=False)
-    return module, parameters
+    return module
 
 
 def shortlist(size: dict[str, Any]) -> Any:
@@ -111,6 +120,25 @@ def shortlist(size: dict[str, Any]) -> Any:
     candidates = np.searchsorted(up_to / up_to[-1], draws)
     some = Shortlist.Make(list(candidates), range(460), {"source": b"", "target": b""})
     return ShortlistColumns(some, tokens, 2 * size["beam"] + 3)
+
+
+def _imported(run: str) -> tuple[Any, Any, int]:
+    """The model of an imported checkpoint, its weights, and the token that decoding starts with."""
+    from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST
+    from lingvo_moe.tasks.mt.decoding.translator import read_parts
+
+    parts: Any = read_parts(run, NEWEST, trust_run=False)[0]
+    model, theta, _, codes = parts
+    return model, theta, codes.start_id
+
+
+def _random(kind: Kind, size: dict[str, Any]) -> tuple[Any, Any, int]:
+    """A model of these sizes, with random weights."""
+    from lingvo_moe.core.sharding import single_device, use_mesh
+
+    model = _model(kind, size)
+    with use_mesh(single_device()):
+        return model, _weights(model), 1
 
 
 def _model(kind: Kind, size: dict[str, Any]) -> Any:
@@ -147,8 +175,8 @@ def _weights(model: Any) -> Any:
     return theta
 
 
-def _full(fast: Any, src: Any, length: int) -> Any:
-    """Greedy decoding without caches: the number of tokens."""
+def _full(fast: Any, src: Any, length: int) -> tuple[Any, Any]:
+    """Greedy decoding without caches: the number of tokens, and those of the first line."""
     import tensorflow as tf
 
     from lingvo_moe.core.layers import masks
@@ -181,7 +209,7 @@ def _full(fast: Any, src: Any, length: int) -> Any:
         (tf.constant(0), start),
         shape_invariants=(tf.TensorShape([]), tf.TensorShape([None, None])),
     )
-    return tf.size(ids[:, 1:])
+    return tf.size(ids[:, 1:]), ids[0, 1:]
 
 
 if __name__ == "__main__":

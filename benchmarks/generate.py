@@ -25,6 +25,7 @@ from benchmarks.contenders import (
     ROOT,
     Contender,
     define_contender_flags,
+    import_published,
     kinds_of,
     take_turns,
     update_page,
@@ -69,7 +70,7 @@ def _run(args: Flags) -> int:
     points: dict[int, list[Contender]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
-        _import(args.model, run)
+        import_published(args.model, run)
         for batch in (1, 8):
             size = {"batch": batch, "prompt": 64, "tokens": args.tokens, "scratch": scratch}
             size |= {"model": str(Path(args.model).resolve()), "run": str(run)}
@@ -80,13 +81,6 @@ def _run(args: Flags) -> int:
     if args.update:
         update_page(PAGE, "benchmarks.generate", f"{text}\nMeasured on {host()}.")
     return 0
-
-
-def _import(model: str, run: Path) -> None:
-    _cli.load_tensorflow()
-    from lingvo_moe.tasks.families.importing import import_checkpoint, open_published
-
-    import_checkpoint(open_published(model), run, lambda *_: None)
 
 
 def _script(args: Flags, kind: str) -> list[str]:

@@ -3,28 +3,75 @@
     PEERS/bin/python benchmarks/peers/decode_peers.py ct2 '{"model_dim": 512, ..., "batch": 32, "beam": 4}'
 
 Models of the same sizes, of random weights, made to give exactly `target_lengths` tokens.
+
+    PEERS/bin/python benchmarks/peers/decode_peers.py make '{"checkpoint": DIR, "num_layers": 12, ...}'
+
+writes such a model as `transformers` does, for --from of the benchmark: NLLB-MoE where there are "num_experts", else
+M2M100. With a "checkpoint" contenders read that one.
 """
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import nllb_moe
 import numpy as np
 from stepping import keep_memory, serve
 
+VOCABULARY = Path(__file__).parents[2] / "tests/tasks/families/testdata/translators"
+NAMES = ["<s>", "<pad>", "</s>", "<unk>"]  # of a checkpoint's first tokens
+MARKS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+
 
 def main():
     kind, size = sys.argv[1], json.loads(sys.argv[2])
+    if kind in ("make", "convert"):
+        return make(size) if kind == "make" else convert(size)
     keep_memory()
     step, about = (ctranslate2 if kind.startswith("ct2") else hugging_face)(kind, size)
     before = time.process_time()
     tokens = step()["tokens"]
     if tokens != sum(size["target_lengths"]):
         raise RuntimeError(f"{tokens} tokens came out")
-    serve(step, first_seconds=time.process_time() - before, **about)
+    return serve(step, first_seconds=time.process_time() - before, **about)
+
+
+def make(size):
+    """Writes a checkpoint of random weights, with the vocabulary of tests."""
+    import torch
+
+    model = _random(size, "num_experts" in size, **MARKS)
+    norm = model.model.decoder.layer_norm
+    with torch.no_grad():
+        norm.weight.copy_(torch.randint(2, norm.weight.shape) * 2 - 1)  # or a token follows itself
+        norm.bias.fill_(0.3)
+        model.model.shared.weight[2] = -0.1  # so the end never wins
+    model.save_pretrained(size["checkpoint"])
+    copies = {
+        "sentencepiece.bpe.model": "sentencepiece.bpe.model",
+        "nllb.json": "tokenizer_config.json",
+    }
+    for name, copy in copies.items():
+        shutil.copy(VOCABULARY / name, Path(size["checkpoint"], copy))
+
+
+def convert(size):
+    """Writes a checkpoint as CTranslate2 reads it, in a process of its own: it takes the memory of several copies."""
+    import transformers
+    from ctranslate2.converters.transformers import M2M100Loader
+
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(size["checkpoint"])
+    spec = M2M100Loader().get_model_spec(model)
+    _register(spec, NAMES, size)
+    spec.config.decoder_start_token = "</s>"
+    spec.validate()
+    spec.optimize()
+    Path(size["converted"]).mkdir()
+    spec.save(size["converted"])
 
 
 def sources(size):
@@ -40,7 +87,10 @@ def ctranslate2(kind, size):
 
     lines = [[f"t{i}" for i in line] for line in sources(size)]
     with tempfile.TemporaryDirectory() as directory:
-        _spec(size).save(directory)
+        if "checkpoint" in size:
+            directory = size["converted"]
+        else:
+            _spec(size).save(directory)
         before = time.process_time()
         translator = ctranslate2.Translator(
             directory,
@@ -60,7 +110,11 @@ def ctranslate2(kind, size):
             max_decoding_length=length,
             max_batch_size=0,
         )
-        return {"tokens": sum(len(one.hypotheses[0]) for one in found)}
+        ids = [
+            NAMES.index(token) if token in NAMES else int(token[1:])
+            for token in found[0].hypotheses[0][:-1]
+        ]
+        return {"tokens": sum(len(one.hypotheses[0]) for one in found), "ids": ids}
 
     return step, {"version": ctranslate2.__version__, "load_seconds": load}
 
@@ -100,12 +154,16 @@ def _spec(size):
             linear(layer.ffn.linear_1, m, h)
     model.encoder.embeddings[0].weight = model.decoder.embeddings.weight = table
     model.decoder.projection.weight = table
-    tokens = ["<pad>", "<s>", "</s>", "<unk>", *(f"t{i}" for i in range(4, v))]
-    model.register_source_vocabulary(tokens)
-    model.register_target_vocabulary(tokens)
+    _register(model, ["<pad>", "<s>", "</s>", "<unk>"], size)
     model.validate()
     model.optimize()
     return model
+
+
+def _register(spec, marks, size):
+    tokens = [*marks, *(f"t{i}" for i in range(4, size["vocab_size"]))]
+    spec.register_source_vocabulary(tokens)
+    spec.register_target_vocabulary(tokens)
 
 
 def hugging_face(kind, size):
@@ -113,31 +171,13 @@ def hugging_face(kind, size):
     import transformers
 
     torch.set_num_threads(size["threads"])
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": size["vocab_size"],
-        "d_model": size["model_dim"],
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 1,
-    }
-    for side in ("encoder", "decoder"):
-        sizes[f"{side}_layers"] = size["num_layers"]
-        sizes[f"{side}_ffn_dim"] = size["hidden_dim"]
-        sizes[f"{side}_attention_heads"] = size["num_heads"]
-    if kind == "hf_nllb_moe":
-        config = transformers.NllbMoeConfig(
-            **sizes,
-            num_experts=size["num_experts"],
-            encoder_sparse_step=2,
-            decoder_sparse_step=2,
-            moe_token_dropout=0.0,
-        )
-        nllb_moe.mend()
-        model = transformers.NllbMoeForConditionalGeneration(config)
+    if "checkpoint" in size:
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(size["checkpoint"])
     else:
-        model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes))
+        marks = {**MARKS, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1}
+        model = _random(size, kind == "hf_nllb_moe", **marks, moe_token_dropout=0.0)
+    if kind == "hf_nllb_moe":
+        nllb_moe.mend()
     model.eval()
     lines = sources(size)
     ids = torch.zeros(len(lines), max(map(len, lines)), dtype=torch.long)
@@ -155,9 +195,29 @@ def hugging_face(kind, size):
                 do_sample=False,
                 logits_processor=[ending],
             )
-        return {"tokens": _lengths(found[:, 1:])}
+        new = found[:, 1:]
+        ids_of_first = new[0, : size["target_lengths"][0] - 1].tolist()
+        return {"tokens": _lengths(new), "ids": ids_of_first}
 
     return step, {"version": transformers.__version__}
+
+
+def _random(size, experts, **more):
+    """A model of random weights, M2M100 or NLLB-MoE."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": size["vocab_size"], "d_model": size["model_dim"], **more}
+    for side in ("encoder", "decoder"):
+        sizes[f"{side}_layers"] = size["num_layers"]
+        sizes[f"{side}_ffn_dim"] = size["hidden_dim"]
+        sizes[f"{side}_attention_heads"] = size["num_heads"]
+    if not experts:
+        return transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes))
+    steps = {f"{side}_sparse_step": size.get("moe_every", 2) for side in ("encoder", "decoder")}
+    config = transformers.NllbMoeConfig(**sizes, **steps, num_experts=size["num_experts"])
+    return transformers.NllbMoeForConditionalGeneration(config)
 
 
 class _Ending:
