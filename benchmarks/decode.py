@@ -20,7 +20,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,17 @@ def define_flags() -> Flags:
     flags.DEFINE_list("batches", ("1", "32", "mixed"), f"some of {','.join(_BATCHES)}", _BATCHES)
     flags.DEFINE_integer("rounds", 8, "timed steps of each contender", checks.SIZE)
     flags.DEFINE_boolean("update", False, f"write the table into {PAGE.relative_to(ROOT)}")
+    flags.Refuse(["from", "only"], _others)
     flags.OnlyWith("update", "the page has the table of random weights", **{"from": False})
     return flags
+
+
+def _others(values: Mapping[str, Any]) -> str:
+    """Why these contenders do not go with --from; '' where they do."""
+    others = [name for name in values["only"] if name not in _OF_CHECKPOINTS]
+    if not values["from"] or not others:
+        return ""
+    return f"--only={others[0]} has random weights; with --from it is some of {', '.join(_OF_CHECKPOINTS)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -95,6 +95,7 @@ benchmarks.gpu.programs --output=x --experts=8,1 | --experts=8,1: must be an int
 benchmarks.gpu.train --programs=x --points=20,10 | --points=20,10: must rise
 benchmarks.gpu.train --programs=x --points=, | --points=,: must be an integer of at least 1
 benchmarks.decode --only=here,hf | --only=hf needs --peers
+benchmarks.decode --from=DATA --only=here_mq | with --from it is some of here, ct2
 benchmarks.generate --model=x --only=hf | --only=hf needs --peers
 benchmarks.partition_scaling --partitions=1,2 | --partitions=1,2: must be an integer of at least 2
 benchmarks.partition_scaling --partitions=x | --partitions=x
