@@ -93,7 +93,7 @@ def define_flags() -> Flags:
 
 
 def _others(values: Mapping[str, Any]) -> str:
-    """Why these contenders do not go with --from; '' where they do."""
+    """Says that some contenders do not go with --from; '' where all do."""
     others = [name for name in values["only"] if name not in _OF_CHECKPOINTS]
     if not values["from"] or not others:
         return ""

@@ -126,8 +126,9 @@ def _stable_order(key: tf.Tensor) -> tf.Tensor:
 
 # --- attention
 
-# Step-major, so that a step writes one contiguous slice of a cache. As seen by masks, position j of step t is t J + j.
-MEMORY, CACHE = "BSNK", "LBJNK"
+# A cache is the operand of two products as it is; in another order XLA copies all of it in each step. As seen by masks,
+# position j of step t is t J + j.
+MEMORY, CACHE = "BSNK", "BNLJK"
 
 
 @dataclass(frozen=True)
@@ -192,19 +193,18 @@ def project_back(context_BTNK: tf.Tensor, o_NKM: Weight) -> tf.Tensor:
 
 
 def empty_cache(shape: CacheShape) -> tf.Tensor:
-    sizes = [shape.length, shape.batch, shape.hypotheses, shape.heads, shape.size]
+    sizes = [shape.batch, shape.heads, shape.length, shape.hypotheses, shape.size]
     return tf.zeros(sizes, shape.dtype)
 
 
 def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
-    index = tf.reshape(tf.cast(time, tf.int32), [-1, 1])
-    if not time.shape.rank:
-        return tf.tensor_scatter_nd_update(cache, index, new[tf.newaxis])
-    new = tf.transpose(new, [1, 0, 2, 3])[:, :, tf.newaxis]
+    new = tf.transpose(new, [0, 2, 1, 3])  # BNJK, or BNPK of consecutive steps
+    new = new[:, :, :, tf.newaxis] if time.shape.rank else new[:, :, tf.newaxis]
+    first = tf.reshape(tf.cast(time, tf.int32), [-1])[0]
     if not in_xla():
-        return tf.tensor_scatter_nd_update(cache, index, new)
-    # Steps are consecutive: one copy, where a scatter would be a loop over them.
-    place = tf.pad(index[0], [[0, cache.shape.rank - 1]])
+        after = first + dim(new, 2)
+        return tf.concat([cache[:, :, :first], new, cache[:, :, after:]], 2)
+    place = tf.scatter_nd([[2]], first[tf.newaxis], [5])
     return gen_xla_ops.xla_dynamic_update_slice(cache, new, place)
 
 
@@ -216,13 +216,16 @@ def seen_positions(
 
 
 def attend_cache(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, seen: Seen) -> tf.Tensor:
-    batch, queries, heads, _ = shape_of(q)
-    steps, num_hyps = dim(k, 0), dim(k, 2)
-    logits = by_head("BJNK,LBINK->BNJLI", q, k)
+    """See `Kernels`; keys come first in their product, or XLA's compiler for GPUs copies them in each step."""
+    batch, queries, heads, size = shape_of(q)
+    shared, steps, num_hyps = dim(k, 1), dim(k, 2), dim(k, 3)
+    q = tf.reshape(q, [batch, queries, shared, heads // shared, size])
+    logits = tf.einsum("BALIK,BJARK->BARJLI", k, q)
     logits = tf.reshape(logits, [batch, heads, queries, steps * num_hyps])
     probs = tf.cast(masked_softmax(logits, seen), v.dtype)
-    probs = tf.reshape(probs, [batch, heads, queries, steps, num_hyps])
-    return by_head("BNJLI,LBINK->BJNK", probs, v)
+    probs = tf.reshape(probs, [batch, shared, heads // shared, queries, steps, num_hyps])
+    context = tf.einsum("BARJLI,BALIK->BJARK", probs, v)
+    return tf.reshape(context, [batch, queries, heads, dim(v, 4)])
 
 
 # --- normalization and dropout

@@ -72,7 +72,7 @@ def test_steps_of_a_beam_over_a_smaller_cache():
     masks[1] = masks[0] + np.eye(2, 6, 2)
     masks[2] = masks[1][[0, 0]] + np.eye(2, 6, 4)
     caches = [few.InitCache(3, 3, 2), plain.InitCache(3, 3, 2)]
-    assert caches[0].k.shape == (3, 3, 2, kv_heads, K)
+    assert caches[0].k.shape == (3, kv_heads, 3, 2, K)
     past = []
     for t in range(3):
         x, mask = normal(t, 3, 2, M), tf.constant(np.stack([masks[t]] * 3))
@@ -140,11 +140,11 @@ def test_a_step_cut_by_heads_sends_its_result_alone():
     kv_heads, axis = 4, "model"
     split = {"N": axis, "A": axis}
     layer = _layer(kv_heads, activation_split={"B": "data", **split}, weight_split=split)
-    shape = (2, 4, 2, kv_heads, K)
+    shape = (4, kv_heads, 2, 2, K)
     cache = NestedMap(k=normal(1, *shape), v=normal(2, *shape))
     mask = tf.constant(np.tile(np.array([[1, 0, 1, 0], [0, 1, 0, 1]], bool), [4, 1, 1]))
     args = [init(layer), normal(0, 4, 2, M), cache, tf.constant(1), mask]
-    rows, by_row = ("data", None, None), (None, "data", None, axis, None)
+    rows, by_row = ("data", None, None), ("data", axis, None, None, None)
     split = cache.Transform(lambda c: TensorSpec(c.shape, "float32", by_row))
     splits = [layer.VariableSpecs(), rows, split, None, rows]
     _, collectives = compare(layer.ExtendStep, args, splits, "data:2,model:4")
