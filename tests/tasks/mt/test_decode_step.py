@@ -127,7 +127,7 @@ def test_nothing_is_made_while_the_papers_largest_is_described():
     step = decode_programs(task, params.input.batch_size, 128, beam_size=4)[1]
     state, cache, theta = step.arg_specs
     k = cache.decoder[8][1].k
-    assert k == TensorSpec((266, 32768, 4, 16, 128), "float32", (None, "expert", None, None, None))
+    assert k == TensorSpec((32768, 16, 266, 4, 128), "float32", ("expert", None, None, None, None))
     assert cache.memory[0][0].v.split == ("expert", None, None, None)
     assert cache.cross_mask.dtype == "bool"
     assert state.mask_BJS == TensorSpec((32768, 4, 1064), "bool", ("expert", None, None))
@@ -146,7 +146,7 @@ def test_heads_are_sharded_where_training_shards_them(heads, split, axis):
     heads = heads or params.task.num_heads
     for each in (cache.decoder[1][0].k, cache.decoder[1][0].v):
         assert each == TensorSpec(
-            (26, 256, 4, heads, 64), "float32", (None, "data", None, axis, None)
+            (256, heads, 26, 4, 64), "float32", ("data", axis, None, None, None)
         )
     memory = TensorSpec((256, 8, heads, 64), "float32", ("data", None, axis, None))
     assert cache.memory[1][0].k == memory
