@@ -183,7 +183,7 @@ _TRAINER = {
     "lingvo_moe.tasks.mt.mt_input:MtInput.CheckNewRun": None,
     "lingvo_moe.tasks.mt.mt_input:MtInput.Artifacts": RunArtifacts(),
     "lingvo_moe.tasks.mt.mt_model:MtModel.CheckData": None,
-    "lingvo_moe.training.evaluating:_Scorer": SimpleNamespace(Score=lambda step: (step or 6, anything(text="scored"))),
+    "lingvo_moe.training.evaluating:_Scorer": SimpleNamespace(Score=lambda step: anything(text="scored")),
     "lingvo_moe.core.engine.loop.summaries:Summaries": anything(),
 }  # fmt: skip
 _TRAINED = ["--model=mt.M4Tiny", "--data_dir=DATA", "--logdir=NEW"]

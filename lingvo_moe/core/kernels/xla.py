@@ -203,7 +203,8 @@ def write_cache(cache: tf.Tensor, new: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     first = tf.reshape(tf.cast(time, tf.int32), [-1])[0]
     if not in_xla():
         after = first + dim(new, 2)
-        return tf.concat([cache[:, :, :first], new, cache[:, :, after:]], 2)
+        y = tf.concat([cache[:, :, :first], new, cache[:, :, after:]], 2)
+        return tf.ensure_shape(y, cache.shape)
     place = tf.scatter_nd([[2]], first[tf.newaxis], [5])
     return gen_xla_ops.xla_dynamic_update_slice(cache, new, place)
 
