@@ -325,3 +325,12 @@ def test_the_schedule_of_pipelines_is_that_of_the_parameters():
     assert step_plan.pipeline_schedule(whole, mesh) == PipelineSchedule("interleaved", 4, 8, 2)
     images = step_plan.pipeline_schedule(_params("", "image.ResNet50Pipe4"), mesh)
     assert images == PipelineSchedule("gpipe", 4, 16)
+
+
+@needs_gpu_compiler
+def test_a_decode_step_copies_no_cache_on_gpus():
+    """Of a search's caches, which are most of its state, none is made again in another order of dimensions."""
+    override = "input.batch_size=64;task.fprop_dtype=bfloat16;task.num_kv_heads=2"
+    request = step_plan.Request("lm.Tiny", "a100:1x1", override, "decode", prompt=512, reply=64)
+    memory = step_plan.make_plan(request, None)["memory"]
+    assert memory["temporaries"] < memory["aliased"] / 8
