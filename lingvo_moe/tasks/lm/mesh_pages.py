@@ -39,14 +39,12 @@ class MeshPagedSearch(PagedSearch):
 
     def Pool(self, pages: int | tf.Tensor) -> NestedMap:
         """See PagedSearch; `pages` of all parts together."""
-        nothing = tf.zeros([0, 0], tf.int32)
-        with self._Places(nothing, nothing):
+        with self._Places():
             return self._model.InitCache(pages, PAGE)
 
     def PoolLetters(self) -> NestedMap:
         """The letters of the tensors of Pool."""
-        nothing = tf.zeros([0, 0], tf.int32)
-        with self._Places(nothing, nothing):
+        with self._Places():
             return self._model.CacheLetters()
 
     def Extend(
@@ -134,8 +132,10 @@ class MeshPagedSearch(PagedSearch):
         rows = dims_mapping("B.", self._model.p.activation_split)
         return manual_region(super()._Seen, [rows], rows)(before_BL)
 
-    def _Places(self, slot_BT: tf.Tensor, page_BU: tf.Tensor) -> contextlib.AbstractContextManager:
-        p = self._model.p
+    def _Places(self, *slots_and_pages: tf.Tensor) -> contextlib.AbstractContextManager:
+        """The kernels for slot_BT and page_BU of TablePlaces; without them, for rows of no tokens."""
+        p, nothing = self._model.p, tf.zeros([0, 0], tf.int32)
+        slot_BT, page_BU = slots_and_pages or (nothing, nothing)
         places = paged_over_mesh.TablePlaces(slot_BT, page_BU, p.num_heads, p.activation_split)
         return kernels.using(paged_over_mesh.kernels_of(places))
 
