@@ -329,7 +329,7 @@ def test_the_schedule_of_pipelines_is_that_of_the_parameters():
 
 @needs_gpu_compiler
 def test_a_decode_step_copies_no_cache_on_gpus():
-    """Of a search's caches, which are most of its state, none is made again in another order of dimensions."""
+    """A search's caches, which are most of its state, are not made again in another order of dimensions."""
     override = "input.batch_size=64;task.fprop_dtype=bfloat16;task.num_kv_heads=2"
     request = step_plan.Request("lm.Tiny", "a100:1x1", override, "decode", prompt=512, reply=64)
     memory = step_plan.make_plan(request, None)["memory"]
