@@ -13,8 +13,8 @@ from lingvo_moe.core.decode.pages import PAGE, PagePool
 from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.lm.mesh_pages import BLOCK, MeshPages
-from lingvo_moe.tasks.lm.running_batch import FILLED, RunningText, TextBatch
 from lingvo_moe.tasks.lm.saved_generator import SETTINGS
+from lingvo_moe.tasks.text.decoding.text_batch import FILLED, RunningText, TextBatch
 
 _SHORT = 32  # tokens of prompts that a program reads, where the first has no more; else FILLED
 _SETTINGS = dict([*SETTINGS.items()][1:])  # without max_tokens

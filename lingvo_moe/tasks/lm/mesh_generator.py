@@ -25,9 +25,9 @@ from lingvo_moe.tasks.lm.mesh_batch import MeshBatch
 from lingvo_moe.tasks.lm.mesh_pages import MeshPagedSearch, MeshPages
 from lingvo_moe.tasks.lm.prompt_decoder import PromptDecoder
 from lingvo_moe.tasks.lm.prompt_search import continuations, steps_of
-from lingvo_moe.tasks.lm.running_batch import RunningText, TextBatch, pages_of
 from lingvo_moe.tasks.text.decoding.leading import Kind, LedPrograms, rows_over
 from lingvo_moe.tasks.text.decoding.mesh_search import MeshSearch
+from lingvo_moe.tasks.text.decoding.text_batch import RunningText, TextBatch, pages_of
 
 _SMALLEST_BUCKET = 16
 

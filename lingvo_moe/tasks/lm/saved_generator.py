@@ -14,10 +14,11 @@ from lingvo_moe.core.decode.ranges import Sampling
 from lingvo_moe.core.files.copies import local
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.lm.running_batch import RunningBatch, RunningText, TextBatch, pages_of
+from lingvo_moe.tasks.lm.running_batch import RunningBatch
 from lingvo_moe.tasks.text.data.file_list import check_tidied
 from lingvo_moe.tasks.text.decoding.line_stream import utf8_of
 from lingvo_moe.tasks.text.decoding.saved_functions import SavedFunctions
+from lingvo_moe.tasks.text.decoding.text_batch import RunningText, TextBatch, pages_of
 from lingvo_moe.tasks.text.vocabulary.tokenizer_json import JsonVocabulary
 
 TOKENIZER = "assets.extra/tokenizer.json"  # of an export whose functions are of ids

@@ -15,7 +15,7 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.lm.generator import GenerateOptions, Generator
 from lingvo_moe.tasks.lm.mesh_batch import MeshBatch
 from lingvo_moe.tasks.lm.mesh_generator import MeshGenerator
-from lingvo_moe.tasks.lm.running_batch import RunningText
+from lingvo_moe.tasks.text.decoding.text_batch import RunningText
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,9 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.lm.generator import GenerateOptions, load_draft, load_generator
 from lingvo_moe.tasks.lm.lm_model import LmModel
 from lingvo_moe.tasks.lm.paged_search import END
-from lingvo_moe.tasks.lm.running_batch import FILLED, RunningBatch, RunningText
+from lingvo_moe.tasks.lm.running_batch import RunningBatch
 from lingvo_moe.tasks.text.data.errors import DataError
+from lingvo_moe.tasks.text.decoding.text_batch import FILLED, RunningText
 from lingvo_moe.tasks.text.runs.run_dir import TextRunDir
 from lingvo_moe.tasks.text.runs.weights import load_theta
 
