@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH_ALPHA
 from lingvo_moe.core.nested_map import NestedMap
@@ -55,16 +56,23 @@ class SearchOptions:
         checks.check_fields(self, {"top_k": checks.Integer(1, self.beam_size)})
 
 
+def _beside(x: tf.Tensor, dims: int) -> tf.Tensor:
+    """A number of all rows as it is, or the number of each row [B] with so many dimensions behind it."""
+    return tf.reshape(x, [-1] + [1] * dims) if x.shape.rank else x
+
+
 def length_norm(length: tf.Tensor, alpha: float) -> tf.Tensor:
     """((5 + length) / 6) ** alpha, which divides a log-probability (Wu et al. 2016, section 7)."""
-    return tf.pow((5.0 + tf.cast(length, tf.float32)) / 6.0, alpha)
+    base = ((5.0 + tf.cast(length, tf.float32)) / 6.0)[..., tf.newaxis]
+    return kernels.current().batch_independent(lambda x: tf.pow(x, alpha), base)[..., 0]
 
 
 class FlatBeamSearch:
     """The parts of the search: `Start`, then `Step` while `Unfinished`, then `Results`; `Run` is all of it.
 
     The state between two steps is a NestedMap of tensors, so a step is a program of its own as well as the
-    body of a loop. `STATE_LETTERS` has the letters of each tensor, in the structure of the state.
+    body of a loop. `STATE_LETTERS` has the letters of each tensor, in the structure of the state. Its `time` may
+    also be [B], a time for each row, for which `Ids` is another.
 
     Args:
         max_length: T, static, at least every max_lengths_B. Flat sequences have S = T * J places.
@@ -206,12 +214,13 @@ class FlatBeamSearch:
         J = self.J
         parents_BJ, scores_BJ = parents_BC[:, :J], scores_BC[:, :J]
         ends_BJ = is_eos_BC[:, :J] & (scores_BJ > NEVER) & ~state.done_B[:, tf.newaxis]
-        ended_BJ = tf.where(ends_BJ, scores_BJ / length_norm(length, self.o.length_alpha), NEVER)
+        length_B1 = _beside(length, 1)
+        ended_BJ = tf.where(ends_BJ, scores_BJ / length_norm(length_B1, self.o.length_alpha), NEVER)
 
         # The old come first, so that they win ties.
         all_scores = tf.concat([state.ended_scores_BJ, ended_BJ], 1)
         best_BJ, at_BJ = tf.math.top_k(all_scores, J)
-        all_lengths = tf.concat([state.ended_lengths_BJ, tf.where(ends_BJ, length, 0)], 1)
+        all_lengths = tf.concat([state.ended_lengths_BJ, tf.where(ends_BJ, length_B1, 0)], 1)
         new_mask = tf.gather(state.mask_BJS, parents_BJ, batch_dims=1)
         all_masks = tf.concat([state.ended_mask_BJS, new_mask], 1)
         state = state.copy()
@@ -245,11 +254,14 @@ class FlatBeamSearch:
         start = (state.time + 1) * self.J
         S = dim(state.ids_BS, 1)
         at_S = tf.range(S)
-        own_JS = at_S == start + tf.range(self.J)[:, tf.newaxis]  # nothing, past the end
+        own_JS = (
+            at_S == _beside(start, 2) + tf.range(self.J)[:, tf.newaxis]
+        )  # nothing, past the end
         state = state.copy()
         state.live_BJ = tf.gather(scores_BC, go_on_BJ, batch_dims=1)
         state.mask_BJS = tf.gather(state.mask_BJS, parents_BJ, batch_dims=1) | own_JS
         new_BS = tf.tile(tokens_BJ, [1, S // self.J])  # position t * J + j holds the token of j
+        start = _beside(start, 1)
         state.ids_BS = tf.where((at_S >= start) & (at_S < start + self.J), new_BS, state.ids_BS)
         state.time += 1
         return state

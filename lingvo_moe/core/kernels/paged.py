@@ -30,13 +30,15 @@ class PagePlaces:
         slot_BT: int32, of each token page times S plus slot. Page 0 is nobody's: padding goes there.
         page_U: int32, the pages of all rows, those of a row in the order of its tokens.
         owner_U: int32, their rows.
-        first_U: int32, the position of the token in a page's first slot.
+        first_U: int32, the place of a page's first slot among those of its row.
+        hypotheses: J, which have consecutive places at each position: t J + j is that of hypothesis j.
     """
 
     slot_BT: tf.Tensor
     page_U: tf.Tensor
     owner_U: tf.Tensor
     first_U: tf.Tensor
+    hypotheses: int = 1
 
     def Mask(self, at_BT: tf.Tensor, slots: int) -> tf.Tensor:
         """The slots [U,T,S] of each page that its row's tokens look at, by their positions: those of no later token."""
@@ -45,7 +47,15 @@ class PagePlaces:
 
     def Positions(self, at_BT: tf.Tensor, slots: int) -> tuple[tf.Tensor, tf.Tensor]:
         """The positions of the queries [U,T] and of the keys [U,S] of each page."""
-        return tf.gather(at_BT, self.owner_U), self.first_U[:, tf.newaxis] + tf.range(slots)
+        key_at = self.first_U[:, tf.newaxis] + tf.range(slots)
+        if self.hypotheses > 1:
+            key_at //= self.hypotheses
+        return tf.gather(at_BT, self.owner_U), key_at
+
+
+def nowhere() -> PagePlaces:
+    """The places of no pages, by which caches are made."""
+    return PagePlaces(*[tf.zeros([0], tf.int32)] * 4)
 
 
 def kernels_of(places: PagePlaces) -> Any:

@@ -21,7 +21,7 @@ _SETTINGS = dict([*SETTINGS.items()][1:])  # without max_tokens
 _SMALLEST_TABLE, _LARGER = 4, 4  # pages of a row's table, and how many times larger the next one is
 
 
-class MeshBatch(TextBatch):
+class MeshBatch(TextBatch[RunningText]):
     """A batch over the devices of an engine.
 
     Args:

@@ -72,7 +72,7 @@ class MeshGenerator(Generator):
             self.mesh_search = MeshSearch(self._engine, theta, self._DecoderOf, text)
             self._kept: Any = self._ContinuedOverMesh
 
-    def Batch(self, rows: int, cache_bytes: int) -> TextBatch:
+    def Batch(self, rows: int, cache_bytes: int) -> TextBatch[RunningText]:
         """See Texts; the bytes are those of all devices together."""
         programs, longest = self._Pages(), pages_of(self._most)
         rows = programs.RowsOf(-(-rows // programs.parts))
@@ -80,7 +80,7 @@ class MeshGenerator(Generator):
         one = sum(np.prod(x.shape) * np.dtype(x.dtype).itemsize for x in pool) // programs.parts
         return MeshBatch(programs, rows, int(min(cache_bytes // one, rows * longest)), longest)
 
-    def _BatchOf(self, texts: Sequence[RunningText]) -> TextBatch:
+    def _BatchOf(self, texts: Sequence[RunningText]) -> TextBatch[RunningText]:
         """See Texts; of the generator's rows and of some numbers of pages, so that there are few programs."""
         tokens = max(text.prompt + text.settings.max_tokens for text in texts)
         longest = pages_of(_bucket(tokens, self._most))

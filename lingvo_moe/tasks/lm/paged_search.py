@@ -46,8 +46,7 @@ class PagedSearch:
 
     def Pool(self, pages: int | tf.Tensor) -> NestedMap:
         """Empty pages of all layers, in the structure of the model's caches."""
-        nothing = paged.PagePlaces(*[tf.zeros([0], tf.int32)] * 4)
-        with use_mesh(single_device()), kernels.using(paged.kernels_of(nothing)):
+        with use_mesh(single_device()), kernels.using(paged.kernels_of(paged.nowhere())):
             return self._model.InitCache(pages, PAGE)
 
     def Extend(

@@ -43,7 +43,7 @@ class PagedFunctions(Protocol):
         `experts` int32 [L,R,k] and `num_experts`, where the model has some."""
 
 
-class RunningBatch(TextBatch):
+class RunningBatch(TextBatch[RunningText]):
     """A batch on one host.
 
     Args:

@@ -61,6 +61,16 @@ class Continuation:
     logprobs: list[tuple[str, float | None]] | None
     draft: tuple[int, int] | None = None
 
+    @property
+    def texts(self) -> list[str]:
+        """The text alone, as of a search for several."""
+        return [self.text]
+
+    @property
+    def scores(self) -> list[float]:
+        """A number for it, which says nothing."""
+        return [0.0]
+
     def About(self) -> dict[str, Any]:
         """All but the text and `truncated`, as JSON has it; logprobs where they are asked for."""
         about: dict[str, Any] = {"tokens": self.tokens, "finished": self.finish_reason == "stop"}
@@ -96,6 +106,11 @@ class Texts:
         return getattr(self, name)(*arguments)
 
     @property
+    def joins(self) -> bool:
+        """Whether texts can join a batch."""
+        return int(self.options.beam_size) == 1
+
+    @property
     def draft(self) -> "Texts | None":
         """The model that proposes tokens."""
         return self._draft()
@@ -104,7 +119,7 @@ class Texts:
         """See PagedFunctions."""
         return _pool_of(self.CallPaged("pool", [tf.constant(pages)]))
 
-    def Batch(self, rows: int, cache_bytes: int) -> TextBatch:
+    def Batch(self, rows: int, cache_bytes: int) -> TextBatch[RunningText]:
         """A batch of so many rows, whose pages have at most so many bytes; of no more pages than rows can use."""
         o, models = self.options, [self, self.draft] if self.draft else [self]
         pools = [x for model in models for x in model.Pool(1)]
@@ -188,7 +203,7 @@ class Texts:
                     batch.Leave(text)
                 yield numbers[text], news
 
-    def _BatchOf(self, texts: Sequence[RunningText]) -> TextBatch:
+    def _BatchOf(self, texts: Sequence[RunningText]) -> TextBatch[RunningText]:
         """A batch for these texts alone."""
         rows = min(len(texts), self.options.rows)
         longest = max(pages_of(len(text.ids) + text.settings.max_tokens) for text in texts)

@@ -149,7 +149,8 @@ def with_first(logits_BJV: tf.Tensor, cache: NestedMap, time: tf.Tensor) -> tf.T
     if "first" not in cache:
         return logits_BJV
     only = tf.equal(tf.range(tf.shape(logits_BJV)[-1]), cache.first[:, tf.newaxis, tf.newaxis])
-    return tf.where((time > 0) | only, logits_BJV, NEVER)
+    begun = time > 0 if time.shape.rank == 0 else time[:, :, tf.newaxis] > 0
+    return tf.where(begun | only, logits_BJV, NEVER)
 
 
 def decode_programs(

@@ -34,13 +34,33 @@ def translations_of(
     Args:
         function: string [N] (and string [N], the languages) -> dict of translations, scores, truncated, as
             `Translator.translate`.
+        lines, languages, by_language: as of called_with.
+
+    Returns:
+        NestedMap(translations: list of N lists of K str, scores: float32 [N,K], truncated: bool [N]).
+
+    Raises ValueError: as called_with.
+    """
+    out = called_with(function, lines, languages, by_language)
+    texts = [[t.decode("utf-8", "replace") for t in row] for row in out["translations"].numpy()]
+    return NestedMap(
+        translations=texts, scores=out["scores"].numpy(), truncated=out["truncated"].numpy()
+    )
+
+
+def called_with(
+    function: Any,
+    lines: Sequence[str | bytes],
+    languages: str | Sequence[str] | None = None,
+    by_language: bool = False,
+) -> dict[str, tf.Tensor]:
+    """What a function of string [N], and of the languages, string [N], returns for Python lines.
+
+    Args:
         lines: N lines; bytes may hold anything. In a string, half a surrogate pair is U+FFFD, as by HTTP.
         languages: the source language of each line, or of all; needed, and looked at, by models that route by it. Of a
             model that translates from any language to any, SOURCE-TARGET.
         by_language: whether this is one.
-
-    Returns:
-        NestedMap(translations: list of N lists of K str, scores: float32 [N,K], truncated: bool [N]).
 
     Raises:
         ValueError: no language where it is needed, or one that the model does not know.
@@ -53,12 +73,10 @@ def translations_of(
         one = isinstance(languages, str)
         arguments.append([languages] * len(lines) if one else list(languages))
     try:
-        out = function(*(tf.constant(a, tf.string, shape=[len(encoded)]) for a in arguments))
+        tensors = (tf.constant(a, tf.string, shape=[len(encoded)]) for a in arguments)
+        out: dict[str, tf.Tensor] = function(*tensors)
     except tf.errors.InvalidArgumentError as e:
         if not (unknown := re.search(r"unknown (source )?language[^]]*", str(e))):
             raise
         raise ValueError(unknown[0]) from None
-    texts = [[t.decode("utf-8", "replace") for t in row] for row in out["translations"].numpy()]
-    return NestedMap(
-        translations=texts, scores=out["scores"].numpy(), truncated=out["truncated"].numpy()
-    )
+    return out

@@ -26,11 +26,12 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decode_step import Decoder, TranslationModel
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
+from lingvo_moe.tasks.mt.decoding.paged_decoder import SOURCE_STEP, PagedDecoder
+from lingvo_moe.tasks.mt.decoding.running_translations import RunningTranslator, TranslationSteps
 from lingvo_moe.tasks.mt.decoding.saved_translator import translations_of
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 from lingvo_moe.tasks.mt.mt_model import MtModel
-from lingvo_moe.tasks.text.decoding.export import Exportable
 from lingvo_moe.tasks.text.decoding.leading import PlacedWeights, rows_over
 from lingvo_moe.tasks.text.decoding.mesh_search import MeshSearch
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
@@ -43,7 +44,6 @@ from lingvo_moe.tasks.text.vocabulary.vocabulary import Vocabulary
 
 _LENGTH_ALPHA = 0.6  # for a model that says nothing
 _SMALLEST_BUCKET = 8
-_SOURCE_STEP = 16  # tokens: what the rows of a batch are padded to a multiple of, not under XLA
 _MOST_TOKENS = 2048  # of the sources of a batch, not under XLA
 # What there may be of each line beside its tokens and their number.
 _OF_LINES = ("tasks", "first", "seeds")
@@ -111,7 +111,7 @@ class TranslateOptions:
         return tf.minimum(longest, self.max_length)
 
 
-class Translator(Exportable):
+class Translator(RunningTranslator):
     """A model, its weights and its vocabularies as one function of strings, which can be exported.
 
     Args:
@@ -172,18 +172,14 @@ class Translator(Exportable):
         )
         self._shortlist = self._ColumnsOf(shortlist, vocabs) if shortlist else None
         self._model = lambda: model
-        names = ("text", "language") if self._languages else ("text",)
-        by_language = self._TranslateBetween if self._codes else self._TranslateFrom
-        self.translate: Any = by_language if self._languages else self._Translate
+        names = ("text", "language")[: 1 + bool(self._languages)]
         if isinstance(theta, PlacedWeights):
+            self.translate: Any = self._Translate
             self._LieOver(theta.engine, theta.theta)
             return
         self._weights = PackedWeights(model, theta, o.weights)
-        self.translate = tf.function(
-            self.translate,
-            input_signature=[tf.TensorSpec([None], tf.string, name=name) for name in names],
-            autograph=False,
-        )
+        specs = [tf.TensorSpec([None], tf.string, name=name) for name in names]
+        self.translate = tf.function(self._Translate, specs, autograph=False)
 
     def _ColumnsOf(self, shortlist: Shortlist, vocabs: NestedMap) -> ShortlistColumns:
         """A shortlist as the search takes it. Raises as the constructor."""
@@ -230,24 +226,23 @@ class Translator(Exportable):
         else:
             self._weights.Assign(theta)
 
-    def _TranslateFrom(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Translates with a model that routes by language: string [N], the source language of each line.
+    def _OfLines(self, *language: tf.Tensor) -> tuple[NestedMap, tf.Tensor | None]:
+        """What the model needs of lines beside their text, see _Sources, from the language of each, string [N].
 
-        Raises, where it runs:
-            tf.errors.InvalidArgumentError: a language that the model does not know.
+        Of a model that routes by language it is the source language; else SOURCE-TARGET.
+
+        Raises tf.errors.InvalidArgumentError, where it runs: a language that the model does not know.
         """
-        return self._Translate(
-            text, NestedMap(tasks=self._Numbers(language, "the model routes by it and"))
-        )
-
-    def _TranslateBetween(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Translates from any language to any: string [N], SOURCE-TARGET for each line. Raises as _TranslateFrom."""
-        assert self._codes is not None
-        pairs = tf.strings.split(language, "-", maxsplit=1).to_tensor("", shape=[None, 2])
+        if not language:
+            return NestedMap(), None
+        (name,) = language
+        if self._codes is None:
+            return NestedMap(tasks=self._Numbers(name, "the model routes by it and")), None
+        pairs = tf.strings.split(name, "-", maxsplit=1).to_tensor("", shape=[None, 2])
         ids = tf.constant(list(self._codes.ids.values()))
         why = "give SOURCE-TARGET; the model"
         code, first = (tf.gather(ids, self._Numbers(pairs[:, i], why)) for i in range(2))
-        return self._Translate(text, NestedMap(first=first), code)
+        return NestedMap(first=first), code
 
     def _Numbers(self, language: tf.Tensor, why: str) -> tf.Tensor:
         """The place of each language, string [N], among those of the model: int32 [N]."""
@@ -260,27 +255,18 @@ class Translator(Exportable):
         ):
             return tf.argmax(tf.cast(matches, tf.int32), 1, output_type=tf.int32)
 
-    def _Translate(
-        self,
-        text: tf.Tensor,
-        of_lines: NestedMap | None = None,
-        code: tf.Tensor | None = None,
-    ) -> dict[str, tf.Tensor]:
-        """The whole way, in graph: what `translate` is.
+    def _Sources(
+        self, text: tf.Tensor, of_lines: NestedMap, code: tf.Tensor | None
+    ) -> tuple[NestedMap, tf.Tensor]:
+        """The tokens of lines, ragged, their number, 0 of a blank line, and `of_lines`; and whether each was cut off.
 
         Args:
             text: string [N], a line of UTF-8 each. Invalid bytes are read as U+FFFD.
             of_lines: what the model needs of each line, int32 [N] each: `tasks`, its task id; `first`, the token that
                 its translation begins with.
             code: int32 [N], the token of each line's language, in a model that needs it.
-
-        Returns:
-            translations: string [N,K], best first, free of line breaks and control characters; '' for a blank line.
-            scores: float32 [N,K], log-probability / length_norm; 0 for a blank line.
-            truncated: bool [N], whether the line was longer than max_source_length.
         """
         o = self.options
-        text = tf.strings.strip(tidy_strings(text, self._tidied))
         # The time of tokenising grows with the square of a line that has no spaces.
         longest = o.max_source_length * _LONGEST_PIECE
         is_cut = tf.strings.length(text) > longest
@@ -296,7 +282,21 @@ class Translator(Exportable):
         tokens = tf.concat(parts, 1)
         lengths = tf.where(lengths == 0, 0, tf.minimum(lengths + marks, o.max_source_length))
 
-        source = NestedMap(of_lines or {}, tokens=tokens, lengths=lengths)
+        return NestedMap(of_lines, tokens=tokens, lengths=lengths), truncated
+
+    def _Tidied(self, text: tf.Tensor) -> tf.Tensor:
+        return tf.strings.strip(tidy_strings(text, self._tidied))
+
+    def _Translate(self, text: tf.Tensor, *language: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The whole way, in graph: what `translate` is, of string [N] as of _Sources and _OfLines.
+
+        Returns:
+            translations: string [N,K], best first, free of line breaks and control characters; '' for a blank line.
+            scores: float32 [N,K], log-probability / length_norm; 0 for a blank line.
+            truncated: bool [N], whether the line was longer than max_source_length.
+        """
+        o, text = self.options, self._Tidied(text)
+        source, truncated = self._Sources(text, *self._OfLines(*language))
         if o.sampling:
             source = self._Draws(source, text)
         shape = [tf.shape(source.lengths)[0], o.Search().top_k]
@@ -312,7 +312,7 @@ class Translator(Exportable):
             results = self._in_batches(source, tf.cast(lines, tf.int32), results, length)
             shorter = length
         if o.sampling:
-            texts, scores = (tf.reshape(x, [n, o.top_k]) for x in results)
+            texts, scores = (tf.reshape(x, [-1, o.top_k]) for x in results)
             best = tf.argsort(scores, direction="DESCENDING", stable=True)
             results = tuple(tf.gather(x, best, batch_dims=1) for x in (texts, scores))
         return {"translations": results[0], "scores": results[1], "truncated": truncated}
@@ -341,7 +341,7 @@ class Translator(Exportable):
             size, rows = length, o.rows
             if size is None:
                 longest = source.lengths[lines[start]]
-                size = (longest + (_SOURCE_STEP - 1)) // _SOURCE_STEP * _SOURCE_STEP
+                size = (longest + (SOURCE_STEP - 1)) // SOURCE_STEP * SOURCE_STEP
                 rows = tf.clip_by_value(_MOST_TOKENS // size, 1, o.rows)
             batch = at = lines[start : tf.minimum(start + rows, n)]
             filled = tf.shape(batch)[0]
@@ -374,6 +374,23 @@ class Translator(Exportable):
         text = self._target.detokenize(tf.RaggedTensor.from_tensor(flat, without_eos))
         text = tf.strings.strip(tf.strings.regex_replace(text, _NOT_IN_A_LINE, " "))
         return tf.reshape(text, [-1, self.options.Search().top_k]), scores_RK
+
+    @property
+    def joins(self) -> bool:
+        """See RunningTranslator."""
+        return not (self.mesh_search or self._shortlist or self.options.sampling)
+
+    def _Steps(self) -> TranslationSteps:
+        """See RunningTranslator."""
+        options, longest = self._search_options, self.options.max_length
+        names, size = ["first"] if self._codes else [], self._target_size
+        decoder = PagedDecoder(self._weights, options, longest, size, names)
+
+        def sources(text: tf.Tensor, *language: tf.Tensor) -> dict[str, tf.Tensor]:
+            source, truncated = self._Sources(self._Tidied(text), *self._OfLines(*language))
+            return {**source, "tokens": source.tokens.to_tensor(), "truncated": truncated}
+
+        return TranslationSteps(decoder, sources, self._Rows, self._texts, bool(self._languages))
 
     def _Search(self) -> Any:
         """int32 ids [R,S], lengths [R] (and _OF_LINES, [R]) to ids [R,K,T], lengths [R,K], scores [R,K]."""

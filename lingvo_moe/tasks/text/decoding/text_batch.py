@@ -13,7 +13,7 @@ import abc
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -79,7 +79,10 @@ class RunningText:
         return self.names[number]
 
 
-class TextBatch(abc.ABC):
+_Text = TypeVar("_Text", bound=RunningText)
+
+
+class TextBatch(abc.ABC, Generic[_Text]):
     """A batch of texts that are continued, with pages of keys and values, so many for all texts.
 
     Args:
@@ -97,8 +100,8 @@ class TextBatch(abc.ABC):
 
     def __init__(self, rows: int, pools: Sequence[PagePool]):
         self._rows, self._pools = rows // len(pools), pools
-        self.running: list[RunningText] = []
-        self.waiting: deque[RunningText] = deque()
+        self.running: list[_Text] = []
+        self.waiting: deque[_Text] = deque()
         self.tokens = self.drafted = self.taken = 0
         self.loads: ExpertLoads | None = None
 
@@ -112,7 +115,7 @@ class TextBatch(abc.ABC):
         """The number of those that a text could take."""
         return sum(pool.free for pool in self._pools)
 
-    def Join(self, text: RunningText) -> None:
+    def Join(self, text: _Text) -> None:
         """Adds a text. Raises DataError: the pages of all texts are too few for it."""
         longest = text.prompt + text.settings.max_tokens
         if pages_of(longest) > (most := self._pools[0].pages):
@@ -123,7 +126,7 @@ class TextBatch(abc.ABC):
             )
         self.waiting.append(text)
 
-    def Leave(self, text: RunningText) -> None:
+    def Leave(self, text: _Text) -> None:
         """Takes a text out, if it is there."""
         if text in self.running:
             self.running.remove(text)
@@ -131,7 +134,7 @@ class TextBatch(abc.ABC):
             self.waiting.remove(text)
         self._GiveBack(text)
 
-    def Step(self) -> list[RunningText]:
+    def Step(self) -> list[_Text]:
         """Does a part of the work. Returns the texts that have new tokens or ended; these have left."""
         self._Admit()
         if parts := self._Parts():
@@ -152,14 +155,14 @@ class TextBatch(abc.ABC):
         return []
 
     @abc.abstractmethod
-    def _Fill(self, parts: Sequence[tuple[RunningText, int]]) -> None:
+    def _Fill(self, parts: Sequence[tuple[_Text, int]]) -> None:
         """Reads tokens of texts, up to a number of them each."""
 
     @abc.abstractmethod
-    def _Draw(self, texts: Sequence[RunningText]) -> None:
+    def _Draw(self, texts: Sequence[_Text]) -> None:
         """Draws the next tokens of texts, whose own were read."""
 
-    def _Longest(self, text: RunningText) -> int:
+    def _Longest(self, text: _Text) -> int:
         """The number of a text's tokens that have keys and values after they were drawn, at most."""
         return len(text.ids)
 
@@ -184,14 +187,14 @@ class TextBatch(abc.ABC):
             counts[text.part] += 1
         return counts
 
-    def _Fitness(self, text: RunningText, part: int) -> tuple[bool, int]:
+    def _Fitness(self, text: _Text, part: int) -> tuple[bool, int]:
         """The greater, the sooner the part has pages for a text."""
         pool = self._pools[part]
         return text.left >= PAGE and pool.Has(text.Name(0)), pool.free
 
-    def _Parts(self) -> list[tuple[RunningText, int]]:
+    def _Parts(self) -> list[tuple[_Text, int]]:
         """The texts of which tokens are read now, and up to which one."""
-        parts: list[tuple[RunningText, int]] = []
+        parts: list[tuple[_Text, int]] = []
         width, counts = 0, [0] * len(self._pools)
         for text in [text for text in self.running if text.left]:
             self._Reuse(text)
@@ -209,7 +212,7 @@ class TextBatch(abc.ABC):
         """The number of tokens of each text that are read together, where the first has so many."""
         return min(-(-tokens // WIDTH) * WIDTH, FILLED)
 
-    def _Reuse(self, text: RunningText) -> None:
+    def _Reuse(self, text: _Text) -> None:
         """Takes the pages of others that have its next tokens."""
         while (
             text.filled == len(text.pages) * PAGE
@@ -219,7 +222,7 @@ class TextBatch(abc.ABC):
             text.pages.append(page)
             text.filled = text.ahead = text.filled + PAGE
 
-    def _HasPages(self, text: RunningText, tokens: int) -> bool:
+    def _HasPages(self, text: _Text, tokens: int) -> bool:
         """Takes pages for so many tokens, where need be of those that joined last; False where it was the last."""
         if text not in self.running:
             return False
@@ -233,19 +236,19 @@ class TextBatch(abc.ABC):
                 return False
         return True
 
-    def _SendBack(self, text: RunningText) -> None:
+    def _SendBack(self, text: _Text) -> None:
         """Has a text give its pages back and wait for others."""
         self.running.remove(text)
         self._GiveBack(text)
         self.waiting.appendleft(text)
 
-    def _GiveBack(self, text: RunningText) -> None:
+    def _GiveBack(self, text: _Text) -> None:
         # Of a chain of names, the last ones are no use without the first.
         for page in reversed(text.pages):
             self._pools[text.part].Give(page)
         text.pages, text.filled, text.ahead = [], 0, 0
 
-    def _Filled(self, text: RunningText, until: int) -> None:
+    def _Filled(self, text: _Text, until: int) -> None:
         for number in range(text.filled // PAGE, until // PAGE):
             self._pools[text.part].Name(text.pages[number], text.Name(number))
         text.filled = until
@@ -255,7 +258,7 @@ class TextBatch(abc.ABC):
         self.loads = self.loads or ExpertLoads(num_experts)
         self.loads.Add(choices_LRk)
 
-    def _Add(self, text: RunningText, token: int, log_prob: float) -> bool:
+    def _Add(self, text: _Text, token: int, log_prob: float) -> bool:
         """Adds a token that was drawn, or END; whether others may follow it."""
         self.tokens += 1
         if token < 0:

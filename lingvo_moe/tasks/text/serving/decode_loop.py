@@ -20,6 +20,7 @@ from lingvo_moe.tasks.text.serving.batcher import Translation, guarded
 from lingvo_moe.tasks.text.serving.request_error import RequestError
 
 Prompt = bytes | list[int]
+Settings = Sampling | str | None  # of a prompt; of a line to translate its language
 _SECONDS = 10.0  # that the rate of tokens is of
 
 
@@ -28,7 +29,7 @@ class _Line:
     """A prompt of a request, whose text is wanted as it comes or at its end; its answer, once it has joined."""
 
     prompt: Prompt
-    settings: Sampling
+    settings: Settings
     streams: bool
     answer: Any = None
     news: asyncio.Queue = field(default_factory=asyncio.Queue)
@@ -39,7 +40,7 @@ class DecodeLoop:
     """Answers prompts for many requests at once.
 
     Args:
-        texts: a Generator, or an exported one; called in one thread only.
+        texts: a Generator, or an exported one, or a Translator; called in one thread only.
         rows: prompts that are continued at once.
         cache_bytes: of the keys and values of all of them.
         on_step: called after each step that brought news with the number of prompts that had some, and its seconds.
@@ -110,7 +111,7 @@ class DecodeLoop:
             self._drawn.popleft()
 
     async def Answers(
-        self, prompts: Sequence[Prompt], settings: Sequence[Sampling]
+        self, prompts: Sequence[Prompt], settings: Sequence[Settings]
     ) -> list[Translation]:
         """One Translation for each prompt, in order. A call that is cancelled leaves none of them running.
 
@@ -136,14 +137,17 @@ class DecodeLoop:
         finally:
             self._Drop([line])
 
-    async def WarmUp(self) -> AsyncGenerator[tuple[int, int], None]:
-        """Makes the pool, and has the model's functions made. Yields how many of these are, of how many."""
+    async def WarmUp(self, settings: Settings) -> AsyncGenerator[tuple[int, int], None]:
+        """Makes the pool, and has the model's functions made, by a prompt of these settings.
+
+        Yields how many of these are, of how many.
+        """
         await self._Call(self._Restart)
         works = self._batch.WarmUps()
         for number, work in enumerate(works, 1):
             await self._Call(work)
             yield number, len(works) + 1
-        done = asyncio.ensure_future(self.Answers([b"a"], [Sampling(1)]))
+        done = asyncio.ensure_future(self.Answers([b"a"], [settings]))
         await asyncio.sleep(0)  # it is added
         while not done.done():
             await self._Turn()
@@ -175,7 +179,7 @@ class DecodeLoop:
         end = None
         while not end:
             _, end = await _taken(line)
-        return Translation([end.text], [0.0], end.truncated, end.About())
+        return Translation(end.texts, end.scores, end.truncated, end.About())
 
     async def _Call(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, guarded(work))

@@ -54,7 +54,7 @@ class Service:
         self.running = 0
         rows = max_batch_lines or translator.options.rows
         self._loop: DecodeLoop | None = None
-        if hasattr(translator, "Begin") and translator.options.beam_size == 1:
+        if getattr(translator, "joins", False):
             self._loop = DecodeLoop(translator, rows, limits.cache_mib << 20, self._CountBatch)
         else:
             self._batcher = Batcher(translator.Translate, rows, max_batch_wait, self._CountBatch)
@@ -98,17 +98,19 @@ class Service:
         Over a mesh there are programs for each bucket, or size of table; TensorFlow's own kernels run one for all
         lengths.
         """
+        language = self.translator.languages[:1] or None
+        if language and self.translator.by_direction:
+            language = [f"{language[0]}-{language[0]}"]
         if self._loop:
-            async for progress in self._loop.WarmUp():
+            generates = self.translator.NAME == "generate"
+            settings = Sampling(1) if generates else language and language[0]
+            async for progress in self._loop.WarmUp(settings):
                 yield progress
             self._BeReady()
             return
         over_mesh = getattr(self.translator, "mesh_search", None)
         longest = self.translator.options.max_source_length
         lines = warm_up_lines(longest if over_mesh else 1)
-        language = self.translator.languages[:1] or None
-        if language and self.translator.by_direction:
-            language = [f"{language[0]}-{language[0]}"]
         for i, line in enumerate(lines, 1):
             await self._batcher.Call(functools.partial(self.translator.Translate, [line], language))
             yield i, len(lines)
@@ -141,7 +143,8 @@ class Service:
         try:
             async with asyncio.timeout(self.limits.request_timeout):
                 if self._loop:
-                    translations = await self._loop.Answers(wanted.lines, wanted.settings)
+                    settings = wanted.settings or wanted.languages or [None] * len(wanted.lines)
+                    translations = await self._loop.Answers(wanted.lines, settings)
                 else:
                     translations = await self._batcher.Translate(
                         wanted.lines, wanted.settings or wanted.languages
