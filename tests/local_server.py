@@ -33,6 +33,7 @@ class Capitals:
         self.options = SimpleNamespace(rows=rows, max_source_length=16)
         self.mesh_search = True  # which has a program for each bucket
         self.languages, self.by_direction = languages, False
+        self.NAME, self.joins = "translate", False
         self.batches: list[list[bytes]] = []
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
@@ -62,6 +63,7 @@ class Echo:
 
     def __init__(self, beam_size=1, vocabulary=None):
         self.options = SimpleNamespace(rows=4, max_length=50, beam_size=beam_size)
+        self.NAME, self.joins = "generate", beam_size == 1
         self.options.max_source_length = 200
         self.vocabulary = vocabulary  # whose conversations are read as their text
         self.gate = threading.Event()
@@ -96,7 +98,8 @@ class EchoAnswer:
         self.text, self.settings, self.reason, self.steps = self, settings, "", 0
         self.words = prompt.split()
         text = f"{prompt} {settings.seed}.{settings.number}"
-        self.end = SimpleNamespace(text=text, truncated=False, About=lambda: about, **about)
+        self.end = SimpleNamespace(text=text, texts=[text], scores=[0.0], truncated=False)
+        vars(self.end).update(about, About=lambda: about)
 
     def News(self, read):
         if self.steps > len(self.words):

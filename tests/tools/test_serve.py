@@ -39,7 +39,12 @@ def test_a_damaged_model_is_not_served(saved_model, opened, capsys):
 def test_health_names_the_languages_of_the_data():
     about = {"model": "mt.M4Demo", "step": 3, "trained_languages": ["de", "fi"], "weights": "int8"}
     translator = SimpleNamespace(
-        Translate=None, languages=(), by_direction=False, options=SimpleNamespace(rows=1)
+        NAME="translate",
+        joins=False,
+        Translate=None,
+        languages=(),
+        by_direction=False,
+        options=SimpleNamespace(rows=1),
     )
     service = Service(translator, serve.shown(about), Limits())
     assert service.about == {"model": "mt.M4Demo", "step": 3, "languages": ["de", "fi"]}

@@ -15,6 +15,7 @@ class SavedTranslator(SavedFunctions):
     """An exported model, used as a Translator; see SavedFunctions."""
 
     NAME = "translate"
+    joins = False  # its function takes whole batches
 
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None

@@ -60,7 +60,7 @@ def make_app(service: Service, name: str) -> tornado.web.Application:
         "/translate": TranslateHandler,
         f"{model}:predict": PredictHandler,
     }
-    if getattr(service.translator, "NAME", "") == "generate":
+    if service.translator.NAME == "generate":
         handlers = {"/": ChatPageHandler} if service.chat else {}
         handlers |= {"/generate": GenerateHandler, "/v1/models": ModelsHandler}
         handlers |= {"/v1/completions": CompletionsHandler, "/v1/chat/completions": ChatHandler}

@@ -54,7 +54,7 @@ class Service:
         self.running = 0
         rows = max_batch_lines or translator.options.rows
         self._loop: DecodeLoop | None = None
-        if getattr(translator, "joins", False):
+        if translator.joins:
             self._loop = DecodeLoop(translator, rows, limits.cache_mib << 20, self._CountBatch)
         else:
             self._batcher = Batcher(translator.Translate, rows, max_batch_wait, self._CountBatch)
