@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from lingvo_moe.tasks.families.importing import import_checkpoint, open_publishe
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.saved_translator import SavedTranslator
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, load_translator
 from lingvo_moe.tasks.text.data.errors import DataError
 from lingvo_moe.tasks.text.decoding.saved_weights import PackedWeights
 from lingvo_moe.tasks.text.quality.forced_decoding import Scorer
@@ -137,14 +139,22 @@ def test_the_command_takes_a_source_and_a_target_language(imported, tmp_path, ca
         assert "unknown language" in capsys.readouterr().err
 
 
-def test_an_exported_model_is_served_with_two_languages_for_each_line(imported, tmp_path):
+@pytest.mark.parametrize("is_exported", [True, False])
+def test_a_model_is_served_with_two_languages_for_each_line(imported, tmp_path, is_exported):
     run, expected = imported
     if TextRunDir(run).Params().task.num_experts:
         pytest.skip("one model is enough")
-    flags = [f"--logdir={run}", f"--output={tmp_path / 'model'}", "--beam_size=5", "--top_k=1"]
-    assert export.main([*flags, "--length_alpha=0", "--max_length=12"]) == 0
-    model, directions = SavedTranslator(tmp_path / "model"), _directions(expected)
+    if is_exported:
+        flags = [f"--logdir={run}", f"--output={tmp_path / 'model'}", "--beam_size=5", "--top_k=1"]
+        assert export.main([*flags, "--length_alpha=0", "--max_length=12"]) == 0
+        model: Any = SavedTranslator(tmp_path / "model")
+    else:  # its lines join a batch that runs
+        options = TranslateOptions(beam_size=5, length_alpha=0.0, max_length=12)
+        model, _ = load_translator(run, options)
+    assert model.joins is not is_exported
+    directions = _directions(expected)
     lines, wanted = (list(map(_text, expected[name])) for name in ("source", "beam5"))
+    lines, wanted, directions = [*lines, " "], [*wanted, ""], [*directions, directions[0]]
     with running(model) as server:
         columns = {"text": lines, "language": directions}
         reply = server.Ask("POST", "/v1/models/translator:predict", {"inputs": columns})

@@ -134,6 +134,12 @@ class TranslationBatch(TextBatch[RunningTranslation]):
         return min(text.filled + _STEPS * self._beam_size, text.most)
 
     def _Draw(self, texts: Sequence[RunningTranslation]) -> None:
+        texts = [text for text in texts if not text.reason]  # there is nothing in the others
+        if texts:
+            self._Block(texts)
+
+    def _Block(self, texts: Sequence[RunningTranslation]) -> None:
+        """Takes the steps of a block with these texts, of which some may be new."""
         self._Keep([i for i, one in enumerate(self._there) if one in texts and one.filled])
         self._Enter([text for text in texts if not text.filled])
         table = np.zeros([len(texts), max(len(text.pages) for text in texts)], np.int32)
@@ -192,6 +198,9 @@ class RunningTranslator(Exportable):
         places = self.options.MaxTargetLength(length) * self.options.beam_size
         of_row = [int(x[0]) for x in out.values()]
         text = RunningTranslation([0], Sampling(), source=tokens, of_row=of_row, most=places)
+        if not length:
+            results = self.options.Search().top_k
+            text.Ended([b""] * results, [0.0] * results)
         return RunningLine(text, truncated)
 
     def Batch(self, rows: int, cache_bytes: int) -> TranslationBatch:
