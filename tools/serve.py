@@ -39,7 +39,7 @@ _SIZES = {
     "max_line_chars": "characters of a line",
     "max_waiting_lines": "lines of all requests that wait; what exceeds them is answered with status 429",
     "max_connections": "open connections",
-    "cache_mib": "MiB of keys and values of all texts that a language model continues",
+    "cache_mib": "MiB of keys and values of all texts of a running batch",
 }
 _TIMES = {
     "request_timeout": "to translate a request",

@@ -1,4 +1,4 @@
-"""Answers prompts by a batch that runs all the time, in a separate thread.
+"""Answers prompts, or translates lines, by a batch that runs all the time, in a separate thread.
 
 Prompts of all requests join the batch, and leave it, between two steps. Requests take turns: each gives one prompt,
 then the next request. So a request of one prompt waits for a row of the batch, but for none of the other prompts of an
@@ -76,11 +76,11 @@ class DecodeLoop:
         return {
             **(gauges if getattr(self._texts, "draft", None) else {}),
             "rows_running": (
-                "Prompts that are being continued.",
+                "Prompts that are being continued, or lines translated.",
                 of_batch(lambda b: len(b.running)),
             ),
             "prompts_waiting": (
-                "Prompts that wait for a row, or for pages.",
+                "Prompts or lines that wait for a row, or for pages.",
                 lambda: self.lines - of_batch(lambda b: len(b.running))(),
             ),
             "tokens_per_second": (

@@ -24,7 +24,7 @@ class Service:
 
     Args:
         translator: a Translator, a Generator, or an exported one; called in one thread only. A Generator with a beam
-            takes settings in the place of languages.
+            takes settings in the place of languages. Where its texts can join a batch that runs, they do.
         about: the model, as `/health` shows it; with its languages, unless they are those that the translator takes.
         max_batch_lines: translated at once; None for the rows of the translator's programs.
         max_batch_wait: seconds that the first line of a quiet time waits for others.
