@@ -188,7 +188,7 @@ class RunningTranslator(Exportable):
 
     @functools.cached_property
     def _steps(self) -> TranslationSteps:
-        return self._Steps()
+        return self._MakeSteps()
 
     def Begin(self, line: str | bytes, language: str | None = None) -> "RunningLine":
         """A line, which can join a batch. Raises ValueError: as Translator.Translate."""
@@ -214,7 +214,7 @@ class RunningTranslator(Exportable):
         """What RunningLine.News needs of each, see DecodeLoop."""
         return [None] * len(texts)
 
-    def _Steps(self) -> TranslationSteps:
+    def _MakeSteps(self) -> TranslationSteps:
         """The functions of the model."""
         raise NotImplementedError
 

@@ -380,7 +380,7 @@ class Translator(RunningTranslator):
         """See RunningTranslator."""
         return not (self.mesh_search or self._shortlist or self.options.sampling)
 
-    def _Steps(self) -> TranslationSteps:
+    def _MakeSteps(self) -> TranslationSteps:
         """See RunningTranslator."""
         options, longest = self._search_options, self.options.max_length
         names, size = ["first"] if self._codes else [], self._target_size
