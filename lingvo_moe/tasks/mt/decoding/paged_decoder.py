@@ -236,7 +236,7 @@ class _Table:
         return cls(table_BW, at_U2, hypotheses)
 
     def Places(self, at_BJ: tf.Tensor) -> paged.PagePlaces:
-        """Where the tokens at some places of their rows go."""
+        """The places in pages of the tokens at some places of their rows."""
         last = dim(self.table_BW, 1) - 1
         page_BJ = tf.gather(self.table_BW, tf.minimum(at_BJ // PAGE, last), batch_dims=1)
         owner_U, column_U = tf.unstack(self.at_U2, axis=1)

@@ -211,7 +211,7 @@ class RunningTranslator(Exportable):
         return TranslationBatch(steps, rows, int(min(cache_bytes // one, longest)), o.beam_size)
 
     def Read(self, texts: Sequence[RunningText]) -> list[None]:
-        """What RunningLine.News needs of each, see DecodeLoop."""
+        """Nothing, which RunningLine.News takes of each; see DecodeLoop."""
         return [None] * len(texts)
 
     def _MakeSteps(self) -> TranslationSteps:

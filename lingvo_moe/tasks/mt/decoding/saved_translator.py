@@ -55,7 +55,7 @@ def called_with(
     languages: str | Sequence[str] | None = None,
     by_language: bool = False,
 ) -> dict[str, tf.Tensor]:
-    """What a function of string [N], and of the languages, string [N], returns for Python lines.
+    """Calls a function of string [N], and of the languages, string [N], with Python lines; returns its result.
 
     Args:
         lines: N lines; bytes may hold anything. In a string, half a surrogate pair is U+FFFD, as by HTTP.

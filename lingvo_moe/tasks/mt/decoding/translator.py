@@ -227,7 +227,7 @@ class Translator(RunningTranslator):
             self._weights.Assign(theta)
 
     def _OfLines(self, *language: tf.Tensor) -> tuple[NestedMap, tf.Tensor | None]:
-        """What the model needs of lines beside their text, see _Sources, from the language of each, string [N].
+        """The numbers that the model needs of lines, see _Sources, from the language of each, string [N].
 
         Of a model that routes by language it is the source language; else SOURCE-TARGET.
 

@@ -94,7 +94,7 @@ def test_lines_get_the_translations_of_the_plain_search_whenever_they_join(runne
 
 
 def test_a_line_is_bit_identical_alone_with_others_and_when_it_had_to_wait(runner):
-    """With few pages lines give theirs back and begin again; with few rows they wait."""
+    """Lines give their pages back and begin again where these are few, and wait where rows are."""
     everyone = [*range(len(LENGTHS))]
     together = runner.Run([everyone])
     few = runner.Run([everyone], pages=5)
