@@ -196,6 +196,9 @@ class Kernels(Protocol):
     def sum_of_squares(self, x: tf.Tensor) -> tf.Tensor:
         """A float32 scalar, of float32 x."""
 
+    def one_pass(self, fn: Callable[..., tuple], *args: tf.Tensor) -> tuple:
+        """fn(*args) of elementwise operations on tensors of one shape and scalars, without tensors in between."""
+
     def adafactor(
         self, weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
     ) -> tuple[Delta, NestedMap]:

@@ -479,6 +479,11 @@ def sum_of_squares(x: tf.Tensor) -> tf.Tensor:
     return 2.0 * tf.nn.l2_loss(x)
 
 
+def one_pass(fn: Callable[..., tuple], *args: tf.Tensor) -> tuple:
+    """See `Kernels`; fused."""
+    return fused(fn)(*args)
+
+
 def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
     """See `Kernels`; together, so that the gradient is one stack, not a sum of arrays that are zero but for a slice."""
     unstacked = [tf.unstack(stack, num) for stack in stacks]

@@ -423,6 +423,10 @@ def sum_of_squares(x: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.square(x))
 
 
+def one_pass(fn: Callable[..., tuple], *args: tf.Tensor) -> tuple:
+    return fn(*args)
+
+
 def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
     return [[stack[i] for stack in stacks] for i in range(num)]
 

@@ -51,13 +51,20 @@ class Adam(BaseOptimizer):
     ) -> tuple[kernels.Delta, NestedMap]:
         p = self.p
         t = tf.cast(numbers.step, tf.float32) + 1.0
-        square = p.beta2 * slot.square + (1.0 - p.beta2) * tf.square(grad)
-        new, mean, rate = NestedMap(square=square), grad, numbers.rate
-        if p.beta1:
-            new.mean = mean = p.beta1 * slot.mean + (1.0 - p.beta1) * grad
-            rate /= _weights_so_far(p.beta1, t)
-        root = tf.sqrt(square / _weights_so_far(p.beta2, t))
-        return kernels.DenseDelta(rate * mean / (root + p.epsilon)), new
+        rate = numbers.rate / _weights_so_far(p.beta1, t) if p.beta1 else numbers.rate
+
+        def one(
+            grad: tf.Tensor, square: tf.Tensor, mean: tf.Tensor, rate: tf.Tensor, share: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+            square = p.beta2 * square + (1.0 - p.beta2) * tf.square(grad)
+            mean = p.beta1 * mean + (1.0 - p.beta1) * grad if p.beta1 else grad
+            return square, mean, rate * mean / (tf.sqrt(square / share) + p.epsilon)
+
+        share = _weights_so_far(p.beta2, t)
+        old = slot.mean if p.beta1 else grad
+        square, mean, delta = kernels.current().one_pass(one, grad, slot.square, old, rate, share)
+        new = NestedMap(square=square, mean=mean) if p.beta1 else NestedMap(square=square)
+        return kernels.DenseDelta(delta), new
 
 
 def _weights_so_far(beta: float, t: tf.Tensor) -> tf.Tensor:

@@ -186,6 +186,10 @@ CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
     "dropout": (_dropout, [1.0 + _normal(0, 20, 30) ** 2]),
     "dropout rows": (functools.partial(_dropout, rows=_ROWS), [1.0 + _normal(0, 2, 2, 30) ** 2]),
     "sum_of_squares": (lambda ops, x: ops.sum_of_squares(x), [_normal(0, 5, 7)]),
+    "one_pass": (
+        lambda ops, x, y: ops.one_pass(lambda a, b: (a * b, a / (1.0 + b * b)), x, y),
+        [_normal(0, 5, 7), _normal(1, 5, 7)],
+    ),
     "slices": (lambda ops, *stacks: [[w * (i + 1) for w in ws] for i, ws in enumerate(ops.slices(stacks, 3))],
         [_normal(0, 3, 2, 4), _normal(1, 3, 5)]),
     "slices none": (lambda ops, x: [x, tf.constant(len(ops.slices([], 3)))], [_normal(0, 3)]),

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tensorflow as tf
 import tensorstore as ts
 
 from lingvo_moe.core.engine.lowering.specs import dtype_name
@@ -33,7 +34,7 @@ class ArrayPiece:
     shape: tuple[int, ...]  # the tensor's shape
     begin: tuple[int, ...]  # where it lies in the tensor
     chunk: tuple[int, ...]  # the shape of the tensor's parts, which divide it
-    values: np.ndarray  # a copy
+    values: np.ndarray  # that nothing overwrites
 
     @property
     def index(self) -> tuple[slice, ...]:
@@ -42,7 +43,7 @@ class ArrayPiece:
 
 
 def own_pieces(tensors: Mapping[str, Any]) -> list[ArrayPiece]:
-    """Copies of the shards that this process is to write: jax.Arrays, or others that NumPy takes, of process 0.
+    """The values of the shards that this process is to write: jax.Arrays, or others that NumPy takes, of process 0.
 
     Of the replicas of a shard, one is written, by whichever process the tensor's name says.
     """
@@ -61,7 +62,8 @@ def own_pieces(tensors: Mapping[str, Any]) -> list[ArrayPiece]:
         pieces.append(ArrayPiece(name, shape, _begin(shard.index, shape), values.shape, values))
     for name, tensor in tensors.items():
         if not isinstance(tensor, jax.Array) and jax.process_index() == 0:
-            values = np.array(tensor)
+            # Nothing overwrites a tensor of TensorFlow's, so that on the host no copy is needed.
+            values = np.asarray(tensor) if isinstance(tensor, tf.Tensor) else np.array(tensor)
             pieces.append(ArrayPiece(name, values.shape, (0,) * values.ndim, values.shape, values))
     return pieces
 
