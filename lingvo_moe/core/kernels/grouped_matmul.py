@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from lingvo_moe.core.kernels.without_avx512 import matmul_by_copy, reads_slowly
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import gen_xla_ops
 
@@ -51,8 +52,8 @@ def by_group(
 ) -> tf.Tensor:
     """Multiplies each row by the matrix of its group with TensorFlow's own kernels; N may be unknown."""
     rows = rows_NM.shape[0] if rows_expected is None else rows_expected
-    few = rows is not None and rows < _FEW_ROWS * weights_EMH.shape[0]
-    return _multiply(_Pieces(group_sizes_E, few), rows_NM, weights_EMH)
+    rows = None if rows is None else rows // weights_EMH.shape[0]
+    return _multiply(_Pieces(group_sizes_E, rows), rows_NM, weights_EMH)
 
 
 def packed_feed_forward(
@@ -87,19 +88,21 @@ def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tens
 
 
 class _Pieces:
-    """A product for each group, of as many rows as it has; `few`: most have few rows."""
+    """A product for each group, of as many rows as it has: about `rows`, where that is known."""
 
-    def __init__(self, group_sizes_E: tf.Tensor, few: bool):
-        self._sizes_E, self._few = group_sizes_E, few
+    def __init__(self, group_sizes_E: tf.Tensor, rows: int | None):
+        self._sizes_E, self._rows = group_sizes_E, rows
 
     def products(
         self, x_NM: tf.Tensor, weights_EMH: tf.Tensor, transpose: bool = False
     ) -> tf.Tensor:
         """[N,H]; transposed from [N,H] to [N,M]."""
         pieces = _split(x_NM, self._sizes_E)
-        product = self._transposed if transpose else tf.matmul
-        out = [product(piece, weights_EMH[e]) for e, piece in enumerate(pieces[:-1])]
         width = weights_EMH.shape[1 if transpose else 2]
+        product = matmul_by_copy if reads_slowly(self._rows, width) else tf.matmul
+        if transpose:
+            product = self._transposed
+        out = [product(piece, weights_EMH[e]) for e, piece in enumerate(pieces[:-1])]
         out.append(tf.zeros([tf.shape(pieces[-1])[0], width], x_NM.dtype))
         return tf.ensure_shape(tf.concat(out, 0), [x_NM.shape[0], width])
 
@@ -110,7 +113,7 @@ class _Pieces:
 
     def _transposed(self, x_nH: tf.Tensor, weight_MH: tf.Tensor) -> tf.Tensor:
         """[n,M]. The matrix comes first for few rows: TensorFlow is slow to pack a second one that is transposed."""
-        if self._few:
+        if self._rows is not None and self._rows < _FEW_ROWS:
             return tf.transpose(tf.matmul(weight_MH, x_nH, transpose_b=True))
         return tf.matmul(x_nH, weight_MH, transpose_b=True)
 

@@ -11,8 +11,13 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import blockwise, grouped_matmul as grouped, tensorflow_adafactor, xla
 from lingvo_moe.core.kernels.scores import MASKED, Seen, softmax_beside
-from lingvo_moe.core.kernels.weight_gradient import matmul, weight_gradient
 from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
+from lingvo_moe.core.kernels.without_avx512 import (
+    each_matmul,
+    matmul,
+    reads_slowly,
+    weight_gradient,
+)
 from lingvo_moe.core.kernels.xla import Activation, CacheShape, Drop, Keep, Shard
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.private import tensorflow as private
@@ -94,7 +99,10 @@ def _batched(x_ERM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         dx_ERM = _by_transposed(dy_ERH, w_EMH)
         return dx_ERM, weight_gradient(x_ERM, dy_ERH)
 
-    return tf.matmul(x_ERM, w_EMH), grad
+    experts, _, columns = w_EMH.shape
+    if experts > _MANY_EXPERTS or not reads_slowly(x_ERM.shape[1], columns):
+        return tf.matmul(x_ERM, w_EMH), grad
+    return tf.stack(each_matmul(tf.unstack(x_ERM, experts), w_EMH)), grad
 
 
 def _each_expert(x_ERM: tf.Tensor, weights: NestedMap, activation: Activation) -> tf.Tensor:
@@ -102,13 +110,9 @@ def _each_expert(x_ERM: tf.Tensor, weights: NestedMap, activation: Activation) -
 
     @private.custom_gradient
     def run(x_ERM: tf.Tensor, wo_EHM: tf.Tensor, *wi: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        rows, wo = tf.unstack(x_ERM, wo_EHM.shape[0]), tf.unstack(wo_EHM)
-        products = [
-            [tf.matmul(x_RM, wi_MH) for x_RM, wi_MH in zip(rows, tf.unstack(w), strict=True)]
-            for w in wi
-        ]
+        products = [each_matmul(tf.unstack(x_ERM, wo_EHM.shape[0]), w) for w in wi]
         hidden = [activation.function(*of_one) for of_one in zip(*products, strict=True)]
-        outputs = [tf.matmul(h_RH, wo_HM) for h_RH, wo_HM in zip(hidden, wo, strict=True)]
+        outputs = each_matmul(hidden, wo_EHM)
 
         def grad(dy_ERM: tf.Tensor) -> tuple[tf.Tensor, ...]:
             stacked = [tf.stack(of_experts) for of_experts in products]

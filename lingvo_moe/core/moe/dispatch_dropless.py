@@ -41,7 +41,7 @@ from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split, replicate
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.sharding.manual import all_reduce, manual_region
 from lingvo_moe.core.sharding.mesh import traced_slices
-from lingvo_moe.core.tensors import runtime_zeros, shape_of
+from lingvo_moe.core.tensors import open_shape, runtime_zeros, shape_of
 
 _ONE_IN = 100  # times, at most, a round of the exchange has too little room; see `_Layout.room`
 _OTHERWISE = (
@@ -410,7 +410,9 @@ class _Layout:
 
             def multiply(x: tf.Tensor, sizes: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
                 matmul = kernels.current().grouped_matmul
-                y = matmul(x[0], weights, sizes[0], expected)[tf.newaxis]
+                # Not x[0], whose gradient by TensorFlow's kernels is a copy among zeros.
+                rows = tf.reshape(x, open_shape(x)[1:])
+                y = tf.expand_dims(matmul(rows, weights, sizes[0], expected), 0)
                 return y if inner is None else all_reduce(y, inner)
 
             region = manual_region(

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import kernels, processor, randomness
-from lingvo_moe.core.kernels import tensorflow, weight_gradient, xla
+from lingvo_moe.core.kernels import tensorflow, without_avx512, xla
 from lingvo_moe.core.kernels.scores import Seen
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
@@ -295,10 +295,10 @@ def test_no_expert_s_weights_are_transposed(slots):
     assert ("Transpose" in kinds) == few and ("MatMul" in kinds) == few
 
 
-@pytest.mark.parametrize("sides", [(8, 1024), (1536, 320), (8, 1000), (512, 1024)])
+@pytest.mark.parametrize("sides", [(8, 1024), (1536, 256), (512, 512), (8, 1000), (512, 1024)])
 @pytest.mark.parametrize("instructions", ["avx2", "avx2 avx512f"])
-def test_a_weight_has_its_gradient_in_either_order_of_the_product(sides, instructions, monkeypatch):
-    """Checks each order in which a processor may compute it, alone and by expert; the wider side is first or second."""
+def test_a_weight_has_its_gradient_however_its_operands_are_read(sides, instructions, monkeypatch):
+    """Checks the gradient of plain and of wider operands, alone and by expert; first or second is wide, or both."""
     monkeypatch.setattr(processor, "features", lambda: instructions)
     draw = np.random.default_rng(0)
     x, w = draw.normal(size=(5, sides[0])), draw.normal(size=sides)
@@ -308,8 +308,8 @@ def test_a_weight_has_its_gradient_in_either_order_of_the_product(sides, instruc
     def gradients():
         with tf.GradientTape() as tape:
             tape.watch([x, w])
-            y = weight_gradient.matmul(x, w)
-        by_expert = weight_gradient.weight_gradient(tf.stack([x, 2 * x]), tf.stack([dy, dy]))
+            y = without_avx512.matmul(x, w)
+        by_expert = without_avx512.weight_gradient(tf.stack([x, 2 * x]), tf.stack([dy, dy]))
         return y, *tape.gradient(y, [x, w], dy), by_expert
 
     y, dx, dw, by_expert = gradients()
@@ -318,3 +318,26 @@ def test_a_weight_has_its_gradient_in_either_order_of_the_product(sides, instruc
     want = x.numpy().T @ dy.numpy()
     np.testing.assert_allclose(dw, want, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(by_expert, [want, 2 * want], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("slots", [32, 100])
+@pytest.mark.parametrize("instructions", ["avx2", "avx2 avx512f"])
+def test_a_few_hundred_rows_are_multiplied_by_wider_copies_of_weights(
+    slots, instructions, monkeypatch
+):
+    """Checks experts with slots and without, forward and backward, and that copies are made where they save time."""
+    monkeypatch.setattr(processor, "features", lambda: instructions)
+    weights = [0.05 * _normal(seed, 2, 512, 512) for seed in (1, 2)]
+    inputs = [_normal(0, 2, 2, slots, 512), *weights]
+
+    def run(ops: Any, x: tf.Tensor, wi: tf.Tensor, wo: tf.Tensor) -> list[tf.Tensor]:
+        sizes = tf.constant([2 * slots - 3, 2 * slots + 3])
+        rows = tf.reshape(x, [4 * slots, 512])
+        return [_experts(ops, x, wi, wo), ops.grouped_matmul(rows, wi, sizes, None)]
+
+    _assert_close(_results(xla, run, inputs), _results(tensorflow, run, inputs), tol=1e-4)
+    traced = tf.function(functools.partial(run, tensorflow), autograph=False)
+    with kernels.using(tensorflow):
+        kinds = [op.type for op in traced.get_concrete_function(*inputs).graph.get_operations()]
+    # Two copies for each expert of each product; one, of all rows, for the grouped product.
+    assert kinds.count("ConcatV2") > 6 or instructions != "avx2"
