@@ -5,8 +5,8 @@ product with a plain matrix of many columns first copies pieces of the matrix in
 in memory one after another need no copy. With many rows both are equally fast. How many columns are best for a few rows
 depends on the processor's registers: blocks are those for the processor that packs, and any other can read them.
 
-A batch of one row takes another kernel and rounds differently. Two or three rows take longer than four, so the search
-has at least four; but one where all products are of 8 bits.
+A batch of one to three rows takes other kernels and rounds differently, so the search has at least four; but one where
+all products are of 8 bits.
 
 Letters: R row, M and N the dimensions of a weight, P block, W column of a block; N head and K key dimension, too.
 """
@@ -19,9 +19,11 @@ import tensorflow as tf
 from lingvo_moe.core import processor
 from lingvo_moe.core.kernels.eight_bit import EightBit
 from lingvo_moe.core.kernels.weights import Heads, Matrix
+from lingvo_moe.core.tensors import dim
 
 WIDTH = 64  # of W the multiple for all processors
 WEIGHTS = ("float32", "int8")
+_MORE = (0, 3, 2, 1, 0, 0)  # rows, by those of a batch that are left over by six
 
 
 class FloatBlocks(Matrix):
@@ -56,10 +58,11 @@ class FloatBlocks(Matrix):
         return FloatBlocks(blocks_PMW, self.columns)
 
     def _ByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
-        return tf.matmul(tf.expand_dims(x_RM, 0), self.blocks_PMW)
+        """[P,R,W], and up to three rows more, zeros; see `_even_rows`."""
+        return tf.matmul(tf.expand_dims(_even_rows(x_RM), 0), self.blocks_PMW)
 
     def HeadsProduct(self, x_RM: tf.Tensor, heads: int) -> tf.Tensor:
-        y_PRW = self._ByBlock(x_RM)
+        y_PRW = self._ByBlock(x_RM)[:, : dim(x_RM, 0)]
         blocks, _, width = self.blocks_PMW.shape
         if blocks == heads:
             return y_PRW
@@ -69,7 +72,7 @@ class FloatBlocks(Matrix):
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
         blocks, _, width = self.blocks_PMW.shape
         blocks = tf.shape(self.blocks_PMW)[0] if blocks is None else blocks
-        y_RPW = tf.transpose(self._ByBlock(x_RM), [1, 0, 2])
+        y_RPW = tf.transpose(self._ByBlock(x_RM), [1, 0, 2])[: dim(x_RM, 0)]
         y_RN = tf.reshape(y_RPW, [-1, blocks * width])
         return y_RN if self.columns in (None, blocks * width) else y_RN[:, : self.columns]
 
@@ -95,6 +98,20 @@ class PackAs:
         w_MN = tf.reshape(w_MNK, [dim, heads * size])
         packed = EightBit.Of(w_MN) if self.kind == "int8" else FloatBlocks.Of(w_MN, size)
         return Heads(packed, tuple(w.shape[1] for w in weights_MNK))
+
+
+def _even_rows(x_RM: tf.Tensor) -> tf.Tensor:
+    """x [R,M] with as many rows of zeros more as a product needs whose rows are to round the same in every batch.
+
+    oneDNN takes six rows at a time; without AVX-512 it adds up one, two or three rows that are left over in another
+    order.
+    """
+    if processor.has_avx512():
+        return x_RM
+    rows = dim(x_RM, 0)
+    if isinstance(rows, int):
+        return tf.pad(x_RM, [[0, _MORE[rows % 6]], [0, 0]]) if _MORE[rows % 6] else x_RM
+    return tf.pad(x_RM, tf.constant([[[0, more], [0, 0]] for more in _MORE])[rows % 6])
 
 
 def _block_width() -> int:

@@ -20,8 +20,7 @@ FEWEST_ROWS = 4  # of a product of floats: fewer take longer; a single one round
 class Matrix(abc.ABC):
     """A packed weight [M,N], in blocks of W columns.
 
-    A row's result is the same in every batch of two or more; a batch of one may round differently. Callers therefore
-    pass at least two rows.
+    A row's result is the same in every batch of at least FEWEST_ROWS; a smaller one may round differently.
     """
 
     @property

@@ -14,6 +14,7 @@ from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
+from tests.processes import run_python
 
 M, N, K = 8, 8, 3
 DRAW = np.random.default_rng(0)
@@ -62,3 +63,31 @@ def test_steps_of_a_beam(kv_heads):
         with kernels.using(tensorflow):
             got = layer.FProp(weights, x, x, mask)
         np.testing.assert_allclose(got, layer.FProp(theta, x, x, mask), atol=1e-5)
+
+
+_ROWS = """
+import numpy as np, tensorflow as tf
+from lingvo_moe.core.kernels.packed_weights import PackAs
+
+draw = tf.random.stateless_normal
+packed = PackAs().Matrix(draw([64, 96], [1, 2]))
+heads = PackAs().Heads(draw([64, 2, 16], [3, 4]))
+rows = draw([20, 64], [5, 6])
+
+def products(x):
+    return packed.Product(x), heads.Project(x[tf.newaxis])[0][:, 0]
+
+spec = [tf.TensorSpec([None, 64])]
+for run in (products, tf.function(products, input_signature=spec, autograph=False)):
+    want, of_heads = run(rows)
+    for number in range(4, 20):
+        got, got_heads = run(rows[:number])
+        np.testing.assert_array_equal(got, want[:number], err_msg=str(number))
+        np.testing.assert_array_equal(got_heads, of_heads[:, :number], err_msg=str(number))
+"""
+
+
+def test_a_row_rounds_the_same_in_every_batch():
+    """Products by packed weights of 4 to 20 rows, static and open, as our commands have them: by oneDNN."""
+    run = run_python("-c", _ROWS, env={"TF_ENABLE_ONEDNN_OPTS": "1"})
+    assert run.returncode == 0, run.stderr
