@@ -6,6 +6,7 @@ So a shard is written once, whatever its replicas, and an array can be read in a
 
 import itertools
 import math
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import tensorflow as tf
 import tensorstore as ts
 
 from lingvo_moe.core.engine.lowering.specs import dtype_name
@@ -62,8 +62,10 @@ def own_pieces(tensors: Mapping[str, Any]) -> list[ArrayPiece]:
         pieces.append(ArrayPiece(name, shape, _begin(shard.index, shape), values.shape, values))
     for name, tensor in tensors.items():
         if not isinstance(tensor, jax.Array) and jax.process_index() == 0:
-            # Nothing overwrites a tensor of TensorFlow's, so that on the host no copy is needed.
-            values = np.asarray(tensor) if isinstance(tensor, tf.Tensor) else np.array(tensor)
+            # Nothing overwrites a tensor of TensorFlow's, which who has one has loaded: no copy is needed on the host.
+            tensorflow = sys.modules.get("tensorflow")
+            is_tensor = tensorflow is not None and isinstance(tensor, tensorflow.Tensor)
+            values = np.asarray(tensor) if is_tensor else np.array(tensor)
             pieces.append(ArrayPiece(name, values.shape, (0,) * values.ndim, values.shape, values))
     return pieces
 
