@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core.kernels.without_avx512 import matmul_by_copy, reads_slowly
 from lingvo_moe.core.private import tensorflow as private
 from lingvo_moe.core.private.tensorflow import gen_xla_ops
 
 _MOST_ROWS = 256  # a tile of this many rows is no faster a product with more
 _FEW_ROWS = 256  # TensorFlow packs a transposed matrix in the time of a product with so many rows
+# (rows, columns) -> (rows [R,M], a matrix [M,H]) -> [R,H].
+ProductFor = Callable[[int | None, int], Callable[[tf.Tensor, tf.Tensor], tf.Tensor]]
 
 
 def by_tiles(
@@ -49,11 +50,16 @@ def by_group(
     weights_EMH: tf.Tensor,
     group_sizes_E: tf.Tensor,
     rows_expected: int | None = None,
+    product_for: ProductFor = lambda rows, columns: tf.matmul,
 ) -> tf.Tensor:
-    """Multiplies each row by the matrix of its group with TensorFlow's own kernels; N may be unknown."""
+    """Multiplies each row by the matrix of its group with TensorFlow's own kernels; N may be unknown.
+
+    Args:
+        product_for: gives the product for about so many rows, None where nobody knows, and a matrix of so many columns.
+    """
     rows = rows_NM.shape[0] if rows_expected is None else rows_expected
     rows = None if rows is None else rows // weights_EMH.shape[0]
-    return _multiply(_Pieces(group_sizes_E, rows), rows_NM, weights_EMH)
+    return _multiply(_Pieces(group_sizes_E, rows, product_for), rows_NM, weights_EMH)
 
 
 def packed_feed_forward(
@@ -90,8 +96,8 @@ def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tens
 class _Pieces:
     """A product for each group, of as many rows as it has: about `rows`, where that is known."""
 
-    def __init__(self, group_sizes_E: tf.Tensor, rows: int | None):
-        self._sizes_E, self._rows = group_sizes_E, rows
+    def __init__(self, group_sizes_E: tf.Tensor, rows: int | None, product_for: ProductFor):
+        self._sizes_E, self._rows, self._product_for = group_sizes_E, rows, product_for
 
     def products(
         self, x_NM: tf.Tensor, weights_EMH: tf.Tensor, transpose: bool = False
@@ -99,9 +105,7 @@ class _Pieces:
         """[N,H]; transposed from [N,H] to [N,M]."""
         pieces = _split(x_NM, self._sizes_E)
         width = weights_EMH.shape[1 if transpose else 2]
-        product = matmul_by_copy if reads_slowly(self._rows, width) else tf.matmul
-        if transpose:
-            product = self._transposed
+        product = self._transposed if transpose else self._product_for(self._rows, width)
         out = [product(piece, weights_EMH[e]) for e, piece in enumerate(pieces[:-1])]
         out.append(tf.zeros([tf.shape(pieces[-1])[0], width], x_NM.dtype))
         return tf.ensure_shape(tf.concat(out, 0), [x_NM.shape[0], width])

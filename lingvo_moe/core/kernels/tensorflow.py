@@ -15,7 +15,7 @@ from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
 from lingvo_moe.core.kernels.without_avx512 import (
     each_matmul,
     matmul,
-    reads_slowly,
+    product_for,
     weight_gradient,
 )
 from lingvo_moe.core.kernels.xla import Activation, CacheShape, Drop, Keep, Shard
@@ -100,7 +100,7 @@ def _batched(x_ERM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         return dx_ERM, weight_gradient(x_ERM, dy_ERH)
 
     experts, _, columns = w_EMH.shape
-    if experts > _MANY_EXPERTS or not reads_slowly(x_ERM.shape[1], columns):
+    if experts > _MANY_EXPERTS or product_for(x_ERM.shape[1], columns) is tf.matmul:
         return tf.matmul(x_ERM, w_EMH), grad
     return tf.stack(each_matmul(tf.unstack(x_ERM, experts), w_EMH)), grad
 
@@ -144,7 +144,7 @@ def grouped_matmul(
     rows_RM: tf.Tensor, weights_EMH: tf.Tensor, group_sizes_E: tf.Tensor, rows_expected: int | None
 ) -> tf.Tensor:
     """See `Kernels`; a product for each group, of as many rows as it has."""
-    return grouped.by_group(rows_RM, weights_EMH, group_sizes_E, rows_expected)
+    return grouped.by_group(rows_RM, weights_EMH, group_sizes_E, rows_expected, product_for)
 
 
 def sort_rows(

@@ -37,20 +37,24 @@ def weight_gradient(x_RM: tf.Tensor, dy_RN: tf.Tensor) -> tf.Tensor:
 
 def each_matmul(rows: Sequence[tf.Tensor], w_EMN: tf.Tensor) -> list[tf.Tensor]:
     """Each expert's rows [R,M] times its matrix, [R,N], by a product for each."""
-    slow = reads_slowly(rows[0].shape[0], w_EMN.shape[-1])
-    product = matmul_by_copy if slow else tf.matmul
+    product = product_for(rows[0].shape[0], w_EMN.shape[-1])
     return [product(x_RM, w_MN) for x_RM, w_MN in zip(rows, tf.unstack(w_EMN), strict=True)]
 
 
-def reads_slowly(rows: int | None, columns: int) -> bool:
+def _reads_slowly(rows: int | None, columns: int) -> bool:
     """Whether about so many rows times a weight of so many columns is slow here; None: of an unknown number."""
     if rows is None or rows < _FEWEST_ROWS or columns % _MULTIPLE:
         return False
     return _reads_in_place(rows, columns)
 
 
-def matmul_by_copy(x_RM: tf.Tensor, w_MN: tf.Tensor) -> tf.Tensor:
-    """x_RM @ w_MN, [R,N], where `reads_slowly`; R may be unknown. The copy stays in the cache until it is used."""
+def product_for(rows: int | None, columns: int) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """The product of about so many rows and a weight of so many columns, which may be of another number of rows."""
+    return _matmul_by_copy if _reads_slowly(rows, columns) else tf.matmul
+
+
+def _matmul_by_copy(x_RM: tf.Tensor, w_MN: tf.Tensor) -> tf.Tensor:
+    """x_RM @ w_MN, [R,N]. The copy stays in the cache until it is used."""
     return tf.matmul(x_RM, _wider(w_MN))[:, : w_MN.shape[1]]
 
 

@@ -34,7 +34,7 @@ class ArrayPiece:
     shape: tuple[int, ...]  # the tensor's shape
     begin: tuple[int, ...]  # where it lies in the tensor
     chunk: tuple[int, ...]  # the shape of the tensor's parts, which divide it
-    values: np.ndarray  # that nothing overwrites
+    values: np.ndarray  # nothing overwrites them
 
     @property
     def index(self) -> tuple[slice, ...]:
