@@ -254,9 +254,8 @@ class FlatBeamSearch:
         start = (state.time + 1) * self.J
         S = dim(state.ids_BS, 1)
         at_S = tf.range(S)
-        own_JS = (
-            at_S == _beside(start, 2) + tf.range(self.J)[:, tf.newaxis]
-        )  # nothing, past the end
+        at_JS = _beside(start, 2) + tf.range(self.J)[:, tf.newaxis]
+        own_JS = at_S == at_JS  # nothing, past the end
         state = state.copy()
         state.live_BJ = tf.gather(scores_BC, go_on_BJ, batch_dims=1)
         state.mask_BJS = tf.gather(state.mask_BJS, parents_BJ, batch_dims=1) | own_JS

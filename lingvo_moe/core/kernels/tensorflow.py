@@ -13,8 +13,8 @@ from lingvo_moe.core.kernels import blockwise, grouped_matmul as grouped, tensor
 from lingvo_moe.core.kernels.scores import MASKED, Seen, softmax_beside
 from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
 from lingvo_moe.core.kernels.without_avx512 import (
-    each_matmul,
     matmul,
+    matmul_by_expert,
     product_for,
     weight_gradient,
 )
@@ -102,7 +102,7 @@ def _batched(x_ERM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     experts, _, columns = w_EMH.shape
     if experts > _MANY_EXPERTS or product_for(x_ERM.shape[1], columns) is tf.matmul:
         return tf.matmul(x_ERM, w_EMH), grad
-    return tf.stack(each_matmul(tf.unstack(x_ERM, experts), w_EMH)), grad
+    return tf.stack(matmul_by_expert(tf.unstack(x_ERM, experts), w_EMH)), grad
 
 
 def _each_expert(x_ERM: tf.Tensor, weights: NestedMap, activation: Activation) -> tf.Tensor:
@@ -110,9 +110,9 @@ def _each_expert(x_ERM: tf.Tensor, weights: NestedMap, activation: Activation) -
 
     @private.custom_gradient
     def run(x_ERM: tf.Tensor, wo_EHM: tf.Tensor, *wi: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        products = [each_matmul(tf.unstack(x_ERM, wo_EHM.shape[0]), w) for w in wi]
+        products = [matmul_by_expert(tf.unstack(x_ERM, wo_EHM.shape[0]), w) for w in wi]
         hidden = [activation.function(*of_one) for of_one in zip(*products, strict=True)]
-        outputs = each_matmul(hidden, wo_EHM)
+        outputs = matmul_by_expert(hidden, wo_EHM)
 
         def grad(dy_ERM: tf.Tensor) -> tuple[tf.Tensor, ...]:
             stacked = [tf.stack(of_experts) for of_experts in products]

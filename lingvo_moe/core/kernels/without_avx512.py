@@ -35,7 +35,7 @@ def weight_gradient(x_RM: tf.Tensor, dy_RN: tf.Tensor) -> tf.Tensor:
     return wider[..., : sides[0], : sides[1]]
 
 
-def each_matmul(rows: Sequence[tf.Tensor], w_EMN: tf.Tensor) -> list[tf.Tensor]:
+def matmul_by_expert(rows: Sequence[tf.Tensor], w_EMN: tf.Tensor) -> list[tf.Tensor]:
     """Each expert's rows [R,M] times its matrix, [R,N], by a product for each."""
     product = product_for(rows[0].shape[0], w_EMN.shape[-1])
     return [product(x_RM, w_MN) for x_RM, w_MN in zip(rows, tf.unstack(w_EMN), strict=True)]

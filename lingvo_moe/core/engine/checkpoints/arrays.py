@@ -62,7 +62,7 @@ def own_pieces(tensors: Mapping[str, Any]) -> list[ArrayPiece]:
         pieces.append(ArrayPiece(name, shape, _begin(shard.index, shape), values.shape, values))
     for name, tensor in tensors.items():
         if not isinstance(tensor, jax.Array) and jax.process_index() == 0:
-            # Nothing overwrites a tensor of TensorFlow's, which who has one has loaded: no copy is needed on the host.
+            # TensorFlow never overwrites a tensor, so that on the host no copy is needed. Without it there is none.
             tensorflow = sys.modules.get("tensorflow")
             is_tensor = tensorflow is not None and isinstance(tensor, tensorflow.Tensor)
             values = np.asarray(tensor) if is_tensor else np.array(tensor)

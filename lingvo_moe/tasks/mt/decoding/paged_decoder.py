@@ -100,12 +100,12 @@ class PagedDecoder(Decoder):
         longest = tf.reduce_max(tf.concat([[0], lengths_B], 0))
         size = (longest + (SOURCE_STEP - 1)) // SOURCE_STEP * SOURCE_STEP
 
-        def kept(x: tf.Tensor, letters: str) -> tf.Tensor:
+        def picked(x: tf.Tensor, letters: str) -> tf.Tensor:
             y = tf.gather(x, at_B, axis=letters.index("B"))
             sizes = [size if letter == "S" else -1 for letter in letters]
             return tf.slice(y, [0] * len(sizes), sizes) if "S" in letters else y
 
-        return [kept(x, letters) for x, letters in zip(rows, self.row_letters, strict=True)]
+        return [picked(x, letters) for x, letters in zip(rows, self.row_letters, strict=True)]
 
     def Join(self, rows: Sequence[tf.Tensor], new: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Rows and others behind them, with places for the longest of all."""
@@ -260,6 +260,7 @@ def _kernels(places: paged.PagePlaces) -> Iterator[None]:
 
 
 def _is_pool(letters: str) -> bool:
+    """Whether a tensor of these letters has pages, and no rows."""
     return "L" in letters
 
 

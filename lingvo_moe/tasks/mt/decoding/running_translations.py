@@ -93,7 +93,7 @@ class RunningTranslation(RunningText):
     scores: list[float] = field(default_factory=list)
 
     def Ended(self, texts: Sequence[bytes], scores: list[float]) -> None:
-        """Says the translations."""
+        """Notes the translations, UTF-8, and their scores: the line is done."""
         self.texts = [one_line(text.decode("utf-8", "replace")) for text in texts]
         self.scores, self.reason = scores, "stop"
 
@@ -123,7 +123,8 @@ class TranslationBatch(TextBatch[RunningTranslation]):
         """See TextBatch."""
         if pages_of(text.most) > self.pages:
             raise DataError(
-                f"a line of {len(text.source)} tokens needs {pages_of(text.most)} pages, and there are {self.pages}"
+                f"a line of {len(text.source)} tokens needs {pages_of(text.most)} pages, and there are {self.pages}: "
+                "raise --cache_mib"
             )
         self.waiting.append(text)
 
@@ -153,8 +154,9 @@ class TranslationBatch(TextBatch[RunningTranslation]):
         for text in self._there:
             text.filled += taken * self._beam_size
         if (ended := np.flatnonzero(done)).size:
-            found = self._steps.read(self._steps.keep(self._tensors, tf.constant(ended, tf.int32)))
-            for number, *row in zip(ended, *(x.numpy().tolist() for x in found)):
+            rows = self._steps.keep(self._tensors, tf.constant(ended, tf.int32))
+            results = (x.numpy().tolist() for x in self._steps.read(rows))
+            for number, *row in zip(ended, *results):
                 self._there[number].Ended(*row)
 
     def _Keep(self, rows: Sequence[int]) -> None:
