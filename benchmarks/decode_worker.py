@@ -84,7 +84,7 @@ def build(kind: Kind, size: dict[str, Any]) -> Any:
 
     model, theta, start = _imported(size["run"]) if "run" in size else _random(kind, size)
     module = tf.Module()
-    module.model = PackedWeights(model, theta, kind.weights)
+    module.model = PackedWeights(model, theta, kind.weights, size["beam"])
     target = max(size["target_lengths"])
     options = SearchOptions(size["beam"], 1, bos_id=start)
     module.shortlist = shortlist(size) if kind.shortlist else None

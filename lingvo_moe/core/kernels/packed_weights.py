@@ -5,12 +5,13 @@ product with a plain matrix of many columns first copies pieces of the matrix in
 in memory one after another need no copy. With many rows both are equally fast. How many columns are best for a few rows
 depends on the processor's registers: blocks are those for the processor that packs, and any other can read them.
 
-A batch of one to three rows takes other kernels and rounds differently, so the search has at least four; but one where
-all products are of 8 bits.
+With AVX-512 a batch of one to three rows takes other kernels and rounds differently, so a search has at least four, but
+where all products are of 8 bits. Without it, a search that has one row for a line packs weights as `FloatRows`.
 
 Letters: R row, M and N the dimensions of a weight, P block, W column of a block; N head and K key dimension, too.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,14 @@ import tensorflow as tf
 
 from lingvo_moe.core import processor
 from lingvo_moe.core.kernels.eight_bit import EightBit
-from lingvo_moe.core.kernels.weights import Heads, Matrix
+from lingvo_moe.core.kernels.weights import Heads, Matrix, Packed
+from lingvo_moe.core.kernels.without_avx512 import wider
 from lingvo_moe.core.tensors import dim
 
 WIDTH = 64  # of W the multiple for all processors
 WEIGHTS = ("float32", "int8")
 _MORE = (0, 3, 2, 1, 0, 0)  # rows, by those of a batch that are left over by six
+_TERMS = 256  # that oneDNN adds up one after the other, for a batch of several rows; for a single row, all
 
 
 class FloatBlocks(Matrix):
@@ -77,27 +80,105 @@ class FloatBlocks(Matrix):
         return y_RN if self.columns in (None, blocks * width) else y_RN[:, : self.columns]
 
 
+class FloatRows(Matrix):
+    """A weight [M,N] as it is, which a single row reads once from its begin to its end; a leaf of packed weights.
+
+    For processors without AVX-512. A batch of four or eight rows is slower by a quarter than with blocks.
+
+    Attributes:
+        wide_MW: the weight, and columns of zeros where its rows would lie in the same few places of the cache.
+        columns: N.
+    """
+
+    def __init__(self, wide_MW: Any, columns: int):
+        self.wide_MW, self.columns = wide_MW, columns
+
+    @classmethod
+    def Of(cls, w_MN: tf.Tensor) -> "FloatRows":
+        """Packs a weight [M,N]."""
+        return cls(wider(w_MN), w_MN.shape[1])
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return (self.wide_MW,)
+
+    def With(self, wide_MW: Any) -> "FloatRows":
+        return FloatRows(wide_MW, self.columns)
+
+    def HeadsProduct(self, x_RM: tf.Tensor, heads: int) -> tf.Tensor:
+        y_RNK = tf.reshape(self.Product(x_RM), [-1, heads, self.columns // heads])
+        return tf.transpose(y_RNK, [1, 0, 2])
+
+    def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
+        rows = dim(x_RM, 0)
+
+        def several() -> tf.Tensor:
+            return tf.matmul(_even_rows(x_RM), self.wide_MW)[:rows]
+
+        def single() -> tf.Tensor:
+            return self._OfSingle(x_RM[:1])
+
+        if isinstance(rows, int):
+            y_RW = single() if rows == 1 else several()
+        else:
+            y_RW = tf.cond(tf.equal(rows, 1), single, several)
+        return y_RW[:, : self.columns]
+
+    def _OfSingle(self, x_1M: tf.Tensor) -> tf.Tensor:
+        """The product of one row, by parts, whose terms oneDNN adds up in the order of a batch."""
+        sizes = _terms(self.wide_MW.shape[0])
+        if len(set(sizes)) == 1:
+            x_P1m = tf.reshape(x_1M, [len(sizes), 1, sizes[0]])
+            w_PmW = tf.reshape(self.wide_MW, [len(sizes), sizes[0], self.wide_MW.shape[1]])
+            parts = tf.unstack(tf.matmul(x_P1m, w_PmW))
+        else:
+            pieces = zip(tf.split(x_1M, sizes, 1), tf.split(self.wide_MW, sizes), strict=True)
+            parts = [tf.matmul(x, w) for x, w in pieces]
+        return functools.reduce(tf.add, parts)
+
+
 @dataclass(frozen=True)
 class PackAs:
     """A `Packing`.
 
     Attributes:
         kind: one of WEIGHTS. For int8 a weight must have a value: an array or an eager tensor.
+        beam_size: how many rows a search has for a line, for which float32 is packed.
     """
 
     kind: str = "float32"
+    beam_size: int = 4
 
     def Matrix(self, w_MN: tf.Tensor) -> Matrix:
         """Packs a weight [M,N] in the type of the activations."""
-        return EightBit.Of(w_MN) if self.kind == "int8" else FloatBlocks.Of(w_MN)
+        return self._Packed(w_MN, 0)
 
     def Heads(self, *weights_MNK: tf.Tensor) -> Heads:
         """Packs projections [M,N,K] of one input, in the type of the activations."""
         w_MNK = tf.concat(weights_MNK, 1)
         dim, heads, size = w_MNK.shape
-        w_MN = tf.reshape(w_MNK, [dim, heads * size])
-        packed = EightBit.Of(w_MN) if self.kind == "int8" else FloatBlocks.Of(w_MN, size)
+        packed = self._Packed(tf.reshape(w_MNK, [dim, heads * size]), size)
         return Heads(packed, tuple(w.shape[1] for w in weights_MNK))
+
+    def _Packed(self, w_MN: tf.Tensor, head_size: int) -> FloatBlocks | FloatRows | EightBit:
+        if self.kind == "int8":
+            return EightBit.Of(w_MN)
+        if self.beam_size == 1 and not processor.has_avx512():
+            return FloatRows.Of(w_MN)
+        return FloatBlocks.Of(w_MN, head_size)
+
+
+def rows_alike(leaf: Packed) -> bool:
+    """Whether a row's product with the weight is the same in every batch, of one row, too; see `Matrix`."""
+    packed = leaf.packed if isinstance(leaf, Heads) else leaf
+    return isinstance(packed, EightBit) or not processor.has_avx512()
+
+
+def _terms(of_all: int) -> list[int]:
+    """How many of the terms of a sum oneDNN adds up at a time, without AVX-512."""
+    sizes = [_TERMS] * max(0, of_all // _TERMS - 1)
+    rest = of_all - sum(sizes)
+    return [*sizes, rest] if rest <= _TERMS else [*sizes, (rest + 1) // 2, rest // 2]
 
 
 def _even_rows(x_RM: tf.Tensor) -> tf.Tensor:

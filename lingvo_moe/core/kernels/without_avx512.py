@@ -31,8 +31,8 @@ def weight_gradient(x_RM: tf.Tensor, dy_RN: tf.Tensor) -> tf.Tensor:
     sides = x_RM.shape[-1], dy_RN.shape[-1]
     if not _reads_in_place(*sides) or all(side % _MULTIPLE for side in sides):
         return tf.matmul(x_RM, dy_RN, transpose_a=True)
-    wider = tf.matmul(_wider(x_RM), _wider(dy_RN), transpose_a=True)
-    return wider[..., : sides[0], : sides[1]]
+    gradient = tf.matmul(wider(x_RM), wider(dy_RN), transpose_a=True)
+    return gradient[..., : sides[0], : sides[1]]
 
 
 def matmul_by_expert(rows: Sequence[tf.Tensor], w_EMN: tf.Tensor) -> list[tf.Tensor]:
@@ -55,7 +55,7 @@ def product_for(rows: int | None, columns: int) -> Callable[[tf.Tensor, tf.Tenso
 
 def _matmul_by_copy(x_RM: tf.Tensor, w_MN: tf.Tensor) -> tf.Tensor:
     """x_RM @ w_MN, [R,N]. The copy stays in the cache until it is used."""
-    return tf.matmul(x_RM, _wider(w_MN))[:, : w_MN.shape[1]]
+    return tf.matmul(x_RM, wider(w_MN))[:, : w_MN.shape[1]]
 
 
 def _reads_in_place(rows: int | None, columns: int | None) -> bool:
@@ -65,7 +65,7 @@ def _reads_in_place(rows: int | None, columns: int | None) -> bool:
     return 1 / rows + 1 / columns >= _READ_IN_PLACE
 
 
-def _wider(x: tf.Tensor) -> tf.Tensor:
+def wider(x: tf.Tensor) -> tf.Tensor:
     """x with some more columns, zeros, where its rows lie badly."""
     if x.shape[-1] % _MULTIPLE:
         return x

@@ -132,10 +132,8 @@ class Generator(Exportable, Texts):
     ) -> None:
         """Makes the functions, of a `prompt`, and the variables of the weights; the rest is as in the constructor."""
         o, allowed, options = self.options, self._allowed, self._search_options
-        self._weights = PackedWeights(model, theta, o.weights)
-        # Routers multiply floats; one row by one head of keys is a single product, which rounds differently.
-        if not model.p.num_experts and (model.p.num_kv_heads or model.p.num_heads) > 1:
-            self.fewest_rows = self._weights.fewest_rows
+        self._weights = PackedWeights(model, theta, o.weights, o.beam_size)
+        self.fewest_rows = self._weights.fewest_rows
         search = PromptSearch(model, options, o.max_length, allowed, self.fewest_rows)
         self._search = lambda: search  # tf.Module would track it
         samples = o.beam_size == 1

@@ -57,6 +57,8 @@ class FastDecoder(Decoder):
         kind = SampledSearch if sampling else GrowingBeamSearch
         allowed_V = self.search.allowed_V if shortlist is None else ALLOWED
         self.search = kind(max_length, options, allowed_V)
+        if shortlist is None:
+            self.search.fewest_rows = weights.fewest_rows
 
     def Find(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """Search with the weights, inside of a tf.function; B and S may be unknown."""

@@ -177,7 +177,7 @@ class Translator(RunningTranslator):
             self.translate: Any = self._Translate
             self._LieOver(theta.engine, theta.theta)
             return
-        self._weights = PackedWeights(model, theta, o.weights)
+        self._weights = PackedWeights(model, theta, o.weights, o.beam_size)
         specs = [tf.TensorSpec([None], tf.string, name=name) for name in names]
         self.translate = tf.function(self._Translate, specs, autograph=False)
 

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.kernels import eight_bit
-from lingvo_moe.core.kernels.packed_weights import PackAs
+from lingvo_moe.core.kernels.packed_weights import PackAs, rows_alike
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Heads, Packed
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -59,27 +59,26 @@ class PackedWeights(SavedWeights):
     The model's methods take `Tensors` as theta, and must be traced while TensorFlow's kernels are in use.
 
     Attributes:
-        fewest_rows: of a batch, so that a row's results are those of any batch: 1 where all products are of 8 bits,
-            whose sums are exact.
+        fewest_rows: of a batch, so that a row's results are those of any batch: 1 where all products with weights are
+            those of packed ones that add up alike, as of 8 bits.
 
     Args:
         model: whose weights they are; one that packs none runs as it is.
         theta: its weights, arrays or tensors.
-        kind: one of packed_weights.WEIGHTS: "float32", or "int8" for the weights of products.
+        kind, beam_size: see `PackAs`.
 
     Raises:
         ValueError: int8 for a model that packs none, or where there are no products of 8 bits.
     """
 
-    def __init__(self, model: Any, theta: NestedMap, kind: str = "float32"):
+    def __init__(self, model: Any, theta: NestedMap, kind: str = "float32", beam_size: int = 4):
         if kind == "int8":
             eight_bit.check_supported()
         # tf.Module would track a model, but no closure.
-        self._model, self._kind = lambda: model, kind
+        self._model, self._packing = lambda: model, PackAs(kind, beam_size)
         weights = self._Packed(theta)
         self.are_packed = any(isinstance(leaf, Packed) for leaf in weights.Flatten())
-        exact = kind == "int8" and all(_has_no_floats(*item) for item in weights.FlattenItems())
-        self.fewest_rows = 1 if exact else FEWEST_ROWS
+        self.fewest_rows = 1 if _rows_alike(model, weights) else FEWEST_ROWS
         if kind == "int8" and not self.are_packed:
             raise ValueError(
                 f"weights=int8: {type(model).__name__} packs none of its weights (BaseLayer.PackWeights); take float32"
@@ -97,16 +96,28 @@ class PackedWeights(SavedWeights):
 
     def _Packed(self, theta: NestedMap) -> NestedMap:
         pack = getattr(self.model, "PackWeights", None)
-        return pack(theta, PackAs(self._kind)) if pack else theta
+        return pack(theta, self._packing) if pack else theta
 
 
 def _has_8_bits(leaf: Any) -> bool:
     return isinstance(leaf.packed if isinstance(leaf, Heads) else leaf, eight_bit.EightBit)
 
 
-def _has_no_floats(path: str, leaf: Any) -> bool:
-    """Whether no product multiplies a weight as floats: a table is looked up, and vectors are of norms and biases."""
-    return _has_8_bits(leaf) or path.endswith(".table") or len(leaf.shape) < 2
+def _rows_alike(model: Any, weights: NestedMap) -> bool:
+    """Whether a row's results are the same in every batch, of a single row, too.
+
+    A table is looked up, and vectors are of norms and biases; other plain weights, e.g. of routers, are multiplied. One
+    row by one head of keys is a single product, which rounds differently.
+    """
+    heads = [getattr(model.p, name, None) for name in ("num_kv_heads", "num_heads")]
+    if (heads[0] or heads[1] or 1) == 1:
+        return False
+    return all(
+        rows_alike(leaf)
+        if isinstance(leaf, Packed)
+        else path.endswith(".table") or len(leaf.shape) < 2
+        for path, leaf in weights.FlattenItems()
+    )
 
 
 def _tensors(leaf: Any) -> tuple:
