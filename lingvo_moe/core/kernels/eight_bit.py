@@ -63,6 +63,10 @@ class EightBit(Matrix):
     def tensors(self) -> tuple[Any, ...]:
         return self.int8_MN, self.scale_N, self.bias_N
 
+    @property
+    def rows_alike(self) -> bool:
+        return True  # sums of integers are exact
+
     def With(self, int8_MN: Any, scale_N: Any, bias_N: Any) -> "EightBit":
         return EightBit(int8_MN, scale_N, bias_N)
 

@@ -8,7 +8,8 @@ Letters: N rows, R rows of a tile, E expert, M and H the dimensions of a product
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -65,18 +66,45 @@ def by_group(
 def packed_feed_forward(
     rows_NM: tf.Tensor,
     group_sizes_E: tf.Tensor,
-    products: Sequence[Sequence[Callable[[tf.Tensor], tf.Tensor]]],
-    activation: Callable[..., tf.Tensor],
+    feed_forward: Callable[[Any, tf.Tensor], tf.Tensor],
+    in_loop: bool,
 ) -> tf.Tensor:
-    """Takes each row [N,M] through the products of its expert: the activation of the first ones, then the last: [N,M].
+    """Takes each row [N,M] through its expert: [N,M].
 
-    An expert's hidden layer is used while the processor's cache has it. `products` are those of all experts, each.
+    An expert's hidden layer is used while the processor's cache has it.
+
+    Args:
+        feed_forward: takes an expert and its rows [n,M], and returns [n,M].
+        in_loop: whether it takes an expert that is a scalar tensor; then only those with rows take time. Else numbers.
     """
-    pieces = _split(rows_NM, group_sizes_E)
-    outputs = []
-    for x_nM, *first, last in zip(pieces[:-1], *products, strict=True):
-        outputs.append(last(activation(*(product(x_nM) for product in first))))
-    return tf.concat([*outputs, tf.zeros_like(pieces[-1])], 0)
+    if in_loop:
+        return _of_experts_with_rows(rows_NM, group_sizes_E, feed_forward)
+    *pieces, rest = _split(rows_NM, group_sizes_E)
+    return tf.concat([*map(feed_forward, range(len(pieces)), pieces), tf.zeros_like(rest)], 0)
+
+
+def _of_experts_with_rows(
+    rows_NM: tf.Tensor,
+    group_sizes_E: tf.Tensor,
+    feed_forward: Callable[[Any, tf.Tensor], tf.Tensor],
+) -> tf.Tensor:
+    """As `packed_feed_forward`, by a loop over the experts that have rows."""
+    experts_e = tf.cast(tf.where(group_sizes_E > 0)[:, 0], tf.int32)
+    ends_E = tf.cumsum(group_sizes_E)
+
+    def step(i: tf.Tensor, y_NM: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        expert = experts_e[i]
+        end, rows = ends_E[expert], group_sizes_E[expert]
+        y_nM = feed_forward(expert, rows_NM[end - rows : end])
+        at = tf.range(end - rows, end)
+        return i + 1, tf.raw_ops.InplaceUpdate(x=y_NM, i=at, v=y_nM)
+
+    count = tf.shape(experts_e)[0]
+    # Not tf.zeros, which may become a constant, into which the loop would write.
+    zeros_NM = tf.raw_ops.Empty(shape=tf.shape(rows_NM), dtype=rows_NM.dtype, init=True)
+    zeros_NM.set_shape(rows_NM.shape)
+    start = (tf.constant(0), zeros_NM)
+    return tf.while_loop(lambda i, _: i < count, step, start, parallel_iterations=1)[1]
 
 
 def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tensor) -> tf.Tensor:

@@ -12,20 +12,21 @@ Letters: R row, M and N the dimensions of a weight, P block, W column of a block
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
 from lingvo_moe.core import processor
 from lingvo_moe.core.kernels.eight_bit import EightBit
-from lingvo_moe.core.kernels.weights import Heads, Matrix, Packed
+from lingvo_moe.core.kernels.weights import Heads, Matrix, Packed, StackedMatrices
 from lingvo_moe.core.kernels.without_avx512 import wider
 from lingvo_moe.core.tensors import dim
 
 WIDTH = 64  # of W the multiple for all processors
 WEIGHTS = ("float32", "int8")
 _MORE = (0, 3, 2, 1, 0, 0)  # rows, by those of a batch that are left over by six
+_MOST_OPERATIONS = 256  # a product for each expert of more would be a large graph
 _TERMS = 256  # that oneDNN adds up one after the other, for a batch of several rows; for a single row, all
 
 
@@ -56,6 +57,10 @@ class FloatBlocks(Matrix):
     @property
     def tensors(self) -> tuple[Any, ...]:
         return (self.blocks_PMW,)
+
+    @property
+    def rows_alike(self) -> bool:
+        return not processor.has_avx512()
 
     def With(self, blocks_PMW: Any) -> "FloatBlocks":
         return FloatBlocks(blocks_PMW, self.columns)
@@ -101,6 +106,10 @@ class FloatRows(Matrix):
     @property
     def tensors(self) -> tuple[Any, ...]:
         return (self.wide_MW,)
+
+    @property
+    def rows_alike(self) -> bool:
+        return not processor.has_avx512()
 
     def With(self, wide_MW: Any) -> "FloatRows":
         return FloatRows(wide_MW, self.columns)
@@ -160,18 +169,25 @@ class PackAs:
         packed = self._Packed(tf.reshape(w_MNK, [dim, heads * size]), size)
         return Heads(packed, tuple(w.shape[1] for w in weights_MNK))
 
+    def Experts(self, w_EMN: tf.Tensor) -> StackedMatrices | list[Any] | tf.Tensor:
+        """Packs the experts' weights [E,M,N], in the type of the activations.
+
+        Those of 8 bits are packed again by the kernel where a graph first multiplies them, so each has an operation.
+        """
+        if self.kind != "int8":
+            return StackedMatrices.Of([self.Matrix(w_MN) for w_MN in w_EMN])
+        return w_EMN if len(w_EMN) > _MOST_OPERATIONS else [self.Matrix(w_MN) for w_MN in w_EMN]
+
+    def Unrounded(self, w_MN: tf.Tensor) -> Packed:
+        """Packs a weight [M,N] of few columns in its own type."""
+        return replace(self, kind="float32").Matrix(w_MN)
+
     def _Packed(self, w_MN: tf.Tensor, head_size: int) -> FloatBlocks | FloatRows | EightBit:
         if self.kind == "int8":
             return EightBit.Of(w_MN)
         if self.beam_size == 1 and not processor.has_avx512():
             return FloatRows.Of(w_MN)
         return FloatBlocks.Of(w_MN, head_size)
-
-
-def rows_alike(leaf: Packed) -> bool:
-    """Whether a row's product with the weight is the same in every batch, of one row, too; see `Matrix`."""
-    packed = leaf.packed if isinstance(leaf, Heads) else leaf
-    return isinstance(packed, EightBit) or not processor.has_avx512()
 
 
 def _terms(of_all: int) -> list[int]:

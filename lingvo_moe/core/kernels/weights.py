@@ -8,6 +8,7 @@ head, K key dimension.
 """
 
 import abc
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -18,10 +19,16 @@ FEWEST_ROWS = 4  # of a product of floats: fewer take longer; a single one round
 
 
 class Matrix(abc.ABC):
-    """A packed weight [M,N], in blocks of W columns.
+    """A packed weight [M,N].
 
-    A row's result is the same in every batch of at least FEWEST_ROWS; a smaller one may round differently.
+    A row's result is the same in every batch of at least FEWEST_ROWS; a smaller one may round differently, but where
+    `rows_alike`.
     """
+
+    @property
+    @abc.abstractmethod
+    def rows_alike(self) -> bool:
+        """Whether a row's result is the same in every batch, of a single row, too."""
 
     @property
     @abc.abstractmethod
@@ -57,6 +64,11 @@ class Heads:
         """See `Matrix`."""
         return self.packed.tensors
 
+    @property
+    def rows_alike(self) -> bool:
+        """See `Matrix`."""
+        return self.packed.rows_alike
+
     def With(self, *tensors: Any) -> "Heads":
         """See `Matrix`."""
         return Heads(self.packed.With(*tensors), self.numbers)
@@ -70,7 +82,36 @@ class Heads:
         return tf.split(y_NBTK, self.numbers, 0) if len(self.numbers) > 1 else [y_NBTK]
 
 
-Packed = Matrix | Heads
+class StackedMatrices:
+    """Packed weights of experts in one leaf: `self[e]` is that of an expert which is chosen while a graph runs.
+
+    Attributes:
+        tensors: those of all experts, [E,...].
+    """
+
+    def __init__(self, expert: Matrix, tensors: tuple[Any, ...]):
+        """The `expert` is any of them: what they have beside tensors is the same."""
+        self._expert, self.tensors = expert, tensors
+
+    @classmethod
+    def Of(cls, matrices: Sequence[Matrix]) -> "StackedMatrices":
+        """Joins the experts' weights, in their order."""
+        return cls(matrices[0], tuple(map(tf.stack, zip(*(x.tensors for x in matrices)))))
+
+    def __getitem__(self, expert: tf.Tensor) -> Matrix:
+        return self._expert.With(*(x[expert] for x in self.tensors))
+
+    @property
+    def rows_alike(self) -> bool:
+        """See `Matrix`."""
+        return self._expert.rows_alike
+
+    def With(self, *tensors: Any) -> "StackedMatrices":
+        """See `Matrix`."""
+        return StackedMatrices(self._expert.With(*(None for _ in tensors)), tensors)
+
+
+Packed = Matrix | Heads | StackedMatrices
 Weight = tf.Tensor | Matrix
 
 
@@ -82,3 +123,9 @@ class Packing(Protocol):
 
     def Heads(self, *weights_MNK: tf.Tensor) -> Heads:
         """Packs projections [M,N,K] of one input, in the type of the activations."""
+
+    def Experts(self, w_EMN: tf.Tensor) -> StackedMatrices | list[Packed] | tf.Tensor:
+        """Packs the experts' weights, together, or where that cannot be each for itself, or leaves them as they are."""
+
+    def Unrounded(self, w_MN: tf.Tensor) -> Packed:
+        """Packs a weight [M,N] of few columns in its own type, whose results a choice depends on."""

@@ -4,9 +4,9 @@ Letters: G group, E expert, C capacity slot, D devices, N rows of a device, M mo
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -17,13 +17,11 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as Hyp
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import Activation
 from lingvo_moe.core.kernels.grouped_matmul import packed_feed_forward
-from lingvo_moe.core.kernels.weights import Matrix, Packing
+from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing, StackedMatrices
 from lingvo_moe.core.layers.feed_forward import ACTIVATIONS, FeedForward
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 from lingvo_moe.core.tensors import Kept, keeps, runtime_zeros, shape_of
-
-_MOST_PACKED = 256  # a product for each of more would be a large graph
 
 # The letters that shard rows [D,N,M]: devices as groups are; the rows of a device are together, as those of a group.
 ROWS = "GSM"
@@ -170,11 +168,10 @@ class Experts(BaseExperts):
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in groups of any size, sharded along D: a device has its own experts."""
         if are_packed(theta):
-            of_all = [
-                self._PackedProducts(theta, name) for name in (*self.activation.weights, "wo")
-            ]
-            run, activation = packed_feed_forward, self.activation.function
-            return x.With(run(x.values[0], x.group_sizes[0], of_all, activation)[tf.newaxis])
+            run = functools.partial(self._PackedFProp, theta)
+            in_loop = isinstance(theta.wo, StackedMatrices)
+            y_NM = packed_feed_forward(x.values[0], x.group_sizes[0], run, in_loop)
+            return x.With(y_NM[tf.newaxis])
         products = [
             self._Biased(x.MatMul(self.Cast(theta[name]), self._Mapping(name, "EMH")), theta, name)
             for name in self.activation.weights
@@ -196,15 +193,15 @@ class Experts(BaseExperts):
         biases = self.Cast(theta[bias])[:, tf.newaxis]
         return rows.values + ones.MatMul(biases, (expert, None, hidden)).values
 
-    def _PackedProducts(self, theta: NestedMap, name: str) -> list[Callable]:
-        """The product of each expert's rows with its packed weight, plus its bias, if there is one."""
-        if not self.p.biases:
-            return [weight.Product for weight in theta[name]]
+    def _PackedFProp(self, theta: NestedMap, expert: Any, x_nM: tf.Tensor) -> tf.Tensor:
+        """An expert's rows [n,M] through its packed weights, [n,M]."""
 
-        def biased(weight: Matrix, bias: tf.Tensor) -> Callable[[tf.Tensor], tf.Tensor]:
-            return lambda rows: weight.Product(rows) + bias
+        def product(x: tf.Tensor, name: str) -> tf.Tensor:
+            y = theta[name][expert].Product(x)
+            return y + theta[f"{name}_bias"][expert] if self.p.biases else y
 
-        return list(map(biased, theta[name], theta[f"{name}_bias"]))
+        hidden = (product(x_nM, name) for name in self.activation.weights)
+        return product(self.activation.function(*hidden), "wo")
 
     @property
     def activation(self) -> Activation:
@@ -212,21 +209,23 @@ class Experts(BaseExperts):
         return ACTIVATIONS[self.p.activation]
 
     def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
-        """See BaseLayer: lists of the experts' weights, and of their biases as they are; up to 256 experts."""
-        if self.p.num_experts > _MOST_PACKED:
-            return theta
-        lists = theta.Transform(lambda w: tf.unstack(self.Cast(w)))
+        """See BaseLayer: all weights but biases; see `Packing.Experts`."""
+        cast = theta.Transform(self.Cast)
         packed = {
-            name: [packing.Matrix(one) for one in of_experts]
-            for name, of_experts in lists.items()
-            if not name.endswith("_bias")
+            name: packing.Experts(w) for name, w in cast.items() if not name.endswith("_bias")
         }
-        return NestedMap(lists, **packed)
+        return NestedMap(cast if are_packed(packed) else theta, **packed)
 
     def _Mapping(self, name: str, letters: str) -> DimsMapping:
         return dims_mapping(letters, self.p.weight_split, name)
 
 
-def are_packed(theta: NestedMap) -> bool:
-    """Whether the weights of experts are lists of each expert's packed ones: see `Experts.PackWeights`."""
-    return isinstance(theta.get("wo"), list)
+def are_packed(theta: Mapping[str, Any]) -> bool:
+    """Whether the weights of experts are packed ones: see `Experts.PackWeights`."""
+    return isinstance(theta.get("wo"), list | StackedMatrices)
+
+
+def fewest_rows(theta: NestedMap) -> int:
+    """How many rows an expert of packed weights needs at least, so that a row's result is that of any batch."""
+    packed = theta.wo if isinstance(theta.wo, StackedMatrices) else theta.wo[0]
+    return 1 if packed.rows_alike else FEWEST_ROWS

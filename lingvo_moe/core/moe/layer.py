@@ -14,8 +14,8 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
-from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Packing
-from lingvo_moe.core.moe.experts import Experts, are_packed
+from lingvo_moe.core.kernels.weights import Packing
+from lingvo_moe.core.moe.experts import Experts, are_packed, fewest_rows
 from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
 from lingvo_moe.core.moe.routers.losses_and_metrics import (
     micro_batch_terms,
@@ -226,7 +226,7 @@ class MoELayer(BaseLayer):
         packed = are_packed(theta.experts)
         if packed:  # for a search, which reads no extras
             routing = self.router.Seat(self.router.Choose(*arguments), capacity, measured=False)
-            routing = replace(routing, fewest_rows=FEWEST_ROWS)
+            routing = replace(routing, fewest_rows=fewest_rows(theta.experts))
         else:
             routing = self.router.FProp(*arguments)
         if seed is None:

@@ -20,6 +20,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.kernels.weights import Matrix, Packing
 from lingvo_moe.core.moe.routers.losses_and_metrics import (
     AuxLoss,
     Choice,
@@ -431,9 +432,18 @@ class LearnedRouter(Router):
     @scoped
     def Logits(self, theta: NestedMap, x_GSM: tf.Tensor) -> tf.Tensor:
         """The gating network before its softmax, float32 [G,S,E] (Algorithm 2, line 1)."""
-        x_GSM, wg_ME = tf.cast(x_GSM, tf.float32), tf.cast(theta.wg, tf.float32)
+        x_GSM = tf.cast(x_GSM, tf.float32)
+        if isinstance(theta.wg, Matrix):
+            return kernels.current().product(x_GSM, theta.wg)
+        wg_ME = tf.cast(theta.wg, tf.float32)
         logits_GSE = self.Shard(tf.einsum("GSM,ME->GSE", x_GSM, wg_ME), "GSE")
         return self.Keep(logits_GSE, "router", "GSE")
+
+    def PackWeights(self, theta: NestedMap, packing: Packing) -> NestedMap:
+        """See BaseLayer: wg in float32, where scores of one row round as in any batch: of 16 numbers at a time."""
+        if self.p.num_experts % 16:
+            return theta
+        return NestedMap(theta, wg=packing.Unrounded(tf.cast(theta.wg, tf.float32)))
 
     def ChooseByLogits(
         self,

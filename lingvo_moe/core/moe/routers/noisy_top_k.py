@@ -6,7 +6,7 @@ Letters: G group, S token in group, k choice rank, E expert, M model.
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.base_layer import WeightParams
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
@@ -36,6 +36,8 @@ class NoisyTopKRouter(LearnedRouter):
     Beyond the paper: `noise_epsilon` is added to the noise's deviation (as in its authors' published
     code), which keeps the load finite; and experts have a capacity.
     """
+
+    PackWeights = BaseLayer.PackWeights
 
     @classmethod
     def Params(cls) -> InstantiableParams:

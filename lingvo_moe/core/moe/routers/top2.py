@@ -49,6 +49,8 @@ class Top2Router(LearnedRouter):
     differs from the first, even where the softmax underflows to a single one.
     """
 
+    PackWeights = LearnedRouter.PackWeights
+
     REPLAYS: ClassVar[bool] = True
 
     @classmethod

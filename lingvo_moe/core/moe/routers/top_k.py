@@ -64,6 +64,8 @@ class TopKRouter(LearnedRouter):
     with it. With `balance_quantiles` the bias is computed from the step's tokens instead.
     """
 
+    PackWeights = LearnedRouter.PackWeights
+
     REPLAYS: ClassVar[bool] = True
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.kernels import eight_bit
-from lingvo_moe.core.kernels.packed_weights import PackAs, rows_alike
+from lingvo_moe.core.kernels.packed_weights import PackAs
 from lingvo_moe.core.kernels.weights import FEWEST_ROWS, Heads, Packed
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -106,16 +106,16 @@ def _has_8_bits(leaf: Any) -> bool:
 def _rows_alike(model: Any, weights: NestedMap) -> bool:
     """Whether a row's results are the same in every batch, of a single row, too.
 
-    A table is looked up, and vectors are of norms and biases; other plain weights, e.g. of routers, are multiplied. One
+    A table is looked up, biases and vectors are added; other plain weights, e.g. of some routers, are multiplied. One
     row by one head of keys is a single product, which rounds differently.
     """
     heads = [getattr(model.p, name, None) for name in ("num_kv_heads", "num_heads")]
     if (heads[0] or heads[1] or 1) == 1:
         return False
     return all(
-        rows_alike(leaf)
+        leaf.rows_alike
         if isinstance(leaf, Packed)
-        else path.endswith(".table") or len(leaf.shape) < 2
+        else path.endswith((".table", "_bias")) or len(leaf.shape) < 2
         for path, leaf in weights.FlattenItems()
     )
 

@@ -67,7 +67,7 @@ def test_steps_of_a_beam(kv_heads):
 
 _ROWS = """
 import numpy as np, tensorflow as tf
-from lingvo_moe.core.kernels.packed_weights import PackAs, rows_alike
+from lingvo_moe.core.kernels.packed_weights import PackAs
 
 draw = tf.random.stateless_normal
 
@@ -82,7 +82,7 @@ def check(pack, dim):
     for run in (products, tf.function(products, input_signature=spec, autograph=False)):
         want, of_heads = run(rows)
         np.testing.assert_allclose(want, rows @ packed_plain(dim), atol=1e-3)
-        for number in range(1 if rows_alike(packed) else 4, 20):
+        for number in range(1 if packed.rows_alike else 4, 20):
             got, got_heads = run(rows[:number])
             about = f"{pack} {dim} {number}"
             np.testing.assert_array_equal(got, want[:number], err_msg=about)

@@ -9,7 +9,7 @@ from rows import assert_rows_equal
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.kernels.packed_weights import FloatBlocks, PackAs
+from lingvo_moe.core.kernels.packed_weights import PackAs
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.layer import MoELayer
@@ -29,9 +29,7 @@ GATE = DRAW.random((N, K)).astype(np.float32)
 
 
 def _run(rows, kept=None, wi=WI):
-    weights = NestedMap(
-        {k: [FloatBlocks.Of(one) for one in w] for k, w in (("wi", wi), ("wo", WO))}
-    )
+    weights = NestedMap({k: PackAs().Experts(tf.constant(w)) for k, w in (("wi", wi), ("wo", WO))})
     kept = np.ones((N, K), np.float32) if kept is None else kept
     given = [tf.constant(x[rows])[tf.newaxis] for x in (X, EXPERT, kept, GATE)]
     specs = [tf.TensorSpec([1, None, x.shape[2]], x.dtype) for x in given]
@@ -96,10 +94,10 @@ def test_the_layer_is_the_layer(kind, shared, biases):
 
 
 @pytest.mark.parametrize("most", [E, E - 1])
-def test_many_experts_stay_as_they_are(most, monkeypatch):
-    monkeypatch.setattr("lingvo_moe.core.moe.experts._MOST_PACKED", most)
+def test_many_experts_of_8_bits_stay_as_they_are(most, monkeypatch):
+    monkeypatch.setattr("lingvo_moe.core.kernels.packed_weights._MOST_OPERATIONS", most)
     layer = (
         MoELayer.Params().Set(name="moe", model_dim=M, hidden_dim=H, num_experts=E).Instantiate()
     )
-    weights = layer.PackWeights(layer.InitTheta(make_seed(0, 0)), PackAs())
+    weights = layer.PackWeights(layer.InitTheta(make_seed(0, 0)), PackAs("int8"))
     assert isinstance(weights.experts.wi, list) == (most == E)
