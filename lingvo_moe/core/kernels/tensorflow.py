@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.kernels import blockwise, grouped_matmul as grouped, tensorflow_adafactor, xla
+from lingvo_moe.core.kernels import (
+    blockwise,
+    grouped_matmul as grouped,
+    tensorflow_adafactor,
+    tensorflow_losses,
+    xla,
+)
 from lingvo_moe.core.kernels.scores import MASKED, Seen, softmax_beside
 from lingvo_moe.core.kernels.weights import Heads, Matrix, Weight
 from lingvo_moe.core.kernels.without_avx512 import (
@@ -30,6 +36,7 @@ _MANY_EXPERTS = 256  # with more, a product for each would be a large graph
 cross_entropy = xla.cross_entropy
 seen_positions = xla.seen_positions
 adafactor = tensorflow_adafactor.adafactor
+token_losses = tensorflow_losses.token_losses
 
 
 def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
@@ -52,10 +59,18 @@ def product(x: tf.Tensor, w_MH: Weight) -> tf.Tensor:
 
 
 def logits(x: tf.Tensor, table_VM: Weight, shard: Shard) -> tf.Tensor:
-    """See `Kernels`; a packed table is transposed, [M,V]."""
+    """See `Kernels`; a packed table is transposed, [M,V].
+
+    Where oneDNN has no product of a type, e.g. of bfloat16 without AVX-512, an einsum takes TensorFlow over 20 times as
+    long as a plain product.
+    """
     if isinstance(table_VM, Matrix):
         return tf.cast(product(x, table_VM), tf.float32)
-    return xla.logits(x, table_VM, shard)
+    if x.dtype == tf.float32:
+        return xla.logits(x, table_VM, shard)
+    rows = tf.reshape(x, [-1, x.shape[-1]])
+    y = tf.matmul(rows, tf.cast(table_VM, x.dtype), transpose_b=True)
+    return tf.cast(tf.reshape(y, [*open_shape(x)[:-1], dim(y, 1)]), tf.float32)
 
 
 def experts_feed_forward(
@@ -411,68 +426,6 @@ def _fused_drop(
 
 
 _fused_scaled_where = fused(xla.scaled_where)
-
-
-# --- losses
-
-
-def token_losses(
-    x: tf.Tensor,
-    table_VM: tf.Tensor,
-    labels: tf.Tensor,
-    weights: tf.Tensor,
-    label_smoothing: float,
-    shard: Shard,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """See `Kernels`.
-
-    The logits are the largest tensor of a training step: 64 MB where an activation is 2. Each operation that touches
-    them costs as much as a layer, so they are read three times and written once beside the products, and all else is
-    computed on [R,M] and [V,M], R the tokens. In other types than float32 the kernels for XLA run.
-    """
-    if not x.dtype == table_VM.dtype == tf.float32:
-        return xla.token_losses(x, table_VM, labels, weights, label_smoothing, shard)
-    flat_x, flat_labels = tf.reshape(x, [-1, x.shape[-1]]), tf.reshape(labels, [-1])
-    losses = _token_losses(label_smoothing)(flat_x, table_VM, flat_labels)
-    xent, nll, correct = (
-        tf.reshape(loss, tf.shape(labels)) * tf.cast(weights, tf.float32) for loss in losses
-    )
-    return xent, nll, correct
-
-
-def _token_losses(label_smoothing: float) -> Callable:
-    @private.custom_gradient
-    def run(x: tf.Tensor, table: tf.Tensor, labels: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
-        num = table.shape[0]
-        on, off = 1.0 - label_smoothing, label_smoothing / num
-        scores = tf.matmul(x, table, transpose_b=True)
-        probs = tf.nn.softmax(scores)
-        best = tf.reduce_max(scores, -1)
-        # From the largest probability, at least 1/V, where a label's own may be 0 in float32.
-        partition = best - tf.math.log(tf.reduce_max(probs, -1))
-        picked = tf.gather(scores, labels, batch_dims=1)
-        summed = tf.reduce_sum(table, 0, keepdims=True)
-        xent = partition - on * picked
-        if label_smoothing:
-            xent -= off * tf.reduce_sum(x * summed, -1)
-        correct = tf.cast(picked >= best, tf.float32)
-
-        def grad(dxent: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, None]:
-            """The logits' is dxent (probs - target), target = on at the label and off everywhere; the contribution of
-            the target to the products needs no matrix of that size."""
-            per_token = dxent[:, tf.newaxis]
-            scaled = per_token * x
-            dx = tf.matmul(probs, table) - on * tf.gather(table, labels)
-            dtable = weight_gradient(probs, scaled)
-            dtable = tf.tensor_scatter_nd_sub(dtable, labels[:, tf.newaxis], on * scaled)
-            if label_smoothing:
-                dx -= off * summed
-                dtable -= off * tf.reduce_sum(scaled, 0, keepdims=True)
-            return per_token * dx, dtable, None
-
-        return [xent, partition - picked, correct], grad
-
-    return run
 
 
 # --- optimizer and training step
