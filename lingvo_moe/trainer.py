@@ -46,6 +46,7 @@ from lingvo_moe.training.checks import (
     check_flags,
     full_override,
 )
+from lingvo_moe.training.chosen_type import warn_of_slow_type, with_chosen_type
 from lingvo_moe.training.flags import parse_flags
 from lingvo_moe.training.same_run import (
     check_not_to_grow,
@@ -101,7 +102,7 @@ def described_by(args: Flags) -> Job:
     if args.num_processes > 1:  # now, so that the others learn of its end
         meet(args.coordinator_address, args.num_processes, args.process_id)
     load_tensorflow(args.engine)
-    args = with_model_of_source(args)
+    args = with_chosen_type(with_model_of_source(args), fastest_engine)
     defined = registry.AsDefined(args.model)
     if args.strategy == AUTO:
         from lingvo_moe.training.found_strategy import override_with_strategy
@@ -122,6 +123,7 @@ def described_by(args: Flags) -> Job:
         check_flags(args, params)
     if args.mode == "sync":
         engine = args.engine or fastest_engine(args)
+        warn_of_slow_type(params.task.fprop_dtype or params.task.dtype, engine)
     return Job(args, defined, params, override, engine, limit, times)
 
 
@@ -423,7 +425,7 @@ def loop_of(run: Run, engine: Engine, lock: TrainerLock) -> Iterator[Callable[[]
             stack.enter_context(watch)
         elif (evaluations := run_dir.evaluations) and evaluations.best:
             saved.rotation.best = evaluations.best.step  # of a run that is evaluated no more
-        peak = job_peak(run.engine, engine.mesh.size)
+        peak = job_peak(run.engine, engine.mesh.size, task.fprop_dtype.name)
         loop = TrainLoop(trained, summaries, initial, peak, watch, run.time_limit)
 
         def compiled(step: Compiled) -> None:

@@ -65,6 +65,7 @@ task.num_encoder_layers=3 => num_encoder_layers=3: must be a multiple of 2, afte
 task.model_dim=1e9 => : is of type float, expected int
 task.dropout=1 => : must be a number in [0, 1)
 task.fprop_dtype=bf16 => : must be one of float32, bfloat16, float16, float64, or None (did you mean 'bfloat16'?)
+task.fprop_dtype=auto => task.fprop_dtype=auto: is chosen for --engine=tf_graph on a CPU
 task.repeat=atuo => : must be True, False or auto (did you mean 'auto'?)
 task.moe.router.level=word => : must be one of token, sentence, task, id
 task.moe.router=None => must be one of expert_choice, hash, lsh, noisy_top_k, random, soft, top2, top_k, or Params of a

@@ -29,6 +29,7 @@ from lingvo_moe.core.sharding.letters import (
 from lingvo_moe.core.tensors import Kept, keep
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_LATER = {"auto": "the trainer alone takes auto, and for task.fprop_dtype"}
 
 # Parameters that a child takes from its parent where its own Params leave them open.
 _INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split", "shard_state", "offload")
@@ -242,7 +243,7 @@ class BaseLayer:
             "fprop_dtype",
             None,
             "Type of the activations, e.g. 'bfloat16'; None takes the parent's, dtype at the root.",
-            checks.or_none(checks.one_of(_DTYPES)),
+            checks.or_none(checks.OneOf(_DTYPES, _LATER)),
         )
         p.Define(
             "activation_split",

@@ -154,12 +154,15 @@ class OneOf(Check):
     """One of some names."""
 
     names: tuple[str, ...]
+    # Words that are none of these, with what to say of them.
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def Allows(self, value: Any) -> bool:
         return isinstance(value, str) and value in self.names
 
     def Hint(self, value: Any) -> str:
-        return nearest(str(value), self.names)
+        why = self.refused.get(str(value))
+        return f"; {why}" if why else nearest(str(value), self.names)
 
     def __str__(self) -> str:
         return f"one of {', '.join(self.names)}"
