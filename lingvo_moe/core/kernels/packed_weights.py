@@ -170,12 +170,13 @@ class PackAs:
         return Heads(packed, tuple(w.shape[1] for w in weights_MNK))
 
     def Experts(self, w_EMN: tf.Tensor) -> StackedMatrices | list[Any] | tf.Tensor:
-        """Packs the experts' weights [E,M,N], in the type of the activations.
+        """Packs the experts' weights [E,M,N], in the type of the activations; for one row, as many of them have.
 
         Those of 8 bits are packed again by the kernel where a graph first multiplies them, so each has an operation.
         """
         if self.kind != "int8":
-            return StackedMatrices.Of([self.Matrix(w_MN) for w_MN in w_EMN])
+            of_row = replace(self, beam_size=1)
+            return StackedMatrices.Of([of_row.Matrix(w_MN) for w_MN in w_EMN])
         return w_EMN if len(w_EMN) > _MOST_OPERATIONS else [self.Matrix(w_MN) for w_MN in w_EMN]
 
     def Unrounded(self, w_MN: tf.Tensor) -> Packed:
